@@ -110,7 +110,7 @@ def test_invalid_bodies_are_refused(body: str, url: str) -> None:
     assert 400 <= reply.status_code < 500, reply.text
 
 
-def test_a_body_that_is_announced_and_never_sent_is_not_waited_for(url: str) -> None:
+def test_a_body_that_is_never_sent_times_out(url: str) -> None:
     host, _, port = url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=30) as client:
         client.sendall(b"POST /infer/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
@@ -127,12 +127,12 @@ def test_an_abandoned_request_is_cancelled(url: str, engine: Engine) -> None:
     assert engine.num_running == 0
 
 
-def test_a_bucket_without_a_group_is_refused_and_changes_nothing(url: str) -> None:
+def test_a_bucket_without_a_group_is_refused(url: str) -> None:
     reply = httpx.post(f"{url}/update_flattened_params/", json={"metadatas": [{"name": "a"}]}, trust_env=False)
     assert reply.status_code == 409 and "no weight group is open" in reply.json()["error"]
 
 
-def test_a_hung_engine_of_a_living_process_is_reported(url: str, engine: Engine) -> None:
+def test_a_hung_engine_in_a_live_process_is_reported(url: str, engine: Engine) -> None:
     client = client_to(url, 1, timeout_s=5.0)
     assert client.engine_stall_seconds() < 1.0
     engine.hangs = True
@@ -160,7 +160,7 @@ def test_an_engine_that_samples_no_token_is_reported(url: str, engine: Engine) -
     assert client.engine_stall_seconds() < 1.0
 
 
-def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_with_too_many_pixels_is_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     import base64
 
     packed = io.BytesIO()
@@ -171,7 +171,7 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch
 
 
 @pytest.mark.parametrize("sign", ["engine_silent_s", "engine_tokenless_s"])
-def test_a_learner_gives_up_on_a_server_with_a_stalled_engine(sign: str) -> None:
+def test_the_trainer_stops_when_the_servers_engine_stalls(sign: str) -> None:
     from coordexp.engine.server_backend import LivenessWatch
     from support.fake_servers import FakeRolloutServer
 

@@ -95,7 +95,7 @@ LIES: dict[str, tuple[Callable[[list[Any]], list[Any]], str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_an_engine_that_fails_or_lies_ends_the_step_with_a_named_error(
+def test_a_failing_or_wrong_engine_ends_the_step_with_a_clear_error(
     lie: str, engine: Colocated, monkeypatch: pytest.MonkeyPatch, seen: Callable[[object], None]
 ) -> None:
     below = engine.backend.engine.vllm
@@ -115,7 +115,7 @@ PUSHES = {
 
 
 @pytest.mark.parametrize("fault", PUSHES)
-def test_a_failed_push_ends_the_step_and_frees_the_learners_memory(
+def test_a_failed_push_ends_the_step_and_frees_the_trainers_memory(
     fault: str, engine: Colocated, monkeypatch: pytest.MonkeyPatch, seen: Callable[[object], None]
 ) -> None:
     inside = engine.backend.engine

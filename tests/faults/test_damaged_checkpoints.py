@@ -130,7 +130,7 @@ SEALS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("change", SEALS)
-def test_a_checkpoint_with_a_wrong_seal_does_not_count(change: str, run: Path, seen: Callable[[str], None]) -> None:
+def test_a_checkpoint_with_a_wrong_seal_is_ignored(change: str, run: Path, seen: Callable[[str], None]) -> None:
     path = unshared(run / "checkpoint-3" / SEAL)
     path.write_text(json.dumps(SEALS[change](json.loads(path.read_text()))))
     assert resolve_resume(run, True) == run / "checkpoint-2"
@@ -140,7 +140,7 @@ def test_a_checkpoint_with_a_wrong_seal_does_not_count(change: str, run: Path, s
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_checkpoint_with_an_incomplete_seal_does_not_count(loss: str, run: Path) -> None:
+def test_a_checkpoint_with_an_incomplete_seal_is_ignored(loss: str, run: Path) -> None:
     LOSSES[loss](unshared(run / "checkpoint-3" / SEAL))
     assert resolve_resume(run, True) == run / "checkpoint-2"
 
@@ -160,7 +160,7 @@ def test_a_run_does_not_restart_when_all_checkpoints_are_damaged(run: Path) -> N
         resolve_resume(run, True)
 
 
-def test_the_command_refuses_a_damaged_checkpoint_in_one_line(
+def test_a_damaged_checkpoint_is_a_one_line_error(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage_file(run / "checkpoint-3", "optimizer.pt", "one bit")
@@ -171,7 +171,7 @@ def test_the_command_refuses_a_damaged_checkpoint_in_one_line(
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in ("tokenizer.json", "carry_buffer_rank0.json")])
-def test_an_unreadable_file_with_a_fitting_seal_is_refused_in_one_line(
+def test_an_unreadable_file_with_a_valid_seal_is_a_one_line_error(
     name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its checksum is that of the damaged file."""

@@ -66,7 +66,7 @@ def limited_from_step_2(limit: Callable[[], AbstractContextManager[None]]) -> Ca
 
 
 @pytest.mark.parametrize("count", range(5))
-def test_a_save_with_few_file_descriptors_fails_with_a_named_error_or_is_whole(
+def test_a_save_with_few_file_descriptors_is_complete_or_raises_a_clear_error(
     count: int, tmp_path: Path, seen: Callable[[object], None]
 ) -> None:
     """How many are enough depends on how many threads read at the same time; more than one."""
@@ -85,7 +85,7 @@ def test_a_save_with_few_file_descriptors_fails_with_a_named_error_or_is_whole(
 
 
 @pytest.mark.parametrize("size", [0, 1_000, 30_000, 100_000])
-def test_a_save_to_a_full_disk_names_it_and_keeps_the_last_checkpoint(
+def test_a_save_to_a_full_disk_raises_and_keeps_the_last_checkpoint(
     size: int, tmp_path: Path, seen: Callable[[object], None]
 ) -> None:
     with pytest.raises(CheckpointError) as refused:
@@ -98,7 +98,7 @@ def test_a_save_to_a_full_disk_names_it_and_keeps_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_without_file_descriptors_raises_a_named_error(call: str, seen: Callable[[object], None]) -> None:
+def test_a_call_without_file_descriptors_raises_a_clear_error(call: str, seen: Callable[[object], None]) -> None:
     with lying("hangs") as url:
         client = client_of(url)
         with descriptors_left(0), pytest.raises(Exception) as refused:
@@ -147,7 +147,7 @@ def jumping(hours: float) -> Callable[[], float]:
 
 @pytest.mark.parametrize("hours", [-1.0, 1.0, 1e5], ids=["back an hour", "on an hour", "on eleven years"])
 @pytest.mark.parametrize("behaviour", ["drips", "hangs"])
-def test_deadlines_hold_while_the_clock_jumps(behaviour: str, hours: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeouts_hold_when_the_clock_jumps(behaviour: str, hours: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", jumping(hours))
     with lying(behaviour) as url:
         started = time.monotonic()
@@ -157,7 +157,7 @@ def test_deadlines_hold_while_the_clock_jumps(behaviour: str, hours: float, monk
 
 
 @pytest.mark.parametrize("hours", [-1.0, 1e5], ids=["back an hour", "on eleven years"])
-def test_a_run_is_the_same_while_the_clock_jumps(hours: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_unchanged_when_the_clock_jumps(hours: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     straight = train(run_config(tmp_path / "straight", 1, **SAVING))
     monkeypatch.setattr(time, "time", jumping(hours))
     jumped = train(run_config(tmp_path / "jumped", 1, **SAVING))

@@ -48,7 +48,7 @@ def test_data_check_and_training_name_the_line(
     assert len(refused.err) < 2000
 
 
-def test_an_image_that_the_processor_refuses_is_named_wherever_it_comes_from(tmp_path: Path) -> None:
+def test_an_image_that_the_processor_refuses_is_named(tmp_path: Path) -> None:
     """Prediction on a folder has no lines that could be checked before."""
     from coordexp.records import ImageRecord
 
@@ -67,7 +67,7 @@ def test_an_answer_nested_200000_deep_is_read(text: str) -> None:
     assert not parsed.objects
 
 
-def test_a_line_of_predictions_nested_200000_deep_is_refused_by_number(tmp_path: Path) -> None:
+def test_a_prediction_line_nested_200000_deep_is_refused_by_number(tmp_path: Path) -> None:
     (tmp_path / "predictions.jsonl").write_text('{"x": ' + "[" * 200_000 + "]" * 200_000 + "}\n")
     with pytest.raises(DataError, match=r"predictions\.jsonl:1: "):
         read_answers(tmp_path)
@@ -83,7 +83,7 @@ def test_a_cut_off_image_is_found_by_decoding_it(tmp_path: Path, capsys: pytest.
     assert deep.code == 2 and "unreadable_image" in deep.out and "cannot decode the image" in deep.err
 
 
-def test_aliases_that_stand_for_millions_of_values_are_refused_at_once(tmp_path: Path) -> None:
+def test_yaml_aliases_that_expand_to_millions_of_values_are_refused(tmp_path: Path) -> None:
     from coordexp.config import load_config
     from coordexp.errors import ConfigError
 

@@ -105,7 +105,7 @@ ERRORS = {
 @pytest.mark.parametrize(
     "where", [pytest.param(one, marks=() if "forward" in one else pytest.mark.campaign) for one in ERRORS]
 )
-def test_an_error_on_one_rank_of_two_ends_both_and_the_resumed_run_is_the_same(
+def test_an_error_on_one_rank_ends_both_and_the_resumed_run_is_the_same(
     where: str, tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
     """In step 3. While gradients are exchanged, the other rank waits for ``ddp_timeout`` and the periodic checkpoint

@@ -34,7 +34,7 @@ def ranks(tmp_path: Path) -> Iterator[list[BaseProcess]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_rank_that_stops_or_dies_ends_the_other_with_one_line(
+def test_a_stopped_or_killed_rank_ends_the_other_with_one_line(
     number: signal.Signals, ranks: list[BaseProcess], tmp_path: Path
 ) -> None:
     strike(ranks[1], number)
@@ -56,7 +56,7 @@ def test_a_signal_to_one_rank_saves_and_ends_both(ranks: list[BaseProcess], tmp_
     assert said is not None and is_complete(tmp_path / "run" / f"checkpoint-{said[1]}")
 
 
-def test_a_launched_learner_listens_on_loopback_alone(tmp_path: Path) -> None:
+def test_a_launched_trainer_listens_on_loopback_only(tmp_path: Path) -> None:
     """torchrun as ``coordexp launch`` starts it, with two processes."""
     keys: dict[str, Any] = {"training__max_steps": 4000}
     run_config(tmp_path, 1, **keys)

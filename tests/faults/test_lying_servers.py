@@ -32,7 +32,7 @@ def client_of(url: str) -> ServerClient:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("behaviour", ["drips", "drips_headers", "drips_chunks", "hangs", "hangs_half_way"])
-def test_a_call_to_a_slow_server_ends_at_its_deadline(behaviour: str, call: str) -> None:
+def test_a_call_to_a_slow_server_times_out(behaviour: str, call: str) -> None:
     with lying(behaviour) as url:
         started = time.monotonic()
         with pytest.raises(ServerTimeout, match="no answer within 1 s"):
@@ -44,13 +44,13 @@ def test_a_call_to_a_slow_server_ends_at_its_deadline(behaviour: str, call: str)
 @pytest.mark.parametrize(
     "behaviour", ["closes_at_once", "closes_after_the_header", "closes_half_way", "speaks_another_protocol"]
 )
-def test_a_broken_connection_is_named(behaviour: str, call: str) -> None:
+def test_a_broken_connection_raises_a_clear_error(behaviour: str, call: str) -> None:
     with lying(behaviour) as url, pytest.raises(ServerUnreachable, match="connection broke"):
         CALLS[call](client_of(url))
 
 
 @pytest.mark.parametrize("call", ["infer", "status", "commit"])
-def test_an_endless_answer_is_cut_off_before_it_fills_the_memory(call: str) -> None:
+def test_an_endless_answer_is_cut_off(call: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with lying("never_ends") as url:
         client = client_to(url, 1, timeout_s=120.0, infer_timeout_s=120.0)

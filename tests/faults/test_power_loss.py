@@ -73,7 +73,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
 
 @pytest.mark.parametrize("all_names", [False, True], ids=["names without a flush are lost", "names survive first"])
 @pytest.mark.parametrize("part", range(6), ids=lambda part: f"losses {part} of 6")
-def test_a_power_loss_leaves_a_whole_checkpoint_or_none(
+def test_a_power_loss_leaves_a_complete_checkpoint_or_none(
     part: int, all_names: bool, disk: Disk, tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
     taken: list[str] = []
@@ -90,12 +90,12 @@ def test_a_power_loss_leaves_a_whole_checkpoint_or_none(
     seen(f"{len(taken)} losses; taken: {', '.join(f'{name} ({taken.count(name)})' for name in sorted(set(taken)))}")
 
 
-def test_the_last_checkpoint_survives_once_its_save_has_returned(disk: Disk, tmp_path: Path) -> None:
+def test_a_checkpoint_survives_once_its_save_has_returned(disk: Disk, tmp_path: Path) -> None:
     left = disk.left(len(disk.losses) - 1, tmp_path / "left", False)
     assert resolve_resume(left, True) == left / "checkpoint-3"
 
 
-def test_a_seal_written_before_its_files_would_be_noticed(disk: Disk, tmp_path: Path) -> None:
+def test_a_seal_written_before_its_files_is_detected(disk: Disk, tmp_path: Path) -> None:
     """The simulated disk loses bytes without an ``fsync``: without the weights' flush, the sealed folder is damaged."""
     held, names, there = disk.losses[-1]
     weights = (disk.root / "checkpoint-3" / "model.safetensors").stat().st_ino

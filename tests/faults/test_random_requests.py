@@ -87,7 +87,7 @@ def body(draw: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize(("names", "status"), [(["cat"], 400), (["cat", ""], 400), ([], 200)])
-def test_a_server_without_closed_names_refuses_a_list_of_names(names: list[str], status: int) -> None:
+def test_a_server_without_allowed_labels_refuses_them(names: list[str], status: int) -> None:
     request = {"messages": [{"role": "user", "content": "a"}], "data_dict": {"coordexp_names": names}}
     headers = {"Authorization": f"Bearer {TOKEN}"}
 

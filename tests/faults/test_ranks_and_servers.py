@@ -49,7 +49,7 @@ def pids_of(running: RunningServer, whose: str) -> list[int]:
 
 
 @pytest.mark.parametrize("whose", ["the process that answers", "the engine"])
-def test_a_server_that_stops_ends_both_ranks_with_a_checkpoint(
+def test_a_stopped_server_ends_both_ranks_with_a_checkpoint(
     whose: str, server: tuple[dict[str, Any], RunningServer], run: Path, seen: Callable[[object], None]
 ) -> None:
     _, running = server
@@ -76,7 +76,7 @@ def test_a_server_that_stops_ends_both_ranks_with_a_checkpoint(
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_rank_ends_the_other_and_the_server_serves_the_next_run(
+def test_a_lost_rank_ends_the_other_and_the_server_stays_usable(
     lost: int,
     number: signal.Signals,
     server: tuple[dict[str, Any], RunningServer],

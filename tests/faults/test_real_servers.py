@@ -101,7 +101,7 @@ def test_a_broken_rollout_request_ends_the_step(
     assert behind.proxy.url in refused(behind.ask, seen)
 
 
-def test_an_answer_of_the_weights_before_is_refused(behind: Proxied, seen: Callable[[object], None]) -> None:
+def test_an_answer_from_older_weights_is_refused(behind: Proxied, seen: Callable[[object], None]) -> None:
     behind.push()
     behind.proxy.misbehave("/infer/", STALE)
     assert "the answer is from weights of" in refused(behind.ask, seen)

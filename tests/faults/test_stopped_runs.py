@@ -135,7 +135,7 @@ def test_after_an_error_inside_a_step_the_resumed_run_is_the_same(
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_nan_weights_are_named_and_not_saved(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_weights_are_reported_and_not_saved(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling from NaN is an error of a library, which says nothing of training."""
 
     class Spoil(TrainerCallback):
@@ -149,7 +149,7 @@ def test_nan_weights_are_named_and_not_saved(stage: int, tmp_path: Path, monkeyp
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
-def test_a_second_run_into_one_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first is another process, and it is killed: the lock that it leaves does not count."""
     run_config(tmp_path, 1)
     hold = "import sys, pathlib; from coordexp.training.parallel import only_run_in\n" \
@@ -196,7 +196,7 @@ def test_a_signal_to_the_process_group_saves(number: signal.Signals, tmp_path: P
     assert load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
 
 
-def test_a_hanging_step_ends_at_the_deadline_or_a_second_signal(tmp_path: Path) -> None:
+def test_a_hanging_step_ends_at_its_timeout_or_a_second_signal(tmp_path: Path) -> None:
     hangs = start(tmp_path, 1.0, training__stop_within_s=1.0, training__gradient_accumulation_steps=40)
     os.kill(hangs.pid, signal.SIGTERM)
     code, err = hangs.wait(60), (tmp_path / "err").read_text()

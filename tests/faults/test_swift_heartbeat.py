@@ -34,7 +34,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> SharedHeartbeat:
     return SharedHeartbeat.create(2)
 
 
-def test_a_busy_worker_without_steps_is_silent(page: SharedHeartbeat) -> None:
+def test_a_busy_worker_without_steps_is_reported_as_silent(page: SharedHeartbeat) -> None:
     """The worker is another process, which waits after its tenth step."""
     path = Path(os.environ[HEARTBEAT_PATH])
     worker = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -51,18 +51,18 @@ def test_a_busy_worker_without_steps_is_silent(page: SharedHeartbeat) -> None:
     worker.communicate()
 
 
-def test_a_call_that_has_just_begun_is_not_silence(page: SharedHeartbeat) -> None:
+def test_a_new_call_is_not_reported_as_silent(page: SharedHeartbeat) -> None:
     assert page.silent_s({0: time.monotonic()}) < 1.0
     page.forget_name()
 
 
-def test_without_a_page_an_engine_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_heartbeat_path_an_engine_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(HEARTBEAT_PATH, raising=False)
     step = object()
     assert with_heartbeat(step, 0) is step  # type: ignore[arg-type]
 
 
-def test_probes_are_answered_between_requests_that_come_one_at_a_time() -> None:
+def test_probes_are_answered_between_sequential_requests() -> None:
     app = FastAPI()
     under_way: list[int] = []
 
@@ -91,7 +91,7 @@ def test_probes_are_answered_between_requests_that_come_one_at_a_time() -> None:
     assert asyncio.run(ask()) == ([1, 1, 1], 1)
 
 
-def test_a_learner_gives_up_on_a_hung_worker_with_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_stops_when_the_heartbeat_shows_a_hung_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """And waits for a server without a heartbeat, as ms-swift without our plugin."""
     from coordexp.rollouts import RolloutRound, SeedContext
     from support.fake_servers import FakeRolloutServer

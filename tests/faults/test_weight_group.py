@@ -41,7 +41,7 @@ GUESTS: dict[str, bytes | None] = {
 
 
 @pytest.mark.parametrize("guest", GUESTS)
-def test_a_stranger_is_refused_and_the_members_meet(guest: str) -> None:
+def test_a_stranger_is_refused_and_members_connect(guest: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (port,) = free_ports(1)
     ends: dict[int, Any] = {}
@@ -71,7 +71,7 @@ def test_a_stranger_is_refused_and_the_members_meet(guest: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, "kilobytes"
 
 
-def test_a_learner_with_another_token_is_refused() -> None:
+def test_a_trainer_with_another_token_is_refused() -> None:
     (port,) = free_ports(1)
     held: list[RolloutError] = []
 

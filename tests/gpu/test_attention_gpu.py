@@ -57,7 +57,7 @@ def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causa
     return (scores.masked_fill(~allowed_LL, float("-inf")).softmax(-1) @ value).transpose(1, 2)
 
 
-def test_forward_and_gradients_are_the_formulas(kernel: str, causal: bool) -> None:
+def test_forward_and_gradients_equal_the_formula(kernel: str, causal: bool) -> None:
     leaves = q, k, v = rows(torch.bfloat16)
     output = KERNELS[kernel](q, k, v, Segments(LENGTHS, causal), DIM**-0.5, 0.0)
     ours = torch.autograd.grad(output.float().square().sum(), leaves)
@@ -69,7 +69,7 @@ def test_forward_and_gradients_are_the_formulas(kernel: str, causal: bool) -> No
         assert (a.double() - b).norm() < 2e-2 * b.norm()
 
 
-def test_packed_takes_varlen_in_half_precision_and_sdpa_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_uses_varlen_in_half_precision_and_sdpa_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
     for name in ("attend_varlen", "attend_each_segment"):
         monkeypatch.setattr(f"coordexp.modeling.attention.{name}", lambda *a, n=name: taken.append(n) or a[0])
@@ -99,7 +99,7 @@ def test_a_packed_row_equals_separate_forwards(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["packed", "varlen"])
-def test_layers_never_wait_for_the_device(name: str) -> None:
+def test_layers_never_synchronise(name: str) -> None:
     """Lengths are Python numbers; tensors that kernels need of them are made in the first layer."""
     if not runs(name):
         pytest.skip(f"{name} does not run on this machine")

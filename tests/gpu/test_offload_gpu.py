@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 BOTH = OffloadConfig(enabled=True, offload_model=True, offload_optimizer=True)
 
 
-def test_device_memory_is_free_meanwhile_and_every_bit_returns() -> None:
+def test_device_memory_is_freed_and_restored_bit_for_bit() -> None:
     model: Any = load_tiny().model
     model.cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

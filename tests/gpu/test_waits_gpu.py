@@ -42,7 +42,7 @@ def builder(loaded: Any) -> Callable[[PackedRow], RowTensors]:
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["coordinate ids in a row", "coordinate ids anywhere"])
-def test_an_objective_looks_at_the_device_once_a_row(scattered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_objective_synchronises_once_per_row(scattered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, every module's loss and diagnostics, and backward, from hidden states on."""
     loaded = load_tiny()
     segments = gt_segments(loaded, 4)
@@ -80,7 +80,7 @@ def test_an_objective_looks_at_the_device_once_a_row(scattered: bool, monkeypatc
     assert len(metrics.sync()) == 3
 
 
-def test_the_vision_tower_never_waits() -> None:
+def test_the_vision_tower_never_synchronises() -> None:
     """Forward and backward of several images of several sizes, in bfloat16."""
     loaded = load_tiny("bfloat16")
     model: Any = loaded.model
@@ -102,7 +102,7 @@ def test_the_vision_tower_never_waits() -> None:
         features()
 
 
-def test_rows_are_page_locked_and_the_same() -> None:
+def test_rows_are_pinned_and_unchanged() -> None:
     loaded = load_tiny()
     build, rows = builder(loaded), [row_of([segment]) for segment in gt_segments(loaded, 3)]
     with PrefetchedRows(build, rows) as prefetched:

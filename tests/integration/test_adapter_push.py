@@ -37,7 +37,9 @@ def learner_of(**tuner: bool) -> LoadedModel:
 
 # The order matters here: on a server that has once received full weights, adapters no longer fit.
 @pytest.mark.parametrize("rows", [False, True], ids=["lora", "lora and coordinate rows"])
-def test_an_adapter_push_gives_the_learners_answers(server: RunningServer, client: ServerClient, rows: bool) -> None:
+def test_answers_after_an_adapter_push_are_the_trainers(
+    server: RunningServer, client: ServerClient, rows: bool
+) -> None:
     learner = learner_of(train_coord_rows=rows, **LLM_ONLY)
     requests = requests_of(learner, 3)
     with pushing(client, learner, mode="adapter", fallback_to_full=False) as sync:
@@ -59,7 +61,7 @@ def test_an_adapter_push_gives_the_learners_answers(server: RunningServer, clien
     assert status is not None and status["adapter"] and status["weight_version"] == 2
 
 
-def test_without_fallback_an_adapter_that_vllm_would_ignore_is_an_error(client: ServerClient) -> None:
+def test_an_adapter_that_vllm_ignores_is_an_error_without_fallback(client: ServerClient) -> None:
     learner = learner_of(train_coord_rows=False)
     with (
         pushing(client, learner, mode="adapter", fallback_to_full=False) as sync,
@@ -76,7 +78,7 @@ def test_without_fallback_an_adapter_that_vllm_would_ignore_is_an_error(client: 
         pytest.param({"train_coord_rows": False}, "vision tower", id="refused by the learner"),
     ],
 )
-def test_a_failed_adapter_push_becomes_full_for_good(
+def test_after_a_failed_adapter_push_all_pushes_are_full(
     client: ServerClient, caplog: pytest.LogCaptureFixture, tuner: dict[str, bool], reason: str
 ) -> None:
     learner = learner_of(**tuner)
@@ -96,7 +98,7 @@ def test_a_failed_adapter_push_becomes_full_for_good(
     assert status is not None and not status["adapter"]
 
 
-def test_an_adapter_is_refused_on_merged_weights(client: ServerClient) -> None:
+def test_an_adapter_push_onto_merged_weights_is_refused(client: ServerClient) -> None:
     learner = learner_of(train_coord_rows=False, **LLM_ONLY)
     with pushing(client, learner) as full:
         full.push(6)

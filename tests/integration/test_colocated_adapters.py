@@ -61,7 +61,7 @@ def expected(learner: LoadedModel) -> list[list[int]]:
     return greedy_answers(learner, requests_of(learner, 3), TOKENS)
 
 
-def test_an_adapter_push_gives_the_learners_answers(tmp_path: Path) -> None:
+def test_answers_after_an_adapter_push_are_the_trainers(tmp_path: Path) -> None:
     config = lora(train_coord_rows=False, freeze_vit=True, freeze_aligner=True)
     learner = tuned(config, checkpoint=served_checkpoint())
     with backend_of(learner, tmp_path, **ADAPTERS, rollout_matching__vllm__sync__fallback_to_full=False) as backend:
@@ -74,9 +74,7 @@ def test_an_adapter_push_gives_the_learners_answers(tmp_path: Path) -> None:
         assert backend.last_report()["sync_mode"] == "adapter"
 
 
-def test_an_adapter_of_the_vision_tower_is_merged_from_then_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_vision_tower_adapters_are_always_pushed_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM would ignore it."""
     learner = tuned(lora(train_coord_rows=False), checkpoint=served_checkpoint())
     with backend_of(learner, tmp_path, **ADAPTERS) as backend:
@@ -120,9 +118,7 @@ def test_vllm_loads_a_merged_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.scenario("Offload context does not break the training step")
-def test_a_learner_that_makes_room_for_the_engine_trains_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offloading_for_the_engine_does_not_change_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU everything is in main memory already: the learner is moved as if that were a device."""
     built: list[LearnerOffload] = []
     away: list[bool] = []

@@ -86,13 +86,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("after", ["start", "rollouts", "second push", "shutdown"])
-def test_nothing_of_the_learners_process_has_changed(after: str, seen: dict[str, Any]) -> None:
+def test_the_trainers_process_state_is_unchanged(after: str, seen: dict[str, Any]) -> None:
     """Thread settings, random states, environment, process group, signal handlers."""
     assert seen["answers"] == 3
     assert seen[after] == {}
 
 
-def test_the_learners_group_outlives_the_engine(seen: dict[str, Any]) -> None:
+def test_the_trainers_process_group_outlives_the_engine(seen: dict[str, Any]) -> None:
     assert seen["the group still works"] == 1.0
 
 

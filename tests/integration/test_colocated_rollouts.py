@@ -81,13 +81,13 @@ def backend(learner: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> I
     backend.close()
 
 
-def test_nothing_is_answered_before_the_first_push(backend: ColocatedBackend, requests_: list[RolloutRequest]) -> None:
+def test_no_answers_before_the_first_push(backend: ColocatedBackend, requests_: list[RolloutRequest]) -> None:
     with pytest.raises(RolloutError, match="sync_weights"):
         backend.generate(requests_[:1], SEEDS)
 
 
 @pytest.mark.parametrize("words", [1, 12], ids=["short prompts", "long prompts"])
-def test_answers_are_the_learners_after_every_push(
+def test_answers_equal_the_trainers_after_every_push(
     words: int, backend: ColocatedBackend, learner: LoadedModel, requests_: list[RolloutRequest]
 ) -> None:
     """Also of prompts of more than two blocks of 128 tokens: vLLM's CPU engine caches whole blocks only."""
@@ -110,7 +110,7 @@ def test_answers_are_the_learners_after_every_push(
     assert words > 1 or answers[0] != answers[1]
 
 
-def test_weights_that_land_changed_are_noticed(
+def test_weights_changed_in_transit_are_detected(
     backend: ColocatedBackend, learner: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver = backend.engine.ask_worker(lambda worker: worker.receiver)
@@ -133,7 +133,7 @@ def test_weights_that_land_changed_are_noticed(
         assert backend.pusher.compared
 
 
-def test_a_window_is_answered_whole_and_by_request(backend: ColocatedBackend, requests_: list[RolloutRequest]) -> None:
+def test_a_window_is_answered_at_once_or_by_request(backend: ColocatedBackend, requests_: list[RolloutRequest]) -> None:
     rounds = [RolloutRound(tuple(requests_[:4]), SEEDS), RolloutRound((), SeedContext(1, 0, 1, 0)),
               RolloutRound(tuple(requests_[4:]), SeedContext(1, 0, 2, 0))]  # fmt: skip
     with rollout_session(backend, 1):
@@ -159,7 +159,7 @@ def test_at_most_decode_batch_size_sequences_decode_at_once(
         assert len([first, *stream]) == 6
 
 
-def test_an_image_that_cannot_be_opened_is_named_and_the_engine_stays_usable(
+def test_an_unreadable_image_is_named_and_the_engine_stays_usable(
     backend: ColocatedBackend, requests_: list[RolloutRequest], tmp_path: Path
 ) -> None:
     """Also if other images were prepared and never admitted, and after a window that is left early."""
@@ -178,7 +178,7 @@ def test_an_image_that_cannot_be_opened_is_named_and_the_engine_stays_usable(
 
 
 @pytest.mark.scenario("vLLM backend produces token ids suitable for strict alignment")
-def test_a_prompt_that_the_engine_reads_otherwise_is_refused(
+def test_a_prompt_that_the_engine_tokenises_differently_is_refused(
     backend: ColocatedBackend, learner: LoadedModel, requests_: list[RolloutRequest]
 ) -> None:
     """By the step that would train on its answer."""
@@ -194,7 +194,7 @@ def test_a_prompt_that_the_engine_reads_otherwise_is_refused(
         DOOR.enlarge = 1
 
 
-def test_a_photo_with_an_exif_orientation_is_answered_as_the_learner_sees_it(
+def test_exif_orientation_is_applied_like_in_the_trainer(
     backend: ColocatedBackend, learner: LoadedModel, requests_: list[RolloutRequest], tmp_path: Path
 ) -> None:
     encoder = PromptEncoder(learner.processor, "Find every object.", None)
@@ -220,7 +220,7 @@ def test_a_photo_with_an_exif_orientation_is_answered_as_the_learner_sees_it(
             DOOR.turn = None
 
 
-def test_a_prompt_that_does_not_fit_is_named_and_the_engine_lives_on(
+def test_a_too_long_prompt_is_named_and_the_engine_stays_usable(
     backend: ColocatedBackend, requests_: list[RolloutRequest]
 ) -> None:
     DOOR.enlarge = 16
@@ -240,7 +240,7 @@ def test_closing_ends_the_engine_and_its_process_group(backend: ColocatedBackend
 
 @pytest.mark.scenario("Default behavior preserved (colocate)")
 @pytest.mark.scenario("vLLM backend produces token ids suitable for strict alignment")
-def test_training_on_colocated_answers_is_training_on_ones_own(tmp_path: Path) -> None:
+def test_training_with_a_colocated_engine_equals_training_with_hf(tmp_path: Path) -> None:
     keys = {"training__per_device_train_batch_size": 2, "training__gradient_accumulation_steps": 2,
             "training__eval_strategy": "steps", "training__eval_steps": 2}  # fmt: skip
     config = vllm_config(tmp_path, "colocated", **COLOCATED, **keys)
@@ -263,7 +263,7 @@ def test_training_on_colocated_answers_is_training_on_ones_own(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_two_ranks_have_an_engine_each_or_share_one(tensor_parallel_size: int, tmp_path: Path) -> None:
+def test_two_ranks_have_one_engine_each_or_share_one(tensor_parallel_size: int, tmp_path: Path) -> None:
     own = train(vllm_config(tmp_path, "own", training__per_device_train_batch_size=4, **SGD))
     keys = COLOCATED | SGD | {"rollout_matching__vllm__tensor_parallel_size": tensor_parallel_size}
     config = vllm_config(tmp_path, "two", training__per_device_train_batch_size=2, **keys)
@@ -283,7 +283,7 @@ def test_sampling_is_reproducible_and_follows_the_seed(
     assert max(max(r.response_token_ids) for r in first) < len(learner.vocab)
 
 
-def test_repeating_answers_end_at_their_step_in_any_batch(learner: LoadedModel, tmp_path: Path) -> None:
+def test_repeating_answers_end_at_the_same_step_in_any_batch(learner: LoadedModel, tmp_path: Path) -> None:
     """Where the guard ends the whole answers of transformers."""
     settings = RepeatTerminateConfig(**GUARD)
     keys = {

@@ -25,7 +25,7 @@ def demo(tmp_path_factory):
     return output, run_demo(output, Console(quiet=True), SMALL)
 
 
-def test_summary_holds_the_same_figures_for_every_run(demo):
+def test_summary_has_the_same_metrics_for_every_run(demo):
     output, results = demo
     summary = json.loads((output / "summary.json").read_text())
     assert summary == results
@@ -35,14 +35,14 @@ def test_summary_holds_the_same_figures_for_every_run(demo):
     assert summary["settings"]["optimizer_steps"] == {way.run: 2 for way in WAYS}
 
 
-def test_the_shipped_checkpoint_fits_the_shipped_configuration(demo):
+def test_the_shipped_checkpoint_matches_the_shipped_configuration(demo):
     before = demo[1]["before"]
     assert before["invalid_rate"] < 0.1 and before["truncated_rate"] == 0
     # it was trained on incomplete annotations: good outlines, missing objects
     assert 0 < before["pred_objects"] < before["gt_objects"] and before["mean_matched_iou"] > 0.7
 
 
-def test_training_has_incomplete_annotations_and_the_completed_set_adds_soft_ones(demo):
+def test_the_completed_set_adds_soft_objects_to_incomplete_annotations(demo):
     data = demo[0] / "data" / "train"
     whole, incomplete, completed = (
         read_jsonl(data / f"{name}.jsonl") for name in ("scenes", "incomplete", "completed")
@@ -65,7 +65,7 @@ def test_the_page_shows_targets_and_curves(demo):
     assert "PREFIX_COORD" in page and "data:image/jpeg;base64," in page and '"curves":{"' in page
 
 
-def test_all_trainings_saw_the_same_images_and_moved_the_weights(demo):
+def test_all_runs_used_the_same_images_and_changed_the_weights(demo):
     output, _ = demo
     totals = {}
     for run in (way.run for way in WAYS):

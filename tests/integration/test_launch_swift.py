@@ -130,7 +130,7 @@ def dropped_processor(folder: Path, plan: LaunchPlan) -> LaunchPlan:
         (dropped_processor, "--external_plugins"),
     ],
 )
-def test_a_server_that_cannot_guard_fails_before_any_training(tmp_path: Path, broken: Any, message: str) -> None:
+def test_a_server_without_the_guard_fails_before_training(tmp_path: Path, broken: Any, message: str) -> None:
     plan = broken(tmp_path, plan_of(tmp_path, set_key(guarded_config(tmp_path, "swift"), "launch.wait_s", 240.0)))
     seen: set[int] = set()
     with running([sys.executable, "-c", RUN_PLAN], tmp_path, stdin=plan.to_json()) as process:

@@ -84,7 +84,7 @@ def test_ids_beyond_the_tokenizer_are_suppressed(server: RunningServer, loaded: 
     assert {one["num_known_tokens"] for one in server.status()["workers"]} == {known}
 
 
-def test_the_learner_gets_vllms_reason_for_a_refusal(server: RunningServer, loaded: LoadedModel) -> None:
+def test_a_refusal_has_vllms_reason(server: RunningServer, loaded: LoadedModel) -> None:
     """As a refusal by our server: a learner tries status 500 again."""
     client = server.client()
     status = client.status()

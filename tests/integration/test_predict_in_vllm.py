@@ -78,7 +78,7 @@ def assert_same(found: Sequence[ImageAnswer], expected: Sequence[ImageAnswer]) -
         assert None not in scores and [obj.score for obj in answer.pred] == pytest.approx(scores, abs=SCORED_ALIKE)
 
 
-def test_an_engine_in_this_process(own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_with_a_colocated_engine(own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = own.run(**COLOCATED)
     out = tmp_path / "jsonl"
     first = run_cli(capsys, "predict", run, own.data, "--output", out, "--limit", 3, "--json")
@@ -90,7 +90,7 @@ def test_an_engine_in_this_process(own: Own, tmp_path: Path, capsys: pytest.Capt
     assert all(answer.gt is not None for answer in read_answers(out))
 
 
-def test_a_detector(own: Own) -> None:
+def test_detector_with_a_colocated_engine(own: Own) -> None:
     """From Python, with the defaults of every key: one process, one engine; files, folders and pixels."""
     with Detector(
         DEMO, backend="vllm", prompt=KEYS["template__prompt"], max_new_tokens=128, batch_size=3, dtype="float32"
@@ -103,7 +103,7 @@ def test_a_detector(own: Own) -> None:
     assert pixels.boxes.tolist() == found[0].boxes.tolist()
 
 
-def test_a_closed_list_of_names_holds_in_both_engines(own: Own) -> None:
+def test_allowed_labels_in_both_engines(own: Own) -> None:
     given: dict[str, Any] = {"prompt": KEYS["template__prompt"], "max_new_tokens": 128, "classes": NAMES}
     images = sorted((own.folder / "images").rglob("*.png"))[:4]
     found = {}
@@ -130,7 +130,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 
 
 @pytest.mark.parametrize("program", ["coordexp", "swift"])
-def test_a_closed_list_of_names_holds_in_servers(
+def test_allowed_labels_in_servers(
     own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, program: str
 ) -> None:
     """The answers are those of transformers; a call without a list is not limited."""
@@ -152,7 +152,7 @@ def test_a_closed_list_of_names_holds_in_servers(
     assert_same(read_answers(tmp_path / "free"), own.answers)
 
 
-def test_servers_and_a_learner_that_is_killed(
+def test_predict_with_servers_resumes_after_a_kill(
     own: Own, served: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = own.run(**server_keys(served))

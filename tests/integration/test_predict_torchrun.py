@@ -26,7 +26,7 @@ def by_two(*argv: object) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_two_processes_write_the_files_of_one_also_after_a_kill(
+def test_two_processes_write_the_same_files_as_one_also_after_a_kill(
     temperature: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Samples depend on the seed and the image, not on ranks, batches or the place of a kill."""
@@ -49,7 +49,7 @@ def test_two_processes_write_the_files_of_one_also_after_a_kill(
     assert read_answers(killed) == whole
 
 
-def test_two_processes_complete_the_annotations_like_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_complete_annotations_like_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write_scenes(tmp_path, 5, SPARSE, 5)
     half, one, two = (tmp_path / f"{name}.jsonl" for name in ("half", "one", "two"))
     assert run_cli(capsys, "data", "drop", data, "--keep", "0.3", "--out", half).code == 0

@@ -114,7 +114,7 @@ def test_a_single_process_raises_the_error_itself() -> None:
     assert caught.value is error
 
 
-def test_completeness_is_decided_by_the_answers_of_all_ranks(seen: list[dict[str, Any]]) -> None:
+def test_completeness_is_estimated_over_all_ranks(seen: list[dict[str, Any]]) -> None:
     """Three of four objects are annotated: all of the first rank's, half of the second's."""
     assert [rank["complete above 0.75"] for rank in seen] == [[True, True]] * 2
     assert [rank["complete above 0.76"] for rank in seen] == [[False, False]] * 2

@@ -54,14 +54,14 @@ def sampled(client: ServerClient, requests: Any, seed: int | None) -> list[list[
     return [item["response"]["choices"][0]["token_ids"] for item in items]
 
 
-def test_cpu_engines_sleep_while_they_wait(client: ServerClient) -> None:
+def test_idle_cpu_engines_sleep(client: ServerClient) -> None:
     """Their core process runs the executor that makes them sleep; ``test_cpu_queues`` tests that one."""
     status = client.status()
     assert status is not None
     assert has_gpu() or {one["executor"] for one in status["workers"]} == {executor_on_cpu(1)}
 
 
-def test_sampled_answers_depend_on_the_seed_alone(client: ServerClient, learner: LoadedModel) -> None:
+def test_sampled_answers_depend_only_on_the_seed(client: ServerClient, learner: LoadedModel) -> None:
     requests = requests_of(learner, 3)
     first = sampled(client, requests, 7)
     assert sampled(client, requests, 7) == first
@@ -95,7 +95,7 @@ def test_single_tensors_can_be_pushed_like_ms_swift_does(
     assert after == greedy_tokens(learner, requests) != before
 
 
-def test_emptying_a_cache_keeps_the_answers(client: ServerClient, learner: LoadedModel) -> None:
+def test_answers_are_unchanged_after_clearing_a_cache(client: ServerClient, learner: LoadedModel) -> None:
     requests = requests_of(learner, 2)
     answers = served_tokens(client, requests)
     for cache in ("prefix", "encoder", "mm"):
@@ -146,7 +146,7 @@ def test_metrics_count_answers(server: RunningServer, client: ServerClient, lear
     ],
     ids=["address", "file", "our own arguments", "model", "temperature", "messages"],
 )  # fmt: skip
-def test_openai_requests_that_are_refused(
+def test_unsupported_openai_requests_are_refused(
     server: RunningServer, learner: LoadedModel, change: dict[str, Any], status: int
 ) -> None:
     body = openai_payload(requests_of(learner, 1)[0]) | change
@@ -155,7 +155,7 @@ def test_openai_requests_that_are_refused(
 
 
 @pytest.mark.parametrize("path", ["/scale_elastic_ep", "/v1/load_lora_adapter", "/collective_rpc", "/tokenize"])
-def test_vllms_other_endpoints_are_closed(server: RunningServer, path: str) -> None:
+def test_other_vllm_endpoints_are_disabled(server: RunningServer, path: str) -> None:
     assert httpx.post(f"{server.base_url}{path}", json={}, trust_env=False).status_code == 404
 
 
@@ -178,7 +178,7 @@ class DeadlyWeights(LearnerWeights):
             yield killing(named)
 
 
-def test_a_server_that_dies_in_the_middle_of_a_push_ends_it(
+def test_a_server_that_dies_during_a_push_ends_it(
     server: RunningServer, client: ServerClient, learner: LoadedModel
 ) -> None:
     """Last of the file: it kills the server, and its engines with it. The push's own deadline is far away."""

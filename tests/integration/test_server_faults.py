@@ -54,7 +54,7 @@ def ended(pids: list[int]) -> bool:
     return until(lambda: not any(map(is_alive, pids)), 20.0)
 
 
-def test_a_learner_without_the_token_is_refused(server: RunningServer) -> None:
+def test_a_trainer_without_the_token_is_refused(server: RunningServer) -> None:
     for key in (None, "another"):
         stranger = server.client(api_key=key)
         stranger.health()  # probes hold no token
@@ -66,7 +66,7 @@ def test_a_learner_without_the_token_is_refused(server: RunningServer) -> None:
 
 
 # One server, from good health to its end: booting one for each act would cost a minute apiece.
-def test_a_server_from_health_to_death(server: RunningServer) -> None:
+def test_a_servers_life_from_start_to_exit(server: RunningServer) -> None:
     learner = load_served()
     requests = requests_of(learner, 3)
     client = server.client(api_key=TOKEN, timeout_s=3.0, infer_timeout_s=3.0)
@@ -144,7 +144,7 @@ def test_stopping_a_starting_server_ends_all_its_processes(
         assert ended(family)
 
 
-def test_an_engine_that_is_not_ready_in_time_is_ended(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_engine_that_starts_too_slowly_is_stopped(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("server")
     with started(folder, server_config(folder, launch__wait_s=0.5)) as server:
         assert server.process.wait(90) == 2
@@ -152,7 +152,7 @@ def test_an_engine_that_is_not_ready_in_time_is_ended(tmp_path_factory: pytest.T
     assert "launch.wait_s" in tail(server.log)
 
 
-def test_a_taken_port_is_named_before_an_engine_starts(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_port_in_use_is_reported_before_an_engine_starts(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("server")
     config = server_config(folder)
     port = int(config["rollout_matching"]["vllm"]["server"]["servers"][0]["base_url"].rpartition(":")[2])

@@ -71,7 +71,7 @@ def log_lines(config: RunConfig, rank: int = 0) -> list[dict[str, Any]]:
 
 @pytest.mark.scenario("3 rollout GPUs + 1 learner GPU is operational")
 @pytest.mark.scenario("Server mode produces token ids suitable for strict alignment")
-def test_a_learner_trains_on_the_answers_of_three_engines(
+def test_training_on_the_answers_of_three_engines(
     servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two server processes with three engines stand in for three rollout GPUs."""
@@ -144,7 +144,7 @@ def test_two_ranks_send_requests_and_only_the_first_pushes(servers: Servers, tmp
     assert_same_weights(config, own)
 
 
-def test_a_server_that_stays_away_ends_training_and_leaves_a_checkpoint(servers: Servers, tmp_path: Path) -> None:
+def test_an_unreachable_server_ends_training_with_a_checkpoint(servers: Servers, tmp_path: Path) -> None:
     """Gone before an answer, from the second step on, also for the retry."""
     with lying_proxy(servers.entries[1]["base_url"]) as proxy:
         entries = [servers.entries[0], servers.entries[1] | {"base_url": proxy.url}]
@@ -168,7 +168,7 @@ def test_a_server_that_stays_away_ends_training_and_leaves_a_checkpoint(servers:
     assert is_complete(Path(config.training.output_dir) / "checkpoint-1")
 
 
-def test_a_server_that_dies_under_two_ranks_ends_both_with_one_message(servers: Servers, tmp_path: Path) -> None:
+def test_a_dead_server_ends_both_ranks_with_one_message(servers: Servers, tmp_path: Path) -> None:
     """The last test of this file: it kills a server. No rank hangs, no process stays, and a checkpoint waits."""
     config = run(servers, tmp_path, "dying", training__max_steps=500, training__per_device_train_batch_size=3, **SGD)
     log = tmp_path / "dying.log"

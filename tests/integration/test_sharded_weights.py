@@ -140,5 +140,5 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bool]]:
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
-def test_claim_holds_on_both_ranks(claim: str, ranks: list[dict[str, bool]]) -> None:
+def test_sharded_weights_on_both_ranks(claim: str, ranks: list[dict[str, bool]]) -> None:
     assert [rank[claim] for rank in ranks] == [True, True], CLAIMS[claim]

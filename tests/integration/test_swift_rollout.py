@@ -90,7 +90,7 @@ def assert_answers_as(client: ServerClient, learner: LoadedModel, version: int) 
 
 
 # The order matters: on a server that has once received full weights, adapters no longer fit.
-def test_an_adapter_push_gives_the_learners_answers(client: ServerClient) -> None:
+def test_answers_after_an_adapter_push_are_the_trainers(client: ServerClient) -> None:
     config = tuned_models.lora(train_coord_rows=False, freeze_vit=True, freeze_aligner=True)
     learner = tuned_models.tuned(config, checkpoint=served_checkpoint())
     with pushing(client, learner, mode="adapter", fallback_to_full=False) as sync:
@@ -101,7 +101,7 @@ def test_an_adapter_push_gives_the_learners_answers(client: ServerClient) -> Non
         assert assert_answers_as(client, learner, 2) != before
 
 
-def test_a_failed_adapter_push_becomes_full_for_good(client: ServerClient) -> None:
+def test_after_a_failed_adapter_push_all_pushes_are_full(client: ServerClient) -> None:
     """It reaches the vision tower, where vLLM would ignore it. LoRA arrives merged then."""
     learner = tuned_models.tuned(tuned_models.lora(train_coord_rows=False), checkpoint=served_checkpoint())
     with pushing(client, learner, mode="adapter") as sync:
@@ -113,7 +113,7 @@ def test_a_failed_adapter_push_becomes_full_for_good(client: ServerClient) -> No
         assert_answers_as(client, learner, 4)
 
 
-def test_full_weights_push_after_push(client: ServerClient) -> None:
+def test_repeated_full_pushes(client: ServerClient) -> None:
     learner = load_served()
     with pushing(client, learner, checksum_every=1) as sync:
         answers = []
@@ -125,7 +125,7 @@ def test_full_weights_push_after_push(client: ServerClient) -> None:
     assert answers[0] != answers[1]
 
 
-def test_a_missing_weight_is_named_though_ms_swift_swallows_errors(client: ServerClient) -> None:
+def test_a_missing_weight_is_named_although_ms_swift_hides_errors(client: ServerClient) -> None:
     class Partial(LearnerWeights):
         @contextmanager
         def full(self) -> Iterator[Any]:
@@ -143,7 +143,7 @@ def test_a_missing_weight_is_named_though_ms_swift_swallows_errors(client: Serve
         assert_answers_as(client, learner, 8)
 
 
-def test_a_new_learner_takes_over_the_server(client: ServerClient) -> None:
+def test_a_new_trainer_takes_over_the_server(client: ServerClient) -> None:
     """The first one has ended without closing its group, which still exists in every worker."""
     learner = load_served()
     gone = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(timeout_s=60.0))
@@ -159,7 +159,7 @@ def test_a_new_learner_takes_over_the_server(client: ServerClient) -> None:
             gone.push(11)
 
 
-def test_an_error_of_a_worker_reaches_the_learner(client: ServerClient) -> None:
+def test_a_worker_error_reaches_the_trainer(client: ServerClient) -> None:
     learner = load_served()
     (request, *_) = requests_of(learner)
     call = {
@@ -171,7 +171,7 @@ def test_an_error_of_a_worker_reaches_the_learner(client: ServerClient) -> None:
     assert len(served_tokens(client, [request])) == 1, "and the server still answers"
 
 
-def test_a_worker_that_hangs_while_it_decodes_is_noticed(server: RunningServer) -> None:
+def test_a_worker_that_hangs_during_decoding_is_detected(server: RunningServer) -> None:
     """Its process stopped; the one that answers HTTP knows by the steps that no longer come."""
     learner, client = load_served(), server.client()
     status = client.status()
@@ -196,7 +196,7 @@ def test_a_worker_that_hangs_while_it_decodes_is_noticed(server: RunningServer) 
     assert client.status()["num_steps"] > before  # pyright: ignore[reportOptionalSubscript]
 
 
-def test_killing_it_leaves_no_process(server: RunningServer) -> None:
+def test_killing_the_server_leaves_no_process(server: RunningServer) -> None:
     """Last of the file: kill -9 of the HTTP process ends its workers, cores and engines too."""
     status, below = server.status(), server.children()
     assert {one["pid"] for one in status["workers"]} <= set(below)

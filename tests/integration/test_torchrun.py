@@ -46,7 +46,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train(run_config(tmp_path_factory.mktemp("one"), 2, training__per_device_train_batch_size=4, **KEYS))
 
 
-def test_two_processes_take_the_optimizer_steps_of_one(two: Two, one: Any) -> None:
+def test_two_processes_take_the_same_optimizer_steps_as_one(two: Two, one: Any) -> None:
     start, trained = load_file(tiny_checkpoint() / "model.safetensors"), saved(two[0])
     assert any(not torch.equal(trained[name], start[name]) for name in trained)
     assert_same_weights(two[0], one)
@@ -73,7 +73,7 @@ def test_logs_are_global_and_equal_on_every_rank(two: Two, one: Any) -> None:
         assert line["eval_rollout/gt_objects"] == alone["eval_rollout/gt_objects"]
 
 
-def test_a_checkpoint_holds_the_buffer_of_every_rank(two: Two) -> None:
+def test_a_checkpoint_has_the_buffer_of_every_rank(two: Two) -> None:
     folder = folder_of(two[0])
     names = {path.name for path in (folder / "checkpoint-3").iterdir()}
     assert {"carry_buffer_rank0.json", "carry_buffer_rank1.json", "trainer_state.json", "config.json"} <= names
@@ -83,7 +83,7 @@ def test_a_checkpoint_holds_the_buffer_of_every_rank(two: Two) -> None:
 # -- sharded by FSDP2 --------------------------------------------------------------------------------------------------
 
 
-def test_sharded_processes_take_the_optimizer_steps_of_one(two: Two, one: Any, tmp_path: Path) -> None:
+def test_sharded_processes_take_the_same_optimizer_steps_as_one(two: Two, one: Any, tmp_path: Path) -> None:
     """Weights, gradients and optimizer are split over both processes."""
     keys = KEYS | {"training__per_device_train_batch_size": 2, "training__save_steps": 2, "fsdp__enabled": True}
     config = run_config(tmp_path, 2, **keys)
@@ -100,7 +100,7 @@ def test_sharded_processes_take_the_optimizer_steps_of_one(two: Two, one: Any, t
 
 
 def test_a_sharded_run_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """With AdamW, whose state is sharded too: two of three steps, and the third in new processes."""
+    """Two of three steps with AdamW (its state is sharded too), the third in new processes."""
     keys: dict[str, Any] = {"training__max_steps": 3, "training__save_strategy": "steps", "training__save_steps": 2,
                             "fsdp__enabled": True}  # fmt: skip
     whole = run_config(tmp_path, 1, "whole", **keys)
@@ -134,7 +134,7 @@ def test_sharded_bfloat16_trains_like_unsharded_bfloat16(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_mixed_run_is_the_same_in_two_processes(sharded: bool, tmp_path: Path) -> None:
+def test_a_two_channel_run_is_the_same_in_two_processes(sharded: bool, tmp_path: Path) -> None:
     """A, B, A, B; Channel-A with three forwards within the wrapped model's one call: DDP, and FSDP's shards."""
     keys = SGD | {"training__max_steps": 4, "stage2_ab__n_softctx_iter": 3, "stage2_ab__coord_ctx_embed_mode": "soft",
                   "global_max_length": 2000}  # fmt: skip

@@ -59,7 +59,7 @@ class TestGuard(GuardedServerContract):
 
 @pytest.mark.scenario("Channel-B run in vLLM mode uses repeat-aware termination")
 @pytest.mark.scenario("Tail-control audit metrics are emitted")
-def test_a_mixed_run_on_a_real_server(server: Any, tmp_path: Path) -> None:
+def test_a_two_channel_run_on_a_real_server(server: Any, tmp_path: Path) -> None:
     """A, B, A, B in two processes: the guard ends the answers that repeat, and training continues with
     all of them, to the same weights as with transformers' rollouts and guard in one process."""
     keys = guarded_keys()
@@ -107,7 +107,7 @@ def test_an_unguarded_server_stops_the_run_before_its_first_step(
     assert not list(tmp_path.glob("run/checkpoint-*")) and not (tmp_path / "run" / "model.safetensors").exists()
 
 
-def test_channel_a_alone_sends_no_request_to_the_server(server: Any, tmp_path: Path) -> None:
+def test_channel_a_sends_no_requests(server: Any, tmp_path: Path) -> None:
     """Evaluation may: the server is checked at the start, and gets no weights and no request while training."""
     keys = guarded_keys() | server_keys(server[1]) | {"training__max_steps": 2, "stage2_ab__schedule__b_ratio": 0}
 

@@ -88,7 +88,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_have_the_gradient_of_one(
+def test_two_ranks_have_the_same_gradient_as_one(
     case: str, together: Path, alone: tuple[float, dict[str, torch.Tensor]]
 ) -> None:
     loss, gradient = alone

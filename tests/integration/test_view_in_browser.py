@@ -158,14 +158,14 @@ def answers_page(browser: Browser, tmp_path: Path) -> Iterator[Browser]:
     assert browser.problems() == []
 
 
-def test_records_are_listed_and_clicked(answers_page: Browser) -> None:
+def test_records_are_listed_and_can_be_clicked(answers_page: Browser) -> None:
     assert answers_page.count("#list button") == 30
     assert answers_page.text("#name") == "s0"
     answers_page.click('#list [data-number="4"]')
     assert answers_page.text("#name") == "s4" and "s4" in answers_page.text(ROW)
 
 
-def test_everything_has_a_key(answers_page: Browser) -> None:
+def test_every_action_has_a_key(answers_page: Browser) -> None:
     answers_page.press("j", "j", "k", "ArrowDown")
     assert answers_page.text("#name") == "s2"
     answers_page.press("ArrowUp", "ArrowUp", "ArrowUp", "ArrowUp")
@@ -178,7 +178,7 @@ def test_everything_has_a_key(answers_page: Browser) -> None:
     assert answers_page.run("return document.querySelector('#show-gt').checked") is False
 
 
-def test_soft_objects_are_dashed_and_never_missed(browser: Browser, tmp_path: Path) -> None:
+def test_soft_objects_are_dashed_and_never_count_as_missed(browser: Browser, tmp_path: Path) -> None:
     answers = with_soft(random_answers(30, 1), 1)
     write_answers(answers, tmp_path / "predictions.jsonl")
     page = opened(browser, render(collect(tmp_path)), tmp_path)
@@ -209,7 +209,7 @@ def test_filters_and_orders(answers_page: Browser) -> None:
     assert answers_page.run("return document.querySelector('#record').hidden") is True
 
 
-def test_overlays_are_toggled(answers_page: Browser) -> None:
+def test_overlays_can_be_toggled(answers_page: Browser) -> None:
     answers_page.choose("#filter", "missed")
 
     def visible(css: str) -> int:
@@ -239,7 +239,7 @@ def test_hovering_a_match_shows_its_iou_and_its_partner(run_page: Browser) -> No
     assert run_page.run("return document.querySelector('#tip').hidden") is True
 
 
-def test_objects_are_listed_and_their_rows_light_them(run_page: Browser) -> None:
+def test_hovering_a_row_highlights_its_object(run_page: Browser) -> None:
     rows = run_page.run("return [...document.querySelectorAll('.objects tr')].map(e => e.textContent)")
     assert rows == ["object_1black catIoU 1", "–dogmissed"]
     run_page.hover(".objects tr:first-of-type")
@@ -268,7 +268,7 @@ def test_tokens_have_roles_and_losses(run_page: Browser) -> None:
     assert "0.5 nats, the target's worst" in run_page.text("#legend")
 
 
-def test_steps_slide_and_curves_are_drawn(run_page: Browser) -> None:
+def test_the_slider_changes_the_step_and_curves_are_drawn(run_page: Browser) -> None:
     assert run_page.count("#list button") == 4 and run_page.text("#step-name") == "all"
     run_page.press("]", "]")
     assert run_page.count("#list button") == 1 and run_page.text("#name") == "sample 1"
@@ -284,7 +284,7 @@ def test_steps_slide_and_curves_are_drawn(run_page: Browser) -> None:
     assert "step 4sample 3 · " in run_page.text("#list button:first-child")  # after the file's name
 
 
-def test_the_mark_on_the_curves_is_the_records_step(run_page: Browser) -> None:
+def test_the_curves_mark_the_records_step(run_page: Browser) -> None:
     """The fixture logs steps 1 and 2: its first record is at the left end, its second at the right; later ones
     have no mark."""
     places = []
@@ -294,7 +294,7 @@ def test_the_mark_on_the_curves_is_the_records_step(run_page: Browser) -> None:
     assert places == ["0", "100", None]
 
 
-def test_curves_alone_are_a_page(browser: Browser, tmp_path: Path) -> None:
+def test_a_page_can_have_curves_only(browser: Browser, tmp_path: Path) -> None:
     history = [{"step": k, "loss": 1.0 / k, "time/pack_s": 0.1 * k} for k in (1, 2, 3)]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     page = opened(browser, render(collect(tmp_path)), tmp_path)
@@ -304,13 +304,13 @@ def test_curves_alone_are_a_page(browser: Browser, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [500, 700, 1000, 1600])
-def test_no_width_scrolls_sideways(tmp_path: Path, width: int) -> None:
+def test_the_page_never_scrolls_sideways(tmp_path: Path, width: int) -> None:
     with open_browser(width, 900) as window:
         page = opened(window, render(collect(write_run(tmp_path), tiny_vocab())), tmp_path)
         assert page.run("return document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
 
 
-def test_the_slider_keeps_its_arrows_and_leaves_the_other_keys(run_page: Browser) -> None:
+def test_the_slider_handles_only_its_arrow_keys(run_page: Browser) -> None:
     run_page.run("document.querySelector('#step').focus()")
     run_page.press("ArrowRight")
     assert run_page.text("#step-name") == "1"
@@ -320,7 +320,7 @@ def test_the_slider_keeps_its_arrows_and_leaves_the_other_keys(run_page: Browser
     assert run_page.text("#name") == "sample 2"
 
 
-def test_light_and_dark(run_page: Browser) -> None:
+def test_light_and_dark_themes(run_page: Browser) -> None:
     def ground() -> str:
         return run_page.run("return getComputedStyle(document.body).backgroundColor")
 
@@ -331,7 +331,7 @@ def test_light_and_dark(run_page: Browser) -> None:
     assert first != second and ground() == first
 
 
-def test_hostile_text_is_shown_and_never_run(browser: Browser, tmp_path: Path) -> None:
+def test_hostile_text_is_shown_and_never_executed(browser: Browser, tmp_path: Path) -> None:
     write_answers(hostile_answers(tmp_path), tmp_path / "predictions.jsonl")
     page = opened(browser, render(replace(collect(tmp_path), title=HOSTILE)), tmp_path)
     assert page.text("#name") == page.text("#title") == page.text("#rollout") == HOSTILE

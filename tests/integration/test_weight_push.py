@@ -68,7 +68,7 @@ class EditedWeights:
         return None
 
 
-def test_answers_are_the_learners_before_and_after_a_push(client: ServerClient, learner: LoadedModel) -> None:
+def test_answers_equal_the_trainers_before_and_after_a_push(client: ServerClient, learner: LoadedModel) -> None:
     requests = requests_of(learner, 4)
     disturb(learner, 1)
     files = {path: path.stat().st_mtime_ns for path in served_checkpoint().iterdir()}
@@ -96,7 +96,7 @@ def test_answers_are_the_learners_before_and_after_a_push(client: ServerClient, 
 
 
 @pytest.mark.parametrize("tuner", ["lora", "dora", "lora and coordinate rows"])
-def test_adapters_are_pushed_merged_and_the_learner_keeps_its_weights(client: ServerClient, tuner: str) -> None:
+def test_adapters_are_pushed_merged_and_the_trainer_keeps_its_weights(client: ServerClient, tuner: str) -> None:
     config = tuned_models.lora(**tuned_models.TUNERS[tuner])
     learner = tuned_models.tuned(config, checkpoint=served_checkpoint())
     own = {name: parameter.detach().clone() for name, parameter in learner.model.named_parameters()}
@@ -107,7 +107,7 @@ def test_adapters_are_pushed_merged_and_the_learner_keeps_its_weights(client: Se
     assert all(torch.equal(parameter, own[name]) for name, parameter in learner.model.named_parameters())
 
 
-def test_changed_weights_are_noticed_by_their_checksum(
+def test_changed_weights_are_detected_by_checksum(
     client: ServerClient, learner: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pushing(client, learner) as sync:
@@ -138,7 +138,7 @@ def test_changed_weights_are_noticed_by_their_checksum(
         ),
     ],
 )
-def test_after_an_incomplete_push_nothing_is_answered_until_a_whole_one(
+def test_no_answers_between_an_incomplete_push_and_a_complete_one(
     client: ServerClient, learner: LoadedModel, edit: Any, message: str
 ) -> None:
     with (
@@ -154,7 +154,7 @@ def test_after_an_incomplete_push_nothing_is_answered_until_a_whole_one(
     assert served_tokens(client, requests) == greedy_tokens(learner, requests)
 
 
-def test_a_second_learner_can_take_over_the_server(client: ServerClient, learner: LoadedModel) -> None:
+def test_a_second_trainer_can_take_over_the_server(client: ServerClient, learner: LoadedModel) -> None:
     first = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
     first.push(1)  # and then it is gone, without a word
     disturb(learner, 5)
@@ -171,8 +171,8 @@ def test_a_second_learner_can_take_over_the_server(client: ServerClient, learner
         assert served_tokens(client, requests) == greedy_tokens(learner, requests)
 
 
-def test_answers_name_the_learner_and_version_of_their_weights(client: ServerClient, learner: LoadedModel) -> None:
-    """Two learners at the same step: the version alone would not tell their weights apart."""
+def test_answers_name_the_trainer_and_version_of_their_weights(client: ServerClient, learner: LoadedModel) -> None:
+    """Two trainers at the same step have the same weight version but different weights."""
     requests, said = requests_of(learner, 2), []
     for _ in range(2):
         with pushing(client, learner) as sync:
@@ -184,7 +184,7 @@ def test_answers_name_the_learner_and_version_of_their_weights(client: ServerCli
     assert said[0]["weight_version"] == said[1]["weight_version"] and said[0]["learner_id"] != said[1]["learner_id"]
 
 
-def test_a_learner_that_dies_in_a_push_does_not_block_the_next(client: ServerClient, learner: LoadedModel) -> None:
+def test_a_trainer_that_dies_during_a_push_does_not_block_the_next(client: ServerClient, learner: LoadedModel) -> None:
     first = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
     first.push(1)
     bucket = [{"name": "model.language_model.norm.weight", "shape": [64], "dtype": "torch.float32", "start_idx": 0,
@@ -255,7 +255,7 @@ def test_only_the_configured_group_can_be_opened(server: RunningServer, client: 
         client.commit_weights(WeightVersion(9), False, 5.0)
 
 
-def test_ms_swifts_endpoints_answer_and_the_status_names_versions(client: ServerClient, learner: LoadedModel) -> None:
+def test_ms_swifts_endpoints_answer_and_status_has_versions(client: ServerClient, learner: LoadedModel) -> None:
     with pushing(client, learner) as sync:
         report = sync.push(12)
     status = client.status()
@@ -271,7 +271,7 @@ def test_ms_swifts_endpoints_answer_and_the_status_names_versions(client: Server
     client.close_communicator()
 
 
-def test_the_server_listens_on_loopback_alone(server: RunningServer) -> None:
+def test_the_server_listens_on_loopback_only(server: RunningServer) -> None:
     listening = Path("/proc/net/tcp").read_text().splitlines()[1:]
     port = f"{int(server.base_url.rpartition(':')[2]):04X}"
     own = [line.split()[1] for line in listening if line.split()[1].endswith(f":{port}") and line.split()[3] == "0A"]

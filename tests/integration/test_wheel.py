@@ -29,7 +29,7 @@ def run(installed: Path, cwd: Path, code: str) -> str:
     return run_python(cwd, "-c", f"import sys; sys.path.insert(0, {str(installed)!r})\n{code}")
 
 
-def test_assets_come_from_the_wheel(installed: Path, tmp_path: Path):
+def test_assets_are_in_the_wheel(installed: Path, tmp_path: Path):
     code = (
         "from coordexp.data.files import asset\n"
         "print(asset('configs/demo/stage2.yaml'), asset('checkpoints/demo-stage1'))"
@@ -38,7 +38,7 @@ def test_assets_come_from_the_wheel(installed: Path, tmp_path: Path):
         assert Path(path).is_relative_to(installed / "coordexp" / "_assets")
 
 
-def test_editors_find_the_schema_that_the_wheels_configurations_name(installed: Path):
+def test_the_wheels_configurations_name_an_existing_schema(installed: Path):
     named = "# yaml-language-server: $schema="
     configs = sorted((installed / "coordexp" / "_assets" / "configs").rglob("*.yaml"))
     assert configs

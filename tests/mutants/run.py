@@ -3,8 +3,8 @@
     python tests/mutants/run.py [--only parsing] [--json FILE] [--timeout 300] [--list-stale]
 
 Changes are applied to a copy of ``src``. Libraries are imported once; each change gets a forked process that has not
-imported this project. ``--json`` is written after every change. A later run keeps each verdict of it whose source file
-and tests are still the same, so a run can be stopped and continued.
+imported this project. ``--json`` is written after every change. A later run keeps each verdict if the source file and
+the tests are still the same, so a run can be stopped and continued.
 
 Verdicts: ``killed`` (a test failed), ``survived`` (no test failed), ``equivalent`` (the list gives the reason why no
 test can fail), ``stale`` (the text is not exactly once in the file, or a test file is missing), ``unsound`` (the tests
@@ -95,7 +95,7 @@ def read_mutations(path: Path = LIST) -> list[Mutation]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--only", default="", help="only changes of files whose path contains this text")
+    flags.add_argument("--only", default="", help="only changes of files with this text in their path")
     flags.add_argument("--json", type=Path, default=None, help="file of the verdicts, read and written")
     flags.add_argument(
         "--timeout", type=float, default=300.0, help="seconds after which a change counts as killed [300]"

@@ -22,7 +22,7 @@ def test_more_learner_ranks_than_decode_slots():
 
 
 @pytest.mark.scenario("Multi-server request distribution is deterministic")
-def test_the_same_requests_go_to_the_same_servers_and_come_back_in_order():
+def test_requests_go_to_the_same_servers_and_answers_keep_their_order():
     slots = server_slots(decode_batch_size=3, server_world_sizes=[2, 1, 1], learner_world_size=1, rank=0)
     first, second = plan_calls([11], slots), plan_calls([11], slots)
     assert first == second == [[Call(0, 0, range(0, 6)), Call(1, 0, range(6, 9)), Call(2, 0, range(9, 11))]]

@@ -30,7 +30,7 @@ def train(folder: Path, stage: int, model: Path) -> dict[str, float]:
 
 
 @pytest.mark.scenario("Rollout-matching enabled via trainer_variant")
-def test_trainer_variant_decides(tmp_path: Path) -> None:
+def test_trainer_variant_selects_the_trainer(tmp_path: Path) -> None:
     model = small_checkpoint(tmp_path / "model")
     stage1, stage2 = (train(tmp_path, stage, model) for stage in (1, 2))
 

@@ -67,7 +67,7 @@ def positions(segment: Segment, *roles: TokenRole) -> list[int]:
 
 
 @pytest.mark.scenario("Prefix coord tokens can be supervised without supervising prefix text tokens")
-def test_matched_prefix_coordinates_and_the_tail_get_gradient_and_nothing_else() -> None:
+def test_only_matched_prefix_coordinates_and_the_tail_get_gradient() -> None:
     segment = rollout_segment()
     gradient = gradient_of(segment, coord_gate_weight=0.0, rollout_fn_desc_weight=0.0)
     touched = gradient.abs().sum(dim=1) > 0
@@ -98,7 +98,7 @@ def test_appended_descriptions_are_masked_unless_weighted(weight: float, touched
 
 
 @pytest.mark.scenario("Poly prediction is supervised by barycentric-projected targets")
-def test_polygon_slots_learn_their_fractional_targets_and_decode_nothing() -> None:
+def test_polygon_slots_have_fractional_targets_and_no_decoding() -> None:
     near_leaf = GTObject("leaf", "poly", (310, 25, 470, 22, 485, 195))
     segment = Segment("s", PROMPT, outcome_of(answer(entry(1, near_leaf)), [LEAF], tiny_vocab()).target)
     logits_LV = logits_of(segment)

@@ -87,7 +87,7 @@ def test_leftovers_of_one_step_are_packed_whole_in_the_next():
 
 
 @pytest.mark.scenario("Carry buffer overflow fails fast with actionable guidance")
-def test_overflow_names_the_knobs_and_changes_nothing():
+def test_overflow_names_the_keys_and_changes_nothing():
     buffer = buffer_of([5, 5, 5], 10, max_segments=3)
     with pytest.raises(CarryBufferOverflow) as error:
         buffer.insert(make_segment("one too many", 5))

@@ -27,7 +27,7 @@ def target_text(parsed: ParsedRollout, missed: list[GTObject]) -> str:
 
 
 @pytest.mark.scenario("Dict keys are not sorted for matching order")
-def test_objects_stand_in_order_of_appearance() -> None:
+def test_objects_are_in_order_of_appearance() -> None:
     parsed = read(f"{{{entry(10)}, {entry(2, LEAF)}}}{TURN_END}")
     assert [(obj.index, obj.desc) for obj in parsed.objects] == [(10, "black cat"), (2, "leaf")]
 

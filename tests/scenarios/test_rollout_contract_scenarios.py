@@ -76,7 +76,7 @@ def test_trainer_is_given_the_normalised_contract(tmp_path: Path) -> None:
     assert [server["group_port"] for server in contract["vllm"]["server"]["servers"]] == [51216, 51217]
     assert (contract["packing_enabled"], contract["packing_length"], contract["packing_buffer"]) == (True, 512, 99)
     assert (contract["object_ordering"], contract["object_field_order"]) == ("file", "desc_first")
-    # Nulls that stand for another key, and auto, are resolved.
+    # auto, and nulls that mean the value of another key, are resolved.
     assert (contract["vllm"]["max_model_len"], contract["vllm"]["dtype"]) == (512, "float32")
     assert (contract["vllm"]["sync"]["mode"], contract["vllm"]["max_lora_rank"]) == ("full", 8)
     assert contract["maskiou_gate"] == 0.25
@@ -101,7 +101,7 @@ def test_every_rollout_trainer_has_the_loaded_contract(stage: Any, tmp_path: Pat
 
 @pytest.mark.scenario("Non-full sync mode fails fast under multi-process learner")
 @pytest.mark.parametrize("mode", ["adapter", "auto"])
-def test_adapter_pushes_from_two_learners_are_refused_at_start(
+def test_adapter_pushes_from_two_ranks_are_refused_at_start(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = {"mode": "server", "server": {"servers": SERVERS}, "enable_lora": True, "sync": {"mode": mode}}
@@ -184,7 +184,7 @@ def test_missing_vllm_is_named_with_its_alternative(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.scenario("Preflight/runtime consume a shared validated rollout contract")
-def test_launcher_and_trainer_see_one_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_and_trainer_have_the_same_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from coordexp.engine.serve import serve_options
     from coordexp.launch.plan import plan_launch
 
@@ -212,7 +212,7 @@ def test_launcher_and_trainer_see_one_contract(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.scenario("Preflight/runtime consume a shared validated rollout contract")
-def test_launcher_and_trainer_refuse_a_wrong_file_in_the_same_words(tmp_path: Path) -> None:
+def test_launcher_and_trainer_raise_the_same_error_for_a_wrong_file(tmp_path: Path) -> None:
     """All of them use the schema; no consumer has its own list of keys."""
     raw = set_key(stage2(), "rollout_matching.vllm.server", {"servers": [SERVERS[0] | {"unknown_flag": 1}]})
     path = str(write_yaml(tmp_path, raw))

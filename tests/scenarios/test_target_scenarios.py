@@ -98,7 +98,7 @@ def test_a_matched_polygon_is_pulled_to_its_barycentric_projection(truth: GTObje
 
 
 @pytest.mark.scenario("Ambiguous coord-slot alignment excludes object from self-context supervision")
-def test_a_spelled_coordinate_leaves_its_object_unsupervised_and_its_truth_appended() -> None:
+def test_an_object_with_spelled_coordinates_is_unsupervised_and_appended() -> None:
     vocab = qwen_vocab()
     spelled = [token for char in COORD_TOKENS[12] for token in vocab.encode(char)]  # bin 12, not as one token
     head, tail = entry(1, NEAR_CAT).split(COORD_TOKENS[12])
@@ -122,7 +122,7 @@ def test_a_spelled_coordinate_leaves_its_object_unsupervised_and_its_truth_appen
         '"object_2": []',
     ],
 )
-def test_a_malformed_object_costs_only_itself(bad: str) -> None:
+def test_a_malformed_object_drops_only_itself(bad: str) -> None:
     got = outcome_of(answer(entry(1, NEAR_CAT), bad, entry(3, DOG)), SCENE, qwen_vocab())
     assert got.parsed.num_dropped == 1
     assert [obj.index for obj in got.parsed.objects] == [1, 3]

@@ -69,7 +69,7 @@ class Watch:
 
 
 @pytest.mark.scenario("Packing enabled does not break rollout-matching training")
-def test_a_packed_step_is_the_unpacked_step(tmp_path: Path) -> None:
+def test_a_packed_step_equals_the_unpacked_step(tmp_path: Path) -> None:
     packed, plain = Watch(), Watch()
     with_packing = train(run_config(tmp_path, 2, "packed", **FOUR), on_built=packed)
     one_by_one = {"training__packing": False, "training__per_device_train_batch_size": 1,
@@ -163,7 +163,7 @@ def test_larger_decode_batches_give_the_same_answers(tmp_path: Path) -> None:
 
 @pytest.mark.scenario("Eval per-device knobs do not override rollout decode batching")
 @pytest.mark.parametrize("per_device", [1, 2, 8])
-def test_decode_batch_size_alone_decides_in_training_and_evaluation(per_device: int, tmp_path: Path) -> None:
+def test_decode_batch_size_is_the_batch_size_in_training_and_evaluation(per_device: int, tmp_path: Path) -> None:
     watch = Watch()
     config = run_config(tmp_path, 2, **FOUR, training__per_device_eval_batch_size=per_device,
                         training__eval_strategy="steps", training__eval_steps=1)  # fmt: skip

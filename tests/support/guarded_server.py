@@ -97,7 +97,7 @@ class GuardedServerContract:
             assert flags == expected
 
     @pytest.mark.scenario("vLLM V1 rollout does not rely on request-time logits processors")
-    def test_the_server_guards_without_being_asked(
+    def test_the_server_guards_by_default(
         self, guarded: Guarded, loaded: LoadedModel, requests_: list[RolloutRequest], free: list[list[int]]
     ) -> None:
         """A request without any key of a guard is guarded, and every worker reports it."""

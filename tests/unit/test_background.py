@@ -29,7 +29,7 @@ def test_results_and_errors_reach_the_waiting_thread() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "ends"), [(1, True), (60, False)])
-def test_the_end_of_a_process_waits_briefly_for_calls(seconds: int, ends: bool, tmp_path: Path) -> None:
+def test_process_exit_waits_briefly_for_running_calls(seconds: int, ends: bool, tmp_path: Path) -> None:
     """A daemon thread that returns from C++ in a half-dismantled interpreter would abort it, exit code -6."""
     out = tmp_path / "ended"
     code = (

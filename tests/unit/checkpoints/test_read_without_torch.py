@@ -1,4 +1,4 @@
-"""What is read of a checkpoint without torch is what transformers reads."""
+"""Reading a checkpoint without torch gives the same values as transformers."""
 
 from __future__ import annotations
 

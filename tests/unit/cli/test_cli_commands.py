@@ -1,4 +1,4 @@
-"""Each command on small real input: what it prints, and what it writes."""
+"""Output and files of each command on small real input."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_evaluate_writes_figures_and_one_line_per_image(
     assert "4 images with" in unwrapped(outcome.out)
 
 
-def test_evaluate_json_prints_the_file_and_nothing_else_on_stdout(
+def test_evaluate_json_prints_only_the_file_on_stdout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
 ) -> None:
     run = write_run(tmp_path, 2, model)
@@ -64,7 +64,7 @@ def test_evaluate_another_model_on_other_data(tmp_path: Path, capsys: pytest.Cap
     assert json.loads(outcome.out)["data"] == str(data)
 
 
-def test_without_a_rollout_section_the_model_answers_by_transformers(
+def test_without_a_rollout_section_transformers_generates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import coordexp.rollouts as rollouts
@@ -152,7 +152,7 @@ def test_an_expanded_checkpoint_trains(tmp_path: Path, capsys: pytest.CaptureFix
 # config, demo
 
 
-def test_demo_gets_its_folder(
+def test_demo_is_given_its_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import coordexp.cli.demo

@@ -1,4 +1,4 @@
-"""``coordexp data complete`` with the shipped checkpoint: objects that were left out come back."""
+"""``coordexp data complete`` with the shipped checkpoint restores removed objects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def half(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     return tmp_path / "half.jsonl"
 
 
-def test_what_was_left_out_comes_back_soft(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_removed_objects_are_added_back_as_soft(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, sheet = half.with_name("full.jsonl"), half.with_name("sheet.png")
     command = ["data", "complete", half, "--model", DEMO, "--out", out, "--sheet", sheet, "--json"]
     outcome = run_cli(capsys, *command)
@@ -50,7 +50,7 @@ def test_what_was_left_out_comes_back_soft(half: Path, capsys: pytest.CaptureFix
     with Image.open(sheet) as image:
         assert image.width == 4 * 320
 
-    # Other rules need no answers anew, and what is there is not replaced unasked.
+    # Other rules reuse the saved answers; existing files are not replaced without a flag.
     refused = run_cli(capsys, *command)
     assert refused.code == 2 and "--overwrite" in refused.err
     answers = half.with_name("full.answers") / "predictions.jsonl"
@@ -63,7 +63,7 @@ def test_what_was_left_out_comes_back_soft(half: Path, capsys: pytest.CaptureFix
     assert other.code == 2 and "another prompt" in other.err
 
 
-def test_a_prompt_that_the_model_does_not_know_is_noted(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_that_differs_from_training_is_reported(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["data", "complete", half, "--model", DEMO, "--out", half.with_name("out.jsonl")]
     outcome = run_cli(capsys, *command, "--prompt", "Compose a long letter to your grandmother about the weather.")
     assert outcome.code == 0 and "Was the model trained with this prompt?" in outcome.out

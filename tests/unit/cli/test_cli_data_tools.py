@@ -21,7 +21,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_scenes(tmp_path_factory.mktemp("scenes"), 20, SPARSE, 3)
 
 
-def test_check_for_machines(scenes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_json(scenes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = run_cli(capsys, "data", "check", scenes, "--json")
     found = json.loads(outcome.out)
     assert outcome.code == 0 and (found["images"], found["errors"], found["tokens"]) == (20, 0, None)
@@ -47,19 +47,17 @@ def test_check_counts_tokens_as_training_does(scenes: Path, tmp_path: Path, caps
     too_long = sum(length > 150 for length in lengths)
     assert found["findings"].get("too_long", 0) == too_long
     assert outcome.code == (2 if too_long else 0)
-    assert run_cli(capsys, "data", "check", scenes, "--max-tokens", 150).code == 2  # counts with whose tokenizer?
+    assert run_cli(capsys, "data", "check", scenes, "--max-tokens", 150).code == 2  # the tokenizer is not given
 
 
-def test_check_draws_what_comes_back(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_draws_decoded_objects(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sheet = tmp_path / "sheet.png"
     assert run_cli(capsys, "data", "check", scenes, "--sheet", sheet, "--sheet-images", 5).code == 0
     with Image.open(sheet) as image:
         assert image.size == (4 * 320, 2 * 320)
 
 
-def test_the_sheet_shows_what_augmentation_makes(
-    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_sheet_shows_augmented_images(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = stage1() | {"data": {"augment": {"horizontal_flip": 0.5, "scale": [0.5, 2.0]}}}
     run, sheet = write_yaml(tmp_path, config), tmp_path / "views.png"
     shown = run_cli(capsys, "data", "check", scenes, "--sheet", sheet, "--augment", run, "--sheet-images", 8)
@@ -149,7 +147,7 @@ def test_drop(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--soft", "--keep", "0.5"], "--soft"),
     ],
 )
-def test_drop_says_what_it_did_not_understand(
+def test_drop_names_invalid_arguments(
     scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str
 ) -> None:
     outcome = run_cli(capsys, "data", "drop", scenes, *options, "--out", tmp_path / "x.jsonl")

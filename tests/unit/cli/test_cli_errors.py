@@ -110,14 +110,14 @@ def test_bad_checkpoint(
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_nothing_to_evaluate_on(
+def test_evaluate_without_data_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoints: dict[str, Path]
 ) -> None:
     run = write_run(tmp_path, 1, checkpoints["sound"], custom__val_jsonl=None)
     expect_one_error(capsys, run, ["evaluate", run], ("custom.val_jsonl", "--data"))
 
 
-def test_sound_input_does_reach_the_weights(
+def test_valid_input_reaches_the_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoints: dict[str, Path], no_weights: None
 ) -> None:
     for command in ("train", "evaluate"):
@@ -164,7 +164,7 @@ def test_ctrl_c_exits_with_130(tmp_path: Path) -> None:
     while process.poll() is None and time.monotonic() < deadline + 30:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(3)  # time to end: another signal behind the first would kill it while it does
+            process.wait(3)  # a second signal during shutdown would kill the process
     _, err = process.communicate(timeout=5)
     os.close(writer)
     assert process.returncode == 130

@@ -15,7 +15,7 @@ LORA = {"tuner__train_type": "lora", "tuner__lora_rank": 4, "tuner__lora_alpha":
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA run's output_dir, trained by the command; its base model lies beside it."""
+    """output_dir of a LoRA run trained with the command; its base model is next to it."""
     folder = tmp_path_factory.mktemp("run")
     yaml = write_run(folder, 1, small_checkpoint(folder / "base"), **LORA)
     with pytest.MonkeyPatch.context() as patch:
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out1"
 
 
-def test_merge_writes_what_transformers_loads(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers_loads_a_merged_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = run_cli(capsys, "model", "merge", run, tmp_path / "merged")
     assert outcome.code == 0 and f"wrote {tmp_path / 'merged'}" in outcome.out
     model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "merged")
@@ -54,7 +54,7 @@ def test_merge_into_another_number_type_from_a_moved_base(
 
 
 @pytest.mark.parametrize(("source", "says"), [("base", "no adapters to merge"), ("none", "no such folder")])
-def test_what_cannot_be_merged_is_one_line(
+def test_a_failed_merge_is_a_one_line_error(
     source: str, says: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome = run_cli(capsys, "model", "merge", run.parent / source, tmp_path / "out")
@@ -65,7 +65,7 @@ def test_info_of_a_lora_run(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     shown = run_cli(capsys, "model", "info", run)
     assert shown.code == 0
     assert "DoRA of rank 4, alpha 8, coordinate rows" in shown.out and str(run.parent / "base") in shown.out
-    assert "q_proj" in shown.out and "linear_fc1" in shown.out, "what tuner.target_modules can name"
+    assert "q_proj" in shown.out and "linear_fc1" in shown.out, "valid names for tuner.target_modules"
     info = json.loads(run_cli(capsys, "model", "info", run, "--json").out)
     adapter = info["adapter"]
     assert (adapter["rank"], adapter["alpha"], adapter["dora"], adapter["coordinate_rows"]) == (4, 8, True, True)
@@ -73,7 +73,7 @@ def test_info_of_a_lora_run(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert info["parameters"].keys() == {"vit", "aligner", "llm"}
 
 
-def test_info_says_what_a_model_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_names_missing_parts_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_checkpoint(tmp_path / "plain", coord_tokens=False)
     shown = run_cli(capsys, "model", "info", tmp_path / "plain")
     assert shown.code == 0 and "coord tokens     yes" not in shown.out

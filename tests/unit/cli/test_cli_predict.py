@@ -22,7 +22,7 @@ from support.cli_runs import run_cli, write_run
 from support.scored_answers import CLASSES, random_answers, with_soft
 
 
-def test_an_interrupted_prediction_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_an_interrupted_prediction_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
     run, data = write_run(tmp_path, 1, model), tmp_path / "scenes.jsonl"
     whole = run_cli(capsys, "predict", run, data, "--output", tmp_path / "whole", "--json")
     assert whole.code == 0 and json.loads(whole.out)["images"] == 4
@@ -41,7 +41,7 @@ def test_an_interrupted_prediction_goes_on(tmp_path: Path, capsys: pytest.Captur
     assert other.code == 2 and "another score" in other.err
 
 
-def test_names_can_be_held_to_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_with_allowed_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, data = tmp_path / "out", write_scenes(tmp_path, 2, SPARSE, 77)
     asked = ("predict", data, "--model", asset("checkpoints/demo-stage1"), "--constant-score", "1.0")
     done = run_cli(capsys, *asked, "--output", out, "--classes", "red circle,yellow triangle")
@@ -89,7 +89,9 @@ def test_the_bar_moves_within_a_batch(
     assert counts[0] == 0 and counts[-1] == 4 and {1, 2, 3} & set(counts), outcome.out
 
 
-def test_a_filled_folder_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_a_folder_with_files_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
     run = write_run(tmp_path, 1, model)
     outcome = run_cli(capsys, "predict", run, tmp_path / "scenes.jsonl", "--output", tmp_path)
     assert outcome.code == 2 and "not empty" in outcome.err
@@ -141,7 +143,7 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert all(len(line) <= 80 for line in shown.out.splitlines())
 
 
-def test_no_question_and_two_questions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_input_and_two_inputs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(capsys, "evaluate").code == 2
     assert run_cli(capsys, "evaluate", tmp_path, "--compare", tmp_path, tmp_path).code == 2
 
@@ -158,7 +160,7 @@ def test_no_question_and_two_questions_are_refused(tmp_path: Path, capsys: pytes
         (("--compare", "saved", "saved", "--segm"), "--segm has no use here"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(
+def test_options_without_effect_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], complaint: str
 ) -> None:
     write_answers(random_answers(3, 1), tmp_path / "predictions.jsonl")
@@ -188,7 +190,7 @@ def test_a_sheet_shows_the_mistakes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert same.code == 2 and "no difference to draw" in same.err
 
 
-def test_images_are_answered_without_a_configuration(
+def test_predict_images_without_a_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -220,7 +222,7 @@ def test_images_are_answered_without_a_configuration(
         (["a.jpg", "--model", "none"], "no such folder"),
     ],
 )
-def test_what_is_missing_to_predict_is_named(
+def test_missing_arguments_of_predict_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], complaint: str
 ) -> None:
     outcome = run_cli(capsys, "predict", *argv)

@@ -30,7 +30,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("where", ["--cpu", "--gpu"])
-def test_what_it_writes_is_accepted_as_it_is(
+def test_the_written_configuration_is_valid(
     stage: int, where: str, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = run_cli(capsys, "init", data, "--model", DEMO, "--stage", stage, where)
@@ -80,7 +80,7 @@ def test_denser_scenes_get_longer_answers(tmp_path: Path, capsys: pytest.Capture
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_it_cannot_use_is_one_line(
+def test_unusable_input_is_a_one_line_error(
     words: tuple[object, ...], says: str, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "plain" in words:
@@ -89,7 +89,7 @@ def test_what_it_cannot_use_is_one_line(
     assert refused.code == 2 and says in refused.err and not Path("stage1.yaml").exists()
 
 
-def test_a_sample_that_no_row_holds_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_longer_than_a_row_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scenes = write_scenes(tmp_path, 2, SPARSE, 1)
     text = scenes.read_text(encoding="utf-8").splitlines()
     long = text[0].replace('"desc": "', '"desc": "' + "very " * 9000)
@@ -99,7 +99,7 @@ def test_a_sample_that_no_row_holds_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("value", [None, True, 3, 2.5e-5, "no", "a b: #c [x].jsonl", "ü"])
-def test_a_value_is_replaced_and_its_comment_stays(value: object) -> None:
+def test_a_value_is_replaced_and_its_comment_kept(value: object) -> None:
     text = "a:\n  b: 1 # why\n  c: 2\nb: 3\n"
     changed = set_value(text, "a.b", value)
     assert yaml.safe_load(changed) == {"a": {"b": value, "c": 2}, "b": 3} and changed.split("\n")[1].endswith("# why")
@@ -107,7 +107,7 @@ def test_a_value_is_replaced_and_its_comment_stays(value: object) -> None:
         set_value(text, "a.d", value)
 
 
-def test_a_trained_checkpoint_is_asked_as_its_run_asked_it(
+def test_a_trained_checkpoint_keeps_the_prompt_of_its_run(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = small_checkpoint(tmp_path / "plain")

@@ -1,4 +1,4 @@
-"""What needs no model answers without importing one: missing paths, all together, and read-only commands."""
+"""Commands that need no model do not import torch: missing paths (reported together) and read-only commands."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_all_missing_paths_are_named_at_once(
     assert [name for name in named if name not in outcome.err] == []
 
 
-def test_what_stands_in_for_a_path_is_named_instead(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_is_named_instead_of_the_path_it_replaces(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = run_cli(capsys, "evaluate", run, "--model", "elsewhere", "--data", run.parent)
     assert outcome.code == 2
     assert "--model: elsewhere: no such folder" in outcome.err
@@ -121,7 +121,7 @@ def in_turn(folder: Path, heavy: Iterable[str], commands: Iterable[Sequence[str]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_what_only_reads_and_what_is_refused_needs_no_torch(tmp_path: Path) -> None:
+def test_read_only_and_refused_commands_do_not_import_torch(tmp_path: Path) -> None:
     """One process for all commands, which is quicker: the first that imports something heavy is named."""
     commands = [*READS, *REFUSED]
     for argv, (code, err, heavy) in zip(commands, in_turn(tmp_path, HEAVY, commands), strict=True):
@@ -132,7 +132,7 @@ def test_what_only_reads_and_what_is_refused_needs_no_torch(tmp_path: Path) -> N
     assert '"target":{"pieces":[' in (tmp_path / "tokens.html").read_text(encoding="utf-8")
 
 
-def test_help_and_mistakes_in_the_yaml_need_no_numpy_either(tmp_path: Path) -> None:
+def test_help_and_yaml_errors_do_not_import_numpy(tmp_path: Path) -> None:
     write_yaml(tmp_path, {**stage1(), "trainnig": {}}, "misspelt.yaml")
     helps = ["--help", "train --help", "evaluate --help", "data convert voc --help", "data scenes --help", "--version"]
     mistakes = [f"{command} misspelt.yaml" for command in ("train", "evaluate", "config check")]

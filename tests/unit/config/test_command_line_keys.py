@@ -1,4 +1,4 @@
-"""``key.path=value`` behind a configuration: YAML on top of the file, checked as the file is, placed, recorded."""
+"""``key.path=value`` after a configuration overrides the file; checked, located and recorded like the file."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_values_are_yaml(
     assert getattr(getattr(config, path[0]), path[1]) == value
 
 
-def test_entries_of_lists_are_reached(tmp_path: Path) -> None:
+def test_list_entries_can_be_set(tmp_path: Path) -> None:
     run = write_yaml(tmp_path, stage2())
     config = load_config(run, arguments=["rollout_matching.pipeline.objective[1].config.w1_weight=0.5"])
     spec = config.rollout_matching.pipeline.objective[1]
     assert isinstance(spec, CoordRegSpec) and spec.config.w1_weight == 0.5
 
 
-def test_they_stand_above_everything_else(tmp_path: Path) -> None:
+def test_command_line_keys_override_everything_else(tmp_path: Path) -> None:
     run = write_yaml(tmp_path, stage1())
     config = load_config(run, {"training.seed": 5, "training.max_steps": 5}, ["training.seed=6"])
     assert (config.training.seed, config.training.max_steps) == (6, 5)
@@ -75,7 +75,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "lines"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
-def test_a_mistake_is_placed_and_explained_as_in_a_file(words: list[str], lines: list[str], tmp_path: Path) -> None:
+def test_an_error_has_place_and_fix_as_in_a_file(words: list[str], lines: list[str], tmp_path: Path) -> None:
     run = write_yaml(tmp_path, set_key(stage1(), "training.report_to", ["tensorboard"]))
     with pytest.raises(ConfigError) as caught:
         load_config(run, arguments=words)
@@ -88,7 +88,7 @@ def test_a_rule_between_a_file_and_the_command_line_names_both(tmp_path: Path) -
         load_config(run, arguments=["training.eval_strategy=steps"])
 
 
-def test_check_prints_them_with_their_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_command_line_keys_with_their_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_yaml(tmp_path, stage1())
     shown = run_cli(capsys, "config", "check", run, "training.max_steps=3", "model.dtype=float32")
     rows = {line.split("#")[0].strip(): line.split("# ")[-1] for line in shown.out.splitlines()}
@@ -98,7 +98,7 @@ def test_check_prints_them_with_their_place(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("argv", [("train",), ("evaluate",), ("launch", "--config")])
-def test_print_shows_what_would_run_and_runs_nothing(
+def test_print_shows_the_configuration_and_starts_nothing(
     argv: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_yaml(tmp_path, {**stage1(), "model": {"model": str(tmp_path / "no model"), "dtype": "float32"}})
@@ -109,7 +109,7 @@ def test_print_shows_what_would_run_and_runs_nothing(
     assert again == load_config(run, arguments=["training.max_steps=7"]) and again.training.max_steps == 7
 
 
-def test_training_takes_and_records_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_records_command_line_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = small_checkpoint(tmp_path / "model")
     run = write_run(tmp_path, 1, model, training__max_steps=50, training__output_dir=str(tmp_path / "unused"))
     words = ("training.max_steps=1", f"training.output_dir={tmp_path / 'out'}")
@@ -126,6 +126,6 @@ def test_training_takes_and_records_them(tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "e" / "evaluation" / "metrics.json").is_file()
 
 
-def test_saved_answers_take_no_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluating_saved_answers_refuses_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = run_cli(capsys, "evaluate", tmp_path, "training.seed=3")
     assert outcome.code == 2 and "KEY=VALUE has no use here; it belongs to a configuration" in outcome.err

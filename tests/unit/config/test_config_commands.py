@@ -55,7 +55,7 @@ def _line(path: Path, words: str) -> int:
 
 
 @pytest.mark.parametrize("flags", [[], ["--plain"], ["--only-set"], ["--plain", "--only-set"]])
-def test_what_check_prints_loads_back_to_the_same_run(flags: list[str], leaf: Path, tmp_path: Path) -> None:
+def test_output_of_check_loads_back_to_the_same_run(flags: list[str], leaf: Path, tmp_path: Path) -> None:
     printed = run("check", leaf, *flags)
     assert (printed.exit_code, printed.stderr) == (0, "")
     assert ("# " in printed.stdout) is ("--plain" not in flags)
@@ -64,7 +64,7 @@ def test_what_check_prints_loads_back_to_the_same_run(flags: list[str], leaf: Pa
     assert load_config(again) == load_config(leaf)
 
 
-def test_check_advises_on_stderr(tmp_path: Path) -> None:
+def test_check_prints_advice_on_stderr(tmp_path: Path) -> None:
     printed = run("check", write_yaml(tmp_path, set_key(stage1(), "model.dtype", "bfloat16")))
     assert printed.exit_code == 0 and printed.stderr.startswith("note: model.dtype: bfloat16")
 
@@ -110,7 +110,7 @@ def test_schema_covers_every_section_and_key() -> None:
     assert set(schema["properties"]) == {"extends", *RunConfig.model_fields}
     assert all(definition.get("additionalProperties") is False for definition in schema["$defs"].values())
     assert schema["$defs"]["TokenCESpec"]["required"] == ["name", "enabled", "weight", "channels", "config"]
-    assert "required" not in schema["$defs"]["ModelConfig"]  # may come from the file that is extended
+    assert "required" not in schema["$defs"]["ModelConfig"]  # an extended file may contain it
 
 
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -141,7 +141,7 @@ def test_schema_agrees_with_the_loader(data: dict[str, Any], valid: bool) -> Non
     assert _valid(data) is valid
 
 
-def test_shipped_files_are_valid_by_the_schema_they_name() -> None:
+def test_shipped_files_are_valid_under_their_schema() -> None:
     assert json.loads((ROOT / "configs" / FILE_NAME).read_text(encoding="utf-8"))["$schema"]
     prefix = "# yaml-language-server: $schema="
     for path in SHIPPED:

@@ -107,7 +107,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("key", "value", "path", "words"), WRONG, ids=[f"{k}={v!r:.30}" for k, v, _, _ in WRONG])
-def test_mistake_is_named_placed_and_explained(key: str, value: Any, path: str, words: str, tmp_path: Path) -> None:
+def test_an_error_names_key_place_and_fix(key: str, value: Any, path: str, words: str, tmp_path: Path) -> None:
     raw = two_channel() if key.startswith("stage2_ab") else stage2()
     file = write_yaml(tmp_path, set_key(raw, key, value))
     with pytest.raises(ConfigError) as caught:
@@ -121,7 +121,7 @@ def test_mistake_is_named_placed_and_explained(key: str, value: Any, path: str, 
 
 
 @pytest.mark.parametrize("text", ["many", "1e", "", "three"])
-def test_only_a_number_in_quotes_is_told_to_lose_them(text: str) -> None:
+def test_only_quoted_numbers_get_the_hint_to_remove_quotes(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(set_key(stage2(), "training.max_steps", text))
     assert f"training.max_steps: expected a whole number, got '{text}' (" in str(caught.value)
@@ -130,7 +130,7 @@ def test_only_a_number_in_quotes_is_told_to_lose_them(text: str) -> None:
 @pytest.mark.parametrize(
     "key", ["foobar", "tuner.xyz", "training.save_everything", f"{RM}.vllm.zzz", "model.checkpoints"]
 )
-def test_a_key_like_no_other_gets_no_guess_but_the_keys_of_its_section(key: str) -> None:
+def test_a_key_without_a_similar_one_lists_the_keys_of_its_section(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(set_key(stage2(), key, 1))
     assert "unknown key; valid here: " in str(caught.value) and "did you mean" not in str(caught.value)
@@ -156,7 +156,7 @@ def every_finding_by_value() -> list[tuple[str, Any]]:
     ]
 
 
-def test_no_library_s_own_words_are_shown() -> None:
+def test_no_library_messages_are_shown() -> None:
     for key, value in every_finding_by_value():
         try:
             parse_config(set_key(stage2(), key, value))
@@ -176,14 +176,14 @@ def test_required_keys_have_no_default() -> None:
             parse_config(drop_key(stage2(), path))
 
 
-def test_missing_sections_name_the_keys_they_would_hold() -> None:
+def test_missing_sections_name_their_required_keys() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config({})
     for path in ("model.model", "custom.train_jsonl", "training.output_dir", "global_max_length"):
         assert f"  {path}: missing" in str(caught.value)
 
 
-def test_every_problem_is_reported_at_once_also_across_sections() -> None:
+def test_all_problems_of_all_sections_are_reported_together() -> None:
     config = set_key(drop_key(stage2(), f"{RM}.pipeline"), "model.dtyp", "float32")
     config = set_key(drop_key(config, "global_max_length"), f"{RM}.rollout_buffer", {})
     config = set_key(config, "training.packing_drop_last", False)
@@ -209,9 +209,9 @@ def test_list_of_one_wrong_entry_is_not_called_empty() -> None:
     assert line.startswith(f"  {RM}.vllm.server.servers[0].group_port: missing")
 
 
-def test_findings_that_rest_on_a_broken_key_wait_for_it() -> None:
+def test_checks_that_depend_on_a_broken_key_are_skipped() -> None:
     config = set_key(stage2(), "global_max_length", "4096")
-    config[RM]["max_new_tokens"] = 3000  # fine under 4096, not under any default that could stand in
+    config[RM]["max_new_tokens"] = 3000  # valid with 4096, invalid with any default
     with pytest.raises(ConfigError) as caught:
         parse_config(config)
     assert "max_new_tokens" not in str(caught.value)

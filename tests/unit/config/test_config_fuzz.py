@@ -85,7 +85,7 @@ TEXT = st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs"]),
         "'",
     ]
 )
-INTEGERS = st.integers(-(1 << 63), (1 << 63) - 1)  # larger ones are refused where they stand
+INTEGERS = st.integers(-(1 << 63), (1 << 63) - 1)  # the loader refuses larger ones
 ANYTHING = st.recursive(
     st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -95,9 +95,7 @@ ANYTHING = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(prompt=TEXT, free=st.dictionaries(TEXT, ANYTHING, max_size=3))
-def test_resolved_yaml_reads_back_as_what_was_resolved(
-    tmp_path_factory: Any, prompt: str, free: dict[str, Any]
-) -> None:
+def test_resolved_yaml_loads_back_unchanged(tmp_path_factory: Any, prompt: str, free: dict[str, Any]) -> None:
     """Texts that look like something else, and the one free mapping, come through a file unchanged."""
     raw = set_key(stage2(), "template.prompt", prompt)
     config = parse_config(set_key(raw, "training.lr_scheduler_kwargs", free))
@@ -150,7 +148,7 @@ PIECES += [
 
 @settings(max_examples=150, deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=14))
-def test_any_text_is_a_configuration_or_one_clear_error(tmp_path_factory: Any, pieces: list[str]) -> None:
+def test_any_text_loads_or_is_one_clear_error(tmp_path_factory: Any, pieces: list[str]) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text("".join(pieces), encoding="utf-8")
     with pytest.raises(ConfigError, match=re.escape(str(path))):

@@ -13,7 +13,7 @@ from coordexp.config import ConfigError, RunConfig, load_config, parse_config
 from support.config_samples import set_key, stage1, stage2, write_yaml
 
 
-def test_defaults_stand_in_the_schema() -> None:
+def test_the_schema_has_defaults() -> None:
     config = parse_config(stage2())
     rollout = config.rollout_matching
     assert rollout is not None
@@ -45,7 +45,7 @@ def test_numbers_in_any_notation_are_floats(tmp_path: Path, text: str, expected:
     ("text", "strategy", "report_to", "resume"),
     [("no", "no", "none", None), ("'no'", "no", ["wandb"], True), ("epoch", "epoch", [], "outputs/checkpoint-3")],
 )
-def test_words_that_yaml_reads_otherwise(
+def test_words_that_yaml_reads_as_other_types(
     tmp_path: Path, text: str, strategy: str, report_to: object, resume: object
 ) -> None:
     raw = set_key(set_key(stage1(), "training.report_to", report_to), "training.resume_from_checkpoint", resume)
@@ -57,12 +57,12 @@ def test_words_that_yaml_reads_otherwise(
     assert training.resume_from_checkpoint == resume
 
 
-def test_false_starts_anew() -> None:
+def test_resume_false_starts_from_the_beginning() -> None:
     config = parse_config(set_key(stage1(), "training.resume_from_checkpoint", False))
     assert config.training.resume_from_checkpoint is None
 
 
-def test_hf_arguments_are_what_transformers_knows() -> None:
+def test_hf_arguments_are_known_to_transformers() -> None:
     raw = stage1()
     raw["training"] |= {"effective_batch_size": 16, "per_device_train_batch_size": 2, "warmup_steps": 0.1}
     arguments = parse_config(raw).training.hf_arguments(world_size=2)
@@ -83,7 +83,7 @@ def test_every_hf_argument_is_a_field_of_training_arguments() -> None:
     assert set(parse_config(stage1()).training.hf_arguments()) <= {field.name for field in fields(TrainingArguments)}
 
 
-def test_every_key_says_what_it_means() -> None:
+def test_every_key_has_a_description() -> None:
     def undescribed(model: Any, path: str) -> list[str]:
         found = []
         for name, field in model.model_fields.items():
@@ -97,13 +97,13 @@ def test_every_key_says_what_it_means() -> None:
     assert undescribed(RunConfig, "") == []
 
 
-def test_null_in_a_leaf_takes_a_section_of_the_base_away(tmp_path: Path) -> None:
+def test_null_removes_a_section_of_the_base(tmp_path: Path) -> None:
     write_yaml(tmp_path, stage2(), "base.yaml")
     leaf = {"extends": "base.yaml", "custom": {"trainer_variant": None}, "rollout_matching": None}
     assert load_config(write_yaml(tmp_path, leaf)).rollout_matching is None
 
 
-def test_mistake_in_a_base_is_placed_in_the_base(tmp_path: Path) -> None:
+def test_an_error_in_a_base_names_the_base(tmp_path: Path) -> None:
     base = write_yaml(tmp_path, set_key(stage1(), "training.sed", 7), "base.yaml")
     line = base.read_text().splitlines().index("  sed: 7") + 1
     with pytest.raises(ConfigError) as caught:
@@ -111,7 +111,7 @@ def test_mistake_in_a_base_is_placed_in_the_base(tmp_path: Path) -> None:
     assert f"  training.sed ({base}:{line}): unknown key; did you mean 'seed'?" in str(caught.value)
 
 
-def test_overrides_go_on_top(tmp_path: Path) -> None:
+def test_overrides_win(tmp_path: Path) -> None:
     config = load_config(
         write_yaml(tmp_path, stage2()),
         {"training.output_dir": "x", "rollout_matching.pipeline.objective[0].weight": 2.0, "template.prompt": "Find."},

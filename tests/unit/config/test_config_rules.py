@@ -178,7 +178,7 @@ def test_answer_that_fills_the_engine_is_refused() -> None:
         parse_config(changed(vllm(max_model_len=600), {f"{RM}.max_new_tokens": 600, "global_max_length": 601}))
 
 
-# Nothing is colocated, so the contract ignores whatever offload says.
+# Nothing is colocated, so the contract ignores offload.
 OFFLOAD_IGNORED = [
     backend | {RM: backend[RM] | {"offload": offload, "eval_detection": {"score_mode": score_mode}}}
     for backend in (stage2(), vllm(**SERVER))
@@ -188,18 +188,18 @@ OFFLOAD_IGNORED = [
 
 
 @pytest.mark.parametrize("config", OFFLOAD_IGNORED)
-def test_offload_without_a_colocated_engine_is_ignored_and_said_so_once(config: dict[str, Any]) -> None:
+def test_offload_without_a_colocated_engine_warns_once(config: dict[str, Any]) -> None:
     assert ["offload is ignored" in sentence for sentence in advice(parse_config(config))].count(True) == 1
 
 
 @pytest.mark.parametrize(
     "config", [stage2(), changed(vllm(), {f"{RM}.offload": {"enabled": True, "offload_model": True}})]
 )
-def test_offload_that_is_off_or_works_is_not_commented(config: dict[str, Any]) -> None:
+def test_offload_that_is_off_or_works_does_not_warn(config: dict[str, Any]) -> None:
     assert not any("offload" in sentence for sentence in advice(parse_config(config)))
 
 
-# What comes close to a broken rule and is none.
+# Valid, though close to breaking a rule.
 ALLOWED = [
     two_channel(),
     drop_key(two_channel(b_ratio=0), RM),
@@ -227,7 +227,7 @@ ALLOWED = [
 
 
 @pytest.mark.parametrize("config", ALLOWED)
-def test_what_only_looks_like_a_mistake_is_taken(config: dict[str, Any]) -> None:
+def test_unusual_but_valid_settings_are_accepted(config: dict[str, Any]) -> None:
     assert isinstance(parse_config(config), RunConfig)
 
 
@@ -284,6 +284,6 @@ def test_storing_trained_weights_in_low_precision_is_advised_against(keys: dict[
 
 
 @pytest.mark.parametrize(("lora_rank", "room"), [(1, 1), (4, 8), (8, 8), (24, 32), (512, 512)])
-def test_engines_make_room_for_the_next_rank_that_vllm_knows(lora_rank: int, room: int) -> None:
+def test_max_lora_rank_is_rounded_up_to_a_value_of_vllm(lora_rank: int, room: int) -> None:
     raw = changed(vllm(enable_lora=True), {"tuner": {"train_type": "lora", "lora_rank": lora_rank}})
     assert resolved_rollout(parse_config(raw)).vllm.max_lora_rank == room

@@ -1,4 +1,4 @@
-"""What YAML files mean: numbers and words, environment variables, extends."""
+"""Reading YAML files: scalars, environment variables, extends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coordexp.config import ConfigError, load_config, resolved_yaml
 from coordexp.config.source import read_document
 from support.config_samples import set_key, stage1, stage2, write_yaml
 
-# (YAML, what it is read as): YAML 1.2, so that words stay words
+# (YAML, value): YAML 1.2, so that words stay words
 SCALARS: list[tuple[str, Any]] = [
     ("no", "no"), ("on", "on"), ("yes", "yes"), ("true", True), ("False", False), ("~", None), ("", None),
     ("null", None), ("12", 12), ("-0", 0), ("+3", 3), ("1_000", 1000), ("0x1F", 31), ("012", "012"), ("1:30", "1:30"),
@@ -54,7 +54,7 @@ def test_scalar_that_cannot_be_read_is_a_problem_at_its_line(text: str, words: s
     assert problem.startswith(f"  data.num_workers ({path}:{line}): ") and words in problem
 
 
-# (YAML value, environment variable N, what is read)
+# (YAML value, environment variable N, value)
 ENVIRONMENT = [
     ("${env:N}", "3", 3),  # unquoted: read as YAML after it is filled in
     ("'${env:N}'", "3", "3"),  # quoted: text
@@ -90,7 +90,7 @@ def test_the_source_of_a_value_names_its_variable(tmp_path: Path, monkeypatch: p
 
 
 def test_lists_replace_and_mappings_merge(tmp_path: Path) -> None:
-    """The rule for lists: a list of a later file stands for the whole list of an earlier one."""
+    """A list in a later file replaces the whole list of an earlier one."""
     write_yaml(tmp_path, {"a": {"list": [1, 2], "kept": 1, "gone": {"x": 1}}}, "base.yaml")
     write_yaml(tmp_path, {"extends": "base.yaml", "a": {"list": [3], "gone": None}}, "leaf.yaml")
     document = read_document(tmp_path / "leaf.yaml")
@@ -100,7 +100,7 @@ def test_lists_replace_and_mappings_merge(tmp_path: Path) -> None:
     assert ("a", "list", 1) not in document.origin and ("a", "gone", "x") not in document.origin
 
 
-def test_later_parents_win_and_one_parent_may_be_met_twice(tmp_path: Path) -> None:
+def test_later_parents_win_and_a_parent_may_occur_twice(tmp_path: Path) -> None:
     write_yaml(tmp_path, {"a": 1, "b": 1, "c": 1}, "root.yaml")
     write_yaml(tmp_path, {"extends": "root.yaml", "a": 2}, "left.yaml")
     write_yaml(tmp_path, {"extends": "root.yaml", "b": 3}, "right.yaml")
@@ -108,7 +108,7 @@ def test_later_parents_win_and_one_parent_may_be_met_twice(tmp_path: Path) -> No
     assert read_document(tmp_path / "leaf.yaml").data == {"a": 1, "b": 3, "c": 4}
 
 
-def test_resolved_configuration_is_the_run_whatever_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolved_configuration_does_not_depend_on_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """extends, environment and overrides are settled in what is written with a run."""
     monkeypatch.setenv("COORDEXP_TEST_DATA", "data/from_env")
     raw = set_key(stage2(), "custom.train_jsonl", "${env:COORDEXP_TEST_DATA}/train.jsonl")
@@ -127,6 +127,6 @@ def test_resolved_configuration_is_the_run_whatever_made_it(tmp_path: Path, monk
 @pytest.mark.parametrize(
     "path", ["rollout_matching.pipeline.objective[7].weight", "rollout_matching.pipeline.objective[7]"]
 )
-def test_override_of_a_list_entry_that_is_not_there(path: str, tmp_path: Path) -> None:
+def test_override_of_a_missing_list_entry_is_an_error(path: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"override .*there is no 7"):
         load_config(write_yaml(tmp_path, stage2()), {path: 1.0})

@@ -1,4 +1,4 @@
-"""What a run needs of the machine, and of transformers' names; the file itself is valid everywhere."""
+"""Checks of the machine and of transformers' names when a run starts; the file itself is valid everywhere."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def test_packing_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("report_to", ["none", [], ["tensorboard", "kubeflow"]])
-def test_a_usual_run_needs_nothing_more(report_to: Any) -> None:
+def test_a_default_run_needs_no_extra_package(report_to: Any) -> None:
     check_training_environment(parse_config(set_key(stage1(), "training.report_to", report_to)))

@@ -1,6 +1,6 @@
 """A key that is accepted is a key that is read: somewhere in the program outside ``coordexp.config``.
 
-By its name: a key whose name stands in several sections (``enabled``) may hide behind another's reader. Scenario tests
+Keys are found by name: if several sections have the same key (``enabled``), one reader hides the others. Scenario tests
 and the sections' own tests change such keys and look at what they do.
 """
 
@@ -18,7 +18,7 @@ from coordexp.config.schema import OWN_KEYS, TrainingConfig
 
 SOURCE = Path(__file__).parents[3] / "src"
 
-# Keys whose whole effect is on the configuration itself.
+# Keys that only affect the configuration itself.
 SETTLED_WHILE_LOADING = {
     ("TrainingConfig", "effective_batch_size"): "decides gradient_accumulation_steps",
 }

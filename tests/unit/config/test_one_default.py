@@ -1,5 +1,5 @@
-"""A default stands in one place. Public calls below ``config`` cannot read it there, and commands import what they call
-only once they are called: theirs are compared with it."""
+"""Each default is defined once, in ``config``. Lower layers cannot import it and commands import lazily, so their own
+defaults are compared with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from coordexp.viewer import collect, render
 from coordexp.viewer.render import make_server
 
 
-def test_public_calls_default_to_the_keys() -> None:
+def test_public_functions_have_the_defaults_of_the_keys() -> None:
     keys = {
         (serialize_append, "field_order"): default_of(CustomConfig, "object_field_order"),
         (serialize_objects, "field_order"): default_of(CustomConfig, "object_field_order"),
@@ -37,7 +37,7 @@ def test_public_calls_default_to_the_keys() -> None:
     assert found == keys
 
 
-def test_records_that_may_be_built_without_a_yaml_take_its_defaults() -> None:
+def test_records_built_without_yaml_have_the_same_defaults() -> None:
     section = RolloutMatchingConfig()
     fields = MatchingConfig.__dataclass_fields__
     assert {key: getattr(section, key) for key in fields} == {key: getattr(MatchingConfig(), key) for key in fields}
@@ -61,7 +61,7 @@ COMMANDS: list[tuple[Callable[..., object], Callable[..., object]]] = [
 ]
 
 
-def test_commands_default_to_what_they_call() -> None:
+def test_command_options_have_the_functions_defaults() -> None:
     others = {}
     for command, called in COMMANDS:
         options, parameters = inspect.signature(command).parameters, inspect.signature(called).parameters

@@ -20,7 +20,7 @@ def problems(config: dict[str, Any]) -> list[str]:
     return str(caught.value).splitlines()[1:]
 
 
-def test_every_removed_key_brings_its_own_guidance() -> None:
+def test_every_removed_key_has_a_migration_hint() -> None:
     said, due = {}, {}
     for pattern, guidance in REMOVED_KEYS.items():
         path = pattern.replace("*.pipeline.*.*", "rollout_matching.pipeline.objective[1]")
@@ -37,7 +37,7 @@ def test_removed_keys_of_modules_are_those_of_both_pipelines() -> None:
     ]
 
 
-def test_no_key_is_removed_and_declared() -> None:
+def test_no_removed_key_is_still_declared() -> None:
     assert [pattern for pattern in REMOVED_KEYS if _declared(pattern)] == []
 
 
@@ -50,27 +50,27 @@ def _declared(pattern: str) -> bool:
     return True
 
 
-def test_every_retired_value_brings_its_own_guidance() -> None:
+def test_every_removed_value_has_a_migration_hint() -> None:
     said = {(key, value): problems(set_key(stage2(), key, value)) for key, value in REMOVED_VALUES}
     due = {(key, value): [f"  {key}: '{value}' is {guidance}"] for (key, value), guidance in REMOVED_VALUES.items()}
     assert said == due
 
 
 @pytest.mark.parametrize("value", [None, {}, {"decoding": {"temperature": 1}, "temperature": 1}])
-def test_old_rollout_section_is_sent_to_the_new_one(value: object) -> None:
+def test_old_rollout_section_names_the_new_one(value: object) -> None:
     text = "\n".join(problems(set_key(stage2(), "custom.extra.rollout_matching", value)))
     assert "custom.extra.rollout_matching" in text and "unknown key" not in text
     if value:
         assert text.count("write rollout_matching.decoding.temperature instead") == 2
 
 
-def test_what_was_removed_below_the_old_section_is_not_sent_to_the_new_one() -> None:
+def test_keys_removed_from_the_old_section_do_not_name_the_new_one() -> None:
     old = {"rollout_buffer": {"enabled": True}, "num_return_sequences": 4}
     lines = problems(set_key(stage2(), "custom.extra.rollout_matching", old))
     assert ["has no replacement" in lines[0], "exactly one answer" in lines[1], len(lines)] == [True, True, 2]
 
 
-def test_keys_that_guidance_names_exist() -> None:
+def test_keys_in_migration_hints_exist() -> None:
     words = {word.strip(",;.:()") for text in REMOVED_KEYS.values() for word in text.split()}
     named = {word for word in words if word.split(".")[0] in RunConfig.model_fields and "." in word and "[" not in word}
     assert len(named) > 20

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 SHIPPED = sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "checkpoints").glob("*/resolved_config.yaml")])
 
 
-def test_there_are_some():
+def test_shipped_configs_exist():
     assert {path.parent.name for path in SHIPPED} >= {
         "demo",
         "stage1",
@@ -29,7 +29,7 @@ def test_all_load_and_their_resolved_forms_load_back(tmp_path: Path):
         assert load_config(again) == config, path
 
 
-def test_backends_and_splits_are_all_shown():
+def test_every_backend_and_split_has_an_example():
     runs = [load_config(path) for path in SHIPPED if path.parent.name == "stage2_rollout_aligned"]
     rollouts = [run.rollout_matching for run in runs if run.rollout_matching is not None]
     engines = {(rollout.rollout_backend, rollout.vllm.mode) for rollout in rollouts}
@@ -47,7 +47,7 @@ FULL_EXAMPLES = (
 
 
 @pytest.mark.parametrize("name", FULL_EXAMPLES)
-def test_every_key_of_the_full_examples_is_explained_where_it_first_stands(name: str):
+def test_full_examples_explain_every_key(name: str):
     explained: set[str] = set()
     for line in (ROOT / "configs" / name).read_text(encoding="utf-8").splitlines():
         key, colon, rest = line.strip().removeprefix("- ").partition(":")
@@ -56,8 +56,8 @@ def test_every_key_of_the_full_examples_is_explained_where_it_first_stands(name:
             explained.add(key)
 
 
-def test_a_config_that_departs_from_masked_descriptions_says_why() -> None:
-    """Appended descriptions are masked by default; a file that raises the key gives the reason beside it."""
+def test_a_config_with_unmasked_descriptions_gives_the_reason() -> None:
+    """Appended descriptions are masked by default; a file that raises the key gives the reason in a comment."""
     for path in SHIPPED:
         lines = path.read_text(encoding="utf-8").splitlines()
         for before, line in zip(["", *lines], lines, strict=False):

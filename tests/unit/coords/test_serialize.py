@@ -1,4 +1,4 @@
-"""Objects to text: the comma rule, numbering, field order, and where the descriptions stand."""
+"""Objects to text: the comma rule, numbering, field order and description spans."""
 
 from __future__ import annotations
 

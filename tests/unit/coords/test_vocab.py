@@ -142,7 +142,7 @@ def test_encode_answer_after_its_cache_was_cleared(monkeypatch: pytest.MonkeyPat
 
 def test_tokenizer_that_glues_coordinates_encodes_the_whole_text() -> None:
     class Gluing:
-        """Writes a coordinate and the quote behind it as one token, as no added token would."""
+        """Encodes a coordinate and the following quote as one token, which added tokens never do."""
 
         def __getattr__(self, name: str):
             return getattr(tiny_tokenizer(), name)

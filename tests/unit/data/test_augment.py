@@ -1,4 +1,4 @@
-"""Views of images: objects stay where their pixels are, and a view is the same wherever and whenever it is drawn."""
+"""Augmented views: objects stay on their pixels, and a view is the same in every process and at any time."""
 
 from __future__ import annotations
 

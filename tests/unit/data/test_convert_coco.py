@@ -65,7 +65,7 @@ def test_polygons_are_written_clockwise_from_the_top_without_repeated_points(tmp
     assert obj == GTObject("cat", "poly", tuple(v for x, y in expected for v in (to_bin(x, 40), to_bin(y, 24))))
 
 
-def test_of_several_parts_the_largest_is_kept_and_noted(tmp_path: Path) -> None:
+def test_the_largest_of_several_parts_is_kept_and_reported(tmp_path: Path) -> None:
     parts = [[0, 0, 2, 0, 2, 2], [10, 5, 30, 5, 30, 20], [1, 9, 3, 9, 3, 12]]
     report = from_coco(tmp_path, [{"segmentation": parts}], geometry="poly", options=SMALL)
     assert min(objects_of(report)[0].bins[::2]) == to_bin(10, 40)

@@ -143,7 +143,7 @@ def test_other_formats_become_png_under_different_names(tmp_path: Path) -> None:
         ((40, 40), "skipped_images", "size_mismatch"),  # another shape
     ],
 )
-def test_a_size_that_is_not_the_images_is_reported(tmp_path: Path, size: Any, where: str, reason: str) -> None:
+def test_a_wrong_size_is_reported(tmp_path: Path, size: Any, where: str, reason: str) -> None:
     root = voc(tmp_path / "voc", voc_object("cat", 0, 0, 10, 12), size=size)
     paint(root / "JPEGImages" / "b.jpg")
     voc_xml(root, "b", voc_object("dog", 0, 0, 10, 12))
@@ -193,7 +193,7 @@ def test_voc_objects_left_out_are_counted_and_located(tmp_path: Path, node: str,
     assert [(p.reason, p.file, p.object_index) for p in report.problems] == [(reason, "a.xml", 1)]
 
 
-def test_odd_objects_are_kept_and_noted(tmp_path: Path) -> None:
+def test_odd_objects_are_kept_and_reported(tmp_path: Path) -> None:
     twice = voc_object("cat", 1, 1, 9, 9)
     root = voc(tmp_path / "voc", voc_object("cat", -5, 2, 45, 10), voc_object("cat", 39.99, 2, 40, 9), twice, twice)
     report = convert_voc(root, tmp_path / "out", options=SMALL)
@@ -201,7 +201,7 @@ def test_odd_objects_are_kept_and_noted(tmp_path: Path) -> None:
     assert objects_of(report)[0].bins[::2] == (0, 999) and report.objects == 4
 
 
-def test_only_images_that_lost_all_objects_are_noted(tmp_path: Path) -> None:
+def test_only_images_that_lost_all_objects_are_reported(tmp_path: Path) -> None:
     root = voc(tmp_path / "voc", voc_object("RBC", 5, 5, 5, 5))
     paint(root / "JPEGImages" / "b.jpg")
     voc_xml(root, "b")
@@ -235,7 +235,7 @@ def test_voc_files_left_out_are_counted(tmp_path: Path) -> None:
     assert {p.file for p in report.problems} == {f"{stem}.xml" for stem in "bcdefg"}
 
 
-def test_a_truncated_image_is_found_even_when_images_are_only_referred_to(tmp_path: Path) -> None:
+def test_a_truncated_image_is_found_without_copying_images(tmp_path: Path) -> None:
     root = voc(tmp_path / "voc")
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(root / "JPEGImages" / "b.jpg")

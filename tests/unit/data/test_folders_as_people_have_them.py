@@ -149,7 +149,7 @@ def labelme(path: Path, image_path: str, encoding: str = "utf-8") -> None:
         ("images/a.jpg", "labels/a.json", "..\\images\\a.jpg", "utf-8", "images/a.jpg"),  # labelme --output
         ("sub dir/猫.JPG", "sub dir/猫.json", "猫.JPG", "utf-8-sig", "sub dir/猫.JPG"),
     ],
-    ids=["Windows path", "another machine's path", "network path", "labels beside images", "BOM and not ASCII"],
+    ids=["Windows path", "another machine's path", "network path", "labels next to images", "BOM and not ASCII"],
 )
 def test_labelme_paths(tmp_path: Path, image: str, annotation: str, image_path: str, encoding: str, named: str) -> None:
     paint(tmp_path / "in" / image)
@@ -267,7 +267,7 @@ def test_several_voc_folders_are_refused(tmp_path: Path) -> None:
         convert_voc(tmp_path, tmp_path / "out")
 
 
-# --- Roboflow's exports: a folder a split, annotations beside the images ---
+# --- Roboflow's exports: one folder per split, annotations next to the images ---
 
 
 @pytest.mark.parametrize(

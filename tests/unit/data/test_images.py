@@ -127,7 +127,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["frame_*.png"], ["frame_9.png", "frame_10.png"]),
         (["frame_%d.png"], ["frame_9.png", "frame_10.png"]),
         (["**/*.jpg"], ["deep/b.jpg", "p [a0].jpg"]),
-        (["p [a0].jpg"], ["p [a0].jpg"]),  # a file's own name is no pattern
+        (["p [a0].jpg"], ["p [a0].jpg"]),  # an existing file's name is not a pattern
         (["deep/b.jpg", "frame_9.png"], ["deep/b.jpg", "frame_9.png"]),
         (["deep", "frame_9.png"], ["deep/b.jpg", "frame_9.png"]),
         (["frame_9.png", "frame_9.png"], ["frame_9.png"]),

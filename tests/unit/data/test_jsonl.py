@@ -170,7 +170,7 @@ def test_a_file_without_records_is_refused(tmp_path: Path, content: bytes | None
         read_jsonl(path)
 
 
-def test_all_problems_come_in_one_error_the_first_twenty_spelled_out(tmp_path: Path) -> None:
+def test_one_error_lists_the_first_twenty_problems(tmp_path: Path) -> None:
     path = write(tmp_path, *["{broken"] * 12, line(), *[line(width=0)] * 13)
     with pytest.raises(DataError) as caught:
         read_jsonl(path)
@@ -211,7 +211,7 @@ def test_the_size_is_that_of_the_upright_image(tmp_path: Path) -> None:
     assert len(read_jsonl(write(tmp_path, line()), check_images=True)) == 1
 
 
-def test_bad_lines_and_bad_images_come_together_in_line_order(tmp_path: Path) -> None:
+def test_bad_lines_and_images_are_reported_in_line_order(tmp_path: Path) -> None:
     path = write(tmp_path, line(images=["gone.png"]), "{broken", line(images=["gone.png"]))
     with pytest.raises(DataError) as caught:
         read_jsonl(path, check_images=True)

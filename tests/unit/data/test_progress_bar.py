@@ -20,7 +20,7 @@ from coordexp.data.progress_bar import reporting
         ({"stays": True, "after_s": 1e9}, "checking: 3/3 images, eta 0 s\n"),
     ],
 )
-def test_a_log_file_gets_the_last_line_where_it_is_to_stay(display: dict[str, Any], shown: str) -> None:
+def test_a_log_file_gets_the_last_line(display: dict[str, Any], shown: str) -> None:
     file = io.StringIO()
     with reporting(Console(file=file), "checking", **display) as tell:
         for done in range(4):
@@ -29,14 +29,14 @@ def test_a_log_file_gets_the_last_line_where_it_is_to_stay(display: dict[str, An
 
 
 @pytest.mark.parametrize(("after_s", "is_shown"), [(0.0, True), (1e9, False)])
-def test_a_terminal_gets_a_bar_for_what_takes_long(after_s: float, is_shown: bool) -> None:
+def test_a_terminal_shows_a_bar_for_long_work(after_s: float, is_shown: bool) -> None:
     file = io.StringIO()
     with reporting(Console(file=file, force_terminal=True, width=200), "checking", after_s=after_s) as tell:
         tell(3, 3)
     assert ("checking" in file.getvalue()) is is_shown
 
 
-def test_a_line_comes_now_and_then_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_printed_at_intervals_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("coordexp.data.progress_bar.time.monotonic", lambda: now[0])
     file = io.StringIO()

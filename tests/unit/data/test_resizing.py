@@ -48,7 +48,7 @@ def reference() -> Callable[..., tuple[int, int]]:
 
 
 @given(height=sides, width=sides, factor=st.sampled_from([16, 28, 32]), data=st.data())
-def test_it_equals_the_processors(
+def test_resizing_equals_the_processors(
     reference: Callable[..., tuple[int, int]], height: int, width: int, factor: int, data: st.DataObject
 ) -> None:
     min_pixels = data.draw(st.integers(1, 400_000))
@@ -91,14 +91,14 @@ def prepared(rule: ResizeRule) -> dict[str, Any]:
     return {"prepared": rule.to_metadata()}
 
 
-def test_a_resized_image_stays_as_it_is() -> None:
+def test_a_resized_image_is_not_resized_again() -> None:
     photo = Image.new("RGB", (378, 504))
     copy = RULE.resize(photo)
     assert copy.size == RULE.size(378, 504) == (160, 192)
     assert RULE.resize(copy) is copy
 
 
-def test_the_rule_is_that_of_all_records_or_none() -> None:
+def test_a_rule_is_used_only_if_all_records_share_it() -> None:
     shared = [record(160, 192, prepared(RULE)), record(96, 64, prepared(RULE))]
     assert preparation_of(shared) == ImagePreparation(RULE, (96 * 64, 160 * 192))
     assert preparation_of([*shared, record(10, 10)]).resize is None

@@ -70,12 +70,12 @@ def test_dense_scenes_are_denser_and_repeat_classes():
 
 
 @pytest.mark.parametrize(("empty", "count"), [(1.0, 0), (0.0, 1)])
-def test_empty_is_a_chance(empty, count):
+def test_empty_is_a_probability(empty, count):
     spec = SceneSpec(min_objects=1, max_objects=1, empty=empty)
     assert [len(make_scene(spec, 0, i)[1]) for i in range(10)] == [count] * 10
 
 
-def test_the_shape_is_where_its_geometry_says():
+def test_a_drawn_shape_matches_its_geometry():
     spec = SceneSpec(min_objects=1, max_objects=1, min_side=50, max_side=60, empty=0.0)
     for index in range(20):
         image, (obj,) = make_scene(spec, 3, index)

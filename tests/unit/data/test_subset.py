@@ -54,14 +54,14 @@ def test_a_lower_rate_keeps_a_subset(allow_empty: bool) -> None:
             assert set(small.objects) <= set(large.objects)
 
 
-def test_one_object_of_every_image_stays() -> None:
+def test_every_image_keeps_an_object() -> None:
     left, counts = drop_annotations(records(40, CUP, TREE), DropRates(0.0), 0)
     assert {len(record.objects) for record in left} == {1} and counts.spared == 40 and counts.emptied == 0
     empty, counts = drop_annotations(records(2), DropRates(0.0), 0)
     assert [record.objects for record in empty] == [(), ()] and counts.emptied == 0
 
 
-def test_class_rates_precede_size_rates_and_those_keep() -> None:
+def test_class_rates_precede_size_rates_and_those_precede_keep() -> None:
     box = GTObject("box", "bbox_2d", (0, 0, 150, 150))  # 75 x 75 pixels
     sizes = [object_size(obj, records(1)[0]) for obj in (CUP, box, TREE)]
     assert sizes == ["small", "medium", "large"]

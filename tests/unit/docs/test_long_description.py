@@ -22,7 +22,7 @@ def long_description(monkeypatch: pytest.MonkeyPatch):
     return long_description
 
 
-def test_the_built_metadata_holds_no_relative_link_and_every_picture_or_its_description() -> None:
+def test_the_metadata_has_no_relative_links_and_every_picture_or_its_description() -> None:
     from hatchling.metadata.core import ProjectMetadata
     from hatchling.plugin.manager import PluginManager
 
@@ -34,7 +34,7 @@ def test_the_built_metadata_holds_no_relative_link_and_every_picture_or_its_desc
     assert [text for text in pictures if text not in core.readme] == []
 
 
-def test_with_a_repository_pictures_come_from_it_raw_and_pages_as_pages(long_description) -> None:
+def test_with_a_repository_links_are_absolute(long_description) -> None:
     found = LINK.findall(long_description(README, "https://example.org/coordexp/"))
     for (mark, text, target), (mark_before, text_before, before) in zip(found, LINK.findall(README), strict=True):
         assert (mark, text) == (mark_before, text_before)

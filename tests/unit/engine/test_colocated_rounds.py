@@ -1,5 +1,5 @@
-"""The order of a colocated round: what the learner gives up for how long, when an engine is read back, what is logged.
-The engine is a stand-in that notes when it is asked for what."""
+"""The order of a colocated round: how long the trainer is offloaded, when weights are read back, and the log.
+The engine is a fake that records its calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Weights:
 
 
 class Learner:
-    """On its device or away from it; ``seen``: what happened, and where it was then."""
+    """On its device or offloaded; ``seen``: (event, on the device or not)."""
 
     def __init__(self) -> None:
         self.is_away = False
@@ -105,8 +105,8 @@ def backend_of(
 
 @pytest.mark.scenario("Offload context does not break the training step")
 @pytest.mark.parametrize("mode", ["full", "adapter"])
-def test_the_learner_is_away_from_the_engines_start_until_it_sleeps(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the engine takes on the device lies within: its start, weights, adapter, cache and answers."""
+def test_the_trainer_is_offloaded_until_the_engine_sleeps(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the engine's device use is inside: its start, weights, adapter, cache and answers."""
     learner = Learner()
     engine = FakeEngine(learner)
     backend = backend_of(monkeypatch, learner, engine, enable_lora=True, sync={"mode": mode})
@@ -123,7 +123,7 @@ def test_the_learner_is_away_from_the_engines_start_until_it_sleeps(mode: str, m
     assert all(was_away for _, was_away in learner.seen)
 
 
-def test_a_learner_whose_engine_does_not_start_is_back_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_the_engine_does_not_start_the_trainer_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = Learner()
     backend = backend_of(monkeypatch, learner, RolloutError("no room"))
     for _ in range(2):  # the second time as the first: nothing is left borrowed
@@ -138,7 +138,9 @@ def test_a_learner_whose_engine_does_not_start_is_back_where_it_was(monkeypatch:
     [(0, [True, False, False, False, False]), (1, [True] * 5), (2, [True, False, True, False, True])],
     ids=["the first push only", "every push", "every second push"],
 )
-def test_pushes_are_read_back_at_the_cadence(every: int, compared: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushes_are_read_back_at_the_configured_interval(
+    every: int, compared: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     learner = Learner()
     engine = FakeEngine(learner)
     backend = backend_of(monkeypatch, learner, engine, sync={"checksum_every": every})
@@ -148,7 +150,7 @@ def test_pushes_are_read_back_at_the_cadence(every: int, compared: list[bool], m
     assert engine.compared == compared
 
 
-def test_a_failed_adapter_push_is_one_event_and_full_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_adapter_push_one_event_is_logged_and_pushes_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = Learner()
     engine = FakeEngine(learner, takes_adapters=False)
     backend = backend_of(monkeypatch, learner, engine, enable_lora=True, sync={"mode": "adapter"})
@@ -157,5 +159,5 @@ def test_a_failed_adapter_push_is_one_event_and_full_from_then_on(monkeypatch: p
             report = backend.last_report()
         assert report["fallbacks"] == ["version 5: RolloutError: cannot adapt it"] and report["sync_mode"] == "full"
     assert [what for what, _ in learner.seen if what in ("adapter", "push")] == ["adapter", "push", "push"]
-    assert engine.compared == [True, False], "the first full push is read back, also behind a fallback"
+    assert engine.compared == [True, False], "the first full push is read back, also after a fallback"
     assert backend.take_metrics()["rollout/sync_fallbacks_total"] == 1

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from coordexp.engine import cpu_patches
 
 if not current_platform.is_cpu():
-    pytest.skip("beside a GPU vLLM stays as it is", allow_module_level=True)
+    pytest.skip("vLLM is not patched on a GPU machine", allow_module_level=True)
 
 WORKER = """
 import os, sys
@@ -42,7 +42,7 @@ print(total.unique().tolist())
 """
 
 
-def test_shared_memory_of_a_run_has_its_own_name_which_is_removed(tmp_path: Path) -> None:
+def test_shared_memory_has_a_unique_name_and_is_removed(tmp_path: Path) -> None:
     """A name that a killed run left behind would stop the next one."""
     workers = [
         subprocess.Popen([sys.executable, "-c", WORKER, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE)
@@ -65,7 +65,7 @@ def queue_pair() -> tuple[Any, Any]:
     return writer, reader
 
 
-def test_waiting_looks_seldom_and_the_message_comes(
+def test_waiting_polls_rarely_and_receives_the_message(
     queue_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, reader = queue_pair
@@ -76,17 +76,15 @@ def test_waiting_looks_seldom_and_the_message_comes(
     assert 1 <= len(looks) < 50_000, "vLLM would look as often as it can: about a million times"
 
 
-def test_a_lost_note_costs_little(queue_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer's note gets lost: what it wrote is found all the same, not only after vLLM's own five seconds."""
+def test_a_lost_notification_costs_little_time(queue_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the writer's notification is lost, the message is still found before vLLM's own five seconds."""
     writer, reader = queue_pair
     monkeypatch.setattr(writer._spin_condition, "notify", lambda: None)
     threading.Timer(0.2, lambda: writer.enqueue(3)).start()
     assert reader.dequeue(timeout=3) == 3
 
 
-def test_an_idle_queue_is_woken_by_its_writers_note(
-    queue_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_queue_is_woken_by_the_writer(queue_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_patches, "BACKOFF_S", 0.1)
     monkeypatch.setattr(cpu_patches, "IDLE_MS", 40_000)
     writer, reader = queue_pair

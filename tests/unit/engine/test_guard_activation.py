@@ -1,4 +1,4 @@
-"""How a server is told to guard, and how a learner is sure that it does."""
+"""How a server's repeat guard is configured, and how the trainer checks that it is active."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def environment(data: Any) -> dict[str, str]:
     return {ENABLE: "1", CONFIG_JSON: data if isinstance(data, str) else json.dumps(data)}
 
 
-def test_all_six_keys_arrive() -> None:
+def test_all_six_guard_keys_reach_the_server() -> None:
     sent = activation_environment(CONFIG)
     assert sent[ENABLE] == "1"
     assert json.loads(sent[CONFIG_JSON]) == WHOLE
@@ -53,7 +53,7 @@ def test_a_disabled_guard_sets_nothing() -> None:
     assert activated_config({ENABLE: "0", CONFIG_JSON: "not read"}) is None
 
 
-def test_a_file_may_hold_the_section(tmp_path: Path) -> None:
+def test_the_section_can_be_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "guard.json"
     path.write_text(json.dumps(WHOLE))
     assert activated_config({ENABLE: "1", CONFIG_JSON_PATH: str(path)}) == CONFIG
@@ -109,7 +109,7 @@ OTHER = CONFIG.model_copy(update={"ngram_size": 17})
         ([], None, False),
     ],
 )
-def test_a_learner_accepts_exactly_its_own_guard(
+def test_the_trainer_accepts_only_its_own_guard(
     workers: list[dict[str, Any]], wanted: RepeatTerminateConfig | None, fits: bool
 ) -> None:
     if fits:
@@ -120,7 +120,7 @@ def test_a_learner_accepts_exactly_its_own_guard(
     assert not workers or all(part in str(caught.value) for part in (ENABLE, "external_plugins", "coordexp serve"))
 
 
-def test_a_guarded_engine_waits_for_each_token_whoever_starts_it() -> None:
+def test_a_guarded_engine_never_schedules_asynchronously() -> None:
     """vLLM would schedule the next token on a GPU before the guard has seen the last."""
     arguments = with_processors({"logits_processors": ["theirs"], "seed": 3}, guarded=True)
     assert arguments["logits_processors"] == ["theirs", KNOWN_TOKENS_PROCESSOR, GUARD_PROCESSOR]

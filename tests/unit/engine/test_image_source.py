@@ -37,7 +37,7 @@ def sent(source: str) -> bytes:
 
 
 def as_swift_opens(source: str) -> Image.Image:
-    """ms-swift's ``load_image``: whatever the file holds, as RGB, with no look at EXIF."""
+    """ms-swift's ``load_image``: converts to RGB and ignores EXIF."""
     return Image.open(source if source.startswith("/") else io.BytesIO(sent(source))).convert("RGB")
 
 
@@ -59,7 +59,7 @@ def as_swift_opens(source: str) -> Image.Image:
         ("scan.tiff", "RGB", 8),
     ],
 )
-def test_a_server_shows_its_model_the_learners_pixels(
+def test_a_server_decodes_the_same_pixels_as_the_trainer(
     tmp_path: Path, images: str, ours: bool, preparation: ImagePreparation, name: str, mode: str, orientation: int
 ) -> None:
     path = picture(tmp_path / name, mode, orientation)
@@ -81,7 +81,7 @@ def test_a_server_shows_its_model_the_learners_pixels(
         ("a.bmp", 1, True, False),  # a bitmap is longer than a PNG of it
     ],
 )
-def test_a_files_own_bytes_travel_where_they_mean_the_same(
+def test_unchanged_file_bytes_are_sent_if_they_decode_the_same(
     tmp_path: Path, name: str, orientation: int, ours: bool, as_it_is: bool
 ) -> None:
     path = picture(tmp_path / name, orientation=orientation)
@@ -89,14 +89,14 @@ def test_a_files_own_bytes_travel_where_they_mean_the_same(
     assert (sent(source) == path.read_bytes()) is as_it_is
 
 
-def test_an_image_that_has_its_size_already_travels_as_it_is(tmp_path: Path) -> None:
+def test_an_image_of_the_right_size_is_sent_unchanged(tmp_path: Path) -> None:
     small, large = (picture(tmp_path / f"{side}.jpg", size=(side, side)) for side in (64, 160))
     assert sent(image_source(small, "base64", RESIZED, True)) == small.read_bytes()
     assert image_source(small, "path", RESIZED, True) == str(small)
     assert Image.open(io.BytesIO(sent(image_source(large, "path", RESIZED, True)))).size == (64, 64)
 
 
-def test_an_image_in_a_tar_file_reaches_servers_that_read_none(tmp_path: Path) -> None:
+def test_an_image_in_a_tar_file_is_sent_as_bytes(tmp_path: Path) -> None:
     file = picture(tmp_path / "a.jpg")
     with tarfile.open(tmp_path / "set.tar", "w") as shard:
         shard.add(file, "a.jpg")
@@ -107,7 +107,7 @@ def test_an_image_in_a_tar_file_reaches_servers_that_read_none(tmp_path: Path) -
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp", "a.tiff"])
-def test_vllm_turns_no_image_again(tmp_path: Path, name: str, orientation: int) -> None:
+def test_vllm_does_not_rotate_an_image_again(tmp_path: Path, name: str, orientation: int) -> None:
     """vLLM applies the EXIF orientation of every PIL image that it is given, and Pillow's operations keep it."""
     parser = pytest.importorskip("vllm.multimodal.parse").MultiModalDataParser()
     media = pytest.importorskip("vllm.multimodal.media.image").ImageMediaIO()

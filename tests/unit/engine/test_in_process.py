@@ -1,4 +1,4 @@
-"""The engine inside the learner, without vLLM's own: what a push does to it, and what of it may fail."""
+"""The colocated engine without vLLM's own: CUDA streams, caches and failures of a push."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coordexp.engine.engine_process import settings_kept
 from coordexp.errors import RolloutError
 from coordexp.rollouts.backend import AdapterWeights
 
-pytest.importorskip("vllm", reason="its exceptions are what the engine's failures are told by")
+pytest.importorskip("vllm", reason="the engine's failures are recognised by vLLM's exceptions")
 CACHES = ["prefix", "encoder", "mm"]
 
 
@@ -43,7 +43,7 @@ class FakeCudaWithoutAGPU:
         self.stream = stream
 
 
-def test_the_trainers_cuda_stream_is_current_again_after_an_engines_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainers_cuda_stream_is_restored_after_engine_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """With tensor parallelism vLLM makes a stream of its own current, for good."""
     cuda = FakeCudaWithoutAGPU()
     trainers, vllms = cuda.stream, FakeStream()
@@ -52,7 +52,7 @@ def test_the_trainers_cuda_stream_is_current_again_after_an_engines_start(monkey
     with settings_kept():
         cuda.set_stream(vllms)
     assert cuda.stream is trainers
-    assert trainers.waited_for == [vllms], "what the engine's start still computes is not ordered before the trainer's"
+    assert trainers.waited_for == [vllms], "the trainer's stream does not wait for the engine's startup work"
 
 
 class Engine:
@@ -109,7 +109,7 @@ def test_a_push_empties_every_cache_of_the_old_weights(started: Any) -> None:
     assert below.emptied == CACHES
 
 
-def test_a_cache_that_stays_fails_the_push(started: Any) -> None:
+def test_a_push_fails_if_a_cache_is_not_emptied(started: Any) -> None:
     """vLLM keeps the prefixes of requests that still run, and says so by its return value alone."""
     with pytest.raises(RolloutError, match="prefix cache"):
         started(Engine(worker(), free=False)).commit(3, wants_checksum=False)

@@ -52,7 +52,7 @@ def params(name: str | None) -> SamplingParams:
 
 
 class Batch:
-    """vLLM's side: rows of requests, whose lists of answers it extends in place."""
+    """vLLM's side: rows of requests; it extends their output lists in place."""
 
     def __init__(self, processor: RepeatTerminateProcessor) -> None:
         self.processor = processor
@@ -79,7 +79,7 @@ def batch(processor: RepeatTerminateProcessor) -> Batch:
     return Batch(processor)
 
 
-def test_one_row_is_forced_the_step_after_its_verdict_and_others_are_untouched(batch: Batch) -> None:
+def test_a_triggered_row_is_forced_one_step_later_and_others_are_unchanged(batch: Batch) -> None:
     a, b = [], []
     batch.update(added=[(0, params("a"), [1, 1, 1, 1], a), (1, params("b"), [1], b)])
     forced = []
@@ -93,12 +93,12 @@ def test_one_row_is_forced_the_step_after_its_verdict_and_others_are_untouched(b
     assert batch.processor.pop_triggers(["a", "b"]) == {}, "each is reported once"
 
 
-def test_the_prompt_does_not_count(batch: Batch) -> None:
+def test_the_prompt_is_not_counted(batch: Batch) -> None:
     batch.update(added=[(0, params("a"), [5] * 50, [])])
     assert batch.forced(1) == []
 
 
-def test_rows_that_swap_or_move_take_their_history_along(batch: Batch) -> None:
+def test_history_follows_rows_that_swap_or_move(batch: Batch) -> None:
     a, b, c = [5, 5], [1, 2, 3], [4]
     batch.update(added=[(0, params("a"), None, a), (1, params("b"), None, b), (2, params("c"), None, c)])
     assert batch.forced(3) == []
@@ -110,14 +110,14 @@ def test_rows_that_swap_or_move_take_their_history_along(batch: Batch) -> None:
     assert batch.forced(2) == [0, 1]
 
 
-def test_a_row_taken_over_by_another_request_starts_anew(batch: Batch) -> None:
+def test_a_row_reused_by_another_request_has_no_history(batch: Batch) -> None:
     batch.update(added=[(0, params("a"), None, [5, 5, 5])])
     assert batch.forced(1) == [0]
     batch.update(added=[(0, params("b"), None, [])])
     assert batch.forced(1) == []
 
 
-def test_a_request_that_comes_back_after_preemption_is_judged_as_a_whole(batch: Batch) -> None:
+def test_a_preempted_request_keeps_its_whole_history(batch: Batch) -> None:
     answer = [1, 2, 5, 5]
     batch.update(added=[(0, params("a"), None, answer)])
     assert batch.forced(1) == []
@@ -127,7 +127,7 @@ def test_a_request_that_comes_back_after_preemption_is_judged_as_a_whole(batch: 
     assert batch.forced(4) == [3]
 
 
-def test_tokens_that_vllm_takes_back_are_forgotten(batch: Batch) -> None:
+def test_tokens_that_vllm_discards_are_forgotten(batch: Batch) -> None:
     answer = [5, 5]
     batch.update(added=[(0, params("a"), None, answer)])
     assert batch.forced(1) == []
@@ -142,25 +142,25 @@ def test_tokens_that_vllm_takes_back_are_forgotten(batch: Batch) -> None:
     assert batch.forced(1) == [0]
 
 
-def test_a_row_that_has_ended_is_left_alone(batch: Batch) -> None:
+def test_a_finished_row_is_not_changed(batch: Batch) -> None:
     """With asynchronous scheduling vLLM computes one step beyond the end."""
     batch.update(added=[(0, params("a"), None, [5, 5, batch.eos, batch.eos, batch.eos])])
     assert batch.forced(1) == []
     assert batch.processor.pop_triggers(["a"]) == {}
 
 
-def test_a_token_that_is_not_there_yet_is_no_token(batch: Batch) -> None:
+def test_placeholder_tokens_are_not_counted(batch: Batch) -> None:
     batch.update(added=[(0, params("a"), None, [5, -1])])
     with pytest.raises(RolloutError, match="asynchronous"):
         batch.forced(1)
 
 
-def test_requests_without_a_name_are_guarded_too(batch: Batch) -> None:
+def test_requests_without_an_id_are_guarded_too(batch: Batch) -> None:
     batch.update(added=[(0, params(None), None, [5, 5, 5])])
     assert batch.forced(1) == [0]
 
 
-def test_the_step_is_the_offline_verdicts(batch: Batch) -> None:
+def test_the_guard_triggers_at_the_same_step_as_offline(batch: Batch) -> None:
     answer: list[int] = []
     batch.update(added=[(0, params("a"), None, answer)])
     stream = [3, 1, 2, 4, 2, 4, 4, 4]
@@ -175,13 +175,13 @@ def test_the_step_is_the_offline_verdicts(batch: Batch) -> None:
     assert batch.processor.pop_triggers(["a"]) == {"a": trigger}
 
 
-def test_ignore_eos_is_refused_at_the_request(processor: RepeatTerminateProcessor) -> None:
+def test_requests_with_ignore_eos_are_refused(processor: RepeatTerminateProcessor) -> None:
     with pytest.raises(ValueError, match="ignore_eos"):
         processor.validate_params(SamplingParams(ignore_eos=True))
     processor.validate_params(SamplingParams())
 
 
-def test_without_its_configuration_it_does_not_load() -> None:
+def test_the_guard_does_not_load_without_a_configuration() -> None:
     with pytest.raises(RolloutError, match="external_plugins"):
         RepeatTerminateProcessor(vllm_config(tiny_checkpoint()), torch.device("cpu"), False)
 
@@ -193,12 +193,12 @@ def worker_with(processors: list[Any] | None) -> Any:
     return SimpleNamespace(model_runner=runner)
 
 
-def test_a_worker_reports_what_it_really_applies(processor: RepeatTerminateProcessor) -> None:
+def test_a_worker_reports_the_guard_that_it_applies(processor: RepeatTerminateProcessor) -> None:
     assert guard_report(worker_with([object(), processor])) == {"active": True, "config": SETTINGS.model_dump()}
-    assert guard_report(worker_with([object()])) == {"active": False, "config": None}, "asked for, and dropped"
+    assert guard_report(worker_with([object()])) == {"active": False, "config": None}, "configured, but dropped"
 
 
-def test_the_second_model_runner_is_refused_by_name() -> None:
+def test_the_v2_model_runner_is_refused() -> None:
     with pytest.raises(RolloutError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         guard_of_worker(worker_with(None))
 
@@ -208,7 +208,7 @@ def known_tokens() -> KnownTokensProcessor:
     return KnownTokensProcessor(vllm_config(tiny_checkpoint()), torch.device("cpu"), False)
 
 
-def test_only_ids_beyond_the_tokenizer_become_impossible(known_tokens: KnownTokensProcessor) -> None:
+def test_only_ids_beyond_the_tokenizer_are_masked(known_tokens: KnownTokensProcessor) -> None:
     known = len(load_tiny().vocab)
     assert known_tokens.num_known == known
     logits_NV = torch.randn(3, known + 7)
@@ -217,12 +217,12 @@ def test_only_ids_beyond_the_tokenizer_become_impossible(known_tokens: KnownToke
     assert torch.isneginf(after_NV[:, known:]).all() and not known_tokens.is_argmax_invariant()
 
 
-def test_a_head_without_padding_is_left_alone(known_tokens: KnownTokensProcessor) -> None:
+def test_a_head_without_padding_is_not_changed(known_tokens: KnownTokensProcessor) -> None:
     logits_NV = torch.randn(2, known_tokens.num_known)
     assert torch.equal(known_tokens.apply(logits_NV.clone()), logits_NV)
 
 
-def test_a_worker_reports_what_it_applies(known_tokens: KnownTokensProcessor) -> None:
+def test_a_worker_reports_the_processors_that_it_applies(known_tokens: KnownTokensProcessor) -> None:
     assert processor_of(worker_with([object(), known_tokens]), KnownTokensProcessor) is known_tokens
     assert processor_of(worker_with([object()]), KnownTokensProcessor) is None
     assert processor_of(worker_with(None), KnownTokensProcessor) is None  # another model runner

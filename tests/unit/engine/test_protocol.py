@@ -1,4 +1,4 @@
-"""What a server is sent, and what it may send back."""
+"""Requests to a server and its valid answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def request_(tmp_path: Path) -> RolloutRequest:
     return RolloutRequest("s1", path, build_messages(path, "Detect ü.", "Be exact."), (5, 6, 7))
 
 
-def test_the_body_is_ms_swifts_and_json(request_: RolloutRequest) -> None:
+def test_the_body_is_json_in_ms_swifts_format(request_: RolloutRequest) -> None:
     body = json.loads(json.dumps(infer_payload([request_, request_], 17, OPTIONS, str)))
     assert body["infer_requests"][0] == {
         "messages": [
@@ -45,7 +45,7 @@ def test_the_body_is_ms_swifts_and_json(request_: RolloutRequest) -> None:
     }  # fmt: skip
 
 
-def test_a_prompt_that_a_server_would_misread_is_refused(tmp_path: Path) -> None:
+def test_a_prompt_that_servers_tokenise_differently_is_refused(tmp_path: Path) -> None:
     request = RolloutRequest("s", tmp_path / "x.png", build_messages(tmp_path / "x.png", "An <image> here", None), (1,))
     with pytest.raises(RolloutError, match=r"reword template\.prompt"):
         infer_payload([request], 1, OPTIONS, str)
@@ -62,7 +62,7 @@ def read(body: Any, version: int = 4, guarded: bool = False) -> Any:
     return read_answer(body, request, qwen_vocab(), WeightVersion(version, "this"), guarded, "http://h:1/infer/")
 
 
-def test_an_answer_is_trimmed_at_its_end() -> None:
+def test_an_answer_is_trimmed_at_the_stop_token() -> None:
     vocab: CoordVocab = qwen_vocab()
     ids = list(vocab.encode('{"object_1": {}}'))
     rollout = read(item([*ids, vocab.eos_id]))
@@ -76,19 +76,19 @@ def test_an_answer_is_trimmed_at_its_end() -> None:
     ("ids", "finish", "truncated"),
     [([9, 8], "length", True), ([9, 8], "stop", False)],  # a server may keep the end token to itself
 )
-def test_truncation_is_what_the_finish_reason_says(ids: list[int], finish: str, truncated: bool) -> None:
+def test_truncation_is_taken_from_the_finish_reason(ids: list[int], finish: str, truncated: bool) -> None:
     rollout = read(item(ids, finish))
     assert rollout.response_token_ids == tuple(ids) and rollout.truncated is truncated
 
 
-def test_an_unwrapped_response_is_read_too() -> None:
+def test_an_unwrapped_response_is_accepted() -> None:
     assert read(item([9], "length")["response"]).response_token_ids == (9,)
 
 
 @pytest.mark.parametrize("private", [{}, {"weight_version": 4, "learner_id": "this", "repeat_terminate_active": 1}])
 @pytest.mark.parametrize("triggered", [0, 1])
-def test_a_guarded_answer_says_so(private: dict[str, Any], triggered: int) -> None:
-    """The contract's one key is all that a server must send; what ours adds is read where it is there."""
+def test_a_guarded_answer_has_the_trigger_flag(private: dict[str, Any], triggered: int) -> None:
+    """The contract's one key is required; the keys that our server adds are optional."""
     body = item([9], "stop", repeat_terminate_triggered=triggered, **private)
     assert read(body, guarded=True).repeat_terminated is bool(triggered)
 
@@ -134,7 +134,7 @@ def broken(**changes: Any) -> dict[str, Any]:
         (item([9]) | {"coordexp": [1]}, "not an object"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused_with_the_place(body: Any, message: str) -> None:
+def test_invalid_answers_are_refused_with_their_place(body: Any, message: str) -> None:
     with pytest.raises(RolloutError, match=message) as error:
         read(body)
     assert "http://h:1/infer/, s1" in str(error.value)
@@ -149,12 +149,12 @@ def test_what_cannot_be_trained_on_is_refused_with_the_place(body: Any, message:
         item([9], repeat_terminate_active=0, repeat_terminate_triggered=0),
     ],
 )
-def test_an_unguarded_answer_is_refused_where_the_guard_is_on(body: Any) -> None:
+def test_an_unguarded_answer_is_refused_if_the_guard_is_on(body: Any) -> None:
     with pytest.raises(RolloutError, match="guard is not active"):
         read(body, guarded=True)
 
 
-def test_ms_swift_takes_what_servers_are_sent() -> None:
+def test_ms_swift_accepts_our_requests() -> None:
     """Its own classes read it: messages, images as strings, and how to decode."""
     swift: Any = pytest.importorskip("swift.infer_engine.protocol")
     request = RolloutRequest(

@@ -1,4 +1,4 @@
-"""The environment of engine processes: what is set is kept, and the guard is the configuration's or nothing starts."""
+"""The environment of engine processes: set variables are kept; a guard other than the configuration's is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coordexp.errors import RolloutError
 GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=7)
 
 
-def test_variables_that_are_set_are_kept() -> None:
+def test_set_variables_are_kept() -> None:
     environment = engine_environment({"OMP_WAIT_POLICY": "active", "HOME": "/h"}, gpu=False)
     assert environment["OMP_WAIT_POLICY"] == "active" and environment["HOME"] == "/h"
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
@@ -38,7 +38,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         ([("routes", "routes:add", "endpoint")], ""),  # only what is named here would be loaded of these
     ],
 )
-def test_engines_load_every_plugin_but_ms_swifts(
+def test_engines_load_all_plugins_except_ms_swifts(
     installed: list[tuple[str, str, str]], needed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries = EntryPoints(EntryPoint(name, value, f"vllm.{kind}_plugins") for name, value, kind in installed)
@@ -46,7 +46,7 @@ def test_engines_load_every_plugin_but_ms_swifts(
     assert needed_plugins() == needed
 
 
-def test_plugins_that_the_user_names_are_loaded(environment: dict[str, str]) -> None:
+def test_plugins_named_by_the_user_are_loaded(environment: dict[str, str]) -> None:
     environment[PLUGINS] = "mine"
     prepare_environment(GUARD, gpu=False)
     assert environment[PLUGINS] == "mine"
@@ -66,7 +66,7 @@ OTHER = RepeatTerminateConfig(enabled=True, min_new_tokens=8)
     ],
     ids=["the YAML alone", "both", "other thresholds", "off", "the environment alone"],
 )
-def test_the_guard_is_the_configurations_or_nothing_starts(
+def test_a_guard_that_differs_from_the_configuration_is_refused(
     environment: dict[str, str], variables: dict[str, str], configured: RepeatTerminateConfig, agrees: bool
 ) -> None:
     environment.update(variables)

@@ -39,7 +39,7 @@ def test_an_entry_becomes_an_address_and_engine_arguments(tmp_path: Path) -> Non
     assert "kv_cache_dtype" not in options.engine and "enable_lora" not in options.engine
 
 
-def test_adapters_bring_their_rank(tmp_path: Path) -> None:
+def test_adapter_engines_get_the_lora_rank(tmp_path: Path) -> None:
     engine = options_of(tmp_path, enable_lora=True, max_lora_rank=16).engine
     assert (engine["enable_lora"], engine["max_loras"], engine["max_lora_rank"]) == (True, 1, 16)
 
@@ -57,7 +57,7 @@ def test_engines_fill_the_visible_devices(
 
 
 @pytest.mark.parametrize(("gpus", "tensor", "wanted"), [(1, 4, None), (4, 2, 3)])
-def test_devices_that_are_not_there_are_named(tmp_path: Path, gpus: int, tensor: int, wanted: int | None) -> None:
+def test_missing_devices_are_named(tmp_path: Path, gpus: int, tensor: int, wanted: int | None) -> None:
     with pytest.raises(ConfigError, match=f"{gpus} are visible"):
         options_of(tmp_path, replicas=wanted, gpus=gpus, tensor_parallel_size=tensor)
 
@@ -80,7 +80,7 @@ def test_an_open_address_needs_a_token(tmp_path: Path, monkeypatch: pytest.Monke
         ("http://rollout-0.svc:8000", "10.0.0.5", "0.0.0.0", "0.0.0.0"),
     ],
 )
-def test_a_server_may_listen_elsewhere_than_where_it_is_reached(
+def test_the_listen_address_can_differ_from_the_url(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     base_url: str,
@@ -97,9 +97,7 @@ def test_a_server_may_listen_elsewhere_than_where_it_is_reached(
 
 
 @pytest.mark.parametrize("listen_host", ["0.0.0.0", "::", "10.0.0.5"])
-def test_listening_beyond_this_machine_needs_a_token_whatever_the_server_is_called(
-    tmp_path: Path, listen_host: str
-) -> None:
+def test_listening_on_other_interfaces_needs_a_token(tmp_path: Path, listen_host: str) -> None:
     with pytest.raises(ConfigError, match=f"{listen_host} can be reached from other machines.*api_key_env"):
         options_of(tmp_path, server__servers=[{**SERVERS[0], "listen_host": listen_host}])
 
@@ -115,7 +113,7 @@ def test_listening_beyond_this_machine_needs_a_token_whatever_the_server_is_call
         ("node7", False),
     ],
 )
-def test_what_counts_as_this_machine_alone(host: str, loopback: bool) -> None:
+def test_loopback_addresses(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
 
 
@@ -127,6 +125,6 @@ def test_what_counts_as_this_machine_alone(host: str, loopback: bool) -> None:
         ([{"base_url": "http://127.0.0.1:99999", "group_port": 1}], 0, "no usable port"),
     ],
 )
-def test_an_entry_that_cannot_be_served(tmp_path: Path, servers: Any, index: int, message: str) -> None:
+def test_invalid_server_entries_are_refused(tmp_path: Path, servers: Any, index: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         options_of(tmp_path, index, server__servers=servers)

@@ -40,7 +40,7 @@ def picture(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_image_is_the_learners_however_it_comes(picture: Path) -> None:
+def test_images_in_any_form_equal_the_trainers(picture: Path) -> None:
     data = base64.b64encode(picture.read_bytes()).decode()
     expected = np.asarray(open_rgb(picture))
     assert expected.shape == (30, 20, 3)
@@ -49,7 +49,7 @@ def test_an_image_is_the_learners_however_it_comes(picture: Path) -> None:
 
 
 @pytest.mark.parametrize("side", [16, 400])
-def test_a_jpeg_in_base64_is_taken_for_no_path(tmp_path: Path, side: int) -> None:
+def test_a_base64_jpeg_is_not_read_as_a_path(tmp_path: Path, side: int) -> None:
     """All of them begin with ``/9j/``."""
     pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.jpg")
@@ -71,7 +71,7 @@ def test_a_jpeg_in_base64_is_taken_for_no_path(tmp_path: Path, side: int) -> Non
     ],
     ids=["missing", "address", "not base64", "relative", "no image", "large", "large url"],
 )
-def test_an_image_that_is_refused(monkeypatch: pytest.MonkeyPatch, source: str, status: int, message: str) -> None:
+def test_invalid_images_are_refused(monkeypatch: pytest.MonkeyPatch, source: str, status: int, message: str) -> None:
     monkeypatch.setattr(protocol, "MAX_IMAGE_BYTES", 1000)
     with pytest.raises(RequestRefused, match=message) as refused:
         open_image(source)
@@ -103,13 +103,13 @@ def user(content: Any) -> dict[str, Any]:
     ],
     ids=["mark", "parts", "system"],
 )
-def test_both_forms_of_messages_become_one_prompt(picture: Path, messages: list[Any], text: str) -> None:
+def test_both_message_formats_give_the_same_prompt(picture: Path, messages: list[Any], text: str) -> None:
     prompt = built(picture, messages, 1)
     assert prompt["prompt"] == text
     assert [image.size for image in prompt["multi_modal_data"]["image"]] == [(20, 30)]
 
 
-def test_a_prompt_without_an_image(picture: Path) -> None:
+def test_a_prompt_without_an_image_is_refused(picture: Path) -> None:
     assert built(picture, [user("Hello.")], 0) == {"prompt": "user:Hello."}
 
 
@@ -125,7 +125,7 @@ def test_a_prompt_without_an_image(picture: Path) -> None:
         ([user(["text"])], 0, "must be an image or a text"),
     ],
 )
-def test_messages_that_are_refused(picture: Path, messages: list[Any], num_images: int, message: str) -> None:
+def test_invalid_messages_are_refused(picture: Path, messages: list[Any], num_images: int, message: str) -> None:
     with pytest.raises(RequestRefused, match=message):
         built(picture, messages, num_images)
 
@@ -146,12 +146,12 @@ def test_no_seed_stays_none(seed: int | None) -> None:
 
 
 @pytest.mark.parametrize("key", [{"n": 2}, {"num_beams": 2}, {"top_p": 0}, {"temperatur": 1}, {"length_penalty": 0.5}])
-def test_what_would_change_the_answer_in_unknown_ways_is_refused(key: dict[str, Any]) -> None:
+def test_unsupported_decoding_keys_are_refused(key: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         RequestConfig(**key)
 
 
-def test_everything_that_ms_swift_sends_by_default_is_taken() -> None:
+def test_all_default_keys_of_ms_swift_are_accepted() -> None:
     swift = pytest.importorskip("swift.infer_engine.protocol")
     from dataclasses import asdict
 
@@ -168,11 +168,11 @@ def test_everything_that_ms_swift_sends_by_default_is_taken() -> None:
         ({NAMES_KEY: ["cat", "red cup"]}, ("cat", "red cup")),
     ],
 )
-def test_a_request_may_limit_the_class_names(data: dict[str, Any], names: tuple[str, ...]) -> None:
+def test_a_request_can_have_allowed_labels(data: dict[str, Any], names: tuple[str, ...]) -> None:
     assert InferRequest(messages=[user("a")], data_dict=data).allowed_labels() == names
 
 
 @pytest.mark.parametrize("names", ["cat", ["cat", " "], ["cat", 1], ["\ud800"], {"cat": 1}, 3])
-def test_names_that_are_none_are_refused_before_the_engine_sees_them(names: Any) -> None:
+def test_invalid_allowed_labels_are_refused(names: Any) -> None:
     with pytest.raises(RequestRefused, match="must be a list of names"):
         InferRequest(messages=[user("a")], data_dict={NAMES_KEY: names}).allowed_labels()

@@ -34,7 +34,7 @@ def fakes() -> Iterator[list[FakeRolloutServer]]:
         yield [two, one]
 
 
-def test_requests_are_dealt_by_capacity_seeded_by_their_first_and_come_back_in_order(
+def test_requests_are_split_by_capacity_and_answers_keep_their_order(
     fakes: list[FakeRolloutServer],
 ) -> None:
     with backend_of(fakes) as backend:
@@ -56,9 +56,7 @@ def test_requests_are_dealt_by_capacity_seeded_by_their_first_and_come_back_in_o
 
 @pytest.mark.scenario("Multi-server request distribution is deterministic")
 @pytest.mark.parametrize("slow", [0, 1])
-def test_answers_stand_in_the_order_of_the_requests_whichever_server_is_late(
-    fakes: list[FakeRolloutServer], slow: int
-) -> None:
+def test_answers_keep_the_order_of_requests_if_a_server_is_slow(fakes: list[FakeRolloutServer], slow: int) -> None:
     """Twelve requests in four posts. The slow server answers only when the other has answered everything."""
     other_is_done = threading.Event()
     left = 2
@@ -84,7 +82,7 @@ def test_answers_stand_in_the_order_of_the_requests_whichever_server_is_late(
     assert [rollout.sample_id for rollout in rollouts] == [f"s{i}" for i in range(12)]
 
 
-def test_every_rank_expects_the_weights_that_the_first_rank_pushed(
+def test_every_rank_expects_the_weights_of_rank_0(
     fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distributed, "gather_json", lambda own: [{"learner_id": "of rank 0"}, own])
@@ -103,9 +101,7 @@ def test_every_rank_expects_the_weights_that_the_first_rank_pushed(
         ({"server": "coordexp serve", "workers": []}, True),
     ],
 )
-def test_servers_that_mark_their_answers_are_sent_the_place_of_each_request(
-    status: dict[str, Any] | None, marks_answers: bool
-) -> None:
+def test_guarding_servers_get_the_index_of_each_request(status: dict[str, Any] | None, marks_answers: bool) -> None:
     with FakeRolloutServer(1, status) as fake, backend_of([fake]) as backend:
         fake.infer = answers
         backend.sync_weights(0)
@@ -130,7 +126,7 @@ SWIFTS = {"server": "swift rollout", "workers": []}
     ],
     ids=["ours", "ours, sampled", "swift, sampled", "swift with our plugin", "swift"],
 )
-def test_greedy_calls_to_ms_swift_share_a_post_and_all_others_have_their_own(
+def test_only_greedy_calls_to_ms_swift_share_a_post(
     fakes: list[FakeRolloutServer], status: dict[str, Any] | None, temperature: float, posts: list[list[list[int]]]
 ) -> None:
     rounds = [RolloutRound(requests_(1, i), SeedContext(1, 2, i, 0)) for i in range(8)]
@@ -148,10 +144,10 @@ def test_greedy_calls_to_ms_swift_share_a_post_and_all_others_have_their_own(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("status", [OURS, SWIFTS, None], ids=["ours", "with our plugin", "without"])
-def test_the_log_says_what_went_over_the_wire(
+def test_the_log_describes_each_call(
     fakes: list[FakeRolloutServer], status: dict[str, Any] | None, temperature: float
 ) -> None:
-    """Every post with its server, its requests and its seed, whatever travelled together."""
+    """Every call with its server, its requests and its seed, however calls were joined into posts."""
     rounds = [RolloutRound(requests_(2, 2 * i), SeedContext(1, 2, i, 0)) for i in range(5)]
     for fake in fakes:
         fake.status = status
@@ -179,7 +175,7 @@ def test_evaluation_keeps_every_device_busy(fakes: list[FakeRolloutServer]) -> N
         predictions = answer_dataset(dataset, backend, qwen_vocab(), seed=5)
     assert [one.sample_id for one in predictions] == [str(i) for i in range(9)]
     assert [[numbers(call) for call in fake.calls] for fake in fakes] == [[[0, 1, 2, 3], [6, 7]], [[4, 5], [8]]]
-    for fake in fakes:  # each sample has the seed of its place, whoever answers it
+    for fake in fakes:  # each sample has the seed of its place, whichever server answers it
         for call in fake.calls:
             assert call["request_config"]["seed"] == DatasetSeeds(5, 0).seed_of(numbers(call)[0])
 
@@ -193,7 +189,7 @@ def test_ranks_share_the_devices(
         assert backend.batch_size == size
 
 
-def test_nothing_to_ask_touches_no_server(fakes: list[FakeRolloutServer]) -> None:
+def test_without_requests_no_server_is_called(fakes: list[FakeRolloutServer]) -> None:
     with backend_of(fakes) as backend:
         asked = [len(fake.seen) for fake in fakes]
         assert backend.generate([], SEEDS) == []
@@ -201,7 +197,7 @@ def test_nothing_to_ask_touches_no_server(fakes: list[FakeRolloutServer]) -> Non
     assert [len(fake.seen) for fake in fakes] == asked
 
 
-def test_nothing_is_asked_of_servers_whose_weights_are_not_this_runs(fakes: list[FakeRolloutServer]) -> None:
+def test_servers_with_weights_of_another_run_get_no_requests(fakes: list[FakeRolloutServer]) -> None:
     with backend_of(fakes, PretendSync(failure=RolloutError("the cable"))) as backend:
         with pytest.raises(RolloutError, match="sync_weights"):
             backend.generate(requests_(1), SEEDS)
@@ -225,7 +221,7 @@ def failing_first(times: int, code: int) -> Any:
 @pytest.mark.parametrize(
     ("times", "code", "status", "retries", "error"),
     [
-        (1, 500, {}, 1, None),  # passes, is said and counted
+        (1, 500, {}, 1, None),  # succeeds, is logged and counted
         (2, 500, {}, 1, "engine hiccup"),
         (1, 400, {}, 0, "engine hiccup"),  # refused for good
         (1, 500, None, 1, "does not report which weights it has"),  # ms-swift's own: it may have been restarted
@@ -252,7 +248,7 @@ def test_calls_are_retried_unless_refused(
     assert sum("retry 1 of 1" in record.getMessage() for record in caplog.records) == retries
 
 
-def test_without_a_timeout_a_server_without_any_sign_of_life_is_given_up(
+def test_an_unresponsive_server_ends_the_run_even_without_a_timeout(
     fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """infer_timeout_s: null sets no deadline for answers; a dead machine must still end the wait."""
@@ -267,7 +263,7 @@ def test_without_a_timeout_a_server_without_any_sign_of_life_is_given_up(
         assert time.monotonic() - started < 30
 
 
-def test_a_server_that_answers_call_after_call_is_alive_however_long_the_window_takes(
+def test_a_slow_server_that_keeps_answering_is_not_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A busy server may miss many a question after its health: its answers show that it lives."""
@@ -294,6 +290,6 @@ def test_a_server_that_answers_call_after_call_is_alive_however_long_the_window_
     assert len(fake.calls) == 4
 
 
-def test_a_guard_that_nobody_can_vouch_for_fails_at_the_start(fakes: list[FakeRolloutServer]) -> None:
+def test_a_guard_that_cannot_be_verified_fails_at_start(fakes: list[FakeRolloutServer]) -> None:
     with pytest.raises(RolloutError, match=r"repeat_terminate is enabled.*no /status/"):
         check_servers(section([fakes[0].url], repeat_terminate={"enabled": True}), 1)

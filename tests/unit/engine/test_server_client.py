@@ -1,4 +1,4 @@
-"""The HTTP client against a real, small HTTP server that answers as it is told: every failure has a name and a cure."""
+"""The HTTP client against a small real HTTP server with scripted answers: every error names its cause and the fix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKEN = "not-to-be-shown"
 
 
 class FakeServer(JsonServer):
-    """Answers each endpoint by a function; keeps what it was asked."""
+    """Answers each endpoint with a function and records the requests."""
 
     def __init__(self) -> None:
         self.replies: dict[str, Callable[[], Reply]] = {}
@@ -57,14 +57,14 @@ def test_a_call_sends_the_payload_and_the_token(fake: FakeServer) -> None:
     assert headers["Authorization"] == f"Bearer {TOKEN}"
 
 
-def test_the_world_size_is_asked_for_once(fake: FakeServer) -> None:
+def test_the_world_size_is_requested_once(fake: FakeServer) -> None:
     fake.answer("/get_world_size/", 200, {"world_size": 3})
     client = client_of(fake)
     assert (client.world_size(), client.world_size(), len(fake.asked)) == (3, 3, 1)
 
 
 @pytest.mark.parametrize("reply", [{}, {"world_size": 0}, {"world_size": "3"}, {"world_size": True}, [3]])
-def test_a_world_size_that_is_none_is_refused(fake: FakeServer, reply: Any) -> None:
+def test_an_invalid_world_size_is_refused(fake: FakeServer, reply: Any) -> None:
     fake.answer("/get_world_size/", 200, reply)
     with pytest.raises(ServerRefused, match="no positive world_size"):
         client_of(fake).world_size()
@@ -84,21 +84,21 @@ def test_a_world_size_that_is_none_is_refused(fake: FakeServer, reply: Any) -> N
     ],
     ids=["error", "token", "no endpoint", "redirect", "not json", "object", "too few", "no object"],
 )
-def test_replies_that_are_no_answers(fake: FakeServer, status: int, content: Any, message: str) -> None:
+def test_invalid_replies_are_refused(fake: FakeServer, status: int, content: Any, message: str) -> None:
     fake.answer("/infer/", status, content)
     with pytest.raises(ServerRefused, match=f"(?s)POST {fake.url}/infer/.*{message}") as refused:
         client_of(fake).infer(CALL)
     assert TOKEN not in str(refused.value)
 
 
-def test_a_long_body_is_quoted_in_part(fake: FakeServer) -> None:
+def test_a_long_body_is_quoted_partly(fake: FakeServer) -> None:
     fake.answer("/infer/", 500, b"x" * 100_000)
     with pytest.raises(ServerRefused) as refused:
         client_of(fake).infer(CALL)
     assert len(str(refused.value)) < 1000
 
 
-def test_nobody_listens() -> None:
+def test_a_refused_connection_is_a_clear_error() -> None:
     (port,) = free_ports(1)
     client = client_to(f"http://127.0.0.1:{port}", 1, timeout_s=2.0)
     with pytest.raises(ServerUnreachable, match=r"coordexp serve.*mode: colocate.*rollout_backend: hf"):
@@ -110,9 +110,7 @@ def test_nobody_listens() -> None:
 
 
 @pytest.mark.parametrize("infer_timeout_s", [None, 0, -1.0], ids=str)
-def test_without_a_deadline_an_answer_may_take_longer_than_anything_else(
-    fake: FakeServer, infer_timeout_s: float | None
-) -> None:
+def test_without_a_timeout_answers_may_take_any_time(fake: FakeServer, infer_timeout_s: float | None) -> None:
     def slowly() -> Reply:
         time.sleep(1.0)
         return 200, b"[{}, {}]"
@@ -124,7 +122,7 @@ def test_without_a_deadline_an_answer_may_take_longer_than_anything_else(
         client.health()
 
 
-def test_a_wedged_server_is_left_at_the_deadline(fake: FakeServer) -> None:
+def test_a_hanging_server_times_out(fake: FakeServer) -> None:
     released = threading.Event()
 
     def never() -> Reply:
@@ -146,14 +144,14 @@ def test_a_starting_server_is_waited_for(fake: FakeServer) -> None:
     assert len(fake.asked) == 3
 
 
-def test_a_refused_token_is_not_waited_out(fake: FakeServer) -> None:
+def test_a_refused_token_fails_at_once(fake: FakeServer) -> None:
     fake.answer("/health/", 401, {})
     with pytest.raises(ServerRefused, match="api_key_env"):
         client_of(fake, timeout_s=60.0).wait_until_healthy()
     assert len(fake.asked) == 1
 
 
-def test_a_server_without_a_status_has_none(fake: FakeServer) -> None:
+def test_status_is_none_without_a_status_endpoint(fake: FakeServer) -> None:
     fake.answer("/status/", 404, {"detail": "Not Found"})
     assert client_of(fake).status() is None
     fake.answer("/status/", 500, {})
@@ -161,7 +159,7 @@ def test_a_server_without_a_status_has_none(fake: FakeServer) -> None:
         client_of(fake).status()
 
 
-def test_proxies_of_the_environment_are_not_used(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_proxies_are_not_used(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     fake.answer("/health/", 200, {})

@@ -68,7 +68,7 @@ def busy_servers(full: int) -> Iterator[tuple[list[FakeRolloutServer], Busy]]:
         yield [first, second], busy
 
 
-def test_calls_of_all_micro_steps_are_open_together_up_to_the_caps_and_never_beyond() -> None:
+def test_calls_of_all_micro_steps_are_concurrent_within_the_limits() -> None:
     """Twelve micro-steps of one sample each: six are open before anybody answers, never more at any server."""
     rounds = [RolloutRound((request,), SeedContext(1, 2, i, 0)) for i, request in enumerate(requests_(12))]
     with busy_servers(full=6) as (fakes, busy), backend_of(fakes) as backend:
@@ -94,7 +94,7 @@ def test_two_ranks_together_keep_every_device_within_decode_batch_size(monkeypat
     assert busy.most == {0: 4, 1: 2}
 
 
-def test_a_fallback_is_in_the_log_from_its_step_on_and_counted_once(tmp_path: Path) -> None:
+def test_a_fallback_is_logged_and_counted_once(tmp_path: Path) -> None:
     with FakeRolloutServer(1) as fake:
         fake.infer = answers
         with backend_of([fake], PretendSync(None, "RolloutError: the engine cannot adapt it")) as backend:
@@ -113,8 +113,8 @@ def test_a_fallback_is_in_the_log_from_its_step_on_and_counted_once(tmp_path: Pa
 
 
 @pytest.mark.parametrize("answered_by", [0, 1])
-def test_an_answer_carries_the_stamp_under_which_it_was_asked_for(answered_by: int) -> None:
-    """Not the newest one: the learner may have gone on to other weights since."""
+def test_an_answer_has_the_weight_version_of_its_request(answered_by: int) -> None:
+    """Not of the newest version: the trainer may have changed its weights since."""
 
     def infer(body: dict[str, Any]) -> tuple[int, Any]:
         status, items = answers(body)
@@ -137,7 +137,7 @@ def test_an_answer_carries_the_stamp_under_which_it_was_asked_for(answered_by: i
 
 @pytest.mark.scenario("Server mode produces token ids suitable for strict alignment")
 @pytest.mark.parametrize("differs", [False, True], ids=["the same prompt", "another prompt"])
-def test_what_a_server_says_that_it_read_is_compared_with_the_learners_own(differs: bool) -> None:
+def test_a_servers_prompt_tokens_are_compared_with_the_trainers(differs: bool) -> None:
     loaded = load_tiny()
     samples = tiny_samples(loaded, 3)
     prompt_of = {str(sample.request.image): list(sample.request.prompt_token_ids) for sample in samples}
@@ -168,7 +168,7 @@ def test_what_a_server_says_that_it_read_is_compared_with_the_learners_own(diffe
 
 
 def server_run(folder: Path, urls: Sequence[str], **keys: Any) -> Any:
-    """A run behind these servers whose model does not exist: whoever loads it first fails otherwise."""
+    """A run with these servers and a missing model: loading the model first would raise another error."""
     entries = [{"base_url": url, "group_port": 40000 + index} for index, url in enumerate(urls)]
     vllm = {"mode": "server", "tensor_parallel_size": 1, "server": {"servers": entries, "timeout_s": 1.0}}
     run_keys = {"rollout_matching__rollout_backend": "vllm", "rollout_matching__vllm": vllm, "model__model": "/nowhere"}
@@ -205,7 +205,7 @@ def nobody() -> Iterator[str]:
 
 
 WRONG_ADDRESSES = [
-    (nobody, "no rollout server accepts connections there.*start it", "nobody listens"),
+    (nobody, "no rollout server accepts connections there.*start it", "nothing listens"),
     (lambda: listening(None), "no answer within", "it accepts, and never answers"),
     (lambda: listening(b"SSH-2.0-OpenSSH_9.2\r\n"), "the connection broke", "another protocol"),
     (
@@ -220,9 +220,7 @@ WRONG_ADDRESSES = [
 @pytest.mark.parametrize(
     ("address", "message"), [case[:2] for case in WRONG_ADDRESSES], ids=[case[2] for case in WRONG_ADDRESSES]
 )
-def test_a_run_that_finds_no_server_ends_within_its_deadline_before_anything_loads(
-    address: Any, message: str, tmp_path: Path
-) -> None:
+def test_a_run_without_reachable_servers_fails_before_loading(address: Any, message: str, tmp_path: Path) -> None:
     with FakeRolloutServer(1) as good, address() as url:
         began = time.monotonic()
         with pytest.raises(RolloutError, match=message) as refused:
@@ -244,7 +242,7 @@ def test_a_run_that_finds_no_server_ends_within_its_deadline_before_anything_loa
     ],
     ids=["no GPU", "no vLLM", "one GPU for both", "a GPU each"],
 )
-def test_a_learner_that_could_not_push_is_refused_before_anything_loads(
+def test_settings_that_prevent_pushes_are_refused_before_loading(
     learner_gpu: str | None, has_vllm: bool, error: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: learner_gpu is not None)

@@ -21,7 +21,7 @@ def run(scenario: Callable[[WeightLock], Awaitable[Any]], wait_s: float = 5.0) -
     return asyncio.run(inside())
 
 
-def test_a_push_waits_for_answers_and_keeps_new_ones_out() -> None:
+def test_a_push_waits_for_answers_and_blocks_new_ones() -> None:
     async def scenario(lock: WeightLock) -> list[str]:
         order: list[str] = []
 
@@ -48,18 +48,18 @@ def test_a_push_waits_for_answers_and_keeps_new_ones_out() -> None:
     assert run(scenario) == ["answered", "pushing"]
 
 
-def test_a_push_gives_up_on_answers_that_do_not_end() -> None:
+def test_a_push_times_out_if_answers_do_not_end() -> None:
     async def scenario(lock: WeightLock) -> None:
         async with lock.answering():
             with pytest.raises(RequestRefused, match="1 requests were still being answered"):
                 await lock.begin()
-        async with lock.answering():  # the old weights are whole, so they go on answering
+        async with lock.answering():  # the old weights are complete, so answering continues
             pass
 
     run(scenario, wait_s=0.05)
 
 
-def test_a_failure_outside_a_push_breaks_nothing() -> None:
+def test_a_failure_outside_a_push_keeps_the_weights_valid() -> None:
     async def scenario(lock: WeightLock) -> None:
         lock.fail("a learner left, long after its push")
         async with lock.answering():
@@ -84,7 +84,7 @@ def openai_answer(lock: WeightLock, engine: Engine, **extra: Any) -> AsyncIterat
     return LockedEngine(server).generate("prompt", SimpleNamespace(extra_args=extra, skip_special_tokens=True), "id")
 
 
-def test_an_openai_client_that_reads_slowly_does_not_hold_up_a_push() -> None:
+def test_a_slow_openai_client_does_not_delay_a_push() -> None:
     async def scenario(lock: WeightLock) -> list[Any]:
         engine = Engine()
         answer = openai_answer(lock, engine)
@@ -105,7 +105,7 @@ def test_an_openai_request_during_a_push_is_refused() -> None:
     run(scenario)
 
 
-def test_openai_clients_cannot_set_our_own_arguments() -> None:
+def test_openai_clients_cannot_set_internal_arguments() -> None:
     async def scenario(lock: WeightLock) -> None:
         with pytest.raises(ValueError, match="coordexp_names"):
             await anext(openai_answer(lock, Engine(), coordexp_names=["cat"]))

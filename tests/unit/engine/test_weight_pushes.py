@@ -65,7 +65,7 @@ def test_every_kind_of_server_gets_the_weights(start: Start, kind: dict[str, boo
 
 
 @pytest.mark.parametrize("kind", [{}, {"swift": True}], ids=["ours", "swift and plugin"])
-def test_large_weights_arrive_in_place_once_loading_has_shown_where(
+def test_large_weights_are_written_in_place_once_proven(
     start: Start, kind: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "LONE_PIECE_BYTES", 25)  # k, v, norm and the bias travel together
@@ -78,14 +78,14 @@ def test_large_weights_arrive_in_place_once_loading_has_shown_where(
             assert server.holds(source)
             in_place.append(server.receiver.report()["num_in_place"])
         norm = server.model.get_submodule("language.model.layer.norm")
-        norm.weight = torch.nn.Parameter(torch.zeros(3))  # an engine that lays its weights out anew
+        norm.weight = torch.nn.Parameter(torch.zeros(3))  # an engine that reallocates its weights
         sync.push(4)
         assert server.holds(source)
         in_place.append(server.receiver.report()["num_in_place"])
     assert in_place == [0, len(SHAPES) - 4, len(SHAPES) - 4, 0]
 
 
-def test_a_server_that_cannot_be_checked_is_said_to_be_so(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_cannot_be_checked_is_logged(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), syncing([start(plain=True)], FakeWeights()) as sync:
         sync.push(1)
     assert "cannot be checked" in caplog.text
@@ -99,7 +99,7 @@ def test_several_servers_get_one_push(start: Start) -> None:
     assert source.given == len(SHAPES)  # read once, not once per server
 
 
-def test_weights_arrive_in_the_engines_number_type(start: Start) -> None:
+def test_weights_are_sent_in_the_engines_dtype(start: Start) -> None:
     server, source = start(dtype="bfloat16"), FakeWeights()
     with syncing([server], source) as sync:
         report = sync.push(1)
@@ -107,7 +107,7 @@ def test_weights_arrive_in_the_engines_number_type(start: Start) -> None:
     assert report.bytes == sum(2 * value.numel() for value in source.values.values())
 
 
-def test_servers_of_different_types_are_refused(start: Start) -> None:
+def test_servers_with_different_dtypes_are_refused(start: Start) -> None:
     with (
         syncing([start(), start(dtype="bfloat16")], FakeWeights()) as sync,
         pytest.raises(RolloutError, match=r"different types.*vllm\.dtype"),
@@ -115,7 +115,7 @@ def test_servers_of_different_types_are_refused(start: Start) -> None:
         sync.push(1)
 
 
-def test_one_failing_server_fails_the_push_and_the_next_one_repairs_it(start: Start) -> None:
+def test_a_push_fails_if_one_server_fails_and_the_next_push_repairs_it(start: Start) -> None:
     good, bad = start(), start()
     source = FakeWeights()
 
@@ -144,14 +144,14 @@ def _with_error(server: FakePushServer, endpoint: str, message: str) -> Callable
     ],
     ids=["version", "learner", "failure", "checksum"],
 )
-def test_what_a_worker_reports_is_compared(start: Start, change: dict[str, Any], message: str) -> None:
+def test_worker_reports_are_checked(start: Start, change: dict[str, Any], message: str) -> None:
     server = start()
     server.interfere["/process_weights_after_loading/"] = lambda reply: {"reports": [{**reply["reports"][0], **change}]}
     with syncing([server], FakeWeights()) as sync, pytest.raises(RolloutError, match=message):
         sync.push(1)
 
 
-def test_a_push_has_a_deadline(start: Start) -> None:
+def test_a_push_times_out(start: Start) -> None:
     server = start()
 
     def slowly(reply: Any) -> Any:
@@ -166,14 +166,14 @@ def test_a_push_has_a_deadline(start: Start) -> None:
 
 
 @pytest.mark.parametrize("collective", [True, False])
-def test_a_rank_without_servers_reads_what_all_ranks_must_read_together(collective: bool) -> None:
+def test_ranks_without_servers_join_the_collective_reads(collective: bool) -> None:
     source = FakeWeights()
     source.collective = collective
     report = ServerPusher([], source, SyncConfig()).push(1)
     assert source.given == (len(SHAPES) if collective else 0) and report.checksum is None
 
 
-def test_a_push_that_fails_reads_what_all_ranks_must_read_together(start: Start) -> None:
+def test_a_failed_push_completes_the_collective_reads(start: Start) -> None:
     server, source = start(), FakeWeights()
     source.collective = True
     server.reply = _with_error(server, "/init_communicator/", "no room")  # type: ignore[method-assign]
@@ -183,7 +183,7 @@ def test_a_push_that_fails_reads_what_all_ranks_must_read_together(start: Start)
 
 
 @pytest.mark.parametrize("failure", [RolloutError("the cable"), RuntimeError("CUDA out of memory")])
-def test_whatever_stops_a_push_stops_every_rank(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_error_in_a_push_is_raised_on_every_rank(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(FakeWeights):
         collective = True
 
@@ -223,7 +223,7 @@ ADAPTER = (("a", torch.zeros(2)),)
     ],
     ids=lambda value: type(getattr(value, "failure", None)).__name__ if isinstance(value, Broken) else None,
 )  # fmt: skip
-def test_any_failure_of_an_adapter_push_means_full_pushes_for_good(
+def test_after_any_failed_adapter_push_all_pushes_are_full(
     start: Start, caplog: pytest.LogCaptureFixture, source: FakeWeights, reason: str
 ) -> None:
     server = start()
@@ -256,7 +256,7 @@ def test_a_restarted_server_gets_the_next_push(start: Start) -> None:
         assert server.holds(source) and server.receiver.report()["weight_version"] == 2
 
 
-def test_a_group_port_that_another_program_has_is_named_within_the_deadline(start: Start) -> None:
+def test_a_group_port_in_use_is_named_before_the_timeout(start: Start) -> None:
     server = start()
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -270,7 +270,7 @@ def test_a_group_port_that_another_program_has_is_named_within_the_deadline(star
         sync.close()
 
 
-def test_a_group_port_that_only_the_server_reaches_is_named_within_the_deadline(start: Start) -> None:
+def test_an_unreachable_group_port_is_named_before_the_timeout(start: Start) -> None:
     """As with a firewall: HTTP passes, and the two sides never meet."""
     server = start()
     (port,) = free_ports(1)

@@ -1,4 +1,4 @@
-"""A window's calls to several servers: who gets what, how much at once, in whatever order the replies come."""
+"""A window's calls to several servers: shares, limits, and replies in any order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def test_slots(decode_batch_size: int, world_sizes: list[int], ranks: int, slots
 
 
 @given(st.integers(1, 8), SIZES, st.integers(1, 16))
-def test_all_ranks_together_never_exceed_a_device(decode_batch_size: int, world_sizes: list[int], ranks: int) -> None:
+def test_all_ranks_together_never_exceed_the_limit_of_a_device(
+    decode_batch_size: int, world_sizes: list[int], ranks: int
+) -> None:
     if decode_batch_size * sum(world_sizes) < ranks:
         return
     slots = [server_slots(decode_batch_size, world_sizes, ranks, rank) for rank in range(ranks)]
@@ -52,7 +54,7 @@ def test_all_ranks_together_never_exceed_a_device(decode_batch_size: int, world_
 
 
 @given(st.lists(st.integers(0, 20), max_size=6), SIZES, st.integers(1, 4))
-def test_every_request_is_asked_once_in_order_within_the_slots(
+def test_every_request_is_sent_once_in_order_within_the_slots(
     round_sizes: list[int], world_sizes: list[int], decode_batch_size: int
 ) -> None:
     slots = server_slots(decode_batch_size, world_sizes, 1, 0)
@@ -68,7 +70,7 @@ def test_every_request_is_asked_once_in_order_within_the_slots(
 
 
 @given(st.integers(0, 40), SIZES)
-def test_a_single_rank_deals_a_round_by_the_contracts_rule(n: int, world_sizes: list[int]) -> None:
+def test_a_single_rank_splits_a_round_by_the_contracts_rule(n: int, world_sizes: list[int]) -> None:
     slots = server_slots(50, world_sizes, 1, 0)
     dealt = {call.server: call.indices for batch in plan_calls([n], slots) for call in batch}
     expected = dict(enumerate(split_requests(n, world_sizes)))
@@ -78,10 +80,10 @@ def test_a_single_rank_deals_a_round_by_the_contracts_rule(n: int, world_sizes: 
 @settings(max_examples=300)
 @given(st.integers(1, 8), st.lists(st.integers(1, 8), min_size=1, max_size=8), st.integers(1, 16), st.integers(1, 8),
        st.integers(1, 8))  # fmt: skip
-def test_the_plan_is_as_fast_as_any_within_the_caps(
+def test_the_plan_is_optimal_within_the_limits(
     ranks: int, devices: list[int], decode_batch_size: int, steps: int, samples: int
 ) -> None:
-    """A batch is as much as a rank may have in flight, and all of it is decoded at once: nobody can be faster."""
+    """A batch is as much as a rank may have in flight and is decoded at once, so no plan is faster."""
     if decode_batch_size * sum(devices) < ranks:
         return
     chunk = chunk_size(decode_batch_size, devices, ranks)
@@ -94,12 +96,12 @@ def test_the_plan_is_as_fast_as_any_within_the_caps(
         assert all(load[server] <= decode_batch_size * size for server, size in enumerate(devices))
 
 
-def test_small_micro_steps_share_a_batch_but_never_a_call() -> None:
+def test_small_micro_steps_share_a_batch_but_not_a_call() -> None:
     (batch,) = plan_calls([1, 1, 2], (2, 2))
     assert batch == [Call(0, 0, range(0, 1)), Call(0, 1, range(0, 1)), Call(1, 2, range(0, 2))]
 
 
-def test_calls_to_joined_servers_share_a_post_within_their_batch() -> None:
+def test_calls_to_joined_servers_share_a_post_per_batch() -> None:
     batches = plan_calls([1, 1, 2, 3], (2, 2))
     assert [[call.server for call in batch] for batch in batches] == [[0, 0, 1], [0, 1]]
     one_by_one = [Post(call.server, (call,)) for batch in batches for call in batch]
@@ -118,7 +120,7 @@ def nobody(servers: set[int]) -> None:
     pytest.fail(f"asked about {servers}")
 
 
-def test_replies_come_as_they_finish_and_room_is_kept() -> None:
+def test_replies_are_yielded_as_they_finish_within_the_limits() -> None:
     order, running, most = [], Counter(), Counter()
     lock = threading.Lock()
     release = threading.Event()
@@ -141,7 +143,7 @@ def test_replies_come_as_they_finish_and_room_is_kept() -> None:
     assert most == {0: 2, 1: 1}
 
 
-def test_the_first_failure_ends_it_without_waiting_for_the_rest() -> None:
+def test_the_first_failure_is_raised_without_waiting() -> None:
     forever = threading.Event()
 
     def ask(post: Post) -> None:
@@ -156,7 +158,7 @@ def test_the_first_failure_ends_it_without_waiting_for_the_rest() -> None:
     forever.set()
 
 
-def test_servers_that_owe_replies_are_watched() -> None:
+def test_servers_with_pending_replies_are_watched() -> None:
     forever = threading.Event()
 
     def watch(servers: set[int]) -> None:

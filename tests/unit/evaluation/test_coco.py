@@ -164,7 +164,7 @@ def test_random_answers_in_all_area_ranges(iou_type: IouType, seed: int) -> None
 
 
 @pytest.mark.parametrize("iou_type", ["bbox", "segm"])
-def test_figures_are_pycocotools_on_the_files_we_write(tmp_path: Path, iou_type: IouType, capsys) -> None:
+def test_metrics_equal_pycocotools_on_our_files(tmp_path: Path, iou_type: IouType, capsys) -> None:
     answers = random_answers(25, 1)
     truth_file, results_file = write_coco(answers, tmp_path, iou_type, None)
     truth: Any = COCO(str(truth_file))
@@ -191,7 +191,7 @@ def test_soft_objects_are_crowds() -> None:
     assert average_precision([replace(answer, gt=(soft,))]).figures == {}
 
 
-def test_thresholds_of_ones_own() -> None:
+def test_custom_thresholds() -> None:
     answers = random_answers(20, 4)
     assert_pycocotools(answers, iou_thrs=[0.3, 0.75, 1.0])
     figures = average_precision(answers, iou_thrs=[0.75, 0.3]).figures

@@ -43,7 +43,7 @@ def figures(text: str, truth: list[GTObject], **options: bool) -> dict[str, floa
         (serialize_objects([CAT, ELSEWHERE]), [CAT], {"f1": 2 / 3, "precision": 0.5, "recall": 1, "duplicate_rate": 0}),
         (serialize_objects([CAT, CAT, CAT]), [CAT],
          {"f1": 0.5, "precision": 1 / 3, "recall": 1, "duplicate_rate": 2 / 3}),
-        (serialize_objects([CAT, WRONG_DESC]), [CAT], {"duplicate_rate": 0}),  # another description is no duplicate
+        (serialize_objects([CAT, WRONG_DESC]), [CAT], {"duplicate_rate": 0}),  # another description is not a duplicate
         (serialize_objects([WRONG_DESC]), [CAT], {"f1": 0, "f1_any_desc": 1, "precision": 0, "mean_matched_iou": 0}),
         (serialize_objects([LOOSE]), [CAT], {"f1": 1, "mean_matched_iou": pytest.approx(4 / 7, abs=0.01)}),
         (serialize_objects([LOOSE, CAT]), [CAT], {"f1": 2 / 3, "mean_matched_iou": 1, "duplicate_rate": 0.5}),
@@ -54,7 +54,7 @@ def figures(text: str, truth: list[GTObject], **options: bool) -> dict[str, floa
         ("no JSON at all", [CAT], {"f1": 0, "recall": 0, "empty_rate": 1}),
     ],
 )  # fmt: skip
-def test_figures_of_one_image(text, truth, expected):
+def test_metrics_of_one_image(text, truth, expected):
     got = figures(text, truth)
     assert {name: got[name] for name in expected} == pytest.approx(expected)
 
@@ -75,13 +75,13 @@ def test_figures_come_from_summed_counts_over_images_and_ranks():
     assert (got["precision"], got["recall"], got["f1"]) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
 
 
-def test_nothing_evaluated_divides_by_nothing():
+def test_no_images_do_not_divide_by_zero():
     got = detection_metrics(detection_counts([]))
     assert got["images"] == 0
     assert all(value in (0, 1) for value in got.values())
 
 
-def test_a_soft_object_is_no_ground_truth_and_finding_it_neither_right_nor_wrong() -> None:
+def test_soft_objects_and_their_matches_are_not_counted() -> None:
     soft_dog = replace(DOG, soft=0.7)
     alone = figures(serialize_objects([CAT]), [CAT, LEAF])
     for said in ([CAT], [CAT, DOG], [DOG, CAT]):
@@ -94,7 +94,7 @@ def test_a_soft_object_is_no_ground_truth_and_finding_it_neither_right_nor_wrong
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 0.75])
-def test_one_assignment_of_all_descriptions_is_each_descriptions_own(threshold: float) -> None:
+def test_joint_assignment_equals_assignment_per_description(threshold: float) -> None:
     config = MatchingConfig(candidate_top_k=100, maskiou_gate=threshold)
     for found in random_answers(12, seed=7, per_image=25):
         expected = []

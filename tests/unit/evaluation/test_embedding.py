@@ -1,6 +1,6 @@
 """Descriptions by meaning: equal text first, then aliases, then the nearest category. The encoder's weights are random:
-what is tested is the way of a description, not a model's knowledge. A real encoder's is tested where there is one: its
-folder in COORDEXP_TEXT_ENCODER (docs/evaluation.md says which was tried)."""
+the order is tested, not an encoder's quality. A real encoder is tested if its
+folder is in COORDEXP_TEXT_ENCODER (docs/evaluation.md says which was tried)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def answered(truth: list[str], found: list[str]) -> ImageAnswer:
     return ImageAnswer("s", "a.png", 100, 100, gt, tuple(Detection(desc, "bbox_2d", BOX, 0.9) for desc in found))
 
 
-def test_of_equally_near_categories_the_first_is_taken(folder: Path) -> None:
+def test_ties_between_categories_go_to_the_first(folder: Path) -> None:
     # Unknown words are one token, so these two categories have one embedding.
     assert nearest_categories(["car"], ["zebra", "yak"], load_encoder(folder), -1.0) == {"car": "zebra"}
     assert nearest_categories(["car"], ["yak", "zebra"], load_encoder(folder), -1.0) == {"car": "yak"}
@@ -72,7 +72,7 @@ def test_the_nearest_category_above_the_threshold(folder: Path) -> None:
     assert nearest_categories(descs, [], encoder, 0.0) == {}
 
 
-def test_what_is_annotated_is_left_alone(folder: Path) -> None:
+def test_annotated_descriptions_are_kept(folder: Path) -> None:
     encoder = load_encoder(folder)
     (found,) = Renaming(None, encoder, -1.0)([answered(["car", "person"], ["person", "cloud"])])
     assert found.pred[0].desc == "person" and found.pred[1].desc in ("car", "person")
@@ -92,14 +92,14 @@ def test_equal_then_alias_then_embedding(folder: Path, tmp_path: Path, capsys: p
 
     assert f1() == 0.0
     assert f1("--aliases", tmp_path / "aliases.yaml") == 1.0
-    # Aliases come first: what they name is annotated, and nothing is left to the encoder.
+    # Aliases take precedence: all of them name annotated categories, so the encoder is not used.
     assert f1("--aliases", tmp_path / "aliases.yaml", "--embedder", folder, "--embedding-threshold", "-1") == 1.0
     assert f1("--embedder", folder, "--embedding-threshold", "-1") > 0.0
     assert f1("--embedder", folder, "--embedding-threshold", "1") == 0.0
 
 
 @pytest.mark.skipif("COORDEXP_TEXT_ENCODER" not in os.environ, reason="COORDEXP_TEXT_ENCODER names no folder")
-def test_a_real_encoder_knows_words() -> None:
+def test_a_real_encoder_maps_synonyms() -> None:
     categories = ["person", "car", "dog", "tv", "couch", "motorcycle"]
     descs = ["automobile", "puppy", "television", "sofa", "motorbike", "a car", "cloud", "woman in a red coat"]
     found = nearest_categories(descs, categories, load_encoder(os.environ["COORDEXP_TEXT_ENCODER"]), 0.7)
@@ -109,7 +109,7 @@ def test_a_real_encoder_knows_words() -> None:
     }  # fmt: skip
 
 
-def test_no_encoder_there(tmp_path: Path) -> None:
+def test_a_missing_encoder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for missing in ("nowhere", "empty"):
         with pytest.raises(CheckpointError, match=missing):

@@ -20,7 +20,7 @@ from support.tiny_run import QuietBackend
 
 
 class Scripted(QuietBackend):
-    """A backend that answers each sample with a given text, and remembers what it was asked."""
+    """A backend that answers each sample with a given text and records its calls."""
 
     def __init__(self, texts: dict[str, str], batch_size: int = 3) -> None:
         self.texts, self.batch_size = texts, batch_size
@@ -74,7 +74,7 @@ def test_every_sample_is_answered_once_in_batches():
     assert figures["truncated_rate"] == 0 and not any(answer.dropped for answer in predictions)
 
 
-def test_answers_of_a_batch_are_told_of_before_it_is_done():
+def test_progress_is_reported_within_a_batch():
     """But its last one: that is there when all of them are read and scored."""
     scenes = [[CAT]] * 8
     backend = Scripted({f"s{i}": serialize_objects(objects) for i, objects in enumerate(scenes)})
@@ -105,7 +105,7 @@ def test_answers_of_a_batch_are_told_of_before_it_is_done():
     ],
     ids=str,
 )
-def test_batches_are_neighbours_and_ranks_ask_equally_often(
+def test_batches_are_contiguous_and_ranks_make_equally_many_calls(
     positions: Sequence[int], world_size: int, batch_size: int, shares: list[list[range]]
 ):
     assert share_out(positions, world_size, batch_size) == shares

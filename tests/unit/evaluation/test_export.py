@@ -1,4 +1,4 @@
-"""Predictions in other tools' terms: original ids, names and sizes; what our own converters read back."""
+"""Predictions in other tools' formats: original ids, names and sizes; our own converters read them back."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def near(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 @pytest.mark.parametrize("form", ["yolo", "voc", "labelme"])
-def test_what_is_written_is_read_back(form: str, export: Any, tmp_path: Path) -> None:
+def test_exports_read_back(form: str, export: Any, tmp_path: Path) -> None:
     shown = export(form)
     out, options = tmp_path / "out", ImageOptions(resize=False)
     folder = {"yolo": out / "images", "voc": out / "JPEGImages", "labelme": out}[form]
@@ -145,11 +145,11 @@ def test_csv_has_a_line_per_object(export: Any, tmp_path: Path) -> None:
      (("voc", "--scores"), "--scores has no use here"),
      (("coco", "--annotations", "none.json"), "none.json"), (("yolo", "--classes", "none.txt"), "none.txt")],
 )  # fmt: skip
-def test_what_cannot_be_is_one_line(export: Any, options: tuple[str, ...], complaint: str) -> None:
+def test_an_impossible_export_is_a_one_line_error(export: Any, options: tuple[str, ...], complaint: str) -> None:
     assert complaint in export(*options, code=2).err
 
 
-def test_a_converted_image_remembers_what_it_was(tmp_path: Path) -> None:
+def test_a_converted_image_keeps_its_original_name_and_size(tmp_path: Path) -> None:
     source = {"file": "in/a.png", "width": 301, "height": 201}
     rollout, parsed = Rollout("s", (), (), "", False), ParsedRollout((), {}, (), "{", None, False)
     for metadata, wanted in (({"source": source}, OriginalImage("in/a.png", 301, 201)), ({"source": [1]}, None)):

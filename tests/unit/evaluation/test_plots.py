@@ -1,4 +1,4 @@
-"""The pictures that an evaluation leaves: what they count, that they are drawn, and whatever classes are called."""
+"""Plots of an evaluation: their counts, their files, and unusual class names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def answer(name: str, truth: dict[str, int], pred: dict[str, int]) -> ImageAnswe
     return ImageAnswer(name, f"{name}.png", 640, 480, gt, found)
 
 
-def test_who_is_taken_for_whom() -> None:
+def test_confusion_matrix() -> None:
     found = confusion([
         answer("a", {"cat": 0, "dog": 1, "fox": 2}, {"cat": 0, "wolf": 1, "ant": 5}),
         answer("b", {"cat": 0}, {"dog": 0}),
@@ -65,7 +65,7 @@ def is_drawn(path: Path) -> bool:
         return min(image.size) > 200 and float(np.asarray(image.convert("L")).std()) > 5
 
 
-def test_evaluation_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_writes_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "$x_{1}$ [/b] \\alpha & a very long name of a class"
     answers = [
         replace(one, gt=tuple(replace(o, desc=hostile) for o in one.truth), pred=one.pred)
@@ -77,7 +77,7 @@ def test_evaluation_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [name for name in (CONFUSION, CURVES, SIZES) if not is_drawn(tmp_path / "figures" / name)] == []
 
 
-def test_where_nothing_is_annotated_there_is_nothing_to_draw(tmp_path: Path) -> None:
+def test_no_annotations_no_plots(tmp_path: Path) -> None:
     assert save_plots([answer("a", {}, {"cat": 0})], tmp_path) == []
     assert save_plots([answer("a", {"cat": 0}, {})], tmp_path, coco=False) == [tmp_path / CONFUSION]
 

@@ -48,7 +48,7 @@ def test_the_table_marks_the_better_run_in_each_row(tmp_path):
     assert any("before" in line and "after" in line for line in lines)
 
 
-def test_a_single_run_has_nothing_to_beat(tmp_path):
+def test_a_single_run_is_not_compared(tmp_path):
     figures = detection_metrics(detection_counts([prediction(tmp_path, [CAT], [CAT], (64, 64))]))
     assert not any("\x1b[1m1.000" in line for line in rendered({"now": figures}))
 
@@ -57,7 +57,7 @@ def colours(image: Image.Image) -> set[Any]:
     return {colour for _, colour in image.getcolors(maxcolors=1 << 20) or ()}
 
 
-def test_the_picture_shows_found_wrong_and_missed(tmp_path):
+def test_the_picture_shows_matched_wrong_and_missed_objects(tmp_path):
     truth = [CAT, LEAF]
     before = prediction(tmp_path, [DOG], truth, (128, 128))
     after = prediction(tmp_path, [CAT], truth, (128, 128))
@@ -118,6 +118,6 @@ def test_the_most_informative_images_have_mistakes_or_differ(tmp_path):
 
 
 @pytest.mark.parametrize("columns", [{}, {"run": []}])
-def test_nothing_to_draw_is_said(tmp_path, columns):
+def test_nothing_to_draw_is_reported(tmp_path, columns):
     with pytest.raises(ValueError, match="nothing to draw"):
         draw_comparison(columns, tmp_path / "sheet.png")

@@ -35,7 +35,7 @@ def test_density_bins(count: int, name: str) -> None:
     assert density_bin(count) == name
 
 
-def test_classes_and_densities_add_up_to_the_whole() -> None:
+def test_classes_and_densities_sum_to_the_total() -> None:
     answers = random_answers(30, 3)
     summary = summarise(answers)
     for rows in (summary.by_class, summary.by_density):
@@ -60,7 +60,7 @@ def test_average_precision_by_density_is_that_of_those_images_alone() -> None:
         assert row.ap == pytest.approx(summarise(alone).figures["AP"]) if row.gt else row.ap is None
 
 
-def test_what_plain_ap_hides_is_counted() -> None:
+def test_counts_that_ap_does_not_show() -> None:
     figures = summarise(
         [
             answered([CAT], [CAT, CAT, WHOLE], "a", truncated=True, dropped={"wrong_arity": 1}),
@@ -76,20 +76,20 @@ def test_what_plain_ap_hides_is_counted() -> None:
     assert figures["invalid_rate"] == pytest.approx(1 / 5)
 
 
-def test_nothing_predicted_is_said_and_is_no_precision_of_one() -> None:
+def test_no_predictions_are_reported_and_have_no_precision() -> None:
     summary = summarise([answered([CAT], [])])
     assert (summary.figures["precision"], summary.figures["AP"]) == (0, 0)
     assert summary.by_class[0].precision is None
     assert any("nothing was predicted" in note for note in summary.notes)
 
 
-def test_further_thresholds_have_their_own_figures() -> None:
+def test_additional_thresholds_have_their_own_metrics() -> None:
     near = GTObject("black cat", "bbox_2d", (10, 20, 200, 370))  # IoU 4/7 with CAT
     figures = summarise([answered([CAT], [near])], EvaluationOptions(iou_thrs=(0.5, 0.6))).figures
     assert (figures["f1"], figures["f1@0.6"]) == (1, 0)
 
 
-def test_files_hold_the_figures_and_the_answers(tmp_path: Path) -> None:
+def test_files_contain_metrics_and_answers(tmp_path: Path) -> None:
     answers = random_answers(30, 3)
     options = EvaluationOptions(segm=True)
     summary = summarise(answers, options)
@@ -106,7 +106,7 @@ def test_files_hold_the_figures_and_the_answers(tmp_path: Path) -> None:
     assert rows[-1]["recall"] == ""
 
 
-def test_an_answer_survives_its_line() -> None:
+def test_an_answer_survives_a_round_trip() -> None:
     answer = replace(random_answers(1, 4)[0], gt=None, dropped={"truncated": 1}, text='a "b"\n', truncated=True)
     assert from_line(to_line(answer)) == answer
 
@@ -120,7 +120,7 @@ def test_an_answer_survives_its_line() -> None:
         (to_line(answered([], [CAT])).replace("0.5", '"high"'), "score"),
     ],
 )
-def test_other_lines_are_refused_with_their_place(tmp_path: Path, line: str, complaint: str) -> None:
+def test_invalid_lines_are_refused_with_their_place(tmp_path: Path, line: str, complaint: str) -> None:
     path = tmp_path / "predictions.jsonl"
     path.write_text(to_line(answered([CAT], [])) + "\n" + line + "\n")
     with pytest.raises(DataError, match=rf"predictions.jsonl:2: .*{complaint}"):
@@ -162,9 +162,9 @@ def test_a_run_that_misses_half_is_clearly_worse_and_the_pairing_helps() -> None
     assert found["f1"].is_clear and f1[0] <= found["f1"].b - found["f1"].a <= f1[1]
     assert compare(answers, worse, resamples=200) == whole  # the same seed, the same intervals
     assert compare(answers, worse, resamples=200, seed=1) != whole
-    # Images are paired by their names, in whatever order they stand.
+    # Images are paired by name, in any order.
     assert compare(answers, worse[::-1], resamples=200) == whole
-    # Of unpaired draws the difference spreads as far as the runs' own figures do, and that is wider.
+    # With unpaired draws the interval of the difference is wider.
     rng = np.random.default_rng(0)
     recalls = [
         [summarise([run[k] for k in rng.integers(0, 40, 40)], EvaluationOptions(coco=False)).figures["recall"]
@@ -193,7 +193,7 @@ def test_differences_by_class_and_density_are_those_of_the_summaries() -> None:
         assert (row.gt, row.f1.a, row.f1.b) == (one.gt, pytest.approx(one.f1), pytest.approx(other.f1))
 
 
-def test_a_class_that_stands_in_one_image_alone_is_no_clear_difference() -> None:
+def test_a_class_in_a_single_image_is_not_a_significant_difference() -> None:
     a = [answered([CAT], [CAT], f"s{i}") for i in range(8)] + [answered([DOG], [DOG], "dog")]
     b = [*a[:-1], answered([DOG], [], "dog")]
     cat, dog = compare(a, b, resamples=300).by_class

@@ -1,4 +1,4 @@
-"""What a model finds and the annotations lack: each prediction's outcome, and what the completed record says."""
+"""Completion: the outcome of each prediction and the completed record."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_each_prediction_has_one_outcome_and_is_counted_by_it() -> None:
         (box(300, 0, desc="mug"), PredictionOutcome.UNKNOWN_DESC),
         (box(710, 710, 180, desc="cup"), PredictionOutcome.MATCHED),
         (box(720, 720, 160, desc="cup"), PredictionOutcome.OVERLAPS_SOFT),
-        (box(300, 400, score=0.7), PredictionOutcome.OVERLAPS_ADDED),  # the surer one goes first, wherever it stands
+        (box(300, 400, score=0.7), PredictionOutcome.OVERLAPS_ADDED),  # the higher score is added first, in any order
         (box(310, 410, score=0.8), PredictionOutcome.ADDED),
         (box(500, 400, score=0.5), PredictionOutcome.ADDED),
     ]
@@ -117,7 +117,7 @@ def test_rules_out_of_range_are_refused(rule: dict[str, Any]) -> None:
         CompletionRules(**rule)
 
 
-def test_the_most_likely_missed_come_first() -> None:
+def test_most_likely_missed_objects_are_shown_first() -> None:
     done = [completed(record(CUP, number=n), box(500, 500, score=s))[0] for n, s in enumerate((0.6, 0.9, 0.3, 0.7))]
     shown = most_likely_missed(done, 2)
     assert [r.objects[1] for r in shown] == [

@@ -46,7 +46,7 @@ def test_importing_the_package_is_instant() -> None:
     assert "no attribute 'Detectr'" in done.stdout
 
 
-def test_a_file_an_image_and_an_array_are_answered_alike(detector: Detector, scenes: Path) -> None:
+def test_file_image_and_array_give_the_same_answer(detector: Detector, scenes: Path) -> None:
     import coordexp
 
     assert coordexp.Detector is Detector
@@ -60,7 +60,7 @@ def test_a_file_an_image_and_an_array_are_answered_alike(detector: Detector, sce
     assert detector.predict(image).objects == one.objects
 
 
-def test_what_is_found_stands_where_it_is(detector: Detector, scenes: Path) -> None:
+def test_detections_are_in_pixels(detector: Detector, scenes: Path) -> None:
     """The demo's model finds the shapes of its scenes: a wrong unit or a swapped side would not."""
     from coordexp.data import read_jsonl
     from coordexp.geometry import pixel_box
@@ -83,7 +83,7 @@ def test_a_folder_and_a_pattern_give_a_list_in_order(detector: Detector, scenes:
 
 
 @pytest.mark.parametrize("wrong", [np.zeros((4, 4, 3), dtype=np.float32), np.zeros((3, 8, 8), dtype=np.uint8)])
-def test_an_array_that_is_no_image_is_refused(detector: Detector, wrong: np.ndarray) -> None:
+def test_an_invalid_array_is_refused(detector: Detector, wrong: np.ndarray) -> None:
     with pytest.raises(DataError, match=r"uint8.*\(height, width, 3\)"):
         detector.predict(wrong)
 

@@ -30,7 +30,7 @@ def folder_of(config: Any) -> Path:
     return Path(config.training.output_dir) / "rollout_records"
 
 
-def test_targets_come_out_as_recorded_and_losses_as_trained(recorded: tuple[Any, Any]) -> None:
+def test_replay_gives_the_recorded_targets_and_losses(recorded: tuple[Any, Any]) -> None:
     config, trainer = recorded
     (one,) = replay_records(folder_of(config), config, model=tiny_checkpoint())  # the weights of the first step
     assert one.differences == ()
@@ -40,7 +40,7 @@ def test_targets_come_out_as_recorded_and_losses_as_trained(recorded: tuple[Any,
         assert value == pytest.approx(logged[name], rel=1e-4, abs=1e-6), name
 
 
-def test_a_target_that_comes_out_otherwise_is_named(
+def test_a_target_that_differs_is_named(
     recorded: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, _ = recorded

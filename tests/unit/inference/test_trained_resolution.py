@@ -41,7 +41,7 @@ def run(tmp_path: Path, photos: Path, capsys: pytest.CaptureFixture[str]) -> Pat
     return write_run(tmp_path, 1, model, custom__train_jsonl=data, custom__val_jsonl=data)
 
 
-def test_an_original_is_answered_as_its_copy(
+def test_an_original_image_gives_the_same_answer_as_its_resized_copy(
     tmp_path: Path, photos: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copies = read_jsonl(tmp_path / "data" / "photos.jsonl")
@@ -80,7 +80,7 @@ def test_the_prompt_shows_the_size_of_training(
     assert len(plain.prompt_token_ids) > 4 * len(by_rule.prompt_token_ids)
 
 
-def test_adapters_exports_and_merges_carry_the_rule(
+def test_adapters_exports_and_merges_keep_the_resize_rule(
     tmp_path: Path, photos: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_cli(capsys, "train", run, "tuner.train_type=lora", "tuner.lora_rank=2").code == 0
@@ -91,7 +91,7 @@ def test_adapters_exports_and_merges_carry_the_rule(
     assert len(found) == 1 and "max_pixels" in found.pop()
 
 
-def test_without_a_rule_strange_sizes_are_said(
+def test_without_a_resize_rule_unusual_sizes_are_reported(
     tmp_path: Path, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"))

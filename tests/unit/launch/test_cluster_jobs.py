@@ -1,8 +1,8 @@
-"""Jobs for several machines: what is written for SLURM, Kubernetes and SkyPilot, and that the scripts do what they say.
+"""Jobs for several machines: the files for SLURM, Kubernetes and SkyPilot, and the behaviour of the scripts.
 
-SLURM's and SkyPilot's scripts run for real in bash. What a cluster would bring is a fake: ``srun`` runs its program
-here, ``scontrol`` names hosts, and ``python`` stands for servers that serve until they are ended and a learner that
-ends as told.
+SLURM's and SkyPilot's scripts run for real in bash. The cluster's programs are fakes: ``srun`` runs its program
+here, ``scontrol`` prints hosts, and ``python`` is either a server that runs until it is stopped or a trainer with a
+given exit code.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ if [ "$1" = show ]; then printf 'node%s\\n' 1 2 3 4; else echo "requeued $2" >> 
 
 
 class Fakes:
-    """A folder of programs that stand for a cluster's, and what they noted."""
+    """A folder of fake cluster programs, and their notes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -111,7 +111,7 @@ SLURM = {"SLURM_JOB_NODELIST": "node[1-4]", "SLURM_JOB_ID": "17"}
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_slurm_job_ends_as_its_learner_does_and_ends_its_servers(fakes: Fakes, code: int) -> None:
+def test_a_slurm_job_has_the_trainers_exit_code_and_ends_its_servers(fakes: Fakes, code: int) -> None:
     found, told = end(fakes.start(render(JOB, "slurm"), FAKE_LEARNER_ENDS=str(code), **SLURM))
     assert found == code, told
     calls = fakes.calls()
@@ -127,12 +127,12 @@ def test_a_slurm_job_ends_as_its_learner_does_and_ends_its_servers(fakes: Fakes,
     assert not any(call.startswith("requeued") for call in calls)
 
 
-def test_a_slurm_job_draws_a_token_where_none_is_given(fakes: Fakes) -> None:
+def test_a_slurm_job_generates_a_token_if_none_is_given(fakes: Fakes) -> None:
     end(fakes.start(render(JOB, "slurm"), FAKE_LEARNER_ENDS="0", COORDEXP_API_KEY="", **SLURM))
     assert {call.rpartition("token=")[2] for call in fakes.calls() if "token=" in call} == {"64"}
 
 
-def test_before_its_time_is_up_a_slurm_job_saves_and_queues_again(fakes: Fakes) -> None:
+def test_a_slurm_job_saves_and_requeues_before_its_time_limit(fakes: Fakes) -> None:
     process = fakes.start(render(JOB, "slurm"), **SLURM)
     fakes.wait_for(3)
     process.send_signal(signal.SIGUSR1)  # what --signal=B:USR1@… makes SLURM do
@@ -148,7 +148,7 @@ def test_a_slurm_job_that_loses_a_server_saves_and_fails(fakes: Fakes) -> None:
     assert "learner saves for TERM" in fakes.calls()
 
 
-def test_without_servers_a_slurm_job_is_the_learner_alone(fakes: Fakes) -> None:
+def test_without_servers_a_slurm_job_runs_only_the_trainer(fakes: Fakes) -> None:
     job = replace(JOB, servers=0, token_variable=None, gpus=0)
     found, told = end(fakes.start(render(job, "slurm"), FAKE_LEARNER_ENDS="0", **SLURM))
     assert found == 0, told
@@ -166,9 +166,7 @@ def meeting_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
         yield listening
 
 
-def test_a_skypilot_server_lives_as_long_as_the_learners_meeting_place(
-    fakes: Fakes, meeting_place: socket.socket
-) -> None:
+def test_a_skypilot_server_runs_as_long_as_the_rendezvous(fakes: Fakes, meeting_place: socket.socket) -> None:
     script = yaml.safe_load(render(JOB, "skypilot", accelerator="H200"))["run"].replace("sleep 10", "sleep 0.1")
     addresses = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n127.0.0.1\n10.0.0.4", "SKYPILOT_TASK_ID": "t"}
     process = fakes.start(script, SKYPILOT_NODE_RANK="1", **addresses)
@@ -184,7 +182,7 @@ def test_a_skypilot_server_lives_as_long_as_the_learners_meeting_place(
 
 
 @pytest.mark.parametrize(("rank", "code"), [("2", 0), ("3", 4)])
-def test_a_skypilot_machine_behind_the_servers_is_the_learners(fakes: Fakes, rank: str, code: int) -> None:
+def test_skypilot_runs_the_trainer_after_the_server_machines(fakes: Fakes, rank: str, code: int) -> None:
     script = yaml.safe_load(render(JOB, "skypilot", accelerator="H200"))["run"]
     addresses = {"SKYPILOT_NODE_IPS": "a\nb\nc\nd", "SKYPILOT_TASK_ID": "t", "FAKE_LEARNER_ENDS": str(code)}
     assert end(fakes.start(script, SKYPILOT_NODE_RANK=rank, **addresses))[0] == code
@@ -192,7 +190,7 @@ def test_a_skypilot_machine_behind_the_servers_is_the_learners(fakes: Fakes, ran
     assert "--rdzv-endpoint=c:29500|" in call and "--rdzv-id=t|" in call
 
 
-def test_kubernetes_pods_know_each_other_by_names_that_the_jobset_gives() -> None:
+def test_kubernetes_pods_use_the_jobsets_names() -> None:
     manifest = yaml.safe_load(render(JOB, "kubernetes", image="registry/coordexp:1"))
     assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     spec = manifest["spec"]
@@ -214,9 +212,7 @@ def test_kubernetes_pods_know_each_other_by_names_that_the_jobset_gives() -> Non
     assert learner["template"]["spec"]["terminationGracePeriodSeconds"] == JOB.grace_s
 
 
-def test_the_shipped_configuration_becomes_a_job_of_each_kind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_shipped_configuration_gives_a_job_of_each_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = plan_job(CONFIG, (RESUME,), trainer_nodes=2, gpus=8, time_limit="1-00:00:00")
     assert (job.servers, job.nodes, job.token_variable) == (2, 4, "COORDEXP_API_KEY")
     assert job.name == "stage2-multi-node" and job.grace_s == 315
@@ -229,8 +225,8 @@ def test_the_shipped_configuration_becomes_a_job_of_each_kind(
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    # what the YAML says, what the command says, what is refused
-    "a job that starts again would begin anew": (
+    # keys of the YAML, options of the command, error
+    "a restarted job would not resume": (
         {"training.resume_from_checkpoint": None},
         {},
         "training.resume_from_checkpoint",
@@ -254,7 +250,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_what_no_cluster_could_run_is_refused_with_its_key(tmp_path: Path, name: str) -> None:
+def test_invalid_cluster_settings_are_refused_with_their_key(tmp_path: Path, name: str) -> None:
     keys, options, message = CASES[name]
     config: dict[str, Any] = {"extends": str(CONFIG), "training": {"resume_from_checkpoint": True}}
     for key, value in keys.items():
@@ -265,7 +261,7 @@ def test_what_no_cluster_could_run_is_refused_with_its_key(tmp_path: Path, name:
         )
 
 
-def test_reading_a_configuration_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_configuration_does_not_change_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOUT_HOST_0", "mine")
     before = dict(os.environ)
     plan_job(CONFIG, (RESUME,), 1, 8, "4:00:00")
@@ -273,6 +269,6 @@ def test_reading_a_configuration_leaves_the_environment_as_it_was(monkeypatch: p
 
 
 @pytest.mark.parametrize(("scheduler", "flag"), [("kubernetes", "--image"), ("skypilot", "--accelerator")])
-def test_what_a_scheduler_needs_is_asked_for(scheduler: Any, flag: str) -> None:
+def test_missing_scheduler_options_are_named(scheduler: Any, flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         render(JOB, scheduler)

@@ -51,7 +51,7 @@ def test_preflight_and_trainer_read_the_same_contract(tmp_path: Path, config: di
     assert str(tmp_path / "launch.yaml") in plan.learner.command
 
 
-def test_the_whole_guard_section_reaches_the_server_and_not_the_learner(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_the_guard_section_reaches_only_the_server(tmp_path: Path, config: dict[str, Any]) -> None:
     plan = planned(tmp_path, config)
     for server in plan.servers:
         assert server.process is not None
@@ -62,7 +62,7 @@ def test_the_whole_guard_section_reaches_the_server_and_not_the_learner(tmp_path
     assert all(server.process is not None and ENABLE not in server.process.environment for server in off.servers)
 
 
-def test_swift_is_started_with_the_plugin_and_the_yaml_alone(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_swift_is_started_with_only_the_plugin_and_the_yaml(tmp_path: Path, config: dict[str, Any]) -> None:
     (first, _) = planned(tmp_path, config, rollout_matching__vllm__max_num_batched_tokens=2048).servers
     assert first.process is not None
     words = first.process.command
@@ -77,7 +77,7 @@ def test_swift_is_started_with_the_plugin_and_the_yaml_alone(tmp_path: Path, con
     assert json.loads(flags["--vllm_limit_mm_per_prompt"]) == {"image": 1, "video": 0}
 
 
-def test_the_yaml_decides_which_program_serves(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_the_yaml_selects_the_server_program(tmp_path: Path, config: dict[str, Any]) -> None:
     plan = planned(tmp_path, config, launch__server="coordexp")
     commands = [server.process.command for server in plan.servers if server.process is not None]
     assert [command[1:4] for command in commands] == [("-m", "coordexp", "serve")] * 2
@@ -93,13 +93,13 @@ def with_entry(config: dict[str, Any], **keys: Any) -> dict[str, Any]:
     ("keys", "host", "started"),
     [
         ({}, None, [True, True]),
-        ({"base_url": "http://203.0.113.9:8000"}, None, [False, True]),  # nobody's, as documentation's are
+        ({"base_url": "http://203.0.113.9:8000"}, None, [False, True]),  # reserved for documentation, so on no machine
         ({"base_url": "http://203.0.113.9:8000", "listen_host": "127.0.0.2"}, None, [True, True]),
         ({"base_url": "http://203.0.113.9:8000", "listen_host": "0.0.0.0"}, None, [False, True]),
         ({"base_url": "http://203.0.113.9:8000"}, "127.0.0.3", [True, True]),
     ],
 )
-def test_a_server_is_started_where_its_own_address_is(
+def test_a_server_is_started_only_if_its_address_is_local(
     tmp_path: Path,
     config: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -120,13 +120,13 @@ def test_a_server_is_started_where_its_own_address_is(
     assert "\n" not in plan.to_json() and plan_from_json(plan.to_json()) == plan
 
 
-def test_swift_listens_where_it_is_told_to(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_swift_listens_on_the_configured_host(tmp_path: Path, config: dict[str, Any]) -> None:
     (first, _) = planned(tmp_path, with_entry(config, listen_host="127.0.0.2")).servers
     assert first.process is not None
     assert first.process.command[first.process.command.index("--host") + 1] == "127.0.0.2"
 
 
-def test_an_address_that_is_not_this_machines_is_named(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_an_address_of_another_machine_is_named(tmp_path: Path, config: dict[str, Any]) -> None:
     path = write_yaml(tmp_path, set_key(config, "launch.server", "coordexp"))
     run = load_config(path)
     plan = plan_launch(run, path, listen_host="127.0.0.2")
@@ -136,9 +136,7 @@ def test_an_address_that_is_not_this_machines_is_named(tmp_path: Path, config: d
     assert sum("203.0.113.9 is not an address" in str(problem) for problem in problems) == 4
 
 
-def test_keys_of_the_command_line_reach_every_program_that_reads_the_file(
-    tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_command_line_keys_reach_every_program(tmp_path: Path, config: dict[str, Any]) -> None:
     path = write_yaml(tmp_path, set_key(config, "launch.server", "coordexp"))
     words = ("training.max_steps=3", "rollout_matching.vllm.max_model_len=4096")
     given = load_config(path, arguments=words)
@@ -150,7 +148,7 @@ def test_keys_of_the_command_line_reach_every_program_that_reads_the_file(
         assert process.command[at + 1 : at + 3] == words
 
 
-def test_devices_give_data_parallel_engines_and_learner_processes(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_devices_give_data_parallel_engines_and_trainer_processes(tmp_path: Path, config: dict[str, Any]) -> None:
     plan = planned(
         tmp_path,
         config,
@@ -198,12 +196,12 @@ def test_devices_that_do_not_fit_are_refused(
         planned(tmp_path, config, **keys)
 
 
-def test_a_server_elsewhere_is_waited_for_and_not_started(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_a_remote_server_is_waited_for_and_not_started(tmp_path: Path, config: dict[str, Any]) -> None:
     plan = planned(tmp_path, config, local=(True, False))
     assert [server.process is not None for server in plan.servers] == [True, False]
 
 
-def test_without_servers_only_the_learner_is_started(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_without_servers_only_the_trainer_is_started(tmp_path: Path, config: dict[str, Any]) -> None:
     plan = planned(tmp_path, config, local=(), rollout_matching__rollout_backend="hf")
     assert plan.servers == () and plan.server_base_urls == ()
 
@@ -228,7 +226,7 @@ def test_a_token_is_never_part_of_a_plan(
     assert all(one.process is not None and list(one.process.secrets.values()) == ["MY_TOKEN"] for one in plan.servers)
 
 
-def test_taken_ports_missing_devices_and_full_disks_are_all_named(
+def test_used_ports_missing_devices_and_full_disks_are_all_named(
     tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers = config["rollout_matching"]["vllm"]["server"]["servers"]
@@ -251,7 +249,7 @@ def test_taken_ports_missing_devices_and_full_disks_are_all_named(
     assert "training.output_dir" in text
 
 
-def test_a_gpu_that_is_too_small_is_refused_with_what_fits(
+def test_a_gpu_that_is_too_small_is_refused_with_a_size_that_fits(
     tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = set_key(set_key(config, "launch.server_devices", [[0], [1]]), "launch.learner_devices", [2, 3])
@@ -289,7 +287,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     assert not Path(config["training"]["output_dir"]).exists()
 
 
-def test_launch_passes_on_where_servers_listen(
+def test_launch_passes_the_listen_hosts_to_servers(
     tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_yaml(tmp_path, set_key(config, "launch.server", "coordexp"))
@@ -301,10 +299,10 @@ def test_launch_passes_on_where_servers_listen(
 
 
 @pytest.mark.parametrize("dry", [True, False])
-def test_every_problem_of_every_stage_is_printed_and_nothing_starts(
+def test_all_problems_are_printed_and_nothing_starts(
     tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str], dry: bool
 ) -> None:
-    """Devices, ports, the model's folder, its tokenizer and the data are looked at whatever else is wrong."""
+    """Devices, ports, the model's folder, its tokenizer and the data are all checked, even if one is wrong."""
     servers = config["rollout_matching"]["vllm"]["server"]["servers"]
     servers[1]["group_port"] = servers[0]["group_port"]
     broken = {

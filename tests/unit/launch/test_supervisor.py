@@ -29,7 +29,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-# A learner that ignores what it is asked, with a child in a session of its own.
+# A trainer that ignores signals, with a child in its own session.
 LONG_LEARNER = """
 import signal, subprocess, sys, time
 child = "import time; print('child up', flush=True); time.sleep(600)"
@@ -131,7 +131,7 @@ def all_gone(pids: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_the_learners_exit_code_is_returned(tmp_path: Path, code: int) -> None:
+def test_the_trainers_exit_code_is_returned(tmp_path: Path, code: int) -> None:
     learner = f"import sys; print('trained', flush=True); sys.exit({code})"
     with launched(tmp_path, plan(tmp_path, learner)) as running:
         assert running.process.wait(DEADLINE_S) == code
@@ -152,7 +152,7 @@ def test_a_signal_is_passed_on_and_everything_ends(tmp_path: Path, number: signa
 
 
 @pytest.mark.parametrize("victim", ["launcher", "supervisor", "server", "learner"])
-def test_kill_9_of_any_of_them_leaves_no_process(tmp_path: Path, victim: str) -> None:
+def test_killing_any_process_ends_all_others(tmp_path: Path, victim: str) -> None:
     with launched(tmp_path, plan(tmp_path, LONG_LEARNER, grace_s=1.0)) as running:
         running.wait_for("child up", "learner.log")
         everything = descendants(running.process.pid)
@@ -167,7 +167,7 @@ def test_kill_9_of_any_of_them_leaves_no_process(tmp_path: Path, victim: str) ->
         assert running.process.wait(DEADLINE_S) != 0
 
 
-def test_a_learner_that_loses_its_server_may_save_before_everything_ends(tmp_path: Path) -> None:
+def test_a_trainer_that_loses_its_server_can_save_first(tmp_path: Path) -> None:
     with launched(tmp_path, plan(tmp_path, SAVING_LEARNER)) as running:
         running.wait_for("training", "learner.log")
         everything = descendants(running.process.pid)
@@ -187,7 +187,7 @@ def test_a_server_that_does_not_start_ends_the_launch_with_its_log(tmp_path: Pat
     assert not (tmp_path / "learner.log").exists(), "the learner must not have been started"
 
 
-def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+def test_a_server_that_never_answers_times_out(tmp_path: Path) -> None:
     with launched(tmp_path, plan(tmp_path, LONG_LEARNER, server="import time; time.sleep(600)", wait_s=2)) as running:
         everything = descendants(running.process.pid)
         assert running.process.wait(DEADLINE_S) == 1

@@ -34,8 +34,8 @@ OUTCOMES = [
     ("plain match", [at(0)], [at(30)], {}, [(0, 0)], 0),
     ("overlap under the gate is a rejection", [at(0)], [at(70)], {}, [], 1),
     ("exactly at the gate matches", [at(0)], [at(40)], {"maskiou_gate": 3 / 7}, [(0, 0)], 0),
-    ("boxes that do not touch are no rejection", [at(0)], [FAR_1], {}, [], 0),
-    ("costs chosen low make 0.545 too dear", [at(0)], [at(30)], {"fp_cost": 0.2, "fn_cost": 0.2}, [], 0),
+    ("boxes that do not touch are not rejected by the gate", [at(0)], [FAR_1], {}, [], 0),
+    ("a cost of 0.545 is above the sum of low costs", [at(0)], [at(30)], {"fp_cost": 0.2, "fn_cost": 0.2}, [], 0),
     ("a free pair beats free dummies", [at(0)], [at(0)], {"fp_cost": 0.0, "fn_cost": 0.0}, [(0, 0)], 0),
     ("gate 0 admits disjoint shapes", [at(0)], [FAR_1], {"maskiou_gate": 0.0}, [(0, 0)], 0),
     ("duplicate predictions: the first wins", [at(0), at(0)], [at(10)], {}, [(0, 0)], 0),
@@ -172,7 +172,7 @@ def test_unmatched_costs_are_one_by_default():
     ids=["dearer than both alone", "two pairs", "one pair"],
 )
 def test_fp_cost_and_fn_cost_are_separate(ious, chosen):
-    """Three pairs that compete, an object alone twice as dear as a prediction alone: 0.3 for both."""
+    """Three competing pairs; an unmatched object costs twice as much as an unmatched prediction: 0.3 for both."""
     config = MatchingConfig(fp_cost=0.1, fn_cost=0.2)
     found = assign_pairs(np.array([0, 0, 1]), np.array([0, 1, 0]), np.array(ious), config)
     assert sorted(found.tolist()) == chosen

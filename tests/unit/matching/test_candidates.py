@@ -44,7 +44,7 @@ BOXES = st.lists(st.tuples(*[st.integers(0, 6)] * 4), min_size=1, max_size=9).ma
 
 @settings(max_examples=200, deadline=None)
 @given(BOXES, BOXES, st.integers(1, 5))
-def test_overlapping_candidates_are_the_overlapping_ones_of_the_top_k(pred, ground_truth, k):
+def test_candidates_without_overlap_are_dropped_from_the_top_k(pred, ground_truth, k):
     chosen, iou = top_k_candidates(pred, ground_truth, k)
     expected = sorted((i, int(j)) for i in range(len(pred)) for j in chosen[i][iou[i] > 0])
     pred_idx, gt_idx = overlapping_candidates(pred, ground_truth, k)

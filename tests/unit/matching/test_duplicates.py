@@ -22,7 +22,7 @@ def box(desc: str, bins: tuple[int, ...]) -> GTObject:
         ([box("cat", CAT), box("cat", FAR)], 0, "two of a kind"),
         ([box("cat", CAT), box("cat", NEAR)], 1, "IoU 0.82"),
         ([box("cat", CAT), box("dog", CAT)], 0, "another thing in the same place"),
-        ([box("cat", CAT), box("cat", NEAR), box("cat", CAT)], 2, "the first of three is no duplicate"),
+        ([box("cat", CAT), box("cat", NEAR), box("cat", CAT)], 2, "the first of three is not a duplicate"),
         ([box("cat", CAT), box("cat", (100, 100, 199, 300))], 0, "half of it: IoU just under 0.5"),
         (
             [box("cat", CAT), GTObject("cat", "poly", (100, 100, 300, 100, 300, 300, 100, 300))],

@@ -1,4 +1,4 @@
-"""The neutral metrics payload: what loggers may rely on."""
+"""The metrics payload that all loggers share."""
 
 import math
 

@@ -10,7 +10,7 @@ from support.torchrun import torchrun
 
 
 def over_ranks(monkeypatch, *ranks):
-    """``reduce_metrics`` as it runs on any of several ranks whose sums are ``ranks``."""
+    """``reduce_metrics`` on one of several ranks with the sums ``ranks``."""
     monkeypatch.setattr(distributed, "gather_json", lambda mine: list(ranks))
     return reduce_metrics(ranks[0])
 
@@ -74,7 +74,7 @@ def test_unregistered_name_is_refused(name):
 @pytest.mark.parametrize(
     ("name", "values", "one_step", "two_steps"),
     [
-        # what three micro-steps say; the line of one step, and of two such steps
+        # values of three micro-steps; the line of one step, and of two such steps
         ("rollout/samples_total", (2, 3, 4), 9, 18),
         ("loss/token_ce/struct_ce", (0.1, 0.2, 0.3), 0.6, 0.6),
         ("time/forward_s", (1, 5, 2), 8, 8),

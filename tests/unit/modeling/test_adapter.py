@@ -34,7 +34,7 @@ def pushed(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("checkpoint", [tiny_checkpoint, untied_checkpoint], ids=["tied", "untied"])
 @pytest.mark.parametrize("keys", TUNERS.values(), ids=TUNERS)
-def test_what_is_saved_is_restored_bit_for_bit(keys: dict, checkpoint: Callable[[], Path], tmp_path: Path) -> None:
+def test_saved_adapters_are_restored_bit_for_bit(keys: dict, checkpoint: Callable[[], Path], tmp_path: Path) -> None:
     model = tuned(lora(**keys), dtype="bfloat16", checkpoint=checkpoint()).model
     save_adapter(model, tmp_path)
     again = tuned(lora(**keys), dtype="bfloat16", checkpoint=checkpoint(), seed=8).model
@@ -46,7 +46,7 @@ def test_what_is_saved_is_restored_bit_for_bit(keys: dict, checkpoint: Callable[
 
 @pytest.mark.parametrize("checkpoint", [tiny_checkpoint, untied_checkpoint], ids=["tied", "untied"])
 @pytest.mark.parametrize("keys", TUNERS.values(), ids=TUNERS)
-def test_a_merged_checkpoint_is_what_engines_were_pushed(
+def test_a_merged_checkpoint_equals_the_pushed_weights(
     keys: dict, checkpoint: Callable[[], Path], tmp_path: Path
 ) -> None:
     loaded = tuned(lora(**keys), checkpoint=checkpoint())
@@ -79,7 +79,7 @@ def test_an_adapter_folder_loads_as_the_merged_model(tmp_path: Path) -> None:
     assert all(torch.equal(again.model.get_parameter(name), value) for name, value in pushed(loaded.model).items())
 
 
-def test_adapters_on_a_model_of_adapters_find_the_way_down(tmp_path: Path) -> None:
+def test_adapters_on_an_adapter_folder_find_the_base(tmp_path: Path) -> None:
     save_adapter(tuned(lora()).model, tmp_path / "first")
     second = tuned(lora(use_dora=True), checkpoint=tmp_path / "first")
     save_adapter(second.model, tmp_path / "second")
@@ -102,7 +102,7 @@ def test_export_merges_too(tmp_path: Path) -> None:
         torch.testing.assert_close(parameter, reference.get_parameter(name).float(), atol=0, rtol=0)
 
 
-def test_a_base_that_moved_can_be_named(tmp_path: Path) -> None:
+def test_the_base_of_an_adapter_can_be_overridden(tmp_path: Path) -> None:
     base = shutil.copytree(tiny_checkpoint(), tmp_path / "base")
     loaded = tuned(lora(), checkpoint=base)
     save_adapter(loaded.model, tmp_path / "run")
@@ -144,7 +144,7 @@ def other_layers(folder: Path) -> None:
      (other_width, "up_proj.weight fits no weight of the base model"),
      (other_layers, "layers.9.mlp.down_proj.weight fits no weight of the base model")],
 )  # fmt: skip
-def test_what_cannot_be_merged_is_one_clear_error(damage: Callable[[Path], None], says: str, tmp_path: Path) -> None:
+def test_a_failed_merge_is_one_clear_error(damage: Callable[[Path], None], says: str, tmp_path: Path) -> None:
     save_adapter(tuned(lora()).model, tmp_path)
     damage(tmp_path)
     with pytest.raises(CheckpointError, match=says) as caught:
@@ -164,7 +164,7 @@ def test_resuming_with_another_tuner_is_refused(other: dict, tmp_path: Path) -> 
     assert all(torch.equal(before[name], value) for name, value in trainable(model).items()), "nothing was half loaded"
 
 
-def test_saving_reads_a_gathered_state_where_one_is_given(tmp_path: Path) -> None:
+def test_saving_uses_a_given_gathered_state(tmp_path: Path) -> None:
     """Under FSDP the model itself holds shards."""
     model = tuned(lora()).model
     state = {name: value.clone() for name, value in model.state_dict().items()}

@@ -52,14 +52,14 @@ def reference(
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["tokens", "patches"])
-def test_forward_is_the_formula(lengths: tuple[int, ...], causal: bool) -> None:
+def test_forward_equals_the_formula(lengths: tuple[int, ...], causal: bool) -> None:
     query, key, value = rows(sum(lengths))
     output = KERNELS["packed"](query, key, value, Segments(lengths, causal), DIM**-0.5, 0.0)
     torch.testing.assert_close(output, reference(query, key, value, lengths, causal), atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_gradients_are_the_formulas(lengths: tuple[int, ...]) -> None:
+def test_gradients_equal_the_formula(lengths: tuple[int, ...]) -> None:
     leaves = [leaf.requires_grad_() for leaf in rows(sum(lengths))]
     q, k, v = leaves
     ours = torch.autograd.grad(attend_each_segment(q, k, v, Segments(lengths), DIM**-0.5).square().sum(), leaves)
@@ -68,7 +68,7 @@ def test_gradients_are_the_formulas(lengths: tuple[int, ...]) -> None:
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
 
 
-def test_segments_pass_through_ddp_and_accelerate_as_they_are() -> None:
+def test_segments_pass_unchanged_through_ddp_and_accelerate() -> None:
     """A tensor of lengths would be moved to the GPU with the rest, and every layer would wait to read it back."""
     arguments = row_arguments([3, 4])
     ddp = _recursive_to(arguments, torch.device("meta"), use_side_stream_for_tensor_copies=False)[0]
@@ -77,7 +77,7 @@ def test_segments_pass_through_ddp_and_accelerate_as_they_are() -> None:
         assert moved["attention_mask"].device.type == "meta" and not moved["attention_mask"].numel()
 
 
-def test_what_kernels_need_is_made_once_a_forward() -> None:
+def test_kernel_arguments_are_computed_once_per_forward() -> None:
     segments = Segments([3, 4, 5])
     starts = segments.cumulative(torch.device("cpu"))
     assert starts.tolist() == [0, 3, 7, 12] and starts.dtype == torch.int32
@@ -85,7 +85,7 @@ def test_what_kernels_need_is_made_once_a_forward() -> None:
     assert (segments.total, segments.longest) == (12, 5)
 
 
-def test_lost_segments_are_noticed() -> None:
+def test_lost_segments_are_detected() -> None:
     """If transformers stopped passing unknown arguments on, rows would silently be one causal sequence."""
     query, key, value = rows(7)
     layer = SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False, layer_idx=0)
@@ -95,7 +95,7 @@ def test_lost_segments_are_noticed() -> None:
         attend(layer, query, key, value, mask, scaling=DIM**-0.5)
 
 
-def test_dropout_is_refused_by_kernels_without_it() -> None:
+def test_kernels_without_dropout_refuse_it() -> None:
     q, k, v = rows(8)
     with pytest.raises(ConfigError, match=r"model\.attn_implementation.*0\.1"):
         KERNELS["varlen"](q, k, v, Segments([8]), DIM**-0.5, 0.1)

@@ -56,7 +56,7 @@ def matrices(model: Any) -> list[torch.Tensor]:
     return [table(model).detach(), model.get_output_embeddings().weight.detach()]
 
 
-def test_tokens_stand_behind_the_old_ones_in_order(expanded: Expanded) -> None:
+def test_new_tokens_follow_the_old_ones_in_order(expanded: Expanded) -> None:
     tokenizer = expanded.new.processor.tokenizer
     first = expanded.num_old_tokens
     assert tokenizer.convert_tokens_to_ids(list(NEW_TOKENS)) == list(range(first, first + 1001))
@@ -89,7 +89,7 @@ def test_tied_heads_stay_tied(expanded: Expanded) -> None:
     assert model.config.tie_word_embeddings == expanded.tied
 
 
-def test_new_rows_are_distinct_ordered_and_of_the_old_ones_size(expanded: Expanded) -> None:
+def test_new_rows_are_distinct_ordered_and_as_large_as_old_ones(expanded: Expanded) -> None:
     first = expanded.num_old_tokens
     for matrix in matrices(expanded.new.model):
         old, wildcard, coords = matrix[:first], matrix[first], matrix[first + 1 :]
@@ -99,7 +99,7 @@ def test_new_rows_are_distinct_ordered_and_of_the_old_ones_size(expanded: Expand
         assert (coords - mean).square().mean().sqrt().item() == pytest.approx(std.item(), rel=0.1)
         distance = torch.cdist(coords, coords)
         nearest = distance + torch.eye(1000) * distance.max()
-        assert nearest.min() > 0.05 * distance.mean(), "no two bins look alike"
+        assert nearest.min() > 0.05 * distance.mean(), "all bins differ"
         bins = torch.arange(1000)
         neighbour = (nearest.argmin(1) - bins).abs()
         assert (neighbour <= 2).all(), "the row most like a bin's is a neighbour's"
@@ -107,7 +107,7 @@ def test_new_rows_are_distinct_ordered_and_of_the_old_ones_size(expanded: Expand
         assert by_gap == sorted(by_gap), "further bins are further apart"
 
 
-def test_what_belongs_to_the_checkpoint_comes_along(expanded: Expanded) -> None:
+def test_other_checkpoint_files_are_copied(expanded: Expanded) -> None:
     old = expanded.folder.parent / "old"
     assert {path.name for path in old.iterdir()} == {path.name for path in expanded.folder.iterdir()}
     assert expanded.new.processor.chat_template == AutoTokenizer.from_pretrained(old).chat_template
@@ -116,7 +116,7 @@ def test_what_belongs_to_the_checkpoint_comes_along(expanded: Expanded) -> None:
     assert {path.stat().st_mode for path in expanded.folder.iterdir()} == {(old / "config.json").stat().st_mode}
 
 
-def test_the_number_type_stays(tmp_path: Path) -> None:
+def test_the_dtype_is_kept(tmp_path: Path) -> None:
     build_tiny_checkpoint(tmp_path / "old", spec=TinySpec(**SMALL), coord_tokens=False)
     Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "old", dtype=torch.bfloat16).save_pretrained(
         tmp_path / "old"
@@ -170,7 +170,7 @@ def with_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_checkpoint(tmp_path_factory.mktemp("complete") / "model", spec=TinySpec(**SMALL))
 
 
-def test_refuses_a_checkpoint_that_has_them(tmp_path: Path, with_tokens: Path) -> None:
+def test_refuses_a_checkpoint_with_coordinate_tokens(tmp_path: Path, with_tokens: Path) -> None:
     with pytest.raises(CheckpointError, match="already"):
         expand_vocab(with_tokens, tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -185,7 +185,7 @@ def test_refuses_a_checkpoint_that_has_them(tmp_path: Path, with_tokens: Path) -
         ({"config.json": '{"model_type": "qwen3_vl"}'}, "no tokenizer.json"),
     ],
 )
-def test_refuses_what_is_no_qwen3_vl_checkpoint(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_refuses_other_checkpoints_than_qwen3_vl(tmp_path: Path, files: dict[str, str], message: str) -> None:
     (tmp_path / "old").mkdir()
     for name, text in files.items():
         (tmp_path / "old" / name).write_text(text)

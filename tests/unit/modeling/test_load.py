@@ -1,4 +1,4 @@
-"""What may go wrong with a checkpoint folder is one clear error; what is read is complete."""
+"""A broken checkpoint folder is one clear error; loaded weights are complete."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("damage", "error", "says"), CHEAP, ids=lambda value: getattr(value, "__name__", None))
-def test_seen_without_reading_weights(
+def test_errors_are_found_without_reading_weights(
     folder: Path, damage: Callable[[Path], None], error: type[CoordExpError], says: str
 ) -> None:
     damage(folder)
     if folder.exists():
-        (folder / "model.safetensors").unlink()  # whoever reads weights first fails otherwise
+        (folder / "model.safetensors").unlink()  # reading weights first would raise another error
     with pytest.raises(error, match=says) as caught:
         load_model(folder, "float32")
     assert str(folder) in str(caught.value)
@@ -95,25 +95,25 @@ def test_incomplete_weights_are_refused(folder: Path, damage: Callable[[Path], N
         load_model(folder, "float32")
 
 
-def test_no_processor(folder: Path) -> None:
+def test_a_missing_processor_is_an_error(folder: Path) -> None:
     (folder / "processor_config.json").unlink()
     with pytest.raises(CheckpointError, match="processor"):
         load_processor(folder)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_weights_come_in_the_dtype_asked_for(dtype: str) -> None:
+def test_weights_have_the_requested_dtype(dtype: str) -> None:
     loaded = load_model(tiny_checkpoint(), dtype)
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {getattr(torch, dtype)}
 
 
-def test_a_saved_model_names_no_attention_of_ours(tmp_path: Path) -> None:
+def test_a_saved_model_does_not_name_our_attention(tmp_path: Path) -> None:
     """vLLM and plain transformers read the folder too, and know nothing of packed attention."""
     load_model(tiny_checkpoint(), "float32", "packed").model.save_pretrained(tmp_path)
     assert not [p.name for p in tmp_path.glob("*.json") if "coordexp" in p.read_text()]
 
 
-def test_the_vocabulary_alone_is_cheap(folder: Path) -> None:
+def test_the_vocabulary_loads_without_the_model(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert len(load_vocab(folder).coord_token_ids) == 1000
 
@@ -122,7 +122,7 @@ def test_the_vocabulary_alone_is_cheap(folder: Path) -> None:
 def test_torchvision_is_prepared_before_any_module_imports_transformers(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a CPU torch, transformers cannot be imported otherwise; which module comes first must not matter."""
+    """With a CPU torch, transformers cannot be imported otherwise; the import order must not matter."""
     prepared: list[str] = []
     monkeypatch.setattr("coordexp.cpu_wheels.ensure_torchvision", lambda: prepared.append(package))
     importlib.reload(importlib.import_module(package))

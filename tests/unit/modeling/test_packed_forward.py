@@ -65,13 +65,13 @@ def test_a_packed_row_equals_separate_forwards(
     packed = packed_logits(models[attention], segments).split([segment.length for segment in segments])
     for together, segment in zip(packed, segments, strict=True):
         alone = separate_logits(models["sdpa"], segment)
-        assert alone.std() > 0.1, "flat logits would compare equal whatever the attention"
+        assert alone.std() > 0.1, "flat logits would be equal with any attention"
         torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
 
 def test_with_a_cache_sdpa_leaks_between_segments(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
-    """Why the one forward switches the cache off. If this fails, transformers reads packed rows right at last. Our own
-    attention is told the segments, and cannot leak."""
+    """Why the one forward switches the cache off. If this fails, transformers has fixed packed rows. Our own
+    attention gets the segments and cannot leak."""
     length = segments[1].length
     clean = packed_logits(models["sdpa"], segments[:2])[-length:]
     leaking = packed_logits(models["sdpa"], segments[:2], use_cache=True)[-length:]
@@ -93,9 +93,7 @@ def test_packed_attention_refuses_cached_keys(models: dict[str, LoadedModel], se
             loaded.model(**inputs_of(loaded, segments[:1]), past_key_values=cache, use_cache=True)
 
 
-def test_packed_attention_refuses_lengths_that_are_not_the_rows(
-    models: dict[str, LoadedModel], segments: list[Segment]
-) -> None:
+def test_packed_attention_refuses_wrong_lengths(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
     inputs = inputs_of(models["packed"], segments[:2]) | row_arguments([7, 9])
     with torch.no_grad(), pytest.raises(ValueError, match="16"):
         models["packed"].model(**inputs, use_cache=False)
@@ -157,9 +155,7 @@ def test_both_attentions_have_equal_gradients(models: dict[str, LoadedModel], se
         assert (packed[name] - gradient).abs().max() < 1e-4 * scale, name
 
 
-def test_every_tensor_of_a_row_moves_and_its_lengths_need_not(
-    models: dict[str, LoadedModel], segments: list[Segment]
-) -> None:
+def test_all_tensors_of_a_row_are_moved_to_the_device(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
     inputs = inputs_of(models["packed"], segments[:2])
     moved = to_device(inputs, torch.device("meta"))
     stay = {"segments", "image_frames", *ON_HOST}
@@ -171,7 +167,7 @@ def test_every_tensor_of_a_row_moves_and_its_lengths_need_not(
 
 
 def image_features(loaded: LoadedModel, inputs: dict[str, Any]) -> list[torch.Tensor]:
-    """What the tower makes of each image: its own features, and those for the language model's first layers."""
+    """Features of each image: the tower's output, and those for the language model's first layers."""
     given: Any = loaded.model.model.get_image_features(
         inputs["pixel_values"], inputs["image_grid_thw"], **image_arguments(inputs)
     )
@@ -180,10 +176,10 @@ def image_features(loaded: LoadedModel, inputs: dict[str, Any]) -> list[torch.Te
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_images_of_a_row_go_through_the_tower_together_as_one_by_one(
+def test_images_together_equal_images_one_by_one(
     models: dict[str, LoadedModel], segments: list[Segment], attention: str
 ) -> None:
-    """What is made of their sizes beforehand is what the tower makes of them itself."""
+    """The tensors precomputed from the image sizes equal the tower's own."""
     loaded = models[attention]
     seen: list[dict[str, Any]] = []
     blocks: Any = loaded.model.model.visual.blocks
@@ -200,7 +196,7 @@ def test_images_of_a_row_go_through_the_tower_together_as_one_by_one(
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_an_image_sees_all_of_itself_and_nothing_of_its_neighbour(
+def test_an_image_attends_only_to_itself(
     models: dict[str, LoadedModel], segments: list[Segment], attention: str
 ) -> None:
     loaded = models[attention]

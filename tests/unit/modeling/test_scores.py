@@ -16,7 +16,7 @@ from support.qwen_tokenizer import qwen_vocab
 
 
 class FakeModel(torch.nn.Module):
-    """Gives every position the same logits but for the tokens it is told to favour; remembers the last call."""
+    """Gives every position the same logits except for the favoured tokens; records the last call."""
 
     def __init__(self, favour: dict[int, float]) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def test_uniform_probabilities_give_the_formula() -> None:
     assert scores == pytest.approx((math.exp(expected),), rel=1e-5)
 
 
-def test_confidence_asks_for_the_whole_description_and_for_coordinates_nearby() -> None:
+def test_confidence_uses_the_description_and_neighbouring_bins() -> None:
     asked, rollout, parsed = answered([CAT.__class__(CAT.desc, CAT.kind, (100, 200, 300, 400))])
     model, size = FakeModel({}), len(qwen_vocab())
     (found,) = TokenScorer(model, qwen_vocab(), 5, confidence=True).score(asked, rollout, parsed)
@@ -65,14 +65,14 @@ def test_a_bin_at_the_edge_has_fewer_neighbours() -> None:
     assert at_edge == pytest.approx(middle * ((NEIGHBOURS + 1) / (2 * NEIGHBOURS + 1)) ** COORD_WEIGHT, rel=1e-5)
 
 
-def test_what_the_model_favours_scores_higher() -> None:
+def test_favoured_tokens_score_higher() -> None:
     vocab = qwen_vocab()
     sure = {vocab.coord_token_ids[k]: 20.0 for k in CAT.bins}
     cat, dog = TokenScorer(FakeModel(sure), vocab, 5).score(*answered([CAT, DOG]))
     assert 0 < dog < cat < 1
 
 
-def test_only_the_needed_positions_are_asked_for_and_the_mode_is_kept() -> None:
+def test_only_needed_positions_are_computed_and_the_mode_is_kept() -> None:
     model = FakeModel({}).train()
     asked, rollout, parsed = answered([CAT])
     TokenScorer(model, qwen_vocab(), 5).score(asked, rollout, parsed)
@@ -84,7 +84,7 @@ def test_only_the_needed_positions_are_asked_for_and_the_mode_is_kept() -> None:
     assert inputs["use_cache"] is False and training is False and model.training is True
 
 
-def test_an_answer_without_objects_asks_for_nothing() -> None:
+def test_an_answer_without_objects_needs_no_forward() -> None:
     model = FakeModel({})
     assert TokenScorer(model, qwen_vocab(), 5).score(*answered([])) == ()
     assert not hasattr(model, "asked")

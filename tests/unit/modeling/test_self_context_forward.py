@@ -1,4 +1,4 @@
-"""Self-context on a real packed row: what each forward reads, and that segments stay apart in every one of them."""
+"""Self-context on a real packed row: the inputs of each forward; segments stay separate in all of them."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_the_vision_tower_runs_once(loaded: LoadedModel, segments: list[Segment]
 
 
 @torch.no_grad()
-def test_one_iteration_reads_what_a_plain_forward_reads(loaded: LoadedModel, segments: list[Segment]) -> None:
+def test_one_iteration_equals_a_plain_forward(loaded: LoadedModel, segments: list[Segment]) -> None:
     model: Any = loaded.model
     first, last = run(loaded, segments, SelfContext(1, "st", "unroll", 1.0))
     assert first is last

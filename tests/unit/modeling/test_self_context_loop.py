@@ -99,7 +99,7 @@ def test_straight_through_has_the_value_of_the_token_and_the_gradient_of_the_mea
 @pytest.mark.parametrize("mode", ["soft", "st", "hard"])
 @pytest.mark.parametrize("iterations", [2, 3])
 def test_detached_embeddings_leave_exactly_the_last_forwards_own_gradient(mode: EmbedMode, iterations: int) -> None:
-    """The coordinate loss sees the last forward alone; what was fed to it is a constant."""
+    """The coordinate loss depends on the last forward alone; its inputs are constants."""
     model = ToyModel()
     fed_KH = None
     for _ in range(iterations - 1):
@@ -136,7 +136,7 @@ def test_the_text_loss_sees_the_first_forward_alone(grad_mode: GradMode) -> None
         ("em_detach", 4, [True, False, False, True]),  # those between keep no activations
     ],
 )
-def test_which_forwards_keep_a_graph(grad_mode: GradMode, iterations: int, with_gradient: list[bool]) -> None:
+def test_forwards_that_keep_a_graph(grad_mode: GradMode, iterations: int, with_gradient: list[bool]) -> None:
     model = ToyModel()
     model.run(SelfContext(iterations, "soft", grad_mode, 1.0))
     assert model.calls == with_gradient

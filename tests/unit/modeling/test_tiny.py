@@ -35,8 +35,8 @@ def vocab() -> CoordVocab:
     return CoordVocab.from_tokenizer(build_tokenizer())
 
 
-def test_a_fresh_process_builds_it(tmp_path: Path) -> None:
-    """Nothing that an earlier import did (torchvision beside a CPU torch) is needed."""
+def test_a_fresh_process_builds_the_model(tmp_path: Path) -> None:
+    """It does not depend on an earlier import (torchvision with a CPU torch)."""
     code = (
         "import sys; from pathlib import Path; from coordexp.modeling.tiny import build_tiny_checkpoint; "
         "build_tiny_checkpoint(Path(sys.argv[1]))"
@@ -46,7 +46,7 @@ def test_a_fresh_process_builds_it(tmp_path: Path) -> None:
     assert load_vocab(tmp_path).eos_id > 0
 
 
-def test_it_is_tiny_and_of_the_real_family(loaded: LoadedModel) -> None:
+def test_the_model_is_tiny_and_of_the_real_family(loaded: LoadedModel) -> None:
     assert loaded.model.config.model_type == "qwen3_vl"
     assert 3e6 < sum(parameter.numel() for parameter in loaded.model.parameters()) < 9e6
     model: Any = loaded.model
@@ -76,7 +76,7 @@ def test_a_128_pixel_image_is_64_tokens(loaded: LoadedModel, tmp_path: Path) -> 
     assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_without_coordinate_tokens_it_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_coordinate_tokens_is_refused(tmp_path: Path) -> None:
     build_tiny_checkpoint(tmp_path, coord_tokens=False)
     with pytest.raises(VocabError, match="expand-vocab"):
         load_vocab(tmp_path)
@@ -92,7 +92,7 @@ def test_any_text_survives_the_tokenizer(vocab: CoordVocab, text: str) -> None:
 @pytest.mark.parametrize("order", get_args(FieldOrder))
 @pytest.mark.parametrize("desc", ["red circle", "WBC", "a {brace}", "naïve 雪 😀", 'quoted "x"'])
 def test_entries_end_where_tokens_end(vocab: CoordVocab, order: FieldOrder, desc: str) -> None:
-    """What stage 2 appends behind an entry is then tokenised as the model itself would have written it."""
+    """So stage 2's appended text has the same tokens as the model's own."""
     objects = [GTObject(desc, "bbox_2d", (1, 20, 300, 999)), GTObject(desc, "poly", (0, 1, 2, 3, 4, 5))] * 6
     text = serialize_objects(objects, order)
     ids = vocab.encode(text)

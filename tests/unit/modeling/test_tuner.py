@@ -1,4 +1,4 @@
-"""What is frozen stays frozen, adapters start as the base, and coordinate rows have exactly their own gradient."""
+"""Frozen weights stay frozen, fresh adapters equal the base, and coordinate rows get exactly their own gradient."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_adapters_go_on_every_linear_layer_of_the_parts_that_are_not_frozen(keys
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
 
-def test_coordinate_rows_are_trained_even_where_every_part_is_frozen() -> None:
+def test_coordinate_rows_are_trained_even_if_every_part_is_frozen() -> None:
     everything = {"freeze_vit": True, "freeze_aligner": True, "freeze_llm": True}
     assert trained_parts(tune_tiny(lora(**everything))) == {"coord"}
 
@@ -98,7 +98,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("keys", "says"), REFUSED, ids=lambda value: str(value))
-def test_what_cannot_be_adapted_is_refused(keys: dict, says: str) -> None:
+def test_invalid_target_modules_are_refused(keys: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         tune_tiny(lora(**keys))
 
@@ -151,7 +151,7 @@ def test_an_offsets_gradient_is_the_tables_own_at_its_rows(checkpoint, checkpoin
 
 
 @pytest.mark.parametrize("checkpoint", [tiny_checkpoint, untied_checkpoint], ids=["tied", "untied"])
-def test_the_head_as_the_objective_takes_it_is_the_models_own(checkpoint) -> None:
+def test_the_objectives_head_equals_the_models_own(checkpoint) -> None:
     loaded = tuned(lora(), checkpoint=checkpoint())
     head = output_head(loaded.model)
     assert head.offset_BH is not None
@@ -168,7 +168,7 @@ def test_the_head_as_the_objective_takes_it_is_the_models_own(checkpoint) -> Non
     assert plain.offset_BH is None
 
 
-def test_a_copy_of_a_model_has_an_offset_of_its_own() -> None:
+def test_a_copy_of_a_model_has_its_own_offset() -> None:
     loaded = tuned(lora(), seed=1)
     twin: Any = copy.deepcopy(loaded.model)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What leaves the learner is a plain checkpoint's weights; what stays is untouched."""
+"""Pushed weights are those of a plain checkpoint; the trainer's own weights are unchanged."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_plain_model_gives_its_own_weights_without_copies() -> None:
 
 @pytest.mark.parametrize("checkpoint", [tiny_checkpoint, untied_checkpoint], ids=["tied", "untied"])
 @pytest.mark.parametrize("keys", TUNERS.values(), ids=TUNERS)
-def test_a_plain_model_with_the_merged_weights_computes_what_the_tuned_one_does(keys: dict, checkpoint) -> None:
+def test_a_plain_model_with_merged_weights_equals_the_tuned_one(keys: dict, checkpoint) -> None:
     loaded = tuned(lora(**keys), checkpoint=checkpoint())
     plain = load_model(checkpoint(), "float32")
     before = logits_of(plain)
@@ -92,7 +92,7 @@ def test_merging_is_pefts_own_formula(use_dora: bool) -> None:
 
 
 @pytest.mark.parametrize("keys", TUNERS.values(), ids=TUNERS)
-def test_training_weights_are_bitwise_what_they_were(keys: dict) -> None:
+def test_training_weights_are_bitwise_unchanged(keys: dict) -> None:
     model = tuned(lora(**keys)).model
     before = snapshot(model)
     merged(model)
@@ -100,7 +100,7 @@ def test_training_weights_are_bitwise_what_they_were(keys: dict) -> None:
     assert_untouched(model, before)
 
 
-def test_training_weights_are_untouched_when_the_push_fails() -> None:
+def test_training_weights_are_unchanged_after_a_failed_push() -> None:
     model = tuned(lora(use_dora=True)).model
     before = snapshot(model)
     with pytest.raises(ConnectionError), LearnerWeights(model).full() as tensors:
@@ -126,7 +126,7 @@ def test_a_bf16_model_is_merged_in_float32_and_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_the_adapter_alone_carries_pefts_names_and_values(use_dora: bool) -> None:
+def test_adapter_only_weights_have_pefts_names_and_values(use_dora: bool) -> None:
     model = tuned(lora(use_dora=use_dora)).model
     adapter = LearnerWeights(model).adapter()
     assert adapter is not None
@@ -137,7 +137,7 @@ def test_the_adapter_alone_carries_pefts_names_and_values(use_dora: bool) -> Non
     assert isinstance(adapter.config["target_modules"], list)
 
 
-def test_what_changes_outside_the_adapter_is_named() -> None:
+def test_trained_weights_outside_the_adapter_are_named() -> None:
     adapter = LearnerWeights(tuned(lora(modules_to_save=["visual.pos_embed"])).model).adapter()
     assert adapter is not None and adapter.outside_llm
     assert [name for name, _ in adapter.changed] == [

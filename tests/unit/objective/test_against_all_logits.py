@@ -33,7 +33,7 @@ KEYS = st.fixed_dictionaries(
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[ObjectivePipeline, list[list[Segment]]]:
-    """A pipeline, and the rows of a step whose targets have its weights."""
+    """A pipeline, and the rows of a step with targets weighted by it."""
     keys = draw(KEYS)
     kind = draw(st.sampled_from(["stage 2", "Channel-B", "stage 1", "stage 1 with a coordinate loss"]))
     if kind in ("stage 2", "Channel-B"):

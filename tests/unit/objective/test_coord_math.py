@@ -72,7 +72,7 @@ def test_truncation_never_empties_a_row(center: float, nonzero: list[int]) -> No
     assert q.sum().item() == pytest.approx(1.0)
 
 
-def test_a_tiny_sigma_does_not_divide_zero_by_zero() -> None:
+def test_a_tiny_sigma_gives_no_nan() -> None:
     assert target(500.5, sigma=0.01)[0, 499:503].tolist() == [0.0, 0.5, 0.5, 0.0]
 
 
@@ -140,7 +140,7 @@ def test_both_gates(text: float, coord: float, temperature: float, gate: float |
         assert text_gate(*args).item() == pytest.approx(leak, rel=1e-6, abs=1e-8)
 
 
-def test_the_coordinate_gate_is_no_reward_where_rounding_puts_the_coordinates_above_the_whole() -> None:
+def test_the_coordinate_gate_is_never_negative_after_rounding() -> None:
     whole = torch.tensor([20.0])
     assert coord_math.coord_gate(whole, torch.nextafter(whole, torch.tensor(30.0))).item() == 0.0
 

@@ -70,7 +70,7 @@ def total(scores: HeadScores) -> torch.Tensor:
 @pytest.mark.parametrize("ids", [CONTIGUOUS, SCATTERED], ids=["contiguous ids", "scattered ids"])
 @pytest.mark.parametrize("with_offset", [False, True], ids=["plain", "offset"])
 @pytest.mark.parametrize("temperatures", [(1.0,), (0.6,), (1.0, 1.7), (0.5, 1.0, 2.0)])
-def test_it_equals_all_the_logits_and_plain_autograd(temperatures, with_offset, ids, chunk_logits) -> None:
+def test_it_equals_full_logits_with_autograd(temperatures, with_offset, ids, chunk_logits) -> None:
     hidden, weight, offset, label = tensors(bins=len(ids))
     leaves = [hidden, weight, *([offset] if with_offset else [])]
     asked = query(temperatures)
@@ -106,7 +106,7 @@ def test_positions_that_are_only_measured_get_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["weight", "hidden", "offset"])
-def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen: str) -> None:
+def test_frozen_weights_get_no_gradient_and_change_no_other(frozen: str) -> None:
     def grads(freeze: str | None) -> dict[str, Any]:
         hidden, weight, offset, label = tensors()
         leaves = {"hidden": hidden, "weight": weight, "offset": offset}
@@ -123,7 +123,7 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen: str) -> No
             assert torch.equal(some[name], grad)
 
 
-def test_asking_for_nothing_still_leaves_a_graph() -> None:
+def test_no_positions_still_give_a_graph() -> None:
     hidden, weight, _, label = tensors()
     scores = score_head(hidden, weight, NOTHING, label, CONTIGUOUS)
     assert scores.vocab_lse_N == scores.coord_lse_N == {} and scores.coord_logit_KB is None
@@ -149,7 +149,7 @@ def test_half_precision_is_summed_in_float32(half: torch.dtype) -> None:
         torch.testing.assert_close(a.grad.double(), b.grad, rtol=0.02, atol=0.02 * b.grad.abs().max().item())
 
 
-def test_autocast_computes_in_half_and_returns_gradients_as_the_leaves_are() -> None:
+def test_autocast_computes_in_half_and_gradients_have_the_leaves_dtype() -> None:
     hidden, weight, _, label = tensors(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         got = score_head(hidden, weight, query(), label, CONTIGUOUS)

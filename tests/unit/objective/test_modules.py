@@ -169,7 +169,7 @@ def test_a_pipeline_without_bbox_geo_decodes_nothing(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("index", range(3), ids=["token_ce", "coord_reg", "bbox_geo"])
 @pytest.mark.parametrize("change", [{"enabled": False}, {"channels": ("A",)}, {"channels": ()}, {"weight": 0.0}])
-def test_a_module_that_is_off_is_not_built(index: int, change: dict) -> None:
+def test_a_disabled_module_is_not_built(index: int, change: dict) -> None:
     specs = list(config(**EVERYTHING).objective)
     specs[index] = specs[index].model_copy(update=change)
     pipe = build_pipeline(PipelineConfig(objective=tuple(specs), diagnostics=()))
@@ -205,7 +205,7 @@ def supervision() -> SupervisionTensors:
 def peaked(
     pipeline: ObjectivePipeline, bins: list[tuple[int, ...]], height: float = 1e4
 ) -> tuple[SupervisionTensors, HeadScores]:
-    """A row of ground-truth boxes whose coordinate logits all stand on ``bins``."""
+    """A row of ground-truth boxes with all coordinate logits on ``bins``."""
     found = supervision()
     logits = torch.zeros(len(found.position_N), len(tiny_vocab()), dtype=torch.float64)
     flat = [k for box in bins for k in box]
@@ -229,7 +229,7 @@ def test_bbox_geo_reads_the_expectation_of_each_side(predicted, smoothl1, ciou) 
         assert terms["ciou"].item() == pytest.approx(ciou, abs=2e-6)
 
 
-def test_bbox_geo_decodes_as_the_run_says() -> None:
+def test_bbox_geo_uses_the_configured_decoding() -> None:
     """Two thirds of each side's mass on the true bin, the rest at the far end: only the expectation is off."""
     pipe = {decode: build_pipeline(config(), decode=decode) for decode in ("exp", "st")}
     row = peaked(pipe["exp"], [(500, 500, 700, 800)], height=math.log(2 * 999))
@@ -237,9 +237,9 @@ def test_bbox_geo_decodes_as_the_run_says() -> None:
     assert loss["st"] == pytest.approx(0.0, abs=1e-12) and loss["exp"] > 1e-3
 
 
-def test_diagnostics_measure_what_they_say() -> None:
+def test_values_of_diagnostics() -> None:
     sums = MODULES["coord_diag"]().sums(*peaked(build_pipeline(config()), [(500, 500, 700, 801)]))
-    num = 10  # four sides of the box, six of the polygon whose logits are flat
+    num = 10  # four sides of the box, six coordinates of the polygon with flat logits
     assert sums["p_target"].item() == pytest.approx(3 + 6 / 1000, abs=1e-9)
     assert sums["acc_top5"].item() >= 3
     flat = sum(abs(k - 499.5) for k in segments()[1].target.coord_bin_K[4:])
@@ -268,10 +268,10 @@ def test_one_broken_logit_cannot_erase_the_step(broken: float) -> None:
     embed, head = model.gradients()
     assert torch.isfinite(embed).all() and torch.isfinite(head).all()
     assert embed.abs().sum() > 0 and head.abs().sum() > 0
-    assert torch.count_nonzero(head[:, 3]) == 0, "what the limit replaced has no gradient"
+    assert torch.count_nonzero(head[:, 3]) == 0, "clamped logits have no gradient"
 
 
-def test_scores_that_a_wrapper_rounded_are_refused() -> None:
+def test_scores_rounded_by_a_wrapper_are_refused() -> None:
     pipeline = build_pipeline(config())
     supervision, scores = scores_of(segments(), Trigram(), pipeline)
     rounded = scores._replace(label_logit_N=scores.label_logit_N.bfloat16())

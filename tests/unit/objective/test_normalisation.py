@@ -25,7 +25,7 @@ ROWS = {
 
 
 def step(rows: Sequence[Sequence[Segment]], pipeline: ObjectivePipeline) -> tuple[float, dict[str, float], list]:
-    """Backward over each row in turn, with the whole step's totals: what micro-steps and ranks add up to."""
+    """Backward over each row in turn, with the whole step's totals: the sum over micro-steps and ranks."""
     totals = count_terms(segment.target for row in rows for segment in row)
     model, loss, terms = Trigram(), 0.0, {}
     for row in rows:
@@ -52,7 +52,7 @@ def test_packing_changes_nothing(
         assert want.abs().max() > 1e-3
 
 
-def test_twice_the_same_segments_are_the_same_mean() -> None:
+def test_duplicating_segments_does_not_change_the_mean() -> None:
     pipeline, weights = PIPELINES["stage2"]
     loss, _, gradients = step([segments(weights)], pipeline)
     doubled, _, twice = step([segments(weights), segments(weights)], pipeline)
@@ -60,7 +60,7 @@ def test_twice_the_same_segments_are_the_same_mean() -> None:
     torch.testing.assert_close(twice, gradients, rtol=1e-9, atol=1e-12)
 
 
-def test_a_row_with_nothing_to_score_still_has_a_graph() -> None:
+def test_a_row_without_scored_positions_still_has_a_graph() -> None:
     """Every rank runs backward: an image without objects under a coordinates-only pipeline has a zero gradient."""
     model = Trigram()
     result = scored(build_pipeline(config(["token_ce", "bbox_geo"])), [segments()[4]], model)
@@ -69,7 +69,7 @@ def test_a_row_with_nothing_to_score_still_has_a_graph() -> None:
     assert all(torch.count_nonzero(gradient) == 0 for gradient in model.gradients())
 
 
-def test_totals_add_up() -> None:
+def test_totals_are_additive() -> None:
     parts = [count_terms([segment.target]) for segment in segments()]
     assert all(tuple(part) == TERMS for part in parts), "the same order on every rank"
     assert {term: sum(part[term] for part in parts) for term in TERMS} == count_terms(s.target for s in segments())

@@ -37,7 +37,7 @@ SECOND = Segment(
 )
 
 
-def test_segments_stand_end_to_end():
+def test_segments_are_contiguous():
     row = build_row([FIRST, SECOND])
     assert row.offsets == (0, 8, 15)
     assert row.length == 15
@@ -63,7 +63,7 @@ def test_a_row_without_coordinates_has_empty_arrays_of_the_right_shape():
     assert got.box_in_K_M4.shape == got.box_bin_M4.shape == (0, 4)
 
 
-def test_no_segment_no_row():
+def test_a_row_needs_a_segment():
     with pytest.raises(ValueError, match="segment"):
         build_row([])
 

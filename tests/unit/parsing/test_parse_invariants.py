@@ -1,4 +1,4 @@
-"""What holds for every token sequence: the target is valid JSON, the kept tokens are the rollout's own, and every
+"""For every token sequence the target is valid JSON, the kept tokens are the rollout's own, and every
 coordinate points at its token."""
 
 from __future__ import annotations

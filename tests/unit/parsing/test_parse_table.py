@@ -1,4 +1,4 @@
-"""What each kind of answer becomes: one line a case, on the real Qwen token boundaries."""
+"""Parsing of each kind of answer: one line per case, on the real Qwen token boundaries."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ WHOLE_ANSWERS = [
      f"{{{O2}, {entry(box(' '), 9)}", 9),
     ("scalar entry, then a good one", f"{{{entry('123', 4)}, {O3}}}{END}", [3], {R.NOT_AN_OBJECT: 1},
      f"{{{entry('123', 4)}, {O3}", 4),
-    ("scalar entry last is no place to append", f"{{{O3}, {entry('123', 4)}}}{END}", [3], {R.NOT_AN_OBJECT: 1},
+    ("nothing is appended after a scalar entry", f"{{{O3}, {entry('123', 4)}}}{END}", [3], {R.NOT_AN_OBJECT: 1},
      f"{{{O3}", 3),
     ("scalar entry only", f"{{{entry('[]', 4)}}}{END}", [], {R.NOT_AN_OBJECT: 1}, "{", None),
     ("text after the stop token", f"{{{O1}}}{END} {{{O2}}}", [1], {}, f"{{{O1}", 1),
@@ -84,14 +84,14 @@ WHOLE_ANSWERS = [
     ("no JSON", f"NOT_JSON{END}", [], {R.PROSE: 1}, "{", None),
     ("prose", f"I see a black cat.{END}", [], {R.PROSE: 1}, "{", None),
     ("prose inside the root", f"{{a black cat}}{END}", [], {R.PROSE: 1}, "{", None),
-    ("prose behind an entry", f"{{{O1}, and a dog}}{END}", [1], {R.PROSE: 1}, f"{{{O1}", 1),
+    ("prose after an entry", f"{{{O1}, and a dog}}{END}", [1], {R.PROSE: 1}, f"{{{O1}", 1),
     ("prose and an object", f"One cat: {GOOD}{END}", [], {R.UNKEYED: 1}, "{", None),
-    ("unkeyed objects behind a keyed one", f"{{{O1}, {GOOD}, {GOOD}}}{END}", [1], {R.UNKEYED: 2}, f"{{{O1}", 1),
+    ("unkeyed objects after a keyed one", f"{{{O1}, {GOOD}, {GOOD}}}{END}", [1], {R.UNKEYED: 2}, f"{{{O1}", 1),
     ("unkeyed objects, then a keyed one", f"{{{O1}, {GOOD}, {O2}}}{END}", [1], {R.UNKEYED: 1, R.AFTER_BREAK: 1},
      f"{{{O1}", 1),
     ("unkeyed objects only", f"{{{GOOD}, {GOOD}}}{END}", [], {R.UNKEYED: 2}, "{", None),
-    ("unkeyed object behind the root", f"{{{O1}}} {GOOD}{END}", [1], {R.UNKEYED: 1}, f"{{{O1}", 1),
-    ("unkeyed object behind a broken one", f"{{{O1}, {NO_CLOSE_BRACKET}, {GOOD}}}{END}", [1],
+    ("unkeyed object after the root", f"{{{O1}}} {GOOD}{END}", [1], {R.UNKEYED: 1}, f"{{{O1}", 1),
+    ("unkeyed object after a broken one", f"{{{O1}, {NO_CLOSE_BRACKET}, {GOOD}}}{END}", [1],
      {R.MALFORMED: 1, R.UNKEYED: 1}, f"{{{O1}", 1),
     ("a list of objects", f"[{GOOD}, {GOOD}]{END}", [], {R.WRONG_ROOT: 2}, "{", None),
     ("a list of nothing", f"[]{END}", [], {R.WRONG_ROOT: 1}, "{", None),
@@ -130,7 +130,7 @@ WHOLE_ANSWERS = [
     ("coordinate wildcard in an array", f"{{{entry(box(at='[<|coord_*|>]'))}}}", [], {R.MALFORMED: 1}, "{", None),
     ("foreign entry first", f"{{{NOTE}, {O1}}}{END}", [1], {R.KEY_INVALID: 1}, f"{{{NOTE}, {O1}", 1),
     ("foreign entry last", f"{{{O1}, {NOTE}}}{END}", [1], {R.KEY_INVALID: 1}, f"{{{O1}, {NOTE}", 1),
-    ("foreign entry behind a scalar one", f"{{{entry('123', 4)}, {NOTE}}}{END}", [],
+    ("foreign entry after a scalar one", f"{{{entry('123', 4)}, {NOTE}}}{END}", [],
      {R.NOT_AN_OBJECT: 1, R.KEY_INVALID: 1}, f"{{{entry('123', 4)}, {NOTE}", 4),
     ("a list of objects", f'{{"objects": [{GOOD}, {GOOD}]}}{END}', [], {R.KEY_INVALID: 1}, "{", None),
     ("polite preamble", f"Sure! {{{O1}, {O2}}}{END}", [], {R.PREAMBLE: 2}, "{", None),
@@ -348,7 +348,7 @@ def test_unknown_id_ends_the_readable_part() -> None:
 
 
 def test_id_that_writes_nothing_ends_the_readable_part() -> None:
-    """A hole among a tokenizer's ids: it stands for no text that anybody could have meant."""
+    """An unused id of the tokenizer: it has no text."""
     real = qwen_vocab()
     vocab = CoordVocab([*real.pieces, b""], real.coord_token_ids, real.eos_id, real.control_ids, qwen_tokenizer())
     ids = vocab.encode(f"{{{O1}, {O2}")

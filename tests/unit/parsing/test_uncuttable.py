@@ -12,7 +12,7 @@ from support.parse_invariants import byte_vocab
 
 
 def stubborn_vocab(*unwritable: str) -> CoordVocab:
-    """:func:`byte_vocab` whose encoder gets some texts wrong, as a normalising tokenizer does."""
+    """:func:`byte_vocab` with an encoder that changes some texts, as a normalising tokenizer does."""
     vocab = byte_vocab()
 
     def encode(text: str, add_special_tokens: bool) -> dict[str, list[int]]:

@@ -73,10 +73,10 @@ def test_a_picture_shows_the_objects_in_the_order_that_was_matched(
     assert len(drawn) == 6
     assert all(match_objects(outcome.parsed.objects, one.objects) == outcome.match for one, outcome in drawn)
     in_file = {one.sample_id: one.objects for one in read_jsonl(tiny_scenes())}
-    assert any(one.objects != in_file[one.sample_id] for one, _ in drawn), "some stand in another order"
+    assert any(one.objects != in_file[one.sample_id] for one, _ in drawn), "some are in another order"
 
 
-def test_what_was_found_and_what_was_missed_have_their_colours(tmp_path: Path) -> None:
+def test_matched_and_missed_objects_have_their_colours(tmp_path: Path) -> None:
     Image.new("RGB", (64, 48), "gray").save(tmp_path / "a.png")
     image = replace(record([CAT, DOG]), image=tmp_path / "a.png", width=64, height=48)
     outcome = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab())  # the cat, and no dog
@@ -99,7 +99,7 @@ def test_what_was_found_and_what_was_missed_have_their_colours(tmp_path: Path) -
         ({"training__report_to": ["tensorboard"]}, False),  # nothing is recorded, so nothing is drawn
     ],
 )
-def test_nothing_is_drawn_unasked(tmp_path: Path, keys: dict, has_board: bool) -> None:
+def test_nothing_is_drawn_by_default(tmp_path: Path, keys: dict, has_board: bool) -> None:
     from rich.console import Console
 
     from coordexp.training.run import build_trainer, check_run

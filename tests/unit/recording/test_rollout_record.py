@@ -57,7 +57,7 @@ def read_back(record: RolloutRecord) -> RolloutRecord:
 
 @vocabs
 @pytest.mark.parametrize("response", ANSWERS.values(), ids=ANSWERS.keys())
-def test_a_line_comes_back_equal_and_replays(make_vocab, response: str) -> None:
+def test_a_line_round_trips_and_replays(make_vocab, response: str) -> None:
     vocab = make_vocab()
     line = made(vocab, response)
     again = read_back(line)
@@ -65,7 +65,7 @@ def test_a_line_comes_back_equal_and_replays(make_vocab, response: str) -> None:
     assert replay(again, vocab) == ()
 
 
-def test_a_record_says_what_happened() -> None:
+def test_a_record_describes_the_rollout() -> None:
     vocab = tiny_vocab()
     line = made(vocab)
     target = outcome_of(ANSWERS["found and missed"], TRUTH, vocab).target
@@ -137,7 +137,7 @@ def places(path: Path) -> list[tuple[int, int, str]]:
         pytest.param([at(0), at(0, 1), at(5)], [(0, 0, ""), (0, 1, ""), (5, 0, "")], id="one run"),
         pytest.param(
             [at(0), at(5), at(10), at(5, text="again")], [(0, 0, ""), (5, 0, "again")],
-            id="resumed before step 5: what came after is gone",
+            id="resumed before step 5: later lines are dropped",
         ),
         pytest.param(
             [at(0, 0), at(0, 1), at(0, 0, "again")], [(0, 1, ""), (0, 0, "again")], id="resumed within the same step",

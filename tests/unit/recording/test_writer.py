@@ -73,7 +73,7 @@ def test_records_of_due_steps_are_written_with_their_place(tmp_path: Path) -> No
     assert all(replay(r, tiny_vocab()) == () for r in found)
 
 
-def test_a_blank_row_is_not_the_sample_whose_prompt_it_borrows(tmp_path: Path) -> None:
+def test_a_blank_row_is_not_recorded_as_a_sample(tmp_path: Path) -> None:
     recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
     (sample,) = samples(1)
     offer(recorder, 0, [sample])
@@ -85,7 +85,7 @@ def test_a_blank_row_is_not_the_sample_whose_prompt_it_borrows(tmp_path: Path) -
     assert [found.token_loss for found in read_records(tmp_path)] == [((eos, 0.5),)]
 
 
-def test_a_dropped_answer_is_not_given_the_losses_of_a_later_one(tmp_path: Path) -> None:
+def test_a_dropped_answer_does_not_get_losses_of_a_later_one(tmp_path: Path) -> None:
     recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
     (sample,) = samples(1)
     closed = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab())
@@ -103,7 +103,7 @@ def test_a_dropped_answer_is_not_given_the_losses_of_a_later_one(tmp_path: Path)
         (0.0, "\udcff.png", (0, 0, 3), "was not written"),  # a file name that is not UTF-8
     ],
 )
-def test_lost_records_are_counted_and_warned_of_once(
+def test_lost_records_are_counted_and_warn_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, min_free_gb: float, name: str, lost: tuple[int, ...], warning: str
 ) -> None:
     recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=min_free_gb))
@@ -121,7 +121,7 @@ def test_a_failed_write_is_a_warning_and_a_count(tmp_path: Path, caplog: pytest.
     assert caplog.text.count("was not written") == 1
 
 
-def test_resuming_appends_behind_whole_lines(tmp_path: Path) -> None:
+def test_resuming_appends_after_complete_lines(tmp_path: Path) -> None:
     for step in (0, 1):
         recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
         offer(recorder, step, samples(2))
@@ -134,7 +134,7 @@ def test_resuming_appends_behind_whole_lines(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_training_writes_what_replays(tmp_path: Path) -> None:
+def test_records_of_training_can_be_replayed(tmp_path: Path) -> None:
     loaded = load_tiny()
     config = run_config(
         tmp_path, 2, rollout_matching__monitor_dump={"enabled": True, "max_samples": 1, "min_free_gb": 0.0},

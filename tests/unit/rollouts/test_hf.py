@@ -32,7 +32,7 @@ def requests_(loaded: LoadedModel) -> list[RolloutRequest]:
 
 @pytest.fixture
 def calls(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """What each call of ``model.generate`` was given, and the state it ran in."""
+    """Arguments and mode of each call of ``model.generate``."""
     seen: list[dict[str, Any]] = []
     model: Any = loaded.model
     generate = model.generate
@@ -76,7 +76,7 @@ def test_batched_greedy_equals_one_by_one(loaded: LoadedModel, requests_: list[R
 @pytest.mark.parametrize("batch", [7, 3])
 def test_progress_is_reported_within_a_batch(loaded: LoadedModel, requests_: list[RolloutRequest], batch: int) -> None:
     free = ids(backend(loaded).generate(requests_, SEEDS))
-    # A token that some answer holds and another does not, taken for the end of the turn: they end at different steps.
+    # Use a token of some answers but not all as the stop token, so they end at different steps.
     eos = next(token for token in free[0] if any(token not in answer for answer in free))
     ending = backend(loaded, batch=batch, vocab=StandInVocab(loaded, eos_id=eos, length=len(loaded.vocab)))
     told: list[int] = []
@@ -84,7 +84,7 @@ def test_progress_is_reported_within_a_batch(loaded: LoadedModel, requests_: lis
     assert watched == ids(ending.generate(requests_, SEEDS)), "looking on changes no answer"
     assert told == sorted(told) and told[-1] == 7
     starts = range(0, 7, batch)
-    assert {min(start + batch, 7) for start in starts} <= set(told), "a batch that is done is told of"
+    assert {min(start + batch, 7) for start in starts} <= set(told), "a finished batch is reported"
     early = [sum(len(answer) < TOKENS - 1 for answer in watched[start : start + batch]) for start in starts]
     within = [start + ended for start, ended in zip(starts, early, strict=True) if 0 < ended < batch]
     assert within and set(within) <= set(told), "and every answer that ended before its batch did"

@@ -72,7 +72,7 @@ def test_answer_ends_where_the_guard_triggers(
 
 
 def test_only_repeating_sequences_are_ended(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
-    """One batch, some of whose answers repeat: those end, each at its own step, and the others go on as without."""
+    """In one batch, repeating answers end, each at its own step; the others are unchanged."""
     free, guarded = answers(loaded, requests_, None), answers(loaded, requests_, GUARDS[3])
     offending = [one.repeat_terminated for one in guarded]
     assert True in offending and False in offending
@@ -88,14 +88,14 @@ def test_disabled_guard_changes_nothing(loaded: LoadedModel, requests_: list[Rol
 
 
 @pytest.mark.parametrize(("settings", "active"), [(None, 0), (GUARDS[0], 1)])
-def test_metric_says_whether_the_guard_is_active(
+def test_a_metric_reports_whether_the_guard_is_active(
     loaded: LoadedModel, settings: RepeatTerminateConfig | None, active: int
 ) -> None:
     backend = HFBackend(loaded.model, loaded.vocab, decoding(), 4, loaded.image_token_id, settings)
     assert backend.take_metrics()["rollout/repeat_terminate_active"] == active
 
 
-def test_the_prompt_never_counts(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+def test_the_prompt_is_never_counted(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     """Prompts hold long runs of image tokens."""
     prompt = requests_[0].prompt_token_ids
     assert first_trigger(prompt, guard(max_consecutive_token_repeats=4)) is not None

@@ -155,8 +155,8 @@ def answer(objects: int) -> str:
 
 @pytest.mark.parametrize("limit", [1, 9, 58])
 def test_max_object_keys_fires_with_the_real_vocabulary(limit: int) -> None:
-    """Qwen's tokenizer fuses the quote before ``object_`` with what stands before it, so no token sequence says
-    "a key begins here"; the text does."""
+    """Qwen's tokenizer fuses the quote before ``object_`` with the preceding text, so no token sequence marks
+    the start of a key; the text does."""
     vocab = qwen_vocab()
     ids = vocab.encode(answer(59))
     trigger = first_trigger(ids, Keys(max_object_keys=limit), ObjectKeyReader(vocab.pieces))
@@ -197,7 +197,7 @@ def test_fork_is_independent(shared: list[int], own: list[int]) -> None:
 
 
 def test_defaults_of_the_contract(tmp_path: Path) -> None:
-    """One default each, the same whoever reads it: YAML, the HF sampler, a server's environment."""
+    """YAML, the HF sampler and a server's environment have the same defaults."""
     written = {"min_new_tokens": 256, "max_consecutive_token_repeats": 64, "ngram_size": 64, "ngram_repeats": 2,
                "max_object_keys": None}  # fmt: skip
     assert RepeatTerminateConfig().model_dump() == {"enabled": False, **written}

@@ -1,4 +1,4 @@
-"""What holds for every backend behind the interface, and how one is chosen."""
+"""Properties of every rollout backend, and how one is chosen."""
 
 from __future__ import annotations
 

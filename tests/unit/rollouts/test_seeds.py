@@ -1,4 +1,4 @@
-"""Request seeds: in range, stable, and different wherever the place in the run differs."""
+"""Request seeds: in range, stable, and different for each place in the run."""
 
 import itertools
 import subprocess

@@ -1,4 +1,4 @@
-"""Training targets of single rollouts: what is corrected in place, what is appended, and under which number."""
+"""Training targets of single rollouts: corrections in place, appended objects and their numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_found_object_is_corrected_and_a_missed_one_appended(make_vocab, order
     assert body["object_1"]["bbox_2d"] == [COORD_TOKENS[k] for k in NEAR_BOX.bins]  # its text stays its own
     in_prefix = target.coord_pos_K < target.prefix_len
     assert target.coord_pos_K[in_prefix].tolist() == list(got.parsed.objects[0].coord_token_idx)
-    assert target.coord_bin_K[in_prefix].tolist() == list(CAT.bins)  # what it should have written
+    assert target.coord_bin_K[in_prefix].tolist() == list(CAT.bins)  # the ground truth
     assert target.coord_bin_K[~in_prefix].tolist() == list(DOG.bins)
     assert target.box_bin_M4.tolist() == [list(CAT.bins), list(DOG.bins)]
     assert target.box_pos_M4.tolist() == target.coord_pos_K.reshape(2, 4).tolist()  # both boxes at their own tokens
@@ -71,7 +71,7 @@ def test_targets_stand_at_the_predicted_objects_own_tokens(make_vocab, predicted
     assert [vocab.bin_of(target.token_ids[p]) for p in target.coord_pos_K] == list(predicted.bins)
     assert np.flatnonzero(target.roles_T == TokenRole.PREFIX_COORD).tolist() == list(own.coord_token_idx)
     assert len(target.coord_bin_K) == len(predicted.bins)
-    # Every vertex lies near a corner of the truth, so its target is that corner, shrunk a little by the entropy.
+    # Every vertex is near a ground-truth corner, so its target is that corner, shrunk a little by the entropy.
     corner = {False: (10, 20), True: (200, 220)}
     for bins, wanted in zip(predicted.bins, target.coord_bin_K, strict=True):
         assert min(abs(wanted - c) for c in (*corner[False], *corner[True])) < 3, (bins, wanted)
@@ -169,7 +169,7 @@ def test_missed_objects_keep_the_order_of_the_ground_truth() -> None:
     "shift",
     [
         pytest.param({"coord_token_idx": (0, 1, 2, 3)}, id="other tokens"),
-        pytest.param({"coord_token_idx": (10_000, 10_001, 10_002, 10_003)}, id="behind the prefix"),
+        pytest.param({"coord_token_idx": (10_000, 10_001, 10_002, 10_003)}, id="after the prefix"),
         pytest.param({"coord_token_idx": (-1, -2, -3, -4)}, id="before the prefix"),
         pytest.param({"bins": (12, 25, 195, 231)}, id="other bins"),
     ],
@@ -184,7 +184,7 @@ def test_a_parse_of_another_rollout_is_an_error(shift: dict) -> None:
 
 
 def test_the_seam_is_written_as_two_tokens() -> None:
-    """Appended text is tokenised on its own, behind the prefix: not as the one token that a model writes there."""
+    """Appended text is tokenised separately, so the seam is not the single token that a model writes."""
     vocab = qwen_vocab()
     got = outcome_of(answer(entry(1, NEAR_BOX)), [CAT, DOG], vocab)
     seam = got.target.prefix_len

@@ -54,7 +54,7 @@ def test_every_prefix_token_has_its_role(make_vocab, text, truth, expected) -> N
     assert cells(text, make_vocab(), truth)[: len(expected)] == expected
 
 
-def test_tokens_between_two_matched_entries_are_nobodys() -> None:
+def test_tokens_between_two_matched_entries_have_no_entry() -> None:
     """Qwen writes ``"]`` ``},`` `` "``: the comma and space say that an entry follows, not that this one is right."""
     rows = cells(answer(entry(1, NEAR), entry(2, DOG)), qwen_vocab(), [CAT, DOG])
     at = next(i for i, (_, piece) in enumerate(rows) if piece == "},")
@@ -76,7 +76,7 @@ def glued_vocab(*pieces: str) -> CoordVocab:
 
 
 def written_with(vocab: CoordVocab, text: str, glued: str) -> list[int]:
-    """Token ids of ``text`` in which ``glued`` is one token wherever it stands."""
+    """Token ids of ``text`` with every ``glued`` as one token."""
     (token,) = [i for i, piece in enumerate(vocab.pieces) if piece == glued.encode() and i >= len(byte_vocab())]
     ids: list[int] = []
     for i, part in enumerate(text.split(glued)):
@@ -120,7 +120,7 @@ def test_desc_of_the_last_entry_ends_in_a_replaced_token() -> None:
     text = f"{{{entry(1, NEAR)}}}".replace('"desc": "black cat", ', "").replace("]}}", '], "desc": "black cat"}}')
     got = outcome_of(written_with(vocab, text, 'cat"}}'), [CAT], vocab)
     (obj,) = got.parsed.objects
-    assert got.parsed.num_replaced_tail > 1  # written anew: c, a, t, and what closes
+    assert got.parsed.num_replaced_tail > 1  # rewritten: c, a, t and the closing characters
     rows = lettered(got.target, vocab)
     assert rows[obj.desc_token_span[0] : obj.desc_token_span[1]] == [("d", c) for c in "black cat"]
     assert rows[obj.desc_token_span[1] :] == [("s", '"'), ("s", "}")]

@@ -1,4 +1,4 @@
-"""``rollout_matching.target.answer: rewritten``: what stands in the target, and which of its tokens are taught."""
+"""``rollout_matching.target.answer: rewritten``: contents of the target, and its supervised tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.qwen_tokenizer import qwen_vocab
 
 NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
 NEAR_DOG = GTObject("dog", "bbox_2d", (505, 510, 690, 790))
-OWL = GTObject("owl", "bbox_2d", (800, 10, 990, 200))  # what no annotation knows
+OWL = GTObject("owl", "bbox_2d", (800, 10, 990, 200))  # not annotated
 OUTLINE = GTObject("tom", "poly", (10, 20, 200, 20, 200, 220, 10, 220))
 REWRITTEN = TargetPolicy("rewritten")
 
@@ -43,7 +43,7 @@ def text_of(got: SampleOutcome, vocab: CoordVocab, *roles: TokenRole) -> str:
 
 
 @vocabs
-def test_matched_objects_stand_in_the_models_order_at_its_coordinates_with_the_annotations_names(make_vocab) -> None:
+def test_matched_objects_keep_the_models_order_and_coordinates_with_annotated_names(make_vocab) -> None:
     vocab = make_vocab()
     got = rewritten([NEAR_DOG, OWL, NEAR_CAT], [CAT, LEAF, DOG], vocab)
     assert names(got, vocab) == [
@@ -57,7 +57,7 @@ def test_matched_objects_stand_in_the_models_order_at_its_coordinates_with_the_a
     assert (target.appended_gt_idx, target.appended_object_index) == ((1,), (4,))
 
 
-def test_an_unmatched_object_and_the_separator_before_it_are_masked_and_all_else_is_taught() -> None:
+def test_an_unmatched_object_is_masked_with_its_separator() -> None:
     vocab = tiny_vocab()
     got = rewritten([NEAR_DOG, OWL, NEAR_CAT], [CAT, DOG], vocab)
     assert text_of(got, vocab, TokenRole.PREFIX_MASKED) == ", " + entry(2, OWL)
@@ -79,7 +79,7 @@ def test_a_fused_token_that_touches_a_masked_entry_is_masked() -> None:
 
 
 @vocabs
-def test_of_the_other_kind_the_annotation_is_taught_whole(make_vocab) -> None:
+def test_a_match_of_the_other_geometry_is_replaced_by_the_annotation(make_vocab) -> None:
     vocab = make_vocab()
     got = rewritten([OUTLINE, OWL], [CAT], vocab)
     body = json.loads(taught_text(got, vocab))
@@ -101,7 +101,7 @@ def test_of_the_other_kind_the_annotation_is_taught_whole(make_vocab) -> None:
     ],
 )
 @vocabs
-def test_what_becomes_of_unmatched_repeated_and_missed_objects(make_vocab, policy, expected) -> None:
+def test_unmatched_duplicate_and_missed_objects(make_vocab, policy, expected) -> None:
     vocab = make_vocab()
     truth = [DOG, replace(CAT, desc="cat"), LEAF]
     got = rewritten([NEAR_CAT, OWL, replace(OWL, bins=(801, 10, 990, 201))], truth, vocab, policy)
@@ -109,7 +109,7 @@ def test_what_becomes_of_unmatched_repeated_and_missed_objects(make_vocab, polic
 
 
 @vocabs
-def test_a_duplicate_gives_its_place_to_the_next_missed_object(make_vocab) -> None:
+def test_a_duplicate_is_replaced_by_the_next_missed_object(make_vocab) -> None:
     vocab = make_vocab()
     policy = TargetPolicy("rewritten", duplicates="replace")
     got = rewritten([NEAR_CAT, replace(NEAR_CAT, bins=(13, 25, 195, 231)), NEAR_DOG], [CAT, LEAF, DOG], vocab, policy)
@@ -118,7 +118,7 @@ def test_a_duplicate_gives_its_place_to_the_next_missed_object(make_vocab) -> No
 
 
 @vocabs
-def test_a_duplicate_that_is_dropped_gives_its_place_to_nobody(make_vocab) -> None:
+def test_a_dropped_duplicate_is_not_replaced(make_vocab) -> None:
     policy = TargetPolicy("rewritten", duplicates="drop")
     answered = [NEAR_CAT, replace(NEAR_CAT, bins=(13, 25, 195, 231)), NEAR_DOG]
     got = rewritten(answered, [CAT, LEAF, DOG], make_vocab(), policy)
@@ -126,7 +126,7 @@ def test_a_duplicate_that_is_dropped_gives_its_place_to_nobody(make_vocab) -> No
     assert got.target.left_out_pred_idx == (1,)
 
 
-def test_an_unmatched_object_whose_name_holds_a_control_token_is_left_out() -> None:
+def test_an_unmatched_object_with_a_control_token_is_dropped() -> None:
     vocab = qwen_vocab()
     got = rewritten([replace(OWL, desc="owl <|box_start|>"), NEAR_CAT], [CAT], vocab)
     assert len(got.parsed.objects) == 2 and got.target.left_out_pred_idx == (0,)
@@ -135,7 +135,7 @@ def test_an_unmatched_object_whose_name_holds_a_control_token_is_left_out() -> N
 
 @vocabs
 @pytest.mark.parametrize("response", ["", "no idea", '{"object_1": {"desc": "cat", "bbox', "[]" + TURN_END])
-def test_an_answer_without_a_usable_object_becomes_the_annotations(make_vocab, response: str) -> None:
+def test_an_answer_without_valid_objects_becomes_the_annotations(make_vocab, response: str) -> None:
     vocab = make_vocab()
     got = outcome_of(response, [CAT, LEAF], vocab, policy=REWRITTEN)
     truth = build_gt_target([CAT, LEAF], vocab, sample_id="sample", field_order="desc_first")
@@ -145,7 +145,7 @@ def test_an_answer_without_a_usable_object_becomes_the_annotations(make_vocab, r
 
 
 @vocabs
-def test_a_soft_object_is_taught_its_text_by_weight_and_no_coordinates(make_vocab) -> None:
+def test_a_soft_object_has_weighted_text_and_no_coordinate_loss(make_vocab) -> None:
     vocab = make_vocab()
     soft_cat, soft_leaf = replace(CAT, soft=0.5), replace(LEAF, soft=0.25)
     for policy in (TargetPolicy(), REWRITTEN):
@@ -169,7 +169,7 @@ def test_a_soft_object_is_taught_its_text_by_weight_and_no_coordinates(make_voca
     }
 
 
-def test_the_contracts_target_is_the_default() -> None:
+def test_target_defaults_are_the_contracts() -> None:
     vocab = qwen_vocab()
     got = rewritten([NEAR_CAT, OWL], [CAT, DOG], vocab, TargetPolicy())
     plain = build_target(got.parsed, got.match, [CAT, DOG], vocab, sample_id="sample")

@@ -1,5 +1,5 @@
-"""What holds for every scene and every answer, however broken: parse, match and build never raise, and the target is
-one JSON object that holds exactly the kept entries and the missed objects."""
+"""For every scene and every answer, however broken, parse, match and build never raise, and the target is
+one JSON object with exactly the kept entries and the missed objects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCENES = st.lists(st.one_of(boxes(), POLYS), max_size=4)
 
 @st.composite
 def cases(draw) -> tuple[list[GTObject], list[GTObject], list[tuple[int, int, int]], int | None, str, str]:
-    """Ground truth, what the model meant to write, edits (place, kind, value), a cut, and both field orders."""
+    """Ground truth, the intended answer, edits (place, kind, value), a cut, and both field orders."""
     truth = draw(SCENES)
     jitter = st.integers(-15, 15)
 

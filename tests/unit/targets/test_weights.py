@@ -53,7 +53,7 @@ def test_text_gate_covers_descriptions_where_they_are_trained(annotated: float, 
         assert (R.TAIL_DESC in gated) is (tail_desc > 0) and (R.REWRITTEN_DESC in gated) is (annotated > 0)
 
 
-def test_softness_lowers_cross_entropy_alone() -> None:
+def test_softness_lowers_only_cross_entropy() -> None:
     roles_T = np.array([R.TAIL_STRUCT, R.TAIL_DESC, R.SOFT_COORD, R.CLOSE, R.EOS])
     softness_T = np.array([0.25, 0.25, 0.25, 1.0, 1.0])
     found = weigh_tokens(roles_T, NO_BOX, "gt", WEIGHTS, softness_T)
@@ -64,13 +64,13 @@ def test_softness_lowers_cross_entropy_alone() -> None:
     }
 
 
-def test_a_box_has_its_weight_at_its_first_coordinate() -> None:
+def test_the_weight_of_a_box_is_at_its_first_coordinate() -> None:
     found = weigh_tokens(np.full(9, R.TAIL_COORD), np.array([[4, 5, 6, 7]]), "gt", WEIGHTS)
     assert found["box"].tolist() == [0.0] * 4 + [1.0] + [0.0] * 4
 
 
 @pytest.mark.parametrize("make_segments", [segments, rewritten_and_soft_segments], ids=lambda make: make.__name__)
-def test_targets_weigh_exactly_their_coordinates_and_boxes(make_segments) -> None:
+def test_only_coordinates_and_boxes_of_a_target_have_weights(make_segments) -> None:
     for segment in make_segments(WEIGHTS):
         target: TrainingTarget = segment.target
         assert np.flatnonzero(target.weights.get("coord", [])).tolist() == target.coord_pos_K.tolist()
@@ -79,7 +79,7 @@ def test_targets_weigh_exactly_their_coordinates_and_boxes(make_segments) -> Non
         assert set(target.weights) <= set(TERMS)
 
 
-def test_totals_are_the_positions_with_a_weight() -> None:
+def test_totals_count_positions_with_a_weight() -> None:
     targets = [segment.target for segment in segments(WEIGHTS)]
     assert count_terms(targets) == {
         term: sum(int((target.weights[term] != 0).sum()) for target in targets if term in target.weights)
@@ -110,6 +110,8 @@ def test_text_without_an_active_token_ce_has_no_cross_entropy(change: dict) -> N
 
 
 @pytest.mark.parametrize(("enabled", "coord_token"), [(None, 1.0), (False, 1.0), (True, 0.0)])
-def test_stage_1_trains_coordinates_as_tokens_unless_a_loss_does(enabled: bool | None, coord_token: float) -> None:
+def test_stage_1_trains_coordinates_as_tokens_without_a_coordinate_loss(
+    enabled: bool | None, coord_token: float
+) -> None:
     coord_loss = None if enabled is None else CoordSoftCEW1Config(enabled=enabled)
     assert SupervisionWeights.for_sft(coord_loss).coord_token_ce == coord_token

@@ -19,7 +19,7 @@ def query(num_scored: int) -> Any:
     return SimpleNamespace(num_scored=num_scored)
 
 
-def test_one_read_of_the_device_gives_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_device_read_returns_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row with two forwards, and one without a term."""
     reads, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(1) or tolist(self))
@@ -40,5 +40,5 @@ def test_one_read_of_the_device_gives_every_row(monkeypatch: pytest.MonkeyPatch)
     assert list(metrics.sync()) == [] and reads == [1]
 
 
-def test_a_row_that_scores_nothing_is_not_broken() -> None:
+def test_a_row_without_scored_positions_is_not_broken() -> None:
     assert not RowMetrics({}, 0, 0, 0).all_broken

@@ -37,7 +37,7 @@ def observe(lines: list[Line]) -> list[dict[str, float]]:
         (line(duplicates=8), "safeguard/duplicate_rate", "objects repeat an earlier one, 0% at first"),
     ],
 )
-def test_each_rise_is_warned_of_once(worse: Line, rate: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_rise_warns_once(worse: Line, rate: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     seen = observe([*CALM, *[worse] * 20])
     (warning,) = caplog.messages
     step = next(at for at, metrics in enumerate(seen, start=1) if metrics[rate] >= seen[7][rate] + 0.10)
@@ -52,12 +52,12 @@ def test_each_rise_is_warned_of_once(worse: Line, rate: str, said: str, caplog: 
         [{"loss": 1.0}],
     ],
 )
-def test_noise_and_longer_answers_are_no_drift(lines: list[Line], caplog: pytest.LogCaptureFixture) -> None:
+def test_noise_and_longer_answers_are_not_drift(lines: list[Line], caplog: pytest.LogCaptureFixture) -> None:
     observe([*CALM, *lines])
     assert not caplog.messages
 
 
-def test_lines_without_rollouts_have_no_metrics_and_take_no_place() -> None:
+def test_lines_without_rollouts_are_not_counted() -> None:
     mixed = [one for worse in [line(truncated=6)] * 9 for one in ({"loss": 1.0}, worse)]
     seen = observe([*CALM, *mixed])
     assert seen[8::2] == [{}] * 9
@@ -65,7 +65,7 @@ def test_lines_without_rollouts_have_no_metrics_and_take_no_place() -> None:
 
 
 @pytest.mark.parametrize("step", range(0, 30, 3))
-def test_resumed_at_any_step_the_watch_says_the_same(step: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_drift_warnings_are_the_same_when_resumed_at_any_step(step: int, caplog: pytest.LogCaptureFixture) -> None:
     lines = [*CALM, *[line(truncated=min(16, i)) for i in range(12)], *CALM, {"eval_rollout/f1": 0.4}, line()]
     with caplog.at_level(logging.WARNING, logger="coordexp"):
         whole = observe(lines)
@@ -77,7 +77,7 @@ def test_resumed_at_any_step_the_watch_says_the_same(step: int, caplog: pytest.L
     assert caplog.messages == said
 
 
-def test_the_window_holds_128_answers() -> None:
+def test_the_window_has_128_answers() -> None:
     seen = observe([*[line(truncated=16)] * 8, *[line()] * 8])
     assert seen[7]["safeguard/truncated_rate"] == 1.0
     assert [m["safeguard/truncated_rate"] for m in seen[8:]] == [k / 8 for k in range(7, -1, -1)]

@@ -1,4 +1,4 @@
-"""What a logger is told, by TensorBoard's own files: one curve across resumes, and every name once."""
+"""TensorBoard's files: one curve across resumes, and every name once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What W&B is told, by the files that it writes without a network."""
+"""W&B's offline files: one curve across resumes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def told(path: Path) -> tuple[str, list[dict[str, Any]], set[str]]:
-    """(run id, what was logged in order, the metrics' axes)"""
+    """(run id, logged values in order, the metrics' axes)"""
     run, lines, axes = "", [], set[str]()
     for record in records(path):
         if record.HasField("run"):
@@ -49,7 +49,7 @@ def told(path: Path) -> tuple[str, list[dict[str, Any]], set[str]]:
     return run, lines, axes
 
 
-def test_a_resumed_run_goes_on_in_the_same_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_continues_the_same_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     for name, value in (("MODE", "offline"), ("DIR", str(folder)), ("PROJECT", "detector"), ("RUN_ID", "stage1-a"),

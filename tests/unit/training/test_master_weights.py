@@ -1,4 +1,4 @@
-"""Weights in bfloat16 whose optimizer steps float32 masters: nothing that float32 weights would learn is lost."""
+"""bfloat16 weights with float32 master copies learn the same as float32 weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def masters_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 @given(updates=st.lists(st.floats(-(2.0**-10), 2.0**-10, width=16), min_size=1, max_size=200))
-def test_masters_are_the_float32_sum_of_all_updates_and_weights_its_rounding(updates: list[float]) -> None:
+def test_masters_sum_updates_in_float32_and_weights_are_rounded_masters(updates: list[float]) -> None:
     """Each update is too small for a bfloat16 weight of 1."""
     weight, optimizer = optimizer_of([1.0])
     expected = torch.ones(1)
@@ -47,7 +47,7 @@ def test_masters_are_the_float32_sum_of_all_updates_and_weights_its_rounding(upd
 
 @given(gradients=st.lists(st.floats(-4, 4, width=16), min_size=1, max_size=100))
 def test_gradients_of_many_rows_are_summed_in_float32(gradients: list[float]) -> None:
-    """In bfloat16 a sum of 256 stays, whatever below 1 is added."""
+    """In bfloat16, 256 plus anything below 1 is 256."""
     weight, optimizer = optimizer_of([1.0])
     optimizer.sum_in_float32()
     rows = torch.tensor([256.0, *gradients]).bfloat16()
@@ -63,7 +63,7 @@ def test_gradients_of_many_rows_are_summed_in_float32(gradients: list[float]) ->
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_steps_are_those_of_the_same_optimizer_over_float32_weights(kind: Any) -> None:
+def test_steps_equal_the_same_optimizer_on_float32_weights(kind: Any) -> None:
     arguments: dict[str, Any] = {"weight_decay": 0.1, "lr": 1e-3}
     weight, optimizer = optimizer_of([1.0, -2.0, 0.5], kind, **arguments)
     plain = torch.nn.Parameter(weight.detach().float())
@@ -78,13 +78,13 @@ def test_steps_are_those_of_the_same_optimizer_over_float32_weights(kind: Any) -
     assert torch.equal(masters_of(optimizer)[0], plain.detach())
 
 
-def test_a_weight_without_a_gradient_stays() -> None:
+def test_a_weight_without_a_gradient_is_unchanged() -> None:
     weight, optimizer = optimizer_of([1.0], torch.optim.AdamW, weight_decay=0.5)
     optimizer.step()
     assert weight.item() == 1.0 and masters_of(optimizer)[0].item() == 1.0
 
 
-def test_a_saved_state_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_saved_state_continues_bit_for_bit(tmp_path: Path) -> None:
     weight, optimizer = optimizer_of([1.0, 3.0], torch.optim.AdamW)
     other, resumed = optimizer_of([1.0, 3.0], torch.optim.AdamW)
 
@@ -127,8 +127,8 @@ def cosine(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return float(torch.nn.functional.cosine_similarity(flat_a, flat_b, dim=0))
 
 
-def test_it_learns_what_float32_weights_learn_and_plain_bfloat16_does_not(tmp_path: Path) -> None:
-    """Thirty steps at a rate whose updates most weights cannot take in bfloat16, clipped and accumulated. Of float32
+def test_it_trains_like_float32_and_plain_bfloat16_does_not(tmp_path: Path) -> None:
+    """Thirty steps, clipped and accumulated, with updates too small for most bfloat16 weights. From float32
     weights under autocast the curve differs by less than 0.02, an eighth of what is learned; without masters by more
     than a third of it."""
     start = weights(load_tiny().model)
@@ -148,7 +148,7 @@ def test_it_learns_what_float32_weights_learn_and_plain_bfloat16_does_not(tmp_pa
     assert cosine(ways["masters"], ways["float32"]) > 0.99 and cosine(ways["plain"], ways["float32"]) < 0.75
 
 
-def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
+def test_resumed_run_equals_uninterrupted_run(tmp_path: Path) -> None:
     """Masters travel in the checkpoint's optimizer; its model is stored as model.dtype says."""
     keys = WAITING | MASTERS | {"training__gradient_accumulation_steps": 2, "training__learning_rate": 1e-4}
     whole = train(run_config(tmp_path, 1, "whole", **keys))
@@ -198,7 +198,7 @@ def test_a_steps_gradient_is_the_float32_sum_of_its_rows(tmp_path: Path) -> None
         (BF16, MASTERS, "written with training.master_weights: null; resume with that"),
     ],
 )
-def test_masters_are_neither_lost_nor_made_up_in_a_resume(
+def test_resume_requires_masters_exactly_where_they_were_saved(
     before: dict[str, Any], after: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     saving: dict[str, Any] = {"training__save_strategy": "steps", "training__save_steps": 1, "training__max_steps": 1}
@@ -208,7 +208,7 @@ def test_masters_are_neither_lost_nor_made_up_in_a_resume(
         train(run_config(tmp_path, 1, "run", **going_on, **after))
 
 
-def test_each_part_has_its_own_rate(tmp_path: Path) -> None:
+def test_each_part_has_its_own_learning_rate(tmp_path: Path) -> None:
     keys = MASTERS | {"training__vit_lr": 0.0, "training__aligner_lr": 1e-2, "training__max_steps": 1}
     start = weights(load_tiny("bfloat16").model)
     trainer = train(run_config(tmp_path, 1, "rates", **keys))

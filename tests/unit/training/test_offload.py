@@ -1,4 +1,4 @@
-"""The learner leaves the device for colocated rollouts and comes back bit for bit, whatever happens meanwhile."""
+"""The trainer is offloaded during colocated rollouts and restored bit for bit, also after errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def nothing_stays(tensor: torch.Tensor) -> bool:
 
 
 def owning(model: torch.nn.Module) -> torch.nn.Module:
-    """Parameters read from a file may be views of it, whose memory nobody can give back."""
+    """Parameters read from a file may be views of it; their memory cannot be freed."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model
@@ -81,7 +81,7 @@ def places(tensors: list[torch.Tensor]) -> list[tuple]:
     return [(id(t), t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.device) for t in tensors]
 
 
-def test_everything_returns_to_its_own_storage_bit_for_bit() -> None:
+def test_everything_is_restored_to_its_own_storage_bit_for_bit() -> None:
     learner = Learner.build()
     tensors = learner.tensors()
     values, before = [t.clone() for t in tensors], places(tensors)
@@ -112,7 +112,7 @@ def test_gradient_accumulators_survive_so_ddp_keeps_exchanging_gradients() -> No
     assert hooked == ["as DDP does"]
 
 
-def test_everything_returns_when_the_rollouts_fail() -> None:
+def test_everything_is_restored_when_the_rollouts_fail() -> None:
     learner = Learner.build()
     values, before = [t.clone() for t in learner.tensors()], places(learner.tensors())
     offload = learner.offload()
@@ -124,7 +124,7 @@ def test_everything_returns_when_the_rollouts_fail() -> None:
         pass
 
 
-def test_a_failure_half_way_out_brings_back_what_had_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_during_offload_restores_moved_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = Learner.build()
     before, calls, real = places(learner.tensors()), iter([True, True]), torch.empty
 
@@ -140,7 +140,7 @@ def test_a_failure_half_way_out_brings_back_what_had_left(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("of_model", "of_optimizer"), [(True, False), (False, True)])
-def test_only_what_is_asked_for_moves(of_model: bool, of_optimizer: bool) -> None:
+def test_only_the_configured_parts_are_moved(of_model: bool, of_optimizer: bool) -> None:
     learner = Learner.build()
     config = OffloadConfig(enabled=True, offload_model=of_model, offload_optimizer=of_optimizer)
     parameters = [p.untyped_storage() for p in learner.model.parameters()]
@@ -150,7 +150,7 @@ def test_only_what_is_asked_for_moves(of_model: bool, of_optimizer: bool) -> Non
         assert {storage.nbytes() == 0 for storage in state} == {of_optimizer}
 
 
-def test_in_main_memory_nothing_moves() -> None:
+def test_a_model_in_main_memory_is_not_moved() -> None:
     learner = Learner.build()
     offload = LearnerOffload(learner.model, BOTH)
     offload.bind(lambda: learner.optimizer, sharded_by=None)
@@ -160,7 +160,7 @@ def test_in_main_memory_nothing_moves() -> None:
         assert [t.data_ptr() for t in learner.tensors()] == pointers
 
 
-def test_an_optimizer_before_its_first_step_has_nothing_to_move() -> None:
+def test_an_optimizer_without_state_has_nothing_to_move() -> None:
     model = owning(load_tiny().model)
     with LearnerOffload(model, BOTH, nothing_stays).away():
         pass
@@ -170,15 +170,15 @@ def test_an_optimizer_before_its_first_step_has_nothing_to_move() -> None:
         pass
 
 
-def test_waiting_gradients_are_noticed() -> None:
+def test_pending_gradients_are_an_error() -> None:
     learner = Learner.build()
     learner.model.one.square().sum().backward()
     with pytest.raises(AssertionError, match="in the middle of an optimizer step"), learner.offload().away():
         pass
 
 
-def test_merged_weights_can_be_pushed_from_main_memory() -> None:
-    """Pushing lies within the context: the engine's copy must not need the learner's on the device."""
+def test_merged_weights_can_be_pushed_while_offloaded() -> None:
+    """A push happens inside the context: it must not need the trainer's weights on the device."""
     loaded = tuned(lora(use_dora=True))
     owning(loaded.model)
     offload = LearnerOffload(loaded.model, BOTH, nothing_stays)
@@ -211,7 +211,7 @@ NO_OP = [
 
 
 @pytest.mark.parametrize(("config", "reason"), NO_OP, ids=[reason for _, reason in NO_OP])
-def test_offload_is_a_no_op_where_nothing_is_colocated(config: RolloutMatchingConfig, reason: str) -> None:
+def test_offload_is_a_no_op_without_a_colocated_engine(config: RolloutMatchingConfig, reason: str) -> None:
     assert build_offload(Learner.build().model, config) is None, reason
 
 
@@ -219,7 +219,7 @@ COLOCATED = rollouts("vllm", enabled=True, offload_model=True, offload_optimizer
 
 
 @pytest.mark.parametrize("owner", ["DeepSpeed", "FSDP"])
-def test_a_learner_whose_memory_others_own_is_refused(owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_with_fsdp_or_deepspeed_is_refused(owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Learner.build().model
     offload = build_offload(model, COLOCATED)
     assert offload is not None
@@ -258,7 +258,7 @@ class FakeColocatedBackend(InMemoryBackend):
 
 
 @pytest.mark.scenario("Offload context does not break the training step")
-def test_steps_between_offloaded_rollouts_are_the_steps_without_offload(tmp_path: Path) -> None:
+def test_offload_does_not_change_training_steps(tmp_path: Path) -> None:
     answers = finder()
     colocated = FakeColocatedBackend(answers._vocab, answers._answers)
     moved = train(run_config(tmp_path, 2, "moved", training__max_steps=3), colocated, on_built=colocated.borrow_from)

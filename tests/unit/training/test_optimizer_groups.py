@@ -34,7 +34,7 @@ def test_every_trainable_parameter_is_in_exactly_one_group() -> None:
         assert sorted(grouped_ids) == sorted(id(p) for p in model.parameters() if p.requires_grad)
 
 
-def test_rates_and_decay_by_part() -> None:
+def test_learning_rates_and_decay_by_part() -> None:
     model, groups = groups_of(lora(use_dora=True))
     table = {group["name"]: (group["lr"], group["weight_decay"]) for group in groups}
     assert table == {
@@ -48,7 +48,7 @@ def test_rates_and_decay_by_part() -> None:
         assert {part_of(names[id(p)]) for p in group["params"]} == {group["name"].split(",")[0]}
 
 
-def test_what_decays_in_full_training_is_what_transformers_decays() -> None:
+def test_weight_decay_is_applied_as_in_transformers() -> None:
     model, groups = groups_of(TunerConfig())
     names = {id(p): name for name, p in model.named_parameters()}
     decayed = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
@@ -57,13 +57,13 @@ def test_what_decays_in_full_training_is_what_transformers_decays() -> None:
     assert not any("norm" in name or name.endswith("bias") for name in decayed)
 
 
-def test_a_rate_that_is_not_given_is_the_base_rate() -> None:
+def test_parts_without_a_learning_rate_use_the_base_rate() -> None:
     rates = LearningRates(3e-5)
     assert {rates.rate_of(part) for part in ("llm", "vit", "aligner", "coord")} == {3e-5} and not rates.differ
     assert LearningRates(3e-5, vit=0.0).rate_of("vit") == 0.0
 
 
-def test_an_optimizer_with_groups_of_its_own_takes_one_rate_only() -> None:
+def test_an_optimizer_with_its_own_groups_allows_one_rate() -> None:
     own = (torch.optim.SGD, {"params": ["its own"]})
     assert grouped(own, [], LearningRates(1e-4)) is own
     with pytest.raises(ConfigError, match=r"training\.optim: .*remove training\.vit_lr, aligner_lr and coord_lr"):
@@ -74,7 +74,7 @@ SGD: dict[str, Any] = {"training__optim": "sgd", "training__max_grad_norm": 0.0,
                        "training__learning_rate": 0.01}  # fmt: skip
 
 
-def test_one_step_moves_each_part_by_its_own_rate(tmp_path: Path) -> None:
+def test_one_step_changes_each_part_by_its_own_rate(tmp_path: Path) -> None:
     """Plain SGD: with the same gradient, twice the rate is twice the way."""
     start = weights(load_tiny().model)
     same = weights(train(run_config(tmp_path, 1, "same", **SGD)).model)
@@ -89,7 +89,7 @@ def test_one_step_moves_each_part_by_its_own_rate(tmp_path: Path) -> None:
     assert min(moved.values()) > 1e-5, "every part must have a gradient for this to say anything"
 
 
-def test_coordinate_rows_have_a_rate_of_their_own(tmp_path: Path) -> None:
+def test_coordinate_rows_have_their_own_rate(tmp_path: Path) -> None:
     keys = SGD | {"tuner__train_type": "lora", "tuner__lora_dropout": 0.0}
     offsets = []
     for name, rate in (("base", None), ("triple", 0.03)):

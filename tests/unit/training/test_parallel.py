@@ -1,4 +1,4 @@
-"""``fsdp`` and ``deepspeed``: what reaches transformers, and what is refused before anything is loaded."""
+"""``fsdp`` and ``deepspeed``: the settings passed to transformers, and those refused before loading."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_fsdp_over_one_process_is_refused(tmp_path: Path) -> None:
         check_parallel(configured(tmp_path, fsdp__enabled=True), 1)
 
 
-def test_deepspeeds_configuration_is_handed_over_as_it_is(tmp_path: Path) -> None:
+def test_deepspeed_configuration_is_passed_unchanged(tmp_path: Path) -> None:
     stage = {"zero_optimization": {"stage": 2}}
     config = configured(tmp_path, deepspeed__enabled=True, deepspeed__config=stage, training__use_cpu=False)
     assert parallel_arguments(config) == {"deepspeed": stage}
@@ -74,7 +74,7 @@ def test_deepspeeds_configuration_is_handed_over_as_it_is(tmp_path: Path) -> Non
     ],
     ids=["on a CPU", "no such file", "weights in parts", "not installed"],
 )
-def test_deepspeed_that_cannot_work_is_refused(
+def test_unsupported_deepspeed_settings_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], error: type[Exception], complaint: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)

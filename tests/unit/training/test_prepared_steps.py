@@ -1,4 +1,4 @@
-"""What a step trains on: rollouts for all of its samples first, un-packed, then a row per micro-step."""
+"""Preparation of a step: first the rollouts of all its samples, then one packed row per micro-step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_one_row_per_micro_step(loaded: LoadedModel, samples: list[Sample]) -> N
     assert metrics["train/tokens_total"] == sum(row.length for row in prepared.rows)
 
 
-def test_totals_are_those_of_the_rows_not_of_the_samples(loaded: LoadedModel, samples: list[Sample]) -> None:
+def test_totals_are_summed_over_rows_not_samples(loaded: LoadedModel, samples: list[Sample]) -> None:
     """A segment that waits is counted in the step that trains on it."""
     task = task_of(loaded, capacity=120)
     prepared, _ = prepare(task, [samples[:4]])
@@ -53,7 +53,7 @@ def test_totals_are_summed_over_all_ranks(
     assert both.totals == {term: 2 * count for term, count in alone.totals.items()}
 
 
-def test_every_sample_is_trained_on_exactly_once_or_waits(loaded: LoadedModel, samples: list[Sample]) -> None:
+def test_every_sample_is_trained_once_or_waits(loaded: LoadedModel, samples: list[Sample]) -> None:
     task = task_of(loaded, capacity=150)
     trained: list[str] = []
     for step in range(4):
@@ -64,7 +64,7 @@ def test_every_sample_is_trained_on_exactly_once_or_waits(loaded: LoadedModel, s
     assert sorted(trained + ids(task.layout.buffer.segments)) == sorted(s.record.sample_id for s in samples)
 
 
-def test_the_next_step_begins_with_the_oldest(loaded: LoadedModel, samples: list[Sample]) -> None:
+def test_the_next_step_starts_with_the_oldest_segment(loaded: LoadedModel, samples: list[Sample]) -> None:
     task = task_of(loaded, capacity=120)
     prepare(task, [samples[:4]])
     assert task.layout.buffer is not None
@@ -81,7 +81,7 @@ def test_all_rollouts_come_before_the_first_row(loaded: LoadedModel, samples: li
     assert {(seeds.training_seed, seeds.global_step, seeds.rank) for seeds in backend.seeds} == {(3, 7, 0)}
 
 
-def test_targets_are_built_on_the_models_own_answer(loaded: LoadedModel, samples: list[Sample]) -> None:
+def test_targets_start_with_the_models_own_answer(loaded: LoadedModel, samples: list[Sample]) -> None:
     truth = {sample.record.sample_id: sample.record.objects for sample in samples}
     backend = InMemoryBackend(loaded.vocab, lambda request: nearly_right(truth[request.sample_id]))
     prepared, metrics = prepare(task_of(loaded, backend), [samples[:3]])
@@ -94,7 +94,7 @@ def test_targets_are_built_on_the_models_own_answer(loaded: LoadedModel, samples
     assert metrics["rollout/matched_total"] > 0
 
 
-def test_a_metric_names_the_decoding(loaded: LoadedModel, samples: list[Sample]) -> None:
+def test_the_decoding_method_is_logged(loaded: LoadedModel, samples: list[Sample]) -> None:
     backend = InMemoryBackend(loaded.vocab, lambda _: TURN_END)
     _, metrics = prepare(task_of(loaded, backend, decode_metric="rollout/decode_beam"), [samples[:1]])
     assert {name for name in metrics if name.startswith("rollout/decode_")} == {"rollout/decode_beam"}
@@ -106,7 +106,7 @@ def test_without_packing_rows_have_no_limit(loaded: LoadedModel, samples: list[S
     assert not [name for name in metrics if name.startswith("packing/") and name != "packing/segments_total"]
 
 
-def test_underfilled_rows_are_counted_and_warned_of_once(
+def test_underfilled_rows_are_counted_and_warn_once(
     loaded: LoadedModel, samples: list[Sample], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, metrics = prepare(task_of(loaded, capacity=4000, fill=0.65), [samples[:1], samples[1:2]])
@@ -114,7 +114,7 @@ def test_underfilled_rows_are_counted_and_warned_of_once(
     assert len([line for line in caplog.messages if "training.packing_min_fill_ratio 0.65" in line]) == 1
 
 
-def test_a_buffer_that_will_overflow_is_warned_of_once_and_in_time(
+def test_a_filling_buffer_warns_once_before_it_overflows(
     loaded: LoadedModel, samples: list[Sample], caplog: pytest.LogCaptureFixture
 ) -> None:
     length = prepare(task_of(loaded), [samples[:1]])[0].rows[0].length
@@ -131,7 +131,7 @@ def test_a_buffer_that_will_overflow_is_warned_of_once_and_in_time(
     assert "5 segments" in warning and "about 3 steps" in warning
 
 
-def test_a_buffer_that_does_not_fill_is_not_warned_of(
+def test_a_stable_buffer_does_not_warn(
     loaded: LoadedModel, samples: list[Sample], caplog: pytest.LogCaptureFixture
 ) -> None:
     task = task_of(loaded, capacity=40_000, most=2)

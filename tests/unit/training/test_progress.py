@@ -26,7 +26,7 @@ def run(console: Console, steps: int = 3, first: int = 0, main: bool = True) -> 
     return progress
 
 
-def test_a_log_file_gets_the_last_step_and_its_figures() -> None:
+def test_a_log_file_has_the_last_step_and_its_metrics() -> None:
     file = io.StringIO()
     run(Console(file=file, width=200))
     (line,) = file.getvalue().splitlines()
@@ -34,7 +34,7 @@ def test_a_log_file_gets_the_last_step_and_its_figures() -> None:
     assert "9" not in line
 
 
-def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_file_gets_a_line_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 1000, 16))
     monkeypatch.setattr("coordexp.data.progress_bar.time.monotonic", lambda: float(next(clock)))
     file = io.StringIO()
@@ -43,13 +43,13 @@ def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) ->
     assert 2 <= len(steps) < 6 and steps[-1] == "6/6"
 
 
-def test_a_resumed_run_counts_on_from_where_it_was() -> None:
+def test_a_resumed_run_continues_its_step_count() -> None:
     file = io.StringIO()
     run(Console(file=file, width=200), steps=2, first=40)
     assert "step 42/42" in file.getvalue()
 
 
-def test_a_terminal_gets_a_bar_and_is_given_back() -> None:
+def test_a_terminal_shows_a_bar_and_is_restored() -> None:
     file = io.StringIO()
     progress = run(Console(file=file, force_terminal=True, width=200))
     assert "3/3" in file.getvalue() and "stage 2" in file.getvalue()
@@ -57,13 +57,13 @@ def test_a_terminal_gets_a_bar_and_is_given_back() -> None:
     progress.stop()  # again, as after an error
 
 
-def test_a_line_of_a_log_file_is_one_line_however_narrow_the_console_thinks_it_is() -> None:
+def test_log_lines_are_not_wrapped() -> None:
     file = io.StringIO()
     run(Console(file=file, width=20))
     assert len(file.getvalue().splitlines()) == 1
 
 
-def test_transformers_draws_no_bars_into_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_bars_are_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     logging.enable_progress_bar()
     during = []
     monkeypatch.setattr(RichProgress, "on_log", lambda *_, **__: during.append(logging.is_progress_bar_enabled()))

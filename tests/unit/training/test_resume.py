@@ -1,4 +1,4 @@
-"""A run that was killed and resumed is the run that was not; what cannot be resumed exactly is refused."""
+"""A killed and resumed run equals an uninterrupted one; a run that cannot be resumed exactly is refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def waiting(trainer: CoordExpTrainer) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("stage", [1, 2, "two_channel"])
 @pytest.mark.parametrize("logging_steps", [1, 3])
-def test_killed_and_resumed_equals_never_killed(stage: Any, logging_steps: int, tmp_path: Path) -> None:
+def test_resumed_run_equals_uninterrupted_run(stage: Any, logging_steps: int, tmp_path: Path) -> None:
     """Also where the checkpoint falls between two log lines, and a step has two micro-steps."""
     keys = WAITING | {"training__logging_steps": logging_steps, "training__gradient_accumulation_steps": 2}
     whole = train(run_config(tmp_path, stage, "whole", **keys))
@@ -78,8 +78,8 @@ def test_killed_and_resumed_equals_never_killed(stage: Any, logging_steps: int, 
     assert waiting(resumed) == waiting(whole) != []
 
 
-def test_views_and_random_orders_are_those_of_the_whole_run(tmp_path: Path) -> None:
-    """What waited was seen in an earlier epoch; the loader of several workers reads as the trainer's own."""
+def test_a_resumed_run_has_the_same_views_and_orders(tmp_path: Path) -> None:
+    """Waiting segments were drawn in an earlier epoch; a loader with workers reads the same samples."""
     augment = {"horizontal_flip": 0.5, "scale": [0.6, 1.5], "colour": 0.3, "min_visible": 0.5}
     keys = WAITING | {"data__augment": augment, "custom__object_ordering": "random", "training__logging_steps": 1}
     plain = train(run_config(tmp_path, 1, "plain", **WAITING | {"training__logging_steps": 1}))
@@ -94,7 +94,7 @@ def test_views_and_random_orders_are_those_of_the_whole_run(tmp_path: Path) -> N
     assert sum(line["train/augment_left_out_total"] for line in figures(whole)) > 0
 
 
-def test_records_mapped_into_memory_make_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_records_make_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed, resumed, and read by a loader of several processes: the run on records that were read plainly."""
     keys = WAITING | {"training__logging_steps": 1, "custom__object_ordering": "random"}
     plain = train(run_config(tmp_path, 1, "plain", **keys))
@@ -109,7 +109,7 @@ def test_records_mapped_into_memory_make_the_same_run(tmp_path: Path, monkeypatc
     assert same_weights(weights(mapped.model), weights(plain.model))
 
 
-def test_a_finished_run_resumed_does_nothing_more(tmp_path: Path) -> None:
+def test_resuming_a_finished_run_does_nothing(tmp_path: Path) -> None:
     keys = {"training__save_strategy": "steps", "training__save_steps": 2, "training__resume_from_checkpoint": True}
     first = train(run_config(tmp_path, 1, **keys))
     again = train(run_config(tmp_path, 1, **keys))
@@ -131,7 +131,7 @@ def test_resuming_another_model_is_refused(tmp_path: Path) -> None:
         train(run_config(tmp_path, 1, **keys))
 
 
-def test_a_tied_language_head_is_no_cause_for_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tied_language_head_does_not_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = {"training__save_strategy": "steps", "training__save_steps": 1, "training__resume_from_checkpoint": True}
     train(run_config(tmp_path, 1, training__max_steps=1, **keys))
     with caplog.at_level(logging.WARNING):
@@ -141,7 +141,7 @@ def test_a_tied_language_head_is_no_cause_for_alarm(tmp_path: Path, caplog: pyte
 
 
 @pytest.mark.parametrize("name", ["save_model", "random_states", "seal_checkpoint"])
-def test_killed_while_saving_the_older_checkpoint_serves(
+def test_a_run_killed_while_saving_resumes_from_the_older_checkpoint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where only one is kept: the older goes when the newer is whole, not before."""
@@ -207,13 +207,13 @@ def test_an_incomplete_checkpoint_is_skipped_and_refused_by_name(
         resolve_resume("elsewhere", str(bad))
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_was_whole_starts_anew(tmp_path: Path) -> None:
+def test_a_run_without_a_complete_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:
     checkpoint(tmp_path, 5, sealed=False)
     assert resolve_resume(tmp_path, True) is None
 
 
 @pytest.mark.parametrize("why", ["damaged", "the model alone"])
-def test_a_run_whose_finished_checkpoints_are_of_no_use_does_not_start_anew_unasked(why: str, tmp_path: Path) -> None:
+def test_a_run_does_not_restart_if_its_checkpoints_are_unusable(why: str, tmp_path: Path) -> None:
     """Its first checkpoints would push out what can perhaps be mended."""
     folder = checkpoint(tmp_path, 5, resumable=why == "damaged")
     if why == "damaged":
@@ -222,7 +222,7 @@ def test_a_run_whose_finished_checkpoints_are_of_no_use_does_not_start_anew_unas
         resolve_resume(tmp_path, True)
 
 
-def test_the_model_alone_is_nothing_to_resume_from(tmp_path: Path) -> None:
+def test_model_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
     keys = {"training__save_strategy": "steps", "training__save_steps": 2, "training__save_only_model": True}
     train(run_config(tmp_path, 1, **keys))
     with pytest.raises(CheckpointError, match=r"checkpoint-2 holds the model alone \(training.save_only_model: true\)"):
@@ -235,14 +235,14 @@ def test_the_model_alone_is_nothing_to_resume_from(tmp_path: Path) -> None:
         (None, 4, None, [], [1, 2, 3, 4]),
         (1, 4, None, [], [4]),
         (2, 4, None, [], [3, 4]),
-        (2, 4, None, [3], [2, 4]),  # what is not whole does not count, and is older than what is
-        (1, 4, 1, [], [1, 4]),  # the best stays, whatever the limit
+        (2, 4, None, [3], [2, 4]),  # incomplete ones do not count and are deleted first
+        (1, 4, 1, [], [1, 4]),  # the best is kept at any limit
         (2, 4, 1, [], [1, 4]),
         (1, 2, None, [], [2]),  # resumed from step 1: steps 3 and 4 are of another branch
         (1, 2, None, [4], [2, 4]),  # unfinished and not older: left alone
     ],
 )
-def test_old_checkpoints_go_when_the_new_one_is_whole(
+def test_old_checkpoints_are_deleted_once_the_new_one_is_complete(
     limit: int | None, newest: int, best: int | None, unfinished: list[int], kept: list[int], tmp_path: Path
 ) -> None:
     folders = {step: checkpoint(tmp_path, step, sealed=step not in unfinished) for step in (1, 2, 3, 4)}
@@ -250,23 +250,21 @@ def test_old_checkpoints_go_when_the_new_one_is_whole(
     assert [step for step, folder in folders.items() if folder.exists()] == kept
 
 
-def test_an_unfinished_folder_of_the_same_step_leaves_nothing_in_the_new_checkpoint(tmp_path: Path) -> None:
+def test_an_unfinished_folder_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     left = checkpoint(tmp_path / "run", 2, sealed=False)
     train(run_config(tmp_path, 1, training__save_strategy="steps", training__save_steps=2))
     assert not (left / "shards").exists() and resolve_resume("elsewhere", str(left)) == left
 
 
-def test_checkpoints_of_an_earlier_run_are_pointed_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoints_of_an_earlier_run_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint(tmp_path / "run", 7)
     with caplog.at_level(logging.WARNING, logger="coordexp"):
         train(run_config(tmp_path, 1))
     assert "holds checkpoint-7 of an earlier run, ahead of step 0" in caplog.text
 
 
-def test_checkpoints_that_this_run_may_not_take_or_has_taken_are_not_pointed_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Not what is unfinished, not what lies behind the start, and nothing where the newest whole one was taken."""
+def test_unusable_or_resumed_checkpoints_are_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not unfinished ones, not those after the resumed step, and none if the newest complete one was resumed."""
     checkpoint(tmp_path, 3)
     checkpoint(tmp_path, 7, sealed=False)
     with caplog.at_level(logging.WARNING, logger="coordexp"):
@@ -276,14 +274,12 @@ def test_checkpoints_that_this_run_may_not_take_or_has_taken_are_not_pointed_out
 
 
 @pytest.mark.parametrize("resume", [None, False])
-def test_without_the_key_a_run_starts_anew(resume: Any, tmp_path: Path) -> None:
+def test_without_the_key_a_run_starts_from_the_beginning(resume: Any, tmp_path: Path) -> None:
     checkpoint(tmp_path, 1)
     assert resolve_resume(tmp_path, resume) is None
 
 
-def test_a_named_checkpoint_that_is_none_stops_before_the_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_named_checkpoint_is_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordexp.modeling.load.read_weights", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(CheckpointError, match="checkpoint-5 is not a folder; name a complete checkpoint-N folder"):
         train(run_config(tmp_path, 1, training__resume_from_checkpoint=str(tmp_path / "checkpoint-5")))
@@ -299,7 +295,7 @@ def requests_of(segments: list[Segment]) -> Any:
     return by_id.__getitem__
 
 
-def test_a_segment_survives_json_to_the_bit(segments: list[Segment]) -> None:
+def test_a_segment_survives_json_bit_for_bit(segments: list[Segment]) -> None:
     fractional = segment_to_json(segments[0])
     fractional["target"]["coord_bin_K"] = [1 / 3 + bin_ for bin_ in fractional["target"]["coord_bin_K"]]
     for segment in (*segments, segment_from_json(fractional, requests_of(segments))):
@@ -311,7 +307,7 @@ def test_a_segment_survives_json_to_the_bit(segments: list[Segment]) -> None:
             assert (after.dtype, after.shape) == (before.dtype, before.shape) and np.array_equal(after, before)
 
 
-def test_a_buffer_comes_back_oldest_first(segments: list[Segment], tmp_path: Path) -> None:
+def test_a_buffer_is_restored_oldest_first(segments: list[Segment], tmp_path: Path) -> None:
     buffer = CarryBuffer(200, 10)
     buffer.insert(*segments)
     (tmp_path / "checkpoint-1").mkdir()
@@ -357,7 +353,7 @@ def test_a_waiting_sample_that_left_the_dataset_is_an_error(tmp_path: Path) -> N
      (1, True, False, 1, "training.packing is false"),
      (1, False, True, 1, "carry buffer missing")],
 )  # fmt: skip
-def test_waiting_segments_are_never_left_behind(
+def test_waiting_segments_are_never_dropped(
     written: int, buffers: bool, packing: bool, world_size: int, says: str | None, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -380,7 +376,7 @@ def written_by(folder: Path, processes: int, buffers: bool) -> Path:
     return path
 
 
-def test_another_number_of_processes_is_said_where_it_is_allowed(
+def test_another_number_of_processes_is_logged_if_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = written_by(tmp_path, 4, buffers=False)
@@ -389,7 +385,7 @@ def test_another_number_of_processes_is_said_where_it_is_allowed(
     assert "written by 4 processes and is resumed by 2" in caplog.text
 
 
-def test_the_manifest_says_what_made_the_run(tmp_path: Path) -> None:
+def test_the_manifest_describes_the_run(tmp_path: Path) -> None:
     config = run_config(tmp_path, 2, training__seed=13)
     train(config)
     manifest = json.loads((tmp_path / "run" / MANIFEST).read_text())
@@ -402,7 +398,7 @@ def test_the_manifest_says_what_made_the_run(tmp_path: Path) -> None:
     assert resolved == config
 
 
-def test_the_manifest_is_there_when_the_first_step_fails(tmp_path: Path) -> None:
+def test_the_manifest_exists_when_the_first_step_fails(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         train(run_config(tmp_path, 1), on_built=kill_at(0))
     assert (tmp_path / "run" / MANIFEST).is_file()

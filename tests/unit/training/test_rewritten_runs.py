@@ -56,7 +56,7 @@ def test_both_trainers_learn_from_rewritten_answers_and_their_records_replay(sta
     assert sum((one.losses or {})["loss/token_ce/desc_ce"] for one in replayed) > 0
 
 
-def test_the_answer_that_is_kept_teaches_otherwise(tmp_path: Path) -> None:
+def test_rewritten_answers_change_training(tmp_path: Path) -> None:
     """The key reaches the target: without it the same answers train other weights."""
     ends = []
     for answer in ("as_written", "rewritten"):
@@ -66,7 +66,7 @@ def test_the_answer_that_is_kept_teaches_otherwise(tmp_path: Path) -> None:
 
 
 def inventor() -> InMemoryBackend:
-    """Finds everything, and writes one object more that nobody annotated."""
+    """Finds everything, and one object that is not annotated."""
     loaded = load_tiny()
     truth = {sample.record.image: sample.record.objects for sample in tiny_samples(loaded)}
     more = GTObject("red circle", "bbox_2d", (990, 990, 999, 999))
@@ -88,7 +88,7 @@ def of_one_object(folder: Path) -> Path:
     ("share", "complete"),
     [(0.3, True), (0.9, False)],  # a half of each answer's objects or more, where an image holds any
 )
-def test_what_is_unmatched_is_left_out_where_annotations_are_taken_as_complete(
+def test_unmatched_objects_are_dropped_if_annotations_are_complete(
     share: float, complete: bool, tmp_path: Path
 ) -> None:
     config = run_config(
@@ -121,7 +121,7 @@ def softened(folder: Path, soft: float) -> Path:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_resumed_run_with_soft_objects_ends_as_an_unbroken_one(stage: int, tmp_path: Path) -> None:
+def test_a_resumed_run_with_soft_objects_equals_an_uninterrupted_one(stage: int, tmp_path: Path) -> None:
     data = softened(tmp_path, 0.5)
     common = {
         "custom__train_jsonl": str(data), "training__max_steps": 4, "training__per_device_train_batch_size": 3,

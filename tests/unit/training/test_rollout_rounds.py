@@ -88,7 +88,7 @@ def test_answers_are_parsed_while_others_decode_and_keep_the_loaders_order(
 
 
 class Reversed(InMemoryBackend):
-    """Answers whatever was asked last first; request i of a window with 2 ** i tokens."""
+    """Answers the last request first; request i of a window has 2 ** i tokens."""
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         places = [(r, i) for r, one in enumerate(rounds) for i in range(len(one.requests))]
@@ -113,8 +113,8 @@ def test_answers_in_any_order_become_the_segments_of_their_own_samples(
     assert [[segment.prompt_token_ids for segment in batch] for batch in segments] == asked
 
 
-def test_the_longest_answers_are_told_by_their_99th_percentile(loaded: LoadedModel, samples: list[Sample]) -> None:
-    """Of lengths 1, 2, 4, 8 it lies 2.97 steps up: between the third and the fourth."""
+def test_the_99th_percentile_of_lengths_is_logged(loaded: LoadedModel, samples: list[Sample]) -> None:
+    """For the lengths 1, 2, 4, 8 it is 2.97 steps up: between the third and the fourth."""
     _, metrics = prepare(task_of(loaded, Reversed(loaded.vocab, lambda request: ""), capacity=None), [samples])
     assert metrics["rollout/gen_new_tokens_p99"] == pytest.approx(4 + 0.97 * 4)
 
@@ -128,7 +128,7 @@ class Failing(InMemoryBackend):
         return super().generate(requests, seeds)
 
 
-def test_rollouts_that_fail_leave_a_checkpoint_from_which_training_goes_on(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_failed_rollouts_leave_a_checkpoint_to_resume_from(loaded: LoadedModel, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"training__max_steps": 3, "training__save_strategy": "no"}
     answers = lambda request: "{}" + TURN_END  # noqa: E731
     with pytest.raises(RolloutError, match="the engine is gone"):
@@ -142,7 +142,7 @@ def test_rollouts_that_fail_leave_a_checkpoint_from_which_training_goes_on(loade
     assert step_lines(resumed)[-1]["loss"] == step_lines(straight)[-1]["loss"]
 
 
-def test_nothing_is_saved_where_nothing_was_learned(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_nothing_is_saved_before_the_first_step(loaded: LoadedModel, tmp_path: Path) -> None:
     class Dead(InMemoryBackend):
         def sync_weights(self, version: int) -> None:
             raise RolloutError("no server")
@@ -177,10 +177,8 @@ def test_a_line_that_cannot_be_written_is_logged_instead(tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-def test_whether_an_answer_was_cut_off_is_what_its_backend_says(
-    truncated: bool, loaded: LoadedModel, samples: list[Sample]
-) -> None:
-    """Answers come without their stop token: the tokens alone do not tell."""
+def test_truncation_is_taken_from_the_backend(truncated: bool, loaded: LoadedModel, samples: list[Sample]) -> None:
+    """Answers come without their stop token, so the tokens do not show it."""
     request = samples[0].request
     rollout = Rollout(request.sample_id, request.prompt_token_ids, tuple(loaded.vocab.encode("{}")), "{}", truncated)
     answer = AnswerReader(loaded.vocab, MatchingConfig())(samples[0], rollout)

@@ -1,4 +1,4 @@
-"""Rollouts one step ahead: one step old whatever the timing, kept in checkpoints, and nothing is left behind."""
+"""Prefetched rollouts: always one step old, saved in checkpoints, and cleaned up."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KEYS: dict[str, Any] = {
 
 class Aging(InMemoryBackend):
     """Answers worse with every version of the weights, so that training differs where another version answers. It
-    notes what it is told, and bears no push while it owes answers."""
+    records its calls, and fails if weights are pushed while answers are pending."""
 
     def __init__(self, slow: float = 0.0) -> None:
         self._objects = {record.sample_id: record.objects for record in read_jsonl(tiny_scenes())}
@@ -90,13 +90,13 @@ def ahead(tmp_path: Path) -> Iterator[Any]:
         yield run
 
 
-def test_a_window_is_taken_pushed_behind_and_the_next_one_asked(ahead: Any) -> None:
+def test_each_step_takes_a_window_pushes_weights_and_requests_the_next(ahead: Any) -> None:
     """Also over the ends of epochs; each step reads the samples that it reads without looking ahead."""
     backend, slow, together = Aging(), Aging(slow=0.2), Aging()
     first = ahead("first", backend=backend)
     assert backend.told[:6] == [("push", 0), ("ask", 0), ("ask", 1), ("push", 1), ("ask", 2), ("push", 2)]
     assert [number for what, number in backend.told if what == "ask"] == list(range(7))
-    assert [number for what, number in backend.told if what == "push"] == list(range(6))  # nobody asks after the last
+    assert [number for what, number in backend.told if what == "push"] == list(range(6))  # no request follows the last
     assert [line["rollout/staleness_steps"] for line in step_lines(first)] == [0, 1, 1, 1, 1, 1, 1]
     second = ahead("second", backend=slow)
     assert slow.told == backend.told
@@ -117,9 +117,9 @@ COMPLETE = {
 @pytest.mark.parametrize(
     ("stage", "save_steps", "saved", "target"),
     [(2, 2, 4, {}), (2, 3, 3, {}), ("two_channel", 3, 3, {}), (2, 2, 4, COMPLETE), ("two_channel", 3, 3, COMPLETE)],
-    ids=["within an epoch", "between epochs", "two channels", "taken as complete", "so in two channels"],
+    ids=["within an epoch", "between epochs", "two channels", "complete", "complete, two channels"],
 )  # fmt: skip
-def test_killed_and_resumed_equals_never_killed(
+def test_resumed_run_equals_uninterrupted_run(
     stage: Any, save_steps: int, saved: int, target: dict[str, Any], ahead: Any, tmp_path: Path
 ) -> None:
     keys = {"training__save_strategy": "steps", "training__save_steps": save_steps, **target}
@@ -137,8 +137,8 @@ def test_killed_and_resumed_equals_never_killed(
     assert same_weights(weights(resumed.model), weights(whole.model))
 
 
-def test_in_two_channels_answers_are_made_while_a_step_without_rollouts_learns(ahead: Any) -> None:
-    """A, B, A, B: B's window is asked for in the A step before it, of the weights of that step."""
+def test_two_channel_answers_are_generated_during_the_step_before(ahead: Any) -> None:
+    """A, B, A, B: B's window is requested in the A step before it, with the weights of that step."""
     backend = Aging()
     trainer = ahead(stage="two_channel", backend=backend, training__max_steps=4)
     assert backend.told == [("push", 0), ("ask", 1), ("push", 2), ("ask", 3)]
@@ -147,7 +147,7 @@ def test_in_two_channels_answers_are_made_while_a_step_without_rollouts_learns(a
     assert not [name for line in lines[::2] for name in line if name.startswith("rollout/")]
 
 
-def test_a_failure_is_that_of_its_own_step_and_saved_first(ahead: Any, tmp_path: Path) -> None:
+def test_a_failure_ends_its_own_step_after_a_save(ahead: Any, tmp_path: Path) -> None:
     class Failing(Aging):
         def generate(self, requests: Any, seeds: Any, on_answer: Any = None) -> list[Rollout]:
             if seeds.global_step == 2:
@@ -162,9 +162,7 @@ def test_a_failure_is_that_of_its_own_step_and_saved_first(ahead: Any, tmp_path:
     assert [line["rollout/staleness_steps"] for line in step_lines(resumed)] == [0, 1, 0, 1, 1, 1, 1]
 
 
-def test_a_step_that_fails_keeps_the_answers_that_it_took(
-    ahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_keeps_its_answers(ahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     to = RowTensors.to
 
     def fail_in_step_2(trainer: Any) -> None:
@@ -183,7 +181,7 @@ def test_a_step_that_fails_keeps_the_answers_that_it_took(
     assert figures(resumed) == figures(whole) and same_weights(weights(resumed.model), weights(whole.model))
 
 
-def test_samples_that_cannot_be_read_are_the_failure_of_the_step_that_needs_them(ahead: Any, tmp_path: Path) -> None:
+def test_unreadable_samples_fail_the_step_that_needs_them(ahead: Any, tmp_path: Path) -> None:
     def break_the_second_step(trainer: Any) -> None:
         dataset, read = trainer.train_dataset, trainer.train_dataset.encode
         seen: list[str] = []
@@ -201,13 +199,13 @@ def test_samples_that_cannot_be_read_are_the_failure_of_the_step_that_needs_them
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
 
 
-def test_an_evaluation_waits_for_the_answers_and_changes_nothing(ahead: Any) -> None:
+def test_evaluation_waits_for_pending_answers(ahead: Any) -> None:
     keys = {"training__eval_strategy": "steps", "training__eval_steps": 2}
     evaluated, alone = ahead("evaluated", backend=Aging(slow=0.2), **keys), ahead("alone")
     assert same_weights(weights(evaluated.model), weights(alone.model))
 
 
-def test_an_evaluation_that_fails_leaves_the_step_before_it_as_it_was(ahead: Any) -> None:
+def test_a_failed_evaluation_does_not_change_the_step_before(ahead: Any) -> None:
     class FailsToEvaluate(Aging):
         @property
         def batch_size(self) -> int:
@@ -220,7 +218,7 @@ def test_an_evaluation_that_fails_leaves_the_step_before_it_as_it_was(ahead: Any
     assert figures(resumed) == figures(whole) and same_weights(weights(resumed.model), weights(whole.model))
 
 
-def test_answers_that_wait_are_of_no_use_to_a_run_that_does_not_look_ahead(
+def test_a_run_without_prefetch_ignores_saved_answers(
     ahead: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ahead(training__max_steps=3, training__save_strategy="steps", training__save_steps=2)
@@ -238,13 +236,13 @@ def waiting(version: int = 3, **keys: Any) -> SavedAnswers:
     )
 
 
-def test_answers_survive_their_file(tmp_path: Path) -> None:
+def test_answers_survive_a_round_trip(tmp_path: Path) -> None:
     save_answers(waiting(), tmp_path)
     assert load_answers(tmp_path, 4) == waiting()
     assert load_answers(tmp_path / "elsewhere", 4) is None
 
 
-def test_answers_of_other_weights_are_no_window() -> None:
+def test_answers_of_other_weights_are_refused() -> None:
     with pytest.raises(ValueError, match="answers of weights"):
         waiting(version=2)
 
@@ -253,7 +251,7 @@ def test_answers_of_other_weights_are_no_window() -> None:
     ("step", "spoil"), [(5, None), (4, "{"), (4, "[]"), (4, '{"rounds": [[{}]]}')],
     ids=["of another step", "half a file", "a list", "no answer"],
 )  # fmt: skip
-def test_a_file_that_is_no_window_is_refused(step: int, spoil: str | None, tmp_path: Path) -> None:
+def test_an_invalid_window_file_is_refused(step: int, spoil: str | None, tmp_path: Path) -> None:
     save_answers(waiting(), tmp_path)
     if spoil is not None:
         (tmp_path / "waiting_answers_rank0.json").write_text(spoil)
@@ -262,7 +260,7 @@ def test_a_file_that_is_no_window_is_refused(step: int, spoil: str | None, tmp_p
 
 
 @pytest.mark.parametrize("vllm", [None, {"mode": "colocate"}], ids=["hf", "colocate"])
-def test_only_servers_can_answer_ahead(vllm: Any, tmp_path: Path) -> None:
+def test_prefetched_rollouts_require_servers(vllm: Any, tmp_path: Path) -> None:
     engine = {"rollout_backend": "hf"} if vllm is None else {"rollout_backend": "vllm", "vllm": vllm}
     with pytest.raises(ConfigError, match=r"rollout_matching\.rollouts_ahead.*vllm\.mode: server.*write 0"):
         load_config(write_yaml(tmp_path, stage2(rollouts_ahead=1, **engine)))

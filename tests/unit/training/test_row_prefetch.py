@@ -70,7 +70,7 @@ def none_is_built() -> bool:
 
 
 class Begun:
-    """A build that notes its rows; each of them waits until it may go on."""
+    """A build that records its rows; each of them waits for permission to continue."""
 
     def __init__(self, may_go_on: bool = True) -> None:
         self.rows: list[PackedRow] = []
@@ -105,7 +105,7 @@ def test_rows_come_in_order_and_at_most_one_is_built_ahead(rows: list[PackedRow]
     assert min(prefetched.wait_s, prefetched.build_s) > 0
 
 
-def test_an_error_belongs_to_the_row_that_has_it(rows: list[PackedRow]) -> None:
+def test_an_error_is_raised_at_its_own_row(rows: list[PackedRow]) -> None:
     begun = Begun()
 
     def build(row: PackedRow) -> Any:
@@ -130,9 +130,7 @@ def test_an_error_between_two_rows_ends_the_thread(rows: list[PackedRow]) -> Non
     assert none_is_built() and len(build.rows) == 2
 
 
-def test_a_row_that_never_comes_is_an_error_that_names_its_samples(
-    rows: list[PackedRow], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_times_out_names_its_samples(rows: list[PackedRow], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_rows, "ROW_DEADLINE_S", 0.01)
     monkeypatch.setattr(background, "STOP_S", 0.01)
     build = Begun(may_go_on=False)
@@ -146,7 +144,7 @@ def test_a_row_that_never_comes_is_an_error_that_names_its_samples(
 
 
 @pytest.mark.parametrize("stage", [1, 2, "two_channel"])
-def test_a_run_is_the_same_to_the_bit_without_the_second_thread(
+def test_a_run_without_prefetch_is_bitwise_the_same(
     stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: dict[str, Any] = {"training__max_steps": 3, "training__gradient_accumulation_steps": 2}
@@ -159,8 +157,8 @@ def test_a_run_is_the_same_to_the_bit_without_the_second_thread(
         assert line["time/row_build_s"] > 0
 
 
-def test_a_row_that_cannot_be_built_ends_its_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fourth row is the second micro-step of the second step: what was learned in the first is saved."""
+def test_if_a_row_cannot_be_built_its_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth row is the second micro-step of the second step: the first step is saved."""
     build, calls = RowBuilder.__call__, iter(range(100))
 
     def failing(self: RowBuilder, row: PackedRow, *arguments: Any) -> RowTensors:
@@ -179,7 +177,7 @@ def test_a_row_that_cannot_be_built_ends_its_own_step(tmp_path: Path, monkeypatc
     assert same_weights(weights(started[0].model), weights(first_alone.model))
 
 
-def test_a_second_thread_draws_no_random_number(rows: list[PackedRow]) -> None:
+def test_prefetch_uses_no_random_numbers(rows: list[PackedRow]) -> None:
     """Nor does the order of threads decide what a row holds."""
     loaded = load_tiny()
     objective = RowObjective(sft_pipeline(None), loaded.vocab.coord_token_ids)

@@ -78,6 +78,6 @@ def test_the_realised_share_is_that_of_the_steps_taken() -> None:
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.01, float("nan"), float("inf")])
-def test_what_is_no_share_is_refused(ratio: float) -> None:
+def test_an_invalid_share_is_refused(ratio: float) -> None:
     with pytest.raises(ValueError):
         ChannelSchedule.from_ratio(ratio)

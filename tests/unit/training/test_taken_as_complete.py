@@ -1,4 +1,4 @@
-"""`target.complete_above`: a step whose answers are mostly annotated takes its annotations as complete."""
+"""`target.complete_above`: if most predictions match, the step's annotations count as complete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AS_INCOMPLETE = "{" + f"{entry(1, LEAF)}, {entry(2, DOG)}, {entry(3)}" + "}"
 def outcomes(
     texts: Sequence[str], complete_above: float | None, truth: Sequence[GTObject] = (CAT, LEAF), **target: Any
 ) -> list[SampleOutcome]:
-    """Of a step of one micro-batch an answer; every image holds ``truth``."""
+    """Outcomes of a step with one micro-batch; every image has ``truth``."""
     unread = list(texts)
     policy = TargetPolicy(answer="rewritten", complete_above=complete_above, **target)
     queue = RolloutQueue(
@@ -49,30 +49,30 @@ def outcomes(
         ([HALF, NONE], 0.34, AS_INCOMPLETE),  # one of three
     ],
 )
-def test_a_step_takes_its_annotations_as_complete_where_so_many_of_its_objects_are_annotated(
+def test_annotations_count_as_complete_above_the_threshold(
     texts: list[str], complete_above: float | None, taught: str
 ) -> None:
-    """Then nothing else is there, and what was missed stands where the annotations have it."""
+    """Then unmatched predictions are dropped, and missed objects are at their place in the annotations."""
     found = outcomes(texts, complete_above)
     assert taught_text(found[0], tiny_vocab()) == taught
     assert {one.taken_as_complete for one in found} == {taught == AS_COMPLETE}
 
 
 @pytest.mark.parametrize("text", [answer(), NONE, "no JSON"])
-def test_answers_without_a_matched_object_say_nothing_of_annotations(text: str) -> None:
+def test_answers_without_matches_are_not_counted_for_completeness(text: str) -> None:
     (found,) = outcomes([text], 0.01)
     assert not found.taken_as_complete and found.target.left_out_pred_idx == ()
 
 
-def test_what_a_model_added_to_the_annotations_does_not_speak_for_them() -> None:
-    """A soft object is one that nobody annotated."""
+def test_soft_objects_are_not_counted_for_completeness() -> None:
+    """A soft object was added by a model, so it is not evidence of annotation."""
     texts = [answer(entry(1), entry(2, LEAF))]
     assert outcomes(texts, 0.51)[0].taken_as_complete
     assert not outcomes(texts, 0.51, (CAT, replace(LEAF, soft=0.9)))[0].taken_as_complete
 
 
-def test_repeats_are_left_out_of_complete_annotations_not_replaced() -> None:
-    """What is missed would stand in the place of the repeat, not where annotations have it."""
+def test_duplicates_are_dropped_if_annotations_are_complete() -> None:
+    """A missed object would otherwise replace the repeat instead of being at its place in the annotations."""
     texts = [answer(entry(1, LEAF), entry(2, LEAF))]
     (found,) = outcomes(texts, 0.5, duplicates="replace")
     assert found.taken_as_complete and taught_text(found, tiny_vocab()) == AS_COMPLETE

@@ -31,7 +31,7 @@ from support.tiny_run import (
     weights,
 )
 
-# What a step of stage 2 says about itself, beside its losses.
+# Metrics of a stage-2 step, besides its losses.
 STEP_METRICS = {
     "rollout/samples_total", "rollout/valid_pred_objects_total", "rollout/parse_dropped_invalid",
     "rollout/parse_truncated_rate", "rollout/gt_objects_total", "rollout/matched_total", "rollout/match_rate",
@@ -118,7 +118,7 @@ def test_a_sample_longer_than_a_row_stops_the_run_by_name(tmp_path: Path) -> Non
         train(run_config(tmp_path, 1, global_max_length=20))
 
 
-def test_several_steps_in_one_line(tmp_path: Path) -> None:
+def test_one_log_line_covers_several_steps(tmp_path: Path) -> None:
     """Counters add up, losses and seconds are means, a state is its last value."""
     keys = {"training__max_steps": 4, "global_max_length": 150, "training__per_device_train_batch_size": 3}
     single = step_lines(train(run_config(tmp_path, 1, "single", **keys)))
@@ -133,7 +133,7 @@ def test_several_steps_in_one_line(tmp_path: Path) -> None:
         assert line["packing/buffer_segments"] == b["packing/buffer_segments"]
 
 
-def test_broken_positions_are_counted_and_the_step_survives(tmp_path: Path) -> None:
+def test_non_finite_positions_are_counted_and_the_step_continues(tmp_path: Path) -> None:
     """NaN in the hidden states that predict a row's closing brace and end of turn."""
 
     def spoil(trainer: CoordExpTrainer) -> None:
@@ -152,9 +152,7 @@ def test_broken_positions_are_counted_and_the_step_survives(tmp_path: Path) -> N
     assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in step_lines(trainer))
 
 
-def test_the_device_is_read_once_a_step_however_many_micro_steps_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_device_is_read_once_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each read waits for the device."""
     reads: list[int] = []
     sync = DeviceMetrics.sync
@@ -191,7 +189,7 @@ def test_evaluation_during_training(tmp_path: Path) -> None:
     assert {"eval_rollout/precision", "eval_rollout/recall", "eval_rollout/truncated_rate"} <= lines[0].keys()
 
 
-def test_what_evaluation_measures_is_the_configurations(tmp_path: Path) -> None:
+def test_evaluation_logs_the_configured_metrics(tmp_path: Path) -> None:
     def measured(name: str, **keys: Any) -> set[str]:
         section = {f"rollout_matching__eval_detection__{key}": value for key, value in keys.items()}
         often = {"training__eval_strategy": "steps", "training__eval_steps": 1}
@@ -214,7 +212,7 @@ def test_evaluation_does_not_change_training(tmp_path: Path) -> None:
     assert same_weights(weights(plain.model), weights(watched.model))
 
 
-def test_a_prompt_mismatch_stops_before_anything_is_trained(tmp_path: Path) -> None:
+def test_a_prompt_mismatch_stops_before_training(tmp_path: Path) -> None:
     class OtherPrompt(InMemoryBackend):
         def _rollout(self, request: Any) -> Rollout:
             rollout = super()._rollout(request)
@@ -228,7 +226,7 @@ def test_a_prompt_mismatch_stops_before_anything_is_trained(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_backend_of_a_later_version_is_refused_before_anything_is_read(stage: int, tmp_path: Path) -> None:
+def test_an_unsupported_backend_is_refused_before_loading(stage: int, tmp_path: Path) -> None:
     config = run_config(tmp_path, stage, rollout_matching__rollout_backend="vllm", model__model="/nowhere")
     with pytest.raises(ConfigError, match="rollout_backend: hf"):
         check_run(config)
@@ -303,7 +301,7 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(tmp_path: Path, monkeypatch: py
     check_run(run_config(tmp_path, 1, training__use_cpu=True))
 
 
-def test_arguments_reach_transformers_by_their_own_names(tmp_path: Path) -> None:
+def test_arguments_are_passed_to_transformers_by_name(tmp_path: Path) -> None:
     config = run_config(tmp_path, 1, training__adam_beta2=0.9, training__weight_decay=0.2, training__seed=5)
     trainer, resume = build_trainer(check_run(config), Console(quiet=True))
     assert (trainer.args.adam_beta2, trainer.args.weight_decay, trainer.args.seed) == (0.9, 0.2, 5)

@@ -31,9 +31,7 @@ def pushed(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("keys", "stage"), [(LORA, 1), (DORA, 2)], ids=["lora", "dora"])
-def test_training_moves_adapters_and_coordinate_rows_and_leaves_the_base(
-    keys: dict[str, Any], stage: int, tmp_path: Path
-) -> None:
+def test_training_changes_only_adapters_and_coordinate_rows(keys: dict[str, Any], stage: int, tmp_path: Path) -> None:
     start = weights(load_tiny().model)
     trainer = train(run_config(tmp_path, stage, **keys))
     assert len(step_lines(trainer)) == 2
@@ -44,7 +42,7 @@ def test_training_moves_adapters_and_coordinate_rows_and_leaves_the_base(
             assert torch.equal(value, start[name.replace(".base_layer", "")]), name
 
 
-def test_a_run_cut_in_two_is_the_run_in_one(tmp_path: Path) -> None:
+def test_a_resumed_adapter_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     keys = DORA | {"training__max_steps": 4, "training__save_strategy": "steps", "training__save_steps": 2}
     whole = train(run_config(tmp_path, 2, "whole", **keys))
     resumed = train(
@@ -85,7 +83,7 @@ def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
     assert all(torch.equal(best.get_parameter(name), value) for name, value in final.items())
 
 
-def test_the_final_folder_loads_evaluates_and_is_a_start(tmp_path: Path) -> None:
+def test_the_final_folder_can_be_loaded_evaluated_and_trained(tmp_path: Path) -> None:
     config = run_config(tmp_path, 1, "first", **LORA)
     trainer = run_training(config, Console(quiet=True))
     folder = tmp_path / "first"
@@ -96,7 +94,7 @@ def test_the_final_folder_loads_evaluates_and_is_a_start(tmp_path: Path) -> None
     assert len(predictions) == figures["images"] == 5
     second = train(run_config(tmp_path, 1, "second", model__model=str(folder), training__max_steps=1))
     assert second.state.global_step == 1
-    assert "peft_config" not in vars(second.model), "full training goes on from the merged weights"
+    assert "peft_config" not in vars(second.model), "full training continues from the merged weights"
 
 
 @pytest.mark.parametrize("keys", [LORA, {"training__max_steps": 2}], ids=["lora", "full"])
@@ -110,7 +108,7 @@ def test_gradient_checkpointing_trains_the_same(keys: dict[str, Any], tmp_path: 
         torch.testing.assert_close(recomputed[name], value, atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_frozen_parts_stay_as_they_are(tmp_path: Path) -> None:
+def test_frozen_parts_are_unchanged(tmp_path: Path) -> None:
     start = weights(load_tiny().model)
     end = weights(train(run_config(tmp_path, 1, tuner__freeze_vit=True, tuner__freeze_llm=True)).model)
     changed = {name for name in start if not torch.equal(start[name], end[name])}
@@ -118,7 +116,7 @@ def test_frozen_parts_stay_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["varlen", "flash"])
-def test_an_attention_that_cannot_train_here_is_refused_before_anything_is_read(name: str, tmp_path: Path) -> None:
+def test_an_unsupported_attention_is_refused_before_loading(name: str, tmp_path: Path) -> None:
     config = run_config(tmp_path, 1, model__attn_implementation=name, model__model=str(tmp_path / "no-such-model"))
     with pytest.raises(ConfigError, match=rf"model\.attn_implementation: {name} has no backward pass on the CPU"):
         check_run(config)

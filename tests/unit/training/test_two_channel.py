@@ -1,4 +1,4 @@
-"""Whole runs of two channels: which steps are which, what each trains on, and what is equal to what to the bit."""
+"""Whole two-channel runs: the schedule, the samples of each step, and bitwise equalities."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def sft_as_a_pipeline() -> dict[str, Any]:
     return declared
 
 
-def test_one_forward_of_channel_a_is_stage_1_to_the_bit(tmp_path: Path) -> None:
+def test_channel_a_with_one_forward_is_bitwise_stage_1(tmp_path: Path) -> None:
     """Rows of 150 tokens: segments wait in the buffer, so the packing is compared too."""
     common = {"global_max_length": 150, "training__per_device_train_batch_size": 4, "training__max_steps": 3}
     sft = train(run_config(tmp_path, 1, "sft", custom__coord_soft_ce_w1=COORD_LOSS, **common))
@@ -73,7 +73,7 @@ def test_one_forward_of_channel_a_is_stage_1_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["soft", "st", "hard"])
 @pytest.mark.parametrize("grad_mode", ["unroll", "em_detach"])
-def test_later_forwards_change_coordinates_and_leave_text_alone(mode: str, grad_mode: str, tmp_path: Path) -> None:
+def test_later_forwards_change_only_coordinates(mode: str, grad_mode: str, tmp_path: Path) -> None:
     """The first step's losses: the same weights read the same text, and other coordinates."""
     keys = {"stage2_ab__schedule__b_ratio": 0, "training__max_steps": 1, "stage2_ab__coord_ctx_embed_mode": mode,
             "stage2_ab__softctx_grad_mode": grad_mode}  # fmt: skip
@@ -141,7 +141,7 @@ def test_channel_b_does_not_depend_on_its_packing(tmp_path: Path) -> None:
     assert not same_weights(weights(load_tiny().model), weights(one.model))
 
 
-def test_channel_b_teaches_matched_structure_and_the_aligned_stage_does_not(tmp_path: Path) -> None:
+def test_channel_b_supervises_matched_structure_and_rollout_aligned_does_not(tmp_path: Path) -> None:
     """One sample, found but for one object. Cross-entropy's mean is over more tokens in Channel-B, by exactly those."""
     keys = {"training__max_steps": 1, "training__per_device_train_batch_size": 6}
     _, (aligned,) = run(run_config(tmp_path, 2, "aligned", **keys), finder())
@@ -175,9 +175,7 @@ def test_an_answer_that_cannot_be_closed_is_counted_and_left_out(
         train(run_config(tmp_path, 2, "aligned", **keys), finder())
 
 
-def test_a_step_without_a_usable_answer_goes_through_a_blank_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_without_a_usable_answer_runs_a_blank_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AppendError("the prefix does not end where an entry may follow")
 
@@ -194,7 +192,7 @@ def test_a_step_without_a_usable_answer_goes_through_a_blank_row(
 # -- the mix -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_schedule_decides_what_a_step_says(tmp_path: Path) -> None:
+def test_the_schedule_decides_the_metrics_of_a_step(tmp_path: Path) -> None:
     config = run_config(tmp_path, "two_channel", training__max_steps=6, stage2_ab__schedule__b_ratio=0.4)
     backend = finder()
     trainer, windows = run(config, backend)
@@ -222,7 +220,7 @@ def test_the_schedule_decides_what_a_step_says(tmp_path: Path) -> None:
         (["A", "B"], 0.5, {"A": {"token_ce", "coord_reg"}, "B": {"token_ce", "coord_reg"}}),
     ],
 )
-def test_a_module_works_in_its_channels_alone(
+def test_a_module_acts_only_in_its_channels(
     channels: list[str], b_ratio: float, terms: dict[str, set[str]], tmp_path: Path
 ) -> None:
     declared = pipeline()
@@ -234,8 +232,8 @@ def test_a_module_works_in_its_channels_alone(
         assert {name.split("/")[2] for name in line if name.startswith(f"loss/{channel}/")} == terms[channel]
 
 
-def test_resumed_from_any_step_the_run_is_the_same(tmp_path: Path) -> None:
-    """Steps A B A B A, with Channel-A's segments waiting; a checkpoint behind each."""
+def test_a_run_resumed_from_any_step_is_the_same(tmp_path: Path) -> None:
+    """Steps A B A B A, with Channel-A's segments waiting; a checkpoint after each."""
     keys = {
         "global_max_length": 150, "training__per_device_train_batch_size": 4, "training__max_steps": 5,
         "training__save_strategy": "steps", "training__save_steps": 1, "training__lr_scheduler_type": "linear",
@@ -254,7 +252,7 @@ def test_resumed_from_any_step_the_run_is_the_same(tmp_path: Path) -> None:
         assert same_weights(weights(resumed.model), weights(whole.model)), step
 
 
-def test_records_are_kept_of_rollout_steps_alone(tmp_path: Path) -> None:
+def test_only_rollout_steps_are_recorded(tmp_path: Path) -> None:
     config = run_config(
         tmp_path, "two_channel", training__max_steps=4, training__logging_steps=1,
         rollout_matching__monitor_dump={"enabled": True, "every_steps": 1, "min_free_gb": 0.0},

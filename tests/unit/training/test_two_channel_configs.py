@@ -39,7 +39,7 @@ SIZES = {
         ("demo/two_channel", "ABAB"),
     ],
 )
-def test_it_trains(name: str, channels: str, tmp_path: Path) -> None:
+def test_two_channel_config_trains(name: str, channels: str, tmp_path: Path) -> None:
     files = {"custom.train_jsonl": str(tiny_scenes()), "custom.val_jsonl": str(tiny_scenes())}
     keys = SIZES | files | {"model.model": str(tiny_checkpoint()), "training.output_dir": str(tmp_path)}
     keys["training.max_steps"] = len(channels)

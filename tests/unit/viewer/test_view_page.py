@@ -1,4 +1,4 @@
-"""What the page is made of: collected records, and data that can be nothing but data."""
+"""The viewer page: collected records, and data that cannot run as script."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def data_of(page: str, name: str) -> Any:
     return json.loads(re.search(rf'<script id="{name}" type="application/json">(.*?)</script>', page, re.S)[1])
 
 
-def test_a_runs_records_come_with_matches_roles_losses_and_curves(tmp_path: Path) -> None:
+def test_records_have_matches_roles_losses_and_curves(tmp_path: Path) -> None:
     vocab = tiny_vocab()
     data = collect(write_run(tmp_path), vocab)
     assert [(r.sample_id, r.step, r.loss) for r in data.records] == [("sample 0", 1, 0.5), ("sample 1", 2, 1.5)]
@@ -45,14 +45,14 @@ def test_a_runs_records_come_with_matches_roles_losses_and_curves(tmp_path: Path
     assert data.curves == {"loss": [(1, 1.0), (2, 0.0)]}
 
 
-def test_without_a_tokenizer_everything_but_tokens_is_shown(tmp_path: Path) -> None:
+def test_without_a_tokenizer_only_tokens_are_missing(tmp_path: Path) -> None:
     data = collect(write_run(tmp_path))
     assert data.records[0].rollout is None and any("--model" in note for note in data.notes)
     assert '"object_1"' in data.records[0].text
 
 
 @pytest.mark.parametrize("place", ["", "evaluation"])
-def test_predictions_are_matched_anew(tmp_path: Path, place: str) -> None:
+def test_predictions_are_matched_again(tmp_path: Path, place: str) -> None:
     write_answers(random_answers(5, 1), tmp_path / place / "predictions.jsonl")
     data = collect(tmp_path)
     for shown, one in zip(data.records, random_answers(5, 1), strict=True):
@@ -61,7 +61,7 @@ def test_predictions_are_matched_anew(tmp_path: Path, place: str) -> None:
             assert found.partner is None or (shown.gt[found.partner].partner == i and (found.iou or 0) >= 0.5)
 
 
-def test_too_many_records_are_thinned_evenly_and_said(tmp_path: Path) -> None:
+def test_too_many_records_are_thinned_evenly_and_reported(tmp_path: Path) -> None:
     write_answers(random_answers(10, 1), tmp_path / "predictions.jsonl")
     data = collect(tmp_path, max_records=4)
     assert [r.sample_id for r in data.records] == ["s0", "s2", "s5", "s7"]
@@ -80,13 +80,13 @@ def test_a_run_without_answers_says_what_to_do(custom: dict[str, str], says: str
     assert says in note and note.endswith(f"coordexp evaluate {tmp_path}/resolved_config.yaml --model {tmp_path}")
 
 
-def test_nothing_to_show_is_said(tmp_path: Path) -> None:
+def test_nothing_to_show_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing to show"):
         collect(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["</script>", "<!--", "<script", "&amp;", "]]>", "{{ title }}"])
-def test_script_data_is_inert_and_comes_back(text: str) -> None:
+def test_script_data_is_inert_and_round_trips(text: str) -> None:
     written = as_script_data({"a": text})
     assert not set("<>&") & set(written)
     assert json.loads(written) == {"a": text}
@@ -100,14 +100,14 @@ def test_each_image_is_embedded_once_and_small(tmp_path: Path) -> None:
     assert len(images) == 1 and images[0]["src"].startswith("data:image/jpeg;base64,") and len(images[0]["src"]) < 5000
 
 
-def test_the_page_names_no_other_place(tmp_path: Path) -> None:
+def test_the_page_has_no_external_links(tmp_path: Path) -> None:
     page = render(collect(write_run(tmp_path)))
     assert set(re.findall(r"https?://[^\"'\s<]+", page)) == {"http://www.w3.org/2000/svg"}
     assert "default-src 'none'" in page
     assert {record["file"] for record in data_of(page, "data")["records"]} == {"a.png"}
 
 
-def test_it_is_served_on_loopback_only() -> None:
+def test_the_page_is_served_on_loopback_only() -> None:
     with make_server("<p>é</p>") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         host, port = server.server_address[:2]

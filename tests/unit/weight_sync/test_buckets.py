@@ -1,4 +1,4 @@
-"""Weights in buckets of bytes: what is sent is what arrives, whatever the types and sizes."""
+"""Weights in byte buckets arrive unchanged, for all types and sizes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
 
 @given(st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), min_size=1, max_size=8))
 @settings(max_examples=40, deadline=None)
-def test_a_bucket_arrives_as_it_was_sent(kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
+def test_a_bucket_arrives_unchanged(kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
     sent = [(f"t{index}", tensor(shape, dtype, index)) for index, (shape, dtype) in enumerate(kinds)]
     infos = read_infos([info.payload() for info in describe(sent)])
     arrived: dict[str, torch.Tensor] = {}
@@ -62,7 +62,7 @@ def test_a_transposed_weight_is_sent_in_the_order_of_its_shape() -> None:
     ("limit", "names"),
     [(8, [["a"], ["b"], ["c"], ["d"]]), (16, [["a"], ["b"], ["c", "d"]]), (1 << 20, [["a", "b", "c", "d"]])],
 )
-def test_buckets_hold_what_fits_and_a_larger_tensor_alone(limit: int, names: list[list[str]]) -> None:
+def test_buckets_are_filled_and_a_larger_tensor_has_its_own(limit: int, names: list[list[str]]) -> None:
     sizes = {"a": 2, "b": 20, "c": 2, "d": 2}
     weights = [(name, torch.zeros(size, dtype=torch.float32)) for name, size in sizes.items()]
     assert [[name for name, _ in bucket] for bucket in in_buckets(weights, limit)] == names

@@ -22,7 +22,7 @@ def by_definition(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("columns", [36, 37], ids=["whole words", "half a word over"])
-def test_the_hash_is_as_defined_whatever_the_chunks(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hash_does_not_depend_on_the_chunks(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = torch.randn(3, columns, generator=torch.Generator().manual_seed(0))
     expected = by_definition(weights)
     assert tensor_hash(weights) == expected
@@ -44,7 +44,7 @@ def test_two_flipped_signs_do_not_cancel() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
-def test_any_change_shows(dtype: torch.dtype) -> None:
+def test_any_change_changes_the_checksum(dtype: torch.dtype) -> None:
     original = (torch.arange(24).view(4, 6) % 7).to(dtype)
     changed = [original.clone() for _ in range(3)]
     changed[0][1, 2] += 1
@@ -54,11 +54,11 @@ def test_any_change_shows(dtype: torch.dtype) -> None:
     assert len(hashes) == 4
 
 
-def test_signs_of_zero_and_nans_count() -> None:
+def test_the_checksum_includes_signs_of_zero_and_nans() -> None:
     values = torch.tensor([0.0, -0.0, float("nan")])
     assert len({tensor_hash(value[None]) for value in values}) == 3
 
 
-def test_names_count_and_their_order_does_not() -> None:
+def test_the_checksum_includes_names_but_not_their_order() -> None:
     assert combined({"a": 1, "b": 2}) == combined({"b": 2, "a": 1})
     assert len({combined({"a": 1, "b": 2}), combined({"a": 2, "b": 1}), combined({"a": 1}), combined({})}) == 4

@@ -25,7 +25,7 @@ def both_ends(port: int, timeout_s: float = 20.0) -> tuple[Communicator, Communi
     return worker, learner
 
 
-def test_bytes_arrive_and_a_port_serves_one_group_after_another() -> None:
+def test_bytes_arrive_and_a_port_can_be_reused() -> None:
     (port,) = free_ports(1)
     for value in (3, 250):
         worker, learner = both_ends(port)
@@ -41,14 +41,14 @@ def test_bytes_arrive_and_a_port_serves_one_group_after_another() -> None:
         wait_until_free(GroupAddress("127.0.0.1", port, 1, 2, 5.0), 5.0)
 
 
-ELSEWHERE = "198.51.100.7"  # of documentation's addresses: nobody's, so whoever goes there gets nowhere
+ELSEWHERE = "198.51.100.7"  # reserved for documentation, so unreachable
 
 
 @pytest.mark.parametrize(
     ("host", "listen_host"),
     [(ELSEWHERE, "127.0.0.1"), ("127.0.0.1", "0.0.0.0"), ("name-of-a-service.invalid", "127.0.0.1")],
 )
-def test_workers_meet_where_their_machine_listens_whatever_learners_call_it(host: str, listen_host: str) -> None:
+def test_workers_connect_to_the_address_that_their_machine_listens_on(host: str, listen_host: str) -> None:
     """Two workers of a server and a learner that comes by another address."""
     (port,) = free_ports(1)
     addresses = [GroupAddress(host, port, rank, 3, 20.0, "token", listen_host) for rank in range(2)]
@@ -80,8 +80,8 @@ def listening() -> set[tuple[str, int]]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="asks Linux what is open")
-def test_a_group_opens_its_port_and_one_more_for_each_member_and_all_on_one_address() -> None:
-    """What docs/serving.md tells whoever writes the firewall's rules."""
+def test_a_group_opens_one_port_per_member_on_one_address() -> None:
+    """As docs/serving.md says for firewall rules."""
     (port,) = free_ports(1)
     before = listening()
     ends = both_ends(port)
@@ -93,7 +93,7 @@ def test_a_group_opens_its_port_and_one_more_for_each_member_and_all_on_one_addr
     assert len(opened) == 3 and {address for address, _ in opened} == {loopback}
 
 
-def test_a_member_that_leaves_is_noticed_at_once() -> None:
+def test_a_member_that_leaves_is_detected_at_once() -> None:
     worker, learner = both_ends(free_ports(1)[0])
     started = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
@@ -107,7 +107,7 @@ def test_a_member_that_leaves_is_noticed_at_once() -> None:
         worker.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)
 
 
-def test_a_silent_member_is_waited_for_until_the_deadline() -> None:
+def test_waiting_for_a_silent_member_times_out() -> None:
     worker, learner = both_ends(free_ports(1)[0], timeout_s=1.5)
     started = time.monotonic()
     with pytest.raises(RolloutError, match=r"did not arrive within 1\.5 s"):
@@ -117,7 +117,7 @@ def test_a_silent_member_is_waited_for_until_the_deadline() -> None:
     worker.close()
 
 
-def test_waiting_can_be_given_up() -> None:
+def test_waiting_can_be_cancelled() -> None:
     worker, learner = both_ends(free_ports(1)[0])
 
     def give_up() -> None:
@@ -130,14 +130,14 @@ def test_waiting_can_be_given_up() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["no learner comes", "no worker comes"])
-def test_nobody_comes(rank: int) -> None:
+def test_rendezvous_without_members_times_out(rank: int) -> None:
     started = time.monotonic()
     with pytest.raises(RolloutError, match="not every member came within 1 s"):
         join(GroupAddress("127.0.0.1", free_ports(1)[0], rank, 2, 1.0), CPU)
     assert time.monotonic() - started < 15
 
 
-def test_a_port_that_stays_taken_is_named() -> None:
+def test_a_port_that_stays_in_use_is_named() -> None:
     import socket
 
     with socket.socket() as other:
@@ -148,7 +148,7 @@ def test_a_port_that_stays_taken_is_named() -> None:
             wait_until_free(address, 0.5)
 
 
-def test_within_gives_results_errors_and_deadlines() -> None:
+def test_within_returns_results_and_raises_errors_and_timeouts() -> None:
     assert within(5, "it did not end", lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         within(5, "it did not end", lambda: 1 // 0)

@@ -75,7 +75,7 @@ def proven(load: Load, sent: dict[str, torch.Tensor], **keys: Any) -> tuple[Fuse
         "sharded",
     ],
 )
-def test_what_loading_proves(
+def test_loading_shows_which_tensors_are_plain_copies(
     load: Load, sent: dict[str, torch.Tensor], keys: dict[str, Any], unproven: set[str]
 ) -> None:
     assert proven(load, sent, **keys)[2] == set(SHAPES) - unproven
@@ -86,7 +86,7 @@ def test_a_tensor_that_the_loader_ignores_is_named() -> None:
         proven(without(NORM), learners())
 
 
-def test_bytes_written_to_a_place_are_the_weights() -> None:
+def test_bytes_written_in_place_become_the_weights() -> None:
     model, places, _ = proven(usual, learners())
     fresh = {name: tensor + 1 for name, tensor in learners().items()}
     for name, tensor in fresh.items():
@@ -103,7 +103,7 @@ def test_bytes_written_to_a_place_are_the_weights() -> None:
 @pytest.mark.parametrize(
     "change", [lambda t: t[:-1], lambda t: t.to(torch.bfloat16), lambda t: t.double()], ids=["rows", "narrow", "wide"]
 )
-def test_a_tensor_that_came_otherwise_before_is_loaded(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_a_tensor_without_a_proven_destination_is_loaded(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     _, places, _ = proven(usual, learners())
     tensor = change(learners()[EMBED])
     assert places.destination(EMBED, tuple(tensor.shape), tensor.dtype) is None

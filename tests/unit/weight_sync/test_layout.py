@@ -30,12 +30,12 @@ def layout() -> WeightLayout:
     ],
     ids=["renamed", "the same", "tied", "fused, in a wrapped layer"],
 )
-def test_a_tensors_place(layout: WeightLayout, name: str, place: Place) -> None:
+def test_destination_of_a_tensor(layout: WeightLayout, name: str, place: Place) -> None:
     assert layout.place(name) == place
 
 
 @pytest.mark.parametrize("name", ["model.language.layer.o_proj.weight", "layer.norm.weight", "", "lm_head.bias"])
-def test_a_name_without_a_place_is_refused(layout: WeightLayout, name: str) -> None:
+def test_a_name_without_a_destination_is_refused(layout: WeightLayout, name: str) -> None:
     with pytest.raises(RolloutError, match="not a weight of the engine's model"):
         layout.place(name)
 
@@ -44,13 +44,13 @@ def without(*missing: str) -> Iterable[str]:
     return [name for name in SHAPES if name not in missing]
 
 
-def test_all_names_cover_the_model_with_and_without_the_tied_one(layout: WeightLayout) -> None:
+def test_names_cover_the_model_with_and_without_tied_head(layout: WeightLayout) -> None:
     layout.check_complete(SHAPES)
     layout.check_complete([*SHAPES, "lm_head.weight"])
 
 
 @pytest.mark.parametrize("missing", list(SHAPES))
-def test_each_missing_name_is_noticed(layout: WeightLayout, missing: str) -> None:
+def test_each_missing_name_is_detected(layout: WeightLayout, missing: str) -> None:
     with pytest.raises(RolloutError, match="1 of the engine's weights were not sent") as refused:
         layout.check_complete(without(missing))
     place = layout.place(missing)
@@ -70,6 +70,6 @@ def test_parameters_are_read_back_as_they_were_sent(layout: WeightLayout) -> Non
     assert all(torch.equal(read[name], sent[name]) for name in sent)
 
 
-def test_parts_that_do_not_fill_their_place_are_an_error(layout: WeightLayout) -> None:
+def test_parts_that_do_not_fill_their_destination_are_an_error(layout: WeightLayout) -> None:
     with pytest.raises(RolloutError, match=r"v_proj\.weight has shape \(3, 3\)"):
         list(layout.read_back({**SHAPES, "model.language.layer.v_proj.weight": (3, 3)}))
