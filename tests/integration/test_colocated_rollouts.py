@@ -17,6 +17,7 @@ from PIL import Image
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.data.dataset import Sample
 from coordexp.data.images import open_rgb
+from coordexp.engine.arguments import with_image_size
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.errors import AlignmentError, DataError, RolloutError
 from coordexp.matching import MatchingConfig
@@ -84,6 +85,14 @@ def backend(learner: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> I
 def test_no_answers_before_the_first_push(backend: ColocatedBackend, requests_: list[RolloutRequest]) -> None:
     with pytest.raises(RolloutError, match="sync_weights"):
         backend.generate(requests_[:1], SEEDS)
+
+
+def test_memory_is_profiled_on_the_largest_image_of_a_prompt(backend: ColocatedBackend) -> None:
+    """And not on the processor's largest, which takes an hour on a CPU if it is 4096 x 4096."""
+    with rollout_session(backend, 1):
+        image = backend.engine.vllm.model_config.multimodal_config.limit_per_prompt["image"]
+    wanted = with_image_size(backend.engine_arguments)["limit_mm_per_prompt"]["image"]
+    assert {"count": image.count, "width": image.width, "height": image.height} == wanted
 
 
 @pytest.mark.parametrize("words", [1, 12], ids=["short prompts", "long prompts"])

@@ -4,6 +4,7 @@ server, which its launcher sets. Imports no torch and no vLLM."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,28 @@ def with_processors(arguments: Mapping[str, Any], guarded: bool, holds_names: bo
         # GPUs, would call them too early.
         completed["async_scheduling"] = False
     return completed
+
+
+def with_image_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """An engine's arguments with the side in pixels of the largest square image that a prompt can hold: one of
+    ``max_model_len`` tokens, resized as the checkpoint says its training images were.
+
+    vLLM profiles its memory on an image of the processor's largest size, 4096 x 4096 for Qwen3-VL, unless it is given
+    another: over an hour on a CPU, and on a GPU memory that no image uses. Larger images are answered all the same.
+    """
+    from coordexp.data.preparation import read_preparation
+
+    model, limits = Path(arguments["model"]), arguments["limit_mm_per_prompt"]
+    vision = json.loads((model / "config.json").read_text(encoding="utf-8"))["vision_config"]
+    token_side = int(vision["patch_size"]) * int(vision["spatial_merge_size"])
+    area, rule = arguments["max_model_len"] * token_side**2, read_preparation(model).resize
+    if rule is not None:
+        area = min(area, rule.max_pixels)
+    side = max(1, math.isqrt(area) // token_side) * token_side
+    return {
+        **arguments,
+        "limit_mm_per_prompt": {**limits, "image": {"count": limits["image"], "width": side, "height": side}},
+    }
 
 
 def executor_on_cpu(tensor_parallel_size: int) -> str:

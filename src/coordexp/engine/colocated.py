@@ -24,7 +24,14 @@ import torch.distributed as dist
 from coordexp import distributed
 from coordexp.background import Prefetcher
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.engine.arguments import NAMES_KEY, REQUEST_KEY, activation_environment, own_arguments, section_arguments
+from coordexp.engine.arguments import (
+    NAMES_KEY,
+    REQUEST_KEY,
+    activation_environment,
+    own_arguments,
+    section_arguments,
+    with_image_size,
+)
 from coordexp.engine.engine_process import (
     PLUGINS,
     default_group_kept,
@@ -284,7 +291,7 @@ class ColocatedBackend:
             require("vllm", "rollout_matching.rollout_backend: vllm")
             from coordexp.engine.logits_processors import check_processors
 
-            engine = InProcessEngine(self.engine_arguments, self._cap)
+            engine = InProcessEngine(with_image_size(self.engine_arguments), self._cap)
             try:
                 status = engine.ask_worker(lambda worker: worker.coordexp_status())
                 check_processors([status], self._repeat_terminate, bool(self._names))

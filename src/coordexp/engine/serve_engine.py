@@ -21,7 +21,14 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from coordexp.engine.arguments import NAMES_KEY, REQUEST_KEY, activated_config, executor_on_cpu, own_arguments
+from coordexp.engine.arguments import (
+    NAMES_KEY,
+    REQUEST_KEY,
+    activated_config,
+    executor_on_cpu,
+    own_arguments,
+    with_image_size,
+)
 from coordexp.engine.serve import ServeOptions
 from coordexp.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, CALL, FAILURE, RESULT
 from coordexp.errors import RolloutError
@@ -53,6 +60,7 @@ class ServedEngine:
             # OpenAI clients may send addresses, which vLLM would fetch. An empty list would allow all of them.
             "allowed_media_domains": ["addresses-are-not-fetched.invalid"],
         }
+        arguments = with_image_size(arguments)
         if not gpu:
             arguments["distributed_executor_backend"] = executor_on_cpu(options.tensor_parallel_size)
         elif options.tensor_parallel_size == 1:
