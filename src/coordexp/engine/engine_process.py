@@ -34,6 +34,8 @@ _EVERYWHERE = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the guard is a logits processor of the first runner's interface
     "TOKENIZERS_PARALLELISM": "false",
+    # A forked engine would inherit the server's threads, event loop and socket. vLLM spawns on CPUs, and forks on GPUs.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 _ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB

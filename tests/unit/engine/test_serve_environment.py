@@ -19,7 +19,8 @@ def test_set_variables_are_kept() -> None:
     environment = engine_environment({"OMP_WAIT_POLICY": "active", "HOME": "/h"}, gpu=False)
     assert environment["OMP_WAIT_POLICY"] == "active" and environment["HOME"] == "/h"
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    assert "VLLM_CPU_KVCACHE_SPACE" not in engine_environment({}, gpu=True)
+    on_gpu = engine_environment({}, gpu=True)
+    assert "VLLM_CPU_KVCACHE_SPACE" not in on_gpu and on_gpu["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
 @pytest.fixture
