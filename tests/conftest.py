@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """As ``--dist loadfile``, with the files of one server for one file."""
+    """Like ``--dist loadfile``, but files with a common server count as one file."""
     from xdist.scheduler import LoadFileScheduling
 
     class Sharing(LoadFileScheduling):

@@ -1,7 +1,7 @@
 """``make faults``: inject every fault of this folder and write the table fault → promised → seen → seconds.
 
-Each fault adds a line to ``--log``. A later campaign injects only faults that are not in the log or were not as
-promised, so a campaign can be stopped and continued; delete the file to start again.
+Each fault adds a line to ``--log``. A later campaign skips faults that the log has as promised, so a campaign can be
+stopped and continued; delete the file to start again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server that speaks HTTP badly: it drips, hangs, closes early, never ends a header or an answer."""
+"""A server with broken HTTP: slow bytes, hanging, early close, endless headers or answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of ``coordexp train`` in processes of their own, which kill themselves or are killed by a test."""
+"""Runs of ``coordexp train`` in their own processes, killed by themselves or by a test."""
 
 from __future__ import annotations
 

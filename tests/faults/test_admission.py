@@ -24,7 +24,7 @@ from support.settings import client_to, serve_options_of
 
 
 class Engine:
-    """Answers its heartbeat, unless told to hang; samples a token between two beats, unless told to stall."""
+    """Answers heartbeats unless ``hangs``; samples a token between two of them unless it stalls."""
 
     world_size = 1
     guarded = closed_names = adapted = False
@@ -144,7 +144,7 @@ def test_a_hung_engine_in_a_live_process_is_reported(url: str, engine: Engine) -
 
 
 def test_an_engine_that_samples_no_token_is_reported(url: str, engine: Engine) -> None:
-    """Only while it owes answers: an idle one draws none."""
+    """Only while requests are pending: an idle engine samples nothing."""
     client = client_to(url, 1, timeout_s=5.0)
     before = httpx.get(f"{url}/health/", trust_env=False).json()["num_tokens"]
     engine.answers = True

@@ -1,4 +1,4 @@
-"""A real vLLM engine inside the learner: its steps and pushes fail or lie."""
+"""A real colocated vLLM engine with steps and pushes that fail or return wrong results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint that was sealed and is no longer what was sealed: never trained on, never a traceback."""
+"""A checkpoint that no longer matches its seal is never used, and never gives a traceback."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ LOSSES: dict[str, Callable[[Path], Any]] = {
 
 
 def unshared(path: Path) -> Path:
-    """``path`` with bytes of its own: writing through a hard link would change the original too."""
+    """``path`` as a separate copy: writing through a hard link would change the original too."""
     shutil.copy2(path, path.with_name("being-damaged"))
     path.with_name("being-damaged").replace(path)
     return path
@@ -80,7 +80,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_of_the_same_size_is_noticed(
+def test_a_damaged_file_of_the_same_size_is_detected(
     name: str, damage: str, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage_file(run / "checkpoint-3", name, damage)
@@ -93,7 +93,7 @@ def test_a_damaged_file_of_the_same_size_is_noticed(
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", FILES)
-def test_an_incomplete_file_is_noticed(name: str, loss: str, run: Path, seen: Callable[[str], None]) -> None:
+def test_an_incomplete_file_is_detected(name: str, loss: str, run: Path, seen: Callable[[str], None]) -> None:
     LOSSES[loss](unshared(run / "checkpoint-3" / name))
     assert resolve_resume(run, True) == run / "checkpoint-2"
     with pytest.raises(CheckpointError, match=rf"checkpoint-3 .*{name}") as refused:
@@ -102,8 +102,8 @@ def test_an_incomplete_file_is_noticed(name: str, loss: str, run: Path, seen: Ca
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_an_older_checkpoint_is_noticed(name: str, run: Path, seen: Callable[[str], None]) -> None:
-    """Where the two differ; otherwise nothing has happened."""
+def test_a_file_of_an_older_checkpoint_is_detected(name: str, run: Path, seen: Callable[[str], None]) -> None:
+    """Skipped if both files are equal."""
     older, newer = ((run / f"checkpoint-{step}" / name).read_bytes() for step in (1, 3))
     unshared(run / "checkpoint-3" / name).write_bytes(older)
     taken = resolve_resume(run, True)

@@ -1,4 +1,4 @@
-"""A machine with no more to give, or a clock that jumps: a run ends with a named error and does not hang."""
+"""Exhausted resources or a jumping clock: a run ends with a clear error and does not hang."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def limited_from_step_2(limit: Callable[[], AbstractContextManager[None]]) -> Ca
 def test_a_save_with_few_file_descriptors_is_complete_or_raises_a_clear_error(
     count: int, tmp_path: Path, seen: Callable[[object], None]
 ) -> None:
-    """How many are enough depends on how many threads read at the same time; more than one."""
+    """The required number depends on the number of reading threads."""
     run = tmp_path / "run"
     try:
         train(run_config(tmp_path, 1, **SAVING), on_built=limited_from_step_2(lambda: descriptors_left(count)))

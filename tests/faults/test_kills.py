@@ -1,4 +1,4 @@
-"""SIGKILL at any moment: started again, the run ends with the weights and logs of a run without it."""
+"""After SIGKILL at any moment, the resumed run has the weights and logs of an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout server that answers and is pushed to for long: its memory does not grow, nor do its files and threads."""
+"""After many answers and pushes, a rollout server has no more memory, files or threads than before."""
 
 from __future__ import annotations
 

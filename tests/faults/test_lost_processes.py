@@ -1,4 +1,4 @@
-"""Processes of one run that lose each other: the others end within ``training.ddp_timeout``, and say so in one line."""
+"""If a process of a run is lost, the others end within ``training.ddp_timeout`` with one line."""
 
 from __future__ import annotations
 

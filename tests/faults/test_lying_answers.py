@@ -1,4 +1,4 @@
-"""Servers with wrong answers: one real backend, one server, a lie for each row."""
+"""Servers with wrong answers: one real backend, one server, one wrong answer per row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that report other weights than they hold, or hold another model's: the push ends with a named error."""
+"""If a server reports wrong weights or has another model, the push ends with a clear error."""
 
 from __future__ import annotations
 

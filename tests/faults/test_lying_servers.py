@@ -1,4 +1,4 @@
-"""Servers that drip, hang, close and lie: every call ends at its deadline with a named error."""
+"""Slow, hanging, closing and wrong servers: every call ends at its timeout with a clear error."""
 
 from __future__ import annotations
 

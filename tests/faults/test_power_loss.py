@@ -1,4 +1,4 @@
-"""A power loss between any two waits for the disk leaves a whole checkpoint, or none that counts.
+"""A power loss between any two ``fsync`` calls leaves a complete checkpoint, or one that is ignored.
 
 The disk is simulated: of every file it holds what ``fsync`` was called for, and of every folder the names that were
 there at its last ``fsync``; nothing else survives. In the second kind of disk all names survive at once (its journal

@@ -1,4 +1,4 @@
-"""Random requests to ``coordexp serve``'s own application: each is answered or refused, without an accident."""
+"""Random requests to ``coordexp serve``'s own application: each is answered or refused, never an internal error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks that learn from a real server's answers, when a process on either side stops or dies."""
+"""Two ranks training on a real server's answers, when a process on either side stops or dies."""
 
 from __future__ import annotations
 

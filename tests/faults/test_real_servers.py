@@ -20,7 +20,7 @@ COMMIT = "/process_weights_after_loading/"
 
 
 class Proxied(NamedTuple):
-    """A learner's backend, the proxy through which it reaches its server, and what it asks."""
+    """A trainer's backend, the proxy through which it reaches its server, and what it asks."""
 
     backend: ServerBackend
     proxy: LyingProxy
@@ -84,7 +84,7 @@ def healed(behind: Proxied) -> Iterator[list[tuple[int, ...]]]:
 
 
 def refused(act: Callable[[], Any], seen: Callable[[object], None]) -> str:
-    """The learner's error, raised within its deadline and two seconds."""
+    """The trainer's error, raised within its deadline and two seconds."""
     begun = time.monotonic()
     with pytest.raises(CoordExpError) as error:
         act()

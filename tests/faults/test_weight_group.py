@@ -1,4 +1,4 @@
-"""Strangers at a weight group's port: nothing that they send is believed or stored, and the members meet."""
+"""Strangers at a weight group's port: their messages are ignored, and the members connect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU every attention for packed rows gives what separate forwards give, and waits for nothing but the kernels."""
+"""On a GPU every attention for packed rows equals separate forwards, without host synchronisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU the learner's memory is freed, and filled again under the same tensors."""
+"""On a GPU the trainer's memory is freed, and filled again under the same tensors."""
 
 from __future__ import annotations
 

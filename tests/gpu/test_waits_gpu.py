@@ -1,4 +1,4 @@
-"""On a GPU the learner's host runs ahead: rows come page-locked, and an objective looks at the device once."""
+"""On a GPU the host runs ahead: rows are in pinned memory, and an objective synchronises once."""
 
 from __future__ import annotations
 

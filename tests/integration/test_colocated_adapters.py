@@ -119,7 +119,7 @@ def test_vllm_loads_a_merged_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.scenario("Offload context does not break the training step")
 def test_offloading_for_the_engine_does_not_change_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU everything is in main memory already: the learner is moved as if that were a device."""
+    """Without a GPU everything is in main memory already: the trainer is moved as if that were a device."""
     built: list[LearnerOffload] = []
     away: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""The learner's process with a real engine in it: as it was, after start, rollouts, pushes and shutdown."""
+"""A colocated engine leaves the process state unchanged after start, rollouts, pushes and shutdown."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def changed(before: dict[str, Any]) -> dict[str, str]:
 
 
 def note_changes(folder: Path) -> None:
-    """A learner with a process group, in which a guarded engine starts, answers and ends; writes what changed."""
+    """A trainer with a process group, in which a guarded engine starts, answers and ends; writes what changed."""
     learner = load_served()
     requests = requests_of(learner, 3)
     tiny_checkpoint()  # the configuration names it; its random weights change random states

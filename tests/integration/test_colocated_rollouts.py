@@ -1,4 +1,4 @@
-"""Rollouts by a real vLLM engine inside the learner: token for token those of the learner's own ``generate``."""
+"""Rollouts of a real colocated vLLM engine equal those of transformers' ``generate``, token for token."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def requests_(learner: LoadedModel) -> list[RolloutRequest]:
 
 
 class ImageDoor:
-    """Opens images, larger than they are or turned when told to: then the engine's prompt is not the learner's."""
+    """Opens images, optionally enlarged or rotated, so that the engine's prompt differs from the trainer's."""
 
     def __init__(self) -> None:
         self.enlarge = 1

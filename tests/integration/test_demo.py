@@ -1,4 +1,4 @@
-"""The demo, small: every stage of it, its results, and going on after an interruption."""
+"""A small demo: every stage, its results, and resuming after an interruption."""
 
 import json
 import os

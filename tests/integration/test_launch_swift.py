@@ -1,4 +1,4 @@
-"""``coordexp launch`` with the real ``swift rollout``: it trains and ends; without a guard nothing is trained."""
+"""``coordexp launch`` with the real ``swift rollout``: training completes; without the guard it is refused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_launch_trains_with_swift_rollout_and_ends_all_processes(tmp_path: Path)
             seen.update(descendants(process.pid))
             time.sleep(0.5)
         assert process.returncode == 0, shown(tmp_path)
-    assert len(seen) >= 5  # supervisor, swift rollout, its worker, vLLM's core and worker, torchrun, learner
+    assert len(seen) >= 5  # supervisor, swift rollout, its worker, vLLM's core and worker, torchrun, trainer
     assert [pid for pid in seen if is_alive(pid)] == []
     text = shown(tmp_path)
     assert "repeat guard active" in text and "learner ended with exit code 0" in text

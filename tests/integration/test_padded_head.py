@@ -1,4 +1,4 @@
-"""A language head with more rows than the tokenizer has tokens: no server answers with an id that nothing can read."""
+"""A language head with more rows than the tokenizer has tokens: no server answers with an id beyond the tokenizer."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_ids_beyond_the_tokenizer_are_suppressed(server: RunningServer, loaded: 
 
 
 def test_a_refusal_has_vllms_reason(server: RunningServer, loaded: LoadedModel) -> None:
-    """As a refusal by our server: a learner tries status 500 again."""
+    """Our server refuses it; with status 500 the trainer would retry."""
     client = server.client()
     status = client.status()
     with pytest.raises(ServerRefused, match="temperature") as refused:

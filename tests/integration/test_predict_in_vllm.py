@@ -41,7 +41,7 @@ KEYS: dict[str, Any] = {
 
 
 class Own(NamedTuple):
-    """Scenes, and what the learner itself answers to them."""
+    """Scenes, and transformers' answers to them."""
 
     folder: Path
     answers: list[ImageAnswer]

@@ -1,4 +1,4 @@
-"""One rank's failure is raised on all ranks with one text, and they decide by all answers; two real processes."""
+"""One rank's failure is raised on all ranks with the same text; decisions use all ranks' answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts one step ahead on a real server: which weights answered, and a killed run that resumes."""
+"""Prefetched rollouts on a real server: their weight versions, and a killed run that resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real ``coordexp serve`` by its endpoints alone: seeds, single tensors, caches, no data; and its death in a push."""
+"""Endpoints of a real ``coordexp serve``: seeds, single tensors, caches, empty requests; and a crash during a push."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_answers_are_unchanged_after_clearing_a_cache(client: ServerClient, lear
         assert served_tokens(client, requests) == answers
 
 
-def test_openai_clients_get_the_same_answers(server: RunningServer, client: ServerClient, learner: LoadedModel) -> None:
+def test_openai_clients_get_equal_answers(server: RunningServer, client: ServerClient, learner: LoadedModel) -> None:
     requests = requests_of(learner, 2)
     expected = served_tokens(client, requests)
     with httpx.Client(base_url=server.base_url, trust_env=False, timeout=60.0) as openai:

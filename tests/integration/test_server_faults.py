@@ -1,4 +1,4 @@
-"""A ``coordexp serve`` that is wedged, dying or dead: the learner's errors, and that no process is left."""
+"""A hanging, dying or dead ``coordexp serve``: the trainer's errors, and no process is left."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_trainer_without_the_token_is_refused(server: RunningServer) -> None:
     assert TOKEN not in server.log.read_text(errors="replace")
 
 
-# One server, from good health to its end: booting one for each act would cost a minute apiece.
+# One server for all faults in order: starting one for each would take a minute.
 def test_a_servers_life_from_start_to_exit(server: RunningServer) -> None:
     learner = load_served()
     requests = requests_of(learner, 3)

@@ -88,7 +88,7 @@ def test_training_on_the_answers_of_three_engines(
 
     served = train(config, on_built=on_built)
     served.close()
-    # The servers' answers to current weights are the learner's own: so are targets, gradients and new weights.
+    # The servers' answers to current weights are the trainer's own: so are targets, gradients and new weights.
     assert same_weights(weights(own.model), weights(served.model))
     assert [line["loss"] for line in step_lines(own)] == [line["loss"] for line in step_lines(served)]
     for step, window in enumerate(watched[0]):

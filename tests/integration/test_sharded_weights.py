@@ -1,4 +1,4 @@
-"""Adapters, coordinate rows and the learner's weights where a model is replicated or split over two processes."""
+"""Adapters, coordinate rows and the trainer's weights where a model is replicated or split over two processes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A real ``swift rollout`` of two workers: its guard, then pushes of adapters and of full weights, after which it
-answers exactly like the learner."""
+answers exactly like the trainer."""
 
 from __future__ import annotations
 

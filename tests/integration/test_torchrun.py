@@ -1,4 +1,4 @@
-"""Two processes under torchrun (gloo, CPU) are one process with twice the batch."""
+"""Two processes under torchrun (gloo, CPU) equal one process with twice the batch."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_two_channel_run_on_a_real_server(server: Any, tmp_path: Path) -> None
 def test_an_unguarded_server_stops_the_run_before_its_first_step(
     b_ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is healthy, has one worker, and reports that nothing guards its answers."""
+    """A healthy server with one worker and without a repeat guard."""
     monkeypatch.setattr("coordexp.modeling.load.read_weights", lambda *_: pytest.fail("weights were read"))
     worker = {"weight_version": 0, "repeat_terminate": {"active": False, "config": None}}
     status = {"workers": [worker], "versions": {}, "repeat_terminate": worker["repeat_terminate"]}

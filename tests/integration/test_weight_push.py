@@ -1,4 +1,4 @@
-"""Pushes of full weights to a real ``coordexp serve``: afterwards it answers exactly as the learner would."""
+"""Pushes of full weights to a real ``coordexp serve``: afterwards it answers exactly as the trainer would."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def learner() -> LoadedModel:
 
 
 class EditedWeights:
-    """The learner's weights with something done to them on the way; ``None`` leaves a tensor out."""
+    """The trainer's weights, changed on the way; ``None`` omits a tensor."""
 
     collective = False
 
@@ -156,7 +156,7 @@ def test_no_answers_between_an_incomplete_push_and_a_complete_one(
 
 def test_a_second_trainer_can_take_over_the_server(client: ServerClient, learner: LoadedModel) -> None:
     first = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
-    first.push(1)  # and then it is gone, without a word
+    first.push(1)  # then it ends without notice
     disturb(learner, 5)
     started = time.monotonic()
     with pushing(client, learner) as second:
@@ -167,7 +167,7 @@ def test_a_second_trainer_can_take_over_the_server(client: ServerClient, learner
         with pytest.raises(RolloutError):
             first.links[0]._group.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)  # type: ignore[union-attr]
         with pytest.raises(RolloutError, match=r"has pushed its weights since this one \(version 1 of learner"):
-            first.push(3)  # it was not gone after all; and takes nothing back
+            first.push(3)  # it still runs, and cannot change the result
         assert served_tokens(client, requests) == greedy_tokens(learner, requests)
 
 

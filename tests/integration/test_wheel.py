@@ -1,4 +1,4 @@
-"""The wheel: it carries the demo's configurations and checkpoint, and works away from the source."""
+"""The wheel contains the demo's configurations and checkpoint, and works outside the source tree."""
 
 import subprocess
 import sys

@@ -11,7 +11,7 @@ from coordexp.rollouts.chunking import Call, chunk_size, plan_calls, plan_posts,
 
 
 @pytest.mark.scenario("vLLM server mode fails fast when cap is infeasible")
-def test_more_learner_ranks_than_decode_slots():
+def test_more_trainer_ranks_than_decode_slots():
     with pytest.raises(ConfigError) as error:
         chunk_size(decode_batch_size=1, server_world_sizes=[2], learner_world_size=4)
     message = str(error.value)

@@ -36,7 +36,7 @@ def engine_arguments(run: Any) -> dict[str, Any]:
 
 @pytest.mark.scenario("Non-server vLLM paths are unchanged by this delta")
 def test_a_colocated_engine_needs_no_server_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine inside the learner needs no plugin, variables or status; without the guard it has the arguments of an
+    """An engine inside the trainer needs no plugin, variables or status; without the guard it has the arguments of an
     engine that never had one."""
     for name in (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH):
         monkeypatch.delenv(name, raising=False)

@@ -9,7 +9,7 @@ from coordexp.records import GTObject
 
 
 @pytest.mark.scenario("Pre-assignment gating prevents wrong matches and triggers FN append")
-def test_prediction_below_the_gate_is_a_false_positive_and_all_objects_are_appended():
+def test_prediction_below_the_gate_is_a_false_positive():
     config = MatchingConfig(maskiou_gate=0.5)
     predicted = [GTObject("cat", "bbox_2d", (100, 100, 200, 200))]
     ground_truth = [
@@ -32,8 +32,8 @@ def test_prediction_below_the_gate_is_a_false_positive_and_all_objects_are_appen
 
 @pytest.mark.scenario("Pre-assignment gating prevents wrong matches and triggers FN append")
 def test_pair_below_the_gate_is_not_a_candidate():
-    """Without the gate the cheapest assignment crosses over: p0 with g1, p1 with g0. Were the gate asked afterwards, it
-    would take p1 away and leave p0 with its second best."""
+    """Without the gate the cheapest assignment crosses over: p0 with g1, p1 with g0. If the gate were applied
+    afterwards, it would drop p1 and leave p0 with its second best."""
     config = MatchingConfig(maskiou_gate=0.5)
     ground_truth = [GTObject("a", "bbox_2d", (100, 0, 200, 400)), GTObject("b", "bbox_2d", (158, 0, 258, 400))]
     predicted = [GTObject("a", "bbox_2d", (125, 0, 225, 400)), GTObject("a", "bbox_2d", (62, 0, 162, 400))]

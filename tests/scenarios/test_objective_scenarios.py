@@ -125,7 +125,7 @@ def test_a_shifted_target_never_reaches_the_loss(shift: int) -> None:
 
 
 @pytest.mark.scenario("Supervision indices are validated against assistant span")
-def test_every_supervised_position_lies_in_the_assistants_tokens() -> None:
+def test_every_supervised_position_is_in_the_assistants_tokens() -> None:
     segments = [
         rollout_segment(),
         Segment("gt", PROMPT, build_gt_target([LEAF], tiny_vocab(), sample_id="gt", field_order="desc_first")),

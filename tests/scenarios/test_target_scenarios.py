@@ -36,7 +36,7 @@ def appended(outcome) -> list[str]:
         answer(entry(1, GTObject("cat", "bbox_2d", (190, 200, 420, 420)))),  # one that is gated out
     ],
 )
-def test_without_a_match_the_whole_scene_is_appended(response: str) -> None:
+def test_without_a_match_all_objects_are_appended(response: str) -> None:
     got = outcome_of(response, SCENE, qwen_vocab())
     assert got.match.pairs == () and got.match.fn_gt_idx == (0, 1, 2)
     assert got.target.appended_gt_idx == (0, 1, 2)

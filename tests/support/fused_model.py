@@ -68,7 +68,7 @@ class FusedModel(torch.nn.Module):
                 raise ValueError(f"There is no module or parameter named {name!r}")
 
 
-# The learner's names.
+# The trainer's names.
 SHAPES = {
     "model.language.embed.weight": (5, 3),  # the engine pads the vocabulary
     "model.language.layer.q_proj.weight": (4, 3),

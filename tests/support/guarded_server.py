@@ -50,7 +50,7 @@ def tokens(item: dict[str, Any], loaded: LoadedModel) -> list[int]:
 
 class GuardedServerContract:
     """Tests of every program that guards. A test file with a fixture ``guarded`` (its server, and the
-    configuration of a learner to it) inherits the tests; ``workers`` is how many it has."""
+    configuration of a trainer to it) inherits the tests; ``workers`` is how many it has."""
 
     workers = 1
 
@@ -87,7 +87,7 @@ class GuardedServerContract:
     def test_flags_belong_to_their_sequence_in_any_split(
         self, guarded: Guarded, requests_: list[RolloutRequest], free: list[list[int]]
     ) -> None:
-        """Workers count their requests by themselves, so equal ids meet; and a worker may get nothing."""
+        """Each worker counts its own requests, so ids repeat; and a worker may get no request."""
         expected = [int(first_trigger(answer, SETTINGS) is not None) for answer in free]
         for size in (1, 3, len(requests_)):
             flags: list[int] = []
@@ -114,9 +114,9 @@ class GuardedServerContract:
         check_guard(status["workers"], SETTINGS)
 
     @pytest.mark.scenario("Existing YAML enables repeat-aware behavior in vLLM mode")
-    def test_the_yaml_section_alone_decides(self, guarded: Guarded, tmp_path: Path) -> None:
+    def test_the_guard_is_configured_only_by_the_yaml(self, guarded: Guarded, tmp_path: Path) -> None:
         """A configuration with the guard on, switched from hf to vllm: the server that it starts guards by its six
-        keys, and a learner with other thresholds, or with none, refuses that server before its first step."""
+        keys, and a trainer with other thresholds, or with none, refuses that server before its first step."""
         _, config = guarded
 
         def rollout_of(config: dict[str, Any]) -> Any:

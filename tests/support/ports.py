@@ -13,7 +13,7 @@ _choice = random.SystemRandom()  # test workers are forked: a seeded one would c
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that were free a moment ago, all different: for who writes a configuration of servers."""
+    """Ports of 127.0.0.1 that were free a moment ago, all different: for a configuration of servers."""
     with ExitStack() as held:  # all of them at once, or the same port comes twice
         ports: list[int] = []
         for port in _choice.sample(range(FIRST, LAST), 100 + count):
@@ -22,7 +22,7 @@ def free_ports(count: int) -> list[int]:
             listener = held.enter_context(socket.socket())
             try:
                 listener.bind(("127.0.0.1", port))
-            except OSError:  # somebody has it
+            except OSError:  # in use
                 continue
             ports.append(port)
         assert len(ports) == count, f"only {len(ports)} of {count} ports between {FIRST} and {LAST} are free"

@@ -1,4 +1,4 @@
-"""Real rollout servers and engines on a tiny model that vLLM's CPU kernels can run, and learners that use them."""
+"""Real rollout servers and engines on a tiny model that vLLM's CPU kernels can run, and trainers that use them."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def greedy_tokens(
 def served_tokens(
     client: ServerClient, requests: Sequence[RolloutRequest], max_tokens: int = NEW_TOKENS
 ) -> list[list[int]]:
-    """A server's answers; asserts that its prompts are the learner's."""
+    """A server's answers; asserts that its prompts are the trainer's."""
     items = client.infer(payload(requests, max_tokens))
     for request, item in zip(requests, items, strict=True):
         assert tuple(item["response"]["prompt_token_ids"]) == request.prompt_token_ids
@@ -316,7 +316,7 @@ def disturb(loaded: LoadedModel, seed: int) -> LoadedModel:
 
 @contextmanager
 def pushing(client: ServerClient, source: Any, **keys: Any) -> Iterator[ServerPusher]:
-    """A pusher of ``source`` (a learner or its weights) to one server. ``keys``: of ``vllm.sync``."""
+    """A pusher of ``source`` (a trainer or its weights) to one server. ``keys``: of ``vllm.sync``."""
     weights = LearnerWeights(source.model) if isinstance(source, LoadedModel) else source
     pusher = ServerPusher([client], weights, SyncConfig(**{"bucket_mb": 1, "timeout_s": 60.0, **keys}))
     try:
@@ -371,7 +371,7 @@ def swift_rollout(folder: Path, config: Mapping[str, Any], **flags: Any) -> Iter
         end(running)
 
 
-# -- servers and engines of learners -----------------------------------------------------------------------------------
+# -- servers and engines of trainers -----------------------------------------------------------------------------------
 
 
 class Plain(NamedTuple):
@@ -393,7 +393,7 @@ class PlainServer:
         """The healthy server. Its weights are those of the last push."""
         if self._plain is None or self._plain.running.process.poll() is not None:
             self._stack.close()
-            # Data that do not exist: only the learner needs them.
+            # Data that do not exist: only the trainer needs them.
             config = server_config(
                 self._folder,
                 custom__train_jsonl=str(self._folder / "nowhere.jsonl"),
@@ -428,7 +428,7 @@ def colocated(
 
 
 def server_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of :func:`server_config` that a learner of those servers needs."""
+    """The keys of :func:`server_config` that a trainer of those servers needs."""
     vllm = config["rollout_matching"]["vllm"]
     return {
         "rollout_matching__rollout_backend": "vllm",

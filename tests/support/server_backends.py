@@ -79,7 +79,7 @@ def answers(body: dict[str, Any]) -> tuple[int, Any]:
     for request in body["infer_requests"]:
         choice = {"message": {"content": ""}, "finish_reason": "length", "token_ids": [number_of(request)]}
         item: dict[str, Any] = {"response": {"choices": [choice], "prompt_token_ids": [1, 2]}}
-        if "uuid" in request:  # sent to servers that stamp their answers
+        if "uuid" in request:  # sent to servers that mark their answers
             item["coordexp"] = {"uuid": request["uuid"], "weight_version": 0, "learner_id": "this"}
         items.append(item)
     return 200, items

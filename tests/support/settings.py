@@ -40,7 +40,7 @@ def client_to(url: str, group_port: int = 1, **keys: Any) -> ServerClient:
 
 
 def serve_options_of(host: str, group_port: int, push_wait_s: float, api_key: str | None = None) -> ServeOptions:
-    """Options of a server with one engine, which listens where learners call it."""
+    """Options of a server with one engine, which listens where trainers call it."""
     return ServeOptions(
         model=Path("model"),
         host=host,

@@ -54,7 +54,7 @@ def test_hook_waits_for_torchvision_and_then_helps(tool: ModuleType, tmp_path: P
     assert result.stdout == "imported True\n", result.stderr
 
 
-def test_cuda_machines_are_left_alone(
+def test_cuda_machines_are_not_changed(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -72,7 +72,7 @@ def test_packages_with_unloadable_libraries_are_found(
     sources = {
         "fakeaudio_cuda": "raise OSError('Could not load this library: lib/_fake.so')",
         "fakeaudio_sound": "",
-        "fakeaudio_buggy": "raise ZeroDivisionError",  # no business of ours
+        "fakeaudio_buggy": "raise ZeroDivisionError",  # not our task
     }
     for name, source in sources.items():
         (tmp_path / f"{name}.py").write_text(source)

@@ -100,7 +100,7 @@ def test_modules_import_only_from_lower_layers() -> None:
     assert {name: targets for name, targets in found.items() if targets} == {}
 
 
-def test_the_package_itself_imports_none_of_its_parts() -> None:
+def test_importing_the_package_imports_no_submodules() -> None:
     assert list(imports(SOURCE / "__init__.py")) == []
 
 

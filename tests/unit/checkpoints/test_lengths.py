@@ -33,11 +33,11 @@ def checkpoint(folder: Path, **text: Any) -> Path:
         ({}, None),
     ],
 )  # fmt: skip
-def test_positions_are_those_of_the_text_model(text: dict[str, Any], limit: int | None, tmp_path: Path) -> None:
+def test_the_limit_is_the_text_models(text: dict[str, Any], limit: int | None, tmp_path: Path) -> None:
     assert num_positions(checkpoint(tmp_path, **text)) == limit
 
 
-def test_what_cannot_be_read_is_left_to_who_loads_it(tmp_path: Path) -> None:
+def test_unreadable_checkpoints_have_no_limit(tmp_path: Path) -> None:
     assert num_positions(tmp_path / "none") is None
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     assert num_positions(tmp_path) is None
@@ -73,11 +73,11 @@ def test_longer_than_the_checkpoint_is_refused_with_key_value_and_limit(
     [{}, VLLM | {"global_max_length": 4096}, VLLM | {"global_max_length": 1000, "model__model": "elsewhere"},
      {"rollout_matching__rollout_backend": "hf", "global_max_length": 9000}],
 )  # fmt: skip
-def test_what_fits_or_is_not_known_passes(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_lengths_that_fit_or_are_unknown_pass(keys: dict[str, Any], tmp_path: Path) -> None:
     check_lengths(config_of(tmp_path, **keys))
 
 
-def test_another_checkpoint_than_the_runs_own_has_its_own_limit(tmp_path: Path) -> None:
+def test_another_checkpoint_has_its_own_limit(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     config = config_of(tmp_path, **VLLM, global_max_length=4096)

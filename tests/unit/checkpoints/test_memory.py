@@ -80,7 +80,7 @@ def test_fsdp_shares_weights_gradients_and_optimizer() -> None:
     assert one.activations == eight.activations and eight.total < 40e9
 
 
-def test_a_run_that_cannot_fit_is_refused_with_what_fits() -> None:
+def test_a_run_that_cannot_fit_is_refused_with_a_size_that_fits() -> None:
     content = stage1()
     content["model"]["model"] = str(tiny_checkpoint())
     content["global_max_length"] = 4000

@@ -36,7 +36,7 @@ def qwen(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("which", ["tiny", "demo", "qwen"])
-def test_the_vocabulary_is_transformers_own(which: str, tmp_path: Path) -> None:
+def test_the_vocabulary_equals_transformers(which: str, tmp_path: Path) -> None:
     make = {"tiny": tiny_checkpoint, "demo": lambda: asset("checkpoints/demo-stage1"), "qwen": lambda: qwen(tmp_path)}
     folder = make[which]()
     found, expected = (
@@ -51,7 +51,7 @@ def test_the_vocabulary_is_transformers_own(which: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_sizes_and_parts_are_those_of_the_model(tied: bool) -> None:
+def test_sizes_and_parts_equal_the_models(tied: bool) -> None:
     folder = tiny_checkpoint() if tied else untied_checkpoint()
     info, model = describe(folder), load_model(folder, "float32").model
     parameters: dict[str, int] = {}
@@ -79,7 +79,7 @@ def in_shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-def test_shards_are_one_model(tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_one_model(tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
     whole = describe(folder)
     in_shards(folder)
@@ -89,7 +89,7 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
         describe(folder)
 
 
-def test_what_is_wrong_with_a_tokenizer_is_said(tmp_path: Path) -> None:
+def test_a_broken_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
     content = json.loads((folder / "tokenizer.json").read_text())
     content["added_tokens"] = [token for token in content["added_tokens"] if "coord_7|" not in token["content"]]

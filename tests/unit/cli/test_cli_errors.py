@@ -1,4 +1,4 @@
-"""How the command ends: bad input with one clear error before any weights are read, a bug with its traceback."""
+"""Bad input ends with one clear error before weights are read; a bug ends with its traceback."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_check_estimates_memory_on_stderr(tmp_path: Path) -> None:
     assert yaml.safe_load(printed.stdout)["model"]["model"] == str(tiny_checkpoint())
 
 
-def test_diff_names_what_differs_on_both_sides(tmp_path: Path) -> None:
+def test_diff_names_differences_on_both_sides(tmp_path: Path) -> None:
     a = write_yaml(tmp_path, stage2(), "a.yaml")
     changed = drop_key(set_key(stage2(), "training.seed", 7), "rollout_matching.pipeline.objective[2]")
     b = write_yaml(tmp_path, changed, "b.yaml")

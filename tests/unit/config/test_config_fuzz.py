@@ -1,4 +1,4 @@
-"""Whatever is done to a valid configuration, it stays valid or becomes an error that names the key that was touched."""
+"""Any change of a valid configuration leaves it valid or gives an error that names the changed key."""
 
 from __future__ import annotations
 

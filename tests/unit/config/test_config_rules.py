@@ -95,7 +95,7 @@ RULES = [
         "training.metric_for_best_model",
         "load_best_model_at_end",
     ),
-    # how the learner is spread
+    # how the trainer is spread
     (stage1(), {"deepspeed.enabled": True}, "deepspeed.config", "needs a JSON file or a mapping"),
     (stage1(), {"deepspeed": {"enabled": True, "config": {}}, "fsdp.enabled": True}, "fsdp.enabled", "exclude each"),
     (stage1(), {"fsdp": {"enabled": True, "activation_checkpointing": True}, "training.gradient_checkpointing": True},
@@ -231,7 +231,7 @@ def test_unusual_but_valid_settings_are_accepted(config: dict[str, Any]) -> None
     assert isinstance(parse_config(config), RunConfig)
 
 
-# (configuration, learner processes, path blamed or None, words)
+# (configuration, trainer processes, path blamed or None, words)
 WORLDS = [
     (stage1(), 8, None, ""),
     (changed(stage1(), {"training.effective_batch_size": 8}), 4, None, ""),

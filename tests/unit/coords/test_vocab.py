@@ -77,7 +77,7 @@ def test_control_tokens_exclude_coordinates(make_vocab, make_tokenizer) -> None:
     assert vocab.reserved_ids.isdisjoint(vocab.coord_token_ids)
 
 
-def test_character_over_several_tokens_is_decoded_whole() -> None:
+def test_a_character_of_several_tokens_is_decoded() -> None:
     vocab = qwen_vocab()
     ids = vocab.encode("𓃠")
     assert len(ids) > 1

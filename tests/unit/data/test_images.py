@@ -160,7 +160,7 @@ def test_a_broken_image_is_left_out_and_named(folder: Path, how: str) -> None:
     assert len(found.records) == 1 and "000001.png" in str(found.records[0].image)
     ((name, reason),) = found.skipped
     assert "000000.png" in reason and ("000000.png" in name or "scenes.jsonl:1" in name)
-    if how != "cut short":  # without asking to skip, headers alone are looked at
+    if how != "cut short":  # without the skip flag only headers are read
         with pytest.raises(DataError, match=r"000000\.png"):
             find_images([source])
 

@@ -331,7 +331,7 @@ def test_only_soft_objects_have_the_field_soft(tmp_path: Path) -> None:
         ([], {"at": Path("a")}, "cannot write anything"),
     ],
 )
-def test_invalid_records_are_not_written_and_the_old_file_stays(
+def test_invalid_records_are_not_written_and_the_old_file_is_kept(
     tmp_path: Path, objects: list[GTObject], metadata: dict[str, Any], part: str
 ) -> None:
     path = tmp_path / "set.jsonl"

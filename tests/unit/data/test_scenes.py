@@ -20,7 +20,7 @@ def bounds(bins: tuple[int, ...]) -> tuple[int, int, int, int]:
 
 
 @specs
-def test_a_scene_depends_on_seed_and_index_alone(spec):
+def test_a_scene_depends_only_on_seed_and_index(spec):
     forward = [make_scene(spec, 5, i) for i in range(6)]
     backward = {i: make_scene(spec, 5, i) for i in reversed(range(6))}
     for i, (image, objects) in enumerate(forward):

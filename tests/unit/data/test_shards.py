@@ -74,7 +74,7 @@ def test_packed_records_have_the_same_contents_and_pack_again(scenes: Path, tmp_
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_a_shard_alone_is_what_webdataset_reads(scenes: Path, tmp_path: Path) -> None:
+def test_webdataset_reads_a_shard(scenes: Path, tmp_path: Path) -> None:
     out = packed(scenes)
     lines = []
     for shard in sorted(out.parent.glob("*.tar")):
@@ -122,7 +122,7 @@ def test_problems_inside_a_shard_are_reported_like_those_of_files(scenes: Path) 
     assert "uncompressed tar" in told(lambda: check_dataset(read_jsonl(out)))
 
 
-def test_no_file_is_overwritten_or_left_half_written(scenes: Path, tmp_path: Path) -> None:
+def test_no_file_is_overwritten_or_partly_written(scenes: Path, tmp_path: Path) -> None:
     out = packed(scenes)
     assert "exists already" in told(lambda: pack(read_jsonl(scenes), out, 4000))
     out.unlink()
@@ -133,7 +133,7 @@ def test_no_file_is_overwritten_or_left_half_written(scenes: Path, tmp_path: Pat
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_a_check_reads_what_the_pack_command_wrote(scenes: Path, tmp_path: Path) -> None:
+def test_a_check_reads_packed_datasets(scenes: Path, tmp_path: Path) -> None:
     out = tmp_path / "packed.jsonl"
     done = CliRunner().invoke(app, ["data", "pack", str(scenes), "--out", str(out)])
     assert done.exit_code == 0 and "7 records, their images in 1 shard" in done.stdout

@@ -33,7 +33,7 @@ def test_about_the_given_share_is_kept_and_counted() -> None:
     assert found["sizes"]["medium"] == [0, 0] and found["sizes"]["small"][1] == 800
 
 
-def test_the_draw_depends_on_seed_and_sample_id_alone() -> None:
+def test_the_draw_depends_only_on_seed_and_sample_id() -> None:
     everything = records(50, CUP, TREE, CUP, TREE)
     rates = DropRates(0.5)
     left, _ = drop_annotations(everything, rates, seed=1)

@@ -53,7 +53,7 @@ class Learner:
 
 
 class FakeEngine:
-    """Answers nothing, and cannot take an adapter when told so."""
+    """Answers nothing, and optionally refuses adapters."""
 
     def __init__(self, learner: Learner, takes_adapters: bool = True) -> None:
         self._learner = learner
@@ -126,7 +126,7 @@ def test_the_trainer_is_offloaded_until_the_engine_sleeps(mode: str, monkeypatch
 def test_if_the_engine_does_not_start_the_trainer_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = Learner()
     backend = backend_of(monkeypatch, learner, RolloutError("no room"))
-    for _ in range(2):  # the second time as the first: nothing is left borrowed
+    for _ in range(2):  # twice the same: all borrowed memory was returned
         with pytest.raises(RolloutError, match="no room"):
             backend.sync_weights(1)
         assert not learner.is_away
@@ -150,7 +150,7 @@ def test_pushes_are_read_back_at_the_configured_interval(
     assert engine.compared == compared
 
 
-def test_after_a_failed_adapter_push_one_event_is_logged_and_pushes_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_adapter_push_is_logged_once_and_pushes_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = Learner()
     engine = FakeEngine(learner, takes_adapters=False)
     backend = backend_of(monkeypatch, learner, engine, enable_lora=True, sync={"mode": "adapter"})

@@ -1,4 +1,4 @@
-"""Patches of vLLM on CPUs: a process that waits leaves the core to others, and each run names its own shared memory."""
+"""Patches of vLLM on CPUs: waiting processes sleep, and each run has its own shared memory names."""
 
 from __future__ import annotations
 

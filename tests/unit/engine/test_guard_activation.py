@@ -105,7 +105,7 @@ OTHER = CONFIG.model_copy(update={"ngram_size": 17})
         ([worker(True, OTHER)], CONFIG, False),  # other thresholds
         ([worker(True, CONFIG)], None, False),  # guarded although the configuration says no
         ([worker(False, CONFIG)], CONFIG, False),
-        ([{}], CONFIG, False),  # a worker that knows nothing of a guard
+        ([{}], CONFIG, False),  # a worker without guard support
         ([], None, False),
     ],
 )

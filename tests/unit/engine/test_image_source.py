@@ -1,4 +1,4 @@
-"""How images travel to servers: as they are, and so that every server shows its model the learner's pixels."""
+"""Sending images to servers: unchanged if possible, and always with the trainer's pixels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESIZED = ImagePreparation(ResizeRule(32, 32 * 32, 64 * 64))
 
 
 def picture(path: Path, mode: str = "RGB", orientation: int = 1, size: tuple[int, int] = (48, 32)) -> Path:
-    """Colours that no flip or turn leaves alone."""
+    """Colours that every flip or rotation changes."""
     x, y = np.meshgrid(np.linspace(0, 255, size[0]), np.linspace(0, 255, size[1]))
     image = Image.fromarray(np.stack([x, y, np.full_like(x, 90), 255 - x / 2], axis=-1).astype(np.uint8), "RGBA")
     exif = Image.Exif()
@@ -77,7 +77,7 @@ def test_a_server_decodes_the_same_pixels_as_the_trainer(
         ("a.png", 1, False, True),
         ("a.webp", 1, False, True),
         ("a.jpg", ROTATED, True, True),
-        ("a.jpg", ROTATED, False, False),  # that server would not turn it
+        ("a.jpg", ROTATED, False, False),  # that server would not rotate it
         ("a.bmp", 1, True, False),  # a bitmap is longer than a PNG of it
     ],
 )
@@ -113,7 +113,7 @@ def test_vllm_does_not_rotate_an_image_again(tmp_path: Path, name: str, orientat
     media = pytest.importorskip("vllm.multimodal.media.image").ImageMediaIO()
     path = picture(tmp_path / name, orientation=orientation)
     expected = np.asarray(open_rgb(path))
-    if not name.endswith("tiff"):  # vLLM opens none from a file
+    if not name.endswith("tiff"):  # vLLM does not open files
         loaded = media.load_bytes(path.read_bytes())
         assert np.array_equal(np.asarray(getattr(loaded, "media", loaded)), expected)
     for image in (open_rgb(path), NO_RESIZE(open_rgb(path)), open_image(str(path)),

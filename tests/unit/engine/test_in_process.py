@@ -44,7 +44,7 @@ class FakeCudaWithoutAGPU:
 
 
 def test_the_trainers_cuda_stream_is_restored_after_engine_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tensor parallelism vLLM makes a stream of its own current, for good."""
+    """With tensor parallelism vLLM sets its own current stream and does not restore it."""
     cuda = FakeCudaWithoutAGPU()
     trainers, vllms = cuda.stream, FakeStream()
     monkeypatch.setattr(torch, "cuda", cuda)
@@ -56,7 +56,7 @@ def test_the_trainers_cuda_stream_is_restored_after_engine_start(monkeypatch: py
 
 
 class Engine:
-    """vLLM's end: one worker, three caches. ``free``: whether the prefix cache lets itself be emptied."""
+    """vLLM's side: one worker, three caches. ``free``: whether the prefix cache can be emptied."""
 
     def __init__(self, worker: Any, free: bool = True) -> None:
         self.worker, self.free = worker, free
@@ -110,6 +110,6 @@ def test_a_push_empties_every_cache_of_the_old_weights(started: Any) -> None:
 
 
 def test_a_push_fails_if_a_cache_is_not_emptied(started: Any) -> None:
-    """vLLM keeps the prefixes of requests that still run, and says so by its return value alone."""
+    """vLLM keeps the prefixes of running requests; only its return value shows that."""
     with pytest.raises(RolloutError, match="prefix cache"):
         started(Engine(worker(), free=False)).commit(3, wants_checksum=False)

@@ -74,7 +74,7 @@ def test_an_answer_is_trimmed_at_the_stop_token() -> None:
 
 @pytest.mark.parametrize(
     ("ids", "finish", "truncated"),
-    [([9, 8], "length", True), ([9, 8], "stop", False)],  # a server may keep the end token to itself
+    [([9, 8], "length", True), ([9, 8], "stop", False)],  # a server may omit the end token
 )
 def test_truncation_is_taken_from_the_finish_reason(ids: list[int], finish: str, truncated: bool) -> None:
     rollout = read(item(ids, finish))

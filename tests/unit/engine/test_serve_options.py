@@ -1,4 +1,4 @@
-"""One YAML for learner and servers: what ``coordexp serve`` reads of it, and what it refuses to do."""
+"""One YAML for trainer and servers: the keys that ``coordexp serve`` uses, and refused settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From ``/infer/``'s payload to a prompt: the learner's pixels, ms-swift's forms, and refusals that say why."""
+"""From ``/infer/``'s payload to a prompt: the trainer's pixels, ms-swift's formats, and refusals."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_the_log_describes_each_call(
 
 
 def test_evaluation_keeps_every_device_busy(fakes: list[FakeRolloutServer]) -> None:
-    """Two samples at a time, one device's worth, would leave the second server without a request for ever."""
+    """With two samples at a time (one device's worth) the second server would never get a request."""
     records = [ImageRecord(str(i), numbered_image(i), 9, 9, (GTObject("x", "bbox_2d", (1, 2, 3, 4)),))
                for i in range(9)]  # fmt: skip
     dataset = RecordDataset(records, lambda record: requests_(1, int(record.sample_id))[0], "file")
@@ -253,7 +253,7 @@ def test_an_unresponsive_server_ends_the_run_even_without_a_timeout(
 ) -> None:
     """infer_timeout_s: null sets no deadline for answers; a dead machine must still end the wait."""
     monkeypatch.setattr(vllm_server, "WATCH_S", 0.1)
-    fakes[0].status = {"server": "coordexp serve", "workers": []}  # this one is heard while it decodes
+    fakes[0].status = {"server": "coordexp serve", "workers": []}  # this one answers while it decodes
     with backend_of(fakes) as backend:
         backend.sync_weights(0)
         fakes[0].wedged.set()
@@ -266,7 +266,7 @@ def test_an_unresponsive_server_ends_the_run_even_without_a_timeout(
 def test_a_slow_server_that_keeps_answering_is_not_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A busy server may miss many a question after its health: its answers show that it lives."""
+    """A busy server may miss health checks; its answers show that it is alive."""
     now = [0.0]
 
     def slow_posts(posts: Sequence[Post], _: Any, ask: Any, watch: Any, __: float) -> Iterator[tuple[Post, Any]]:

@@ -1,4 +1,4 @@
-"""A step's rollouts by servers: calls that are open together, the log, and servers that are refused at the start."""
+"""A step's rollouts by servers: concurrent calls, the log, and servers refused at start."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def busy_servers(full: int) -> Iterator[tuple[list[FakeRolloutServer], Busy]]:
 
 
 def test_calls_of_all_micro_steps_are_concurrent_within_the_limits() -> None:
-    """Twelve micro-steps of one sample each: six are open before anybody answers, never more at any server."""
+    """Twelve micro-steps of one sample each: six are open before the first answer, never more."""
     rounds = [RolloutRound((request,), SeedContext(1, 2, i, 0)) for i, request in enumerate(requests_(12))]
     with busy_servers(full=6) as (fakes, busy), backend_of(fakes) as backend:
         backend.sync_weights(0)
@@ -177,7 +177,7 @@ def server_run(folder: Path, urls: Sequence[str], **keys: Any) -> Any:
 
 @contextmanager
 def listening(reply: bytes | None) -> Iterator[str]:
-    """Accepts every connection; says ``reply`` and hangs up, or nothing at all."""
+    """Accepts every connection; sends ``reply`` and closes, or sends nothing."""
     ended = threading.Event()
 
     def serve(listener: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Answers and pushes exclude each other, and half-pushed weights answer nothing, through vLLM's endpoints too."""
+"""Answers and pushes exclude each other, and half-pushed weights never answer; vLLM's endpoints included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner's side of a push to servers without an engine: each way in which weights could silently be wrong."""
+"""The trainer's side of a push to servers without an engine: each way in which weights could silently be wrong."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_a_group_port_in_use_is_named_before_the_timeout(start: Start) -> None:
 
 
 def test_an_unreachable_group_port_is_named_before_the_timeout(start: Start) -> None:
-    """As with a firewall: HTTP passes, and the two sides never meet."""
+    """As with a firewall: HTTP passes, but the two sides cannot connect."""
     server = start()
     (port,) = free_ports(1)
     client = client_to(server.client().base_url, port, timeout_s=2.0)

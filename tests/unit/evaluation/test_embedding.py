@@ -116,7 +116,7 @@ def test_a_missing_encoder_is_an_error(tmp_path: Path) -> None:
             load_encoder(tmp_path / missing)
 
 
-def test_without_sentence_transformers_it_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_sentence_transformers_names_the_install_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(MissingDependency, match=r"coordexp\[embedding\]"):
         load_encoder(folder)

@@ -53,7 +53,7 @@ def test_classes_and_densities_sum_to_the_total() -> None:
     assert any("annotated nowhere: 'unheard of'" in note for note in summary.notes)
 
 
-def test_average_precision_by_density_is_that_of_those_images_alone() -> None:
+def test_average_precision_by_density_uses_only_those_images() -> None:
     answers = random_answers(30, 3)
     for row in summarise(answers).by_density:
         alone = [a for a in answers if row.name == f"{density_bin(len(a.truth))} objects"]

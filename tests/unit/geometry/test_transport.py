@@ -105,7 +105,7 @@ def test_batch_equals_single_calls(pairs, epsilon, at_once):
 
 @settings(max_examples=100, deadline=None)
 @given(POINTS, POINTS, st.sampled_from(["l1", "l2"]), st.sampled_from([0.1, 1.0, 10.0, 100.0]))
-def test_targets_lie_within_the_ground_truth(pred, gt, cost, epsilon):
+def test_targets_are_within_the_ground_truth(pred, gt, cost, epsilon):
     got = barycentric_targets(pred, gt, cost=cost, epsilon=epsilon)
     low, high = np.min(gt, axis=0), np.max(gt, axis=0)
     assert got.shape == (len(pred), 2)

@@ -126,7 +126,9 @@ def test_drawing_marks_the_outlines_and_leaves_the_file(detections: Detections, 
         assert saved.convert("RGB").getpixel((100, 100)) != (255, 255, 255)
 
 
-def test_supervision_missing_says_how_to_get_it(detections: Detections, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_supervision_package_names_the_install_command(
+    detections: Detections, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "supervision", None)
     with pytest.raises(MissingDependency, match="supervision"):
         detections.to_supervision()

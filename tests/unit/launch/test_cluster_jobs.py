@@ -127,7 +127,7 @@ def test_a_slurm_job_has_the_trainers_exit_code_and_ends_its_servers(fakes: Fake
     assert not any(call.startswith("requeued") for call in calls)
 
 
-def test_a_slurm_job_generates_a_token_if_none_is_given(fakes: Fakes) -> None:
+def test_a_slurm_job_generates_a_missing_token(fakes: Fakes) -> None:
     end(fakes.start(render(JOB, "slurm"), FAKE_LEARNER_ENDS="0", COORDEXP_API_KEY="", **SLURM))
     assert {call.rpartition("token=")[2] for call in fakes.calls() if "token=" in call} == {"64"}
 
@@ -139,7 +139,7 @@ def test_a_slurm_job_saves_and_requeues_before_its_time_limit(fakes: Fakes) -> N
     found, told = end(process)
     assert found == 0, told
     assert "learner saves for USR1" in fakes.calls() and fakes.calls().count("requeued 17") == 1
-    assert "--signal=B:USR1@120" in render(JOB, "slurm")  # the learner's 60 seconds, and a minute
+    assert "--signal=B:USR1@120" in render(JOB, "slurm")  # the trainer's 60 seconds, and a minute
 
 
 def test_a_slurm_job_that_loses_a_server_saves_and_fails(fakes: Fakes) -> None:

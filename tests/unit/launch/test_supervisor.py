@@ -1,4 +1,4 @@
-"""Whatever ends a launch, nothing that it started is left. Servers and learner are stand-ins: small programs that
+"""However a launch ends, it leaves no process. Servers and trainer are fakes: small programs that
 answer ``/health/`` and start children in sessions of their own, as torchrun and vLLM do."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ child = "import time; print('child up', flush=True); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
 time.sleep(600)
 """
-# A learner that notices a moment later that its server is gone, and saves first.
+# A trainer that notices a moment later that its server is gone, and saves first.
 SAVING_LEARNER = """
 import socket, sys, time
 print("training", flush=True)
@@ -145,7 +145,7 @@ def test_a_signal_is_passed_on_and_everything_ends(tmp_path: Path, number: signa
     with launched(tmp_path, plan(tmp_path, LONG_LEARNER)) as running:
         running.wait_for("child up", "learner.log")
         everything = descendants(running.process.pid)
-        assert len(everything) >= 5  # supervisor, server, its child, learner, its child
+        assert len(everything) >= 5  # supervisor, server, its child, trainer, its child
         running.process.send_signal(number)
         assert running.process.wait(DEADLINE_S) == 128 + number
         assert all_gone(everything)

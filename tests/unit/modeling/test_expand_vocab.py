@@ -130,7 +130,7 @@ def test_the_dtype_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_rows", [0, 10], ids=["no coordinate has a row", "some have one"])
 def test_tokens_without_rows_get_rows(tmp_path: Path, num_rows: int) -> None:
-    """Somebody added the tokens to the tokenizer and forgot the model; rows that some of them hit were padding."""
+    """The tokens were added to the tokenizer but not to the model; some of them have padding rows."""
     build_tiny_checkpoint(tmp_path / "old", spec=TinySpec(**SMALL), coord_tokens=False)
     model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "old", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "old")

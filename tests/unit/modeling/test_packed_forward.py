@@ -44,7 +44,7 @@ def packed_logits(loaded: LoadedModel, segments: Sequence[Segment], use_cache: b
 
 @torch.no_grad()
 def separate_logits(loaded: LoadedModel, segment: Segment) -> torch.Tensor:
-    """The segment alone, as anybody would run the model: its own positions, its own mask."""
+    """The segment alone, with its own positions and mask."""
     ids = torch.tensor([[*segment.prompt_token_ids, *segment.target.token_ids]])
     return loaded.model(
         input_ids=ids,
@@ -113,7 +113,7 @@ def test_supervised_logits_are_the_full_logits_one_position_earlier(
     torch.testing.assert_close(logits, packed_logits(loaded, segments)[positions - 1], atol=1e-5, rtol=1e-5)
 
 
-def test_positions_of_one_segment_are_the_models_own(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
+def test_positions_of_one_segment_equal_the_models(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
     loaded, seen = models["packed"], []
     hook = loaded.model.model.language_model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True

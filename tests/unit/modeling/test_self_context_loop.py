@@ -83,7 +83,7 @@ def test_the_unrolled_loop_has_the_gradient_of_finite_differences(iterations: in
         torch.testing.assert_close(found[name], numeric, atol=1e-7, rtol=1e-6)
 
 
-def test_straight_through_has_the_value_of_the_token_and_the_gradient_of_the_mean() -> None:
+def test_straight_through_has_the_tokens_value_and_the_means_gradient() -> None:
     z_KB = torch.randn(SLOTS, BINS, requires_grad=True)
     table_BH = torch.randn(BINS, HIDDEN, requires_grad=True)
     upstream_KH = torch.randn(SLOTS, HIDDEN)
@@ -98,7 +98,7 @@ def test_straight_through_has_the_value_of_the_token_and_the_gradient_of_the_mea
 
 @pytest.mark.parametrize("mode", ["soft", "st", "hard"])
 @pytest.mark.parametrize("iterations", [2, 3])
-def test_detached_embeddings_leave_exactly_the_last_forwards_own_gradient(mode: EmbedMode, iterations: int) -> None:
+def test_with_detached_embeddings_only_the_last_forward_has_gradient(mode: EmbedMode, iterations: int) -> None:
     """The coordinate loss depends on the last forward alone; its inputs are constants."""
     model = ToyModel()
     fed_KH = None
@@ -110,7 +110,7 @@ def test_detached_embeddings_leave_exactly_the_last_forwards_own_gradient(mode: 
     found = gradients(coord_loss(model, SelfContext(iterations, mode, "em_detach", 1.0)), model)
     for name in found:
         assert torch.equal(found[name], alone[name]), name
-    # Zero, and not merely small: the ground truth's tokens and the table reach the last forward through what is fed.
+    # Exactly zero: the ground truth's tokens and the table reach the last forward only through its inputs.
     assert not found["token_KH"].any() and not found["table_BH"].any()
     assert found["mix_HH"].any() and found["head_BH"].any()
     unrolled = gradients(coord_loss(model, SelfContext(iterations, "soft", "unroll", 1.0)), model)
@@ -118,7 +118,7 @@ def test_detached_embeddings_leave_exactly_the_last_forwards_own_gradient(mode: 
 
 
 @pytest.mark.parametrize("grad_mode", ["unroll", "em_detach"])
-def test_the_text_loss_sees_the_first_forward_alone(grad_mode: GradMode) -> None:
+def test_the_text_loss_depends_only_on_the_first_forward(grad_mode: GradMode) -> None:
     model = ToyModel()
     plain = gradients(text_loss(model, SelfContext(1, "st", "unroll", 1.0)), model)
     found = gradients(text_loss(model, SelfContext(3, "soft", grad_mode, 1.0)), model)

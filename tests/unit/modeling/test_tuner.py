@@ -54,7 +54,7 @@ FREEZING = [
 
 
 @pytest.mark.parametrize(("keys", "parts"), FREEZING, ids=str)
-def test_full_training_trains_every_weight_of_the_parts_that_are_not_frozen(keys: dict, parts: tuple[str, ...]) -> None:
+def test_full_training_trains_every_weight_of_unfrozen_parts(keys: dict, parts: tuple[str, ...]) -> None:
     model = tune_tiny(TunerConfig(**keys)).model
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
         n for n, _ in model.named_parameters() if part_of(n) in parts
@@ -62,7 +62,7 @@ def test_full_training_trains_every_weight_of_the_parts_that_are_not_frozen(keys
 
 
 @pytest.mark.parametrize(("keys", "parts"), FREEZING, ids=str)
-def test_adapters_go_on_every_linear_layer_of_the_parts_that_are_not_frozen(keys: dict, parts: tuple[str, ...]) -> None:
+def test_adapters_are_on_every_linear_layer_of_unfrozen_parts(keys: dict, parts: tuple[str, ...]) -> None:
     model = tune_tiny(lora(**keys)).model
     adapted = {name.rpartition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
     plain = load_tiny().model
@@ -129,7 +129,7 @@ def loss(loaded: LoadedModel) -> torch.Tensor:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("checkpoint", [tiny_checkpoint, untied_checkpoint], ids=["tied", "untied"])
-def test_an_offsets_gradient_is_the_tables_own_at_its_rows(checkpoint, checkpointing: bool) -> None:
+def test_an_offsets_gradient_equals_the_tables_at_its_rows(checkpoint, checkpointing: bool) -> None:
     """Full training differentiates the whole tables; at the base, the offset's gradient is the slice of it. With a tied
     head that is the sum of what flows into the embedding and into the head."""
     full = load_model(checkpoint(), "float32")

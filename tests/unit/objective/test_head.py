@@ -186,7 +186,7 @@ def test_a_broken_column_is_limited_as_in_the_reference(broken: float, column: i
     torch.testing.assert_close(grad, reference, rtol=1e-10, atol=1e-12)
 
 
-def test_one_broken_position_leaves_the_others_alone() -> None:
+def test_one_broken_position_does_not_change_the_others() -> None:
     hidden, weight, _, label = tensors()
     sound = score_head(hidden, weight, query(), label, CONTIGUOUS)
     broken = hidden.detach().clone()

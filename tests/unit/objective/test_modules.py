@@ -1,4 +1,4 @@
-"""Each module's value on one row, against a loop over positions that knows nothing of tensors' layouts."""
+"""Each module's value on one row, against a plain loop over positions."""
 
 from __future__ import annotations
 

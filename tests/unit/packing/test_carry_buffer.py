@@ -19,14 +19,14 @@ def names(segments):
     return [segment.sample_id for segment in segments]
 
 
-def test_pop_takes_the_selection_and_keeps_the_rest_in_order():
+def test_pop_removes_the_selection_and_keeps_the_rest_in_order():
     buffer = filled([6, 3, 2, 2, 5])
     assert names(buffer.pop()) == ["s0", "s2", "s3"]
     assert names(buffer.segments) == ["s1", "s4"]
     assert sum(segment.length for segment in buffer.segments) == 8
 
 
-def test_an_oversized_segment_is_refused_with_both_numbers_and_nothing_is_inserted():
+def test_an_oversized_segment_is_refused_and_not_inserted():
     buffer = CarryBuffer(12_000, 8)
     with pytest.raises(SegmentTooLong) as error:
         buffer.insert(make_segment("fits", 5), make_segment("17", 12_410))

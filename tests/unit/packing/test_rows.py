@@ -1,4 +1,4 @@
-"""Packed rows: exact offsets, and supervision that lands where its tokens landed."""
+"""Packed rows: exact offsets, and supervision at its tokens."""
 
 from dataclasses import replace
 

@@ -77,12 +77,12 @@ def test_many_segments_fill_the_row(count):
         ([4, 4, 6, 1, 3, 5], 14, [0, 1, 2]),  # and here of oldest-first
     ],
 )
-def test_beyond_the_exact_search_the_better_heuristic_is_taken(monkeypatch, lengths, capacity, expected):
+def test_beyond_the_exact_search_the_better_heuristic_is_used(monkeypatch, lengths, capacity, expected):
     monkeypatch.setattr(sys.modules[select_segments.__module__], "_EXACT_LIMIT", 0)
     assert select_segments(lengths, capacity) == expected
 
 
-def test_heuristics_alone_never_fall_under_oldest_first(monkeypatch):
+def test_heuristics_are_never_worse_than_oldest_first(monkeypatch):
     monkeypatch.setattr(sys.modules[select_segments.__module__], "_EXACT_LIMIT", 0)
     for seed in range(50):
         rng = random.Random(seed)

@@ -254,7 +254,7 @@ def test_lone_brace_counts_as_replaced(answer: str, replaced: int) -> None:
     assert read(answer).num_replaced_tail == replaced
 
 
-def test_half_a_character_in_a_desc_becomes_a_replacement_character() -> None:
+def test_a_cut_character_in_a_desc_becomes_a_replacement_character() -> None:
     ids = qwen_vocab().encode(around(box("龘")))
     half = next(i for i, t in enumerate(ids) if "�" in qwen_vocab().piece(t))
     parsed = parse_rollout(ids[:half] + ids[half + 1 :], qwen_vocab())

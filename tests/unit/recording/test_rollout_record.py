@@ -103,7 +103,7 @@ def test_settings_take_part_in_the_replay() -> None:
         (lambda r: {"target": replace(r.target, roles=(("EOS", 3),))}, "target.roles"),
     ],
 )
-def test_replay_names_what_differs(change, named: str) -> None:
+def test_replay_names_differences(change, named: str) -> None:
     line = made(tiny_vocab())
     assert named in [text.split(":")[0] for text in replay(replace(line, **change(line)), tiny_vocab())]
 

@@ -1,4 +1,4 @@
-"""Rollouts on the learner's own model: batching changes nothing, seeds decide, the model is left as it was."""
+"""Rollouts with transformers: independent of batching, reproducible by seed, the model is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The repeat guard in transformers' ``generate``: an answer ends where the guard, asked offline, says it does."""
+"""The repeat guard in transformers' ``generate``: an answer ends where the guard ends it offline."""
 
 from __future__ import annotations
 

@@ -217,5 +217,5 @@ def test_defaults_of_the_contract(tmp_path: Path) -> None:
         ([*range(128), *range(300, 363), *range(300, 363), 1, 2], None),
     ],
 )
-def test_default_guard_triggers_as_the_contract_says(ids: list[int], expected: Trigger | None) -> None:
+def test_default_guard_triggers_as_in_the_contract(ids: list[int], expected: Trigger | None) -> None:
     assert first_trigger(ids, RepeatTerminateConfig(enabled=True)) == expected

@@ -27,7 +27,7 @@ NEAR_POLY = GTObject("cat", "poly", (12, 22, 198, 25, 190, 215, 15, 210))
 
 @vocabs
 @pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
-def test_a_found_object_is_corrected_and_a_missed_one_appended(make_vocab, order) -> None:
+def test_a_matched_object_is_corrected_and_a_missed_one_appended(make_vocab, order) -> None:
     vocab = make_vocab()
     got = outcome_of(answer(entry(1, NEAR_BOX)), [DOG, CAT], vocab, field_order=order)
     target = got.target
@@ -49,7 +49,7 @@ def test_a_found_object_is_corrected_and_a_missed_one_appended(make_vocab, order
     assert not set(target.roles_T[target.prefix_len :].tolist()) & PREFIX_ROLES
 
 
-def test_a_target_is_closed_when_brace_and_end_of_turn_are_taught() -> None:
+def test_a_target_is_closed_if_brace_and_end_of_turn_are_supervised() -> None:
     target = outcome_of(answer(entry(1, NEAR_BOX)), [CAT], qwen_vocab()).target
     assert is_closed(target)
     unending = replace(target, roles_T=np.append(target.roles_T[:-1], np.uint8(TokenRole.PREFIX_MASKED)))
@@ -60,7 +60,7 @@ def test_a_target_is_closed_when_brace_and_end_of_turn_are_taught() -> None:
 @pytest.mark.parametrize("predicted", [NEAR_BOX, NEAR_POLY], ids=["pred-box", "pred-poly"])
 @pytest.mark.parametrize("truth", [CAT, GTObject("c", "poly", (10, 20, 200, 20, 200, 220, 10, 220))],
                          ids=["gt-box", "gt-poly"])  # fmt: skip
-def test_targets_stand_at_the_predicted_objects_own_tokens(make_vocab, predicted, truth) -> None:
+def test_targets_are_at_the_tokens_of_the_predicted_objects(make_vocab, predicted, truth) -> None:
     vocab = make_vocab()
     # A false positive before and after: its tokens must stay untouched.
     text = answer(entry(3, DOG), entry(1, predicted), entry(2, DOG))
@@ -141,7 +141,7 @@ def test_appended_keys_follow_the_highest_one_kept(make_vocab, response: str, ke
 
 
 @vocabs
-def test_nothing_missed_closes_the_answer(make_vocab) -> None:
+def test_without_missed_objects_the_answer_is_closed(make_vocab) -> None:
     vocab = make_vocab()
     got = outcome_of(answer(entry(1, NEAR_BOX)), [CAT], vocab)
     tail = got.target.token_ids[got.target.prefix_len :]
@@ -151,7 +151,7 @@ def test_nothing_missed_closes_the_answer(make_vocab) -> None:
 
 @vocabs
 @pytest.mark.parametrize("response", [answer(), answer(entry(1)), "", f"{{{entry(1)}"])
-def test_an_image_without_objects_teaches_to_stop(make_vocab, response: str) -> None:
+def test_an_image_without_objects_supervises_the_stop_token(make_vocab, response: str) -> None:
     got = outcome_of(response, [], make_vocab())
     assert got.target.coord_pos_K.size == 0
     assert got.target.appended_gt_idx == got.target.matched_pred_idx == ()

@@ -77,7 +77,7 @@ def test_a_token_that_touches_a_description_is_a_description_token(desc, order, 
 
 
 @vocabs
-def test_descriptions_are_found_behind_non_ascii_ones(make_vocab) -> None:
+def test_descriptions_are_found_after_non_ascii_ones(make_vocab) -> None:
     vocab = make_vocab()
     descs = ["雪豹 🐆", "é", "red circle", "𓃠"]
     target = build_gt_target(
@@ -94,7 +94,7 @@ def test_descriptions_are_found_behind_non_ascii_ones(make_vocab) -> None:
 
 
 @vocabs
-def test_nothing_to_write_is_an_empty_object(make_vocab) -> None:
+def test_no_objects_give_an_empty_json_object(make_vocab) -> None:
     vocab = make_vocab()
     target = build_gt_target([], vocab, sample_id="s", field_order="desc_first")
     assert vocab.decode(target.token_ids) == "{}<|im_end|>"
@@ -106,7 +106,7 @@ def test_nothing_to_write_is_an_empty_object(make_vocab) -> None:
 
 
 @vocabs
-def test_a_polygon_is_no_box_and_disables_none(make_vocab) -> None:
+def test_a_polygon_has_no_box_target(make_vocab) -> None:
     target = build_gt_target([LEAF, CAT, LEAF], make_vocab(), sample_id="s", field_order="desc_first")
     assert target.coord_bin_K.tolist() == [*LEAF.bins, *CAT.bins, *LEAF.bins]
     assert target.box_bin_M4.tolist() == [list(CAT.bins)]
@@ -124,7 +124,7 @@ def test_a_polygon_is_no_box_and_disables_none(make_vocab) -> None:
         ("<|image_pad|>", r"contains '<\|image_pad\|>'.*control token"),
     ],
 )
-def test_descriptions_cannot_smuggle_tokens_in(make_vocab, desc: str, complaint: str) -> None:
+def test_descriptions_cannot_inject_tokens(make_vocab, desc: str, complaint: str) -> None:
     with pytest.raises(AlignmentError, match=complaint):
         build_gt_target([GTObject(desc, "bbox_2d", CAT.bins)], make_vocab(), sample_id="s", field_order="desc_first")
 

@@ -61,7 +61,7 @@ def test_tokens_between_two_matched_entries_have_no_entry() -> None:
     assert rows[at - 1 : at + 3] == [("s", '"]'), (".", "},"), (".", ' "'), ("s", "object")]
 
 
-def test_unmatched_and_invalid_entries_are_masked_whole() -> None:
+def test_unmatched_and_invalid_entries_are_masked_completely() -> None:
     rows = cells(answer(entry(1, FAR), '"object_2": {"desc": ""}', '"note": {}'), qwen_vocab(), [CAT])
     assert {role for role, _ in rows} == {"."}
 

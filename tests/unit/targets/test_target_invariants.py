@@ -69,7 +69,7 @@ def edited(ids: list[int], edits: list[tuple[int, int, int]], cut: int | None, v
 @vocabs
 @settings(max_examples=examples(120), deadline=None)
 @given(case=cases())
-def test_any_answer_becomes_a_sound_target(make_vocab, case) -> None:
+def test_any_answer_becomes_a_valid_target(make_vocab, case) -> None:
     vocab = make_vocab()
     truth, meant, edits, cut, answer_order, append_order = case
     whole = [*vocab.encode(serialize_objects(meant, answer_order)), vocab.eos_id]
@@ -93,7 +93,7 @@ POLICIES = st.builds(
 @vocabs
 @settings(max_examples=examples(150), deadline=None)
 @given(case=cases(), policy=POLICIES, soft=st.lists(st.sampled_from([None, None, 0.25, 1.0]), min_size=4, max_size=4))
-def test_any_answer_is_rewritten_to_a_sound_target(make_vocab, case, policy, soft) -> None:
+def test_any_answer_is_rewritten_to_a_valid_target(make_vocab, case, policy, soft) -> None:
     vocab = make_vocab()
     truth, meant, edits, cut, answer_order, append_order = case
     truth = [replace(obj, soft=how) for obj, how in zip(truth, soft, strict=False)]
@@ -104,7 +104,7 @@ def test_any_answer_is_rewritten_to_a_sound_target(make_vocab, case, policy, sof
 
 @settings(max_examples=examples(80), deadline=None)
 @given(truth=SCENES, ids=st.lists(st.integers(0, 1440), max_size=60))
-def test_random_tokens_become_a_sound_target(truth, ids) -> None:
+def test_random_tokens_become_a_valid_target(truth, ids) -> None:
     vocab = tiny_vocab()
     check_target(outcome_of(ids, truth, vocab), truth, vocab)
 
@@ -112,7 +112,7 @@ def test_random_tokens_become_a_sound_target(truth, ids) -> None:
 @vocabs
 @settings(max_examples=examples(25), deadline=None)
 @given(truth=SCENES)
-def test_a_perfect_answer_is_taught_as_it_is(make_vocab, truth) -> None:
+def test_a_perfect_answer_is_its_own_target(make_vocab, truth) -> None:
     vocab = make_vocab()
     text = serialize_objects(truth)
     got = outcome_of([*vocab.encode(text), vocab.eos_id], truth, vocab)

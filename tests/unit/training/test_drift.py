@@ -1,4 +1,4 @@
-"""DriftWatch warns once when truncated answers or duplicates rise, and a resumed run sees what the whole run saw."""
+"""DriftWatch warns once when truncated answers or duplicates rise, and a resumed run warns as an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_offload_with_fsdp_or_deepspeed_is_refused(owner: str, monkeypatch: pyte
 
 
 class FakeColocatedBackend(InMemoryBackend):
-    """No engine: answers from a table, but borrows the device where a colocated engine does, and notes what it saw."""
+    """No engine: answers from a table, but borrows the device like a colocated engine and records the state."""
 
     def __init__(self, vocab: Any, answers: Any) -> None:
         super().__init__(vocab, answers)

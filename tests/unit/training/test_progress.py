@@ -1,4 +1,4 @@
-"""A bar where someone looks, a line now and then where a file does, nothing on other ranks."""
+"""A bar on a terminal, lines at intervals in a file, nothing on other ranks."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_a_tied_language_head_does_not_warn(tmp_path: Path, caplog: pytest.LogCa
 def test_a_run_killed_while_saving_resumes_from_the_older_checkpoint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where only one is kept: the older goes when the newer is whole, not before."""
+    """Also if only one is kept: the older is deleted after the newer is complete."""
     act, calls = getattr(saving, name), iter(range(10))
 
     def act_or_die(*arguments: Any, **options: Any) -> Any:
@@ -214,7 +214,7 @@ def test_a_run_without_a_complete_checkpoint_starts_from_the_beginning(tmp_path:
 
 @pytest.mark.parametrize("why", ["damaged", "the model alone"])
 def test_a_run_does_not_restart_if_its_checkpoints_are_unusable(why: str, tmp_path: Path) -> None:
-    """Its first checkpoints would push out what can perhaps be mended."""
+    """The new checkpoints would delete ones that could perhaps be repaired."""
     folder = checkpoint(tmp_path, 5, resumable=why == "damaged")
     if why == "damaged":
         (folder / "rng_state_0.pth").unlink()
@@ -238,7 +238,7 @@ def test_model_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
         (2, 4, None, [3], [2, 4]),  # incomplete ones do not count and are deleted first
         (1, 4, 1, [], [1, 4]),  # the best is kept at any limit
         (2, 4, 1, [], [1, 4]),
-        (1, 2, None, [], [2]),  # resumed from step 1: steps 3 and 4 are of another branch
+        (1, 2, None, [], [2]),  # resumed from step 1: steps 3 and 4 belong to the earlier run
         (1, 2, None, [4], [2, 4]),  # unfinished and not older: left alone
     ],
 )
@@ -336,7 +336,7 @@ def test_a_prompt_that_changed_is_an_error(segments: list[Segment]) -> None:
         segment_from_json(data, requests_of(segments))
 
 
-def test_a_waiting_sample_that_left_the_dataset_is_an_error(tmp_path: Path) -> None:
+def test_a_waiting_sample_missing_in_the_dataset_is_an_error(tmp_path: Path) -> None:
     keys = WAITING | {"training__max_steps": 2, "training__resume_from_checkpoint": True}
     train(run_config(tmp_path, 1, **keys))
     saved = json.loads((tmp_path / "run" / "checkpoint-2" / "carry_buffer_rank0.json").read_text())

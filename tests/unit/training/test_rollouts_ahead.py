@@ -156,7 +156,7 @@ def test_a_failure_ends_its_own_step_after_a_save(ahead: Any, tmp_path: Path) ->
 
     with pytest.raises(RolloutError, match="the engine is gone"):
         ahead(backend=Failing())
-    # Asked for in step 1, which learned all the same.
+    # Requested in step 1, which was trained.
     assert not list((tmp_path / "run" / "checkpoint-2").glob("waiting_answers*"))
     resumed = ahead(training__resume_from_checkpoint=True)
     assert [line["rollout/staleness_steps"] for line in step_lines(resumed)] == [0, 1, 0, 1, 1, 1, 1]

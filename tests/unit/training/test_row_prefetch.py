@@ -178,7 +178,7 @@ def test_if_a_row_cannot_be_built_its_step_fails(tmp_path: Path, monkeypatch: py
 
 
 def test_prefetch_uses_no_random_numbers(rows: list[PackedRow]) -> None:
-    """Nor does the order of threads decide what a row holds."""
+    """Nor does a row depend on the order of threads."""
     loaded = load_tiny()
     objective = RowObjective(sft_pipeline(None), loaded.vocab.coord_token_ids)
     builder = RowBuilder.from_model(loaded, torch.device("cpu"), torch.bfloat16)

@@ -72,7 +72,7 @@ def test_any_stretch_of_steps_is_within_one_step_of_its_share(thousandths: int, 
     assert stretch == schedule.b_steps_before(start + length) - schedule.b_steps_before(start)
 
 
-def test_the_realised_share_is_that_of_the_steps_taken() -> None:
+def test_the_realised_share_counts_the_steps_so_far() -> None:
     schedule = ChannelSchedule.from_ratio(0.5)
     assert [schedule.realised(step) for step in range(4)] == [0.0, 0.5, pytest.approx(1 / 3), 0.5]
 

@@ -1,4 +1,4 @@
-"""Whole runs of a few steps: they learn, they repeat, they say what happened, and they refuse what is wrong."""
+"""Whole runs of a few steps: training, reproducibility, logs and refused settings."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_the_device_is_read_once_per_step(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_model_that_is_all_nan_stops_the_run(tmp_path: Path) -> None:
-    """The objective fences NaN, so without this the loss would look finite for ever."""
+    """The objective clamps NaN, so without this check the loss would stay finite."""
 
     def break_weights(trainer: CoordExpTrainer) -> None:
         with torch.no_grad():

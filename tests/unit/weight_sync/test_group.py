@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def both_ends(port: int, timeout_s: float = 20.0) -> tuple[Communicator, Communicator]:
-    """A worker's end (rank 0) and the learner's (rank 1)."""
+    """A worker's end (rank 0) and the trainer's (rank 1)."""
     with ThreadPoolExecutor(2) as pool:
         addresses = [GroupAddress("127.0.0.1", port, rank, 2, timeout_s) for rank in range(2)]
         worker, learner = pool.map(lambda address: join(address, CPU), addresses)
@@ -49,7 +49,7 @@ ELSEWHERE = "198.51.100.7"  # reserved for documentation, so unreachable
     [(ELSEWHERE, "127.0.0.1"), ("127.0.0.1", "0.0.0.0"), ("name-of-a-service.invalid", "127.0.0.1")],
 )
 def test_workers_connect_to_the_address_that_their_machine_listens_on(host: str, listen_host: str) -> None:
-    """Two workers of a server and a learner that comes by another address."""
+    """Two workers of a server and a trainer that uses another address."""
     (port,) = free_ports(1)
     addresses = [GroupAddress(host, port, rank, 3, 20.0, "token", listen_host) for rank in range(2)]
     addresses.append(GroupAddress("127.0.0.1", port, 2, 3, 20.0, "token"))

@@ -1,4 +1,4 @@
-"""Receiving into the engine's own memory: only where its loader has shown that loading is copying there."""
+"""Receiving into the engine's own memory: only if loading was shown to be a plain copy."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_tensor_without_a_proven_destination_is_loaded(change: Callable[[torch
     assert places.destination(EMBED, tuple(tensor.shape), tensor.dtype) is None
 
 
-def test_the_layout_notices_new_parameters() -> None:
+def test_the_layout_detects_new_parameters() -> None:
     model = FusedModel()
     layout = WeightLayout.from_model(model)
     assert layout.describes(model)
