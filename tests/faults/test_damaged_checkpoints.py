@@ -108,7 +108,7 @@ def test_a_file_of_an_older_checkpoint_is_detected(name: str, run: Path, seen: C
     unshared(run / "checkpoint-3" / name).write_bytes(older)
     taken = resolve_resume(run, True)
     assert taken == run / ("checkpoint-3" if older == newer else "checkpoint-2")
-    seen("the same bytes" if older == newer else "passed over")
+    seen("the same bytes" if older == newer else "ignored")
 
 
 SEALS: dict[str, Callable[[dict[str, Any]], Any]] = {

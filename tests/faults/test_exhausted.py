@@ -81,7 +81,7 @@ def test_a_save_with_few_file_descriptors_is_complete_or_raises_a_clear_error(
         assert count > 1
         for step in (1, 2, 3):
             check_contents(run / f"checkpoint-{step}")
-        seen("they were enough: every checkpoint is whole")
+        seen("enough file descriptors: every checkpoint is complete")
 
 
 @pytest.mark.parametrize("size", [0, 1_000, 30_000, 100_000])

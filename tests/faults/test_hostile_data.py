@@ -78,7 +78,7 @@ def test_a_cut_off_image_is_found_by_decoding_it(tmp_path: Path, capsys: pytest.
     data = (tmp_path / "cut.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(data[: len(data) // 2])
     path = write_line(tmp_path, "cut.png", (64, 64))
-    assert run_cli(capsys, "data", "check", path).code == 0, "the header is whole"
+    assert run_cli(capsys, "data", "check", path).code == 0, "the header is complete"
     deep = run_cli(capsys, "data", "check", path, "--deep")
     assert deep.code == 2 and "unreadable_image" in deep.out and "cannot decode the image" in deep.err
 

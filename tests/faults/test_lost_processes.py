@@ -45,7 +45,7 @@ def test_a_stopped_or_killed_rank_ends_the_other_with_one_line(
     assert codes == [2], err
     assert re.search(r"error: rank 0: another process of this run ended, or did not answer within 6 s", err), err
     assert "Traceback" not in err
-    assert waited < 60, "Gloo's own thirty minutes, perhaps"
+    assert waited < 60, "waited for Gloo's own timeout"
     assert is_complete(tmp_path / "run" / "checkpoint-2")
 
 

@@ -96,4 +96,4 @@ def test_a_lost_rank_ends_the_other_and_the_server_stays_usable(
     with two_ranks(run, 2) as ranks:
         strike(ranks[0], signal.SIGTERM)
         assert ended(ranks, 120) == [143, 143]
-    seen(f"{waited:.0f} s; the next run took the server over")
+    seen(f"{waited:.0f} s; the next run used the server")

@@ -57,7 +57,7 @@ def test_a_stranger_is_refused_and_members_connect(guest: str) -> None:
             one.close()
         else:
             one.sendall(sent)
-    assert not ends, "a stranger was accepted as the learner"
+    assert not ends, "a stranger was accepted as the trainer"
     member(1)
     worker.join(20)
     received = torch.zeros(8, dtype=torch.uint8)

@@ -75,7 +75,7 @@ def test_an_adapter_that_vllm_ignores_is_an_error_without_fallback(client: Serve
     ("tuner", "reason"),
     [
         pytest.param({"train_coord_rows": False, "use_dora": True, **LLM_ONLY}, "DoRA", id="refused by the engine"),
-        pytest.param({"train_coord_rows": False}, "vision tower", id="refused by the learner"),
+        pytest.param({"train_coord_rows": False}, "vision tower", id="refused by the trainer"),
     ],
 )
 def test_after_a_failed_adapter_push_all_pushes_are_full(

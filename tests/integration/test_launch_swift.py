@@ -140,6 +140,6 @@ def test_a_server_without_the_guard_fails_before_training(tmp_path: Path, broken
             time.sleep(0.2)
         assert process.returncode == 1, shown(tmp_path)
     assert message in shown(tmp_path)
-    assert "not up after" not in shown(tmp_path), "it ends by itself, and is not waited for"
-    assert not plan.learner.log.exists(), "no learner, so no training step"
+    assert "not up after" not in shown(tmp_path), "it ends by itself without waiting"
+    assert not plan.learner.log.exists(), "no trainer, so no training step"
     assert [pid for pid in seen if is_alive(pid)] == []

@@ -71,7 +71,7 @@ def test_ids_beyond_the_tokenizer_are_suppressed(server: RunningServer, loaded: 
     requests = requests_for_swift(loaded)
     known = len(loaded.vocab)
     free = greedy_tokens(loaded, requests)
-    assert any(token >= known for answer in free for token in answer), "nothing here needs suppressing"
+    assert any(token >= known for answer in free for token in answer), "nothing to suppress"
     backend = HFBackend(loaded.model, loaded.vocab, decoding(NEW_TOKENS), len(requests), loaded.image_token_id)
     expected = [list(one.response_token_ids) for one in backend.generate(requests, SeedContext(0, 0, 0, 0))]
     client = server.client()

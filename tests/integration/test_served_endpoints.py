@@ -114,7 +114,7 @@ def test_openai_clients_get_equal_answers(server: RunningServer, client: ServerC
             (choice,) = reply["choices"]
             assert tuple(reply["prompt_token_ids"]) == request.prompt_token_ids
             assert choice["token_ids"] == token_ids
-            assert "<|coord_" in choice["message"]["content"], "special tokens are shown: coordinates may be some"
+            assert "<|coord_" in choice["message"]["content"], "special tokens are shown: coordinates may be special"
         with openai.stream("POST", "/v1/chat/completions", json=openai_payload(requests[0], stream=True)) as stream:
             lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: {")]
         deltas = [json.loads(line)["choices"][0] for line in lines]

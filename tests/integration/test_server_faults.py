@@ -97,9 +97,9 @@ def test_a_servers_life_from_start_to_exit(server: RunningServer) -> None:
 
     # One of its engines hangs; the HTTP process still answers.
     os.kill(status["workers"][0]["pid"], signal.SIGSTOP)
-    assert until(lambda: patient.engine_stall_seconds() > 4.0), "the hung engine was not noticed"
+    assert until(lambda: patient.engine_stall_seconds() > 4.0), "a hung engine was not detected"
     os.kill(status["workers"][0]["pid"], signal.SIGCONT)
-    assert until(lambda: patient.engine_stall_seconds() < 3.0), "the engine stirs again"
+    assert until(lambda: patient.engine_stall_seconds() < 3.0), "the engine responds again"
 
     # One of its engines dies.
     os.kill(status["workers"][1]["pid"], signal.SIGKILL)
@@ -112,7 +112,7 @@ def test_a_servers_life_from_start_to_exit(server: RunningServer) -> None:
             return True
         return False
 
-    assert until(is_unhealthy), "the death of an engine was not noticed"
+    assert until(is_unhealthy), "a dead engine was not detected"
     with pytest.raises(RolloutError):
         patient.infer(payload(requests))
     begun = time.monotonic()

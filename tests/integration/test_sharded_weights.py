@@ -23,11 +23,11 @@ from support.tuned_models import lora, tuned, untied_checkpoint
 ROWS = (slice(0, 1), slice(1, 4))  # of each rank
 CLAIMS = {
     "ddp gradients": "every trained weight reaches DDP's reducer, also recomputed, and gets both ranks' mean",
-    "fsdp weights": "gathered and merged, the shards are the unsharded model's merged weights, bit for bit",
-    "fsdp adapter": "an adapter push carries whole tensors",
+    "fsdp weights": "gathered and merged shards equal the unsharded model's merged weights, bit for bit",
+    "fsdp adapter": "an adapter push has whole tensors",
     "shards untouched": "reading them changes no shard",
     "fsdp gradients": "the offset's hooks see gathered parameters, and its gradient is reduced",
-    "fsdp untied head": "the loss reads the weight of a head that is a unit of its own, and its gradient is reduced",
+    "fsdp untied head": "the loss can read a separately sharded head, and its gradient is reduced",
     "collective": "a source reports whether reading it is collective",
     "saved adapter": "an adapter saved from gathered shards loads into a whole model",
 }

@@ -186,7 +186,7 @@ def test_a_worker_that_hangs_during_decoding_is_detected(server: RunningServer) 
         asked.start()
         deadline = time.monotonic() + 60
         while client.engine_stall_seconds(timeout_s=5.0) < 3.0:
-            assert time.monotonic() < deadline and asked.is_alive(), "the hung workers were not noticed"
+            assert time.monotonic() < deadline and asked.is_alive(), "hung workers were not detected"
             time.sleep(0.2)
     finally:
         for pid in pids:

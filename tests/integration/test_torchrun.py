@@ -96,7 +96,7 @@ def test_sharded_processes_take_the_same_optimizer_steps_as_one(two: Two, one: A
         assert line["loss"] == pytest.approx(alone["loss"], rel=1e-5)
         assert line["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
     (evaluated,) = ranks[1]["evaluations"]
-    assert evaluated["eval_rollout/images"] == 5, "sharded weights generate too"
+    assert evaluated["eval_rollout/images"] == 5, "generation works with sharded weights"
 
 
 def test_a_sharded_run_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -183,4 +183,4 @@ def test_ranks_with_different_numbers_of_rows_stay_in_step(tmp_path: Path, monke
     lines = ranks[0]["steps"]
     assert lines[0]["stage2/closure_dropped_total"] == 3 and lines[0]["packing/blank_rows_total"] > 0
     assert lines[0]["packing/segments_total"] - lines[0]["packing/blank_rows_total"] == 3
-    assert all(line["train/micro_steps"] % 2 == 0 for line in lines), "a rank had more forwards than the other"
+    assert all(line["train/micro_steps"] % 2 == 0 for line in lines), "one rank had more forwards than the other"

@@ -158,7 +158,7 @@ def test_incomplete_servers_are_refused_when_the_file_is_read(server: Any, path:
             "rollout_matching.vllm.sync.mode",
         ),
     ],
-    ids=["tensor parallel over more processes than there are", "adapters without room", "adapters of full training"],
+    ids=["more tensor parallel processes than available", "adapters without room", "adapters of full training"],
 )
 def test_engine_that_cannot_work_is_refused_before_anything_loads(vllm: Any, path: str, tmp_path: Path) -> None:
     keys = {"rollout_matching__rollout_backend": "vllm", "rollout_matching__vllm": vllm, "model__model": "/nowhere"}

@@ -125,7 +125,7 @@ def check_parse(ids: Sequence[int], vocab: CoordVocab, appended: Sequence[GTObje
     assert all(count > 0 for count in parsed.dropped.values())
     text = vocab.decode(i for i in ids[:stop] if 0 <= i < len(vocab))
     if not parsed.objects and re.search(r"[^\W_]", text) and not re.match(r"[ \t\n\r]*\{[ \t\n\r]*\}", text):
-        assert parsed.dropped, "an answer that says something looks like an empty one"
+        assert parsed.dropped, "a non-empty answer looks empty"
 
     # Coordinates point at their tokens, inside their object's span; spans follow each other.
     last_end = 0

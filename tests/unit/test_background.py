@@ -76,11 +76,11 @@ def test_a_prefetcher_prepares_at_most_its_limit_in_another_thread() -> None:
     with ahead(10, prepare, ahead=3) as waiting:
         for _ in range(3):
             assert there.acquire(timeout=WAIT_S)
-        assert not there.acquire(timeout=0.2), "a fourth was begun"
+        assert not there.acquire(timeout=0.2), "a fourth was started"
         waiting.take()
         assert there.acquire(timeout=WAIT_S)
         assert began == [(one, "prompts") for one in range(4)]
-    assert waiting.has_unconsumed and not threads(), "and none is begun after the end"
+    assert waiting.has_unconsumed and not threads(), "and none is started after the end"
 
 
 def test_a_prefetch_error_is_raised_in_order_and_ends_the_work() -> None:

@@ -41,8 +41,8 @@ def test_the_written_configuration_is_valid(
     assert (run.model.model, run.training.use_cpu, run.training.bf16) == (str(DEMO), where == "--cpu", where == "--gpu")
     in_bfloat16 = stage == 1 and where == "--gpu"  # and then its optimizer keeps float32
     assert (run.model.dtype == "bfloat16") == (run.training.master_weights == "float32") == in_bfloat16
-    assert (run.training.effective_batch_size or 99) <= 9, "no more than the data holds"
-    assert run.global_max_length <= 8192, "no more than the model holds"
+    assert (run.training.effective_batch_size or 99) <= 9, "no more than the data needs"
+    assert run.global_max_length <= 8192, "no more than the model allows"
     lines = Path(f"stage{stage}.yaml").read_text(encoding="utf-8").splitlines()
     keys = [line for line in lines if ":" in line and not line.lstrip().startswith("#") and not line.endswith(":")]
     assert sum(" # " in line for line in keys) > 0.8 * len(keys)

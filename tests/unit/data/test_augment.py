@@ -85,7 +85,7 @@ def test_a_view_depends_on_seed_epoch_and_index() -> None:
     assert draw_view(STRONG, 1, 2, 3) == draw_view(STRONG, 1, 2, 3)
     assert len({draw_view(STRONG, *place) for place in ((1, 2, 3), (0, 2, 3), (1, 0, 3), (1, 2, 0))}) == 4
     windows = {draw_view(STRONG.model_copy(update={"horizontal_flip": p}), 1, 2, 3).window for p in (0.0, 1.0)}
-    assert len(windows) == 1, "one part switched on changes no other"
+    assert len(windows) == 1, "enabling one part must not change others"
 
 
 # --- as a dataset ---

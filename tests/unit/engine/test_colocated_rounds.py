@@ -113,7 +113,7 @@ def test_the_trainer_is_offloaded_until_the_engine_sleeps(mode: str, monkeypatch
     for version in range(2):
         with rollout_session(backend, version):
             assert backend.generate([], SEEDS) == []
-        assert not learner.is_away, "the learner learns on its device"
+        assert not learner.is_away, "training runs on the device"
     acts = [what for what, _ in learner.seen]
     push = "push" if mode == "full" else "adapter"
     assert acts == [

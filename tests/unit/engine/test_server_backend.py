@@ -239,7 +239,7 @@ def test_calls_are_retried_unless_refused(
             if error is None:
                 assert len(backend.generate(requests_(2), SEEDS)) == 2
                 first, second = fake.calls
-                assert first == second, "the same seed too, or samples would depend on the network"
+                assert first == second, "the same seed, or samples would depend on the network"
             else:
                 with pytest.raises(ServerRefused, match=error):
                     backend.generate(requests_(2), SEEDS)

@@ -50,8 +50,8 @@ def test_every_object_is_counted_once(seed: int, most: int, soft: bool) -> None:
     answers = with_soft(answers, seed) if soft else answers
     found = confusion(answers, most)
     figures = summarise(answers).figures
-    assert found.counts_AP[:-1].sum() == figures["gt_objects"], "each row but the last is what is annotated"
-    assert found.counts_AP[:, :-1].sum() == figures["pred_objects"], "each column but the last is what was predicted"
+    assert found.counts_AP[:-1].sum() == figures["gt_objects"], "each row but the last sums to the annotated objects"
+    assert found.counts_AP[:, :-1].sum() == figures["pred_objects"], "each column but the last sums to the predictions"
     diagonal = sum(
         found.counts_AP[i, found.predicted.index(name)]
         for i, name in enumerate(found.annotated)

@@ -203,7 +203,7 @@ def test_kubernetes_pods_use_the_jobsets_names() -> None:
         container = group["template"]["spec"]["containers"][0]
         values = {one["name"]: one.get("value") for one in container["env"]}
         assert values["ROLLOUT_HOST_1"] == "run-server-0-1.run"
-        assert values["COORDEXP_API_KEY"] is None, "a token is read from a secret, never written down"
+        assert values["COORDEXP_API_KEY"] is None, "a token is read from a secret and never written"
         assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     serving = server["template"]["spec"]["containers"][0]
     assert '--index "$JOB_COMPLETION_INDEX" --host "$POD_IP"' in serving["command"][2]

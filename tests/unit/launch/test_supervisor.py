@@ -184,7 +184,7 @@ def test_a_server_that_does_not_start_ends_the_launch_with_its_log(tmp_path: Pat
         assert running.process.wait(DEADLINE_S) == 1
     shown = (tmp_path / "launch.log").read_text()
     assert "server0 ended with exit code 7" in shown and "no such model" in shown
-    assert not (tmp_path / "learner.log").exists(), "the learner must not have been started"
+    assert not (tmp_path / "learner.log").exists(), "the trainer must not have been started"
 
 
 def test_a_server_that_never_answers_times_out(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ OUTCOMES = [
     ("the total counts: the better pair is given up so that two match",
      [at(0), at(40)], [at(30), at(80)], {"candidate_top_k": 2}, [(0, 0), (1, 1)], 1),
     ("an exchange at the same cost: the first wins", [at(0), at(0)], [at(40), at(0)], {}, [(0, 0), (1, 1)], 0),
-    ("a lower object left alone at the same cost is taken",
+    ("at equal cost the lower object is matched",
      [at(100), at(100)], [at(60), at(60), at(120)], {}, [(0, 0), (1, 2)], 0),
     ("box with polygon", [at(0)], [TRIANGLE], {}, [(0, 0)], 0),
     ("coincident points match", [box(5, 5, 5, 5)], [box(5, 5, 5, 5)], {}, [(0, 0)], 0),
@@ -169,7 +169,7 @@ def test_unmatched_costs_are_one_by_default():
 @pytest.mark.parametrize(
     ("ious", "chosen"),
     [((0.65, 0.62, 0.62), []), ((0.75, 0.74, 0.74), [1, 2]), ((0.75, 0.6, 0.6), [0])],
-    ids=["dearer than both alone", "two pairs", "one pair"],
+    ids=["costs more than both unmatched", "two pairs", "one pair"],
 )
 def test_fp_cost_and_fn_cost_are_separate(ious, chosen):
     """Three competing pairs; an unmatched object costs twice as much as an unmatched prediction: 0.3 for both."""

@@ -161,7 +161,9 @@ def test_resuming_with_another_tuner_is_refused(other: dict, tmp_path: Path) -> 
     before = trainable(model)
     with pytest.raises(CheckpointError, match="tuner"):
         load_adapter(model, tmp_path)
-    assert all(torch.equal(before[name], value) for name, value in trainable(model).items()), "nothing was half loaded"
+    assert all(torch.equal(before[name], value) for name, value in trainable(model).items()), (
+        "nothing was partly loaded"
+    )
 
 
 def test_saving_uses_a_given_gathered_state(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_new_rows_are_distinct_ordered_and_as_large_as_old_ones(expanded: Expand
         assert nearest.min() > 0.05 * distance.mean(), "all bins differ"
         bins = torch.arange(1000)
         neighbour = (nearest.argmin(1) - bins).abs()
-        assert (neighbour <= 2).all(), "the row most like a bin's is a neighbour's"
+        assert (neighbour <= 2).all(), "the most similar row is a neighbouring bin's"
         by_gap = [distance.diagonal(gap).mean() for gap in (1, 2, 4, 8, 16)]
         assert by_gap == sorted(by_gap), "further bins are further apart"
 
@@ -145,7 +145,7 @@ def test_tokens_without_rows_get_rows(tmp_path: Path, num_rows: int) -> None:
     rows = table(load_model(tmp_path / "new", "float32").model).detach()
     assert torch.equal(rows[:used], table(model)[:used])
     gaps = (rows[used + 2 :] - rows[used + 1 : -1]).norm(dim=1)
-    assert gaps.max() < 3 * gaps.min(), "one smooth code from the first bin to the last"
+    assert gaps.max() < 3 * gaps.min(), "the code is smooth from the first bin to the last"
 
 
 def test_only_missing_tokens_are_added(tmp_path: Path) -> None:

@@ -102,7 +102,9 @@ def test_each_slot_is_fed_the_prediction_of_the_position_before_it(
     with watching(model) as calls:
         run(loaded, segments[:4], SelfContext(2, "soft", "unroll", 0.1))
     torch.testing.assert_close(calls[1]["inputs_embeds"][0, slots_K], expected_KH, atol=1e-5, rtol=1e-5)
-    assert (logits_LV[slots_K - 1][:, ids_B] / 0.1).softmax(-1).amax() > 0.05, "flat predictions compare equal anywhere"
+    assert (logits_LV[slots_K - 1][:, ids_B] / 0.1).softmax(-1).amax() > 0.05, (
+        "flat predictions would be equal anywhere"
+    )
 
 
 @torch.no_grad()
@@ -130,7 +132,7 @@ def test_a_packed_row_equals_its_segments_alone(segments: list[Segment], mode: E
         parts = together[forward].split(lengths)
         for part, states in zip(parts, alone, strict=True):
             torch.testing.assert_close(part, states[forward], atol=2e-5, rtol=1e-4)
-    assert (together[0] - together[1]).abs().max() > 1e-2, "the last forward reads something else than the first"
+    assert (together[0] - together[1]).abs().max() > 1e-2, "the last forward must have other inputs than the first"
 
 
 @torch.no_grad()

@@ -182,7 +182,7 @@ def test_a_broken_column_is_limited_as_in_the_reference(broken: float, column: i
     grad, d_hidden = torch.autograd.grad(total(got), (weight, hidden))
     (reference,) = torch.autograd.grad(total(want), weight)
     assert grad[column] == 0 and torch.isfinite(grad).all()
-    assert torch.isfinite(d_hidden).all(), "not even the broken weight may spread"
+    assert torch.isfinite(d_hidden).all(), "the broken weight must not spread"
     torch.testing.assert_close(grad, reference, rtol=1e-10, atol=1e-12)
 
 

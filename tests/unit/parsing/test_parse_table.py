@@ -178,7 +178,7 @@ VALUES = [
     ("blank desc", box(r" \n"), R.MISSING_DESC),
     ("desc is a number", box().replace('"black cat"', "7"), R.MISSING_DESC),
     ("no geometry", '{"desc": "cat"}', R.MISSING_GEOMETRY),
-    ("other name of the geometry", box().replace("bbox_2d", "bbox"), R.UNKNOWN_FIELD),
+    ("unknown name of the geometry", box().replace("bbox_2d", "bbox"), R.UNKNOWN_FIELD),
     ("extra field", box()[:-1] + ', "score": 1}', R.UNKNOWN_FIELD),
     ("nested extra field", box()[:-1] + f', "part": {box()}}}', R.UNKNOWN_FIELD),
     ("two descs", box()[:-1] + ', "desc": "dog"}', R.UNKNOWN_FIELD),

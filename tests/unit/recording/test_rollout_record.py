@@ -142,7 +142,7 @@ def places(path: Path) -> list[tuple[int, int, str]]:
         pytest.param(
             [at(0, 0), at(0, 1), at(0, 0, "again")], [(0, 1, ""), (0, 0, "again")], id="resumed within the same step",
         ),
-        pytest.param([at(0), at(5), b'{"schema_ver'], [(0, 0, ""), (5, 0, "")], id="a line in the making"),
+        pytest.param([at(0), at(5), b'{"schema_ver'], [(0, 0, ""), (5, 0, "")], id="an incomplete line"),
         pytest.param([], [], id="nothing yet"),
     ],
 )  # fmt: skip

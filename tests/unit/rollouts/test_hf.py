@@ -81,7 +81,7 @@ def test_progress_is_reported_within_a_batch(loaded: LoadedModel, requests_: lis
     ending = backend(loaded, batch=batch, vocab=StandInVocab(loaded, eos_id=eos, length=len(loaded.vocab)))
     told: list[int] = []
     watched = ids(ending.generate(requests_, SEEDS, told.append))
-    assert watched == ids(ending.generate(requests_, SEEDS)), "looking on changes no answer"
+    assert watched == ids(ending.generate(requests_, SEEDS)), "reporting progress changed an answer"
     assert told == sorted(told) and told[-1] == 7
     starts = range(0, 7, batch)
     assert {min(start + batch, 7) for start in starts} <= set(told), "a finished batch is reported"

@@ -87,7 +87,7 @@ def test_everything_is_restored_to_its_own_storage_bit_for_bit() -> None:
     values, before = [t.clone() for t in tensors], places(tensors)
     offload = learner.offload()
     with offload.away():
-        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors), "the device's memory is given back"
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors), "device memory is released"
         copies = [offload.current(tensor) for tensor in tensors]
         assert all(torch.equal(t, value) for t, value in zip(copies, values, strict=True)), "and can still be read"
         one, two = offload.current(learner.model.one), offload.current(learner.model.two)

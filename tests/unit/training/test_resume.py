@@ -69,7 +69,7 @@ def test_resumed_run_equals_uninterrupted_run(stage: Any, logging_steps: int, tm
     with pytest.raises(Killed):
         train(config, on_built=kill_at(5))
     saved = json.loads((tmp_path / "killed" / "checkpoint-4" / "carry_buffer_rank0.json").read_text())
-    assert len(saved) >= 2, "nothing waited, so the buffer was not tested"
+    assert len(saved) >= 2, "no segment waited, so the buffer was not tested"
     random.seed(99)  # a new process has another random state
     np.random.seed(99)
     resumed = train(config)

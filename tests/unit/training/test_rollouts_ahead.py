@@ -68,7 +68,7 @@ class Aging(InMemoryBackend):
         self._owes = False
 
     def sync_weights(self, version: int) -> None:
-        assert not self._owes, "a push while answers are owed"
+        assert not self._owes, "pushed while answers are pending"
         self.told.append(("push", version))
         super().sync_weights(version)
 

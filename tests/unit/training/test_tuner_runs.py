@@ -55,7 +55,7 @@ def test_a_resumed_adapter_run_equals_an_uninterrupted_one(tmp_path: Path) -> No
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     files = {path.name for path in (tmp_path / "whole" / "checkpoint-2").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "coord_offset.safetensors"} <= files
-    assert "model.safetensors" not in files, "the base is not written again with every checkpoint"
+    assert "model.safetensors" not in files, "a checkpoint does not contain the base"
 
 
 def test_resuming_full_weights_as_adapters_is_refused(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_waiting_can_be_cancelled() -> None:
     worker.close()
 
 
-@pytest.mark.parametrize("rank", [0, 1], ids=["no learner comes", "no worker comes"])
+@pytest.mark.parametrize("rank", [0, 1], ids=["no trainer connects", "no worker connects"])
 def test_rendezvous_without_members_times_out(rank: int) -> None:
     started = time.monotonic()
     with pytest.raises(RolloutError, match="not every member came within 1 s"):
