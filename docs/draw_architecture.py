@@ -18,14 +18,14 @@ DOCS = Path(__file__).parent
 SOURCE = DOCS.parent / "src" / "coordexp"
 PAGE, PICTURE = DOCS / "architecture.md", DOCS / "images" / "architecture.svg"
 
-# Path → its steps: file below src/coordexp, what is defined there, what it does. With vLLM servers, as most runs have.
+# Path → its steps: (file below src/coordexp, name defined in it, its role), for a run with vLLM servers.
 # A file counts once; the page says how many files each path passes.
 PATHS: dict[str, list[tuple[str, str, str]]] = {
     "key": [
         ("config/source.py", "read_document", "reads the YAML and what it `extends`, and remembers each key's line"),
         ("config/rollout.py", "RolloutMatchingConfig.decode_batch_size", "declares the key: type, bounds, default"),
         ("config/load.py", "validate", "returns the `RunConfig`, or raises with every problem of the file"),
-        ("training/run.py", "check_run", "takes its section, with nulls that stand for other keys filled in"),
+        ("training/run.py", "check_run", "reads its section, with null values replaced by those of other keys"),
         ("engine/__init__.py", "build_backend", "passes the section to the backend that it names"),
         ("engine/server_backend.py", "ServerBackend.batch_size", "uses it: this rank's share of all servers"),
     ],
@@ -61,7 +61,7 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
         ("training/rows.py", "RowBuilder", "makes the row's tensors: inputs, supervision"),
         ("objective/pipeline.py", "RowObjective.scores", "runs the forward on the row's tensors"),
         ("objective/head.py", "score_head", "computes the scores that some module requested there"),
-        ("training/step.py", "TrainStep.accumulate", "goes through all of this, from answers to the gradient"),
+        ("training/step.py", "TrainStep.accumulate", "runs all of this, from answers to the gradient"),
     ],
     "loss": [
         ("config/objective.py", "PipelineConfig", "declares the module and its keys"),
@@ -82,11 +82,11 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
         ("weight_sync/buckets.py", "in_buckets", "puts it into a bucket: name, shape, type, place"),
         ("engine/client.py", "ServerClient.update_flattened_params", "announces it over HTTP"),
         ("weight_sync/group.py", "Communicator.broadcast", "carries the bytes, by NCCL or Gloo"),
-        ("engine/serve_app.py", "RolloutServer.update_flattened_params", "takes the announcement to every worker"),
+        ("engine/serve_app.py", "RolloutServer.update_flattened_params", "passes the announcement to every worker"),
         ("engine/serve_engine.py", "ServedEngine.workers", "calls the workers of all ranks"),
         ("engine/worker.py", "WeightSyncExtension.update_flattened_params", "calls the receiver inside vLLM"),
-        ("weight_sync/receiver.py", "WeightReceiver.receive", "takes the bytes in, checks coverage and checksum"),
-        ("weight_sync/layout.py", "WeightLayout", "knows which parameter of vLLM's model it is a part of"),
+        ("weight_sync/receiver.py", "WeightReceiver.receive", "receives the bytes, checks coverage and checksum"),
+        ("weight_sync/layout.py", "WeightLayout", "maps it to its part of a parameter of vLLM's model"),
     ],
 }  # fmt: skip
 
@@ -119,7 +119,7 @@ def problems() -> list[str]:
 
 
 def page(text: str) -> str:
-    """``text`` with every table written anew."""
+    """Return ``text`` with every table regenerated."""
     for title, steps in PATHS.items():
         rows = "".join(f"| `{file}` | `{name}` | {what} |\n" for file, name, what in steps)
         files = len({file for file, _, _ in steps})
@@ -131,7 +131,7 @@ def page(text: str) -> str:
     return text
 
 
-# The data's way through the packages: (package, column, row, what it makes).
+# The data's way through the packages: (package, column, row, output).
 FLOW = (
     ("data", 0, 0, "JSONL + images → samples"),
     ("modeling", 1, 0, "prompt tokens, pixels"),
@@ -162,7 +162,7 @@ def picture() -> str:
             parts.append(f'<path d="M{start} {y1 + HEIGHT // 2} H{end}"/>')
         else:
             parts.append(f'<path d="M{x1 + WIDTH // 2} {y1 + HEIGHT} V{y2}"/>')
-    (x, y), (to_x, to_y) = places[-1], places[2]  # new weights go to whatever writes answers
+    (x, y), (to_x, to_y) = places[-1], places[2]  # new weights go to the engine that generates answers
     parts.append(f'<path d="M{x + WIDTH // 2} {y} V{y - 36} H{to_x + WIDTH // 2} V{to_y + HEIGHT}"/>')
     parts.append(f'<text x="{x + WIDTH + GAP + 90}" y="{y - 42}">weight_sync: pushed before the next answers</text>')
     width, tall = 32 + 5 * WIDTH + 4 * GAP, TOP + 130 + HEIGHT + 16
