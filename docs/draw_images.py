@@ -20,7 +20,7 @@ from pathlib import Path
 LIMIT_BYTES = 300_000
 PAGE_S = 60.0
 
-# The metrics that docs/metrics.md tells to look at, with what they mean in a word or two.
+# The metrics that docs/metrics.md recommends, with short titles.
 CURVES = (
     ("loss", "loss (sum of the terms)"),
     ("rollout/match_rate", "annotated objects found"),
@@ -56,7 +56,7 @@ def draw_curves(run: Path, out: Path) -> None:
 
 
 def draw_terminal(ansi: str, title: str, out: Path) -> None:
-    """A terminal's text with its colours, as an SVG whose fonts are the reader's own."""
+    """Write a terminal's coloured text as an SVG that uses the reader's fonts."""
     from rich.console import Console
     from rich.text import Text
 
