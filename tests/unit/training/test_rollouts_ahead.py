@@ -228,6 +228,13 @@ def test_a_run_without_prefetch_ignores_saved_answers(
     assert [line["rollout/staleness_steps"] for line in step_lines(resumed)] == [0, 1, 0, 0]
 
 
+def test_saved_answers_to_other_samples_are_refused(ahead: Any, tmp_path: Path) -> None:
+    ahead(training__max_steps=3, training__save_strategy="steps", training__save_steps=2)
+    halfway = str(tmp_path / "run" / "checkpoint-2")
+    with pytest.raises(CheckpointError, match="same data, batch size and seed"):
+        ahead(training__max_steps=4, training__resume_from_checkpoint=halfway, training__seed=7)
+
+
 def waiting(version: int = 3, **keys: Any) -> SavedAnswers:
     rollout = Rollout("x:1", (1, 2), (3,), "a", truncated=True, weight_version=3)
     return SavedAnswers(
