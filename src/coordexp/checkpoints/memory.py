@@ -1,6 +1,7 @@
 """An estimate of the GPU memory that one trainer process needs, from shapes and configuration alone.
 
-Weights, gradients and optimizer states are counted exactly. Activations are a formula in the row's length L, the
+Weights, gradients and the states of AdamW are counted. Other optimizers count as if they had no state, and DeepSpeed as
+ZeRO-2, so that a run that fits is not refused. Activations are a formula in the row's length L, the
 hidden size H, the intermediate size I and the number of layers, with constants fitted to traced optimizer steps of
 Qwen3-VL-2B, 4B and 8B, full and LoRA, which it reproduces within 10 %. Add about 1 GB for CUDA and 5 to 15 % for
 fragmentation.
@@ -8,6 +9,7 @@ fragmentation.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,29 +22,28 @@ from coordexp.config import RunConfig
 from coordexp.errors import ConfigError
 from coordexp.records import NUM_BINS
 
-# Bytes per token and layer while one layer's backward pass runs: 2 (bfloat16) x (8 H + 14 I). Saved for the backward
-# pass, without checkpointing: 2 x (9 H + 4 I), of which LoRA needs fewer as frozen products do not keep their input.
+# Factors of H and I: bfloat16 numbers per token while one layer's backward pass runs; and, without checkpointing,
+# numbers per token and layer kept for it, of which LoRA needs fewer because frozen products do not keep their input.
 _RUNNING = (8, 14)
 _SAVED = {"full": (10, 5), "lora": (7, 3)}
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
 _PATCHES_PER_TOKEN = 2  # half of a row's tokens are image tokens, each of four patches
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one trainer process. ``exchange``: buffers of DDP, or layers gathered by FSDP. ``engine``: what a
-    colocated engine keeps while the trainer computes."""
+    """Bytes of one trainer process, without a colocated engine. ``exchange``: buffers of DDP, or layers gathered by
+    FSDP."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
     exchange: float
-    engine: float = 0.0
 
     @property
     def total(self) -> float:
-        """All of it."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.exchange + self.engine
+        return self.weights + self.gradients + self.optimizer + self.activations + self.exchange
 
     def __str__(self) -> str:
         parts = {name: getattr(self, name) for name in self.__slots__}
@@ -69,6 +70,7 @@ def estimate_memory(
     lora = tuner.train_type == "lora"
     stored = 4 if config.model.dtype == "float32" else 2
     masters = training.master_weights is not None
+    moments = 2 if training.optim in _ADAMW else 0
     if lora:
         trained = NUM_BINS * hidden if tuner.train_coord_rows else 0
         for name, shape in shapes.items():
@@ -77,13 +79,13 @@ def estimate_memory(
             is_target = "all-linear" in tuner.target_modules or module.endswith(tuple(tuner.target_modules))
             if is_linear and is_target and part_of(name) not in frozen:
                 trained += tuner.lora_rank * sum(shape)
-        weights, per_gradient, per_state = total * stored + trained * 4, 4, 8
+        weights, per_gradient, per_state = total * stored + trained * 4, 4, 4 * moments
     else:
         trained = sum(size for name, size in sizes.items() if part_of(name) not in frozen)
         weights = total * stored
         # Master weights sum gradients in float32 in a single process; DDP exchanges them in the weights' own type.
         per_gradient = 4 if stored == 4 or (masters and world_size == 1) else 2
-        per_state = 12 if masters else 2 * stored
+        per_state = 4 + 4 * moments if masters else stored * moments
     if training.bf16 and stored == 4:
         weights += 2 * total  # autocast keeps a bfloat16 copy of each weight
 
@@ -108,12 +110,15 @@ def estimate_memory(
     gradients, optimizer, exchange = trained * per_gradient, trained * per_state, 0.0
     if config.fsdp.enabled:
         # Float32 shards; the layers in use are gathered in bfloat16, the tables as units of their own.
-        weights, gradients, optimizer = total * 4 / world_size, trained * 4 / world_size, trained * 8 / world_size
+        weights, gradients = total * 4 / world_size, trained * 4 / world_size
+        optimizer = trained * 4 * moments / world_size
         layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
         tables = sum(size for name, size in sizes.items() if part_of(name) == "llm" and ".layers." not in name)
         exchange = 2 * (2 * layer + tables)
         if config.fsdp.cpu_offload:
             weights = gradients = optimizer = 0.0
+    elif config.deepspeed.enabled:
+        gradients, optimizer = gradients / world_size, optimizer / world_size
     elif world_size > 1:
         exchange = float(gradients)
     return MemoryEstimate(weights, gradients, optimizer, row, exchange)
@@ -131,27 +136,27 @@ def check_memory(config: RunConfig, world_size: int = 1, gpu_bytes: int | None =
     estimate = estimate_memory(config, model, shapes, world_size)
     if gpu_bytes is None or 0.9 * estimate.total <= gpu_bytes:
         return estimate
-    choices = {
-        "training.gradient_checkpointing: true": {"training": {"gradient_checkpointing": True}},
-        f"global_max_length: {config.global_max_length // 2}": {"global_max_length": config.global_max_length // 2},
-        "fsdp.enabled: true on more processes": {"fsdp": {"enabled": True}},
-        "tuner.train_type: lora with model.dtype: bfloat16": {
-            "tuner": {"train_type": "lora"},
-            "model": {"dtype": "bfloat16"},
-            "training": {"gradient_checkpointing": True, "master_weights": None},
-        },
-    }
+    no_masters = {"training.master_weights": None} if config.training.master_weights is not None else {}
+    choices: list[dict[str, Any]] = [
+        {"training.gradient_checkpointing": True},
+        {"global_max_length": config.global_max_length // 2},
+        {"fsdp.enabled": True, **no_masters},
+        {"tuner.train_type": "lora", "model.dtype": "bfloat16", "training.gradient_checkpointing": True, **no_masters},
+    ]
     fitting = []
-    for name, changes in choices.items():
+    for choice in choices:
         changed = config
-        for section, values in changes.items():
-            old = getattr(changed, section)
-            new = old.model_copy(update=values) if isinstance(values, dict) else values
+        for path, value in choice.items():
+            section, _, key = path.partition(".")
+            new = getattr(changed, section).model_copy(update={key: value}) if key else value
             changed = changed.model_copy(update={section: new})
-        processes = max(8, world_size) if "fsdp" in changes else world_size
+        processes = max(8, world_size) if "fsdp.enabled" in choice else world_size
         need = estimate_memory(changed, model, shapes, processes).total
         if need <= 0.9 * gpu_bytes:
-            fitting.append(f"{name} ({need / 1e9:.0f} GB{f' on {processes} GPUs' if 'fsdp' in changes else ''})")
+            keys = ", ".join(f"{path}: {json.dumps(value)}" for path, value in choice.items())
+            fitting.append(
+                f"{keys} ({need / 1e9:.0f} GB{f' on each of {processes} GPUs' if processes > world_size else ''})"
+            )
     raise ConfigError(
         f"model.model: {Path(config.model.model)} needs about {estimate}, and this GPU has {gpu_bytes / 1e9:.0f} GB. "
         f"It fits with {'; or '.join(fitting) if fitting else 'a smaller model'}"

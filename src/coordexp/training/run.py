@@ -96,8 +96,9 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
     if custom.val_jsonl is not None:
         val = attempt(partial(read, limit=custom.val_sample_limit), custom.val_jsonl)
     attempt(partial(check_images, wait_s=wait_s), train or (), val or ())
-    if len(errors) > 1:
-        raise ConfigError("\n".join(map(str, errors)))
+    messages = dict.fromkeys(map(str, errors))  # one broken checkpoint fails several checks alike
+    if len(messages) > 1:
+        raise ConfigError("\n".join(messages))
     if errors:
         raise errors[0]
     return CheckedRun(config, rollout, train, val)

@@ -12,6 +12,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from coordexp.checkpoints.memory import check_memory, estimate_memory
 from coordexp.config import RunConfig, parse_config
+from coordexp.config.schema import DeepSpeedConfig
 from coordexp.errors import ConfigError
 from support.config_samples import stage1
 from support.tiny_run import tiny_checkpoint
@@ -78,6 +79,32 @@ def test_fsdp_shares_weights_gradients_and_optimizer() -> None:
     )
     assert (one.weights, one.gradients, one.optimizer) == (4 * eight.weights, 4 * eight.gradients, 4 * eight.optimizer)
     assert one.activations == eight.activations and eight.total < 40e9
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"training__optim": "adamw_8bit"}, {"training__optim": "sgd"}, {"deepspeed": {"enabled": True, "config": {}}}],
+)
+def test_what_the_estimate_does_not_know_never_raises_it(keys: dict[str, Any]) -> None:
+    config = run(12_000, full=True, dtype="float32")
+    training = {key.removeprefix("training__"): value for key, value in keys.items() if key.startswith("training__")}
+    changed = config.model_copy(update={"training": config.training.model_copy(update=training)})
+    if "deepspeed" in keys:
+        changed = changed.model_copy(update={"deepspeed": DeepSpeedConfig.model_validate(keys["deepspeed"])})
+    assert estimate_memory(changed, *model("2B"), 4).total < estimate_memory(config, *model("2B"), 4).total - 12e9
+
+
+def test_suggested_changes_are_ones_that_the_schema_accepts() -> None:
+    """FSDP and adapters refuse master weights."""
+    content = stage1()
+    content["model"] |= {"model": str(tiny_checkpoint()), "dtype": "bfloat16"}
+    content["global_max_length"] = 16
+    content["training"] |= {"bf16": True, "gradient_checkpointing": True, "master_weights": "float32"}
+    config = parse_config(content)
+    with pytest.raises(ConfigError) as refused:
+        check_memory(config, gpu_bytes=int(0.6 * check_memory(config).total))
+    message = str(refused.value)
+    assert message.count("training.master_weights: null") == message.count("fsdp.enabled") + message.count("lora") > 0
 
 
 def test_a_run_that_cannot_fit_is_refused_with_a_size_that_fits() -> None:
