@@ -42,13 +42,7 @@ HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "
 TORCH_FREE = [
     *("records", "errors", "background", "distributed", "cpu_wheels", "data.files"),
     *("config", "geometry", "coords", "checkpoints.describe", "cli.init", "parsing", "matching", "packing", "metrics"),
-    *(
-        "rollouts",
-        "rollouts.chunking",
-        "rollouts.backend",
-        "rollouts.repeat_guard",
-        "rollouts.allowed_labels",
-    ),
+    *("rollouts", "rollouts.chunking", "rollouts.backend", "rollouts.repeat_guard", "rollouts.allowed_labels"),
     *("weight_sync", "engine.arguments", "engine.engine_process", "engine.client"),
 ]
 

@@ -1,4 +1,4 @@
-"""Bad input ends with one clear error before weights are read; a bug ends with its traceback."""
+"""Bad input ends with one clear error before weights are read; a bug ends with its traceback. Help and completion."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import coordexp
 import coordexp.config.load
 from coordexp.cli import main
 from coordexp.errors import ConfigError
@@ -169,3 +170,29 @@ def test_ctrl_c_exits_with_130(tmp_path: Path) -> None:
     os.close(writer)
     assert process.returncode == 130
     assert "Traceback" not in err
+
+
+# --- usage, version and completion ---
+
+
+@pytest.mark.parametrize("argv", ["unknown", "train", "train a.yaml --steps=3", "data scenes --out x", "--verbosity"])
+def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], argv: str) -> None:
+    outcome = run_cli(capsys, *argv.split())
+    assert outcome.code == 2
+    assert "Usage" in outcome.err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(capsys, "--version").out == run_cli(capsys, "-V").out == f"coordexp {coordexp.__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shell_completes_commands(
+    shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_COORDEXP_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("COMP_WORDS", "coordexp data con")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "coordexp data con")
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    assert "convert" in run_cli(capsys).out

@@ -1,12 +1,14 @@
-"""Rules between keys: one row per rule that is broken, with the key that is blamed and the cure it names."""
+"""Rules between keys, and checks of the machine: one row per rule, with the key that is blamed and the cure."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
 
 from coordexp.config import ConfigError, RunConfig, advice, check_world_size, parse_config, resolved_rollout
+from coordexp.config.checks import check_training_environment
 from support.config_samples import drop_key, module, set_key, stage1, stage2, two_channel
 
 RM = "rollout_matching"
@@ -287,3 +289,35 @@ def test_storing_trained_weights_in_low_precision_is_advised_against(keys: dict[
 def test_max_lora_rank_is_rounded_up_to_a_value_of_vllm(lora_rank: int, room: int) -> None:
     raw = changed(vllm(enable_lora=True), {"tuner": {"train_type": "lora", "lora_rank": lora_rank}})
     assert resolved_rollout(parse_config(raw)).vllm.max_lora_rank == room
+
+
+# --- when a run starts: this machine and transformers' names ---
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("optim", "adamw_torc", "adamw_torch"),
+        ("optim", "galore_adamw", "galore_torch"),
+        ("lr_scheduler_type", "cosin", "cosine"),
+        ("report_to", ["tensorboard", "tensorbord"], "tensorboard"),
+        ("report_to", "neptune", "not installed"),
+    ],
+)
+def test_unknown_names_and_missing_packages_are_refused_when_a_run_starts(key: str, value: Any, words: str) -> None:
+    config = parse_config(set_key(stage1(), f"training.{key}", value))
+    with pytest.raises(ConfigError, match=rf"^training\.{key}: .*{words}"):
+        check_training_environment(config)
+
+
+def test_packing_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "binpacking" else find_spec(name))
+    with pytest.raises(ConfigError, match=r"training\.packing: .*pip install binpacking"):
+        check_training_environment(parse_config(stage1()))
+    check_training_environment(parse_config(set_key(stage1(), "training.packing", False)))
+
+
+@pytest.mark.parametrize("report_to", ["none", [], ["tensorboard", "kubeflow"]])
+def test_a_default_run_needs_no_extra_package(report_to: Any) -> None:
+    check_training_environment(parse_config(set_key(stage1(), "training.report_to", report_to)))

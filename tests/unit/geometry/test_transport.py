@@ -18,13 +18,7 @@ POINTS = st.lists(st.tuples(st.integers(0, 999), st.integers(0, 999)), min_size=
 @pytest.mark.parametrize(
     ("gt", "epsilon", "iters", "expected", "tolerance"),
     [
-        (
-            SHIFTED,
-            10,
-            30,
-            [(120.007, 110.014), (219.749, 110.015), (219.745, 209.907), (120.007, 209.911)],
-            1e-3,
-        ),
+        (SHIFTED, 10, 30, [(120.007, 110.014), (219.749, 110.015), (219.745, 209.907), (120.007, 209.911)], 1e-3),
         (SHIFTED, 50, 30, [(140.3, 130.2), (199.9, 129.0), (200.1, 190.8), (139.7, 190.0)], 0.05),
         (SHIFTED, 1, 50, SHIFTED, 1e-3),
         (SQUARE, 1, 50, SQUARE, 1e-3),

@@ -156,11 +156,7 @@ def test_killing_any_process_ends_all_others(tmp_path: Path, victim: str) -> Non
     with launched(tmp_path, plan(tmp_path, LONG_LEARNER, grace_s=1.0)) as running:
         running.wait_for("child up", "learner.log")
         everything = descendants(running.process.pid)
-        word = {
-            "supervisor": "coordexp.launch.supervisor",
-            "server": "HTTPServer",
-            "learner": "import signal, sub",
-        }
+        word = {"supervisor": "coordexp.launch.supervisor", "server": "HTTPServer", "learner": "import signal, sub"}
         pid = running.process.pid if victim == "launcher" else running.pid_of(word[victim])
         os.kill(pid, signal.SIGKILL)
         assert all_gone(everything), f"left over after kill -9 of the {victim}"

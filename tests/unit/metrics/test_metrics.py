@@ -1,12 +1,73 @@
-"""One aggregation rule per family, over ranks."""
+"""Metrics: counters of a rollout window, one aggregation rule per family, the payload and the table of names."""
 
+from __future__ import annotations
+
+import math
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from coordexp import distributed
-from coordexp.metrics import MetricSums, reduce_metrics
+from coordexp.coords import TURN_END
+from coordexp.metrics import MetricsPayload, MetricSums, reduce_metrics, rollout_counters
+from coordexp.metrics.reduce import SCHEMA_VERSION
+from coordexp.metrics.table import Metric, Rule, all_metrics, find_metric, rule_of
+from coordexp.records import GTObject
+from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of
+from support.qwen_tokenizer import qwen_vocab
 from support.torchrun import torchrun
+
+# --- counters of a rollout window ---
+
+NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
+FAR = GTObject("cat", "bbox_2d", (190, 200, 420, 400))  # touches CAT and LEAF, finds neither
+
+
+@pytest.mark.parametrize(
+    ("response", "counts"),
+    [
+        (answer(entry(1, NEAR_CAT)), {"valid_pred_objects": 1, "matched": 1, "fn_appended": 2}),
+        (answer(entry(1, NEAR_CAT), entry(2, FAR)),
+         {"valid_pred_objects": 2, "matched": 1, "fn_appended": 2, "fp": 1, "gating_rejections": 2}),
+        (answer('"object_1": {"desc": ""}'), {"fn_appended": 3, "dropped/missing_desc": 1}),
+        (answer('"object_1": 5', '"x": {}'), {"fn_appended": 3, "dropped/not_an_object": 1, "dropped/key_invalid": 1}),
+        (f"{{{entry(1, NEAR_CAT)}, {entry(2)[:-20]}",
+         {"valid_pred_objects": 1, "matched": 1, "fn_appended": 2, "parse_truncated": 1, "dropped/truncated": 1}),
+        ("", {"fn_appended": 3, "parse_truncated": 1}),
+        (TURN_END, {"fn_appended": 3}),
+    ],
+)  # fmt: skip
+def test_one_sample(response, counts):
+    vocab = qwen_vocab()
+    got = rollout_counters([outcome_of(response, [CAT, LEAF, DOG], vocab)])
+    want = {f"rollout/{name}" + ("" if "/" in name else "_total"): n for name, n in counts.items()}
+    want |= {"rollout/samples_total": 1, "rollout/gt_objects_total": 3}
+    want["rollout/gen_new_tokens_total"] = len(vocab.encode(response))
+    want["rollout/parse_dropped_invalid"] = sum(n for name, n in counts.items() if name.startswith("dropped/"))
+    want["rollout/prefix_coord_targets_total"] = 4 * counts.get("matched", 0)
+    assert {name: n for name, n in got.items() if n} == {name: n for name, n in want.items() if n}
+
+
+def test_samples_add_up():
+    vocab = qwen_vocab()
+    one, two = (outcome_of(text, [CAT], vocab) for text in (answer(entry(1, NEAR_CAT)), answer(entry(1, FAR))))
+    together = rollout_counters([one, two])
+    assert together["rollout/matched_total"] == together["rollout/fp_total"] == 1
+    first, second = rollout_counters([one]), rollout_counters([two])
+    assert together == {name: first[name] + second[name] for name in {*first, *second}}
+    assert rollout_counters([]) == {}
+
+
+def test_answer_ended_by_the_repeat_guard_is_counted():
+    sound = outcome_of(answer(entry(1, NEAR_CAT)), [CAT], qwen_vocab())
+    ended = replace(sound, rollout=replace(sound.rollout, repeat_terminated=True))
+    assert rollout_counters([sound, ended])["rollout/repeat_terminate_triggered_sequences"] == 1
+
+
+# --- over ranks and steps ---
 
 
 def over_ranks(monkeypatch, *ranks):
@@ -153,3 +214,73 @@ def test_losses_of_a_channel_are_means_over_its_own_steps():
 def test_schedule_metrics_are_the_same_on_every_rank(monkeypatch):
     said = {"stage2/channel_b": 1.0, "stage2/b_ratio_realised": 0.5}
     assert over_ranks(monkeypatch, said, said) == said
+
+
+# --- the payload that all loggers share ---
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.5, math.inf, np.float64(2.0)])
+def test_payload_keeps_its_numbers_and_version(value):
+    payload = MetricsPayload("train", 3, {"rollout/samples_total": value})
+    assert (payload.schema_version, payload.mode, payload.global_step) == (SCHEMA_VERSION, "train", 3)
+    assert payload.metrics == {"rollout/samples_total": value}
+
+
+@pytest.mark.parametrize(
+    ("changes", "value"),
+    [
+        ({"metrics": {"a": True}}, "True"),
+        ({"metrics": {"a": np.bool_(True)}}, "metric a"),
+        ({"metrics": {"a": "1"}}, "'1'"),
+        ({"metrics": {"a": None}}, "metric a is None"),
+        ({"metrics": {"": 1}}, "''"),
+        ({"metrics": {3: 1}}, "3"),
+        ({"schema_version": 2}, "schema 2"),
+        ({"schema_version": "1"}, "schema '1'"),
+        ({"schema_version": True}, "schema True"),
+        ({"schema_version": 1.0}, r"schema 1\.0"),
+        ({"schema_version": None}, "schema None"),
+        ({"mode": "test"}, "test"),
+        ({"global_step": True}, "step True"),
+        ({"global_step": -1}, "step -1"),
+        ({"global_step": 2.0}, r"step 2\.0"),
+    ],
+)
+def test_other_values_are_refused(changes, value):
+    fields = {"mode": "train", "global_step": 1, "metrics": {}} | changes
+    with pytest.raises(ValueError, match=value):
+        MetricsPayload(**fields)
+
+
+# --- the table: each line says how it is combined, and a name falls under one line ---
+
+
+def test_every_metric_is_complete_and_found_by_its_name() -> None:
+    wrong = {metric.name: list(complaints(metric)) for metric in all_metrics()}
+    assert {name: found for name, found in wrong.items() if found} == {}
+
+
+def complaints(metric: Metric) -> Iterator[str]:
+    if not metric.meaning:
+        yield "has no meaning"
+    if find_metric(metric.name.replace("<", "").replace(">", "")) is not metric:
+        yield "is not found by its name"
+    if metric.ratio is not None and {rule_of(counter) for counter in metric.ratio} != {Rule.COUNT}:
+        yield "is a rate that does not divide two global sums"
+    if metric.name.startswith("time/") and not (
+        metric.rule is Rule.SECONDS and metric.name.endswith("_s") and metric.unit == "seconds"
+    ):
+        yield "is a time, and not in seconds"
+    if metric.name.endswith("_total") and metric.rule is not Rule.COUNT:
+        yield "is a total, and no count"
+    if metric.name.endswith(("_p90", "_p99")) and metric.rule is not Rule.PEAK:
+        yield "is a percentile, and no peak"
+    if "iou" in metric.name and not metric.name.startswith(("eval_", "loss/")):
+        yield "is an IoU figure outside of evaluation"
+
+
+@pytest.mark.parametrize("ratio", [None, ("rollout/a_total", "rollout/b_total")])
+def test_only_a_rate_names_its_counters(ratio: tuple[str, str] | None) -> None:
+    rule = Rule.COUNT if ratio else Rule.RATE
+    with pytest.raises(ValueError, match="rollout/x"):
+        Metric("rollout/x", "0..1", rule, "x", ratio)

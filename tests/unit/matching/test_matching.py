@@ -1,4 +1,6 @@
-"""Gate, dummies, Hungarian, deterministic ties."""
+"""Candidates, gate, Hungarian assignment with dummies, deterministic ties; objects named twice."""
+
+from __future__ import annotations
 
 import numpy as np
 import pytest
@@ -8,8 +10,56 @@ from scipy.optimize import linear_sum_assignment
 
 from coordexp.errors import ConfigError
 from coordexp.geometry import aabbs, mask_iou
-from coordexp.matching import MatchingConfig, assign_pairs, match_objects, top_k_candidates
+from coordexp.matching import MatchingConfig, assign_pairs, duplicate_indices, match_objects, top_k_candidates
+from coordexp.matching.assign import overlapping_candidates
 from coordexp.records import GTObject
+
+# --- candidates: overlap first, then the nearest centres, ties by index ---
+
+PRED = (100, 100, 200, 200)
+NEAR, FAR, FARTHER = (300, 100, 400, 200), (100, 500, 200, 600), (800, 800, 900, 900)
+GOOD, POOR = (110, 100, 210, 200), (180, 100, 280, 200)
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "k", "expected"),
+    [
+        ([POOR, GOOD], 2, [1, 0]),
+        ([POOR, GOOD], 1, [1]),
+        ([GOOD, GOOD, GOOD], 2, [0, 1]),
+        ([FARTHER, FAR, NEAR], 2, [2, 1]),
+        ([FAR, NEAR, NEAR], 2, [1, 2]),
+        ([FARTHER, NEAR, POOR], 2, [2, 1]),
+        ([GOOD], 10, [0]),
+    ],
+)
+def test_choice(ground_truth, k, expected):
+    chosen, iou = top_k_candidates(np.array([PRED]), np.array(ground_truth), k)
+    assert chosen.tolist() == [expected]
+    assert iou.shape == chosen.shape
+    assert (iou[0] > 0).tolist() == [ground_truth[j] in (GOOD, POOR) for j in expected]
+
+
+def test_every_prediction_has_its_own_candidates():
+    chosen, _ = top_k_candidates(np.array([PRED, NEAR, FAR]), np.array([FAR, NEAR, GOOD]), 1)
+    assert chosen.tolist() == [[2], [1], [0]]
+
+
+BOXES = st.lists(st.tuples(*[st.integers(0, 6)] * 4), min_size=1, max_size=9).map(
+    lambda boxes: np.array([(min(a, c), min(b, d), max(a, c), max(b, d)) for a, b, c, d in boxes])
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(BOXES, BOXES, st.integers(1, 5))
+def test_candidates_without_overlap_are_dropped_from_the_top_k(pred, ground_truth, k):
+    chosen, iou = top_k_candidates(pred, ground_truth, k)
+    expected = sorted((i, int(j)) for i in range(len(pred)) for j in chosen[i][iou[i] > 0])
+    pred_idx, gt_idx = overlapping_candidates(pred, ground_truth, k)
+    assert list(zip(pred_idx.tolist(), gt_idx.tolist(), strict=True)) == expected
+
+
+# --- assignment ---
 
 
 def box(*bins):
@@ -176,3 +226,30 @@ def test_fp_cost_and_fn_cost_are_separate(ious, chosen):
     config = MatchingConfig(fp_cost=0.1, fn_cost=0.2)
     found = assign_pairs(np.array([0, 0, 1]), np.array([0, 1, 0]), np.array(ious), config)
     assert sorted(found.tolist()) == chosen
+
+
+# --- duplicates: the same description, in nearly the same place ---
+
+NAMED, AGAIN, AWAY = (100, 100, 300, 300), (110, 110, 310, 310), (600, 600, 800, 800)
+OUTLINE = GTObject("cat", "poly", (100, 100, 300, 100, 300, 300, 100, 300))
+
+
+def named(desc, bins):
+    return GTObject(desc, "bbox_2d", bins)
+
+
+@pytest.mark.parametrize(
+    ("objects", "expected", "why"),
+    [
+        ([], 0, "nothing named"),
+        ([named("cat", NAMED)], 0, "named once"),
+        ([named("cat", NAMED), named("cat", AWAY)], 0, "two of a kind"),
+        ([named("cat", NAMED), named("cat", AGAIN)], 1, "IoU 0.82"),
+        ([named("cat", NAMED), named("dog", NAMED)], 0, "another thing in the same place"),
+        ([named("cat", NAMED), named("cat", AGAIN), named("cat", NAMED)], 2, "the first of three is not a duplicate"),
+        ([named("cat", NAMED), named("cat", (100, 100, 199, 300))], 0, "half of it: IoU just under 0.5"),
+        ([named("cat", NAMED), OUTLINE], 1, "a polygon of the same outline"),
+    ],
+)
+def test_duplicates(objects, expected, why):
+    assert len(duplicate_indices(objects)) == expected, why

@@ -1,0 +1,258 @@
+"""On a GPU: attention equals separate forwards, memory is freed and filled again, the host runs ahead."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from coordexp.config.rollout import OffloadConfig
+from coordexp.modeling.attention import KERNELS, Segments, varlen_runs_on
+from coordexp.modeling.inputs import ON_HOST, VisionTower, image_arguments, row_inputs, to_device
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.objective import RowObjective, RowTensors, build_pipeline
+from coordexp.objective import head as head_module
+from coordexp.records import PackedRow
+from coordexp.targets import count_terms
+from coordexp.training.offload import LearnerOffload
+from coordexp.training.rows import DeviceMetrics, PrefetchedRows, RowBuilder
+from support.objective_rows import EVERYTHING, config
+from support.tiny_run import gt_segments, load_tiny, row_of
+
+# --- attention for packed rows ---
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LENGTHS = (40, 300, 1, 90, 513)
+HEADS, KV_HEADS, DIM = 4, 2, 64
+
+
+def runs(name: str) -> bool:
+    if name == "flash":
+        return importlib.util.find_spec("flash_attn") is not None
+    return name != "varlen" or varlen_runs_on(torch.device("cuda", 0))
+
+
+@pytest.fixture(params=list(KERNELS))
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    if not runs(request.param):
+        pytest.skip(f"{request.param} does not run on this machine")
+    yield request.param
+
+
+@pytest.fixture(params=[True, False], ids=["tokens", "patches"])
+def causal(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def rows(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [
+        torch.randn(1, heads, sum(LENGTHS), DIM, generator=generator, device="cuda", dtype=torch.float32)
+        .to(dtype)
+        .requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
+    segment_L = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).cuda()
+    same_LL = segment_L[:, None] == segment_L[None]
+    allowed_LL = same_LL.tril() if causal else same_LL
+    key, value = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (key, value))
+    scores = (query @ key.transpose(-1, -2)) * DIM**-0.5
+    return (scores.masked_fill(~allowed_LL, float("-inf")).softmax(-1) @ value).transpose(1, 2)
+
+
+def test_forward_and_gradients_equal_the_formula(kernel: str, causal: bool) -> None:
+    leaves = q, k, v = rows(torch.bfloat16)
+    output = KERNELS[kernel](q, k, v, Segments(LENGTHS, causal), DIM**-0.5, 0.0)
+    ours = torch.autograd.grad(output.float().square().sum(), leaves)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = reference(exact[0], exact[1], exact[2], causal)
+    theirs = torch.autograd.grad(expected.square().sum(), exact)
+    torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.double() - b).norm() < 2e-2 * b.norm()
+
+
+def test_packed_uses_varlen_in_half_precision_and_sdpa_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    for name in ("attend_varlen", "attend_each_segment"):
+        monkeypatch.setattr(f"coordexp.modeling.attention.{name}", lambda *a, n=name: taken.append(n) or a[0])
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k, v = rows(dtype)
+        KERNELS["packed"](q, k, v, Segments(LENGTHS), None, 0.0)
+    expected = "attend_varlen" if varlen_runs_on(torch.device("cuda", 0)) else "attend_each_segment"
+    assert taken == [expected, "attend_each_segment"]
+
+
+def test_a_packed_row_equals_separate_forwards(kernel: str) -> None:
+    loaded = load_tiny("bfloat16", kernel)
+    model: Any = loaded.model
+    model.cuda()
+    segments = gt_segments(loaded, 4)
+
+    @torch.no_grad()
+    def logits(chosen: list) -> torch.Tensor:
+        rope_index, tower = model.model.get_rope_index, VisionTower.from_model(model)
+        inputs = row_inputs(row_of(chosen), rope_index, loaded.image_token_id, kernel, torch.bfloat16, tower)
+        return model(**to_device(inputs, torch.device("cuda")), use_cache=False).logits[0].float()
+
+    together = logits(segments).split([segment.length for segment in segments])
+    for packed, segment in zip(together, segments, strict=True):
+        alone = logits([segment])
+        assert (packed - alone).abs().max() < 0.05 * alone.abs().max()
+
+
+@pytest.mark.parametrize("name", ["packed", "varlen"])
+def test_layers_never_synchronise(name: str) -> None:
+    """Lengths are Python numbers; tensors that kernels need of them are made in the first layer."""
+    if not runs(name):
+        pytest.skip(f"{name} does not run on this machine")
+    (q, k, v), segments = rows(torch.bfloat16), Segments(LENGTHS)
+    KERNELS[name](q, k, v, segments, DIM**-0.5, 0.0)  # makes the segment starts
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with warnings.catch_warnings():
+            for _ in range(3):
+                KERNELS[name](q, k, v, segments, DIM**-0.5, 0.0).float().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# --- memory ---
+
+BOTH = OffloadConfig(enabled=True, offload_model=True, offload_optimizer=True)
+
+
+def test_device_memory_is_freed_and_restored_bit_for_bit() -> None:
+    model: Any = load_tiny().model
+    model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    tensors = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values() if v.is_cuda)]
+    before = [tensor.cpu() for tensor in tensors]
+    homes = [tensor.untyped_storage()._cdata for tensor in tensors]
+    accumulators = [get_gradient_edge(parameter).node for parameter in model.parameters()]  # DDP has its hooks on them
+    held = torch.cuda.memory_allocated()
+    offload = LearnerOffload(model, BOTH)
+    offload.bind(lambda: optimizer, sharded_by=None)
+    with offload.away():
+        assert torch.cuda.memory_allocated() < held / 10
+        with LearnerWeights(model, offload.current).full() as weights:
+            assert all(tensor.device.type == "cpu" for _, tensor in weights)
+    assert torch.cuda.memory_allocated() == held
+    assert [tensor.untyped_storage()._cdata for tensor in tensors] == homes
+    assert [get_gradient_edge(parameter).node for parameter in model.parameters()] == accumulators
+    assert all(
+        tensor.is_cuda and torch.equal(tensor.cpu(), value) for tensor, value in zip(tensors, before, strict=True)
+    )
+
+
+# --- rows in pinned memory, and one synchronisation per row ---
+
+
+@contextmanager
+def no_waits(mode: str = "error") -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def objective_of(loaded: Any) -> RowObjective:
+    return RowObjective(build_pipeline(config(**EVERYTHING)), tuple(loaded.vocab.coord_token_ids))
+
+
+def builder(loaded: Any) -> Callable[[PackedRow], RowTensors]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    build = RowBuilder.from_model(loaded, device, torch.bfloat16)
+    return lambda row: build(row, objective_of(loaded))
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["coordinate ids in a row", "coordinate ids anywhere"])
+def test_an_objective_synchronises_once_per_row(scattered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, every module's loss and diagnostics, and backward, from hidden states on."""
+    loaded = load_tiny()
+    segments = gt_segments(loaded, 4)
+    built = builder(loaded)(row_of(segments))
+    objective, device = objective_of(loaded), torch.device("cuda", torch.cuda.current_device())
+    ids = tuple(reversed(objective.coord_ids)) if scattered else objective.coord_ids
+    totals = count_terms(segment.target for segment in segments)
+    vocabulary = loaded.model.get_output_embeddings().weight.shape[0]
+    weight_VH = torch.randn(vocabulary, 64, device=device, requires_grad=True)
+    hidden_NH = torch.randn(len(built.supervision.position_N), 64, device=device, requires_grad=True)
+    looks: list[int] = []
+    look = head_module.read_any
+
+    def counted(broken_N: torch.Tensor) -> bool:
+        looks.append(1)
+        with no_waits("default"):
+            return look(broken_N)
+
+    monkeypatch.setattr(head_module, "read_any", counted)
+    metrics = DeviceMetrics()
+
+    def row() -> None:
+        row = built.to(device)
+        scores = [head_module.score_head(hidden_NH, weight_VH, row.queries[0], row.supervision.label_N, ids)]
+        result = objective.result(row.supervision, scores, totals)
+        metrics.add(result.terms, scores, row.queries)
+        result.loss.backward()
+
+    row()  # creates everything that is created once
+    looks.clear()
+    with no_waits():
+        row()
+        row()
+    assert len(looks) == 2
+    assert len(metrics.sync()) == 3
+
+
+def test_the_vision_tower_never_synchronises() -> None:
+    """Forward and backward of several images of several sizes, in bfloat16."""
+    loaded = load_tiny("bfloat16")
+    model: Any = loaded.model
+    model.cuda()
+    row = builder(loaded)(row_of(gt_segments(loaded, 4))).inputs
+
+    def features() -> None:
+        inputs = to_device(row, torch.device("cuda", torch.cuda.current_device()))
+        given = model.model.get_image_features(
+            inputs["pixel_values"], inputs["image_grid_thw"], **image_arguments(inputs)
+        )
+        torch.cat(
+            [*given.pooler_output, *(one for parts in given.deepstack_features for one in parts)]
+        ).sum().backward()
+
+    features()  # creates everything that is created once
+    with no_waits():
+        features()
+        features()
+
+
+def test_rows_are_pinned_and_unchanged() -> None:
+    loaded = load_tiny()
+    build, rows = builder(loaded), [row_of([segment]) for segment in gt_segments(loaded, 3)]
+    with PrefetchedRows(build, rows) as prefetched:
+        for row, built in zip(rows, prefetched, strict=True):
+            alone = build(row)
+            for name, value in built.inputs.items():
+                if isinstance(value, torch.Tensor):
+                    assert value.is_pinned() == (name not in ON_HOST and value.numel() > 0), name
+                    assert torch.equal(value, alone.inputs[name]), name
+            assert built.supervision.position_N.is_pinned() and built.queries[0].vocab_in_N_U.is_pinned()
+            assert torch.equal(built.supervision.position_N.cuda().cpu(), alone.supervision.position_N)

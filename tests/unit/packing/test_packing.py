@@ -1,0 +1,305 @@
+"""Packed rows: the choice of segments, the carry buffer, exact offsets and supervision at its tokens."""
+
+import itertools
+import random
+import sys
+from dataclasses import replace
+
+import binpacking
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordexp.errors import AlignmentError, CarryBufferOverflow, MissingDependency, SegmentTooLong
+from coordexp.objective import SupervisionTensors
+from coordexp.packing import CarryBuffer, build_row, select_segments
+from coordexp.packing.select import best_selection, binpacking_candidate, oldest_first
+from coordexp.records import Segment
+from coordexp.records import TokenRole as R
+from support.packing_segments import make_segment, make_target
+
+# --- the choice of segments for one row ---
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "expected"),
+    [
+        ([6, 3, 2, 2, 2], 10, [0, 2, 3]),
+        ([6, 3, 2, 2], 10, [0, 2, 3]),
+        ([5, 5, 5, 5], 10, [0, 1]),
+        ([2, 6, 5, 4, 4], 10, [0, 3, 4]),
+        ([3, 9, 4, 4], 11, [0, 2, 3]),
+        ([1, 4, 3, 3, 2], 9, [0, 2, 3, 4]),
+        ([10, 1, 2], 10, [0]),
+        ([9, 2, 3], 10, [0]),
+        ([4], 10, [0]),
+        ([1, 2, 3], 10, [0, 1, 2]),
+        ([2, 4, 4, 8], 10, [0, 3]),
+        ([2, 1, 7, 3, 5], 10, [0, 1, 2]),
+    ],
+)
+def test_selection(lengths, capacity, expected):
+    assert select_segments(lengths, capacity) == expected
+
+
+def by_brute_force(lengths, capacity):
+    others = range(1, len(lengths))
+    subsets = ([0, *rest] for size in range(len(lengths)) for rest in itertools.combinations(others, size))
+    fitting = [chosen for chosen in subsets if sum(lengths[i] for i in chosen) <= capacity]
+    return min(fitting, key=lambda chosen: (-sum(lengths[i] for i in chosen), len(chosen), chosen))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 60).flatmap(
+        lambda cap: st.tuples(st.lists(st.integers(1, cap), min_size=1, max_size=9), st.just(cap))
+    )
+)
+def test_it_is_the_best_of_all_subsets_and_no_heuristic_beats_it(case):
+    lengths, capacity = case
+    chosen = select_segments(lengths, capacity)
+    assert chosen == by_brute_force(lengths, capacity) == best_selection(lengths, capacity)
+    total = sum(lengths[i] for i in chosen)
+    for heuristic in (oldest_first(lengths, capacity), binpacking_candidate(binpacking, lengths, capacity)):
+        assert heuristic[0] == 0
+        assert sum(lengths[i] for i in heuristic) <= total
+
+
+@pytest.mark.parametrize("count", [254, 255, 256, 700])
+def test_many_segments_fill_the_row(count):
+    rng = random.Random(count)
+    lengths = [rng.randint(100, 3000) for _ in range(count)]
+    assert sum(lengths[i] for i in select_segments(lengths, 12_000)) == 12_000
+    ones = [1] * count
+    assert select_segments(ones, count - 1) == list(range(count - 1))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "expected"),
+    [
+        ([6, 3, 2, 2, 2], 10, [0, 2, 3]),  # binpacking's bin is fuller than oldest-first
+        ([5, 5, 5, 5], 10, [0, 1]),  # equally full: smallest indices
+        ([9, 2, 3], 10, [0]),
+        ([3, 3, 1, 4], 9, [0, 3]),  # equally full: fewer, here of the bins
+        ([4, 4, 6, 1, 3, 5], 14, [0, 1, 2]),  # and here of oldest-first
+    ],
+)
+def test_beyond_the_exact_search_the_better_heuristic_is_used(monkeypatch, lengths, capacity, expected):
+    monkeypatch.setattr(sys.modules[select_segments.__module__], "_EXACT_LIMIT", 0)
+    assert select_segments(lengths, capacity) == expected
+
+
+def test_heuristics_are_never_worse_than_oldest_first(monkeypatch):
+    monkeypatch.setattr(sys.modules[select_segments.__module__], "_EXACT_LIMIT", 0)
+    for seed in range(50):
+        rng = random.Random(seed)
+        lengths = [rng.randint(1, 400) for _ in range(rng.randint(1, 30))]
+        chosen = select_segments(lengths, 500)
+        assert chosen[0] == 0 and chosen == sorted(set(chosen))
+        assert sum(lengths[i] for i in oldest_first(lengths, 500)) <= sum(lengths[i] for i in chosen) <= 500
+
+
+@pytest.mark.parametrize("lengths", [[1, 2], [6, 3, 2, 2]])
+def test_missing_binpacking_stops_every_selection(monkeypatch, lengths):
+    monkeypatch.setitem(sys.modules, "binpacking", None)
+    with pytest.raises(MissingDependency, match="binpacking"):
+        select_segments(lengths, 10)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "complaint"),
+    [
+        ([], ValueError, "segment"),
+        ([3, 0], ValueError, "segment 1"),
+        ([3, 11], SegmentTooLong, "segment 1.*global_max_length"),
+    ],
+)
+def test_bad_lengths(lengths, error, complaint):
+    with pytest.raises(error, match=complaint):
+        select_segments(lengths, 10)
+
+
+# --- the carry buffer ---
+
+
+def filled(lengths, capacity=10, max_segments=8):
+    buffer = CarryBuffer(capacity, max_segments)
+    buffer.insert(*[make_segment(f"s{i}", length) for i, length in enumerate(lengths)])
+    return buffer
+
+
+def names(segments):
+    return [segment.sample_id for segment in segments]
+
+
+def test_pop_removes_the_selection_and_keeps_the_rest_in_order():
+    buffer = filled([6, 3, 2, 2, 5])
+    assert names(buffer.pop()) == ["s0", "s2", "s3"]
+    assert names(buffer.segments) == ["s1", "s4"]
+    assert sum(segment.length for segment in buffer.segments) == 8
+
+
+def test_an_oversized_segment_is_refused_and_not_inserted():
+    buffer = CarryBuffer(12_000, 8)
+    with pytest.raises(SegmentTooLong) as error:
+        buffer.insert(make_segment("fits", 5), make_segment("17", 12_410))
+    assert str(error.value) == (
+        "sample 17: 12,410 tokens > global_max_length 12,000; raise global_max_length, lower "
+        "rollout_matching.max_new_tokens, or set training.packing: false"
+    )
+    assert len(buffer) == 0
+
+
+def test_overflow_leaves_the_buffer_unchanged():
+    buffer = filled([1, 1, 1], max_segments=4)
+    with pytest.raises(CarryBufferOverflow, match=r"raise training\.packing_buffer"):
+        buffer.insert(make_segment("a", 1), make_segment("b", 1))
+    assert names(buffer.segments) == ["s0", "s1", "s2"]
+    buffer.insert(make_segment("a", 1))
+    assert len(buffer) == 4
+
+
+def test_an_empty_buffer_has_nothing_to_pop():
+    with pytest.raises(ValueError, match="no segment"):
+        CarryBuffer(10, 2).pop()
+
+
+def test_state_moves_to_another_buffer():
+    buffer = filled([6, 3, 2, 2, 5])
+    other = filled([1])
+    other.load_state_dict(buffer.state_dict())
+    assert names(other.segments) == names(buffer.segments)
+    assert names(other.pop()) == names(buffer.pop())
+
+
+def test_a_saved_state_must_fit_the_new_limits():
+    state = filled([6, 3, 2]).state_dict()
+    with pytest.raises(SegmentTooLong, match="6 tokens > global_max_length 5"):
+        CarryBuffer(5, 8).load_state_dict(state)
+    with pytest.raises(CarryBufferOverflow):
+        CarryBuffer(10, 2).load_state_dict(state)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(2, 10), min_size=1, max_size=20))
+def test_draining_yields_every_segment_once_within_capacity(lengths):
+    buffer = filled(lengths, max_segments=20)
+    seen = []
+    while len(buffer):
+        oldest = buffer.segments[0]
+        row = buffer.pop()
+        assert row[0] is oldest
+        assert sum(segment.length for segment in row) <= 10
+        seen += names(row)
+    assert sorted(seen) == sorted(f"s{i}" for i in range(len(lengths)))
+
+
+# --- rows ---
+
+FIRST = Segment(
+    "first",
+    (1, 2, 3),
+    make_target(
+        "first",
+        [R.PREFIX_MASKED, R.PREFIX_COORD, R.PREFIX_COORD, R.TAIL_STRUCT, R.EOS],
+        coords={1: 12.0, 2: 13.5},
+        first_token=10,
+    ),
+)
+SECOND = Segment(
+    "second",
+    (4,),
+    make_target(
+        "second",
+        [R.TAIL_STRUCT, R.TAIL_COORD, R.TAIL_COORD, R.TAIL_COORD, R.TAIL_COORD, R.CLOSE],
+        coords={1: 100, 2: 200, 3: 300, 4: 400},
+        boxes=[([1, 2, 3, 4], [100, 200, 300, 400])],
+        first_token=20,
+    ),
+)
+
+
+def test_segments_are_contiguous():
+    row = build_row([FIRST, SECOND])
+    assert row.offsets == (0, 8, 15)
+    assert row.length == 15
+    assert row.token_ids_L.tolist() == [1, 2, 3, 10, 11, 12, 13, 14, 4, 20, 21, 22, 23, 24, 25]
+
+
+def test_supervision_moves_with_its_tokens():
+    got = SupervisionTensors.from_row(build_row([FIRST, SECOND]))
+    assert got.position_N.tolist() == [4, 5, 6, 7, 9, 10, 11, 12, 13, 14]
+    assert got.label_N.tolist() == [11, 12, 13, 14, 20, 21, 22, 23, 24, 25]
+    assert got.weights["struct_ce"].tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1]
+    assert got.weights["coord"].tolist() == [1, 1, 0, 0, 0, 1, 1, 1, 1, 0]
+    assert got.weights["box"].tolist() == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
+    assert got.coord_in_N_K.tolist() == [0, 1, 5, 6, 7, 8]
+    assert got.coord_bin_K.tolist() == [12.0, 13.5, 100, 200, 300, 400]
+    assert got.box_in_K_M4.tolist() == [[2, 3, 4, 5]]
+    assert got.box_bin_M4.tolist() == [[100, 200, 300, 400]]
+
+
+def test_a_row_without_coordinates_has_empty_arrays_of_the_right_shape():
+    got = SupervisionTensors.from_row(build_row([make_segment("plain", 4)]))
+    assert got.coord_in_N_K.shape == got.coord_bin_K.shape == (0,)
+    assert got.box_in_K_M4.shape == got.box_bin_M4.shape == (0, 4)
+
+
+def test_a_row_needs_a_segment():
+    with pytest.raises(ValueError, match="segment"):
+        build_row([])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.permutations([FIRST, SECOND, make_segment("third", 5, prompt_len=2), FIRST]))
+def test_each_segment_reads_the_same_alone_and_packed(segments):
+    row = build_row(segments)
+    packed = SupervisionTensors.from_row(row)
+    coord_pos_K = packed.position_N[packed.coord_in_N_K]
+    for segment, start, end in zip(segments, row.offsets[:-1], row.offsets[1:], strict=True):
+        alone = SupervisionTensors.from_row(build_row([segment]))
+        assert row.token_ids_L[start:end].tolist() == [*segment.prompt_token_ids, *segment.target.token_ids]
+        mine_N = (packed.position_N >= start) & (packed.position_N < end)
+        assert (packed.position_N[mine_N] - start).tolist() == alone.position_N.tolist()
+        for term in packed.weights:
+            assert packed.weight_N(term)[mine_N].tolist() == alone.weight_N(term).tolist()
+        mine_K = (coord_pos_K >= start) & (coord_pos_K < end)
+        assert packed.coord_bin_K[mine_K].tolist() == alone.coord_bin_K.tolist()
+        box_pos_M4 = coord_pos_K[packed.box_in_K_M4]
+        mine_M = ((box_pos_M4 >= start) & (box_pos_M4 < end)).all(dim=1)
+        alone_pos_K = alone.position_N[alone.coord_in_N_K]
+        assert (box_pos_M4[mine_M] - start).tolist() == alone_pos_K[alone.box_in_K_M4].tolist()
+
+
+@pytest.mark.parametrize(
+    "position", [-1, 5, 3, 0], ids=["before the answer", "after it", "not a coordinate", "not a coordinate, at 0"]
+)
+def test_misplaced_coordinate_is_refused(position):
+    target = replace(FIRST.target, coord_pos_K=np.array([1, position]))
+    with pytest.raises(AlignmentError, match=f"sample first.* {position} "):
+        build_row([SECOND, replace(FIRST, target=target)])
+
+
+def test_a_box_in_the_wrong_place_is_an_error():
+    target = replace(SECOND.target, box_pos_M4=np.array([[1, 2, 3, 5]]))
+    with pytest.raises(AlignmentError, match="target position 5"):
+        build_row([replace(SECOND, target=target)])
+
+
+def test_a_weighted_coordinate_needs_a_target_bin():
+    target = replace(FIRST.target, coord_pos_K=np.array([1]), coord_bin_K=np.array([12.0]))
+    with pytest.raises(AlignmentError, match="sample first: 2"):
+        build_row([replace(FIRST, target=target)])
+
+
+def test_roles_must_cover_the_target():
+    target = replace(FIRST.target, roles_T=FIRST.target.roles_T[:-1])
+    with pytest.raises(AlignmentError, match="4 roles for 5 target tokens"):
+        build_row([replace(FIRST, target=target)])
+
+
+def test_weights_must_cover_the_target():
+    target = replace(FIRST.target, weights={**FIRST.target.weights, "struct_ce": np.ones(4, dtype=np.float32)})
+    with pytest.raises(AlignmentError, match="4 struct_ce for 5 target tokens"):
+        build_row([replace(FIRST, target=target)])
