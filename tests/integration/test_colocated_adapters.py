@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import coordexp.training.offload as offload_module
+import coordexp.training.run as run_module
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.modeling.adapter import save_adapter
@@ -137,7 +137,7 @@ def test_offloading_for_the_engine_does_not_change_training(tmp_path: Path, monk
 
     keys = LORA | {"training__optim": "adamw_torch", "training__max_steps": 2}
     own = train(vllm_config(tmp_path, "own", **keys))
-    monkeypatch.setattr(offload_module, "build_offload", build)
+    monkeypatch.setattr(run_module, "build_offload", build)
     monkeypatch.setattr(ColocatedBackend, "generate_window", watched)
     by_vllm = train(vllm_config(tmp_path, "colocated", rollout_matching__offload=OFFLOAD, **COLOCATED, **keys))
     try:

@@ -24,7 +24,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coordexp import distributed
 from coordexp.data.files import PIECE_BYTES, checksums, flush_file, write_atomically
-from coordexp.errors import CheckpointError
+from coordexp.errors import CheckpointError, DataError
+from coordexp.records import from_json
 
 SEAL = "complete.json"
 _WRITTEN_BY = re.compile(r"(?:rank|rng_state_|__)(\d+)(?:_\d+)?\.\w+$")
@@ -90,12 +91,10 @@ def read_seal(folder: Path) -> Seal:
     if not folder.is_dir():
         raise CheckpointError("is not a folder")
     try:
-        data = json.loads((folder / SEAL).read_text(encoding="utf-8"))
-        files = {str(name): SealedFile(one["bytes"], tuple(one["crc32"])) for name, one in data["files"].items()}
-        seal = Seal(int(data["step"]), int(data["world_size"]), bool(data["resumable"]), files)
+        seal = from_json(Seal, (folder / SEAL).read_bytes(), "a seal")
     except FileNotFoundError as error:
         raise CheckpointError(f"is unfinished: it has no {SEAL}, the last file of a checkpoint") from error
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, DataError) as error:
         raise CheckpointError(f"has an unreadable {SEAL} ({error!r})") from error
     sizes = _sizes(folder)
     wrong = sorted(name for name, file in seal.files.items() if sizes.get(name) != file.bytes)

@@ -320,7 +320,7 @@ class CoordExpTrainer:
         Raises:
             TrainingDiverged: instead of an error that weights which are NaN or infinite caused; they are not saved.
         """
-        start = self.run.snapshot()
+        restore = self.run.snapshot()
         try:
             yield
         except TrainingDiverged:
@@ -330,7 +330,7 @@ class CoordExpTrainer:
                 self.save_checkpoint()
             raise
         except Exception as error:
-            self.run.restore(start)
+            restore()
             self._save_after(what, error)
             raise
 

@@ -12,17 +12,21 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
+from transformers import TrainingArguments
 
 from coordexp import distributed
 from coordexp.config import RunConfig
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.config.schema import DeepSpeedConfig, FSDPConfig
+from coordexp.config.schema import DeepSpeedConfig
 from coordexp.errors import ConfigError, require
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from transformers import TrainingArguments
 
 logger = logging.getLogger("coordexp")
 
@@ -59,7 +63,6 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
 
 
 def _zero_stage(deepspeed: DeepSpeedConfig) -> object:
-    """The stage that DeepSpeed's own configuration names; None where it names none."""
     content: Any = deepspeed.config
     if isinstance(content, str):
         try:
@@ -75,25 +78,13 @@ def _zero_stage(deepspeed: DeepSpeedConfig) -> object:
 def parallel_arguments(config: RunConfig) -> dict[str, Any]:
     """Keyword arguments of ``TrainingArguments``; empty for DDP."""
     if config.fsdp.enabled:
-        return {"fsdp": True, "fsdp_config": _fsdp_options(config.fsdp)}
+        options = config.fsdp.model_dump(mode="json", exclude={"enabled"}, exclude_none=True)
+        options |= {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        return {"fsdp": True, "fsdp_config": options}
     if config.deepspeed.enabled:
         assert config.deepspeed.config is not None, "the schema requires deepspeed.config"
         return {"deepspeed": config.deepspeed.config}
     return {}
-
-
-def _fsdp_options(fsdp: FSDPConfig) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "version": 2,
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "reshard_after_forward": fsdp.reshard_after_forward,
-        "cpu_offload": fsdp.cpu_offload,
-        "activation_checkpointing": fsdp.activation_checkpointing,
-        "state_dict_type": fsdp.state_dict_type,
-    }
-    if fsdp.transformer_layer_cls_to_wrap is not None:
-        options["transformer_layer_cls_to_wrap"] = list(fsdp.transformer_layer_cls_to_wrap)
-    return options
 
 
 def set_allocator(rollout: RolloutMatchingConfig) -> None:
@@ -111,12 +102,6 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
 
     The step scales its losses itself, so accelerate must not divide by accumulation steps.
     """
-    import torch
-    from accelerate import Accelerator
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     if args.n_gpu > 1:
         # With several visible GPUs transformers would split a packed row's tensors along their first axis
         # (torch.nn.DataParallel), which has no meaning here.
@@ -170,11 +155,9 @@ def prepare(
     if plugin is None:
         model, prepared = accelerator.prepare(model, optimizer())
         if getattr(accelerator.state, "fsdp_plugin", None) is not None:
-            from torch.distributed.fsdp import register_fsdp_forward_method
-
             register_fsdp_forward_method(model, "generate")  # it gathers weights as a forward does
         return model, prepared, scheduler(prepared)
-    from accelerate.utils import DummyOptim, DummyScheduler
+    from accelerate.utils import DummyOptim, DummyScheduler  # it has them only where DeepSpeed is installed
 
     plugin.hf_ds_config.trainer_config_finalize(args, model, max_steps)
     theirs = plugin.hf_ds_config.config
@@ -202,9 +185,6 @@ def join_processes(config: RunConfig) -> None:
     """Initialise the process group where transformers would not do it as configured: on CPUs it ignores
     ``training.ddp_timeout``, and it has no rendezvous in a file, which ``coordexp launch`` uses. Does nothing in a
     single process, or if there is a group already."""
-    import torch
-    import torch.distributed as dist
-
     rendezvous = os.environ.get(distributed.RENDEZVOUS)
     training = config.training
     on_cpus = training.use_cpu or not torch.cuda.is_available()
@@ -227,11 +207,9 @@ def join_processes(config: RunConfig) -> None:
 
 def lost_each_other(error: BaseException) -> bool:
     """Whether ``error`` is torch's error for a process that ended or does not answer in time."""
-    from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
-
     if distributed.world_size() == 1:
         return False
-    if isinstance(error, (DistBackendError, DistNetworkError, DistStoreError)):
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
     return type(error) is RuntimeError and _LOST.search(str(error)) is not None
 

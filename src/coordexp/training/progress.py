@@ -1,28 +1,83 @@
-"""Output of a run: a progress bar with ETA (lines, if not on a terminal), the metrics of TensorBoard, W&B and other
-loggers by our names and in one curve across resumes, and a warning of drifting rollouts."""
+"""Output of a run: its manifest, a progress bar with ETA (lines, if not on a terminal), the metrics of TensorBoard, W&B
+and other loggers by our names and in one curve across resumes, and a warning of drifting rollouts."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import platform
+import subprocess
+import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+import coordexp
 from coordexp import distributed
+from coordexp.checkpoints.folder import RESOLVED_CONFIG
+from coordexp.config import RunConfig, resolved_yaml
+from coordexp.data.files import write_atomically
 from coordexp.data.progress_bar import Lines, make_progress
+from coordexp.training.checkpoint import read_seal
 
 if TYPE_CHECKING:
     from coordexp.training.loop import CoordExpTrainer
+
+MANIFEST = "run_manifest.json"
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "numpy", "scipy")
+
+
+def write_manifest(
+    config: RunConfig, config_path: str | Path | None, output_dir: Path, overrides: Sequence[str] = ()
+) -> None:
+    """Write the resolved configuration, and a manifest with versions, commit and seed, into ``output_dir``."""
+    if not distributed.is_main():
+        return
+    output_dir.mkdir(parents=True, exist_ok=True)
+    write_atomically(output_dir / RESOLVED_CONFIG, resolved_yaml(config))
+    manifest = {
+        "schema_version": 1,
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "config_path": None if config_path is None else str(Path(config_path).resolve()),
+        "overrides": list(overrides),
+        "resolved_config": RESOLVED_CONFIG,
+        "seed": config.training.seed,
+        "world_size": distributed.world_size(),
+        "coordexp": coordexp.__version__,
+        "git": _git_state(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: metadata.version(name) for name in _PACKAGES},
+    }
+    write_atomically(output_dir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+
+def _git_state() -> dict[str, Any] | None:
+    # Commit of the source tree this package runs from; None for an installed wheel or without git.
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # Inside somebody else's repository (a venv below it) the commit would be theirs, not ours.
+    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
+    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+
 
 _TRAIN = "train/"  # transformers' loggers add it to every name that is not an evaluation's
 
@@ -49,12 +104,12 @@ def set_up_loggers(
         if resume is not None and distributed.is_main():
             from torch.utils.tensorboard import SummaryWriter
 
-            board.tb_writer = SummaryWriter(log_dir=os.fspath(board.logging_dir), purge_step=_step_of(resume) + 1)
+            board.tb_writer = SummaryWriter(log_dir=os.fspath(board.logging_dir), purge_step=read_seal(resume).step + 1)
     return boards
 
 
 def _keep_our_names(logger: TrainerCallback) -> None:
-    """Log ``train/samples_total`` under that name, not as ``train/train/samples_total``."""
+    # `train/samples_total` under that name, not as `train/train/samples_total`.
     original = logger.on_log
 
     def on_log(args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
@@ -62,10 +117,6 @@ def _keep_our_names(logger: TrainerCallback) -> None:
         return original(args, state, control, logs=named, **kwargs)
 
     logger.on_log = on_log  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"])
 
 
 _SHOWN = (
@@ -89,9 +140,7 @@ class RichProgress(TrainerCallback):
         self._first = 0
         self._other_bars = False
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         self._first = state.global_step
@@ -106,19 +155,12 @@ class RichProgress(TrainerCallback):
             disable_progress_bar()
             self._progress.start()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         shown = [f"{label} {logs[name]:.3g}" for name, label in _SHOWN if logs and name in logs]
         if shown:
             self._note = "  ".join(shown)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._progress is not None:
             self._progress.update(self._task, completed=state.global_step, note=self._note)
         elif self._lines is not None:
@@ -126,9 +168,7 @@ class RichProgress(TrainerCallback):
             done, total = state.global_step - self._first, state.max_steps - self._first
             self._lines.tell(text, done, total, self._note, always=done == total)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.stop()
 
     def stop(self) -> None:

@@ -10,9 +10,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from accelerate import Accelerator
 from rich.console import Console
+from transformers import TrainerState, TrainingArguments, enable_full_determinism, set_seed
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_utils import align_special_tokens
 
 from coordexp import distributed
 from coordexp.checkpoints.folder import check_lengths, length_advice
@@ -21,26 +26,47 @@ from coordexp.config import RunConfig, advice, check_world_size, resolved_rollou
 from coordexp.config.checks import check_training_environment
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import TrainingConfig
+from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
+from coordexp.data.images import open_rgb
 from coordexp.data.preparation import preparation_of
 from coordexp.engine import check_backend
 from coordexp.errors import ConfigError, CoordExpError, ProcessesLost, RunStopped
+from coordexp.evaluation import EvaluationOptions
+from coordexp.modeling.adapter import tune
+from coordexp.modeling.attention import check_attention
+from coordexp.modeling.inputs import PromptEncoder
+from coordexp.modeling.load import LoadedModel, load_model, load_vocab
+from coordexp.modeling.scores import TokenScorer
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.recording.rollout_record import Settings
+from coordexp.recording.writer import RolloutLog, RolloutPictures, RolloutRecorder
 from coordexp.records import ImageRecord
-from coordexp.training.parallel import check_parallel, parallel_arguments
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from transformers import TrainingArguments
-
-    from coordexp.coords import CoordVocab
-    from coordexp.modeling.load import LoadedModel
-    from coordexp.recording.writer import RolloutRecorder
-    from coordexp.rollouts import RolloutBackend
-    from coordexp.rollouts.learner import LearnerParts
-    from coordexp.training.loop import CoordExpTrainer
-    from coordexp.training.offload import LearnerOffload
-    from coordexp.training.state import RunState
+from coordexp.rollouts import RolloutBackend, build_backend
+from coordexp.rollouts.learner import LearnerParts
+from coordexp.training.batches import StepBatches
+from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
+from coordexp.training.loop import CoordExpTrainer
+from coordexp.training.offload import build_offload
+from coordexp.training.optimizer import LearningRates, build_optimizer, build_scheduler
+from coordexp.training.parallel import (
+    build_accelerator,
+    check_parallel,
+    join_processes,
+    lost_each_other,
+    only_run_in,
+    parallel_arguments,
+    prepare,
+    set_allocator,
+)
+from coordexp.training.progress import RichProgress, set_up_loggers, write_manifest
+from coordexp.training.rows import RowBuilder
+from coordexp.training.saving import build_buffer, restore_answers
+from coordexp.training.state import RunState
+from coordexp.training.step import TrainStep
+from coordexp.training.stopping import StopSignals
+from coordexp.training.tasks import build_tasks, matching_config, rollout_weights, target_options
 
 logger = logging.getLogger("coordexp")
 
@@ -66,8 +92,6 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
         ConfigError, DataError, CheckpointError, VocabError, MissingDependency: a single mistake. ConfigError: several,
             one per line.
     """
-    from coordexp.modeling.load import load_vocab
-
     learners = distributed.world_size() if learners is None else learners
     rollout = resolved_rollout(config)
     errors: list[CoordExpError] = []
@@ -116,32 +140,15 @@ def build_trainer(
 
     Returns: the trainer, and the checkpoint folder to resume from (None for a new run).
     """
-    from transformers import TrainingArguments, enable_full_determinism, set_seed
-    from transformers.integrations import get_reporting_integration_callbacks
-    from transformers.trainer_utils import align_special_tokens
-
-    from coordexp.evaluation import EvaluationOptions
-    from coordexp.modeling.inputs import PromptEncoder
-    from coordexp.modeling.scores import TokenScorer
-    from coordexp.recording.writer import RolloutLog
-    from coordexp.rollouts import build_backend
-    from coordexp.training.batches import StepBatches
-    from coordexp.training.loop import CoordExpTrainer
-    from coordexp.training.manifest import write_manifest
-    from coordexp.training.offload import build_offload
-    from coordexp.training.parallel import build_accelerator
-    from coordexp.training.progress import RichProgress, set_up_loggers
-    from coordexp.training.rows import RowBuilder
-    from coordexp.training.saving import build_buffer, restore_answers
-    from coordexp.training.step import TrainStep
-    from coordexp.training.tasks import build_tasks
-
     config, rollout, training = run.config, run.rollout, run.config.training
     args: Any = TrainingArguments(**training.hf_arguments(distributed.world_size()), **parallel_arguments(config))
     accelerator = build_accelerator(args)
     resume = _resume_point(training)
     write_manifest(config, config_path, Path(training.output_dir), overrides)
-    loaded = _load_model(run)
+    set_seed(training.seed)
+    loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
+    loaded = replace(loaded, preparation=preparation_of(run.train))  # which checkpoints record
+    tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
     align_special_tokens(loaded.model, loaded.processor)
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     ordering = config.custom.object_ordering
@@ -166,7 +173,16 @@ def build_trainer(
         owner = "DeepSpeed" if state.is_deepspeed else "FSDP" if state.is_fsdp else None
         offload.bind(lambda: state.optimizer, sharded_by=owner)
     if backend is None:
-        backend = build_backend(rollout, _learner_parts(config, loaded, offload))
+        parts = LearnerParts(
+            model=loaded.model,
+            vocab=loaded.vocab,
+            image_token_id=loaded.image_token_id,
+            weights=LearnerWeights(loaded.model) if offload is None else LearnerWeights(loaded.model, offload.current),
+            checkpoint=loaded.checkpoint.base,
+            open_image=open_rgb,
+            offload=nullcontext if offload is None else offload.away,
+        )
+        backend = build_backend(rollout, parts)
     state.buffer = build_buffer(config, train, resume)
     tasks, schedule = build_tasks(config, rollout, loaded.vocab, backend, state.buffer)
     state.queue = next((task.rollouts for task in tasks.values() if task.rollouts is not None), None)
@@ -198,7 +214,13 @@ def build_trainer(
     )
     trainer.add_callback(RichProgress(console, description))
     loggers = set_up_loggers(trainer, training.logging_dir, resume)
-    _draw_rollouts(run, trainer, loggers)
+    if rollout.monitor_dump.enabled and distributed.is_main():
+        pictures = RolloutPictures(
+            rollout.monitor_dump,
+            outcomes=lambda: trainer.step.outcomes,
+            writer=lambda: next((one.tb_writer for one in loggers), None),
+        )
+        trainer.add_callback(pictures)
     (enable_full_determinism if args.full_determinism else set_seed)(training.seed)
     return trainer, resume
 
@@ -206,13 +228,6 @@ def build_trainer(
 def _prepared_state(
     training: TrainingConfig, args: TrainingArguments, accelerator: Accelerator, loaded: LoadedModel, max_steps: int
 ) -> RunState:
-    """Model, optimizer and schedule, wrapped for training, before the first step."""
-    from transformers import TrainerState
-
-    from coordexp.training.optimizer import LearningRates, build_optimizer, build_scheduler
-    from coordexp.training.parallel import prepare
-    from coordexp.training.state import RunState
-
     if args.gradient_checkpointing:
         loaded.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
     rates = LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr)
@@ -234,9 +249,6 @@ def _prepared_state(
 
 
 def _resume_point(training: TrainingConfig) -> Path | None:
-    """The checkpoint folder to resume from, checked; None for a new run."""
-    from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
-
     resume = resolve_resume(training.output_dir, training.resume_from_checkpoint)
     if resume is not None:
         check_resume(resume, training.packing)
@@ -245,48 +257,16 @@ def _resume_point(training: TrainingConfig) -> Path | None:
     return resume
 
 
-def _load_model(run: CheckedRun) -> LoadedModel:
-    """The model, ready to be trained. Seeds all random generators."""
-    from transformers import set_seed
-
-    from coordexp.modeling.adapter import tune
-    from coordexp.modeling.load import load_model
-
-    set_seed(run.config.training.seed)
-    model = run.config.model
-    loaded = load_model(model.model, model.dtype, model.attn_implementation)
-    loaded = replace(loaded, preparation=preparation_of(run.train))  # which checkpoints record
-    tune(loaded.model, run.config.tuner, loaded.vocab.coord_token_ids)
-    return loaded
-
-
 def _recorder(run: CheckedRun, vocab: CoordVocab) -> RolloutRecorder | None:
     dump = run.rollout.monitor_dump  # which the schema refuses without rollouts
     if not dump.enabled or (dump.only_world_process_zero and not distributed.is_main()):
         return None
-    from coordexp.recording.rollout_record import Settings
-    from coordexp.recording.writer import RolloutRecorder
-    from coordexp.training.tasks import matching_config, rollout_weights, target_options
-
     options = target_options(run.config, run.rollout, vocab, rollout_weights(run.config, run.rollout))
     settings = Settings(
         matching_config(run.rollout), options.transport, options.field_order, options.policy, options.weights
     )
     folder = dump.out_dir or Path(run.config.training.output_dir) / "rollout_records"
     return RolloutRecorder(folder, distributed.rank(), settings, dump)
-
-
-def _draw_rollouts(run: CheckedRun, trainer: CoordExpTrainer, loggers: Sequence[Any]) -> None:
-    """Pictures of recorded rollouts, if ``training.report_to`` names TensorBoard."""
-    from coordexp.recording.writer import RolloutPictures
-
-    if run.rollout.monitor_dump.enabled and distributed.is_main():
-        pictures = RolloutPictures(
-            run.rollout.monitor_dump,
-            outcomes=lambda: trainer.step.outcomes,
-            writer=lambda: next((one.tb_writer for one in loggers), None),
-        )
-        trainer.add_callback(pictures)
 
 
 def run_training(
@@ -305,8 +285,6 @@ def run_training(
     Raises:
         RunStopped: a signal ended the run; everything is saved. ProcessesLost: another process of torchrun is gone.
     """
-    from coordexp.training.parallel import join_processes, lost_each_other, only_run_in, set_allocator
-
     checked = check_run(config)
     set_allocator(checked.rollout)
     try:
@@ -329,9 +307,6 @@ def run_training(
 
 
 def _train(trainer: CoordExpTrainer, resume: Path | None, stop_within_s: float) -> None:
-    from coordexp.training.progress import RichProgress
-    from coordexp.training.stopping import StopSignals
-
     signals = StopSignals(stop_within_s, trainer.last_saved)
     with signals:
         try:
@@ -353,29 +328,8 @@ def _train(trainer: CoordExpTrainer, resume: Path | None, stop_within_s: float) 
         )
 
 
-def _learner_parts(config: RunConfig, loaded: LoadedModel, offload: LearnerOffload | None) -> LearnerParts:
-    """The parts of the trainer that rollout backends may need."""
-    from coordexp.data.images import open_rgb
-    from coordexp.modeling.weights import LearnerWeights
-    from coordexp.rollouts.learner import LearnerParts
-
-    return LearnerParts(
-        model=loaded.model,
-        vocab=loaded.vocab,
-        image_token_id=loaded.image_token_id,
-        weights=LearnerWeights(loaded.model) if offload is None else LearnerWeights(loaded.model, offload.current),
-        checkpoint=loaded.checkpoint.base,
-        open_image=open_rgb,
-        offload=nullcontext if offload is None else offload.away,
-    )
-
-
 def _check_device(config: RunConfig, learners: int) -> None:
     """Raises ConfigError if training would silently take the CPU, or the GPU lacks the attention kernel or memory."""
-    import torch
-
-    from coordexp.modeling.attention import check_attention
-
     training = config.training
     on_cpu = training.use_cpu or not torch.cuda.is_available()
     if on_cpu and not training.use_cpu and (visible := torch.cuda.device_count()):

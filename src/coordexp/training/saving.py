@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import TrainerState, TrainingArguments
@@ -59,7 +60,7 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
                 save_carry_buffer(run.buffer, folder)
             if answers is not None:
                 save_answers(answers, folder)
-            write_atomically(_log_line(folder), json.dumps(run.sums.state_dict()))
+            write_atomically(_rank_file(folder, "log_line"), json.dumps(run.sums.state_dict()))
         # Sharded ranks write in turns that one alone cannot leave; otherwise each writes its own.
         with nullcontext() if run.shards else distributed.raise_on_all_ranks(f"saving to {folder}"):
             save_model(run, folder, writes=args.should_save)
@@ -118,11 +119,8 @@ def load_weights(run: RunState, folder: Path) -> None:
         if (folder / "config.json").is_file():  # not needed here; but no checkpoint with a broken one is resumed from
             json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if run.is_fsdp:
-            from accelerate.utils import load_fsdp_model
-
-            load_fsdp_model(
-                run.accelerator.state.fsdp_plugin, run.accelerator, run.model, str(folder), adapter_only=True
-            )
+            plugin = run.accelerator.state.fsdp_plugin
+            load_fsdp_model(plugin, run.accelerator, run.model, str(folder), adapter_only=True)
         elif run.is_deepspeed:
             from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
@@ -160,16 +158,8 @@ def load_optimizer(run: RunState, folder: Path) -> None:
     """Optimizer, schedule and gradient scaler of a checkpoint into the run's prepared ones."""
     with readable(folder, OPTIMIZER_NAME, SCHEDULER_NAME):
         if run.is_fsdp:
-            from accelerate.utils import load_fsdp_optimizer
-
-            load_fsdp_optimizer(
-                run.accelerator.state.fsdp_plugin,
-                run.accelerator,
-                run.optimizer,
-                run.model,
-                str(folder),
-                adapter_only=True,
-            )
+            plugin, accelerator = run.accelerator.state.fsdp_plugin, run.accelerator
+            load_fsdp_optimizer(plugin, accelerator, run.optimizer, run.model, str(folder), adapter_only=True)
         elif not run.is_deepspeed:  # whose engine loads its optimizer with the weights
             # On one device via main memory: on it, old and new state would need room at the same time.
             several = distributed.world_size() > 1 and run.accelerator.device.type != "cpu"
@@ -186,8 +176,8 @@ def load_rank_state(run: RunState, folder: Path) -> None:
     start afresh."""
     if read_seal(folder).world_size != distributed.world_size():
         return
-    with readable(folder, _log_line(folder).name):
-        run.sums.load_state_dict(json.loads(_log_line(folder).read_text(encoding="utf-8")))
+    with readable(folder, _rank_file(folder, "log_line").name):
+        run.sums.load_state_dict(json.loads(_rank_file(folder, "log_line").read_text(encoding="utf-8")))
     with readable(folder, _random_file()):
         set_random_states(torch.load(folder / _random_file(), weights_only=True))
 
@@ -205,8 +195,6 @@ def _save_optimizer(run: RunState, folder: Path, args: TrainingArguments) -> Non
     if run.is_deepspeed:
         run.model.save_checkpoint(str(folder))
     elif run.is_fsdp:
-        from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
-
         plugin, accelerator = run.accelerator.state.fsdp_plugin, run.accelerator
         save_fsdp_model(plugin, accelerator, run.model, str(folder), adapter_only=True)
         save_fsdp_optimizer(plugin, accelerator, run.optimizer, run.model, str(folder))
@@ -226,7 +214,6 @@ def _note_best(progress: TrainerState, args: TrainingArguments, folder: Path) ->
 
 
 def _answers_on_all_ranks(run: RunState) -> SavedAnswers | None:
-    """The answers for the next step, once they are there; None where any rank has none."""
     if run.queue is None or not run.queue.ahead:
         return None
     run.queue.wait()
@@ -235,8 +222,8 @@ def _answers_on_all_ranks(run: RunState) -> SavedAnswers | None:
     return None if none_on_a_rank else answers
 
 
-def _log_line(folder: Path) -> Path:
-    return folder / f"log_line_rank{distributed.rank()}.json"
+def _rank_file(folder: Path, content: str) -> Path:
+    return folder / f"{content}_rank{distributed.rank()}.json"
 
 
 def _random_file() -> str:
@@ -245,14 +232,14 @@ def _random_file() -> str:
 
 logger = logging.getLogger("coordexp")
 
+# Fields of a target that are arrays: number type, shape.
 _ARRAYS = {
-    "roles_T": np.uint8,
-    "coord_pos_K": np.int64,
-    "coord_bin_K": np.float64,
-    "box_pos_M4": np.int64,
-    "box_bin_M4": np.float64,
+    "roles_T": (np.uint8, (-1,)),
+    "coord_pos_K": (np.int64, (-1,)),
+    "coord_bin_K": (np.float64, (-1,)),
+    "box_pos_M4": (np.int64, (-1, 4)),
+    "box_bin_M4": (np.float64, (-1, 4)),
 }
-_PROVENANCE = ("matched_pred_idx", "matched_gt_idx", "appended_gt_idx", "appended_object_index")
 
 
 def segment_to_json(segment: Segment) -> dict[str, Any]:
@@ -280,30 +267,17 @@ def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRe
             f"{data['sample_id']}: its prompt changed since the checkpoint was written; resume with the same data, "
             "template and processor, or start a new run"
         )
-    arrays: dict[str, Any] = {name: np.array(target[name], dtype=dtype) for name, dtype in _ARRAYS.items()}
-    provenance: dict[str, Any] = {name: tuple(target[name]) for name in _PROVENANCE}
-    for name in ("box_pos_M4", "box_bin_M4"):
-        arrays[name] = arrays[name].reshape(-1, 4)
-    return Segment(
-        data["sample_id"],
-        tuple(data["prompt_token_ids"]),
-        TrainingTarget(
-            sample_id=data["sample_id"],
-            token_ids=tuple(target["token_ids"]),
-            context=target["context"],
-            prefix_len=target["prefix_len"],
-            **arrays,
-            **provenance,
-            left_out_pred_idx=tuple(target.get("left_out_pred_idx", ())),
-            weights={term: np.array(values, dtype=np.float32) for term, values in target["weights"].items()},
-        ),
-        request.model_inputs,
-    )
+    read: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in target.items()}
+    for name, (dtype, shape) in _ARRAYS.items():
+        read[name] = np.array(target[name], dtype=dtype).reshape(shape)
+    read["weights"] = {term: np.array(values, dtype=np.float32) for term, values in target["weights"].items()}
+    prompt_token_ids = tuple(data["prompt_token_ids"])
+    return Segment(data["sample_id"], prompt_token_ids, TrainingTarget(**read), request.model_inputs)
 
 
 def save_carry_buffer(buffer: CarryBuffer, folder: Path) -> None:
     """Write this rank's waiting segments to a checkpoint folder."""
-    write_atomically(_buffer_path(folder), json.dumps([segment_to_json(s) for s in buffer.segments]))
+    write_atomically(_rank_file(folder, "carry_buffer"), json.dumps([segment_to_json(s) for s in buffer.segments]))
 
 
 def load_carry_buffer(buffer: CarryBuffer, checkpoint: Path, encode: Callable[[str], RolloutRequest]) -> None:
@@ -313,7 +287,7 @@ def load_carry_buffer(buffer: CarryBuffer, checkpoint: Path, encode: Callable[[s
         CheckpointError: the checkpoint holds no buffer for this rank, or an unreadable one. DataError: a waiting sample
             is no longer in the dataset.
     """
-    path = _buffer_path(checkpoint)
+    path = _rank_file(checkpoint, "carry_buffer")
     if not path.is_file():
         raise CheckpointError(
             f"{path}: missing; this checkpoint was written with training.packing: false or by fewer processes. Resume "
@@ -326,13 +300,9 @@ def load_carry_buffer(buffer: CarryBuffer, checkpoint: Path, encode: Callable[[s
     buffer.load_state_dict({"segments": segments})
 
 
-def _buffer_path(folder: Path) -> Path:
-    return folder / f"carry_buffer_rank{distributed.rank()}.json"
-
-
 def save_answers(answers: SavedAnswers, folder: Path) -> None:
     """Write this rank's waiting answers to a checkpoint folder."""
-    write_atomically(_path(folder), to_json(answers).decode())
+    write_atomically(_rank_file(folder, "waiting_answers"), to_json(answers).decode())
 
 
 def load_answers(checkpoint: Path, step: int) -> SavedAnswers | None:
@@ -342,7 +312,7 @@ def load_answers(checkpoint: Path, step: int) -> SavedAnswers | None:
     Raises:
         CheckpointError: the file is unreadable, or of another step.
     """
-    path = _path(checkpoint)
+    path = _rank_file(checkpoint, "waiting_answers")
     if not path.is_file():
         return None
     try:
@@ -355,10 +325,6 @@ def load_answers(checkpoint: Path, step: int) -> SavedAnswers | None:
             f"{step} steps; resume from an older checkpoint"
         )
     return answers
-
-
-def _path(folder: Path) -> Path:
-    return folder / f"waiting_answers_rank{distributed.rank()}.json"
 
 
 def build_buffer(config: RunConfig, train: RecordDataset, resume: Path | None) -> CarryBuffer | None:

@@ -1,8 +1,9 @@
-"""Everything that training changes, and what of it one step changes before it changes the weights."""
+"""Everything that training changes."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import TrainerState
 from coordexp.metrics import MetricSums
 from coordexp.modeling.load import LoadedModel
 from coordexp.packing import CarryBuffer
-from coordexp.training.answers import PendingAnswers, RolloutQueue, SavedAnswers
+from coordexp.training.answers import RolloutQueue
 
 
 @dataclass(slots=True)
@@ -50,34 +51,25 @@ class RunState:
         """The model is a DeepSpeed engine."""
         return getattr(self.accelerator.state, "deepspeed_plugin", None) is not None
 
-    def snapshot(self) -> StepStart:
-        """The state before a step, to :meth:`restore` if the step fails: copies, not views."""
-        return StepStart(
-            None if self.buffer is None else self.buffer.state_dict(),
-            self.sums.state_dict(),
-            random_states(),
-            None if self.queue is None else self.queue.content,
-        )
+    def snapshot(self) -> Callable[[], None]:
+        """Copy what a step changes before it changes the weights.
 
-    def restore(self, start: StepStart) -> None:
-        """Undo what a failed step changed, its gradients included; a resumed run then repeats the same step."""
-        if self.buffer is not None and start.buffer is not None:
-            self.buffer.load_state_dict(start.buffer)
-        if self.queue is not None:
-            self.queue.content = start.answers
-        self.sums.load_state_dict(start.sums)
-        set_random_states(start.random)
-        self.loaded.model.zero_grad(set_to_none=True)
+        Returns: a function that undoes a failed step, its gradients included; a resumed run then repeats the same step.
+        """
+        buffer = None if self.buffer is None else self.buffer.state_dict()
+        answers = None if self.queue is None else self.queue.content
+        sums, generators = self.sums.state_dict(), random_states()
 
+        def restore() -> None:
+            if self.buffer is not None and buffer is not None:
+                self.buffer.load_state_dict(buffer)
+            if self.queue is not None:
+                self.queue.content = answers
+            self.sums.load_state_dict(sums)
+            set_random_states(generators)
+            self.loaded.model.zero_grad(set_to_none=True)
 
-@dataclass(frozen=True, slots=True)
-class StepStart:
-    """The state that a step changes before it changes the weights."""
-
-    buffer: dict[str, Any] | None
-    sums: dict[str, Any]
-    random: dict[str, Any]
-    answers: PendingAnswers | SavedAnswers | None
+        return restore
 
 
 def random_states() -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from coordexp.checkpoints.folder import RESOLVED_CONFIG
 from coordexp.config import load_config
 from coordexp.data import dataset_cache
 from coordexp.data.files import VARIABLE
@@ -29,7 +30,7 @@ from coordexp.training.checkpoint import (
     warn_of_checkpoints_ahead,
 )
 from coordexp.training.loop import CoordExpTrainer
-from coordexp.training.manifest import MANIFEST, RESOLVED_CONFIG
+from coordexp.training.progress import MANIFEST
 from coordexp.training.saving import load_carry_buffer, save_carry_buffer, segment_from_json, segment_to_json
 from support.tiny_run import (
     Killed,
