@@ -18,7 +18,7 @@ from reporting import machine, parser, positive, positive_list, print_machine, s
 from rich.console import Console
 from rich.table import Table
 
-from coordexp.packing.select import oldest_first, select_segments
+from coordexp.packing import oldest_first, select_segments
 
 Selector = Callable[[list[int], int], list[int]]
 

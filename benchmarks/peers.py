@@ -122,7 +122,7 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
 
 def write_data(folder: Path, count: int) -> None:
     """Scenes as our JSONL and, with the very same prompts and answers, as ms-swift's."""
-    from coordexp.coords.serialize import serialize_objects
+    from coordexp.coords import serialize_objects
     from coordexp.data.jsonl import order_objects, read_jsonl
     from coordexp.data.scenes import MODERATE, write_scenes
 

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from coordexp.errors import CarryBufferOverflow, MissingDependency, SegmentTooLong
-from coordexp.packing import CarryBuffer, build_row, select_segments
-from coordexp.packing.select import oldest_first
+from coordexp.packing import CarryBuffer, build_row, oldest_first, select_segments
 from support.packing_segments import make_segment
 
 

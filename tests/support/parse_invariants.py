@@ -104,8 +104,8 @@ def check_parse(ids: Sequence[int], vocab: CoordVocab, appended: Sequence[GTObje
     # Kept tokens are the rollout's own; a replaced tail writes a strict prefix of the one token it replaces.
     assert own <= stop and list(parsed.prefix_token_ids[:own]) == list(ids[:own])
     if parsed.num_replaced_tail and (own or parsed.prefix_text != "{"):
-        tail = b"".join(vocab.piece_bytes(t) for t in parsed.prefix_token_ids[own:])
-        fused = vocab.piece_bytes(ids[own])
+        tail = b"".join(vocab.pieces[t] for t in parsed.prefix_token_ids[own:])
+        fused = vocab.pieces[ids[own]]
         assert fused.startswith(tail) and tail != fused
     assert vocab.control_ids.isdisjoint(parsed.prefix_token_ids)
 
@@ -154,7 +154,7 @@ def check_parse(ids: Sequence[int], vocab: CoordVocab, appended: Sequence[GTObje
 
 def check_spans(obj: PredictedObject, parsed: ParsedRollout, vocab: CoordVocab) -> None:
     """The entry's own tokens write the entry alone; its desc's tokens write the desc, and no more than they must."""
-    pieces = [vocab.piece_bytes(t) for t in parsed.prefix_token_ids]
+    pieces = [vocab.pieces[t] for t in parsed.prefix_token_ids]
     (start, end), (own_start, own_end) = obj.token_span, obj.own_token_span
     desc_start, desc_end = obj.desc_token_span
     assert (start <= own_start <= start + 1 and end - 1 <= own_end <= end) or own_start == own_end

@@ -64,7 +64,7 @@ def check_target(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordVoca
         assert (roles[desc] == TokenRole.PREFIX_DESC).all()
         assert (roles[list(obj.coord_token_idx)] == TokenRole.PREFIX_COORD).all()
         at_struct = np.flatnonzero(roles[own] == TokenRole.PREFIX_STRUCT) + obj.own_token_span[0]
-        written = b"".join(vocab.piece_bytes(int(tokens[p])) for p in at_struct)
+        written = b"".join(vocab.pieces[int(tokens[p])] for p in at_struct)
         assert b"<|coord_" not in written and written.count(b"{") <= 1 and written.count(b"}") <= 1
     # ... and all other tokens of the prefix are masked.
     of_matched = np.zeros(len(roles), dtype=bool)

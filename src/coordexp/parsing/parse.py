@@ -337,7 +337,7 @@ def choose_prefix(token_ids: Sequence[int], ends: Sequence[int], cuts: Sequence[
         if ends[last] == cut:
             return Prefix(tuple(token_ids[: last + 1]), 0, cut)
         start = ends[last - 1] if last else 0
-        tail = exact_encoding(vocab.piece_bytes(token_ids[last])[: cut - start], vocab)
+        tail = exact_encoding(vocab.pieces[token_ids[last]][: cut - start], vocab)
         if tail is not None:
             return Prefix((*token_ids[:last], *tail), len(tail), cut)
     opening = exact_encoding(b"{", vocab)
@@ -353,4 +353,4 @@ def exact_encoding(piece: bytes, vocab: CoordVocab) -> tuple[int, ...] | None:
     except UnicodeDecodeError:
         return None
     ids = tuple(vocab.encode_answer(text))  # the same few pieces in every answer: remembered
-    return ids if b"".join([vocab.piece_bytes(token_id) for token_id in ids]) == piece else None
+    return ids if b"".join([vocab.pieces[token_id] for token_id in ids]) == piece else None

@@ -49,7 +49,7 @@ def build_gt_target(
     weights: SupervisionWeights = _WEIGHTS,
 ) -> TrainingTarget:
     """The whole answer from ground truth: stage 1, Channel-A, and the baseline of every comparison."""
-    tail = encode_tail(append_fragment(ground_truth, "{", 1, field_order).after("{"), ground_truth, vocab)
+    tail = encode_tail(append_fragment(ground_truth, "{", 1, field_order, opening="{"), ground_truth, vocab)
     return assemble(
         sample_id,
         (*tail.token_ids, vocab.eos_id),

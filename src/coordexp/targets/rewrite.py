@@ -65,7 +65,7 @@ def build_rewritten(
     """
     entries = _entries(parsed, match, ground_truth, transport, policy, vocab)
     written = [entry.obj for entry in entries]
-    tail = encode_tail(append_fragment(written, "{", 1, field_order).after("{"), written, vocab)
+    tail = encode_tail(append_fragment(written, "{", 1, field_order, opening="{"), written, vocab)
     shapes: list[Shape] = [
         (entry.obj.kind, positions, entry.bins)
         for entry, positions in zip(entries, tail.coords_of, strict=True)

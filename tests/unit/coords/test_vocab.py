@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from coordexp.coords import COORD_TOKENS, TURN_END, CoordVocab, coord_token, serialize_append
+from coordexp.coords import COORD_TOKENS, TURN_END, CoordVocab, serialize_append
 from coordexp.errors import VocabError
 from coordexp.records import GTObject
 from support.answers import tiny_tokenizer, tiny_vocab
@@ -43,7 +43,7 @@ def test_encode_and_decode_agree_with_the_tokenizer(make_vocab, make_tokenizer, 
 def test_decode_agrees_with_the_tokenizer_for_any_ids(make_vocab, make_tokenizer, data) -> None:
     vocab, tokenizer = make_vocab(), make_tokenizer()
     ids = data.draw(st.lists(st.integers(0, len(vocab) - 1), max_size=12))
-    exact = b"".join(vocab.piece_bytes(i) for i in ids)
+    exact = b"".join(vocab.pieces[i] for i in ids)
     assert vocab.decode(ids) == exact.decode("utf-8", errors="replace")
     try:
         text = exact.decode("utf-8")
@@ -58,7 +58,7 @@ def test_bins_and_ids_are_one_to_one(make_vocab, make_tokenizer) -> None:
     assert len(vocab) == len(tokenizer)
     assert list(vocab.coord_token_ids) == tokenizer.convert_tokens_to_ids(list(COORD_TOKENS))
     assert [vocab.bin_of(i) for i in vocab.coord_token_ids] == list(range(1000))
-    assert [vocab.piece(i) for i in vocab.coord_token_ids] == [coord_token(k) for k in range(1000)]
+    assert [vocab.piece(i) for i in vocab.coord_token_ids] == [f"<|coord_{k}|>" for k in range(1000)]
     others = set(range(len(vocab))) - set(vocab.coord_token_ids)
     assert all(vocab.bin_of(i) is None for i in others)
 
@@ -133,7 +133,7 @@ def test_encode_answer_of_any_text(text: str) -> None:
 
 
 def test_encode_answer_after_its_cache_was_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordexp.coords.vocab._MAX_REMEMBERED", 5)
+    monkeypatch.setattr("coordexp.coords._MAX_REMEMBERED", 5)
     vocab = CoordVocab.from_tokenizer(tiny_tokenizer())
     for n in range(1, 30):
         text = serialize_append([GTObject(f"cat {n}", "bbox_2d", (1, 2, 3, n))] * 2, "{", n)

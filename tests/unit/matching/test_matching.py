@@ -10,8 +10,14 @@ from scipy.optimize import linear_sum_assignment
 
 from coordexp.errors import ConfigError
 from coordexp.geometry import aabbs, mask_iou
-from coordexp.matching import MatchingConfig, assign_pairs, duplicate_indices, match_objects, top_k_candidates
-from coordexp.matching.assign import overlapping_candidates
+from coordexp.matching import (
+    MatchingConfig,
+    assign_pairs,
+    duplicate_indices,
+    match_objects,
+    overlapping_candidates,
+    top_k_candidates,
+)
 from coordexp.records import GTObject
 
 # --- candidates: overlap first, then the nearest centres, ties by index ---

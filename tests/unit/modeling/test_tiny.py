@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordexp.coords import COORD_TOKENS, CoordVocab, serialize_objects
-from coordexp.coords.serialize import FieldOrder
+from coordexp.coords import COORD_TOKENS, CoordVocab, FieldOrder, serialize_objects
 from coordexp.data.scenes import DENSE, make_scene
 from coordexp.errors import VocabError
 from coordexp.modeling.load import LoadedModel, load_model, load_vocab
@@ -99,7 +98,7 @@ def test_entries_end_where_tokens_end(vocab: CoordVocab, order: FieldOrder, desc
     assert vocab.decode(ids) == text
     ends, at = set(), 0
     for token_id in ids:
-        at += len(vocab.piece_bytes(token_id))
+        at += len(vocab.pieces[token_id])
         ends.add(at)
     for count in range(1, len(objects) + 1):
         prefix = serialize_objects(objects[:count], order)[:-1]  # without the root's closing brace

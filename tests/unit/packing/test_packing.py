@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from coordexp.errors import AlignmentError, CarryBufferOverflow, MissingDependency, SegmentTooLong
 from coordexp.objective import SupervisionTensors
-from coordexp.packing import CarryBuffer, build_row, select_segments
-from coordexp.packing.select import best_selection, binpacking_candidate, oldest_first
+from coordexp.packing import CarryBuffer, best_selection, binpacking_candidate, build_row, oldest_first, select_segments
 from coordexp.records import Segment
 from coordexp.records import TokenRole as R
 from support.packing_segments import make_segment, make_target

@@ -1,5 +1,5 @@
 """Hungarian assignment of predictions to ground truth, with a mask IoU gate and dummies for misses on either side; and
-which pairs are worth an expensive mask IoU; and which predictions repeat an earlier one."""
+which pairs are worth an expensive mask IoU; and which predictions repeat an earlier one. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The deterministic choice of segments for one packed row, and the buffer in which the others wait."""
+"""Segments → packed rows: which to take, which wait, where every token is. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from coordexp.errors import CarryBufferOverflow, SegmentTooLong, require
-from coordexp.records import Segment
+import numpy as np
+
+from coordexp.errors import AlignmentError, CarryBufferOverflow, SegmentTooLong, require
+from coordexp.records import PackedRow, Segment
 
 # Segments times capacity that the exact search accepts: 512 segments at 64k tokens.
 _EXACT_LIMIT = 2**25
@@ -123,7 +125,18 @@ class CarryBuffer:
         Raises:
             SegmentTooLong: one segment alone exceeds a row. CarryBufferOverflow: too many would wait.
         """
-        self._check(segments, already=len(self._segments))
+        for segment in segments:
+            if segment.length > self.capacity:
+                raise SegmentTooLong(
+                    f"sample {segment.sample_id}: {segment.length:,} tokens > global_max_length {self.capacity:,}; "
+                    "raise global_max_length, lower rollout_matching.max_new_tokens, or set training.packing: false"
+                )
+        if len(self._segments) + len(segments) > self.max_segments:
+            raise CarryBufferOverflow(
+                f"{len(self._segments):,} segments wait and {len(segments):,} more would exceed "
+                f"training.packing_buffer {self.max_segments:,}; raise training.packing_buffer, lower "
+                "training.per_device_train_batch_size, or raise global_max_length so that a row takes more segments"
+            )
         self._segments.extend(segments)
 
     def pop(self) -> list[Segment]:
@@ -144,20 +157,46 @@ class CarryBuffer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the content by a saved one, under this buffer's own limits (same errors as :meth:`insert`)."""
-        segments: Sequence[Segment] = state["segments"]
-        self._check(segments, already=0)
-        self._segments = list(segments)
+        self._segments = []
+        self.insert(*state["segments"])
 
-    def _check(self, segments: Sequence[Segment], already: int) -> None:
-        for segment in segments:
-            if segment.length > self.capacity:
-                raise SegmentTooLong(
-                    f"sample {segment.sample_id}: {segment.length:,} tokens > global_max_length {self.capacity:,}; "
-                    "raise global_max_length, lower rollout_matching.max_new_tokens, or set training.packing: false"
-                )
-        if already + len(segments) > self.max_segments:
-            raise CarryBufferOverflow(
-                f"{already:,} segments wait and {len(segments):,} more would exceed training.packing_buffer "
-                f"{self.max_segments:,}; raise training.packing_buffer, lower training.per_device_train_batch_size, "
-                "or raise global_max_length so that a row takes more segments"
+
+def build_row(segments: Sequence[Segment]) -> PackedRow:
+    """Lay segments end to end, each as its prompt tokens and then its target tokens.
+
+    Raises:
+        ValueError: no segment. AlignmentError: roles or weights do not have one value per target token, or the
+            coordinates of a target are not exactly its assistant tokens with a ``coord`` weight.
+    """
+    if not segments:
+        raise ValueError("a packed row needs at least one segment")
+    for segment in segments:  # a shifted position would train silently on the wrong tokens
+        target, where = segment.target, f"sample {segment.sample_id}"
+        length = len(target.token_ids)
+        for name, array_T in (("roles", target.roles_T), *target.weights.items()):
+            if len(array_T) != length:
+                raise AlignmentError(f"{where}: {len(array_T)} {name} for {length} target tokens")
+        positions = np.concatenate([np.ravel(target.coord_pos_K), np.ravel(target.box_pos_M4)]).astype(np.int64)
+        outside = positions[(positions < 0) | (positions >= length)]
+        if outside.size:
+            raise AlignmentError(
+                f"{where}: supervised coordinate at target position {outside[0]} is outside the {length} assistant "
+                "tokens (it would point into the prompt or the next sample); rebuild the target"
             )
+        coord_T = target.weights.get("coord", np.zeros(length))
+        unweighted = positions[coord_T[positions] == 0]
+        if unweighted.size:
+            raise AlignmentError(
+                f"{where}: supervised coordinate at target position {unweighted[0]} is a token without a coord weight; "
+                "rebuild the target"
+            )
+        if not np.array_equal(np.flatnonzero(coord_T), target.coord_pos_K):
+            raise AlignmentError(
+                f"{where}: {np.count_nonzero(coord_T)} tokens have a coord weight, but {len(target.coord_pos_K)} have "
+                "a target bin, or not in this order; rebuild the target"
+            )
+    token_ids_L = np.concatenate(
+        [np.asarray((*segment.prompt_token_ids, *segment.target.token_ids), dtype=np.int64) for segment in segments]
+    )
+    offsets = np.concatenate([[0], np.cumsum([segment.length for segment in segments])])
+    return PackedRow(tuple(segments), token_ids_L, tuple(offsets.tolist()))

@@ -1,19 +1,21 @@
-"""The coordinate vocabulary: 1000 tokens ``<|coord_0|>`` … ``<|coord_999|>``, and the bytes of every token.
+"""The coordinate vocabulary (1000 tokens ``<|coord_0|>`` … ``<|coord_999|>``, and the bytes of every token), and the
+JSON text of objects that the model writes.
 
-Torch-free. Works on bytes because byte-level BPE splits characters over tokens: JSON structure is ASCII, so scanning
-bytes is exact, while decoded pieces contain replacement characters.
+Torch-free. The vocabulary is one of bytes because byte-level BPE splits characters over tokens: JSON structure is
+ASCII, so scanning bytes is exact, while decoded pieces contain replacement characters.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from coordexp.errors import VocabError
-from coordexp.records import NUM_BINS
+from coordexp.errors import AppendError, VocabError
+from coordexp.records import NUM_BINS, GTObject
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,15 +27,9 @@ _CONTROL_TOKENS = (
 )
 
 
-def coord_token(bin_index: int) -> str:
-    """The text of coordinate token ``bin_index`` (0..999)."""
-    return f"<|coord_{bin_index}|>"
-
-
+COORD_TOKENS: tuple[str, ...] = tuple(f"<|coord_{k}|>" for k in range(NUM_BINS))
 _COORD_LITERAL = re.compile(r"<\|coord_(0|[1-9][0-9]{0,2})\|>")
 _MAX_REMEMBERED = 50_000  # parts between coordinates, a few hundred bytes each
-
-COORD_TOKENS: tuple[str, ...] = tuple(coord_token(k) for k in range(NUM_BINS))
 
 
 @lru_cache(maxsize=1)
@@ -63,7 +59,9 @@ class CoordVocab:
     lists of ids of a list of texts.
 
     Attributes:
+        pieces: by token id, the exact bytes that a token contributes to the decoded text.
         coord_token_ids: the 1000 ids, in bin order.
+        bins: coordinate token id → bin.
         eos_id: id of ``<|im_end|>``, which ends the assistant's turn.
         control_ids: tokens that no answer may contain because they mean more to the model than their text: image and
             video placeholders, turn marks, end and padding tokens.
@@ -80,14 +78,14 @@ class CoordVocab:
         batches: bool = False,
         reserved_ids: Iterable[int] = (),
     ) -> None:
-        self._pieces = tuple(pieces)
+        self.pieces = tuple(pieces)
         self._encode = encode
         self._batches = batches
         self.coord_token_ids = tuple(coord_token_ids)
         self.eos_id = eos_id
         self.control_ids = frozenset(control_ids)
         self.reserved_ids = self.control_ids | frozenset(reserved_ids)
-        self._bins = {token_id: k for k, token_id in enumerate(self.coord_token_ids)}
+        self.bins = {token_id: k for k, token_id in enumerate(self.coord_token_ids)}
         self._ids_of_part: dict[str, tuple[int, ...]] = {}
         self._splits_at_coords = self._check_split()
 
@@ -132,33 +130,19 @@ class CoordVocab:
         return cls(pieces, coord_ids, added[TURN_END], control, tokenizer, batches=True, reserved_ids=reserved)
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self.pieces)
 
     def bin_of(self, token_id: int) -> int | None:
         """The bin that ``token_id`` writes, or None when it is not a coordinate token."""
-        return self._bins.get(token_id)
-
-    @property
-    def bins(self) -> Mapping[int, int]:
-        """Coordinate token id → bin, for loops."""
-        return self._bins
-
-    def piece_bytes(self, token_id: int) -> bytes:
-        """The exact bytes that ``token_id`` contributes to the decoded text."""
-        return self._pieces[token_id]
-
-    @property
-    def pieces(self) -> tuple[bytes, ...]:
-        """All pieces by id, for loops."""
-        return self._pieces
+        return self.bins.get(token_id)
 
     @cached_property
     def layout(self) -> TokenLayout:
         """Properties of every id, as arrays."""
         import numpy as np  # commands that look at a vocabulary need no arrays
 
-        length_V = np.array([len(piece) for piece in self._pieces], dtype=np.int32)
-        bin_V = np.full(len(self._pieces), -1, dtype=np.int16)
+        length_V = np.array([len(piece) for piece in self.pieces], dtype=np.int32)
+        bin_V = np.full(len(self.pieces), -1, dtype=np.int16)
         bin_V[list(self.coord_token_ids)] = np.arange(NUM_BINS)
         forbidden_V = length_V == 0
         forbidden_V[sorted(self.control_ids)] = True
@@ -166,11 +150,11 @@ class CoordVocab:
 
     def piece(self, token_id: int) -> str:
         """``token_id`` decoded alone; U+FFFD where it holds part of a character."""
-        return self._pieces[token_id].decode("utf-8", errors="replace")
+        return self.pieces[token_id].decode("utf-8", errors="replace")
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of ``token_ids``, special tokens included; equals the tokenizer's own decode without clean-up."""
-        pieces = self._pieces
+        pieces = self.pieces
         return b"".join([pieces[token_id] for token_id in token_ids]).decode("utf-8", errors="replace")
 
     def encode(self, text: str) -> list[int]:
@@ -178,7 +162,7 @@ class CoordVocab:
         return self._encode(text, add_special_tokens=False)["input_ids"]
 
     def encode_answer(self, text: str) -> list[int]:
-        """:meth:`encode` of text that :mod:`coordexp.coords.serialize` wrote: the same ids, several times faster.
+        """:meth:`encode` of text that :func:`serialize_append` wrote: the same ids, several times faster.
 
         Tokenizers split text at added tokens first, so the text between two coordinates is encoded on its own, and the
         same parts occur in every answer: each part is encoded once and cached. If this does not hold for a tokenizer
@@ -212,3 +196,90 @@ class CoordVocab:
         ids = self.encode_answer(sample)
         self._ids_of_part.clear()
         return ids == self.encode(sample)
+
+
+_MARK = re.compile(r'"(?:[^"\\]|\\.)*"|["{}\[\]]', re.DOTALL)
+FieldOrder = Literal["desc_first", "geometry_first"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Text and the half-open character ranges of its objects.
+
+    ``desc_spans``: *inside* the quotes of each desc. ``entry_spans``: from the separator before an entry (or its key,
+    if there is none) to after its closing brace.
+    """
+
+    text: str
+    desc_spans: tuple[tuple[int, int], ...]
+    entry_spans: tuple[tuple[int, int], ...]
+
+
+def serialize_objects(objects: Sequence[GTObject], field_order: FieldOrder = "desc_first") -> str:
+    """The whole answer for ``objects``: ``{"object_1": {…}, …}``; ``{}`` when there are none."""
+    return append_fragment(objects, "{", 1, field_order, opening="{").text
+
+
+def serialize_append(
+    objects: Sequence[GTObject], prefix_text: str, start_index: int, field_order: FieldOrder = "desc_first"
+) -> str:
+    """Continue an open root object: entries ``object_{start_index}`` … and the closing brace.
+
+    The leading comma follows the last non-whitespace character of ``prefix_text``: none after ``{`` or ``,``, one
+    after ``}``; other characters are an error.
+
+    Raises:
+        AppendError: ``prefix_text`` is not append-ready (it ends elsewhere, inside a string, or not at the root's
+            depth), or ends with a comma and there is nothing to append.
+    """
+    depth = 0
+    for mark in _MARK.findall(prefix_text):
+        if mark == '"':  # a string that does not end
+            raise AppendError(f"cannot append after {prefix_text[-40:]!r}: it ends inside a string")
+        depth += (mark in "{[") - (mark in "}]") if len(mark) == 1 else 0
+    if depth != 1 and prefix_text.rstrip()[-1:] in ("{", ",", "}"):  # append_fragment refuses other ends
+        raise AppendError(
+            f"cannot append after {prefix_text[-40:]!r}: {depth} brackets are open there, not the root's alone"
+        )
+    return append_fragment(objects, prefix_text, start_index, field_order).text
+
+
+def append_fragment(
+    objects: Sequence[GTObject], prefix_text: str, start_index: int, field_order: FieldOrder, opening: str = ""
+) -> Fragment:
+    """:func:`serialize_append` with positions, for the prefix of a parsed rollout: only its last character is
+    checked. The fragment starts with ``opening``."""
+    last = prefix_text.rstrip()[-1:]
+    if last not in ("{", ",", "}"):
+        raise AppendError(
+            f"cannot append after {prefix_text[-40:]!r}: an append-ready prefix ends with '{{', ',' or '}}'"
+        )
+    if last == "," and not objects:
+        raise AppendError("the prefix ends with a comma, but nothing follows; cut before the comma")
+    parts = [opening]
+    at = len(opening)
+    spans: list[tuple[int, int]] = []
+    entries: list[tuple[int, int]] = []
+
+    def write(piece: str) -> None:
+        nonlocal at
+        parts.append(piece)
+        at += len(piece)
+
+    for offset, obj in enumerate(objects):
+        entry_start = at
+        write(", " if offset or last == "}" else "")
+        write(f'"object_{start_index + offset}": {{')
+        desc = json.dumps(obj.desc, ensure_ascii=False)
+        geometry = f'"{obj.kind}": [' + ", ".join([f'"{COORD_TOKENS[k]}"' for k in obj.bins]) + "]"
+        if field_order == "geometry_first":
+            write(geometry + ", ")
+        write('"desc": ')
+        spans.append((at + 1, at + len(desc) - 1))
+        write(desc)
+        if field_order == "desc_first":
+            write(", " + geometry)
+        write("}")
+        entries.append((entry_start, at))
+    write("}")
+    return Fragment("".join(parts), tuple(spans), tuple(entries))
