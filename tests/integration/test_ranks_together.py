@@ -134,8 +134,6 @@ def test_a_rank_without_answers_ends_both_ranks(case: str, step: int, seen: list
 IN_A_RUN: dict[str, tuple[Any, str, Exception, str, str]] = {
     "answer": (AnswerReader, "__call__", RolloutError("an unreadable answer"),
                "RolloutError", "rank 1, rollouts of step 2: an unreadable answer"),
-    "bug": (AnswerReader, "__call__", ZeroDivisionError("division by zero"),
-            "RuntimeError", "rank 1, rollouts of step 2: division by zero"),
     "sample": (RecordDataset, "__getitem__", DataError("not a readable image", path="gone.png"),
                "DataError", "rank 1, reading the samples of step 2: gone.png: not a readable image"),
 }  # fmt: skip

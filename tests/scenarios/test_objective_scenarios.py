@@ -25,8 +25,7 @@ from coordexp.packing import build_row
 from coordexp.records import GTObject, Segment, TokenRole
 from coordexp.targets import TERMS, SupervisionWeights, build_gt_target, count_terms
 from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, tiny_vocab
-from support.naive_head import result_from_logits
-from support.objective_rows import COORD_IDS, COORDS, EVERYTHING, config
+from support.objective_rows import COORD_IDS, COORDS, EVERYTHING, config, result_from_logits
 
 PROMPT = (3, 4, 5, 6)
 NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))

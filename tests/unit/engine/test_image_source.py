@@ -1,9 +1,10 @@
-"""Sending images to servers: unchanged if possible, and always with the trainer's pixels."""
+"""Images of servers: sent unchanged if possible, always with the trainer's pixels; the size that an engine profiles."""
 
 from __future__ import annotations
 
 import base64
 import io
+import json
 import tarfile
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 from PIL import Image
 
 from coordexp.data.images import open_rgb
-from coordexp.data.preparation import NO_RESIZE, ImagePreparation, ResizeRule
+from coordexp.data.preparation import NO_RESIZE, ImagePreparation, ResizeRule, write_preparation
+from coordexp.engine.arguments import with_image_size
 from coordexp.engine.protocol import image_source, open_image
 from coordexp.errors import DataError
 
@@ -125,3 +127,27 @@ def test_vllm_does_not_rotate_an_image_again(tmp_path: Path, name: str, orientat
 def test_a_missing_image_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.jpg.*image not found"):
         image_source(tmp_path / "gone.jpg", "base64", NO_RESIZE, True)
+
+
+# -- the image on which an engine profiles its memory ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "max_pixels", "side"),
+    [
+        (4096, None, 2048),  # 64 x 64 tokens of 32 x 32 pixels
+        (4100, None, 2048),
+        (4096, 1024 * 1024, 1024),
+        (100, 1024 * 1024, 320),
+        (12_000, 800 * 1000, 864),  # 894 pixels, in whole tokens
+    ],
+)
+def test_it_fits_the_prompt_and_the_resize_rule(
+    max_model_len: int, max_pixels: int | None, side: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {"patch_size": 16, "spatial_merge_size": 2}}))
+    if max_pixels is not None:
+        write_preparation(ImagePreparation(ResizeRule(max_pixels=max_pixels)), tmp_path)
+    given = {"model": str(tmp_path), "max_model_len": max_model_len, "limit_mm_per_prompt": {"image": 2, "video": 0}}
+    expected = {"image": {"count": 2, "width": side, "height": side}, "video": 0}
+    assert with_image_size(given) == {**given, "limit_mm_per_prompt": expected}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,9 +13,18 @@ from coordexp.config.schema import CoordSoftCEW1Config
 from coordexp.objective import ObjectivePipeline, SupervisionTensors, build_pipeline, sft_pipeline
 from coordexp.packing import build_row
 from coordexp.records import Segment
-from coordexp.targets import SupervisionWeights, count_terms
-from support.naive_head import result_from_logits
-from support.objective_rows import COORDS, Trigram, config, rewritten_and_soft_segments, scored, segments
+from coordexp.targets import TERMS, SupervisionWeights, count_terms
+from support.objective_rows import (
+    COORDS,
+    EVERYTHING,
+    EVERYTHING_WEIGHTS,
+    Trigram,
+    config,
+    result_from_logits,
+    rewritten_and_soft_segments,
+    scored,
+    segments,
+)
 
 FACTOR = st.sampled_from([0.0, 0.5, 1.0, 1.3])
 KEYS = st.fixed_dictionaries(
@@ -78,3 +89,38 @@ def test_loss_and_gradients_equal_those_from_all_logits(step: tuple[ObjectivePip
 def _backward(loss: torch.Tensor) -> float:
     loss.backward()
     return loss.item()
+
+
+# -- normalisation -----------------------------------------------------------------------------------------------------
+
+STAGE2 = build_pipeline(config(**EVERYTHING))
+
+
+def step(rows: Sequence[Sequence[Segment]]) -> tuple[float, list[torch.Tensor]]:
+    """Backward over each row in turn, with the whole step's totals: the sum over micro-steps and ranks."""
+    totals = count_terms(segment.target for row in rows for segment in row)
+    model = Trigram()
+    loss = sum(_backward(scored(STAGE2, row, model, totals).loss) for row in rows)
+    return loss, list(model.gradients())
+
+
+def test_duplicating_segments_does_not_change_the_mean() -> None:
+    loss, gradients = step([segments(EVERYTHING_WEIGHTS)])
+    doubled, twice = step([segments(EVERYTHING_WEIGHTS)] * 2)
+    assert doubled == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(twice, gradients, rtol=1e-9, atol=1e-12)
+
+
+def test_a_row_without_scored_positions_still_has_a_graph() -> None:
+    """Every rank runs backward: an image without objects under a coordinates-only pipeline has a zero gradient."""
+    model = Trigram()
+    result = scored(build_pipeline(config(["token_ce", "bbox_geo"])), [segments()[4]], model)
+    assert result.loss.item() == 0.0
+    result.loss.backward()
+    assert all(torch.count_nonzero(gradient) == 0 for gradient in model.gradients())
+
+
+def test_totals_are_additive() -> None:
+    parts = [count_terms([segment.target]) for segment in segments()]
+    assert all(tuple(part) == TERMS for part in parts), "the same order on every rank"
+    assert {term: sum(part[term] for part in parts) for term in TERMS} == count_terms(s.target for s in segments())

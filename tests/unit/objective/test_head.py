@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coordexp.objective import HeadQuery, HeadScores, score_head
-from support.naive_head import scores_from_logits
+from support.objective_rows import scores_from_logits
 
 V, H, N = 700, 5, 9
 SCATTERED = (3, 4, 5, 99, 300, 301, 302, 303, 304, 650)

@@ -25,7 +25,6 @@ from coordexp.packing import build_row
 from coordexp.records import Segment
 from coordexp.targets import TERMS, SupervisionWeights, count_terms
 from support.answers import tiny_vocab
-from support.naive_head import scores_from_logits
 from support.objective_rows import (
     COORD_IDS,
     COORDS,
@@ -35,6 +34,7 @@ from support.objective_rows import (
     config,
     rewritten_and_soft_segments,
     scored,
+    scores_from_logits,
     scores_of,
     segments,
 )
@@ -135,15 +135,6 @@ def test_coordinate_terms_do_not_depend_on_other_modules(drop: list[str]) -> Non
         assert name not in alone or alone[name].item() == pytest.approx(beside[name].item(), rel=1e-14)
 
 
-def test_coordinate_terms_need_no_box() -> None:
-    polygons_only = [segments()[2]]
-    totals = count_terms([segments()[2].target])
-    assert totals["box"] == 0 and totals["coord"] == 6
-    terms = scored(build_pipeline(config()), polygons_only, Trigram()).terms
-    assert terms["loss/coord_reg/soft_ce"].item() > 0
-    assert not any(name.startswith("loss/bbox_geo") for name in terms)
-
-
 def test_a_pipeline_without_bbox_geo_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from coordexp.objective import coord_math
 
@@ -177,13 +168,6 @@ def test_a_disabled_module_is_not_built(index: int, change: dict) -> None:
     assert [entry.name for entry in pipe.objective] == names
     terms = scored(pipe, segments(), Trigram()).terms
     assert {name.split("/")[1] for name in terms} == set(names)
-
-
-def test_a_channel_a_module_acts_in_channel_a() -> None:
-    specs = list(config().objective)
-    specs[0] = specs[0].model_copy(update={"channels": ("A",)})
-    declared = PipelineConfig(objective=tuple(specs), diagnostics=())
-    assert build_pipeline(declared, "A").objective[0].name == "token_ce"
 
 
 def test_module_weight_scales_its_terms_and_never_a_diagnostic() -> None:

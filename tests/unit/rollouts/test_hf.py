@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -136,26 +136,6 @@ def test_each_call_is_seeded_by_the_index_of_its_first_request(
     sampler = backend(loaded, batch=3, temperature=1.0, max_new_tokens=1)
     sampler.generate(requests_, SEEDS)
     assert sampler.last_report()["seeds"] == [SEEDS.seed_of(index) for index in (0, 3, 6)]
-
-
-class FixedSeeds(NamedTuple):
-    """Every call has the same seed."""
-
-    seed: int
-    micro_step_idx: int = 0
-
-    def seed_of(self, req_idx: int) -> int:
-        return self.seed
-
-
-def test_request_i_uses_the_seed_of_its_call_plus_i(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
-    together = backend(loaded, batch=7, temperature=1.0).generate(requests_, FixedSeeds(40))
-    alone = [
-        backend(loaded, temperature=1.0).generate([request], FixedSeeds(40 + index))[0]
-        for index, request in enumerate(requests_)
-    ]
-    assert ids(together) == ids(alone)
-    assert ids(together) != ids(backend(loaded, batch=7, temperature=1.0).generate(requests_, FixedSeeds(90)))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7])

@@ -116,11 +116,6 @@ def test_transport_settings_reach_the_targets() -> None:
     assert got != pytest.approx(coordinate_targets([pair], TransportConfig())[0], abs=1)
 
 
-def test_transported_targets_keep_their_fractions() -> None:
-    got = outcome_of(answer(entry(1, NEAR_POLY)), [CAT], qwen_vocab()).target.coord_bin_K
-    assert not np.array_equal(got, np.round(got))
-
-
 @vocabs
 @pytest.mark.parametrize(
     ("response", "keys"),

@@ -232,20 +232,6 @@ def test_an_unsupported_backend_is_refused_before_loading(stage: int, tmp_path: 
         check_run(config)
 
 
-@pytest.mark.parametrize("attention", ["packed", "sdpa"])
-def test_gradient_checkpointing_trains_the_same(attention: str, tmp_path: Path) -> None:
-    plain, recomputed = (
-        train(
-            run_config(tmp_path, 1, f"{on}", model__attn_implementation=attention, training__gradient_checkpointing=on)
-        )
-        for on in (False, True)
-    )
-    assert recomputed.model.is_gradient_checkpointing
-    assert [line["loss"] for line in step_lines(recomputed)] == pytest.approx(
-        [line["loss"] for line in step_lines(plain)], rel=1e-4
-    )
-
-
 def test_loader_processes_change_nothing_and_leave_no_shared_memory(tmp_path: Path) -> None:
     """A tensor from a loader process keeps a file open; hundreds of segments may wait in the buffer."""
     keys = {"global_max_length": 150, "training__per_device_train_batch_size": 3}

@@ -31,11 +31,9 @@ SGD = {"training__optim": "sgd", "training__learning_rate": 0.05, "training__max
 
 
 def run(config: Any, backend: Any = None) -> tuple[CoordExpTrainer, list[PreparedStep]]:
-    steps: list[PreparedStep] = []
-    built: list[list[PreparedStep]] = []
-    trainer = train(config, backend, on_built=lambda trainer: built.append(watch_steps(trainer)))
-    steps += built[0]
-    return trainer, steps
+    windows: list[list[PreparedStep]] = []
+    trainer = train(config, backend, on_built=lambda trainer: windows.append(watch_steps(trainer)))
+    return trainer, windows[0]
 
 
 # -- Channel-A ---------------------------------------------------------------------------------------------------------
@@ -71,12 +69,9 @@ def test_channel_a_with_one_forward_is_bitwise_stage_1(tmp_path: Path) -> None:
     assert all(line["stage2/channel_a"] == 1 and line["stage2/b_ratio_realised"] == 0 for line in step_lines(channel_a))
 
 
-@pytest.mark.parametrize("mode", ["soft", "st", "hard"])
-@pytest.mark.parametrize("grad_mode", ["unroll", "em_detach"])
-def test_later_forwards_change_only_coordinates(mode: str, grad_mode: str, tmp_path: Path) -> None:
+def test_later_forwards_change_only_coordinates(tmp_path: Path) -> None:
     """The first step's losses: the same weights read the same text, and other coordinates."""
-    keys = {"stage2_ab__schedule__b_ratio": 0, "training__max_steps": 1, "stage2_ab__coord_ctx_embed_mode": mode,
-            "stage2_ab__softctx_grad_mode": grad_mode}  # fmt: skip
+    keys = {"stage2_ab__schedule__b_ratio": 0, "training__max_steps": 1}
     one, two, three = (
         step_lines(train(run_config(tmp_path, "two_channel", f"by{n}", stage2_ab__n_softctx_iter=n, **keys)))[0]
         for n in (1, 2, 3)
@@ -212,44 +207,16 @@ def test_the_schedule_decides_the_metrics_of_a_step(tmp_path: Path) -> None:
     assert backend.versions == [2, 4]  # weights are pushed when there is something to answer
 
 
-@pytest.mark.parametrize(
-    ("channels", "b_ratio", "terms"),
-    [
-        (["A"], 0.5, {"A": {"token_ce", "coord_reg"}, "B": {"token_ce"}}),
-        (["B"], 0.5, {"A": {"token_ce"}, "B": {"token_ce", "coord_reg"}}),
-        (["A", "B"], 0.5, {"A": {"token_ce", "coord_reg"}, "B": {"token_ce", "coord_reg"}}),
-    ],
-)
-def test_a_module_acts_only_in_its_channels(
-    channels: list[str], b_ratio: float, terms: dict[str, set[str]], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("own", ["A", "B"])
+def test_a_module_acts_only_in_its_channels(own: str, tmp_path: Path) -> None:
     declared = pipeline()
     declared["objective"] = declared["objective"][:2]
-    declared["objective"][1]["channels"] = channels
-    config = run_config(tmp_path, "two_channel", stage2_ab__pipeline=declared, stage2_ab__schedule__b_ratio=b_ratio)
+    declared["objective"][1]["channels"] = [own]
+    config = run_config(tmp_path, "two_channel", stage2_ab__pipeline=declared, stage2_ab__schedule__b_ratio=0.5)
     lines = step_lines(train(config, finder()))
     for channel, line in zip("AB", lines, strict=True):
-        assert {name.split("/")[2] for name in line if name.startswith(f"loss/{channel}/")} == terms[channel]
-
-
-def test_a_run_resumed_from_any_step_is_the_same(tmp_path: Path) -> None:
-    """Steps A B A B A, with Channel-A's segments waiting; a checkpoint after each."""
-    keys = {
-        "global_max_length": 150, "training__per_device_train_batch_size": 4, "training__max_steps": 5,
-        "training__save_strategy": "steps", "training__save_steps": 1, "training__lr_scheduler_type": "linear",
-        "rollout_matching__decoding": {"temperature": 1.0},
-    }  # fmt: skip
-    whole = train(run_config(tmp_path, "two_channel", "whole", **keys))
-    assert figures(whole)[1]["packing/buffer_segments"] > 0
-    assert [line["stage2/channel_b"] for line in figures(whole)] == [0, 1, 0, 1, 0]
-    for step in (1, 2, 3, 4):
-        checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
-        keys |= {"training__save_strategy": "no"}
-        resumed = train(
-            run_config(tmp_path, "two_channel", f"from{step}", training__resume_from_checkpoint=checkpoint, **keys)
-        )
-        assert figures(resumed) == figures(whole), step
-        assert same_weights(weights(resumed.model), weights(whole.model)), step
+        terms = {"token_ce", "coord_reg"} if channel == own else {"token_ce"}
+        assert {name.split("/")[2] for name in line if name.startswith(f"loss/{channel}/")} == terms
 
 
 def test_only_rollout_steps_are_recorded(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rows are built one ahead in a second thread: the same rows in the same order, with nothing left behind."""
+"""Rows are built one ahead in a second thread, the same rows in the same order; their metrics are read together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coordexp.errors import AlignmentError, RowLate
 from coordexp.objective import RowObjective, RowTensors, sft_pipeline
 from coordexp.records import PackedRow
 from coordexp.training import rows as training_rows
-from coordexp.training.rows import PrefetchedRows, RowBuilder
+from coordexp.training.rows import DeviceMetrics, PrefetchedRows, RowBuilder, RowMetrics
 from support.tiny_run import (
     figures,
     gt_segments,
@@ -191,3 +191,39 @@ def test_prefetch_uses_no_random_numbers(rows: list[PackedRow]) -> None:
     for one, other in zip(built, again, strict=True):
         for name, value in one.inputs.items():
             assert not isinstance(value, torch.Tensor) or torch.equal(value, other.inputs[name]), name
+
+
+# -- numbers that rows leave on the device -----------------------------------------------------------------------------
+
+
+def scores(nonfinite: list[bool], clamped: list[bool]) -> Any:
+    return SimpleNamespace(nonfinite_N=torch.tensor(nonfinite), clamped_N=torch.tensor(clamped))
+
+
+def query(num_scored: int) -> Any:
+    return SimpleNamespace(num_scored=num_scored)
+
+
+def test_one_device_read_returns_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with two forwards, and one without a term."""
+    reads, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(1) or tolist(self))
+    share = torch.tensor(0.1, dtype=torch.float32, requires_grad=True)
+    metrics = DeviceMetrics()
+    metrics.add(
+        {"loss/a": share, "loss/b": share * 2},
+        [scores([True, False], [False, True]), scores([True], [False])],
+        [query(2), query(1)],
+    )
+    metrics.add({}, [scores([True, True], [False, False])], [query(2)])
+    assert reads == []
+    first, second = metrics.sync()
+    assert reads == [1]
+    assert first == RowMetrics({"loss/a": share.item(), "loss/b": (share * 2).item()}, 3, nonfinite=2, clamped=1)
+    assert second == RowMetrics({}, 2, nonfinite=2, clamped=0)
+    assert (first.all_broken, second.all_broken) == (False, True)
+    assert list(metrics.sync()) == [] and reads == [1]
+
+
+def test_a_row_without_scored_positions_is_not_broken() -> None:
+    assert not RowMetrics({}, 0, 0, 0).all_broken
