@@ -37,6 +37,19 @@ ACTIVATION_PATH = (
     f"{CONFIG_JSON} (or {CONFIG_JSON_PATH}); 'coordexp launch' does all of this"
 )
 _OPTIONAL = {"max_object_keys"}
+MAX_WAIT_S = 3600.0  # of a call to engines for a push
+
+
+class JoinRequest(BaseModel):
+    """Weight group to join, to both kinds of servers. ``token``: required from every member that connects; the last two
+    fields are not ms-swift's. ``coordexp serve`` uses a host and ranks of its own."""
+
+    host: str = ""
+    port: int = Field(ge=1, le=65535)
+    world_size: int = Field(ge=2)
+    first_rank: int | None = None
+    timeout_s: float = Field(default=120.0, gt=0, le=MAX_WAIT_S)
+    token: str = Field(default="", max_length=128, repr=False)
 
 
 class CommitRequest(BaseModel):
@@ -51,24 +64,12 @@ def section_arguments(vllm: VLLMConfig) -> dict[str, Any]:
     """The resolved section ``rollout_matching.vllm`` as vLLM's ``EngineArgs``, without the keys that it leaves to
     vLLM."""
     assert vllm.dtype is not None and vllm.max_model_len is not None, "resolved_rollout() settles every null"
-    arguments: dict[str, Any] = {
-        "dtype": vllm.dtype,
-        "max_model_len": vllm.max_model_len,
-        "tensor_parallel_size": vllm.tensor_parallel_size,
-        "gpu_memory_utilization": vllm.gpu_memory_utilization,
-        "enable_prefix_caching": vllm.enable_prefix_caching,
-        "enforce_eager": vllm.enforce_eager,
-        "disable_custom_all_reduce": vllm.disable_custom_all_reduce,
-        "max_num_seqs": vllm.max_num_seqs,
-        "max_num_batched_tokens": vllm.max_num_batched_tokens,
-        "kv_cache_dtype": vllm.kv_cache_dtype,
-        "cpu_offload_gb": vllm.cpu_offload_gb,
-        "mm_encoder_tp_mode": vllm.mm_encoder_tp_mode,
-        "limit_mm_per_prompt": vllm.limit_mm_per_prompt.model_dump(),
-    }
+    # All other keys have vLLM's names.
+    ours = {"mode", "sleep_level", "enable_lora", "max_lora_rank", "server", "sync"}
+    arguments = vllm.model_dump(exclude=ours, exclude_none=True)
     if vllm.enable_lora:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": vllm.max_lora_rank}
-    return {name: value for name, value in arguments.items() if value is not None}
+    return arguments
 
 
 def own_arguments(model: Path, guarded: bool, holds_names: bool = False) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -41,11 +41,10 @@ from coordexp.engine.engine_process import (
     needed_plugins,
     settings_kept,
 )
-from coordexp.engine.push import ColocatedPusher
+from coordexp.engine.push import Mode, Named, WeightPusher, check_checksum
 from coordexp.errors import AlignmentError, DataError, RolloutError, require
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import (
-    AdapterWeights,
     DecodingOptions,
     IndexedRollout,
     RolloutRound,
@@ -54,6 +53,7 @@ from coordexp.rollouts.backend import (
     response_tokens,
 )
 from coordexp.rollouts.learner import LearnerParts
+from coordexp.weight_sync import WeightVersion
 
 ADVICE = (
     "lower rollout_matching.vllm.gpu_memory_utilization or max_num_seqs, set rollout_matching.offload, or write "
@@ -100,36 +100,19 @@ class InProcessEngine:
         }
         # A second process per engine would not share the trainer's memory.
         environment = engine_environment(environment, gpu=has_gpu()) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        with settings_kept(), environment_kept(environment):
-            self.vllm = _named("the engine could not be started", lambda: _start(arguments))
+        with settings_kept(), environment_kept(environment), _named("the engine could not be started"):
+            self.vllm = _start(arguments)
         self._can_sleep = has_gpu() and bool(arguments.get("enable_sleep_mode"))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.ask_worker(lambda worker: worker.model_runner.model_config.dtype)
-
-    def take(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Load some of the trainer's weights, in the background. They must not change before :meth:`commit`."""
-        _named("the push of weights failed", lambda: self.ask_worker(lambda worker: worker.receiver.take(bucket)))
-
-    def take_adapter(self, adapter: AdapterWeights) -> None:
-        # Raises vLLM's own errors, after which full weights are pushed.
-        self.ask_worker(lambda worker: worker.take_adapter(dict(adapter.config), list(adapter.tensors)))
 
     def commit(self, version: int, *, wants_checksum: bool) -> dict[str, Any]:
         """End a push, and drop everything that was computed with the old weights; returns the worker's report."""
-        report = _named(
-            "the push of weights failed",
-            lambda: self.ask_worker(lambda worker: worker.process_weights_after_loading(version, wants_checksum)),
-        )
+        with _named("the push of weights failed"):
+            report = self.ask_worker(lambda worker: worker.process_weights_after_loading(version, wants_checksum))
         if not self.vllm.reset_prefix_cache():
             raise RolloutError("the colocated vLLM engine: its prefix cache could not be emptied; a request still runs")
         self.vllm.reset_encoder_cache()
         self.vllm.reset_mm_cache()
         return report
-
-    def abandon_push(self) -> None:
-        self.ask_worker(lambda worker: worker.receiver.close())
 
     def run(
         self,
@@ -147,12 +130,7 @@ class InProcessEngine:
                 "hangs, and start again with training.resume_from_checkpoint: true"
             )
 
-        def add(prompt: Prompt, rendered: Any) -> None:
-            self.vllm.add_request(prompt.request_id, rendered, sampling_of(prompt), lora_request=lora_request)
-
-        def render(prompt: Prompt) -> Any:
-            return self._render(prompt, open_image)
-
+        render = partial(self._render, open_image=open_image)
         waiting = Prefetcher(
             prompts, render, ahead=AHEAD, deadline_s=PREPARE_S, timeout_error=timeout_error, name="prompts"
         )
@@ -162,9 +140,13 @@ class InProcessEngine:
                 while waiting or decoding:
                     while waiting and len(decoding) < self._max_in_flight:
                         prompt, rendered = waiting.take()
-                        _named(prompt.name, partial(add, prompt, rendered))
+                        with _named(prompt.name):
+                            sampling = sampling_of(prompt)
+                            self.vllm.add_request(prompt.request_id, rendered, sampling, lora_request=lora_request)
                         decoding.add(prompt.request_id)
-                    for output in _named("decoding failed", self.vllm.step):
+                    with _named("decoding failed"):
+                        outputs = self.vllm.step()
+                    for output in outputs:
                         if output.finished:
                             if output.request_id not in decoding:
                                 raise RolloutError(
@@ -192,12 +174,14 @@ class InProcessEngine:
         # Level 2 drops more than the weights: vLLM restores only registered buffers, and its Qwen3-VL adds
         # deepstack_input_embeds, plain tensors that must be zero at text positions, to the hidden states of every step.
         if level and self._can_sleep:
-            _named("the engine could not go to sleep", lambda: self.vllm.sleep(level))
+            with _named("the engine could not go to sleep"):
+                self.vllm.sleep(level)
 
     def wake_up(self, parts: Sequence[str]) -> None:
         """Take memory again for ``parts`` of ``weights`` and ``kv_cache``, if they sleep."""
         if self._can_sleep and self.vllm.is_sleeping():
-            _named("the engine could not wake up", lambda: self.vllm.wake_up(list(parts)))
+            with _named("the engine could not wake up"):
+                self.vllm.wake_up(list(parts))
 
     def close(self) -> None:
         """End the engine; the trainer's process group stays. Safe to call twice."""
@@ -216,12 +200,8 @@ class InProcessEngine:
         except DataError as error:
             raise DataError(f"{error} ({prompt.name})") from error
         content = {"prompt_token_ids": list(prompt.token_ids), "multi_modal_data": {"image": image}}
-
-        def render() -> Any:
+        with _named(prompt.name):
             (rendered,) = self.vllm.renderer.render_cmpl([parse_model_prompt(self.vllm.model_config, content)])
-            return rendered
-
-        rendered = _named(prompt.name, render)
         (image,) = rendered["mm_kwargs"]["image"]
         # None: in vLLM's cache, and compared when it got there. Other numbers of tokens show in the prompt's ids.
         if image is not None and prompt.image_grid_thw is not None:
@@ -241,14 +221,40 @@ def _start(arguments: Mapping[str, Any]) -> Any:
     return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
 
-def _named(what: str, act: Callable[[], Any]) -> Any:
+@contextmanager
+def _named(what: str) -> Iterator[None]:
     # vLLM's errors (bad input, too little memory, a broken engine) become RolloutErrors.
     from vllm.exceptions import VLLMError
 
     try:
-        return act()
+        yield
     except (VLLMError, ValueError, RuntimeError, AssertionError, OSError) as error:
         raise RolloutError(f"the colocated vLLM engine: {what}: {type(error).__name__}: {error}; {ADVICE}") from error
+
+
+class ColocatedPusher(WeightPusher):
+    """Pushes into the engine of this process; every rank into its own."""
+
+    converts = False  # the engine converts while it copies
+    engine: Any = None
+
+    def _begin(self, mode: Mode) -> torch.dtype | None:
+        return self.engine.ask_worker(lambda worker: worker.model_runner.model_config.dtype)
+
+    def _send(self, tensors: Named, peft_config: Mapping[str, Any] | None = None) -> None:
+        if peft_config is not None:  # raises vLLM's own errors, after which full weights are pushed
+            self.engine.ask_worker(lambda worker: worker.take_adapter(dict(peft_config), tensors))
+            return
+        with _named("the push of weights failed"):
+            self.engine.ask_worker(lambda worker: worker.receiver.take(tensors))
+
+    def _commit(self, weights: WeightVersion, expected: str | None) -> bool:
+        report = self.engine.commit(weights.version, wants_checksum=expected is not None)
+        check_checksum("the colocated vLLM engine", report["checksum"], expected)
+        return True
+
+    def _abort(self) -> None:
+        self.engine.ask_worker(lambda worker: worker.receiver.close())
 
 
 class ColocatedBackend:
@@ -415,10 +421,7 @@ class ColocatedBackend:
         from vllm.sampling_params import RequestOutputKind
 
         options, guarded = self._options, self._repeat_terminate.enabled
-        extra: dict[str, Any] = {REQUEST_KEY: prompt.request_id} if guarded else {}
-        if self._names:
-            extra[NAMES_KEY] = list(self._names)
-        arguments: dict[str, Any] = {"extra_args": extra} if extra else {}
+        names = {NAMES_KEY: list(self._names)} if self._names else {}
         return SamplingParams(
             max_tokens=options.max_new_tokens,
             temperature=options.temperature,
@@ -430,7 +433,7 @@ class ColocatedBackend:
             ignore_eos=not guarded,  # only <|im_end|> ends an answer, not the checkpoint's other end tokens
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            **arguments,
+            extra_args={REQUEST_KEY: prompt.request_id, **names},
         )
 
     def _rollout(self, request: RolloutRequest, output: Any) -> Rollout:

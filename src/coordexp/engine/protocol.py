@@ -213,6 +213,12 @@ def image_source(path: Path, images: Literal["path", "base64"], preparation: Ima
 # The server's side.
 
 
+def envelope_of(weights: WeightVersion, guarded: bool, triggered: bool, uuid: str | None) -> dict[str, Any]:
+    """Our part of an answer: its weights, whether the repeat guard was active and ended it, and its request's id."""
+    mark = {} if uuid is None else {"uuid": uuid}
+    return {**weights.payload(), ACTIVE: int(guarded), TRIGGERED: int(triggered), **mark}
+
+
 class RequestRefused(RolloutError):
     """The server does not serve this request; ``status`` is the HTTP status."""
 

@@ -1,5 +1,5 @@
-"""The trainer's side of a weight push, to rollout servers or into the engine of this process; ``WeightReceiver`` is the
-other end of both."""
+"""The trainer's side of a weight push, and its way to rollout servers (``colocated`` has the way into an engine of this
+process). ``WeightReceiver`` is the other end of both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from coordexp.background import in_background, wait_for_all
 from coordexp.config.rollout import SyncConfig
 from coordexp.engine.client import ServerClient
 from coordexp.errors import CoordExpError, RolloutError
-from coordexp.rollouts.backend import AdapterWeights, WeightSource
+from coordexp.rollouts.backend import WeightSource
 from coordexp.weight_sync import WeightVersion
 from coordexp.weight_sync.buckets import combined, describe, in_buckets, piece_bytes, pieces, tensor_hash
 from coordexp.weight_sync.group import Communicator, GroupAddress, join, wait_until_free
@@ -93,11 +93,9 @@ class WeightPusher(ABC):
         """Reach every engine; returns the number type of their weights, None if unknown."""
 
     @abstractmethod
-    def _send(self, bucket: Named) -> None:
-        """Send a bucket to every engine; may return before it has arrived."""
-
-    @abstractmethod
-    def _send_adapter(self, adapter: AdapterWeights) -> None: ...
+    def _send(self, tensors: Named, peft_config: Mapping[str, Any] | None = None) -> None:
+        """Send a bucket of weights, or an adapter with its ``peft_config``, to every engine. May return before all has
+        arrived; the tensors must not change until the commit."""
 
     @abstractmethod
     def _commit(self, weights: WeightVersion, expected: str | None) -> bool:
@@ -149,7 +147,7 @@ class WeightPusher(ABC):
             dtype = self._begin("adapter")
             for bucket in in_buckets(adapter.changed, self._config.bucket_mb << 20):
                 self._send([(name, _converted(tensor, dtype)) for name, tensor in bucket])
-            self._send_adapter(adapter)
+            self._send(list(adapter.tensors), adapter.config)
             self._commit(weights, None)
         self._num_pushes += 1
         sent = [*adapter.changed, *adapter.tensors]
@@ -187,30 +185,6 @@ def _num_bytes(named: Sequence[tuple[str, torch.Tensor]]) -> int:
     return sum(tensor.numel() * tensor.element_size() for _, tensor in named)
 
 
-class ColocatedPusher(WeightPusher):
-    """Pushes into the engine of this process; every rank into its own."""
-
-    converts = False  # the engine converts while it copies
-    engine: Any = None
-
-    def _begin(self, mode: Mode) -> torch.dtype | None:
-        return self.engine.dtype
-
-    def _send(self, bucket: Named) -> None:
-        self.engine.take(bucket)
-
-    def _send_adapter(self, adapter: AdapterWeights) -> None:
-        self.engine.take_adapter(adapter)
-
-    def _commit(self, weights: WeightVersion, expected: str | None) -> bool:
-        report = self.engine.commit(weights.version, wants_checksum=expected is not None)
-        check_checksum("the colocated vLLM engine", report["checksum"], expected)
-        return True
-
-    def _abort(self) -> None:
-        self.engine.abandon_push()
-
-
 class ServerPusher(WeightPusher):
     """Pushes to ``coordexp serve`` and ``swift rollout``. A bucket is announced over HTTP, and its bytes go through a
     weight group, to all servers at the same time, while the next bucket is prepared."""
@@ -244,14 +218,9 @@ class ServerPusher(WeightPusher):
             )
         return dtypes.pop() if dtypes else None
 
-    def _send(self, bucket: Named) -> None:
+    def _send(self, tensors: Named, peft_config: Mapping[str, Any] | None = None) -> None:
         self._finish_sending()
-        self._sending = self._on_each(lambda link: link.send(bucket, self._seconds_left))
-
-    def _send_adapter(self, adapter: AdapterWeights) -> None:
-        self._finish_sending()
-        tensors = list(adapter.tensors)
-        self._sending = self._on_each(lambda link: link.send(tensors, self._seconds_left, adapter.config))
+        self._sending = self._on_each(lambda link: link.send(tensors, self._seconds_left, peft_config))
 
     def _commit(self, weights: WeightVersion, expected: str | None) -> bool:
         self._finish_sending()

@@ -21,8 +21,16 @@ from pydantic import BaseModel, Field
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
 from coordexp.engine import versions
-from coordexp.engine.arguments import CommitRequest
-from coordexp.engine.protocol import MAX_REQUESTS, InferRequest, PromptBuilder, RequestConfig, RequestRefused
+from coordexp.engine.arguments import MAX_WAIT_S, CommitRequest, JoinRequest
+from coordexp.engine.protocol import (
+    ENVELOPE,
+    MAX_REQUESTS,
+    InferRequest,
+    PromptBuilder,
+    RequestConfig,
+    RequestRefused,
+    envelope_of,
+)
 from coordexp.engine.serve import ServeOptions
 from coordexp.engine.serve_engine import Heartbeat, ServedEngine
 from coordexp.engine.serve_http import BODY_S, Admission, reply_to_error, reply_to_invalid
@@ -31,7 +39,6 @@ from coordexp.weight_sync import WeightVersion
 
 Result = TypeVar("Result")
 STALLED_S = 120.0  # after which /health/ reports a hung engine; a learner uses its own server.timeout_s
-MAX_WAIT_S = 3600.0
 
 
 @dataclass(slots=True)
@@ -97,18 +104,6 @@ class WeightLock:
         except BaseException as error:
             self.fail(f"{type(error).__name__}: {error}")
             raise
-
-
-class GroupRequest(BaseModel):
-    """Weight group to join. ``host`` and ``first_rank`` are ms-swift's; this server uses its own. ``token``: required
-    from every member that connects."""
-
-    host: str = ""
-    port: int = Field(ge=1, le=65535)
-    world_size: int = Field(ge=2)
-    first_rank: int = 0
-    timeout_s: float = Field(default=120.0, gt=0, le=MAX_WAIT_S)
-    token: str = Field(default="", max_length=128, repr=False)
 
 
 class BucketRequest(BaseModel):
@@ -270,16 +265,11 @@ class RolloutServer:
                     "total_tokens": num_prompt + num_answer,
                 },
             }
-            envelope = {
-                **weights.payload(),
-                "repeat_terminate_active": int(self.engine.guarded),
-                "repeat_terminate_triggered": int(output.request_id in triggers),
-                **({} if request.uuid is None else {"uuid": request.uuid}),
-            }
-            replies.append({"response": response, "coordexp": envelope})
+            envelope = envelope_of(weights, self.engine.guarded, output.request_id in triggers, request.uuid)
+            replies.append({"response": response, ENVELOPE: envelope})
         return replies
 
-    async def init_communicator(self, request: GroupRequest) -> dict[str, str]:
+    async def init_communicator(self, request: JoinRequest) -> dict[str, str]:
         options, num_workers = self.options, self.engine.world_size
         if request.port != options.group_port:
             raise RequestRefused(400, f"this server's group_port is {options.group_port}, not {request.port}")

@@ -17,7 +17,7 @@ from typing import Any
 import swift.arguments.deploy_args
 import swift.utils
 from fastapi import Depends, HTTPException
-from pydantic import BaseModel, Field
+from pydantic import Field
 from swift.infer_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
 from swift.pipelines.infer import rollout as swift_rollout
@@ -28,6 +28,7 @@ from coordexp.engine.arguments import (
     NAMES_KEY,
     REQUEST_KEY,
     CommitRequest,
+    JoinRequest,
     activated_config,
     executor_on_cpu,
     with_processors,
@@ -46,6 +47,7 @@ from coordexp.engine.engine_process import (
     with_heartbeat,
 )
 from coordexp.engine.logits_processors import check_processors
+from coordexp.engine.protocol import envelope_of
 from coordexp.errors import RolloutError
 from coordexp.rollouts.allowed_labels import are_labels
 from coordexp.weight_sync import WeightVersion
@@ -105,12 +107,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         enveloped = []
         for request, output, request_id in zip(infer_requests, outputs, ids, strict=True):
             uuid = _field(request, "uuid")
-            envelope = {
-                **self._weights.payload(),
-                "repeat_terminate_active": int(self._guard is not None),
-                "repeat_terminate_triggered": int(request_id in ended),
-                **({} if uuid is None else {"uuid": uuid}),
-            }
+            envelope = envelope_of(self._weights, self._guard is not None, request_id in ended, uuid)
             fields = {name: getattr(output, name) for name in type(output).model_fields}
             enveloped.append(CoordExpRolloutOutput(**fields, coordexp=envelope))
         return enveloped
@@ -166,17 +163,6 @@ def _outcome(act: Callable[[], Any]) -> dict[str, Any]:
     except Exception as error:  # this process's edge: the HTTP process answers with status 500
         logger.exception("a request to this rollout worker failed")
         return {"error": f"{type(error).__name__}: {error}"}
-
-
-class JoinRequest(BaseModel):
-    """ms-swift's request, and three optional fields more."""
-
-    host: str
-    port: int
-    world_size: int
-    first_rank: int | None = None
-    timeout_s: float = 120.0
-    token: str = Field(default="", repr=False)
 
 
 class CoordExpEndpoints:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,19 +54,24 @@ class Learner:
 
 
 class FakeEngine:
-    """Answers nothing, and optionally refuses adapters."""
+    """Answers nothing, is its own worker, and optionally refuses adapters."""
 
     def __init__(self, learner: Learner, takes_adapters: bool = True) -> None:
         self._learner = learner
         self._takes_adapters = takes_adapters
         self.compared: list[bool] = []
-        self.dtype = torch.float32
+        self.receiver = SimpleNamespace(take=self.take, close=lambda: None)
+        self.model_runner = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+
+    def ask_worker(self, question: Any) -> Any:
+        return question(self)
 
     def take(self, bucket: Any) -> None:
         assert [name for name, _ in bucket] == ["a"]
         self._learner.note("push")
 
-    def take_adapter(self, adapter: AdapterWeights) -> None:
+    def take_adapter(self, peft_config: Any, tensors: Any) -> None:
+        assert peft_config == {"r": 4} and [name for name, _ in tensors] == ["a"]
         self._learner.note("adapter")
         if not self._takes_adapters:
             raise RolloutError("cannot adapt it")
@@ -73,8 +79,6 @@ class FakeEngine:
     def commit(self, version: int, *, wants_checksum: bool) -> dict[str, Any]:
         self.compared.append(wants_checksum)
         return {"checksum": combined({"a": tensor_hash(torch.zeros(2))})}
-
-    def abandon_push(self) -> None: ...
 
     def run(self, *_: Any) -> Iterator[Any]:
         self._learner.note("answer")

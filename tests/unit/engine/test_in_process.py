@@ -13,7 +13,6 @@ from coordexp.engine import colocated
 from coordexp.engine.colocated import InProcessEngine
 from coordexp.engine.engine_process import settings_kept
 from coordexp.errors import RolloutError
-from coordexp.rollouts.backend import AdapterWeights
 
 pytest.importorskip("vllm", reason="the engine's failures are recognised by vLLM's exceptions")
 CACHES = ["prefix", "encoder", "mm"]
@@ -76,15 +75,8 @@ class Engine:
         self.emptied.append("mm")
 
 
-def worker(failure: Exception | None = None) -> Any:
-    def take_adapter(config: Any, tensors: Any) -> None:
-        if failure is not None:
-            raise failure
-
+def worker() -> Any:
     return SimpleNamespace(
-        receiver=SimpleNamespace(take=lambda bucket: None, close=lambda: None),
-        model_runner=SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32)),
-        take_adapter=take_adapter,
         process_weights_after_loading=lambda version, wants_checksum: (
             {"version": version} | ({"checksum": None} if wants_checksum else {})
         ),
@@ -98,9 +90,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
         return InProcessEngine({}, 1)
 
     return start
-
-
-ADAPTER = AdapterWeights({"r": 4}, (("a", torch.zeros(2)),))
 
 
 def test_a_push_empties_every_cache_of_the_old_weights(started: Any) -> None:
