@@ -63,7 +63,7 @@ def behind(
         }  # fmt: skip
         trainer, _ = build_trainer(check_run(vllm_config(folder, **keys)), Console(quiet=True))
         # Images that ms-swift leaves at their size.
-        dataset: Any = trainer.train_dataset
+        dataset: Any = trainer.batches.dataset
         samples = [dataset[index] for index in range(12)]
         requests = [sample.request for sample in samples if sample.record.width >= 64][:3]
         backend = trainer.backend

@@ -48,7 +48,7 @@ class Watch:
     def __call__(self, trainer: CoordExpTrainer) -> None:
         model: Any = trainer.model
         generate = model.generate
-        backward = trainer.accelerator.backward
+        backward = trainer.run.accelerator.backward
 
         def watched_generate(**arguments: Any) -> torch.Tensor:
             self.generated.append(arguments)
@@ -60,7 +60,7 @@ class Watch:
 
         model.generate = watched_generate
         self.steps = watch_steps(trainer)
-        trainer.accelerator.backward = watched_backward
+        trainer.run.accelerator.backward = watched_backward
         model.model.register_forward_pre_hook(self._forward, with_kwargs=True)
 
     def _forward(self, model: torch.nn.Module, _: Any, arguments: dict[str, Any]) -> None:

@@ -201,26 +201,18 @@ class SavedAnswers:
             raise ValueError(f"answers of weights {sorted(versions)} among those requested of weights {self.version}")
 
 
+@dataclass(eq=False)
 class RolloutQueue:
-    """``content``: the answers for the next step, with ``ahead``; set it to restore a step's start or a checkpoint."""
+    """``content``: the answers for the next step, with ``ahead``; set it to restore a step's start or a checkpoint.
+    ``decode_metric``: the 0/1 metric that names the decoding mode."""
 
-    def __init__(
-        self,
-        backend: RolloutBackend,
-        read: AnswerReader,
-        training_seed: int,
-        *,
-        ahead: bool = False,
-        decode_metric: str = "rollout/decode_greedy",
-    ) -> None:
-        """``decode_metric``: the 0/1 metric that names the decoding mode."""
-        self.backend = backend
-        self.ahead = ahead
-        self._decode_metric = decode_metric
-        self.content: PendingAnswers | SavedAnswers | None = None
-        self.read = read
-        self._training_seed = training_seed
-        self._pushed_at: int | None = None  # the step that pushed its weights for its own answers
+    backend: RolloutBackend
+    read: AnswerReader
+    training_seed: int
+    ahead: bool = False
+    decode_metric: str = "rollout/decode_greedy"
+    content: PendingAnswers | SavedAnswers | None = None
+    _pushed_at: int | None = None  # the step that pushed its weights for its own answers
 
     def take(self, batches: MicroBatches, step: int, metrics: MutableMapping[str, float]) -> StepAnswers:
         """The answers for the step after ``step`` finished ones. A collective call; adds to ``metrics``.
@@ -245,7 +237,7 @@ class RolloutQueue:
                 else:
                     answers = self._from_saved(content, batches)
                 metrics["time/rollout_wait_s"] = time.perf_counter() - started
-        metrics[self._decode_metric] = 1
+        metrics[self.decode_metric] = 1
         return answers
 
     def submit(self, batches: MicroBatches, step: int, metrics: MutableMapping[str, float]) -> None:
@@ -289,7 +281,7 @@ class RolloutQueue:
         rounds = [
             RolloutRound(
                 tuple(sample.request for sample in batch),
-                SeedContext(self._training_seed, step, micro_step, distributed.rank()),
+                SeedContext(self.training_seed, step, micro_step, distributed.rank()),
             )
             for micro_step, batch in enumerate(batches)
         ]

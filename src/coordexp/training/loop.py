@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,42 +42,36 @@ from coordexp.training.step import TrainStep
 logger = logging.getLogger("coordexp")
 
 
+@dataclass(eq=False, kw_only=True)
 class CoordExpTrainer:
     """Runs optimizer steps until ``max_steps``, and everything around them.
 
     transformers' callbacks see its events by their usual names and may set its control flags; loggers are such
     callbacks. ``rollout_matching_cfg``: the resolved ``rollout_matching`` section, for plugins that read it.
+    ``measured``: the figures of an evaluation; None for none. ``keep_checkpoints``: as ``training.save_total_limit``;
+    None keeps all.
     """
 
-    def __init__(
-        self,
-        *,
-        run: RunState,
-        step: TrainStep,
-        batches: StepBatches,
-        backend: RolloutBackend,
-        args: TrainingArguments,
-        max_steps: int,
-        eval_dataset: RecordDataset | None,
-        rollout_matching_cfg: Mapping[str, Any],
-        callbacks: list[TrainerCallback],
-        measured: EvaluationOptions | None = COUNTS_ONLY,
-        scorer: TokenScorer | None = None,
-        keep_checkpoints: int | None = None,
-    ) -> None:
-        """``measured``: the figures of an evaluation; None for none. ``keep_checkpoints``: as
-        ``training.save_total_limit``; None keeps all."""
-        self.run, self.step, self.batches, self.backend = run, step, batches, backend
-        self.args = args
-        self.eval_dataset = eval_dataset
-        self.rollout_matching_cfg = rollout_matching_cfg
-        self._measured, self._scorer = measured, scorer
-        self._keep_checkpoints = keep_checkpoints
+    run: RunState
+    step: TrainStep
+    batches: StepBatches
+    backend: RolloutBackend
+    args: TrainingArguments
+    max_steps: InitVar[int]
+    eval_dataset: RecordDataset | None
+    rollout_matching_cfg: Mapping[str, Any]
+    callbacks: InitVar[list[TrainerCallback]]
+    measured: EvaluationOptions | None = COUNTS_ONLY
+    scorer: TokenScorer | None = None
+    keep_checkpoints: int | None = None
+    stopped_by: int | None = field(default=None, init=False)
+
+    def __post_init__(self, max_steps: int, callbacks: list[TrainerCallback]) -> None:
+        run, step, batches = self.run, self.step, self.batches
         self._drift: DriftWatch | None = None
         self._last_update: dict[str, Any] = {}
         self._saved: tuple[int, Path] | None = None  # the last whole checkpoint of this run: its step and folder
         self._signal: Callable[[], int | None] = lambda: None
-        self.stopped_by: int | None = None
         self.control = TrainerControl()
         self.callback_handler = CallbackHandler(
             [DefaultFlowCallback(), *callbacks], run.loaded.model, run.loaded.processor, run.optimizer, run.scheduler
@@ -85,7 +80,7 @@ class CoordExpTrainer:
         step.last_step = max_steps
         self.state.max_steps = max_steps
         self.state.num_train_epochs = math.ceil(max_steps / batches.steps_per_epoch)
-        self.state.compute_steps(args, max_steps)
+        self.state.compute_steps(self.args, max_steps)
         step.logging_steps = int(self.state.logging_steps or 1)
         self._notify("on_init_end")
 
@@ -94,20 +89,8 @@ class CoordExpTrainer:
         return self.run.loaded.model  # the bare one, sharded in place under FSDP
 
     @property
-    def optimizer(self) -> Any:
-        return self.run.optimizer
-
-    @property
-    def accelerator(self) -> Any:
-        return self.run.accelerator
-
-    @property
     def state(self) -> TrainerState:
         return self.run.progress
-
-    @property
-    def train_dataset(self) -> RecordDataset:
-        return self.batches.dataset
 
     def add_callback(self, callback: TrainerCallback) -> None:
         """Have ``callback`` see the run's events too."""
@@ -150,7 +133,11 @@ class CoordExpTrainer:
             self.state.global_step = step + 1
             self.state.epoch = self.batches.epoch_after(step + 1)
             self._notify("on_step_end")
-            self._end_on_signal()
+            asked = int(distributed.all_reduce([float(self._signal() or 0)], "max")[0])
+            if asked and self.state.global_step < self.state.max_steps:  # on all ranks, if any rank got a signal
+                self.stopped_by = asked
+                self.control.should_save = self.control.should_training_stop = True
+                self.control.should_evaluate = False
             losses += self._log_evaluate_save()
             epoch_ends = (step + 1) % self.batches.steps_per_epoch == 0 or step + 1 == self.state.max_steps
             if epoch_ends or self.control.should_training_stop or self.control.should_epoch_stop:
@@ -187,14 +174,6 @@ class CoordExpTrainer:
         load_weights(self.run, checkpoint)
         load_optimizer(self.run, checkpoint)
         return state.global_step
-
-    def _end_on_signal(self) -> None:
-        """Stop after this step, on all ranks, if any rank got a signal. A collective call."""
-        asked = int(distributed.all_reduce([float(self._signal() or 0)], "max")[0])
-        if asked and self.state.global_step < self.state.max_steps:
-            self.stopped_by = asked
-            self.control.should_save = self.control.should_training_stop = True
-            self.control.should_evaluate = False
 
     def _log_evaluate_save(self) -> list[float]:
         """Do what the control flags ask for. Returns: the mean loss of the steps that were logged, once for each."""
@@ -244,7 +223,7 @@ class CoordExpTrainer:
         assert dataset is not None, "evaluation without custom.val_jsonl"
         started = time.perf_counter()
         figures: dict[str, float] = {}
-        if self._measured is not None:
+        if self.measured is not None:
             where = f"evaluation after step {self.state.global_step}"
             if self.run.queue is not None:
                 self.run.queue.wait()  # its answers are of the weights before this push
@@ -258,10 +237,10 @@ class CoordExpTrainer:
                     self.backend,
                     self.run.loaded.vocab,
                     seed=self.args.seed,
-                    scorer=self._scorer,
+                    scorer=self.scorer,
                     on_progress=self._end_evaluation_on_signal,
                 )
-                figures = summarise(answers, self._measured).figures
+                figures = summarise(answers, self.measured).figures
         metrics = {f"eval_rollout/{name}": value for name, value in figures.items()}
         metrics["eval_time/runtime_s"] = time.perf_counter() - started
         self._log(dict(MetricsPayload("eval", self.state.global_step, metrics).metrics))
@@ -308,7 +287,7 @@ class CoordExpTrainer:
         self._saved = (self.state.global_step, folder)
         if self.args.should_save:
             best = self.state.best_model_checkpoint
-            delete_old(folder.parent, self._keep_checkpoints, newest=folder, best=None if best is None else Path(best))
+            delete_old(folder.parent, self.keep_checkpoints, newest=folder, best=None if best is None else Path(best))
 
     @contextmanager
     def _saving_on_error(self, what: str) -> Iterator[None]:

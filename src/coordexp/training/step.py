@@ -21,7 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -120,37 +120,27 @@ def prepare_step(
     return PreparedStep(rows, totals, outcomes)
 
 
+@dataclass(eq=False)
 class TrainStep:
     """Trains on one step's samples: :meth:`accumulate` the gradient, then :meth:`update` the weights.
 
-    Public while a step is under way: ``prepared``, and ``outcomes``, its answers with their records.
+    ``schedule``: chooses between the tasks of two channels; None where there is one task. Public while a step is under
+    way: ``prepared``, and ``outcomes``, its answers with their records.
     """
 
-    def __init__(
-        self,
-        run: RunState,
-        tasks: Mapping[Channel | None, Task],
-        schedule: ChannelSchedule | None,
-        *,
-        build_row: RowBuilder,
-        max_grad_norm: float,
-        rollout_log: RolloutLog,
-        recorder: RolloutRecorder | None = None,
-    ) -> None:
-        """``schedule``: chooses between the tasks of two channels; None where there is one task."""
-        self.model, self.optimizer, self.scheduler = run.model, run.optimizer, run.scheduler
-        self.accelerator = run.accelerator
-        self.shards = run.shards  # FSDP or DeepSpeed, under which ranks exchange in every row
-        self.sums = run.sums
-        self.tasks, self.schedule = tasks, schedule
-        self.build_row = build_row
-        self.max_grad_norm = max_grad_norm
-        self.rollout_log, self.recorder = rollout_log, recorder
-        self.notify: Callable[[str], None] = lambda event: None  # runs callbacks' event of that name
-        self.logging_steps = 1
-        self.last_step: int | None = None  # no answers are requested for steps after it
-        self.prepared: PreparedStep | None = None
-        self.outcomes: list[tuple[ImageRecord, SampleOutcome]] = []
+    run: RunState
+    tasks: Mapping[Channel | None, Task]
+    schedule: ChannelSchedule | None
+    _: KW_ONLY
+    build_row: RowBuilder
+    max_grad_norm: float
+    rollout_log: RolloutLog
+    recorder: RolloutRecorder | None = None
+    notify: Callable[[str], None] = lambda event: None  # runs callbacks' event of that name
+    logging_steps: int = 1
+    last_step: int | None = None  # no answers are requested for steps after it
+    prepared: PreparedStep | None = None
+    outcomes: list[tuple[ImageRecord, SampleOutcome]] = field(default_factory=list)
 
     def task_of(self, step: int) -> Task:
         """The task of the step after ``step`` finished ones."""
@@ -158,7 +148,7 @@ class TrainStep:
 
     def accumulate(self, batches: StepBatches, step: int) -> None:
         """Everything of the step after ``step`` finished ones up to its gradient. A collective call."""
-        where, task = f"step {step + 1}", self.task_of(step)
+        where, task, run = f"step {step + 1}", self.task_of(step), self.run
         metrics: defaultdict[str, float] = defaultdict(float)
         samples = batches.take()
         started = time.perf_counter()
@@ -171,22 +161,22 @@ class TrainStep:
                 self.recorder.offer(step, self.logging_steps, samples, prepared.outcomes)
                 metrics |= self.recorder.take_counters()
             metrics["time/window_prepare_s"] = time.perf_counter() - started
-            self.sums.add({**metrics, **self._channel_metrics(task, step)})
-            self.sums.count_step(task.channel)
+            run.sums.add({**metrics, **self._channel_metrics(task, step)})
+            run.sums.count_step(task.channel)
             self.notify("on_step_begin")
 
             # Forward and backward, row by row.
             started, forward_s, on_device = time.perf_counter(), 0.0, DeviceMetrics()
-            self.model.train()
+            run.model.train()
             # Sharded ranks exchange within every forward: one that fails alone has lost the others already.
-            with nullcontext(lambda: None) if self.shards else distributed.raise_on_all_ranks(where) as agree:
+            with nullcontext(lambda: None) if run.shards else distributed.raise_on_all_ranks(where) as agree:
                 for number, row in enumerate(rows, start=1):
                     is_last = number == len(prepared.rows)
-                    row = row.to(self.accelerator.device)
-                    self.accelerator.sync_gradients = is_last
-                    with nullcontext() if is_last or self.shards else self.accelerator.no_sync(self.model):
+                    row = row.to(run.accelerator.device)
+                    run.accelerator.sync_gradients = is_last
+                    with nullcontext() if is_last or run.shards else run.accelerator.no_sync(run.model):
                         begun = time.perf_counter()
-                        scores = self.model(forward_fn=partial(task.objective.scores, row=row))
+                        scores = run.model(forward_fn=partial(task.objective.scores, row=row))
                         result = task.objective.result(row.supervision, scores, prepared.totals)
                         on_device.add(result.named(task.channel), scores, row.queries)
                         self._record_losses(row, scores, step)
@@ -194,10 +184,10 @@ class TrainStep:
                         if is_last:
                             agree()  # before gradients are exchanged: afterwards an error of one rank comes too late
                         # DDP and FSDP average over ranks, and the sum is wanted.
-                        self.accelerator.backward(result.loss * distributed.world_size())
+                        run.accelerator.backward(result.loss * distributed.world_size())
             with distributed.raise_on_all_ranks(where):
                 self._take_metrics(on_device, step)
-        self.sums.add(
+        run.sums.add(
             {
                 "train/micro_steps": len(prepared.rows),
                 "time/forward_s": forward_s,
@@ -210,14 +200,15 @@ class TrainStep:
     def update(self) -> dict[str, Any]:
         """Clip, step the optimizer and the schedule, clear gradients. Returns: the gradient's norm before clipping, and
         the learning rate that was used."""
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or float("inf"))
+        run = self.run
+        norm = run.accelerator.clip_grad_norm_(run.model.parameters(), self.max_grad_norm or float("inf"))
         self.notify("on_pre_optimizer_step")
-        self.optimizer.step()
+        run.optimizer.step()
         self.notify("on_optimizer_step")
-        rate = self.optimizer.param_groups[0]["lr"]
-        if not (self.accelerator.optimizer_step_was_skipped or needs_metric(self.scheduler)):
-            self.scheduler.step()
-        self.optimizer.zero_grad()
+        rate = run.optimizer.param_groups[0]["lr"]
+        if not (run.accelerator.optimizer_step_was_skipped or needs_metric(run.scheduler)):
+            run.scheduler.step()
+        run.optimizer.zero_grad()
         return {"grad_norm": norm, "learning_rate": rate}  # a tensor stays on its device until it is logged
 
     def _ask_ahead(self, batches: StepBatches, step: int, metrics: MutableMapping[str, float]) -> None:
@@ -248,7 +239,7 @@ class TrainStep:
 
     def _take_metrics(self, on_device: DeviceMetrics, step: int) -> None:
         for row in on_device.sync():
-            self.sums.add(
+            self.run.sums.add(
                 {"train/nonfinite_positions_total": row.nonfinite, "train/clamped_positions_total": row.clamped}
             )
             # The objective replaces NaN and infinity, so that one broken logit cannot erase a step. That must not hide
@@ -257,4 +248,4 @@ class TrainStep:
                 raise TrainingDiverged(
                     f"step {step + 1}: every supervised position has NaN or infinite logits; {TrainingDiverged.ADVICE}"
                 )
-            self.sums.add(row.shares)
+            self.run.sums.add(row.shares)

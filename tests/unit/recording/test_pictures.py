@@ -60,7 +60,7 @@ def test_a_picture_shows_the_objects_in_the_order_that_was_matched(
     )  # fmt: skip
 
     def on_built(trainer) -> None:
-        dataset, notify = trainer.train_dataset, trainer.step.notify
+        dataset, notify = trainer.batches.dataset, trainer.step.notify
 
         def look_ahead_and_notify(event):
             dataset.set_epoch(trainer.state.global_step + 5)

@@ -156,7 +156,7 @@ def test_records_of_training_can_be_replayed(tmp_path: Path) -> None:
 def alone(record: RolloutRecord, trainer: CoordExpTrainer) -> dict[int, float]:
     """The first step's losses by a forward of its own over the sample, with the weights before any training."""
     loaded = load_tiny()
-    dataset: Any = trainer.train_dataset
+    dataset: Any = trainer.batches.dataset
     places = (i for i in range(len(dataset)) if dataset.record(i).sample_id == record.sample_id)
     request = dataset[next(places)].request
     ids = torch.tensor([[*request.prompt_token_ids, *record.target.token_ids]])

@@ -140,7 +140,9 @@ def test_it_trains_like_float32_and_plain_bfloat16_does_not(tmp_path: Path) -> N
         named = dict(trainer.model.named_parameters())
         if name == "masters":
             assert {weight.dtype for weight in named.values()} == {torch.bfloat16}
-            assert sorted(map(torch.numel, masters_of(trainer.optimizer))) == sorted(map(torch.numel, named.values()))
+            assert sorted(map(torch.numel, masters_of(trainer.run.optimizer))) == sorted(
+                map(torch.numel, named.values())
+            )
         ways[name] = {key: weight.detach().float() - start[key] for key, weight in named.items()}
     learned = float(curves["float32"][0] - curves["float32"][-1])
     gaps = {name: float((curve - curves["float32"]).abs().max()) for name, curve in curves.items()}
@@ -160,9 +162,11 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path) -> None:
     resumed = train(config)
     assert figures(resumed) == figures(whole)
     assert same_weights(weights(resumed.model), weights(whole.model))
-    pairs = zip(masters_of(resumed.optimizer), masters_of(whole.optimizer), strict=True)
+    pairs = zip(masters_of(resumed.run.optimizer), masters_of(whole.run.optimizer), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
-    unrounded = [master for master in masters_of(whole.optimizer) if not torch.equal(master, master.bfloat16().float())]
+    unrounded = [
+        master for master in masters_of(whole.run.optimizer) if not torch.equal(master, master.bfloat16().float())
+    ]
     assert unrounded, "no master held more than its weight, so nothing was tested"
 
 
@@ -176,7 +180,7 @@ def test_a_steps_gradient_is_the_float32_sum_of_its_rows(tmp_path: Path) -> None
         for name, weight in named.items():
             rows[name] = []
             weight.register_hook(lambda gradient, name=name: rows[name].append(gradient.clone()))
-        trainer.optimizer.optimizer.register_step_pre_hook(
+        trainer.run.optimizer.optimizer.register_step_pre_hook(
             lambda *_: sums.update({name: weight.grad.clone() for name, weight in named.items()})
         )
 

@@ -242,7 +242,7 @@ class FakeColocatedBackend(InMemoryBackend):
     def borrow_from(self, trainer: Any) -> None:
         model = owning(trainer.model)
         self._offload = LearnerOffload(model, BOTH, nothing_stays)
-        self._offload.bind(lambda: trainer.optimizer, sharded_by=None)
+        self._offload.bind(lambda: trainer.run.optimizer, sharded_by=None)
         self._homes = [p.untyped_storage() for p in model.parameters()]
 
     def sync_weights(self, version: int) -> None:

@@ -105,8 +105,8 @@ def test_the_fused_optimizer_of_the_shipped_configurations_steps_as_the_plain_on
     for optim in ("adamw_torch", "adamw_torch_fused"):
         keys = {"training__optim": optim, "training__vit_lr": 1e-4, "training__weight_decay": 0.1}
         ways[optim] = train(run_config(tmp_path, 1, optim, training__max_steps=3, **keys))
-    assert type(ways["adamw_torch_fused"].optimizer.optimizer).__name__ == "AdamW"
-    assert ways["adamw_torch_fused"].optimizer.param_groups[0]["fused"]
+    assert type(ways["adamw_torch_fused"].run.optimizer.optimizer).__name__ == "AdamW"
+    assert ways["adamw_torch_fused"].run.optimizer.param_groups[0]["fused"]
     plain, fused = (weights(trainer.model) for trainer in ways.values())
     for name, value in plain.items():
         torch.testing.assert_close(fused[name], value, atol=1e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")

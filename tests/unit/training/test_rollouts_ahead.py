@@ -183,7 +183,7 @@ def test_a_failed_step_keeps_its_answers(ahead: Any, tmp_path: Path, monkeypatch
 
 def test_unreadable_samples_fail_the_step_that_needs_them(ahead: Any, tmp_path: Path) -> None:
     def break_the_second_step(trainer: Any) -> None:
-        dataset, read = trainer.train_dataset, trainer.train_dataset.encode
+        dataset, read = trainer.batches.dataset, trainer.batches.dataset.encode
         seen: list[str] = []
 
         def encode(record: Any) -> Any:
