@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -119,14 +119,14 @@ def make_answer(
 _Bins = tuple[Annotated[int, msgspec.Meta(ge=0, lt=NUM_BINS)], ...]
 
 
-class _Object(msgspec.Struct, omit_defaults=True):
+class _Object(msgspec.Struct):
     """An object in the file: its kind is a key, as in datasets. ``soft`` of annotations, ``score`` of predictions."""
 
     desc: str
     bbox_2d: Annotated[_Bins, msgspec.Meta(min_length=4, max_length=4)] | UnsetType = UNSET
     poly: Annotated[_Bins, msgspec.Meta(min_length=6)] | UnsetType = UNSET
     soft: float | None = None
-    score: float | UnsetType | None = UNSET
+    score: float | None = None
 
     def shape(self) -> tuple[GeometryKind, _Bins]:
         if (self.bbox_2d is UNSET) == (self.poly is UNSET):
@@ -139,34 +139,24 @@ class _Object(msgspec.Struct, omit_defaults=True):
         return "poly", self.poly
 
 
-class _Line(msgspec.Struct):
-    """A line of the file: the fields of :class:`ImageAnswer`, objects in another form."""
-
-    sample_id: str
-    image: str
-    width: int
-    height: int
-    gt: tuple[_Object, ...] | None
-    pred: tuple[_Object, ...]
-    dropped: dict[str, int] = {}
-    truncated: bool = False
-    repeat_terminated: bool = False
-    num_tokens: int = 0
-    text: str = ""
-    original: OriginalImage | UnsetType | None = UNSET
+@dataclass(frozen=True, slots=True)
+class _Line(ImageAnswer):
+    gt: tuple[_Object, ...] | None  # pyright: ignore[reportIncompatibleVariableOverride]
+    pred: tuple[_Object, ...]  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 def to_line(answer: ImageAnswer) -> str:
     """The answer as one line of JSON, without its line break."""
-
-    def written(obj: GTObject | Detection, **more: Any) -> _Object:
-        return _Object(**{"desc": obj.desc, obj.kind: obj.bins} | more)
-
-    line = {name: getattr(answer, name) for name in _Line.__struct_fields__}
-    line["gt"] = None if answer.gt is None else tuple(written(obj, soft=obj.soft) for obj in answer.gt)
-    line["pred"] = tuple(written(obj, score=obj.score) for obj in answer.pred)
-    line["original"] = answer.original or UNSET
-    return to_json(_Line(**line)).decode()
+    line = {one.name: getattr(answer, one.name) for one in fields(ImageAnswer)}
+    if answer.gt is not None:
+        line["gt"] = [
+            {"desc": obj.desc, obj.kind: obj.bins, **({} if obj.soft is None else {"soft": obj.soft})}
+            for obj in answer.gt
+        ]
+    line["pred"] = [{"desc": obj.desc, obj.kind: obj.bins, "score": obj.score} for obj in answer.pred]
+    if answer.original is None:
+        del line["original"]
+    return to_json(line).decode()
 
 
 def from_line(text: str | bytes, *, path: Path | None = None, line: int | None = None) -> ImageAnswer:
@@ -174,11 +164,11 @@ def from_line(text: str | bytes, *, path: Path | None = None, line: int | None =
     read = from_json(_Line, text, "a line of predictions", path=path, line=line)
     try:
         gt = None if read.gt is None else tuple(GTObject(o.desc, *o.shape(), o.soft or None) for o in read.gt)
-        pred = tuple(Detection(o.desc, *o.shape(), o.score if o.score is not UNSET else None) for o in read.pred)
+        pred = tuple(Detection(o.desc, *o.shape(), o.score) for o in read.pred)
     except ValueError as error:
         raise DataError(f"not a line of predictions: {error}", path=path, line=line) from error
-    same = {name: getattr(read, name) for name in _Line.__struct_fields__}
-    return ImageAnswer(**same | {"gt": gt, "pred": pred, "original": read.original or None})
+    same = {one.name: getattr(read, one.name) for one in fields(ImageAnswer)}
+    return ImageAnswer(**same | {"gt": gt, "pred": pred})
 
 
 def read_answers(path: str | Path) -> list[ImageAnswer]:

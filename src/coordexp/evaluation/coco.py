@@ -111,12 +111,16 @@ def to_coco(
 
 
 def write_coco(
-    answers: Sequence[ImageAnswer], folder: Path, iou_type: IouType, constant_score: float | None
+    answers: Sequence[ImageAnswer], folder: Path, constant_score: float | None, segm: bool = False
 ) -> list[Path]:
-    """``coco_ground_truth.json`` and ``coco_results_{iou_type}.json``, as other tools read them."""
-    data = to_coco(answers, iou_type, constant_score)
-    paths = [folder / "coco_ground_truth.json", folder / f"coco_results_{iou_type}.json"]
-    for path, content in zip(paths, (data.ground_truth, data.results), strict=True):
+    """``coco_ground_truth.json``, ``coco_results_bbox.json`` and with ``segm`` ``coco_results_segm.json``, as other
+    tools read them."""
+    boxes = to_coco(answers, "bbox", constant_score)
+    contents: dict[str, object] = {"ground_truth": boxes.ground_truth, "results_bbox": boxes.results}
+    if segm:
+        contents["results_segm"] = to_coco(answers, "segm", constant_score).results
+    paths = [folder / f"coco_{name}.json" for name in contents]
+    for path, content in zip(paths, contents.values(), strict=True):
         path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
     return paths
 

@@ -206,11 +206,8 @@ def write_summary(
     write_answers(answers, folder / PREDICTIONS)
     paths = [folder / METRICS, folder / BY_CLASS, folder / BY_DENSITY, folder / PREDICTIONS]
     if options.coco:
-        paths += write_coco(answers, folder, "bbox", options.constant_score)
-        if options.segm:
-            paths += write_coco(answers, folder, "segm", options.constant_score)
-    paths += save_plots(answers, folder, coco=options.coco, constant_score=options.constant_score)
-    return list(dict.fromkeys(paths))
+        paths += write_coco(answers, folder, options.constant_score, options.segm)
+    return paths + save_plots(answers, folder, coco=options.coco, constant_score=options.constant_score)
 
 
 # Metric → (label, whether more is better); None where neither is.

@@ -47,7 +47,6 @@ class PredictionResult:
     """``resumed``: number of answers from an earlier run; ``skipped``: (image, reason) if one could not be read;
     ``answers`` and ``files`` are empty on ranks other than the first."""
 
-    folder: Path
     images: int
     resumed: int
     files: tuple[Path, ...]
@@ -150,7 +149,7 @@ def run_prediction(
     distributed.barrier()
     answers, files = _join_parts(output, records, save_images) if distributed.is_main() else ([], [])
     resumed = len(records) - len(todo)
-    return PredictionResult(output, len(records), resumed, tuple(files), images.skipped, tuple(answers))
+    return PredictionResult(len(records), resumed, tuple(files), images.skipped, tuple(answers))
 
 
 def _note(console: Console, images: FoundImages, preparation: ImagePreparation) -> None:
@@ -211,12 +210,11 @@ def _join_parts(
     for part in _parts(output):
         if part != whole:
             part.unlink()
-    paths = [whole, *write_coco(answers, output, "bbox", None)]
-    if any(obj.kind == "poly" for answer in answers for obj in answer.pred):
-        paths += write_coco(answers, output, "segm", None)
+    has_polygons = any(obj.kind == "poly" for answer in answers for obj in answer.pred)
+    paths = [whole, *write_coco(answers, output, None, segm=has_polygons)]
     if save_images:
         paths += save_drawings(answers, output / "images")
-    return answers, list(dict.fromkeys(paths))
+    return answers, paths
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,20 +31,10 @@ class Rule(Enum):
     WHOLE_RUN = ("once", "whole run", "same")
     EVALUATION = ("once", "once", "global")  # one value per evaluation, made global by coordexp.evaluation
 
-    @property
-    def over_micro_steps(self) -> str:
-        """How the values of a step's micro-steps become the step's."""
-        return self.value[0]
-
-    @property
-    def over_steps(self) -> str:
-        """How the values of a log line's steps become the line's."""
-        return self.value[1]
-
-    @property
-    def over_ranks(self) -> str:
-        """How the values of all ranks become one."""
-        return self.value[2]
+    def __init__(self, over_micro_steps: str, over_steps: str, over_ranks: str) -> None:
+        self.over_micro_steps = over_micro_steps
+        self.over_steps = over_steps
+        self.over_ranks = over_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +62,6 @@ def rate(name: str, unit: str, numerator: str, denominator: str, note: str = "")
 # One line per metric reads as a table; wrapped it would not.
 # ruff: noqa: E501
 # fmt: off
-
-
-
 
 COUNT, SHARE, SECONDS, PEAK, STATE, LEVEL, SCHEDULE, EVALUATION = (
     Rule.COUNT, Rule.SHARE, Rule.SECONDS, Rule.PEAK, Rule.STATE, Rule.LEVEL, Rule.SCHEDULE, Rule.EVALUATION,
@@ -236,11 +223,7 @@ def find_metric(name: str) -> Metric | None:
 
 
 def rule_of(name: str) -> Rule:
-    """How ``name`` is combined.
-
-    Raises:
-        ValueError: no line of the table covers it.
-    """
+    """How ``name`` is combined. Raises ValueError if no line of the table covers it."""
     metric = find_metric(name)
     if metric is None:
         raise ValueError(

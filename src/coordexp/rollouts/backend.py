@@ -28,12 +28,6 @@ def request_seed(training_seed: int, global_step: int, micro_step_idx: int, rank
     return 1 + _stable_hash(f"{training_seed}:{global_step}:{micro_step_idx}:{rank}:{req_idx}") % MAX_SEED
 
 
-def dataset_seed(training_seed: int, position: int) -> int:
-    """Seed of the answer to the sample at ``position`` (< 2^30) of a data set, in 1 … 2^31 - 1."""
-    # Within a call engines count up from the first request's seed, so neighbours must have neighbouring seeds.
-    return 1 + _stable_hash(f"data set:{training_seed}") % 2**30 + position
-
-
 def _stable_hash(text: str) -> int:
     # Python's own hash() of strings changes from process to process.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
@@ -65,15 +59,16 @@ class SeedContext:
 
 @dataclass(frozen=True, slots=True)
 class DatasetSeeds:
-    """Seeds of answers outside of training steps: request i is sample ``first`` + i of its data set, and its seed
-    depends only on the run's seed and that index, not on batches, ranks or resuming."""
+    """Seeds of answers outside of training steps: request i is sample ``first`` + i (< 2^30) of its data set, and its
+    seed, in 1 … 2^31 - 1, depends only on the run's seed and that index, not on batches, ranks or resuming."""
 
     training_seed: int
     first: int
     micro_step_idx: int = 0
 
     def seed_of(self, req_idx: int) -> int:
-        return dataset_seed(self.training_seed, self.first + req_idx)
+        # Within a call engines count up from the first request's seed, so neighbours must have neighbouring seeds.
+        return 1 + _stable_hash(f"data set:{self.training_seed}") % 2**30 + self.first + req_idx
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +86,11 @@ class DecodingOptions:
 
 def decoding_options(config: RolloutMatchingConfig) -> DecodingOptions:
     """The decoding part of the section, as values."""
-    sampling = config.decoding
     return DecodingOptions(
-        config.max_new_tokens,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.top_k,
-        config.num_beams,
-        config.repetition_penalty,
+        max_new_tokens=config.max_new_tokens,
+        num_beams=config.num_beams,
+        repetition_penalty=config.repetition_penalty,
+        **config.decoding.model_dump(),
     )
 
 

@@ -166,7 +166,7 @@ def test_random_answers_in_all_area_ranges(iou_type: IouType, seed: int) -> None
 @pytest.mark.parametrize("iou_type", ["bbox", "segm"])
 def test_metrics_equal_pycocotools_on_our_files(tmp_path: Path, iou_type: IouType, capsys) -> None:
     answers = random_answers(25, 1)
-    truth_file, results_file = write_coco(answers, tmp_path, iou_type, None)
+    truth_file, *_, results_file = write_coco(answers, tmp_path, None, segm=iou_type == "segm")
     truth: Any = COCO(str(truth_file))
     evaluation = evaluated(truth, truth.loadRes(str(results_file)), iou_type, THRESHOLDS_T.tolist())
     evaluation.summarize()

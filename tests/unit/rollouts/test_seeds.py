@@ -7,7 +7,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordexp.rollouts.backend import MAX_SEED, dataset_seed, request_seed
+from coordexp.rollouts.backend import MAX_SEED, DatasetSeeds, request_seed
 
 PINNED = [363490752, 1634158894]
 ANY = st.integers(0, 2**40)
@@ -32,7 +32,11 @@ def test_every_part_of_the_place_counts():
 
 def test_neighbours_in_a_data_set_have_neighbouring_seeds():
     """An engine that counts up from a call's first seed gives each of its answers the seed of its own place."""
-    first = dataset_seed(42, 0)
-    assert [dataset_seed(42, position) for position in (1, 2, 1000)] == [first + 1, first + 2, first + 1000]
-    assert len({dataset_seed(training_seed, 0) for training_seed in range(100)}) == 100
-    assert all(1 <= dataset_seed(training_seed, 2**30 - 1) <= MAX_SEED for training_seed in range(100))
+    first = DatasetSeeds(42, 0).seed_of(0)
+    assert [DatasetSeeds(42, position - 1).seed_of(1) for position in (1, 2, 1000)] == [
+        first + 1,
+        first + 2,
+        first + 1000,
+    ]
+    assert len({DatasetSeeds(training_seed, 0).seed_of(0) for training_seed in range(100)}) == 100
+    assert all(1 <= DatasetSeeds(training_seed, 2**30 - 1).seed_of(0) <= MAX_SEED for training_seed in range(100))
