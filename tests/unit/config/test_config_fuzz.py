@@ -66,24 +66,12 @@ def test_any_change_is_valid_or_an_error_naming_the_key(where: tuple[str, str], 
         assert path in str(error)
 
 
+LIKE_SOMETHING_ELSE = [
+    "no", "1e-3", "1:30", "2026-01-31", "${env:HOME}", "$${", "${", "null", "~", "0x1F", "1_000", "- a", "#", " a ",
+    "'",
+]  # fmt: skip
 TEXT = st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
-    [
-        "no",
-        "1e-3",
-        "1:30",
-        "2026-01-31",
-        "${env:HOME}",
-        "$${",
-        "${",
-        "null",
-        "~",
-        "0x1F",
-        "1_000",
-        "- a",
-        "#",
-        " a ",
-        "'",
-    ]
+    LIKE_SOMETHING_ELSE
 )
 INTEGERS = st.integers(-(1 << 63), (1 << 63) - 1)  # the loader refuses larger ones
 ANYTHING = st.recursive(
@@ -108,42 +96,10 @@ def test_resolved_yaml_loads_back_unchanged(tmp_path_factory: Any, prompt: str, 
 
 
 PIECES = [
-    "model",
-    "training",
-    ": ",
-    ":\n  ",
-    "\n",
-    "- ",
-    "{",
-    "}",
-    "[",
-    "]",
-    ", ",
-    "&a ",
-    "*a",
-    "<<: ",
-    "<<",
-    "!!int ",
-    "!x ",
-]
-PIECES += [
-    "? ",
-    "1",
-    "x",
-    "~",
-    "'",
-    '"',
-    "| ",
-    "> ",
-    "#",
-    "${env:HOME}",
-    "${",
-    "%YAML 1.1\n",
-    "---\n",
-    "\t",
-    "extends: ",
-    ".",
-]
+    "model", "training", ": ", ":\n  ", "\n", "- ", "{", "}", "[", "]", ", ", "&a ", "*a", "<<: ", "<<", "!!int ",
+    "!x ", "? ", "1", "x", "~", "'", '"', "| ", "> ", "#", "${env:HOME}", "${", "%YAML 1.1\n", "---\n", "\t",
+    "extends: ", ".",
+]  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)

@@ -19,7 +19,14 @@ VLLM = f"{RM}.vllm"
 REPEAT = f"{RM}.repeat_terminate"
 SERVERS = {"servers": [{"base_url": "http://a:8000", "group_port": 51216}]}
 SERVER = {"mode": "server", "server": SERVERS}
+# The best of the checkpoints that are evaluated.
+BEST = {"training.load_best_model_at_end": True, "training.metric_for_best_model": "rollout/f1",
+        "custom.val_jsonl": "data/val.jsonl", "training.eval_strategy": "steps", "training.eval_steps": 100,
+        "training.save_steps": 300}  # fmt: skip
 ADAPTERS = {"train_type": "lora", "train_coord_rows": False}
+
+
+OFFLOAD = {"enabled": True, "offload_model": True}
 
 
 def changed(base: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
@@ -73,49 +80,20 @@ RULES = [
      "training.effective_batch_size", "multiple of per_device_train_batch_size (2)"),
     (stage1(), {"training.load_best_model_at_end": True, "training.metric_for_best_model": "rollout/f1"},
      "training.load_best_model_at_end", "eval_strategy is 'no'"),
-    (
-        stage1(),
-        {
-            "training.load_best_model_at_end": True,
-            "training.metric_for_best_model": "rollout/f1",
-            "custom.val_jsonl": "data/val.jsonl",
-            "training.eval_strategy": "steps",
-            "training.eval_steps": 200,
-            "training.save_steps": 300,
-        },
-        "training.save_steps",
-        "eval_steps (200)",
-    ),
-    (
-        stage1(),
-        {
-            "training.load_best_model_at_end": True,
-            "training.eval_strategy": "epoch",
-            "training.save_strategy": "epoch",
-            "custom.val_jsonl": "data/val.jsonl",
-        },
-        "training.metric_for_best_model",
-        "load_best_model_at_end",
-    ),
+    (stage1(), BEST | {"training.eval_steps": 200}, "training.save_steps", "eval_steps (200)"),
+    (stage1(), BEST | {"training.metric_for_best_model": None}, "training.metric_for_best_model",
+     "load_best_model_at_end"),
     # how the trainer is spread
     (stage1(), {"deepspeed.enabled": True}, "deepspeed.config", "needs a JSON file or a mapping"),
     (stage1(), {"deepspeed": {"enabled": True, "config": {}}, "fsdp.enabled": True}, "fsdp.enabled", "exclude each"),
     (stage1(), {"fsdp": {"enabled": True, "activation_checkpointing": True}, "training.gradient_checkpointing": True},
      "fsdp.activation_checkpointing", "enable one of them"),
     (vllm(), {f"{RM}.offload.enabled": True}, f"{RM}.offload.enabled", "moves nothing"),
-    (
-        changed(vllm(), {f"{RM}.offload": {"enabled": True, "offload_model": True}}),
-        {f"{RM}.eval_detection.score_mode": "confidence"},
-        f"{RM}.eval_detection.score_mode",
-        "write score_mode: constant",
-    ),
+    (changed(vllm(), {f"{RM}.offload": OFFLOAD}), {f"{RM}.eval_detection.score_mode": "confidence"},
+     f"{RM}.eval_detection.score_mode", "write score_mode: constant"),
     (stage1(), {"training.fp16": True, "training.use_cpu": True}, "training.fp16", "needs a GPU"),
-    (
-        vllm(),
-        {f"{RM}.offload": {"enabled": True, "offload_model": True}, "deepspeed": {"enabled": True, "config": "z.json"}},
-        f"{RM}.offload.enabled",
-        "DeepSpeed owns",
-    ),
+    (vllm(), {f"{RM}.offload": OFFLOAD, "deepspeed": {"enabled": True, "config": "z.json"}}, f"{RM}.offload.enabled",
+     "DeepSpeed owns"),
     (stage1(), {"tuner": {"freeze_vit": True, "freeze_aligner": True, "freeze_llm": True}}, "tuner.freeze_llm",
      "the whole model is frozen"),
     (stage1(), {"model.dtype": "float16", "training.fp16": True}, "model.dtype", "write model.dtype: float32"),
@@ -143,12 +121,9 @@ RULES = [
      f"{REPEAT}.enabled", "no threshold is set"),
     # the engine, its servers, its weights
     (vllm(), {f"{VLLM}.mode": "server"}, f"{VLLM}.server", "vllm.mode: colocate or rollout_backend: hf"),
-    (
-        vllm(**SERVER),
-        {f"{VLLM}.server.servers": [*SERVERS["servers"], {"base_url": "http://a:8000/", "group_port": 51217}]},
-        f"{VLLM}.server.servers[1].base_url",
-        "servers[0] again",
-    ),
+    (vllm(**SERVER),
+     {f"{VLLM}.server.servers": [*SERVERS["servers"], {"base_url": "http://a:8000/", "group_port": 51217}]},
+     f"{VLLM}.server.servers[1].base_url", "servers[0] again"),
     (vllm(), {f"{VLLM}.sync.mode": "adapter"}, f"{VLLM}.sync.mode", "needs vllm.enable_lora: true"),
     (vllm(enable_lora=True), {f"{VLLM}.sync.mode": "adapter"}, f"{VLLM}.sync.mode", "trains none"),
     (vllm(enable_lora=True), {f"{VLLM}.sync.mode": "auto"}, f"{VLLM}.sync.mode", "write sync.mode: full"),
@@ -184,7 +159,7 @@ def test_answer_that_fills_the_engine_is_refused() -> None:
 OFFLOAD_IGNORED = [
     backend | {RM: backend[RM] | {"offload": offload, "eval_detection": {"score_mode": score_mode}}}
     for backend in (stage2(), vllm(**SERVER))
-    for offload in ({"enabled": True}, {"enabled": True, "offload_model": True, "offload_optimizer": True})
+    for offload in ({"enabled": True}, OFFLOAD | {"offload_optimizer": True})
     for score_mode in ("constant", "confidence")
 ]
 
@@ -194,9 +169,7 @@ def test_offload_without_a_colocated_engine_warns_once(config: dict[str, Any]) -
     assert ["offload is ignored" in sentence for sentence in advice(parse_config(config))].count(True) == 1
 
 
-@pytest.mark.parametrize(
-    "config", [stage2(), changed(vllm(), {f"{RM}.offload": {"enabled": True, "offload_model": True}})]
-)
+@pytest.mark.parametrize("config", [stage2(), changed(vllm(), {f"{RM}.offload": OFFLOAD})])
 def test_offload_that_is_off_or_works_does_not_warn(config: dict[str, Any]) -> None:
     assert not any("offload" in sentence for sentence in advice(parse_config(config)))
 
@@ -210,21 +183,10 @@ ALLOWED = [
     vllm(max_model_len=2048),
     vllm(enable_lora=True),
     changed(vllm(enable_lora=True, sync={"mode": "auto"}), {"tuner": ADAPTERS}),
-    *OFFLOAD_IGNORED,
-    changed(stage2(offload={"enabled": True, "offload_model": True}), {"deepspeed": {"enabled": True, "config": {}}}),
+    changed(stage2(offload=OFFLOAD), {"deepspeed": {"enabled": True, "config": {}}}),
     stage2(repeat_terminate={"enabled": True}),
     stage2(repeat_terminate={"enabled": True, "ngram_size": 0, "ngram_repeats": 0}),
-    changed(
-        stage1(),
-        {
-            "training.load_best_model_at_end": True,
-            "training.metric_for_best_model": "rollout/f1",
-            "custom.val_jsonl": "data/val.jsonl",
-            "training.eval_strategy": "steps",
-            "training.eval_steps": 100,
-            "training.save_steps": 300,
-        },
-    ),
+    changed(stage1(), BEST),
 ]
 
 
