@@ -12,7 +12,7 @@ from coordexp.engine import check_backend
 from coordexp.engine.arguments import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, GUARD_PROCESSOR
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.launch.plan import plan_launch
-from coordexp.rollouts import decoding_options
+from coordexp.rollouts.backend import decoding_options
 from coordexp.rollouts.learner import LearnerParts
 from support.config_samples import set_key, write_yaml
 from support.rollout_servers import server_config

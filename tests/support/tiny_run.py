@@ -26,7 +26,7 @@ from coordexp.objective import RowObjective, sft_pipeline
 from coordexp.packing import CarryBuffer
 from coordexp.recording.writer import RolloutLog
 from coordexp.records import GTObject, ImageRecord, PackedRow, Rollout, RolloutRequest, Segment
-from coordexp.rollouts import IndexedRollout, RolloutRound
+from coordexp.rollouts.backend import IndexedRollout, RolloutRound
 from coordexp.targets import TargetPolicy, TransportConfig, build_gt_target
 from coordexp.training.answers import AnswerReader, RolloutQueue, TargetOptions
 from coordexp.training.rows import RowLayout

@@ -33,7 +33,7 @@ from coordexp.records import (
     read_lines,
     to_json,
 )
-from coordexp.rollouts import DatasetSeeds, RolloutBackend, Seeds
+from coordexp.rollouts.backend import DatasetSeeds, RolloutBackend, Seeds
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

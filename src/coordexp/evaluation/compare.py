@@ -13,13 +13,7 @@ from rich.text import Text
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer
 from coordexp.evaluation.coco import average_precision
-from coordexp.evaluation.detection import (
-    DENSITY_BINS,
-    IOU_THRESHOLD,
-    count_image,
-    density_bin,
-    detection_metrics,
-)
+from coordexp.evaluation.detection import DENSITIES, IOU_THRESHOLD, count_image, detection_metrics
 from coordexp.evaluation.summary import text_table
 
 RESAMPLES = 1000
@@ -115,7 +109,7 @@ def compare(
     by_class = sorted((row for row in by_class if row.gt), key=lambda row: (-row.gt, row.name))
 
     by_density = []
-    for name in [density_bin(low) for low, _ in DENSITY_BINS if low]:
+    for name in list(DENSITIES)[1:]:  # images without objects have no F1
         of_N = [n for n, part in enumerate(counted[0]) if part.density == name]
         if of_N:
             parts = [[run[n].counts for n in of_N] for run in counted]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,14 @@ from coordexp.records import NUM_BINS, GTObject
 
 IOU_THRESHOLD = 0.5
 GIANT = 0.8  # of the image's area
-DENSITY_BINS = ((0, 0), (1, 5), (6, 10), (11, 20), (21, 50), (51, None))
+DENSITIES = {  # bins of images by their number of annotated objects
+    "0": range(1),
+    "1-5": range(1, 6),
+    "6-10": range(6, 11),
+    "11-20": range(11, 21),
+    "21-50": range(21, 51),
+    "51+": range(51, sys.maxsize),
+}
 OTHER_DESC = "(not annotated anywhere)"
 _CANVAS = 256
 
@@ -34,12 +42,7 @@ class ImageCounts:
 
 def density_bin(num_objects: int) -> str:
     """The name of the density bin of an image with ``num_objects`` annotated objects."""
-    for low, high in DENSITY_BINS:
-        if high is None:
-            return f"{low}+"
-        if low <= num_objects <= high:
-            return f"{low}" if low == high else f"{low}-{high}"
-    raise AssertionError("the last bin is open")
+    return next(name for name, numbers in DENSITIES.items() if num_objects in numbers)
 
 
 def match_by_desc(

@@ -18,12 +18,11 @@ from rich.text import Text
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, write_answers
 from coordexp.evaluation.coco import AREAS, RECALLS_R, THRESHOLDS_T, average_precision, coco_shape, write_coco
 from coordexp.evaluation.detection import (
-    DENSITY_BINS,
+    DENSITIES,
     IOU_THRESHOLD,
     OTHER_DESC,
     assigner,
     count_image,
-    density_bin,
     detection_metrics,
     ignored_predictions,
     sum_counts,
@@ -136,7 +135,7 @@ def summarise(
     if other:  # an image counts once, not once for each of these descriptions
         other["images"] = sum(1 for part in counted if part.by_desc.keys() - by_desc.keys())
         by_class.append(_row(OTHER_DESC, other, None))
-    densities = [name for name in map(density_bin, (low for low, _ in DENSITY_BINS)) if name in by_density]
+    densities = [name for name in DENSITIES if name in by_density]
 
     found = list(notes)
     if not figures["pred_objects"] and figures["gt_objects"]:
@@ -306,23 +305,22 @@ def confusion(answers: Sequence[ImageAnswer], most: int = _CLASSES) -> Confusion
     Raises:
         DataError: an image has no annotations.
     """
+    names = _by_frequency(answers)[:most]
     pairs: Counter[tuple[str, str]] = Counter()
     for answer in answers:
         ignored = ignored_predictions(answer)
         objects = [obj for i, obj in enumerate(answer.pred) if i not in ignored]
         truth = answer.truth
         matched = assigner(objects, truth, IOU_THRESHOLD)(False)
-        pairs.update((truth[j].desc, objects[i].desc) for i, j, _ in matched)
+        rows = [obj.desc if obj.desc in names else OTHERS for obj in truth]
+        columns = [obj.desc if obj.desc in names else OTHERS for obj in objects]
+        pairs.update((rows[j], columns[i]) for i, j, _ in matched)
         matched_truth, used = {j for _, j, _ in matched}, {i for i, _, _ in matched}
-        pairs.update((obj.desc, MISSED) for j, obj in enumerate(truth) if j not in matched_truth)
-        pairs.update((INVENTED, obj.desc) for i, obj in enumerate(objects) if i not in used)
-    names = _by_frequency(answers)[:most]
-    folded: Counter[tuple[str, str]] = Counter()
-    for (row, column), count in pairs.items():
-        folded[row if row in (*names, INVENTED) else OTHERS, column if column in (*names, MISSED) else OTHERS] += count
-    rest = [OTHERS] if any(OTHERS in pair for pair in folded) else []
+        pairs.update((row, MISSED) for j, row in enumerate(rows) if j not in matched_truth)
+        pairs.update((INVENTED, column) for i, column in enumerate(columns) if i not in used)
+    rest = [OTHERS] if any(OTHERS in pair for pair in pairs) else []
     annotated, predicted = (*names, *rest, INVENTED), (*names, *rest, MISSED)
-    counts_AP = np.array([[folded[row, column] for column in predicted] for row in annotated], dtype=np.int64)
+    counts_AP = np.array([[pairs[row, column] for column in predicted] for row in annotated], dtype=np.int64)
     return Confusion(annotated, predicted, counts_AP)
 
 

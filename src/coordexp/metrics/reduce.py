@@ -9,7 +9,7 @@ loggers. The rule is in the metric's line of the table:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,14 +65,7 @@ class MetricSums:
 
     def add(self, values: Mapping[str, float]) -> None:
         """Add the values of a micro-step, or of any part of a step. Raises ValueError for an unknown name."""
-        for name, value in values.items():
-            rule = rule_of(name)
-            if name not in self._values or rule.over_micro_steps == "last":
-                self._values[name] = float(value)
-            elif rule.over_micro_steps == "max":
-                self._values[name] = max(self._values[name], float(value))
-            else:
-                self._values[name] += float(value)
+        _combine(self._values, values, lambda rule: rule.over_micro_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """State of an unfinished log entry for a checkpoint; bit-exact as JSON."""
@@ -109,18 +102,23 @@ def reduce_metrics(local: Mapping[str, float]) -> dict[str, float]:
     """
     total: dict[str, float] = {}
     for part in distributed.gather_json({name: float(value) for name, value in local.items()}):
-        for name, value in part.items():
-            if name not in total:
-                total[name] = value
-            elif rule_of(name).over_ranks == "max":
-                total[name] = max(total[name], value)
-            else:
-                total[name] += value
+        _combine(total, part, lambda rule: rule.over_ranks)
     for name, (numerator, denominator) in RATES.items():
         if denominator in total:
             below = total[denominator]
             total[name] = total.get(numerator, 0.0) / below if below else 0.0
     return dict(sorted(total.items()))
+
+
+def _combine(total: dict[str, float], values: Mapping[str, float], how: Callable[[Rule], str]) -> None:
+    for name, value in values.items():
+        rule = how(rule_of(name))
+        if name not in total or rule == "last":
+            total[name] = float(value)
+        elif rule == "max":
+            total[name] = max(total[name], float(value))
+        else:
+            total[name] += float(value)
 
 
 SCHEMA_VERSION = 1

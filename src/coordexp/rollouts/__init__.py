@@ -13,13 +13,9 @@ from typing import TYPE_CHECKING
 
 from coordexp.rollouts.backend import (
     DatasetSeeds,
-    DecodingOptions,
-    IndexedRollout,
     RolloutBackend,
     RolloutRound,
     SeedContext,
-    Seeds,
-    decoding_options,
     request_seed,
     rollout_session,
 )
@@ -32,16 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DatasetSeeds",
-    "DecodingOptions",
-    "IndexedRollout",
     "RepeatGuard",
     "RolloutBackend",
     "RolloutRound",
     "SeedContext",
-    "Seeds",
     "build_backend",
     "chunk_size",
-    "decoding_options",
     "request_seed",
     "rollout_session",
     "split_requests",

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coordexp.checkpoints.folder import RESOLVED_CONFIG
+from coordexp.config.source import read_document
 from coordexp.coords import CoordVocab
 from coordexp.data.files import read_json
 from coordexp.errors import DataError
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from coordexp.recording.rollout_record import RolloutRecord
 
 BEHIND_CUT = "BEHIND_CUT"  # tokens of the answer that are not part of the target
-_RECORDS, _RESOLVED_CONFIG = "rollout_records", "resolved_config.yaml"
+_RECORDS = "rollout_records"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +109,9 @@ def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 10
         )
     notes = []
     if not records:
-        resolved = source / _RESOLVED_CONFIG
+        resolved = source / RESOLVED_CONFIG
         command = f"coordexp evaluate {resolved if resolved.is_file() else 'RUN.yaml'} --model {source}"
-        if _section(resolved, "custom").get("trainer_variant") is not None:
+        if _section(source, "custom").get("trainer_variant") is not None:
             notes.append(
                 "this run recorded no rollouts: set rollout_matching.monitor_dump.enabled: true and resume it, or let "
                 f"its model answer: {command}"
@@ -132,22 +134,15 @@ def find_checkpoint(source: Path) -> Path | None:
     for folder in (source, source.parent, source.parent.parent) if source.is_dir() else source.parents[:3]:
         if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
             return folder
-        model = _section(folder / _RESOLVED_CONFIG, "model").get("model")
+        model = _section(folder, "model").get("model")
         if model is not None and (Path(str(model)) / "tokenizer.json").is_file():
             return Path(str(model))
     return None
 
 
-def _section(resolved: Path, name: str) -> Mapping[str, object]:
-    if not resolved.is_file():
-        return {}
-    import yaml
-
-    try:
-        content = yaml.safe_load(resolved.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DataError(f"is not YAML: {error}; name the checkpoint with --model", path=resolved) from error
-    section = content.get(name) if isinstance(content, dict) else None
+def _section(run: Path, name: str) -> Mapping[str, object]:
+    resolved = run / RESOLVED_CONFIG
+    section = read_document(resolved).data.get(name) if resolved.is_file() else None
     return section if isinstance(section, dict) else {}
 
 

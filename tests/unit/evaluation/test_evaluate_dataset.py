@@ -13,7 +13,7 @@ from coordexp.errors import AlignmentError
 from coordexp.evaluation import EvaluationOptions, summarise
 from coordexp.evaluation.answers import answer_dataset, share_out, to_line
 from coordexp.records import GTObject, Rollout, RolloutRequest
-from coordexp.rollouts import DatasetSeeds, Seeds
+from coordexp.rollouts.backend import DatasetSeeds, Seeds
 from support.answers import CAT, DOG, record, request
 from support.qwen_tokenizer import qwen_vocab
 from support.tiny_run import QuietBackend

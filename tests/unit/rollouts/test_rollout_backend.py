@@ -23,8 +23,8 @@ from coordexp.inference.session import PredictOptions, inference_config
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.records import Rollout
-from coordexp.rollouts import DecodingOptions, build_backend
-from coordexp.rollouts.backend import IndexedRollout, collect_in_order, decoding_options
+from coordexp.rollouts import build_backend
+from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, collect_in_order, decoding_options
 from coordexp.rollouts.hf import HFBackend
 from coordexp.rollouts.learner import LearnerParts
 from support.config_samples import stage2

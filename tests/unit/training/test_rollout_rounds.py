@@ -17,7 +17,7 @@ from coordexp.matching import MatchingConfig
 from coordexp.modeling.load import LoadedModel
 from coordexp.recording.writer import RolloutLog
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts import IndexedRollout, RolloutRound, SeedContext
+from coordexp.rollouts.backend import IndexedRollout, RolloutRound, SeedContext
 from coordexp.training.answers import AnswerReader, RolloutQueue
 from coordexp.training.checkpoint import is_complete
 from support.tiny_run import (

@@ -15,7 +15,7 @@ from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import CheckpointError, ConfigError, DataError, RolloutError
 from coordexp.objective import RowTensors
 from coordexp.records import Rollout
-from coordexp.rollouts import IndexedRollout, RolloutRound
+from coordexp.rollouts.backend import IndexedRollout, RolloutRound
 from coordexp.training.answers import SavedAnswers
 from coordexp.training.saving import load_answers, save_answers
 from support.config_samples import stage2, write_yaml

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from coordexp.errors import DataError
+from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import write_answers
 from coordexp.viewer import collect, render
 from coordexp.viewer.collect import BEHIND_CUT, find_checkpoint
@@ -149,5 +149,5 @@ def test_a_finished_run_is_its_own_checkpoint(tmp_path: Path) -> None:
 
 def test_a_broken_resolved_configuration_is_named(tmp_path: Path) -> None:
     (tmp_path / "resolved_config.yaml").write_text("model: [", encoding="utf-8")
-    with pytest.raises(DataError, match=r"--model.*|resolved_config\.yaml"):
+    with pytest.raises(ConfigError, match=r"resolved_config\.yaml"):
         find_checkpoint(tmp_path)
