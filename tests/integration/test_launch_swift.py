@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from coordexp.data.jsonl import read_jsonl, write_jsonl
-from coordexp.launch.plan import PLUGIN, LaunchPlan
+from coordexp.launch.plan import PLAN_JSON, PLUGIN, LaunchPlan
 from support.config_samples import pipeline, set_key, write_yaml
 from support.rollout_servers import descendants, guarded_config, is_alive, plan_of, serving_environment, with_arguments
 from support.tiny_run import tiny_scenes
@@ -24,8 +24,8 @@ from support.tiny_run import tiny_scenes
 LAUNCH_S = 280.0
 RUN_PLAN = (
     "import sys; from coordexp.launch.supervisor import run_plan; "
-    "from coordexp.launch.plan import plan_from_json; "
-    "sys.exit(run_plan(plan_from_json(sys.stdin.readline())))"
+    "from coordexp.launch.plan import PLAN_JSON; "
+    "sys.exit(run_plan(PLAN_JSON.validate_json(sys.stdin.readline())))"
 )
 
 
@@ -133,7 +133,7 @@ def dropped_processor(folder: Path, plan: LaunchPlan) -> LaunchPlan:
 def test_a_server_without_the_guard_fails_before_training(tmp_path: Path, broken: Any, message: str) -> None:
     plan = broken(tmp_path, plan_of(tmp_path, set_key(guarded_config(tmp_path, "swift"), "launch.wait_s", 240.0)))
     seen: set[int] = set()
-    with running([sys.executable, "-c", RUN_PLAN], tmp_path, stdin=plan.to_json()) as process:
+    with running([sys.executable, "-c", RUN_PLAN], tmp_path, stdin=PLAN_JSON.dump_json(plan).decode()) as process:
         deadline = time.monotonic() + LAUNCH_S
         while process.poll() is None and time.monotonic() < deadline:
             seen.update(descendants(process.pid))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from coordexp.cli.console import check_checkpoint, counting, no_bars_in_log_files, open_console, with_options
+from coordexp.cli.console import check_checkpoint, counting, no_bars_in_log_files, open_console
 from coordexp.cli.convert import convert_app
 from coordexp.errors import ConfigError, DataError
 
@@ -256,31 +256,10 @@ def drop_command(
         typer.echo(f"{counts.emptied} images lost all annotations")
 
 
-@dataclass(frozen=True)
-class OfCompletion:
-    """Fields of :class:`coordexp.inference.completion.CompletionRules`."""
-
-    threshold: Annotated[float, typer.Option(min=0.001, max=1, help="Least confidence of an added object.")] = 0.5
-    max_overlap: Annotated[
-        float, typer.Option(min=0, max=1, help="Most mask IoU of an added object with any other one.")
-    ] = 0.2
-    min_size: Annotated[
-        float, typer.Option(min=0, max=100, help="Least size: square root of its box's share of the image, %.")
-    ] = 1.0
-    weight: Annotated[
-        float | None, typer.Option(min=0.001, max=1, help="Weight of every added object [its confidence].")
-    ] = None
-    known_descs: Annotated[
-        bool, typer.Option("--known-descs", help="Add only descriptions that the dataset's annotations hold.")
-    ] = False
-
-
 @data_app.command("complete")
-@with_options
 def complete_command(
     jsonl: Dataset,
     out: Out,
-    rules: OfCompletion,
     model: Annotated[Path | None, typer.Option(help="The checkpoint that answers [--config's model.model].")] = None,
     config: Annotated[
         Path | None,
@@ -292,6 +271,19 @@ def complete_command(
     sheet_images: Annotated[int, typer.Option(min=1, max=100, help="Images on the sheet.")] = 12,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
+    threshold: Annotated[float, typer.Option(min=0.001, max=1, help="Least confidence of an added object.")] = 0.5,
+    max_overlap: Annotated[
+        float, typer.Option(min=0, max=1, help="Most mask IoU of an added object with any other one.")
+    ] = 0.2,
+    min_size: Annotated[
+        float, typer.Option(min=0, max=100, help="Least size: square root of its box's share of the image, %.")
+    ] = 1.0,
+    weight: Annotated[
+        float | None, typer.Option(min=0.001, max=1, help="Weight of every added object [its confidence].")
+    ] = None,
+    known_descs: Annotated[
+        bool, typer.Option("--known-descs", help="Add only descriptions that the dataset's annotations hold.")
+    ] = False,
 ) -> None:
     """Add objects that a model finds and the annotations lack, as soft objects: their text is trained, coordinates not.
 
@@ -308,10 +300,8 @@ def complete_command(
     check_paths({"model.model": run.model.model}, {"DATA.jsonl": jsonl})
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
-    completed = run_completion(
-        run, console, source=jsonl, out=out, rules=CompletionRules(**asdict(rules)), sheet=sheet,
-        sheet_images=sheet_images,
-    )  # fmt: skip
+    rules = CompletionRules(threshold, max_overlap, min_size, weight, known_descs)
+    completed = run_completion(run, console, source=jsonl, out=out, rules=rules, sheet=sheet, sheet_images=sheet_images)
     if completed is None or console.quiet:
         return
     counts, files = asdict(completed[0]), completed[1]

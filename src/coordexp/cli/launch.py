@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from coordexp.cli.console import open_console, say, with_options
+from coordexp.cli.console import open_console, say
 from coordexp.cli.run import Arguments, Print, print_config
 from coordexp.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class OfCluster:
-    """Options of a job for several machines."""
-
-    job: Annotated[
-        Literal["slurm", "kubernetes", "skypilot"] | None,
-        typer.Option("--for", help="Write a job for several machines to standard output instead; start nothing."),
-    ] = None
-    learner_nodes: Annotated[int, typer.Option(help="With --for: machines of the learner.")] = 1
-    gpus: Annotated[int, typer.Option(help="With --for: GPUs of each machine; 0 for CPUs.")] = 8
-    time: Annotated[str, typer.Option(help="With --for slurm: the time limit.")] = "1-00:00:00"
-    image: Annotated[str, typer.Option(help="With --for kubernetes: the container's image.")] = ""
-    accelerator: Annotated[str, typer.Option(help="With --for skypilot: the kind of GPU, e.g. H200.")] = ""
-
-
-@with_options
 def launch(
     config: Annotated[Path, typer.Option("--config", metavar="CONFIG.yaml", help="The run's configuration.")],
-    cluster: OfCluster,
     arguments: Arguments = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and print the plan; start nothing.")
@@ -42,6 +24,15 @@ def launch(
         str | None,
         typer.Option("--host", help="Start all servers here, listening on this address instead of that of base_url."),
     ] = None,
+    job: Annotated[
+        Literal["slurm", "kubernetes", "skypilot"] | None,
+        typer.Option("--for", help="Write a job for several machines to standard output instead; start nothing."),
+    ] = None,
+    learner_nodes: Annotated[int, typer.Option(help="With --for: machines of the learner.")] = 1,
+    gpus: Annotated[int, typer.Option(help="With --for: GPUs of each machine; 0 for CPUs.")] = 8,
+    time: Annotated[str, typer.Option(help="With --for slurm: the time limit.")] = "1-00:00:00",
+    image: Annotated[str, typer.Option(help="With --for kubernetes: the container's image.")] = "",
+    accelerator: Annotated[str, typer.Option(help="With --for skypilot: the kind of GPU, e.g. H200.")] = "",
 ) -> None:
     """Start the rollout servers, wait until they answer, train under torchrun, and end everything.
 
@@ -51,11 +42,10 @@ def launch(
     from coordexp.config import load_config
 
     given = tuple(arguments or ())
-    if cluster.job is not None:
+    if job is not None:
         from coordexp.launch.cluster import plan_job, render
 
-        job = plan_job(config, given, cluster.learner_nodes, cluster.gpus, cluster.time)
-        typer.echo(render(job, cluster.job, cluster.image, cluster.accelerator), nl=False)
+        typer.echo(render(plan_job(config, given, learner_nodes, gpus, time), job, image, accelerator), nl=False)
         return
     if print_only:
         print_config(config, given)

@@ -27,6 +27,7 @@ OPTIMIZERS_WITH_MASTERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 _RM = "rollout_matching"
 _VLLM = f"{_RM}.vllm"
 _GUARD = f"{_RM}.repeat_terminate"
+_MASTERS = "training.master_weights"
 
 
 class Rule(NamedTuple):
@@ -107,35 +108,6 @@ def _checkpoints_are_evaluated(config: RunConfig) -> Findings:
                 f"{training.save_steps:g} is not a multiple of eval_steps ({every:g}), so load_best_model_at_end would "
                 "find checkpoints without figures",
             )
-
-
-def _master_weights_are_of_use(config: RunConfig) -> Findings:
-    key, remove = "training.master_weights", "or remove this key"
-    if config.training.master_weights is None:
-        return
-    if config.tuner.train_type != "full":
-        yield (
-            key,
-            f"tuner.train_type: {config.tuner.train_type} trains adapters, which are float32 already; remove this key, "
-            "or write train_type: full",
-        )
-    if config.model.dtype != "bfloat16":
-        yield (
-            key,
-            f"belongs to weights in bfloat16, and model.dtype is {config.model.dtype}; write model.dtype: bfloat16, "
-            f"{remove}",
-        )
-    for owner, enabled in (("deepspeed", config.deepspeed.enabled), ("fsdp", config.fsdp.enabled)):
-        if enabled:
-            yield key, f"{owner} keeps float32 copies of its own; remove this key, or write {owner}.enabled: false"
-    if config.training.optim not in OPTIMIZERS_WITH_MASTERS:
-        yield (
-            key,
-            f"works with training.optim: {', '.join(OPTIMIZERS_WITH_MASTERS)}, and it is {config.training.optim}; "
-            f"write one of those, {remove}",
-        )
-    if config.training.fp16:
-        yield key, f"loss scaling needs float32 gradients; write bf16: true, {remove}"
 
 
 def _answers_as_written_are_left_alone(config: RunConfig) -> Findings:
@@ -244,7 +216,22 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
     Rule("tuner.freeze_llm", lambda c, _: (c.tuner.freeze_vit and c.tuner.freeze_aligner and c.tuner.freeze_llm
              and c.tuner.train_type == "full"),
          "the whole model is frozen; leave one of freeze_vit, freeze_aligner, freeze_llm false"),
-    _master_weights_are_of_use,
+    Rule(_MASTERS, lambda c, _: c.training.master_weights is not None and c.tuner.train_type != "full",
+         "tuner.train_type: {c.tuner.train_type} trains adapters, which are float32 already; remove this key, or write "
+         "train_type: full"),
+    Rule(_MASTERS, lambda c, _: c.training.master_weights is not None and c.model.dtype != "bfloat16",
+         "belongs to weights in bfloat16, and model.dtype is {c.model.dtype}; write model.dtype: bfloat16, or remove "
+         "this key"),
+    Rule(_MASTERS, lambda c, _: c.training.master_weights is not None and c.deepspeed.enabled,
+         "deepspeed keeps float32 copies of its own; remove this key, or write deepspeed.enabled: false"),
+    Rule(_MASTERS, lambda c, _: c.training.master_weights is not None and c.fsdp.enabled,
+         "fsdp keeps float32 copies of its own; remove this key, or write fsdp.enabled: false"),
+    Rule(_MASTERS, lambda c, _: (c.training.master_weights is not None
+             and c.training.optim not in OPTIMIZERS_WITH_MASTERS),
+         f"works with training.optim: {', '.join(OPTIMIZERS_WITH_MASTERS)}, and it is {{c.training.optim}}; write one "
+         "of those, or remove this key"),
+    Rule(_MASTERS, lambda c, _: c.training.master_weights is not None and c.training.fp16,
+         "loss scaling needs float32 gradients; write bf16: true, or remove this key"),
     Rule("deepspeed.config", lambda c, _: c.deepspeed.enabled and c.deepspeed.config is None,
          "missing; deepspeed.enabled: true needs a JSON file or a mapping"),
     Rule("fsdp.enabled", lambda c, _: c.deepspeed.enabled and c.fsdp.enabled,

@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -78,14 +78,8 @@ class LaunchPlan:
     def server_base_urls(self) -> tuple[str, ...]:
         return tuple(server.base_url for server in self.servers)
 
-    def to_json(self) -> str:
-        """One line that :func:`plan_from_json` reads back."""
-        return json.dumps(asdict(self), default=str)
 
-
-def plan_from_json(text: str) -> LaunchPlan:
-    """The inverse of :meth:`LaunchPlan.to_json`."""
-    return TypeAdapter(LaunchPlan).validate_json(text)
+PLAN_JSON = TypeAdapter(LaunchPlan)  # one line each way
 
 
 def server_entries(config: RunConfig) -> tuple[ServerEntry, ...]:

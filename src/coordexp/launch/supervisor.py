@@ -33,7 +33,7 @@ from coordexp.engine.arguments import ACTIVATION_PATH, check_guard
 from coordexp.engine.client import ServerClient, api_key_from_environment
 from coordexp.engine.engine_process import die_with_parent
 from coordexp.errors import CoordExpError, LaunchFailed, RolloutError
-from coordexp.launch.plan import SERVER_ONLY, LaunchPlan, ProcessPlan, ServerPlan, plan_from_json
+from coordexp.launch.plan import PLAN_JSON, SERVER_ONLY, LaunchPlan, ProcessPlan, ServerPlan
 
 POLL_S = 0.2
 PROBE_S = 5.0
@@ -62,7 +62,7 @@ def run_plan(plan: LaunchPlan) -> int:
         number: signal.signal(number, lambda received, _: supervisor.send_signal(received)) for number in FORWARDED
     }
     try:
-        supervisor.stdin.write(plan.to_json().encode() + b"\n")
+        supervisor.stdin.write(PLAN_JSON.dump_json(plan) + b"\n")
         supervisor.stdin.flush()
         return exit_code(supervisor.wait())
     finally:
@@ -347,7 +347,7 @@ def main() -> None:
         if not read:
             sys.exit(FAILED)
         line += read
-    sys.exit(Supervisor(plan_from_json(line.decode()), LaunchView(sys.stdout), 0).run())
+    sys.exit(Supervisor(PLAN_JSON.validate_json(line), LaunchView(sys.stdout), 0).run())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from coordexp.checkpoints.memory import check_memory
 from coordexp.config import load_config
 from coordexp.engine.arguments import CONFIG_JSON, ENABLE, activated_config
 from coordexp.errors import ConfigError
-from coordexp.launch.plan import Check, LaunchPlan, plan_from_json, plan_launch, run_checks
+from coordexp.launch.plan import PLAN_JSON, Check, LaunchPlan, plan_launch, run_checks
 from coordexp.training.run import resolved_rollout
 from support.cli_runs import run_cli
 from support.config_samples import set_key, write_yaml
@@ -117,7 +117,7 @@ def test_a_server_is_started_only_if_its_address_is_local(
         commands = [server.process.command for server in plan.servers if server.process is not None]
         assert [command[-2:] for command in commands] == [("--host", host)] * 2
         assert {server.listen_host for server in plan.servers} == {host}
-    assert "\n" not in plan.to_json() and plan_from_json(plan.to_json()) == plan
+    assert b"\n" not in PLAN_JSON.dump_json(plan) and PLAN_JSON.validate_json(PLAN_JSON.dump_json(plan)) == plan
 
 
 def test_swift_listens_on_the_configured_host(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -222,7 +222,7 @@ def test_a_token_is_never_part_of_a_plan(
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "very-secret")
     plan = planned(tmp_path, config, rollout_matching__vllm__server__api_key_env="MY_TOKEN")
-    assert "very-secret" not in plan.to_json()
+    assert b"very-secret" not in PLAN_JSON.dump_json(plan)
     assert all(one.process is not None and list(one.process.secrets.values()) == ["MY_TOKEN"] for one in plan.servers)
 
 

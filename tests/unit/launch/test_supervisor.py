@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.launch.plan import LaunchPlan, ProcessPlan, ServerPlan
+from coordexp.launch.plan import PLAN_JSON, LaunchPlan, ProcessPlan, ServerPlan
 from support.ports import free_ports
 from support.rollout_servers import descendants, is_alive
 
@@ -53,8 +53,8 @@ sys.exit(1)
 LAUNCHER = """
 import sys
 from coordexp.launch.supervisor import run_plan
-from coordexp.launch.plan import plan_from_json
-sys.exit(run_plan(plan_from_json(sys.stdin.readline())))
+from coordexp.launch.plan import PLAN_JSON
+sys.exit(run_plan(PLAN_JSON.validate_json(sys.stdin.readline())))
 """
 DEADLINE_S = 60.0
 
@@ -112,7 +112,7 @@ def launched(folder: Path, plan: LaunchPlan) -> Iterator[Running]:
         start_new_session=True,
     )
     assert process.stdin is not None
-    process.stdin.write(plan.to_json() + "\n")
+    process.stdin.write(PLAN_JSON.dump_json(plan).decode() + "\n")
     process.stdin.flush()
     try:
         yield Running(process, folder)
