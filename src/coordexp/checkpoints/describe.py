@@ -80,6 +80,21 @@ def describe(path: Path) -> ModelInfo:
             coord_tokens = "yes" if highest < rows else too_few_rows(checkpoint.path, highest, rows)
         except VocabError as error:
             coord_tokens = str(error)
+    adapter = None
+    if checkpoint.parent is not None:
+        lora = read_object(checkpoint.path, CONFIG, "adapter's configuration")
+        files = [file for name in (WEIGHTS, OFFSETS) if (file := checkpoint.path / name).is_file()]
+        trained = [shape for file in files for name, shape in _header(file).items() if name != COORD_IDS]
+        adapter = AdapterInfo(
+            base=str(checkpoint.parent.path),
+            rank=lora.get("r"),
+            alpha=lora.get("lora_alpha"),
+            dora=bool(lora.get("use_dora")),
+            target_modules=tuple(lora.get("target_modules") or ()),
+            modules_to_save=tuple(lora.get("modules_to_save") or ()),
+            coordinate_rows=(checkpoint.path / OFFSETS).is_file(),
+            parameters=sum(map(math.prod, trained)),
+        )
     text = config.get("text_config") or {}
     return ModelInfo(
         path=str(path),
@@ -92,7 +107,7 @@ def describe(path: Path) -> ModelInfo:
         coord_tokens=coord_tokens,
         parameters=dict(parameters),
         linear_modules={part: tuple(sorted(names)) for part, names in linear.items()},
-        adapter=None if checkpoint.parent is None else _describe_adapter(checkpoint.path, checkpoint.parent.path),
+        adapter=adapter,
     )
 
 
@@ -123,23 +138,3 @@ def _header(file: Path) -> Mapping[str, tuple[int, ...]]:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118  # not a mapping
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: cannot be read ({error}); restore the checkpoint's files") from error
-
-
-def _describe_adapter(path: Path, base: Path) -> AdapterInfo:
-    config = read_object(path, CONFIG, "adapter's configuration")
-    return AdapterInfo(
-        base=str(base),
-        rank=config.get("r"),
-        alpha=config.get("lora_alpha"),
-        dora=bool(config.get("use_dora")),
-        target_modules=tuple(config.get("target_modules") or ()),
-        modules_to_save=tuple(config.get("modules_to_save") or ()),
-        coordinate_rows=(path / OFFSETS).is_file(),
-        parameters=sum(
-            math.prod(shape)
-            for file in (WEIGHTS, OFFSETS)
-            if (path / file).is_file()
-            for name, shape in _header(path / file).items()
-            if name != COORD_IDS  # the token ids of offset rows are not trained
-        ),
-    )

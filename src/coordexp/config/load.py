@@ -237,15 +237,13 @@ def _inside_lists(schema: dict[str, Any], definitions: dict[str, Any]) -> set[st
                 walk(item, inside)
         elif isinstance(node, dict):
             name = str(node.get("$ref", "")).rsplit("/", 1)[-1]
-            if name and (inside, name) not in seen:
-                seen.add((inside, name))
+            if name:
                 if inside:
                     names.add(name)
                 walk(definitions[name], inside)
             for key, value in node.items():
                 walk(value, inside or key in ("items", "prefixItems"))
 
-    seen: set[tuple[bool, str]] = set()
     walk({key: value for key, value in schema.items() if key != "$defs"}, False)
     return names
 

@@ -153,29 +153,27 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Document:
     names = [parents] if isinstance(parents, str) else parents if isinstance(parents, list) else []
     if parents is not None and (not names or not all(isinstance(name, str) and name for name in names)):
         raise ConfigError(f"{own.where(('extends',))}: extends: expected a relative path or a list of them")
-    merged = Document()
+    parts = []
     for name in names:
         parent = absolute.parent / name
         if not parent.is_file():
             raise ConfigError(f"{own.where(('extends',))}: extends: {name} does not exist (looked for {parent})")
-        _merge(merged, _read(parent, (*chain, absolute)))
-    _merge(merged, own)
+        parts.append(_read(parent, (*chain, absolute)))
+    merged = Document()
+    for part in (*parts, own):
+        merged.problems += [problem for problem in part.problems if problem not in merged.problems]
+        _merge(merged, part, merged.data, part.data, ())
     return merged
 
 
-def _merge(base: Document, top: Document) -> None:
-    base.problems += [problem for problem in top.problems if problem not in base.problems]
-    _merge_mapping(base, top, base.data, top.data, ())
-
-
-def _merge_mapping(base: Document, top: Document, into: dict[str, Any], data: dict[str, Any], path: KeyPath) -> None:
+def _merge(base: Document, top: Document, into: dict[str, Any], data: dict[str, Any], path: KeyPath) -> None:
     """Mappings merge key by key. Everything else replaces what was there, lists as a whole too: a list merged by
     position would tie a file to the order of another's entries."""
     for key, value in data.items():
         here = (*path, key)
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             base.origin.setdefault(here, top.origin.get(here, ""))
-            _merge_mapping(base, top, into[key], value, here)
+            _merge(base, top, into[key], value, here)
             continue
         into[key] = value
         _forget(base, here)

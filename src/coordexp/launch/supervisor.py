@@ -341,12 +341,9 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 def main() -> None:
     """Read the plan, one line on standard input, and run it."""
-    line = b""
-    while not line.endswith(b"\n"):
-        read = os.read(0, 1)
-        if not read:
-            sys.exit(FAILED)
-        line += read
+    line = sys.stdin.buffer.raw.readline()  # unbuffered: Supervisor selects on this pipe
+    if not line.endswith(b"\n"):
+        sys.exit(FAILED)
     sys.exit(Supervisor(PLAN_JSON.validate_json(line), LaunchView(sys.stdout), 0).run())
 
 
