@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -33,6 +34,7 @@ from coordexp.errors import ConfigError, require
 
 Attention = Literal["packed", "varlen", "flash", "sdpa"]
 _KEY = "model.attn_implementation"
+_VARLEN_TAKES = inspect.signature(varlen_attn).parameters
 
 
 class Segments:
@@ -121,13 +123,6 @@ def attend_each_segment(
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
-@lru_cache(maxsize=1)
-def _varlen() -> tuple[Callable[..., Any], frozenset[str]]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
-
-
 def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, dropout: float = 0.0
 ) -> Tensor:
@@ -136,14 +131,13 @@ def attend_varlen(
         raise ConfigError(f"{_KEY}: varlen has no dropout, and the checkpoint's attention_dropout is {dropout}")
     q_LHD, k_LHD, v_LHD = (part[0].transpose(0, 1) for part in (query, key, value))
     # The arguments for causal and grouped attention have other names in torch 2.11 than in 2.13.
-    varlen_attn, known = _varlen()
-    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _VARLEN_TAKES else {}
     if segments.causal:
-        options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if "enable_gqa" not in known:
+        options |= {"window_size": (-1, 0)} if "window_size" in _VARLEN_TAKES else {"is_causal": True}
+    if "enable_gqa" not in _VARLEN_TAKES:
         k_LHD, v_LHD = (part.repeat_interleave(q_LHD.shape[1] // part.shape[1], dim=1) for part in (k_LHD, v_LHD))
     starts, longest = segments.cumulative(query.device), segments.longest
-    output_LHD = varlen_attn(q_LHD, k_LHD, v_LHD, starts, starts, longest, longest, scale=scaling, **options)
+    output_LHD: Any = varlen_attn(q_LHD, k_LHD, v_LHD, starts, starts, longest, longest, scale=scaling, **options)
     return output_LHD[None]
 
 

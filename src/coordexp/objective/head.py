@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -347,37 +347,34 @@ def _labels_in(chunk: _Chunk, label_U: torch.Tensor) -> tuple[torch.Tensor, torc
     return mine_U, column_U.clamp(0, chunk.stop - chunk.start - 1)[:, None]
 
 
+@dataclass(slots=True, eq=False)
 class _HeadProducts:
     """Products with the head's rows: factors in ``dtype``, sums and results in float32 or wider.
 
     ``limited``: some logit of the row is broken or beyond the limit.
     """
 
-    def __init__(
-        self,
-        weight_VH: torch.Tensor,
-        offset_BH: torch.Tensor | None,
-        coords: _CoordColumns,
-        dtype: torch.dtype,
-        chunk_logits: int,
-        *,
-        limited: bool = False,
-    ) -> None:
-        self.weight_VH, self.offset_BH, self.coords = weight_VH, offset_BH, coords
-        self.dtype, self.limited = dtype, limited
-        self.coord_BH = weight_VH[coords.ids_B].to(dtype)
-        self._chunk_logits = chunk_logits
+    weight_VH: torch.Tensor
+    offset_BH: torch.Tensor | None
+    coords: _CoordColumns
+    dtype: torch.dtype
+    chunk_logits: int
+    limited: bool = False
+    coord_BH: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.coord_BH = self.weight_VH[self.coords.ids_B].to(self.dtype)
 
     def chunks(self, positions: int) -> Iterator[_Chunk]:
         """The vocabulary in equal parts, small enough that a part's logits fit the budget."""
-        size = max(256, self._chunk_logits // max(1, positions))
+        size = max(256, self.chunk_logits // max(1, positions))
         for start in range(0, len(self.weight_VH), size):
             stop = min(start + size, len(self.weight_VH))
             rows_CH = self.weight_VH[start:stop].to(self.dtype)
             yield _Chunk(start, stop, rows_CH, *self.coords.within(start, stop))
 
     def logits(self, chunk: _Chunk, rows_UH: torch.Tensor) -> torch.Tensor:
-        """Unlimited logits of a chunk: (U, C)."""
+        # Unlimited: (U, C).
         z_UC = product(rows_UH, chunk.rows_CH.t(), self.dtype)
         if self.offset_BH is not None and len(chunk.bins):
             z_UC[:, chunk.columns] += self._offset_logits(rows_UH, chunk.bins)

@@ -25,7 +25,7 @@ from coordexp.config.rollout import TargetPolicy, TransportConfig
 from coordexp.coords import CoordVocab, FieldOrder, append_fragment
 from coordexp.matching import duplicate_indices
 from coordexp.records import GTObject, MatchResult, ParsedRollout, TokenRole, TrainingTarget
-from coordexp.targets.supervision import Shape, Tail, assemble, coordinate_targets, encode_tail
+from coordexp.targets.supervision import Shape, assemble, coordinate_targets, encode_tail
 from coordexp.targets.weights import SupervisionWeights
 
 _AS_MATCHED = {
@@ -41,7 +41,7 @@ class _Entry:
 
     obj: GTObject
     bins: Sequence[float] | None
-    gt_idx: int | None = None
+    gt_idx: int = -1  # of the annotation that the entry writes; -1 if there is none
     pred_idx: int | None = None  # the entry is the model's own, at its own coordinates
 
 
@@ -63,59 +63,11 @@ def build_rewritten(
     Raises:
         AlignmentError: a description cannot be written, as in :func:`coordexp.targets.encode_tail`.
     """
-    entries = _entries(parsed, match, ground_truth, transport, policy, vocab)
-    written = [entry.obj for entry in entries]
-    tail = encode_tail(append_fragment(written, "{", 1, field_order, opening="{"), written, vocab)
-    shapes: list[Shape] = [
-        (entry.obj.kind, positions, entry.bins)
-        for entry, positions in zip(entries, tail.coords_of, strict=True)
-        if entry.bins is not None and entry.obj.soft is None
-    ]
-    own = {entry.pred_idx for entry in entries}
-    number_of = {entry.gt_idx: number for number, entry in enumerate(entries, start=1)}
-    return assemble(
-        sample_id,
-        (*tail.token_ids, vocab.eos_id),
-        np.append(_roles(entries, tail), np.uint8(TokenRole.EOS)),
-        np.append(tail.softness_T, 1.0),
-        shapes,
-        weights,
-        context="rollout",
-        pairs=match.pairs,
-        appended_gt_idx=match.fn_gt_idx,
-        appended_object_index=[number_of[j] for j in match.fn_gt_idx],
-        left_out_pred_idx=[i for i in match.fp_pred_idx if i not in own],
-    )
-
-
-def _roles(entries: Sequence[_Entry], tail: Tail) -> np.ndarray:
-    """The tail's roles, with those of the model's own entries, and masked ones."""
-    roles_T = tail.roles_T.copy()
-    for entry, span in zip(entries, tail.entry_tokens, strict=True):
-        if entry.pred_idx is not None and entry.bins is not None:
-            own_T = roles_T[slice(*span)]
-            for role, as_matched in _AS_MATCHED.items():
-                own_T[own_T == role] = as_matched
-    for entry, span in zip(entries, tail.entry_tokens, strict=True):
-        if entry.bins is None:
-            roles_T[slice(*span)] = TokenRole.PREFIX_MASKED
-    roles_T[-1] = TokenRole.CLOSE
-    return roles_T
-
-
-def _entries(
-    parsed: ParsedRollout,
-    match: MatchResult,
-    ground_truth: Sequence[GTObject],
-    transport: TransportConfig,
-    policy: TargetPolicy,
-    vocab: CoordVocab,
-) -> list[_Entry]:
-    """What is written, in order."""
+    # What is written, in order.
     gt_of = {pair.pred_idx: pair.gt_idx for pair in match.pairs}
     in_place = [i for i, j in gt_of.items() if parsed.objects[i].kind == ground_truth[j].kind]
-    targets = coordinate_targets([(parsed.objects[i], ground_truth[gt_of[i]]) for i in in_place], transport)
-    bins_of = dict(zip(in_place, targets, strict=True))
+    pulled_to = coordinate_targets([(parsed.objects[i], ground_truth[gt_of[i]]) for i in in_place], transport)
+    bins_of = dict(zip(in_place, pulled_to, strict=True))
     repeats = set() if policy.duplicates == "keep" else {*duplicate_indices(parsed.objects)}
     missed = [_Entry(ground_truth[j], ground_truth[j].bins, j) for j in match.fn_gt_idx]
     entries: list[_Entry] = []
@@ -129,14 +81,50 @@ def _entries(
             if policy.duplicates == "replace" and missed:
                 entries.append(missed.pop(0))
         elif policy.unmatched != "drop" and _is_writable(predicted.desc, vocab):
-            entries.append(_Entry(GTObject(predicted.desc, predicted.kind, predicted.bins), None, None, i))
+            entries.append(_Entry(GTObject(predicted.desc, predicted.kind, predicted.bins), None, pred_idx=i))
     for entry in missed:
-        entries.insert(_place(entry, entries) if policy.missed == "in_order" else len(entries), entry)
-    return entries
+        place = len(entries)
+        if policy.missed == "in_order":  # before the first entry that the annotations name later
+            place = next((k for k, one in enumerate(entries) if one.gt_idx > entry.gt_idx), place)
+        entries.insert(place, entry)
+
+    # Its tokens, and their roles: those of the model's own entries, then masked ones.
+    written = [entry.obj for entry in entries]
+    tail = encode_tail(append_fragment(written, "{", 1, field_order, opening="{"), written, vocab)
+    roles_T = tail.roles_T.copy()
+    for entry, span in zip(entries, tail.entry_tokens, strict=True):
+        if entry.pred_idx is not None and entry.bins is not None:
+            own_T = roles_T[slice(*span)]
+            for role, as_matched in _AS_MATCHED.items():
+                own_T[own_T == role] = as_matched
+    for entry, span in zip(entries, tail.entry_tokens, strict=True):
+        if entry.bins is None:
+            roles_T[slice(*span)] = TokenRole.PREFIX_MASKED
+    roles_T[-1] = TokenRole.CLOSE
+    shapes: list[Shape] = [
+        (entry.obj.kind, positions, entry.bins)
+        for entry, positions in zip(entries, tail.coords_of, strict=True)
+        if entry.bins is not None and entry.obj.soft is None
+    ]
+    own = {entry.pred_idx for entry in entries}
+    number_of = {entry.gt_idx: number for number, entry in enumerate(entries, start=1)}
+    return assemble(
+        sample_id,
+        (*tail.token_ids, vocab.eos_id),
+        np.append(roles_T, np.uint8(TokenRole.EOS)),
+        np.append(tail.softness_T, 1.0),
+        shapes,
+        weights,
+        context="rollout",
+        pairs=match.pairs,
+        appended_gt_idx=match.fn_gt_idx,
+        appended_object_index=[number_of[j] for j in match.fn_gt_idx],
+        left_out_pred_idx=[i for i in match.fp_pred_idx if i not in own],
+    )
 
 
 def _is_writable(desc: str, vocab: CoordVocab) -> bool:
-    """Whether a description that a model wrote comes out of the tokenizer as plain text, and as it went in."""
+    # Whether a description that a model wrote comes out of the tokenizer as plain text, and as it went in.
     text = json.dumps(desc, ensure_ascii=False)
     try:
         written = text.encode()
@@ -145,10 +133,3 @@ def _is_writable(desc: str, vocab: CoordVocab) -> bool:
     token_ids = vocab.encode(text)
     plain = vocab.reserved_ids.isdisjoint(token_ids) and not any(i in vocab.bins for i in token_ids)
     return plain and b"".join(vocab.pieces[i] for i in token_ids) == written
-
-
-def _place(missed: _Entry, entries: Sequence[_Entry]) -> int:
-    """Before the first entry that the annotations name later."""
-    assert missed.gt_idx is not None
-    later = (k for k, entry in enumerate(entries) if entry.gt_idx is not None and entry.gt_idx > missed.gt_idx)
-    return next(later, len(entries))

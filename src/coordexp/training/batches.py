@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -20,34 +20,37 @@ from coordexp.data.dataset import RecordDataset, Sample
 MicroBatches = list[list[Sample]]
 
 
+@dataclass(eq=False)
 class StepBatches:
     """Reads the micro-batches of one optimizer step after the other, and on request one step ahead.
 
     An epoch's order is a permutation seeded by ``seed + epoch``. It is filled up with its own beginning until every
     rank has equally many batches; rank r takes batches r, r + W, … Reading draws no global random number, so a resumed
     run reads what an uninterrupted one would.
+
+    ``batch_size``: samples of a micro-batch. ``accumulation_steps``: micro-batches of an optimizer step; the last step
+    of an epoch may have fewer.
     """
 
-    def __init__(
-        self, dataset: RecordDataset, *, batch_size: int, accumulation_steps: int, seed: int, num_workers: int
-    ) -> None:
-        """``batch_size``: samples of a micro-batch. ``accumulation_steps``: micro-batches of an optimizer step; the
-        last step of an epoch may have fewer."""
-        self.dataset = dataset
-        self._batch_size = batch_size
-        self._accumulation_steps = accumulation_steps
-        self._seed = seed
-        self._num_workers = num_workers
-        self.batches_per_epoch = math.ceil(math.ceil(len(dataset) / batch_size) / distributed.world_size())
-        self.steps_per_epoch = max(1, math.ceil(self.batches_per_epoch / accumulation_steps))
-        self._loader: Iterator[Any] | None = None
-        self._next_step = 0
-        self._ahead: MicroBatches | None = None
-        self._failure: Exception | None = None
+    dataset: RecordDataset
+    _: KW_ONLY
+    batch_size: int
+    accumulation_steps: int
+    seed: int
+    num_workers: int
+
+    def __post_init__(self) -> None:
+        batches = math.ceil(len(self.dataset) / self.batch_size)
+        self.batches_per_epoch = math.ceil(batches / distributed.world_size())
+        self.steps_per_epoch = max(1, math.ceil(self.batches_per_epoch / self.accumulation_steps))
+        self.start(0)
 
     def start(self, step: int) -> None:
         """The next :meth:`take` gives the batches of the step after ``step`` finished ones."""
-        self._loader, self._next_step, self._ahead, self._failure = None, step, None, None
+        self._next_step = step
+        self._loader: Iterator[Any] | None = None
+        self._ahead: MicroBatches | None = None
+        self._failure: Exception | None = None
 
     def take(self) -> MicroBatches:
         """The micro-batches of the next step. A collective call.
@@ -74,23 +77,23 @@ class StepBatches:
     def epoch_after(self, steps: int) -> float:
         """Epochs that ``steps`` finished steps are."""
         epoch, steps_in_epoch = divmod(steps, self.steps_per_epoch)
-        return epoch + min(1.0, steps_in_epoch * self._accumulation_steps / self.batches_per_epoch)
+        return epoch + min(1.0, steps_in_epoch * self.accumulation_steps / self.batches_per_epoch)
 
     def _read(self) -> MicroBatches:
         with distributed.raise_on_all_ranks(f"reading the samples of step {self._next_step + 1}"):
             epoch, place = divmod(self._next_step, self.steps_per_epoch)
-            first = place * self._accumulation_steps
+            first = place * self.accumulation_steps
             if self._loader is None or place == 0:
                 self._loader = self._open_epoch(epoch, first)
-            count = min(self._accumulation_steps, self.batches_per_epoch - first)
+            count = min(self.accumulation_steps, self.batches_per_epoch - first)
             batches = [[_owning_memory(sample) for sample in next(self._loader)] for _ in range(count)]
         self._next_step += 1
         return batches
 
     def _open_epoch(self, epoch: int, first_batch: int) -> Iterator[list[Sample]]:
         self.dataset.set_epoch(epoch)  # before a loader's workers start: views and orders depend on it
-        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self._seed + epoch)).tolist()
-        ranks, size = distributed.world_size(), self._batch_size
+        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
+        ranks, size = distributed.world_size(), self.batch_size
         if ranks > 1:
             wanted = self.batches_per_epoch * ranks * size
             order = (order * math.ceil(wanted / len(order)))[:wanted]
@@ -98,7 +101,7 @@ class StepBatches:
         loader = DataLoader(
             self.dataset,  # pyright: ignore[reportArgumentType]
             batch_sampler=batches[distributed.rank() :: ranks][first_batch:],
-            num_workers=self._num_workers,
+            num_workers=self.num_workers,
             collate_fn=list,
             generator=torch.Generator(),  # its own: starting workers must not move torch's global state
             worker_init_fn=_leave_process_group,

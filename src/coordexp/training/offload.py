@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,20 +27,17 @@ def lives_in_main_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+@dataclass(eq=False)
 class LearnerOffload:
     """Moves one trainer process's model and/or optimizer. Only between optimizer steps: an unfinished backward pass
     would read freed memory."""
 
-    def __init__(
-        self, model: Any, config: OffloadConfig, stays: Callable[[torch.Tensor], bool] = lives_in_main_memory
-    ) -> None:
-        self._model = model
-        self._offload_model = config.offload_model
-        self._offload_optimizer = config.offload_optimizer
-        self._stays = stays
-        self._optimizer: Callable[[], Any] = lambda: None
-        self._copies: dict[int, torch.Tensor] = {}  # by the id of the tensor whose storage is empty
-        self.is_away = False
+    model: Any
+    config: OffloadConfig
+    stays: Callable[[torch.Tensor], bool] = lives_in_main_memory
+    optimizer: Callable[[], Any] = lambda: None
+    is_away: bool = field(default=False, init=False)
+    _copies: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # by id of the tensor that was moved
 
     def bind(self, optimizer: Callable[[], Any], sharded_by: str | None) -> None:
         """Set where to find the optimizer, which exists only once training starts.
@@ -49,17 +47,17 @@ class LearnerOffload:
         """
         if sharded_by is not None:
             raise _owned_by(sharded_by)
-        self._optimizer = optimizer
+        self.optimizer = optimizer
 
     @contextmanager
     def away(self) -> Iterator[None]:
         """The context around a colocated engine's start, weight pushes and answers."""
         assert not self.is_away, "the learner is away already"
-        assert all(p.grad is None for p in self._model.parameters()), "offload in the middle of an optimizer step"
+        assert all(p.grad is None for p in self.model.parameters()), "offload in the middle of an optimizer step"
         with ExitStack() as restored:
             restored.callback(setattr, self, "is_away", False)
             self.is_away = True
-            for tensors in _by_storage(tensor for tensor in self._tensors() if not self._stays(tensor)):
+            for tensors in _by_storage(tensor for tensor in self._tensors() if not self.stays(tensor)):
                 restored.enter_context(self._in_main_memory(tensors))
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()  # an engine measures what is free on the device, not in torch's cache
@@ -70,11 +68,11 @@ class LearnerOffload:
         return self._copies.get(id(tensor), tensor)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        if self._offload_model:
-            yield from self._model.parameters()
-        if self._offload_optimizer:
-            of_model = {id(parameter) for parameter in self._model.parameters()}
-            yield from (tensor for tensor in held_by(self._optimizer()) if id(tensor) not in of_model)
+        if self.config.offload_model:
+            yield from self.model.parameters()
+        if self.config.offload_optimizer:
+            of_model = {id(parameter) for parameter in self.model.parameters()}
+            yield from (tensor for tensor in held_by(self.optimizer()) if id(tensor) not in of_model)
 
     @contextmanager
     def _in_main_memory(self, tensors: list[torch.Tensor]) -> Iterator[None]:

@@ -73,25 +73,6 @@ def parameter_groups(
     ]
 
 
-def grouped(
-    optimizer: tuple[Any, dict[str, Any]], groups: list[dict[str, Any]], rates: LearningRates
-) -> tuple[Any, dict[str, Any]]:
-    """transformers' ``(class, arguments)`` of an optimizer, with ``groups`` as its parameters.
-
-    Raises:
-        ConfigError: an optimizer that makes its own groups cannot take several learning rates.
-    """
-    optimizer_class, arguments = optimizer
-    if {"params", "model", "optimizer_dict"} & arguments.keys() or not isinstance(optimizer_class, type):
-        if rates.differ:
-            raise ConfigError(
-                "training.optim: this optimizer makes its own parameter groups and takes one learning rate; remove "
-                "training.vit_lr, aligner_lr and coord_lr, or choose another optimizer"
-            )
-        return optimizer
-    return optimizer_class, {**arguments, "params": groups}
-
-
 def build_optimizer(
     model: torch.nn.Module, args: TrainingArguments, rates: LearningRates, *, master_weights: bool
 ) -> torch.optim.Optimizer:
@@ -100,22 +81,27 @@ def build_optimizer(
     ``master_weights``: it steps float32 copies of the weights.
 
     Raises:
-        ConfigError: it takes one learning rate only, and several are given.
+        ConfigError: an optimizer that makes its own groups cannot take several learning rates.
     """
     # Weight decay as in transformers: all but biases and norms.
     never = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
     groups = parameter_groups(model, rates, args.weight_decay, get_parameter_names(model, [torch.nn.LayerNorm], never))
-    found = Trainer.get_optimizer_cls_and_kwargs(args, model)  # pyright: ignore[reportArgumentType]
-    optimizer_class, arguments = grouped(found, groups, rates)
-    arguments = dict(arguments)
-    if is_optimizer_factory(optimizer_class):  # makes its own groups of the model's parameters
-        optimizer = optimizer_class()(model, **arguments)
+    optimizer_class, given = Trainer.get_optimizer_cls_and_kwargs(args, model)  # pyright: ignore[reportArgumentType]
+    # Layer-wise optimizers bring their own groups, under one of three names; factories make them of the model.
+    own = {"params", "model", "optimizer_dict"} & given.keys()
+    is_factory = is_optimizer_factory(optimizer_class)
+    if (own or is_factory) and rates.differ:
+        raise ConfigError(
+            "training.optim: this optimizer makes its own parameter groups and takes one learning rate; remove "
+            "training.vit_lr, aligner_lr and coord_lr, or choose another optimizer"
+        )
+    if is_factory:
+        optimizer = optimizer_class()(model, **given)
     else:
         if master_weights:
             optimizer_class = with_master_weights(optimizer_class)
-        # Layer-wise optimizers bring their own groups, under one of three names.
-        own = [arguments.pop(name, None) for name in ("params", "model", "optimizer_dict")]
-        optimizer = optimizer_class(next((one for one in own if one is not None), groups), **arguments)
+        arguments = {name: value for name, value in given.items() if name not in own}
+        optimizer = optimizer_class(given[own.pop()] if own else groups, **arguments)
     if isinstance(optimizer, MasterWeights):
         if distributed.world_size() == 1:
             optimizer.sum_in_float32()

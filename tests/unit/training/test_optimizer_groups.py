@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from coordexp.checkpoints.folder import part_of
 from coordexp.config.schema import TunerConfig
 from coordexp.errors import ConfigError
 from coordexp.modeling.adapter import tune
-from coordexp.training.optimizer import LearningRates, grouped, parameter_groups
+from coordexp.training.optimizer import LearningRates, build_optimizer, parameter_groups
 from support.tiny_run import load_tiny, run_config, tiny_checkpoint, train, weights
 from support.tuned_models import lora
 
@@ -63,11 +64,15 @@ def test_parts_without_a_learning_rate_use_the_base_rate() -> None:
     assert LearningRates(3e-5, vit=0.0).rate_of("vit") == 0.0
 
 
-def test_an_optimizer_with_its_own_groups_allows_one_rate() -> None:
-    own = (torch.optim.SGD, {"params": ["its own"]})
-    assert grouped(own, [], LearningRates(1e-4)) is own
+def test_an_optimizer_with_its_own_groups_allows_one_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    own = {"params": list(model.parameters()), "lr": 0.5}
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", lambda *_: (torch.optim.SGD, own))
+    args: Any = SimpleNamespace(weight_decay=0.1)
+    (group,) = build_optimizer(model, args, LearningRates(1e-4), master_weights=False).param_groups
+    assert group["params"] == own["params"] and group["lr"] == 0.5 and group["weight_decay"] == 0.0
     with pytest.raises(ConfigError, match=r"training\.optim: .*remove training\.vit_lr, aligner_lr and coord_lr"):
-        grouped(own, [], RATES)
+        build_optimizer(model, args, RATES, master_weights=False)
 
 
 SGD: dict[str, Any] = {"training__optim": "sgd", "training__max_grad_norm": 0.0, "training__max_steps": 1,
