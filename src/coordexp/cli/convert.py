@@ -53,9 +53,10 @@ class OfPolygons(OfImages):
     ] = None
 
 
-def _converter(form: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a function without a body, whose parameters are those of ``coordexp.data.convert.convert_<form>``: the
-    command runs that converter under a progress bar, and prints its report."""
+def _converter(form: str, **fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a function without a body, whose parameters (with ``fixed``) are those of
+    ``coordexp.data.convert.convert_<form>``: the command runs that converter under a progress bar, and prints its
+    report."""
 
     def decorate(declared: Callable[..., None]) -> Callable[..., None]:
         @wraps(declared)
@@ -65,7 +66,7 @@ def _converter(form: str) -> Callable[[Callable[..., None]], Callable[..., None]
             given_options = {name: value for name, value in asdict(options).items() if value is not None}
             with counting("converting") as progress:
                 image_options = convert.ImageOptions(**given_options, name=given.pop("name"), progress=progress)
-                report = getattr(convert, f"convert_{form}")(**given, options=image_options)
+                report = getattr(convert, f"convert_{form}")(**given, **fixed, options=image_options)
             console = open_console()
             console.print(convert.render_report(report))
             console.print(f"wrote {report.jsonl} and {report.path}", soft_wrap=True)
@@ -122,7 +123,7 @@ def instances_command(
 
 
 convert_app.command("coco", help="COCO instances to JSONL.")(_converter("coco")(instances_command))
-convert_app.command("lvis", help="LVIS to JSONL.")(_converter("lvis")(instances_command))
+convert_app.command("lvis", help="LVIS to JSONL.")(_converter("coco", lvis=True)(instances_command))
 
 
 @convert_app.command("yolo")

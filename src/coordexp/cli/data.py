@@ -385,12 +385,12 @@ def _findings(check: DatasetCheck) -> Table:
 def _histograms(check: DatasetCheck) -> Table:
     from coordexp.data.check import histogram
 
-    objects = sum(len(record.objects) for record in check.records)
-    soft = f" ({check.soft_objects()} of them soft)" if check.soft_objects() else ""
+    found = check.to_json()
+    soft = f" ({found['soft_objects']} of them soft)" if found["soft_objects"] else ""
     rows: dict[str, Mapping[str, int]] = {
-        f"{objects} objects{soft} in {len(check.records)} images, by geometry": check.kinds(),
-        "objects by class": dict(check.classes().most_common(_SHOWN)),
-        "images by number of objects": check.densities(),
+        f"{found['objects']} objects{soft} in {found['images']} images, by geometry": found["kinds"],
+        "objects by class": dict(list(found["classes"].items())[:_SHOWN]),
+        "images by number of objects": found["density"],
     }
     if check.token_lengths:
         edges = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -14,7 +14,7 @@ from coordexp.checkpoints.folder import Checkpoint, read_object, settings_of_run
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import serialize_objects
 from coordexp.data.files import asset
-from coordexp.data.images import smart_resize
+from coordexp.data.images import ResizeRule
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import CheckpointError, ConfigError, DataError
 
@@ -79,9 +79,10 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
     if not (least and most and settings.get("patch_size") and settings.get("merge_size")):
         raise CheckpointError(f"{checkpoint.base}: no image processor's sizes; restore processor_config.json")
     factor = settings["patch_size"] * settings["merge_size"]  # side of a token in pixels
+    rule = ResizeRule(factor, int(least), int(most))
     image = 0
     for record in records:
-        height, width = smart_resize(record.height, record.width, factor, int(least), int(most))
+        width, height = rule.size(record.width, record.height)
         image = max(image, (height // factor) * (width // factor))
     sample = len(vocab.encode(DEFAULT_PROMPT)) + _CHAT_TOKENS + image + answer
     positions = checkpoint.num_positions or _ROW

@@ -1,6 +1,6 @@
 """Datasets: the JSONL format, images, converters, prompts, generated scenes. Importing this loads no torch."""
 
-from coordexp.data.images import open_rgb, smart_resize
+from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import ObjectOrdering, check_dataset, order_objects, read_jsonl, write_jsonl
 
 __all__ = [
@@ -9,6 +9,5 @@ __all__ = [
     "open_rgb",
     "order_objects",
     "read_jsonl",
-    "smart_resize",
     "write_jsonl",
 ]

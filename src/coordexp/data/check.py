@@ -91,31 +91,20 @@ class DatasetCheck:
     def counts(self) -> Counter[Finding]:
         return Counter(problem.finding for problem in self.problems)
 
-    def classes(self) -> Counter[str]:
-        return Counter(obj.desc for record in self.records for obj in record.objects)
-
-    def kinds(self) -> Counter[str]:
-        return Counter(obj.kind for record in self.records for obj in record.objects)
-
-    def soft_objects(self) -> int:
-        return sum(obj.soft is not None for record in self.records for obj in record.objects)
-
-    def densities(self) -> dict[str, int]:
-        return histogram([len(record.objects) for record in self.records], DENSITY_EDGES)
-
     def to_json(self) -> dict[str, Any]:
         lengths = sorted(self.token_lengths)
+        objects = [obj for record in self.records for obj in record.objects]
         return {
             "path": str(self.path),
             "lines": self.lines,
             "images": len(self.records),
-            "objects": sum(len(record.objects) for record in self.records),
-            "soft_objects": self.soft_objects(),
+            "objects": len(objects),
+            "soft_objects": sum(obj.soft is not None for obj in objects),
             "errors": self.errors,
             "findings": {finding.value: count for finding, count in sorted(self.counts().items())},
-            "classes": dict(self.classes().most_common()),
-            "kinds": dict(self.kinds()),
-            "density": self.densities(),
+            "classes": dict(Counter(obj.desc for obj in objects).most_common()),
+            "kinds": dict(Counter(obj.kind for obj in objects)),
+            "density": histogram([len(record.objects) for record in self.records], DENSITY_EDGES),
             "tokens": None if not lengths else {
                 "min": lengths[0], "median": lengths[len(lengths) // 2], "max": lengths[-1], "limit": self.max_tokens,
             },

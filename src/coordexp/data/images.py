@@ -13,7 +13,7 @@ import io
 import math
 import os
 import tarfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_ASPECT_RATIO = 200.0
-DEFAULT_FACTOR = 32  # patch 16 x merge 2
-DEFAULT_MIN_PIXELS = 256 * 256
-DEFAULT_MAX_PIXELS = 1024 * 1024  # 1024 image tokens at factor 32
 
 
 def shape_problem(width: int, height: int) -> str | None:
@@ -52,9 +49,9 @@ class ResizeRule:
         DataError: limits that no image can satisfy.
     """
 
-    factor: int = DEFAULT_FACTOR
-    min_pixels: int = DEFAULT_MIN_PIXELS
-    max_pixels: int = DEFAULT_MAX_PIXELS
+    factor: int = 32  # patch 16 x merge 2
+    min_pixels: int = 256 * 256
+    max_pixels: int = 1024 * 1024  # 1024 image tokens at factor 32
 
     def __post_init__(self) -> None:
         factor, least, most = self.factor, self.min_pixels, self.max_pixels
@@ -89,21 +86,6 @@ class ResizeRule:
     def resize(self, image: Image.Image) -> Image.Image:
         size = self.size(*image.size)
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
-
-    def to_metadata(self) -> dict[str, int]:
-        return asdict(self)
-
-
-def smart_resize(
-    height: int,
-    width: int,
-    factor: int = DEFAULT_FACTOR,
-    min_pixels: int = DEFAULT_MIN_PIXELS,
-    max_pixels: int = DEFAULT_MAX_PIXELS,
-) -> tuple[int, int]:
-    """``(height, width)`` in pixels after resizing by a :class:`ResizeRule`, which raises DataError."""
-    grid_w, grid_h = ResizeRule(factor, min_pixels, max_pixels).size(width, height)
-    return grid_h, grid_w
 
 
 JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")

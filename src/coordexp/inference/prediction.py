@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,7 +110,7 @@ def run_prediction(
         "repeat_terminate": rollout.repeat_terminate.model_dump(mode="json"),
         "score": score,
         **({"classes": list(classes)} if classes else {}),
-        **({} if preparation.resize is None else {"resize": preparation.resize.to_metadata()}),
+        **({} if preparation.resize is None else {"resize": asdict(preparation.resize)}),
     }
     PartialState(cpu=config.use_cpu)  # joins the process group under torchrun: the next line needs it
     with distributed.raise_on_all_ranks("coordexp predict"):

@@ -18,7 +18,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from coordexp.checkpoints.folder import Checkpoint
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import serialize_objects
-from coordexp.data.images import open_rgb, shape_problem, smart_resize
+from coordexp.data.images import ResizeRule, open_rgb, shape_problem
 from coordexp.errors import AlignmentError, DataError
 from coordexp.modeling.attention import Segments, row_arguments
 from coordexp.modeling.load import load_processor, load_vocab, read_config
@@ -209,10 +209,10 @@ def token_counter(checkpoint: Path, sample: ImageRecord) -> Callable[[ImageRecor
     vocab, processor, image_token = load_vocab(opened), load_processor(opened), read_config(opened).image_token_id
     vision = processor.image_processor
     factor = vision.patch_size * vision.merge_size
-    low, high = vision.size["shortest_edge"], vision.size["longest_edge"]
+    rule = ResizeRule(factor, vision.size["shortest_edge"], vision.size["longest_edge"])
 
     def image_tokens(record: ImageRecord) -> int:
-        height, width = smart_resize(record.height, record.width, factor, low, high)
+        width, height = rule.size(record.width, record.height)
         return (height // factor) * (width // factor)
 
     prompt_ids = PromptEncoder(processor, None, None).encode(sample).prompt_token_ids

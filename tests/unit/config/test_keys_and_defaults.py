@@ -93,7 +93,6 @@ def test_records_built_without_yaml_have_the_same_defaults() -> None:
 COMMANDS: list[tuple[Callable[..., object], Callable[..., object]]] = [
     (convert.voc_command, converters.convert_voc),
     (convert.instances_command, converters.convert_coco),
-    (convert.instances_command, converters.convert_lvis),
     (convert.yolo_command, converters.convert_yolo),
     (convert.labelme_command, converters.convert_labelme),
     (convert.panoptic_command, converters.convert_panoptic),

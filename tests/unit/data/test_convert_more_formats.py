@@ -20,7 +20,6 @@ from coordexp.data.convert import (
     convert_coco,
     convert_csv,
     convert_labelme,
-    convert_lvis,
     convert_yolo,
 )
 from coordexp.data.convert.shapes import simplify_ring
@@ -228,7 +227,7 @@ def test_lvis_names_its_files_by_url(tmp_path: Path, folder: str) -> None:
     }
     path = tmp_path / "lvis.json"
     path.write_text(json.dumps(content))
-    report = convert_lvis(path, tmp_path / "images", tmp_path / "out", options=SMALL)
+    report = convert_coco(path, tmp_path / "images", tmp_path / "out", lvis=True, options=SMALL)
     assert objects_of(report) == (GTObject("baby buggy", "bbox_2d", CAT_BOX.bins),)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from coordexp.data.convert import (
     convert_coco,
     convert_csv,
     convert_labelme,
-    convert_lvis,
     convert_voc,
     convert_yolo,
 )
@@ -184,7 +182,7 @@ COCO_IMAGE = {"id": 7, "file_name": "a.jpg", "width": 40, "height": 24}
 XYWH = {"bbox": [10, 6, 20, 12]}
 
 
-@pytest.mark.parametrize("convert", [convert_coco, convert_lvis])
+@pytest.mark.parametrize("lvis", [False, True])
 @pytest.mark.parametrize(
     ("file", "fields", "counted"),
     [
@@ -196,15 +194,13 @@ XYWH = {"bbox": [10, 6, 20, 12]}
         ("a.jpg", {"width": 10**400}, {"size_missing": 1}),
     ],
 )
-def test_coco_files(
-    tmp_path: Path, convert: Callable[..., ConversionReport], file: str, fields: Any, counted: dict[str, int]
-) -> None:
+def test_coco_files(tmp_path: Path, lvis: bool, file: str, fields: Any, counted: dict[str, int]) -> None:
     path = coco(tmp_path, [XYWH], [{**COCO_IMAGE, "file_name": file, **fields}])
     named = file.replace("\\", "/").removeprefix("./")
     paint(tmp_path / "images" / named)
     text = path.read_text(encoding="utf-8")
     written(path, text.replace("\n", "\r\n"), "utf-8-sig")
-    report = convert(path, tmp_path / "images", tmp_path / "out", options=SMALL)
+    report = convert_coco(path, tmp_path / "images", tmp_path / "out", lvis=lvis, options=SMALL)
     assert told(report) == {named: [CAT]}
     assert report.skipped + report.notes == counted
 

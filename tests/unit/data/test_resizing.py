@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from coordexp.data import smart_resize
+from coordexp.data.images import ResizeRule
 from coordexp.data.preparation import (
     NO_RESIZE,
     PREPARATION,
     ImagePreparation,
-    ResizeRule,
     preparation_of,
     read_preparation,
     write_preparation,
@@ -57,25 +57,25 @@ def test_resizing_equals_the_processors(
         with pytest.raises(ValueError):
             reference(height, width, factor, min_pixels, max_pixels)
         with pytest.raises(DataError, match="aspect ratio"):
-            smart_resize(height, width, factor, min_pixels, max_pixels)
+            ResizeRule(factor, min_pixels, max_pixels).size(width, height)
     else:
         expected = reference(height, width, factor, min_pixels, max_pixels)
-        assert smart_resize(height, width, factor, min_pixels, max_pixels) == expected
+        assert ResizeRule(factor, min_pixels, max_pixels).size(width, height)[::-1] == expected
 
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ((0, 10), "at least 1 pixel"),
-        ((10, 10, 0), "factor is 0"),
-        ((10, 10, 32, 0, 9999), "1 <= min_pixels"),
-        ((10, 10, 32, 9999, 5000), "min_pixels <= max_pixels"),
-        ((10, 10, 32, 100, 1000), "less than one 32x32"),
+        ((), "at least 1 pixel"),
+        ((0,), "factor is 0"),
+        ((32, 0, 9999), "1 <= min_pixels"),
+        ((32, 9999, 5000), "min_pixels <= max_pixels"),
+        ((32, 100, 1000), "less than one 32x32"),
     ],
 )
 def test_impossible_limits_are_refused(arguments: tuple[int, ...], part: str) -> None:
     with pytest.raises(DataError, match=part):
-        smart_resize(*arguments)
+        ResizeRule(*arguments).size(10, 0)
 
 
 # --- rules ---
@@ -88,7 +88,7 @@ def record(width: int, height: int, metadata: dict[str, Any] | None = None) -> I
 
 
 def prepared(rule: ResizeRule) -> dict[str, Any]:
-    return {"prepared": rule.to_metadata()}
+    return {"prepared": asdict(rule)}
 
 
 def test_a_resized_image_is_not_resized_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_an_original_image_gives_the_same_answer_as_its_resized_copy(
     assert [(a.width, a.height) for a in originals] == [SIZE, SIZE]
     assert [a.text for a in originals] == [a.text for a in shown]
     settings = json.loads((tmp_path / "originals" / "prediction.json").read_text())
-    assert settings["resize"] == rule.to_metadata()
+    assert settings["resize"] == asdict(rule)
 
 
 def test_the_prompt_shows_the_size_of_training(

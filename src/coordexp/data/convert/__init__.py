@@ -2,7 +2,7 @@
 or if nothing is usable. Torch-free."""
 
 from coordexp.data.convert.assemble import ImageOptions
-from coordexp.data.convert.coco import convert_coco, convert_lvis, convert_panoptic
+from coordexp.data.convert.coco import convert_coco, convert_panoptic
 from coordexp.data.convert.csv_boxes import convert_csv
 from coordexp.data.convert.labelme import convert_labelme
 from coordexp.data.convert.shapes import ConversionReport, Note, Problem, SkipReason, render_report
@@ -18,7 +18,6 @@ __all__ = [
     "convert_coco",
     "convert_csv",
     "convert_labelme",
-    "convert_lvis",
     "convert_panoptic",
     "convert_voc",
     "convert_yolo",

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from coordexp.data.convert.shapes import ConversionReport, LeftOut, Note, SkipReason, SourceImage, quantise
@@ -196,7 +196,7 @@ def assemble(sources: Sequence[SourceImage], report: ConversionReport, options: 
                 )
             metadata = {"source": {"file": source.file, "width": prepared.frame[0], "height": prepared.frame[1]}}
             if options.rule is not None:
-                metadata[PREPARED] = options.rule.to_metadata()
+                metadata[PREPARED] = asdict(options.rule)
             records.append(ImageRecord(source.file, prepared.path, *prepared.size, tuple(objects), metadata))
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for a hundred thousand images

@@ -48,6 +48,7 @@ def convert_coco(
     *,
     geometry: InstanceGeometry = "bbox",
     crowds: Crowds = "leave_out",
+    lvis: bool = False,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
     """Convert a COCO file to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``, by file name.
@@ -58,41 +59,25 @@ def convert_coco(
         geometry: ``bbox`` writes boxes; ``poly`` writes segmentation polygons (of several parts, the largest) and the
             outlines of run-length masks. Objects without a segmentation are left out and counted.
         crowds: groups (``iscrowd``) are left out, or kept as one object each; counted either way.
+        lvis: the file is one of LVIS; ``images_dir`` may also be the folder with COCO's ``train2017`` and ``val2017``.
     """
     file = Path(annotations_json)
     if (file / ROBOFLOW).is_file():
         file /= ROBOFLOW
     images = file.parent if images_dir is None else Path(images_dir)
     coco = _read(file, images, geometry, crowds)
+    if lvis:
+        for image in coco["images"]:
+            url = image.get("coco_url") if isinstance(image, dict) else None
+            if isinstance(url, str) and not image.get("file_name"):
+                folder, named = PurePosixPath(url).parts[-2:]
+                image["file_name"] = f"{folder}/{named}" if (images / folder).is_dir() else named
+        for category in coco["categories"]:
+            if isinstance(category, dict) and isinstance(category.get("name"), str):
+                category["name"] = category["name"].replace("_", " ")
     stem = file.absolute().parent.name if file.name == ROBOFLOW else file.stem
     report = ConversionReport(Path(out_dir) / f"{options.name or stem}.jsonl")
     return _convert(coco, file, images, report, geometry, crowds, options)
-
-
-def convert_lvis(
-    annotations_json: str | Path,
-    images_dir: str | Path | None,
-    out_dir: str | Path,
-    *,
-    geometry: InstanceGeometry = "bbox",
-    crowds: Crowds = "leave_out",
-    options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
-) -> ConversionReport:
-    """Convert an LVIS file as :func:`convert_coco` does a COCO file. ``images_dir`` may also be the folder with COCO's
-    ``train2017`` and ``val2017``."""
-    file = Path(annotations_json)
-    images = file.parent if images_dir is None else Path(images_dir)
-    lvis = _read(file, images, geometry, crowds)
-    for image in lvis["images"]:
-        url = image.get("coco_url") if isinstance(image, dict) else None
-        if isinstance(url, str) and not image.get("file_name"):
-            folder, named = PurePosixPath(url).parts[-2:]
-            image["file_name"] = f"{folder}/{named}" if (images / folder).is_dir() else named
-    for category in lvis["categories"]:
-        if isinstance(category, dict) and isinstance(category.get("name"), str):
-            category["name"] = category["name"].replace("_", " ")
-    report = ConversionReport(Path(out_dir) / f"{options.name or file.stem}.jsonl")
-    return _convert(lvis, file, images, report, geometry, crowds, options)
 
 
 def convert_panoptic(
