@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,9 +34,6 @@ class TensorInfo:
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype.removeprefix("torch."))
-
-    def payload(self) -> dict[str, Any]:
-        return asdict(self) | {"shape": list(self.shape)}
 
 
 def describe(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[TensorInfo, ...]:

@@ -159,19 +159,13 @@ def _listen(address: GroupAddress) -> socket.socket:
     family, _, _, _, where = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)[0]
     deadline = time.monotonic() + min(PORT_FREE_S, address.timeout_s)
     while True:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(where)
+            return socket.create_server(where, family=family, dualstack_ipv6=family == socket.AF_INET6)
         except OSError as error:  # a group that was just torn down may hold the port a moment longer
-            listener.close()
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise
             gc.collect()  # an error's traceback may keep the old group's store alive in a cycle
             time.sleep(0.1)
-        else:
-            listener.listen()
-            return listener
 
 
 class GlooCommunicator(Communicator):

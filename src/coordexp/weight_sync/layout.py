@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,10 +27,6 @@ class Place:
     parameter: str
     part: str = ""
     parts: tuple[str, ...] = ("",)
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.parameter, self.part
 
 
 @dataclass(slots=True)
@@ -114,7 +110,7 @@ class WeightLayout:
     def read_back(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterable[tuple[str, torch.Tensor]]:
         """Each of the trainer's tensors as the parameters now hold it (views), for an engine on one device. Raises
         RolloutError for parts that do not fill their parameter."""
-        part_rows = {self.place(name).key: shape[0] for name, shape in shapes.items() if shape}
+        part_rows = {self.place(name): shape[0] for name, shape in shapes.items() if shape}
         for name, shape in shapes.items():
             rows = self.rows(name, shape, part_rows)
             if rows is None or rows.numel() != torch.Size(shape).numel():
@@ -126,15 +122,16 @@ class WeightLayout:
                 )
             yield name, rows
 
-    def rows(self, name: str, shape: tuple[int, ...], part_rows: Mapping[tuple[str, str], int]) -> torch.Tensor | None:
+    def rows(self, name: str, shape: tuple[int, ...], part_rows: Mapping[Place, int]) -> torch.Tensor | None:
         """The rows (a view) of a parameter that a tensor of the trainer fills, if its parts are stored in their order.
-        ``part_rows``: number of rows of each (parameter, part); None is returned if one before this part is missing."""
+        ``part_rows``: number of rows of each place; None is returned if one before this part is missing."""
         place = self.place(name)
         start = 0
         for part in place.parts[: place.parts.index(place.part)]:
-            if (place.parameter, part) not in part_rows:
+            before = replace(place, part=part)
+            if before not in part_rows:
                 return None
-            start += part_rows[place.parameter, part]
+            start += part_rows[before]
         parameter = self.parameters[place.parameter].detach()
         return parameter[start : start + shape[0]] if shape else parameter
 
@@ -154,7 +151,7 @@ class InPlaceTargets:
     def __init__(self, layout: WeightLayout, *, enabled: bool) -> None:
         self._layout = layout
         self._enabled = enabled
-        self._part_rows: dict[tuple[str, str], int] = {}
+        self._part_rows: dict[Place, int] = {}
         self._proven: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def destination(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
@@ -165,7 +162,7 @@ class InPlaceTargets:
     def probe(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
         """Around the engine's loading of ``tensors``: find out where each of them goes. Raises RolloutError if the
         loader ignored one."""
-        self._part_rows |= {self._layout.place(name).key: len(tensor) for name, tensor in tensors if tensor.dim()}
+        self._part_rows |= {self._layout.place(name): len(tensor) for name, tensor in tensors if tensor.dim()}
         presumed: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for name, tensor in tensors if self._enabled else ():
             memory = self._memory(name, tuple(tensor.shape))

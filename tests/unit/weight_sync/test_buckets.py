@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
 @settings(max_examples=40, deadline=None)
 def test_a_bucket_arrives_unchanged(kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
     sent = [(f"t{index}", tensor(shape, dtype, index)) for index, (shape, dtype) in enumerate(kinds)]
-    infos = read_infos([info.payload() for info in describe(sent)])
+    infos = read_infos([asdict(info) for info in describe(sent)])
     arrived: dict[str, torch.Tensor] = {}
     for piece in pieces(infos):
         bytes_N = piece_bytes([sent[index][1] for index in piece])
