@@ -22,8 +22,8 @@ STOP_S = 10.0
 _running: WeakSet[threading.Thread] = WeakSet()
 
 
-def in_background(act: Callable[[], Result], name: str) -> Future[Result]:
-    """Run ``act`` in a daemon thread called ``name``."""
+def in_background(act: Callable[[], Result], name: str, *, exit_waits: bool = True) -> Future[Result]:
+    """Run ``act`` in a daemon thread called ``name``. ``exit_waits``: needed by calls that hang in C++."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -33,7 +33,8 @@ def in_background(act: Callable[[], Result], name: str) -> Future[Result]:
             future.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True, name=name)
-    _running.add(thread)
+    if exit_waits:
+        _running.add(thread)
     thread.start()
     return future
 

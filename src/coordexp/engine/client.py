@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -103,7 +102,7 @@ class ServerClient:
         sampled no token although it has requests (its HTTP process may answer while the engine hangs). 0 if the server
         does not report it."""
         health = self._call("GET", "/health/", timeout_s=timeout_s, wants_json=False)
-        stalls = [health.get(name) for name in STALL_KEYS] if isinstance(health, Mapping) else []
+        stalls = [health.get(name) for name in STALL_KEYS] if isinstance(health, dict) else []
         return max((float(s) for s in stalls if isinstance(s, (int, float)) and not isinstance(s, bool)), default=0.0)
 
     def wait_until_healthy(self, timeout_s: float | None = None) -> None:
@@ -195,11 +194,10 @@ class ServerClient:
         self, metadatas: Sequence[Mapping[str, Any]], timeout_s: float, peft_config: Mapping[str, Any] | None = None
     ) -> None:
         """Announce one bucket of weights, or an adapter with its ``peft_config``; bytes follow in the weight group."""
-        if peft_config is None:
-            self._call("POST", "/update_flattened_params/", {"metadatas": metadatas}, timeout_s=timeout_s)
-        else:
-            payload = {"peft_config": peft_config, "metadatas": metadatas}
-            self._call("POST", "/update_adapter_flattened_param/", payload, timeout_s=timeout_s)
+        endpoint, payload = "/update_flattened_params/", {"metadatas": metadatas}
+        if peft_config is not None:
+            endpoint, payload = "/update_adapter_flattened_param/", {**payload, "peft_config": peft_config}
+        self._call("POST", endpoint, payload, timeout_s=timeout_s)
 
     def commit_weights(
         self, weights: WeightVersion, wants_checksum: bool, timeout_s: float
@@ -322,13 +320,16 @@ class DeadlineTransport(httpx.HTTPTransport):
 
 
 class _Backend(httpcore.SyncBackend):
-    def connect_tcp(self, *args: Any, **options: Any) -> httpcore.NetworkStream:
+    def connect_tcp(self, *args: Any, **options: Any) -> Any:
         return _Stream(super().connect_tcp(*args, **options))
 
 
-class _Stream(httpcore.NetworkStream):
+class _Stream:
     def __init__(self, stream: httpcore.NetworkStream) -> None:
         self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         return self._stream.read(max_bytes, _left(timeout, httpcore.ReadTimeout))
@@ -338,17 +339,8 @@ class _Stream(httpcore.NetworkStream):
         for start in range(0, len(view), _SEND_BYTES):
             self._stream.write(bytes(view[start : start + _SEND_BYTES]), _left(timeout, httpcore.WriteTimeout))
 
-    def close(self) -> None:
-        self._stream.close()
-
-    def start_tls(
-        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
-    ) -> httpcore.NetworkStream:
-        timeout = _left(timeout, httpcore.ConnectTimeout)
-        return _Stream(self._stream.start_tls(ssl_context, server_hostname, timeout))
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._stream.get_extra_info(info)
+    def start_tls(self, *args: Any, timeout: float | None = None, **options: Any) -> _Stream:
+        return _Stream(self._stream.start_tls(*args, timeout=_left(timeout, httpcore.ConnectTimeout), **options))
 
 
 def _left(timeout: float | None, error: type[Exception]) -> float | None:

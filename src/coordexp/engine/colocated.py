@@ -47,9 +47,8 @@ from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import (
     DecodingOptions,
     IndexedRollout,
+    RolloutBackend,
     RolloutRound,
-    Seeds,
-    collect_in_order,
     response_tokens,
 )
 from coordexp.rollouts.learner import LearnerParts
@@ -257,8 +256,8 @@ class ColocatedPusher(WeightPusher):
         self.engine.ask_worker(lambda worker: worker.receiver.close())
 
 
-class ColocatedBackend:
-    """A :class:`RolloutBackend` of vLLM on the trainer's own devices."""
+class ColocatedBackend(RolloutBackend):
+    """vLLM on the trainer's own devices."""
 
     def __init__(
         self, config: RolloutMatchingConfig, learner: LearnerParts, options: DecodingOptions, names: Sequence[str] = ()
@@ -305,11 +304,6 @@ class ColocatedBackend:
                 engine.close()
                 raise
         return engine
-
-    def generate(
-        self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
-    ) -> list[Rollout]:
-        return collect_in_order(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         """Every request is a call of its own to the engine, with its own seed. Collective where T > 1."""

@@ -6,12 +6,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import importlib.metadata
-import mmap
 import os
 import random
 import select
 import signal
-import struct
 import sys
 import tempfile
 import threading
@@ -22,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 DIE_WITH_PARENT = "COORDEXP_DIE_WITH_PARENT"
@@ -154,7 +153,6 @@ def environment_kept(needed: Mapping[str, str] | None = None) -> Iterator[None]:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    import numpy as np
     import torch
 
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
@@ -204,21 +202,21 @@ def default_group_kept(is_trainers: bool) -> Iterator[None]:
 # step of its engine, and the HTTP process reads it. (Here, because importing ms-swift patches transformers' trainers.)
 
 HEARTBEAT_PATH = "COORDEXP_SWIFT_HEARTBEAT"  # the page's file, for the workers
-_ENTRY = struct.Struct("<dQ")  # end of the last step, by the clock that all processes share; number of steps
+# End of the last step, by the clock that all processes share; number of steps.
+_ENTRY = np.dtype([("stepped_at", "<f8"), ("num_steps", "<u8")])
 
 
 class SharedHeartbeat:
     """A page of memory with one entry for each worker."""
 
     def __init__(self, path: str) -> None:
-        with open(path, "r+b") as file:
-            self._page = mmap.mmap(file.fileno(), 0)
+        self._page = np.memmap(path, _ENTRY, "r+")
 
     @classmethod
     def create(cls, num_workers: int) -> SharedHeartbeat:
         """A page for the workers that this process starts afterwards."""
         descriptor, path = tempfile.mkstemp(prefix="coordexp-heartbeat-")
-        os.ftruncate(descriptor, _ENTRY.size * num_workers)
+        os.ftruncate(descriptor, _ENTRY.itemsize * num_workers)
         os.close(descriptor)
         os.environ[HEARTBEAT_PATH] = path
         return cls(path)
@@ -228,18 +226,15 @@ class SharedHeartbeat:
         Path(os.environ[HEARTBEAT_PATH]).unlink(missing_ok=True)
 
     def record_step(self, worker: int) -> None:
-        _ENTRY.pack_into(self._page, _ENTRY.size * worker, time.monotonic(), self._last_step(worker)[1] + 1)
-
-    def _last_step(self, worker: int) -> tuple[float, int]:
-        return _ENTRY.unpack_from(self._page, _ENTRY.size * worker)
+        self._page[worker] = time.monotonic(), self._page[worker]["num_steps"] + 1
 
     def silent_s(self, busy_since: dict[int, float]) -> float:
         """Seconds since the last step of the slowest worker that has requests; ``busy_since``: start of their call."""
-        now = time.monotonic()
-        return max((now - max(since, self._last_step(worker)[0]) for worker, since in busy_since.items()), default=0.0)
+        now, stepped_at = time.monotonic(), self._page["stepped_at"].tolist()
+        return max((now - max(since, stepped_at[worker]) for worker, since in busy_since.items()), default=0.0)
 
     def num_steps(self) -> int:
-        return sum(self._last_step(worker)[1] for worker in range(len(self._page) // _ENTRY.size))
+        return int(self._page["num_steps"].sum())
 
 
 def with_heartbeat(step: Callable[..., Any], worker: int) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -68,11 +68,11 @@ class WeightPusher(ABC):
     def push(self, version: int) -> PushReport:
         """Make the trainer's current weights, as ``version``, those of every engine. After a RolloutError an engine's
         answers are refused until a push succeeds."""
-        fallback = None
+        weights, fallback = WeightVersion(version, self.learner_id), None
         if self.mode == "adapter":
             try:
                 with distributed.raise_on_all_ranks("the adapter push"):
-                    return self._push_adapter(version)
+                    return self._push_adapter(weights)
             except _ADAPTER_ERRORS as error:
                 fallback = f"{type(error).__name__}: {error}"
                 if not self._config.fallback_to_full:
@@ -86,7 +86,7 @@ class WeightPusher(ABC):
                 self.fallbacks.append(f"version {version}: {fallback}")
                 self.mode = "full"
         with distributed.raise_on_all_ranks("the weight push"):
-            return self._push_full(version, fallback)
+            return self._push_full(weights, fallback)
 
     @abstractmethod
     def _begin(self, mode: Mode) -> torch.dtype | None:
@@ -106,9 +106,8 @@ class WeightPusher(ABC):
     def _abort(self) -> None:
         """Give the push up; the next one starts afresh."""
 
-    def _push_full(self, version: int, fallback: str | None) -> PushReport:
+    def _push_full(self, weights: WeightVersion, fallback: str | None) -> PushReport:
         started = time.monotonic()
-        weights = WeightVersion(version, self.learner_id)
         # The first full push is compared, and then every checksum_every-th push.
         every = self._config.checksum_every
         compares = self.has_engines and (not self.compared or (every > 0 and self._num_pushes % every == 0))
@@ -132,9 +131,8 @@ class WeightPusher(ABC):
         seconds = time.monotonic() - started
         return PushReport(weights, "full", num_bytes, seconds, num_tensors, expected if verified else None, fallback)
 
-    def _push_adapter(self, version: int) -> PushReport:
+    def _push_adapter(self, weights: WeightVersion) -> PushReport:
         started = time.monotonic()
-        weights = WeightVersion(version, self.learner_id)
         adapter = self._source.adapter()
         if adapter is None:
             raise RolloutError("the learner trains no adapter (tuner.train_type is full)")
@@ -309,7 +307,7 @@ class ServerLink:
         group = self._group
         if group is None:
             raise RolloutError(f"{self}: the weight group is closed")
-        payload = [info.payload() for info in describe(tensors)]
+        payload = [asdict(info) for info in describe(tensors)]
         # The server answers when all bytes have arrived, so they are broadcast meanwhile; whichever side fails first
         # ends the other one's wait.
         announced = in_background(

@@ -9,15 +9,17 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import queue
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 from coordexp import distributed
+from coordexp.background import in_background
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.engine.arguments import ACTIVATION_PATH, NAMES_ENABLE, NAMES_STATUS, check_guard
 from coordexp.engine.client import STALL_KEYS, ServerClient, api_key_from_environment
@@ -30,8 +32,7 @@ from coordexp.errors import (
     ServerTimeout,
     ServerUnreachable,
 )
-from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, collect_in_order
+from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutBackend, RolloutRound
 from coordexp.rollouts.chunking import Post, chunk_size, plan_calls, plan_posts, server_slots
 from coordexp.rollouts.learner import LearnerParts
 from coordexp.weight_sync import WeightVersion
@@ -82,8 +83,9 @@ def check_servers(config: RolloutMatchingConfig, trainer_world_size: int, closed
                 )
             if closed_names:
                 check_names(client, status)
-            if status is not None and any(one.get("device", "").startswith("cuda") for one in status["workers"]):
-                _check_gpus(client, [one.get("device_uuid") for one in status["workers"]])
+            workers = [] if status is None else status["workers"]
+            if any(one.get("device", "").startswith("cuda") for one in workers):
+                _check_gpus(client, [one.get("device_uuid") for one in workers])
     finally:
         for client in clients:
             client.close()
@@ -145,36 +147,25 @@ def in_flight(
     """
     waiting = [deque(post for post in posts if post.server == server) for server in range(len(slots))]
     free = list(slots)
-    owed: list[Post] = []
-    done: queue.SimpleQueue[tuple[Post, Reply | None, BaseException | None]] = queue.SimpleQueue()
-
-    def work(post: Post) -> None:
-        try:
-            done.put((post, ask(post), None))
-        except BaseException as error:  # raised again below, in the thread that waits
-            done.put((post, None, error))
+    owed: dict[Future[Reply], Post] = {}
 
     def start(server: int) -> None:
         while waiting[server] and waiting[server][0].size <= free[server]:
             post = waiting[server].popleft()
             free[server] -= post.size
-            owed.append(post)
-            threading.Thread(target=work, args=(post,), name=f"infer-{server}", daemon=True).start()
+            owed[in_background(partial(ask, post), f"infer-{server}", exit_waits=False)] = post
 
     for server in range(len(slots)):
         start(server)
     while owed:
-        try:
-            post, reply, error = done.get(timeout=watch_s)
-        except queue.Empty:
-            watch({post.server for post in owed})
-            continue
-        if error is not None:
-            raise error
-        owed.remove(post)
-        free[post.server] += post.size
-        start(post.server)
-        yield post, reply  # pyright: ignore[reportReturnType]
+        finished = wait(owed, watch_s, FIRST_COMPLETED).done
+        if not finished:
+            watch({post.server for post in owed.values()})
+        for future in finished:
+            reply, post = future.result(), owed.pop(future)
+            free[post.server] += post.size
+            start(post.server)
+            yield post, reply
     assert not any(waiting), "a post larger than its server's slots"
 
 
@@ -209,7 +200,7 @@ class LivenessWatch:
                     )
 
 
-class ServerBackend:
+class ServerBackend(RolloutBackend):
     """vLLM servers as a rollout backend."""
 
     def __init__(
@@ -237,12 +228,11 @@ class ServerBackend:
         if self._names:
             for client, status in zip(self._clients, statuses, strict=True):
                 check_names(client, status)
-        self._ours = [status is not None and status.get("server") == "coordexp serve" for status in statuses]
+        self._ours = [(status or {}).get("server") == "coordexp serve" for status in statuses]
         # Servers that answer /health/ while they decode, and mark each answer with its weights and its request: ours,
         # and ms-swift's with our plugin. A plain ms-swift does not, so its silence means nothing.
         self._reports = [
-            ours or (status is not None and STALL_KEYS[0] in status)
-            for ours, status in zip(self._ours, statuses, strict=True)
+            ours or STALL_KEYS[0] in (status or {}) for ours, status in zip(self._ours, statuses, strict=True)
         ]
         # ms-swift decodes one call after the other, so the small calls of many micro-steps would decode alone. Greedy
         # answers depend on no seed, so there such calls share a post.
@@ -253,11 +243,6 @@ class ServerBackend:
         self._calls: list[dict[str, Any]] = []
         self._metrics: Counter[str] = Counter()
         self._lock = threading.Lock()  # guards the metrics, which call threads count in
-
-    def generate(
-        self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
-    ) -> list[Rollout]:
-        return collect_in_order(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         """As :meth:`RolloutBackend.generate_window`; may be iterated in another thread, while the trainer trains. The

@@ -169,12 +169,10 @@ class CoordExpEndpoints:
     """Methods that take the place of :class:`SwiftRolloutDeploy`'s, or are added to it; ``self`` is one of those."""
 
     args: Any
-    app: Any
     connections: list[Any]
     processes: list[Any]
     coordexp_heartbeat: SharedHeartbeat
     coordexp_busy: dict[int, float]  # workers that have something to answer, and since when
-    _require_api_key: Any
 
     async def health(self) -> dict[str, Any]:
         dead = [index for index, process in enumerate(self.processes) if not process.is_alive()]
@@ -232,12 +230,9 @@ class CoordExpEndpoints:
         arguments = [
             {
                 "method": "init_communicator",
-                "host": request.host,
-                "port": request.port,
+                **request.model_dump(),
                 "world_size": world_size,
                 "first_rank": first + index * per_engine,
-                "timeout_s": request.timeout_s,
-                "token": request.token,
                 "listen_host": "" if self.args.host == request.host else self.args.host,
             }
             for index in range(len(self.connections))

@@ -124,7 +124,7 @@ class RolloutBackend(Protocol):
     ) -> list[Rollout]:
         """One answer per request, in their order. ``on_answer`` is called with the number of finished answers as it
         grows; it must not raise."""
-        ...
+        return collect_in_order(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         """Each answer of an optimizer step exactly once, in any order, as soon as it is finished.
@@ -172,7 +172,7 @@ def rollout_session(backend: RolloutBackend, version: int) -> Iterator[None]:
 def collect_in_order(
     answers: Iterator[IndexedRollout], on_answer: Callable[[int], None] | None = None
 ) -> list[Rollout]:
-    """Rollouts of one round in the order of its requests: ``generate`` for backends that answer in any order."""
+    """Rollouts of one round in the order of its requests."""
     rollout_of: dict[int, Rollout] = {}
     for answer in answers:
         rollout_of[answer.index] = answer.rollout
