@@ -53,12 +53,9 @@ def test_merge_into_another_number_type_from_a_moved_base(
     assert json.loads(run_cli(capsys, "model", "info", tmp_path / "out", "--json").out)["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(("source", "says"), [("base", "no adapters to merge"), ("none", "no such folder")])
-def test_a_failed_merge_is_a_one_line_error(
-    source: str, says: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outcome = run_cli(capsys, "model", "merge", run.parent / source, tmp_path / "out")
-    assert outcome.code == 2 and says in outcome.err and "Traceback" not in outcome.err
+def test_a_model_without_adapters_is_not_merged(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = run_cli(capsys, "model", "merge", run.parent / "base", tmp_path / "out")
+    assert outcome.code == 2 and "no adapters to merge" in outcome.err and "Traceback" not in outcome.err
 
 
 def test_info_of_a_lora_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,5 +75,3 @@ def test_info_names_missing_parts_of_a_model(tmp_path: Path, capsys: pytest.Capt
     shown = run_cli(capsys, "model", "info", tmp_path / "plain")
     assert shown.code == 0 and "coord tokens     yes" not in shown.out
     assert "expand-vocab" in shown.out, shown.out
-    missing = run_cli(capsys, "model", "info", tmp_path / "none")
-    assert missing.code == 2 and "no such folder" in missing.err

@@ -100,19 +100,6 @@ def test_no_annotations_no_plots(tmp_path: Path) -> None:
     assert save_plots([answer("a", {"cat": 0}, {})], tmp_path, coco=False) == [tmp_path / CONFUSION]
 
 
-def test_the_sheet_is_a_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answers = []
-    for k in range(7):
-        image = tmp_path / f"{k}.png"
-        Image.new("RGB", (320, 240), (10, 10, 10)).save(image)
-        answers.append(replace(answer(f"s{k}", {"cat": 0}, {"dog": 0}), image=str(image), width=320, height=240))
-    write_answers(answers, tmp_path / "predictions.jsonl")
-    sheet = tmp_path / "sheet.png"
-    assert run_cli(capsys, "evaluate", tmp_path, "--sheet", sheet).code == 0
-    with Image.open(sheet) as image:
-        assert image.size == (3 * 2 * 320, 26 + 3 * 240), "seven images, three side by side"
-
-
 # --- tables and sheets ---
 
 GREEN, ORANGE, RED, GREY = (24, 150, 70), (230, 140, 0), (205, 30, 45), (112, 117, 125)

@@ -28,7 +28,8 @@ from support.cli_runs import run_cli
 from support.config_samples import set_key, write_yaml
 
 CONFIG = Path(__file__).parents[3] / "configs" / "stage2_rollout_aligned" / "server_multi_node.yaml"
-RESUME = "training.resume_from_checkpoint=true"
+RESUME_KEY = "training.resume_from_checkpoint"
+RESUME = f"{RESUME_KEY}=true"
 JOB = ClusterJob("run", "X.yaml", ("a.b=1 2",), 2, 2, 8, "COORDEXP_API_KEY", 60, 900, "1-00:00:00")
 
 FAKE_PYTHON = """\
@@ -116,9 +117,7 @@ def test_a_slurm_job_has_the_trainers_exit_code_and_ends_its_servers(fakes: Fake
     assert found == code, told
     calls = fakes.calls()
     assert {call for call in calls if call.startswith("step")} == {
-        "step on node1",
-        "step on node2",
-        "step on node3,node4",
+        f"step on {nodes}" for nodes in ("node1", "node2", "node3,node4")
     }
     assert sum("|serve|--config|X.yaml|a.b=1 2|--index|" in call for call in calls) == 2
     (learner,) = [call for call in calls if "torch.distributed.run" in call]
@@ -226,11 +225,7 @@ def test_the_shipped_configuration_gives_a_job_of_each_kind(tmp_path: Path, caps
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     # keys of the YAML, options of the command, error
-    "a restarted job would not resume": (
-        {"training.resume_from_checkpoint": None},
-        {},
-        "training.resume_from_checkpoint",
-    ),
+    "a restarted job would not resume": ({RESUME_KEY: None}, {}, RESUME_KEY),
     "a host that is written down": (
         {"rollout_matching.vllm.server.servers": [{"base_url": "http://10.0.0.1:8000", "group_port": 51216}]},
         {},
@@ -238,11 +233,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "a server without a token": ({"rollout_matching.vllm.server.api_key_env": None}, {}, "server.api_key_env"),
     "swift's servers": ({"launch.server": "swift"}, {}, "launch.server"),
-    "engines that do not fit": (
-        {"rollout_matching.vllm.tensor_parallel_size": 3},
-        {},
-        "tensor_parallel_size: 3.*--gpus",
-    ),
+    "engines that do not fit": ({"rollout_matching.vllm.tensor_parallel_size": 3}, {}, "size: 3.*--gpus"),
     "no learner": ({}, {"trainer_nodes": 0}, "--learner-nodes 0"),
     "fewer than no GPUs": ({}, {"gpus": -1}, "--gpus -1"),
     "a time that is none": ({}, {"time_limit": "one day"}, "--time one day"),

@@ -169,36 +169,22 @@ def test_devices_give_data_parallel_engines_and_trainer_processes(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("servers", "learner", "tensor_parallel_size", "message"),
     [
-        ({"launch__server_devices": [[0], [0]], "launch__learner_devices": [1]}, "device 0 is already in"),
-        (
-            {"launch__server_devices": [[0], [1]], "launch__learner_devices": [1]},
-            "learner_devices: device 1 is already",
-        ),
-        ({"launch__server_devices": [[0]], "launch__learner_devices": [1]}, "1 lists of devices for 2 servers"),
-        ({"launch__server_devices": [[0], [1]]}, "launch.learner_devices: missing"),
-        ({"launch__server_devices": [[0], []], "launch__learner_devices": [1]}, r"server_devices\[1\]: missing"),
-        (
-            {
-                "launch__server_devices": [[0], [1]],
-                "launch__learner_devices": [2],
-                "rollout_matching__vllm__tensor_parallel_size": 2,
-            },
-            "tensor_parallel_size 2",
-        ),
+        ([[0], [0]], [1], 1, "device 0 is already in"),
+        ([[0], [1]], [1], 1, "learner_devices: device 1 is already"),
+        ([[0]], [1], 1, "1 lists of devices for 2 servers"),
+        ([[0], [1]], [], 1, "launch.learner_devices: missing"),
+        ([[0], []], [1], 1, r"server_devices\[1\]: missing"),
+        ([[0], [1]], [2], 2, "tensor_parallel_size 2"),
     ],
 )
 def test_devices_that_do_not_fit_are_refused(
-    tmp_path: Path, config: dict[str, Any], keys: dict[str, Any], message: str
+    tmp_path: Path, config: dict[str, Any], servers: Any, learner: Any, tensor_parallel_size: int, message: str
 ) -> None:
+    keys = {"launch__server_devices": servers, "launch__learner_devices": learner}
     with pytest.raises(ConfigError, match=message):
-        planned(tmp_path, config, **keys)
-
-
-def test_a_remote_server_is_waited_for_and_not_started(tmp_path: Path, config: dict[str, Any]) -> None:
-    plan = planned(tmp_path, config, local=(True, False))
-    assert [server.process is not None for server in plan.servers] == [True, False]
+        planned(tmp_path, config, **keys, rollout_matching__vllm__tensor_parallel_size=tensor_parallel_size)
 
 
 def test_without_servers_only_the_trainer_is_started(tmp_path: Path, config: dict[str, Any]) -> None:

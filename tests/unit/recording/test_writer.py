@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp.config import parse_config
 from coordexp.config.rollout import MonitorDumpConfig
 from coordexp.data import read_jsonl
 from coordexp.data.dataset import Sample
-from coordexp.errors import ConfigError
 from coordexp.matching import MatchingConfig
 from coordexp.recording.rollout_record import RolloutRecord, Settings, read_records, replay
 from coordexp.recording.writer import DROPPED, FAILED, WRITTEN, RolloutRecorder, is_due
@@ -22,7 +20,6 @@ from coordexp.targets import TransportConfig, empty_target
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.rows import blank_row
 from support.answers import CAT, DOG, answer, entry, outcome_of, record, request, tiny_vocab
-from support.config_samples import stage1
 from support.tiny_run import finder, load_tiny, run_config, step_lines, tiny_scenes, train
 
 SETTINGS = Settings(MatchingConfig(), TransportConfig(), "desc_first")
@@ -182,9 +179,3 @@ def test_nothing_is_written_unless_asked_for(tmp_path: Path) -> None:
     trainer = train(run_config(tmp_path, 2))
     assert not (tmp_path / "run" / "rollout_records").exists()
     assert not any("records" in name for line in step_lines(trainer) for name in line)
-
-
-def test_stage_1_has_no_rollouts_to_record() -> None:
-    config = stage1() | {"rollout_matching": {"rollout_backend": "hf", "monitor_dump": {"enabled": True}}}
-    with pytest.raises(ConfigError, match=r"rollout_matching\.monitor_dump\.enabled"):
-        parse_config(config)
