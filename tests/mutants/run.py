@@ -14,7 +14,6 @@ fail without the change too). The exit code is 1 if any change survived, is stal
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import hashlib
 import importlib
@@ -26,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -166,16 +165,11 @@ def _try(one: Mutation, source: Path, timeout_s: float, sound: dict[tuple[str, .
         sound[one.tests] = _tests_pass(one.tests, timeout_s)
     if not sound[one.tests]:
         return "unsound"
-    with _changed(source / Path(one.file).relative_to("src"), one.old, one.new):
-        return "survived" if _tests_pass(one.tests, timeout_s) else "killed"
-
-
-@contextlib.contextmanager
-def _changed(path: Path, old: str, new: str) -> Iterator[None]:
+    path = source / Path(one.file).relative_to("src")
     text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace(old, new), encoding="utf-8")
+    path.write_text(text.replace(one.old, one.new), encoding="utf-8")
     try:
-        yield
+        return "survived" if _tests_pass(one.tests, timeout_s) else "killed"
     finally:
         path.write_text(text, encoding="utf-8")
 
@@ -224,13 +218,10 @@ def _write(path: Path, mutations: Sequence[Mutation], verdicts: dict[str, str]) 
         for one in mutations
         if one.name in verdicts
     ]
-    counts = Counter(row["verdict"] for row in rows)
-    files = dict.fromkeys(one.file for one in mutations)
-    by_file = {file: dict(Counter(row["verdict"] for row in rows if row["file"] == file)) for file in files}
-    document = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "counts": counts, "by_file": by_file}
+    document = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "mutations": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")  # replaced at once, so that a run killed here loses nothing
-    fresh.write_text(json.dumps({**document, "mutations": rows}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    fresh.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     fresh.replace(path)
 
 

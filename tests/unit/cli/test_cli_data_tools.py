@@ -54,13 +54,6 @@ def test_check_counts_tokens_as_training_does(scenes: Path, tmp_path: Path, caps
     assert run_cli(capsys, "data", "check", scenes, "--max-tokens", 150).code == 2  # the tokenizer is not given
 
 
-def test_check_draws_decoded_objects(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sheet = tmp_path / "sheet.png"
-    assert run_cli(capsys, "data", "check", scenes, "--sheet", sheet, "--sheet-images", 5).code == 0
-    with Image.open(sheet) as image:
-        assert image.size == (4 * 320, 2 * 320)
-
-
 def test_the_sheet_shows_augmented_images(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = stage1() | {"data": {"augment": {"horizontal_flip": 0.5, "scale": [0.5, 2.0]}}}
     run, sheet = write_yaml(tmp_path, config), tmp_path / "views.png"

@@ -25,8 +25,6 @@ from coordexp.data.convert import (
 from coordexp.data.convert.shapes import simplify_ring
 from coordexp.data.polygons import canonical_ring, shape_area, signed_ring_area
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import Detection, ImageAnswer
-from coordexp.evaluation.export import UsersTerms, export_csv
 from coordexp.records import GTObject
 from support.annotation_folders import KEEP, SMALL, objects_of, paint
 
@@ -203,18 +201,6 @@ def test_a_csv_without_the_columns_is_refused(tmp_path: Path) -> None:
     path = table(tmp_path / "in", "a.jpg,10,6,30,18,cat\n")
     with pytest.raises(DataError, match=r"t\.csv:1: .*'image' \(or filename"):
         convert_csv(path, tmp_path / "out")
-
-
-def test_an_exported_csv_is_read_again(tmp_path: Path) -> None:
-    found = (
-        Detection("cat", "bbox_2d", (256, 261, 768, 782), 0.5),
-        Detection("d", "poly", (0, 0, 500, 0, 0, 500), 0.5),
-    )
-    paint(tmp_path / "a.jpg")
-    answer = ImageAnswer("a.jpg", str(tmp_path / "a.jpg"), 40, 24, None, found)
-    (path,) = export_csv([answer], tmp_path / "out", UsersTerms()).files
-    report = convert_csv(path, tmp_path / "back", images_dir=tmp_path, options=SMALL)
-    assert [(obj.desc, obj.kind, obj.bins) for obj in objects_of(report)] == [(o.desc, o.kind, o.bins) for o in found]
 
 
 @pytest.mark.parametrize("folder", ["", "train2017"])

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from coordexp.data import read_jsonl
-from coordexp.data.convert import ImageOptions, convert_labelme, convert_voc, convert_yolo
+from coordexp.data.convert import ImageOptions, convert_csv, convert_labelme, convert_voc, convert_yolo
 from coordexp.evaluation import Detection, ImageAnswer, read_answers
 from coordexp.evaluation.answers import OriginalImage, make_answer, write_answers
 from coordexp.records import GTObject, ImageRecord, ParsedRollout, Rollout
@@ -92,11 +92,11 @@ def near(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return len(found) == len(wanted) and all(abs(a - b) <= 2 for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("form", ["yolo", "voc", "labelme"])
+@pytest.mark.parametrize("form", ["yolo", "voc", "labelme", "csv"])
 def test_exports_read_back(form: str, export: Any, tmp_path: Path) -> None:
     shown = export(form)
     out, options = tmp_path / "out", ImageOptions(resize=False)
-    folder = {"yolo": out / "images", "voc": out / "JPEGImages", "labelme": out}[form]
+    folder = {"yolo": out / "images", "voc": out / "JPEGImages", "labelme": out, "csv": out}[form]
     for name, size in (("in/a.png", SIZE), ("b.png", (50, 40))):
         place = folder / (Path(name).name if form == "voc" else name)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -108,6 +108,8 @@ def test_exports_read_back(form: str, export: Any, tmp_path: Path) -> None:
             path.rename(out / "Annotations" / path.name)
         report = convert_voc(out, tmp_path / "back", options=options)
         assert "1 polygons are written as their bounds" in shown.out
+    elif form == "csv":
+        report = convert_csv(out / "predictions.csv", tmp_path / "back", images_dir=out, options=options)
     else:
         report = convert_labelme(out, tmp_path / "back", images_dir=out, options=options)
     found = {Path(name).name: rows for name, rows in objects(report.jsonl).items()}

@@ -253,17 +253,6 @@ def test_pairs_equal_counted_pixels(first, second, resolution):
     assert found.tolist() == pytest.approx(expected, abs=1e-12)
 
 
-@settings(max_examples=200, deadline=None)
-@given(SHAPES.filter(lambda s: len(s) > 1), st.sampled_from([256, 64, 7]))
-def test_shapes_with_disjoint_boxes_share_no_pixel(shapes, resolution):
-    """So most pairs need no raster."""
-    boxes = aabbs(shapes)
-    for i, j in itertools.combinations(range(len(shapes)), 2):
-        if box_iou(boxes[i : i + 1], boxes[j : j + 1])[0, 0] == 0:
-            masks = [raster(shape, resolution) for shape in (shapes[i], shapes[j])]
-            assert not (masks[0] & masks[1]).any()
-
-
 def test_hundreds_of_polygons_and_no_pairs():
     assert mask_iou_pairs([box(0, 0, 9, 9)], [], np.zeros((0, 2), dtype=int), 128).shape == (0,)
     shapes = [poly(x, y, x + 20, y, x + 20, y + 20) for x in range(0, 900, 50) for y in range(0, 900, 50)]

@@ -271,34 +271,23 @@ def test_each_segment_reads_the_same_alone_and_packed(segments):
         assert (box_pos_M4[mine_M] - start).tolist() == alone_pos_K[alone.box_in_K_M4].tolist()
 
 
+SHORT = {**FIRST.target.weights, "struct_ce": np.ones(4, dtype=np.float32)}
+
+
 @pytest.mark.parametrize(
-    "position", [-1, 5, 3, 0], ids=["before the answer", "after it", "not a coordinate", "not a coordinate, at 0"]
+    ("segment", "change", "complaint"),
+    [
+        (FIRST, {"coord_pos_K": np.array([1, -1])}, "sample first.* -1 "),  # before the answer
+        (FIRST, {"coord_pos_K": np.array([1, 5])}, "sample first.* 5 "),  # after it
+        (FIRST, {"coord_pos_K": np.array([1, 3])}, "sample first.* 3 "),  # not a coordinate
+        (FIRST, {"coord_pos_K": np.array([1, 0])}, "sample first.* 0 "),
+        (SECOND, {"box_pos_M4": np.array([[1, 2, 3, 5]])}, "target position 5"),
+        (FIRST, {"coord_pos_K": np.array([1]), "coord_bin_K": np.array([12.0])}, "sample first: 2"),  # has no bin
+        (FIRST, {"roles_T": FIRST.target.roles_T[:-1]}, "4 roles for 5 target tokens"),
+        (FIRST, {"weights": SHORT}, "4 struct_ce for 5 target tokens"),
+    ],
 )
-def test_misplaced_coordinate_is_refused(position):
-    target = replace(FIRST.target, coord_pos_K=np.array([1, position]))
-    with pytest.raises(AlignmentError, match=f"sample first.* {position} "):
-        build_row([SECOND, replace(FIRST, target=target)])
-
-
-def test_a_box_in_the_wrong_place_is_an_error():
-    target = replace(SECOND.target, box_pos_M4=np.array([[1, 2, 3, 5]]))
-    with pytest.raises(AlignmentError, match="target position 5"):
-        build_row([replace(SECOND, target=target)])
-
-
-def test_a_weighted_coordinate_needs_a_target_bin():
-    target = replace(FIRST.target, coord_pos_K=np.array([1]), coord_bin_K=np.array([12.0]))
-    with pytest.raises(AlignmentError, match="sample first: 2"):
-        build_row([replace(FIRST, target=target)])
-
-
-def test_roles_must_cover_the_target():
-    target = replace(FIRST.target, roles_T=FIRST.target.roles_T[:-1])
-    with pytest.raises(AlignmentError, match="4 roles for 5 target tokens"):
-        build_row([replace(FIRST, target=target)])
-
-
-def test_weights_must_cover_the_target():
-    target = replace(FIRST.target, weights={**FIRST.target.weights, "struct_ce": np.ones(4, dtype=np.float32)})
-    with pytest.raises(AlignmentError, match="4 struct_ce for 5 target tokens"):
-        build_row([replace(FIRST, target=target)])
+def test_a_target_that_does_not_fit_its_tokens_is_refused(segment, change, complaint):
+    broken = replace(segment, target=replace(segment.target, **change))
+    with pytest.raises(AlignmentError, match=complaint):
+        build_row([SECOND, broken])
