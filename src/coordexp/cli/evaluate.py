@@ -146,12 +146,13 @@ def _evaluate_model(console: Console, run: RunConfig, options: OfEvaluation, ren
 
 
 def _evaluate_saved(console: Console, source: Path, options: OfEvaluation, rename: Renaming) -> None:
-    from coordexp.evaluation import EvaluationOptions, read_answers, summarise
+    from coordexp.config.rollout import EvalDetectionConfig
+    from coordexp.evaluation import read_answers, summarise
     from coordexp.evaluation.summary import write_summary
 
     saved = read_answers(source)[: options.limit]
     answers = rename(saved)
-    figures = EvaluationOptions(segm=options.segm, constant_score=options.constant_score)
+    figures = EvalDetectionConfig(use_segm=options.segm).scored(options.constant_score)
     summary = summarise(answers, figures, rename.note(saved, answers))
     about = {"predictions": str(source), **rename.about}
     files = [] if options.output is None else write_summary(options.output, summary, answers, about, figures)

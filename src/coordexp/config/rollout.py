@@ -140,6 +140,17 @@ class EvalDetectionConfig(StrictModel):
     constant_score: Probability = 1.0
     """score of every prediction in mode 'constant'"""
 
+    @property
+    def fixed_score(self) -> float | None:
+        """Score of every prediction; None if each has its own."""
+        return self.constant_score if self.score_mode == "constant" else None
+
+    def scored(self, constant_score: float | None) -> EvalDetectionConfig:
+        """With average precision, by ``constant_score`` or (None) by each prediction's own score."""
+        mode = "confidence" if constant_score is None else "constant"
+        score = self.constant_score if constant_score is None else constant_score
+        return self.model_copy(update={"metrics": "both", "score_mode": mode, "constant_score": score})
+
 
 class TargetConfig(StrictModel):
     """How the model's own answer becomes its target. The keys after ``answer`` apply to rewritten answers only."""

@@ -2,11 +2,10 @@
 
 from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers
 from coordexp.evaluation.detection import detection_metrics, match_by_desc
-from coordexp.evaluation.summary import EvaluationOptions, Summary, summarise
+from coordexp.evaluation.summary import Summary, summarise
 
 __all__ = [
     "Detection",
-    "EvaluationOptions",
     "ImageAnswer",
     "Summary",
     "detection_metrics",

@@ -15,6 +15,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, write_answers
 from coordexp.evaluation.coco import AREAS, RECALLS_R, THRESHOLDS_T, average_precision, coco_shape, write_coco
 from coordexp.evaluation.detection import (
@@ -31,39 +32,11 @@ from coordexp.evaluation.detection import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from coordexp.config.rollout import EvalDetectionConfig
-
 METRICS, BY_CLASS, BY_DENSITY = "metrics.json", "per_class.csv", "per_density.csv"
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationOptions:
-    """Which figures to compute.
-
-    ``iou_thrs``: of precision, recall and F1; the first names the plain figures. ``coco``: average precision too, which
-    needs scores; ``segm``: also of masks. ``coco_iou_thrs`` None means 0.50, 0.55, … 0.95. ``constant_score``: of
-    predictions without one.
-    """
-
-    iou_thrs: tuple[float, ...] = (IOU_THRESHOLD,)
-    coco: bool = True
-    segm: bool = False
-    coco_iou_thrs: tuple[float, ...] | None = None
-    constant_score: float | None = None
-
-    @classmethod
-    def from_config(cls, config: EvalDetectionConfig) -> EvaluationOptions:
-        """The keys of ``rollout_matching.eval_detection`` but ``enabled``."""
-        return cls(
-            iou_thrs=tuple(config.f1ish_iou_thrs),
-            coco=config.metrics != "f1ish",
-            segm=config.use_segm,
-            coco_iou_thrs=None if config.iou_thrs is None else tuple(config.iou_thrs),
-            constant_score=config.constant_score if config.score_mode == "constant" else None,
-        )
-
-
-COUNTS_ONLY = EvaluationOptions(coco=False)
+COUNTS_ONLY = EvalDetectionConfig(metrics="f1ish")
+WITH_OWN_SCORES = EvalDetectionConfig().scored(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +67,14 @@ class Summary:
 
 
 def summarise(
-    answers: Sequence[ImageAnswer], options: EvaluationOptions = EvaluationOptions(), notes: Sequence[str] = ()
+    answers: Sequence[ImageAnswer], options: EvalDetectionConfig = WITH_OWN_SCORES, notes: Sequence[str] = ()
 ) -> Summary:
     """All figures of a set of answers; ``notes`` precede those found here.
 
     Raises:
-        DataError: an image has no annotations, or a prediction has no score and ``options`` has ``coco``.
+        DataError: an image has no annotations, or a prediction has no score and ``options`` asks for average precision.
     """
-    first, *further = options.iou_thrs
+    first, *further = options.f1ish_iou_thrs
     counted = [count_image(answer, first) for answer in answers]
     figures = detection_metrics(sum_counts(part.counts for part in counted))
     for threshold in further:
@@ -109,15 +82,15 @@ def summarise(
         figures |= {f"{name}@{threshold:g}": at[name] for name in ("precision", "recall", "f1")}
     ap_of: dict[str, float] = {}
     ap_by_density: dict[str, float | None] = {}
-    if options.coco:
-        thresholds, constant = options.coco_iou_thrs, options.constant_score
+    if options.metrics != "f1ish":
+        thresholds, constant = options.iou_thrs, options.fixed_score
         coco = average_precision(answers, "bbox", thresholds, constant)
         figures |= coco.figures
         ap_of = coco.by_class
         for name in {part.density for part in counted}:
             alone = [answer for answer, part in zip(answers, counted, strict=True) if part.density == name]
             ap_by_density[name] = average_precision(alone, "bbox", thresholds, constant).figures.get("AP")
-        if options.segm:
+        if options.use_segm:
             masks = average_precision(answers, "segm", thresholds, constant)
             figures |= {f"segm_{name}": value for name, value in masks.figures.items()}
     by_desc: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -185,7 +158,7 @@ def write_summary(
     summary: Summary,
     answers: Sequence[ImageAnswer],
     about: Mapping[str, object],
-    options: EvaluationOptions,
+    options: EvalDetectionConfig,
 ) -> list[Path]:
     """The figures as JSON, CSV and pictures, the answers as JSONL and as COCO's files. Returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -204,9 +177,10 @@ def write_summary(
             writer.writerows(asdict(row) for row in rows)  # None becomes an empty cell
     write_answers(answers, folder / PREDICTIONS)
     paths = [folder / METRICS, folder / BY_CLASS, folder / BY_DENSITY, folder / PREDICTIONS]
-    if options.coco:
-        paths += write_coco(answers, folder, options.constant_score, options.segm)
-    return paths + save_plots(answers, folder, coco=options.coco, constant_score=options.constant_score)
+    with_coco = options.metrics != "f1ish"
+    if with_coco:
+        paths += write_coco(answers, folder, options.fixed_score, options.use_segm)
+    return paths + save_plots(answers, folder, coco=with_coco, constant_score=options.fixed_score)
 
 
 # Metric → (label, whether more is better); None where neither is.

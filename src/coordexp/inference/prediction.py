@@ -13,7 +13,7 @@ from rich.console import Console
 
 from coordexp import distributed
 from coordexp.checkpoints.folder import checkpoint_fingerprint
-from coordexp.config import RunConfig
+from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.schema import AnswerConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
@@ -34,7 +34,7 @@ from coordexp.evaluation.answers import (
 )
 from coordexp.evaluation.coco import write_coco
 from coordexp.evaluation.drawing import save_drawings
-from coordexp.evaluation.summary import METRICS, EvaluationOptions, Summary, summarise, write_summary
+from coordexp.evaluation.summary import METRICS, Summary, summarise, write_summary
 from coordexp.inference.session import checked_model, open_session
 from coordexp.records import ImageRecord, read_lines
 
@@ -260,8 +260,8 @@ def run_evaluation(
     )
     rename = rename or Renaming()
     answers = rename(written)
-    options = EvaluationOptions.from_config(AnswerConfig.of_run(config).rollout_matching.eval_detection)
-    options = replace(options, coco=True, constant_score=constant_score, segm=segm or options.segm)
+    detection = resolved_rollout(config).eval_detection
+    options = detection.model_copy(update={"use_segm": segm or detection.use_segm}).scored(constant_score)
     summary = summarise(answers, options, rename.note(written, answers))
     folder = output or Path(config.training.output_dir) / "evaluation"
     files: list[Path] = []

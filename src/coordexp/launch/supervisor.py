@@ -341,7 +341,8 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 def main() -> None:
     """Read the plan, one line on standard input, and run it."""
-    line = sys.stdin.buffer.raw.readline()  # unbuffered: Supervisor selects on this pipe
+    with open(0, "rb", buffering=0, closefd=False) as pipe:  # unbuffered: Supervisor selects on it too
+        line = pipe.readline()
     if not line.endswith(b"\n"):
         sys.exit(FAILED)
     sys.exit(Supervisor(PLAN_JSON.validate_json(line), LaunchView(sys.stdout), 0).run())

@@ -16,10 +16,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from coordexp import distributed
+from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.errors import RunStopped, TrainingDiverged
 from coordexp.evaluation.answers import answer_dataset
-from coordexp.evaluation.summary import COUNTS_ONLY, EvaluationOptions, summarise
+from coordexp.evaluation.summary import COUNTS_ONLY, summarise
 from coordexp.metrics import MetricsPayload
 from coordexp.modeling.scores import TokenScorer
 from coordexp.rollouts import RolloutBackend, rollout_session
@@ -61,7 +62,7 @@ class CoordExpTrainer:
     eval_dataset: RecordDataset | None
     rollout_matching_cfg: Mapping[str, Any]
     callbacks: InitVar[list[TrainerCallback]]
-    measured: EvaluationOptions | None = COUNTS_ONLY
+    measured: EvalDetectionConfig | None = COUNTS_ONLY
     scorer: TokenScorer | None = None
     keep_checkpoints: int | None = None
     stopped_by: int | None = field(default=None, init=False)

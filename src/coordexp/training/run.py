@@ -33,7 +33,6 @@ from coordexp.data.images import open_rgb
 from coordexp.data.preparation import preparation_of
 from coordexp.engine import check_backend
 from coordexp.errors import ConfigError, CoordExpError, ProcessesLost, RunStopped
-from coordexp.evaluation import EvaluationOptions
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.attention import check_attention
 from coordexp.modeling.inputs import PromptEncoder
@@ -208,7 +207,7 @@ def build_trainer(
         eval_dataset=val,
         rollout_matching_cfg=rollout_contract(config),
         callbacks=[one() for one in get_reporting_integration_callbacks(args.report_to)],
-        measured=EvaluationOptions.from_config(detection) if detection.enabled else None,
+        measured=detection if detection.enabled else None,
         scorer=TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id) if with_scores else None,
         keep_checkpoints=training.save_total_limit,
     )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
+from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.data import read_jsonl
 from coordexp.data.convert import (
     ConversionReport,
@@ -25,7 +26,7 @@ from coordexp.data.convert import (
     render_report,
 )
 from coordexp.errors import DataError
-from coordexp.evaluation import Detection, EvaluationOptions, ImageAnswer, summarise
+from coordexp.evaluation import Detection, ImageAnswer, summarise
 from coordexp.geometry import to_bin
 from coordexp.records import GTObject
 from support.annotation_folders import KEEP, SMALL, coco, objects_of, paint, voc, voc_object, voc_xml
@@ -80,7 +81,7 @@ def test_every_format_gives_the_same_records_and_they_evaluate_as_perfect(tmp_pa
                     tuple(Detection(o.desc, o.kind, o.bins, 0.5) for o in r.objects))
         for r in records
     ]  # fmt: skip
-    figures = summarise(answers, EvaluationOptions(segm=True)).figures
+    figures = summarise(answers, EvalDetectionConfig(use_segm=True).scored(None)).figures
     assert {figures[name] for name in ("f1", "precision", "recall", "mean_matched_iou")} == {1.0}
     for name in ("AP", "AP50", "AP75", "segm_AP", "AR100"):
         assert figures[name] == pytest.approx(1.0), name

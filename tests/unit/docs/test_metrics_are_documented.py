@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from coordexp.config import load_config, parse_config
-from coordexp.evaluation import EvaluationOptions, summarise
+from coordexp.config.rollout import EvalDetectionConfig
+from coordexp.evaluation import summarise
 from coordexp.metrics.reduce import RATES
 from coordexp.metrics.table import all_metrics, find_metric
 from coordexp.objective import MODULES, build_pipeline
@@ -41,7 +42,7 @@ def put_together_by_the_code() -> set[str]:
     pipeline = build_pipeline(config.pipeline)
     assert {entry.name for entry in (*pipeline.objective, *pipeline.diagnostics)} == MODULES.keys()
     modules = (*pipeline.objective, *pipeline.diagnostics)
-    everything = EvaluationOptions(iou_thrs=(0.5, 0.75), segm=True)
+    everything = EvalDetectionConfig(f1ish_iou_thrs=(0.5, 0.75), use_segm=True).scored(None)
     terms = [(entry.name, term) for entry in modules for term in entry.module.means_over]
     return {
         *RATES,

@@ -10,8 +10,9 @@ from coordexp import distributed
 from coordexp.coords import serialize_objects
 from coordexp.data.dataset import RecordDataset
 from coordexp.errors import AlignmentError
-from coordexp.evaluation import EvaluationOptions, summarise
+from coordexp.evaluation import summarise
 from coordexp.evaluation.answers import answer_dataset, share_out, to_line
+from coordexp.evaluation.summary import COUNTS_ONLY
 from coordexp.records import GTObject, Rollout, RolloutRequest
 from coordexp.rollouts.backend import DatasetSeeds, Seeds
 from support.answers import CAT, DOG, record, request
@@ -67,7 +68,7 @@ def test_every_sample_is_answered_once_in_batches():
     assert [seeds for _, seeds in backend.batches] == [DatasetSeeds(7, first) for first in (0, 2, 4)]
     assert seen == [(0, 5), (2, 5), (4, 5), (5, 5)]  # the first, so that a bar shows before a batch is done
     assert [answer.sample_id for answer in predictions] == ["s0", "s1", "s2", "s3", "s4"]
-    figures = summarise(predictions, EvaluationOptions(coco=False)).figures
+    figures = summarise(predictions, COUNTS_ONLY).figures
     assert figures["f1"] == figures["precision"] == figures["recall"] == 1
     assert (figures["images"], figures["gt_objects"]) == (5, 5)
     # A reported stop counts, though its token is trimmed.

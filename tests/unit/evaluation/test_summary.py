@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.errors import DataError
-from coordexp.evaluation import Detection, EvaluationOptions, ImageAnswer, read_answers, summarise
+from coordexp.evaluation import Detection, ImageAnswer, read_answers, summarise
 from coordexp.evaluation.answers import Renaming, from_line, read_aliases, to_line
 from coordexp.evaluation.compare import compare
 from coordexp.evaluation.detection import density_bin
-from coordexp.evaluation.summary import CONFUSION, CURVES, SIZES, write_summary
+from coordexp.evaluation.summary import CONFUSION, COUNTS_ONLY, CURVES, SIZES, write_summary
 from coordexp.records import GTObject
 from support.answers import CAT, DOG
 from support.scored_answers import random_answers
@@ -85,13 +86,13 @@ def test_no_predictions_are_reported_and_have_no_precision() -> None:
 
 def test_additional_thresholds_have_their_own_metrics() -> None:
     near = GTObject("black cat", "bbox_2d", (10, 20, 200, 370))  # IoU 4/7 with CAT
-    figures = summarise([answered([CAT], [near])], EvaluationOptions(iou_thrs=(0.5, 0.6))).figures
+    figures = summarise([answered([CAT], [near])], EvalDetectionConfig(f1ish_iou_thrs=(0.5, 0.6)).scored(None)).figures
     assert (figures["f1"], figures["f1@0.6"]) == (1, 0)
 
 
 def test_files_contain_metrics_and_answers(tmp_path: Path) -> None:
     answers = random_answers(30, 3)
-    options = EvaluationOptions(segm=True)
+    options = EvalDetectionConfig(use_segm=True).scored(None)
     summary = summarise(answers, options)
     paths = write_summary(tmp_path / "out", summary, answers, {"model": "m"}, options)
     assert {path.name for path in paths} == {
@@ -167,7 +168,7 @@ def test_a_run_that_misses_half_is_clearly_worse_and_the_pairing_helps() -> None
     # With unpaired draws the interval of the difference is wider.
     rng = np.random.default_rng(0)
     recalls = [
-        [summarise([run[k] for k in rng.integers(0, 40, 40)], EvaluationOptions(coco=False)).figures["recall"]
+        [summarise([run[k] for k in rng.integers(0, 40, 40)], COUNTS_ONLY).figures["recall"]
          for _ in range(100)]
         for run in (answers, worse)
     ]  # fmt: skip
