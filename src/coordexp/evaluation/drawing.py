@@ -13,7 +13,7 @@ from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.images import IMAGE_SUFFIXES, JPEG_SUFFIXES, open_rgb
 from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.evaluation.detection import ignored_predictions, match_answer, match_by_desc
-from coordexp.geometry.boxes import pixel_ring
+from coordexp.geometry import pixel_ring
 from coordexp.parsing import parse_rollout
 from coordexp.records import GTObject, ImageRecord, PredictedObject
 

@@ -13,7 +13,7 @@ import numpy as np
 from coordexp.config.rollout import TransportConfig
 from coordexp.coords import CoordVocab, Fragment
 from coordexp.errors import AlignmentError
-from coordexp.geometry.transport import barycentric_targets_of
+from coordexp.geometry import barycentric_targets_of
 from coordexp.records import (
     NUM_BINS,
     GeometryKind,

@@ -9,9 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
-from coordexp.geometry import aabb, aabbs, box_iou, box_iou_pairs, mask_iou, mask_iou_pairs, overlapping_boxes
-from coordexp.geometry.boxes import ring
-from coordexp.geometry.mask_iou import exact_iou
+from coordexp.geometry import (
+    aabb,
+    aabbs,
+    box_iou,
+    box_iou_pairs,
+    exact_iou,
+    mask_iou,
+    mask_iou_pairs,
+    overlapping_boxes,
+    ring,
+)
 from coordexp.records import GTObject
 
 # --- axis-aligned boxes in continuous norm1000 space ---

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordexp.geometry import barycentric_targets, barycentric_targets_of, transport
+from coordexp import geometry
+from coordexp.geometry import barycentric_targets, barycentric_targets_of
 
 SQUARE = np.array([(100, 100), (200, 100), (200, 200), (100, 200)], dtype=float)
 SHIFTED = SQUARE + np.array([20, 10])
@@ -79,9 +80,9 @@ def test_order_of_ground_truth_points_does_not_matter():
 @given(POINTS, POINTS, st.sampled_from(["l1", "l2"]), st.sampled_from([7.1, 10.0, 100.0]), st.sampled_from([1, 30]))
 def test_multiplicative_and_logarithmic_form_agree(pred, gt, cost, epsilon, iters):
     arguments = {"cost": cost, "epsilon": epsilon, "iters": iters}
-    with mock.patch.object(transport, "_MAX_SPREAD", 300.0):
+    with mock.patch.object(geometry, "_MAX_SPREAD", 300.0):
         multiplied = barycentric_targets(pred, gt, **arguments)
-    with mock.patch.object(transport, "_MAX_SPREAD", -1.0):
+    with mock.patch.object(geometry, "_MAX_SPREAD", -1.0):
         added = barycentric_targets(pred, gt, **arguments)
     np.testing.assert_allclose(multiplied, added, atol=1e-7)
 
@@ -90,7 +91,7 @@ def test_multiplicative_and_logarithmic_form_agree(pred, gt, cost, epsilon, iter
 @given(st.lists(st.tuples(POINTS, POINTS), max_size=5), st.sampled_from([0.5, 10.0]), st.sampled_from([13, 128]))
 def test_batch_equals_single_calls(pairs, epsilon, at_once):
     """Some problems share a kernel, some are too far spread for it: none may touch another."""
-    with mock.patch.object(transport, "_POINTS_AT_ONCE", at_once):
+    with mock.patch.object(geometry, "_POINTS_AT_ONCE", at_once):
         together = barycentric_targets_of(pairs, "l2", epsilon, 30)
     assert len(together) == len(pairs)
     for found, (pred, gt) in zip(together, pairs, strict=True):

@@ -1,0 +1,452 @@
+"""Shapes in norm1000 space: boxes, mask IoU, transport between point sets. Torch-free.
+
+Boxes are axis-aligned and continuous (a box covers ``(x2 - x1) * (y2 - y1)``). In the pixels of an image of any size,
+bin k is pixel k / 999 · (side − 1), as in preparation.
+
+Mask IoU is that of a fixed virtual canvas of R x R pixels: bins are clamped to 0..999 and projected by
+``bin * (R - 1) / 999``; pycocotools rasterises the ring. If a raster is empty, the exact IoU in norm1000 space counts
+(with even-odd filling, as the rasteriser has it), so that a shape always has IoU 1 with itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from coordexp.records import NUM_BINS
+
+
+class Shape(Protocol):
+    """Anything with a geometry: ground truth, a prediction, an evaluated detection."""
+
+    @property
+    def kind(self) -> str:
+        """``"bbox_2d"`` or ``"poly"``."""
+        ...
+
+    @property
+    def bins(self) -> Sequence[int]:
+        """Flat norm1000 coordinates: x1, y1, x2, y2 of a box; x, y of each point of a polygon."""
+        ...
+
+
+def ring(shape: Shape) -> np.ndarray:
+    """The outline's vertices, (V, 2) int64, clamped to 0..999; a box gives its 4 corners, in either order.
+
+    Raises:
+        ValueError: an unknown kind, a box without 4 bins, a polygon with odd or fewer than 6 bins.
+    """
+    bins = np.clip(np.asarray(shape.bins, dtype=np.int64), 0, NUM_BINS - 1)
+    if shape.kind == "bbox_2d":
+        if bins.shape != (4,):
+            raise ValueError(f"bbox_2d needs 4 bins, got {bins.size}")
+        x1, x2 = sorted((bins[0], bins[2]))
+        y1, y2 = sorted((bins[1], bins[3]))
+        return np.array([(x1, y1), (x2, y1), (x2, y2), (x1, y2)], dtype=np.int64)
+    if shape.kind == "poly":
+        if bins.ndim != 1 or bins.size < 6 or bins.size % 2:
+            raise ValueError(f"poly needs an even number of bins, at least 6, got {bins.size}")
+        return bins.reshape(-1, 2)
+    raise ValueError(f"unknown geometry kind {shape.kind!r}; use 'bbox_2d' or 'poly'")
+
+
+def aabb(shape: Shape) -> tuple[int, int, int, int]:
+    """Axis-aligned bounding box ``(x1, y1, x2, y2)`` of a box or polygon, clamped to 0..999."""
+    bins = shape.bins
+    is_box, is_poly = shape.kind == "bbox_2d", shape.kind == "poly"
+    if not ((is_box and len(bins) == 4) or (is_poly and len(bins) >= 6 and len(bins) % 2 == 0)):
+        ring(shape)  # raises
+    # For a dozen numbers Python's min is several times faster than NumPy's.
+    x, y = bins[::2], bins[1::2]
+    x1, y1, x2, y2 = (min(max(value, 0), NUM_BINS - 1) for value in (min(x), min(y), max(x), max(y)))
+    return x1, y1, x2, y2
+
+
+def aabbs(shapes: Sequence[Shape]) -> np.ndarray:
+    """:func:`aabb` of each shape: (N, 4) int64, also for N = 0."""
+    corners = [shape.bins if shape.kind == "bbox_2d" and len(shape.bins) == 4 else aabb(shape) for shape in shapes]
+    corners_N4 = np.array(corners, dtype=np.int64).reshape(-1, 4)
+    corners_N4 = np.minimum(np.maximum(corners_N4, 0), NUM_BINS - 1)  # np.clip is slower: it looks up its bounds' types
+    low_N2, high_N2 = corners_N4[:, :2], corners_N4[:, 2:]
+    return np.concatenate([np.minimum(low_N2, high_N2), np.maximum(low_N2, high_N2)], axis=1)
+
+
+def box_iou(a_N4: np.ndarray, b_M4: np.ndarray) -> np.ndarray:
+    """IoU of every box of ``a`` with every box of ``b``, corners ordered: (N, M) float64.
+
+    A box without area has IoU 1 with an equal box and 0 with any other.
+    """
+    return box_iou_pairs(a_N4[:, None, :], b_M4[None, :, :])
+
+
+def box_iou_pairs(a_K4: np.ndarray, b_K4: np.ndarray) -> np.ndarray:
+    """:func:`box_iou` of box k with box k: (K,) float64; axes before the last one broadcast."""
+    ax1, ay1, ax2, ay2 = np.moveaxis(np.asarray(a_K4, dtype=np.float64), -1, 0)
+    bx1, by1, bx2, by2 = np.moveaxis(np.asarray(b_K4, dtype=np.float64), -1, 0)
+    width = np.maximum(np.minimum(ax2, bx2) - np.maximum(ax1, bx1), 0.0)
+    height = np.maximum(np.minimum(ay2, by2) - np.maximum(ay1, by1), 0.0)
+    shared = width * height
+    union = (ax2 - ax1) * (ay2 - ay1) + (bx2 - bx1) * (by2 - by1) - shared
+    equal = (ax1 == bx1) & (ay1 == by1) & (ax2 == bx2) & (ay2 == by2)
+    return np.where(union > 0, shared / np.where(union > 0, union, 1.0), equal.astype(np.float64))
+
+
+def overlapping_boxes(a_N4: np.ndarray, b_M4: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Indices (K,), (K,) of all pairs with :func:`box_iou` above 0, ordered by the first and then by the second."""
+    a_N14, b_1M4 = a_N4[:, None, :], b_M4[None, :, :]
+    near_NM = (a_N14[..., 0] <= b_1M4[..., 2]) & (b_1M4[..., 0] <= a_N14[..., 2])
+    near_NM &= (a_N14[..., 1] <= b_1M4[..., 3]) & (b_1M4[..., 1] <= a_N14[..., 3])
+    first_K, second_K = np.nonzero(near_NM)  # touching boxes stay: coincident boxes may have no area
+    overlap_K = box_iou_pairs(a_N4[first_K], b_M4[second_K]) > 0
+    return first_K[overlap_K], second_K[overlap_K]
+
+
+def pixel_box(shape: Shape, width: int, height: int) -> tuple[float, float, float, float]:
+    """``(x1, y1, x2, y2)`` of the shape's bounds, in pixels."""
+    x1, y1, x2, y2 = aabb(shape)
+    return to_pixel(x1, width), to_pixel(y1, height), to_pixel(x2, width), to_pixel(y2, height)
+
+
+def pixel_ring(shape: Shape, width: int, height: int) -> tuple[tuple[float, float], ...]:
+    """The shape's outline in pixels: a box's four corners, or a polygon's vertices."""
+    if shape.kind == "bbox_2d":
+        x1, y1, x2, y2 = pixel_box(shape, width, height)
+        return (x1, y1), (x2, y1), (x2, y2), (x1, y2)
+    flat = tuple(shape.bins)
+    return tuple((to_pixel(x, width), to_pixel(y, height)) for x, y in zip(flat[0::2], flat[1::2], strict=True))
+
+
+def to_pixel(k: float, side: int) -> float:
+    """Bin ``k`` → its pixel coordinate on a side of ``side`` pixels: 0 → 0, 999 → ``side - 1``."""
+    return k * max(1, side - 1) / (NUM_BINS - 1)
+
+
+def to_bin(x: float, side: int) -> int:
+    """Pixel coordinate → the nearest bin on a side of ``side`` pixels, at most 999: the inverse of :func:`to_pixel`."""
+    return min(NUM_BINS - 1, max(0, round((NUM_BINS - 1) * x / max(1, side - 1))))
+
+
+_ROWS = 32  # shapes that are overlaid with all their partners in one call
+_AREAS = 255  # masks per call of pycocotools' area: it writes their number into a byte
+
+
+def mask_iou(a: Shape, b: Shape, resolution: int = 256) -> float:
+    """IoU, 0..1, of two shapes (``.kind`` and ``.bins``) on a ``resolution`` x ``resolution`` canvas.
+
+    A run passes ``rollout_matching.maskiou_resolution``, with the same default.
+
+    Raises:
+        ValueError: a malformed shape, or a resolution under 2.
+    """
+    return float(mask_iou_pairs([a], [b], np.zeros((1, 2), dtype=np.int64), resolution)[0])
+
+
+def mask_iou_pairs(
+    first: Sequence[Shape],
+    second: Sequence[Shape],
+    pairs_K2: np.ndarray,
+    resolution: int,
+    aabbs_of: tuple[np.ndarray, np.ndarray] | None = None,
+) -> np.ndarray:
+    """:func:`mask_iou` of chosen pairs only: (K,) float64 for (K, 2) indices into ``first`` and ``second``.
+
+    Each polygon (and each box that meets one) is rasterised once; boxes against boxes are computed in closed form.
+    If bounding boxes share no area, and are not equal, the mask IoU is 0: a raster stays within the pixels of its
+    bounding box, and disjoint boxes share no pixel. ``aabbs_of``: :func:`aabbs` of ``first`` and ``second``, if the
+    caller has them.
+    """
+    if resolution < 2:
+        raise ValueError(f"the canvas needs at least 2 pixels a side, got {resolution}")
+    pairs_K2 = np.asarray(pairs_K2, dtype=np.int64).reshape(-1, 2)
+    is_box_1 = np.array([shape.kind == "bbox_2d" for shape in first], dtype=bool)
+    is_box_2 = np.array([shape.kind == "bbox_2d" for shape in second], dtype=bool)
+    aabbs_1, aabbs_2 = aabbs_of or (aabbs(first), aabbs(second))
+    aabb_1, aabb_2 = aabbs_1[pairs_K2[:, 0]], aabbs_2[pairs_K2[:, 1]]
+    both_boxes_K = is_box_1[pairs_K2[:, 0]] & is_box_2[pairs_K2[:, 1]]
+    iou_K = np.zeros(len(pairs_K2), dtype=np.float64)
+    iou_K[both_boxes_K] = _box_pairs(aabb_1[both_boxes_K], aabb_2[both_boxes_K], resolution)
+    drawn_D = np.flatnonzero(~both_boxes_K)
+    if drawn_D.size:
+        drawn_D = drawn_D[box_iou_pairs(aabb_1[drawn_D], aabb_2[drawn_D]) > 0]
+    if drawn_D.size:
+        iou_K[drawn_D] = _drawn_pairs(first, second, pairs_K2[drawn_D], resolution)
+    return iou_K
+
+
+def _drawn_pairs(first: Sequence[Shape], second: Sequence[Shape], pairs_D2: np.ndarray, resolution: int) -> np.ndarray:
+    """Mask IoU of pairs that need rasters, (D,): all shapes are drawn in one call, then overlaid a few rows a call.
+
+    Extra pairs cost less than extra calls: pycocotools skips pairs of disjoint boxes itself.
+    """
+    from pycocotools import mask as coco_mask
+
+    shapes_1, shapes_2 = np.unique(pairs_D2[:, 0]), np.unique(pairs_D2[:, 1])
+    shapes = [first[i] for i in shapes_1.tolist()] + [second[j] for j in shapes_2.tolist()]
+    outlines: Any = [_outline(shape, resolution) for shape in shapes]  # pycocotools' stubs know no lists of rings
+    rles: Any = coco_mask.frPyObjects(outlines, resolution, resolution)
+    is_empty = np.concatenate([coco_mask.area(rles[i : i + _AREAS]) for i in range(0, len(rles), _AREAS)]) == 0
+    rows_D = np.searchsorted(shapes_1, pairs_D2[:, 0])
+    columns_D = np.searchsorted(shapes_2, pairs_D2[:, 1]) + len(shapes_1)
+    iou_D = np.empty(len(pairs_D2), dtype=np.float64)
+    by_row = np.argsort(rows_D, kind="stable")
+    starts = np.searchsorted(rows_D[by_row], np.arange(0, len(shapes_1), _ROWS))
+    for of_rows in np.split(by_row, starts[1:]):
+        rows, row_R = np.unique(rows_D[of_rows], return_inverse=True)
+        columns, column_R = np.unique(columns_D[of_rows], return_inverse=True)
+        others = [rles[column] for column in columns.tolist()]
+        iou_RC = np.asarray(coco_mask.iou([rles[row] for row in rows.tolist()], others, [0] * len(others)))
+        iou_D[of_rows] = iou_RC[row_R, column_R]
+    for d in np.flatnonzero(is_empty[rows_D] | is_empty[columns_D]).tolist():  # too small for the raster
+        iou_D[d] = exact_iou(ring(first[int(pairs_D2[d, 0])]), ring(second[int(pairs_D2[d, 1])]))
+    return iou_D
+
+
+def _outline(shape: Shape, resolution: int) -> list[float]:
+    # A shape's ring on the canvas, (x, y, x, y, …) for pycocotools. Lists: faster for a dozen numbers.
+    bins = shape.bins
+    if min(bins) < 0 or max(bins) >= NUM_BINS:
+        bins = [min(max(k, 0), NUM_BINS - 1) for k in bins]
+    if shape.kind == "bbox_2d":
+        (x1, x2), (y1, y2) = sorted(bins[::2]), sorted(bins[1::2])
+        bins = [x1, y1, x2, y1, x2, y2, x1, y2]
+    projected_B = _projected(resolution)
+    return [projected_B[k] for k in bins]
+
+
+@lru_cache(maxsize=8)
+def _projected(resolution: int) -> list[float]:
+    return [k * (resolution - 1) / (NUM_BINS - 1) for k in range(NUM_BINS)]
+
+
+@lru_cache(maxsize=8)
+def _cell_edge(resolution: int) -> np.ndarray:
+    """Pixel edge of a box side at each bin: (1000,) int64; a box fills pixels [edge(x1), edge(x2)).
+
+    This is pycocotools' rule for polygons: vertices are rounded to a grid five times finer than the pixels, and a
+    pixel is inside if its middle fine cell (2 of 0..4) is right of the edge.
+    """
+    bins_B = np.arange(NUM_BINS, dtype=np.float64)
+    fine_B = (5.0 * (bins_B * (resolution - 1) / (NUM_BINS - 1)) + 0.5).astype(np.int64)
+    return (fine_B + 2) // 5
+
+
+def _box_pairs(a_K4: np.ndarray, b_K4: np.ndarray, resolution: int) -> np.ndarray:
+    """Mask IoU of box k with box k, (K,), from pixel counts; equal to rasterising both."""
+    edge_B = _cell_edge(resolution)
+    cells_a_K4, cells_b_K4 = edge_B[a_K4], edge_B[b_K4]
+    area_a_K = (cells_a_K4[:, 2:] - cells_a_K4[:, :2]).prod(axis=1)
+    area_b_K = (cells_b_K4[:, 2:] - cells_b_K4[:, :2]).prod(axis=1)
+    sides_K2 = np.minimum(cells_a_K4[:, 2:], cells_b_K4[:, 2:]) - np.maximum(cells_a_K4[:, :2], cells_b_K4[:, :2])
+    shared_K = np.maximum(sides_K2, 0).prod(axis=1)
+    empty_K = (area_a_K == 0) | (area_b_K == 0)
+    iou_K = shared_K / np.where(empty_K, 1, area_a_K + area_b_K - shared_K)
+    if empty_K.any():
+        iou_K[empty_K] = box_iou_pairs(a_K4[empty_K], b_K4[empty_K])
+    return iou_K
+
+
+# Rings have integer vertices, so a real area is far larger; this is only rounding of crossing points.
+_NO_AREA = 1e-9
+
+
+def exact_iou(a_V2: np.ndarray, b_W2: np.ndarray) -> float:
+    """Area IoU of two rings with integer vertices (self-intersections allowed), exact up to float rounding.
+
+    Where neither ring encloses an area: 1 if their outlines are the same set of points, else 0.
+    """
+    # The plane is cut into vertical slabs at every vertex and every crossing of two edges. Inside a slab no edges
+    # cross, so every piece is a trapezoid, and its height at the slab's middle times the slab's width is its area.
+    rings = (np.asarray(a_V2, dtype=np.float64), np.asarray(b_W2, dtype=np.float64))
+    start_E2 = np.concatenate(rings)
+    end_E2 = np.concatenate([np.roll(ring, -1, axis=0) for ring in rings])
+    of_a_E = np.arange(len(start_E2)) < len(rings[0])
+    upright_E = start_E2[:, 0] == end_E2[:, 0]  # bounds slabs, is never inside one
+    start_E2, end_E2, of_a_E = start_E2[~upright_E], end_E2[~upright_E], of_a_E[~upright_E]
+
+    slope_E = (end_E2[:, 1] - start_E2[:, 1]) / (end_E2[:, 0] - start_E2[:, 0])
+    offset_E = start_E2[:, 1] - slope_E * start_E2[:, 0]
+    low_E, high_E = np.minimum(start_E2[:, 0], end_E2[:, 0]), np.maximum(start_E2[:, 0], end_E2[:, 0])
+    slope_gap_EE = slope_E[:, None] - slope_E[None, :]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        crossing_EE = (offset_E[None, :] - offset_E[:, None]) / slope_gap_EE
+    real_EE = (slope_gap_EE != 0) & (crossing_EE >= np.maximum.outer(low_E, low_E))
+    real_EE &= crossing_EE <= np.minimum.outer(high_E, high_E)
+    cuts = np.unique(np.concatenate([low_E, high_E, crossing_EE[real_EE]]))
+
+    shared = union = 0.0
+    for left, right in pairwise(cuts.tolist()):
+        middle = (left + right) / 2
+        through = (low_E < middle) & (middle < high_E)
+        y_C = start_E2[through, 1] + slope_E[through] * (middle - start_E2[through, 0])
+        order = np.argsort(y_C, kind="stable")
+        height_C = np.diff(y_C[order])
+        in_a = np.cumsum(of_a_E[through][order])[:-1] % 2 == 1
+        in_b = np.cumsum(~of_a_E[through][order])[:-1] % 2 == 1
+        shared += float((right - left) * height_C[in_a & in_b].sum())
+        union += float((right - left) * height_C[in_a | in_b].sum())
+    if union <= _NO_AREA:
+        return float(_outline_covers(a_V2, b_W2) and _outline_covers(b_W2, a_V2))
+    return shared / union
+
+
+def _outline_covers(outline_V2: np.ndarray, other_W2: np.ndarray) -> bool:
+    """Whether ``outline`` contains every point of ``other``'s outline. Exact: integer arithmetic."""
+    (points, others) = ([(int(x), int(y)) for x, y in ring_V2] for ring_V2 in (outline_V2, other_W2))
+    edges = list(zip(points, points[1:] + points[:1], strict=True))
+    for (px, py), (qx, qy) in zip(others, others[1:] + others[:1], strict=True):
+        # Which part of p → q does each edge cover? If p = q, an edge covers it or not.
+        dx, dy = qx - px, qy - py
+        spans = []
+        for (rx, ry), (sx, sy) in edges:
+            if dx == dy == 0:
+                ex, ey = sx - rx, sy - ry
+                along = ex * (px - rx) + ey * (py - ry)
+                if ex * (py - ry) == ey * (px - rx) and 0 <= along <= ex * ex + ey * ey:
+                    spans.append((0, 0))
+            elif dx * (ry - py) == dy * (rx - px) and dx * (sy - py) == dy * (sx - px):
+                low, high = sorted((dx * (rx - px) + dy * (ry - py), dx * (sx - px) + dy * (sy - py)))
+                spans.append((low, high))
+        reached = 0
+        for low, high in sorted(spans):
+            if low <= reached:
+                reached = max(reached, high)
+        if not spans or reached < dx * dx + dy * dy:
+            return False
+    return True
+
+
+# Entropic optimal transport between the vertices of two shapes: which GT point each predicted point should move to.
+TransportCost = Literal["l1", "l2"]
+
+# exp(±200) is far inside a double's range, and so are sums and products of two such numbers. In units of epsilon: with
+# the default of 10 bins no two shapes on the canvas spread further than 142.
+_MAX_SPREAD = 200.0
+_WELL_OVERLAPPING = 0.5  # centres within half the distance at which boxes touch: no plan collapses there
+_POINTS_AT_ONCE = 128  # a block-diagonal kernel of more points costs more than the calls it saves
+
+
+def barycentric_targets(
+    pred_points: ArrayLike,
+    gt_points: ArrayLike,
+    cost: TransportCost = "l2",
+    epsilon: float = 10.0,
+    iters: int = 30,
+) -> np.ndarray:
+    """A target for every predicted point: the mean of the GT points under its row of the transport plan.
+
+    The plan is that of Sinkhorn iterations in log space with uniform marginals; no kernel value is ever clamped. The
+    distance between disjoint shapes is (nearly, for L1 exactly) a sum of a term per predicted point and a term per GT
+    point. Then every plan costs the same, and the entropic one would send all points to the GT centroid. For the plan
+    alone, shapes are therefore brought together by their centroids: wholly if their bounding boxes share no area, not
+    at all if these overlap well, and in proportion between, so that the targets are continuous in both shapes.
+
+    Args:
+        pred_points: (N, 2) points in norm1000. gt_points: (M, 2).
+        cost: distance between points, "l2" or "l1", in norm1000 units.
+        epsilon: regularisation in norm1000 units, > 0. iters: number of Sinkhorn sweeps, >= 1. A run passes
+            ``rollout_matching.ot_*``, with the same defaults.
+
+    Returns: (N, 2) float64 in norm1000.
+
+    Raises:
+        ValueError: an argument outside these bounds.
+    """
+    return barycentric_targets_of([(pred_points, gt_points)], cost, epsilon, iters)[0]
+
+
+def barycentric_targets_of(
+    pairs: Sequence[tuple[ArrayLike, ArrayLike]], cost: TransportCost, epsilon: float, iters: int
+) -> list[np.ndarray]:
+    """:func:`barycentric_targets` of many (pred_points, gt_points), each on its own, in fewer and larger steps."""
+    if not (np.isfinite(epsilon) and epsilon > 0):
+        raise ValueError(f"epsilon must be a positive number, got {epsilon}")
+    if iters < 1:
+        raise ValueError(f"iters must be at least 1, got {iters}")
+    shapes = [tuple(np.asarray(points, dtype=np.float64) for points in pair) for pair in pairs]
+    for shape in shapes:
+        for name, points_N2 in zip(("pred_points", "gt_points"), shape, strict=True):
+            if points_N2.ndim != 2 or points_N2.shape[1] != 2 or not points_N2.size or not np.isfinite(points_N2).all():
+                raise ValueError(f"{name}: expected finite numbers (N, 2), N >= 1; got shape {points_N2.shape}")
+    plans = _log_sinkhorn_of([_plan_cost(pred_N2, gt_M2, cost) / epsilon for pred_N2, gt_M2 in shapes], iters)
+    targets = []
+    for (_, gt_M2), log_plan_NM in zip(shapes, plans, strict=True):
+        weights_NM = np.exp(log_plan_NM - log_plan_NM.max(axis=1, keepdims=True))
+        targets.append(weights_NM @ gt_M2 / weights_NM.sum(axis=1, keepdims=True))
+    return targets
+
+
+def _plan_cost(pred_N2: np.ndarray, gt_M2: np.ndarray, cost: TransportCost) -> np.ndarray:
+    """Cost of moving each point to each, (N, M); shapes that are far apart are brought together first."""
+    p_low, p_high, g_low, g_high = pred_N2.min(axis=0), pred_N2.max(axis=0), gt_M2.min(axis=0), gt_M2.max(axis=0)
+    touching = ((p_high - p_low) + (g_high - g_low)) / 2  # distance of the centres at which the boxes touch
+    distance = np.abs((p_low + p_high) - (g_low + g_high)) / 2
+    # Along the worse axis: 0 concentric, 1 touching, more with a gap. Use an extent of at least one bin: less would
+    # make the targets jump for shapes without extent along an axis.
+    apartness = float((distance / np.maximum(touching, 1.0)).max())
+    share = min(max((apartness - _WELL_OVERLAPPING) / (1 - _WELL_OVERLAPPING), 0.0), 1.0)
+    if share > 0:
+        pred_N2 = pred_N2 + share * (gt_M2.mean(axis=0) - pred_N2.mean(axis=0))
+    offset_NM2 = pred_N2[:, None, :] - gt_M2[None, :, :]
+    if cost == "l2":
+        return np.sqrt((offset_NM2**2).sum(axis=-1))
+    if cost == "l1":
+        return np.abs(offset_NM2).sum(axis=-1)
+    raise ValueError(f"cost must be 'l1' or 'l2', got {cost!r}")
+
+
+def _log_sinkhorn_of(scaled_costs: Sequence[np.ndarray], iters: int) -> list[np.ndarray]:
+    """Logarithm of each plan after ``iters`` alternating row and column scalings to uniform marginals.
+
+    The potentials never spread further than the costs do. While no exponential of them can leave the range of a double,
+    the same sweeps are cheaper in multiplicative form; otherwise they would vanish, and need logarithms.
+    """
+    plans: dict[int, np.ndarray] = {}
+    batches: list[list[int]] = []  # of at most _POINTS_AT_ONCE points together, or of one problem
+    num_points = _POINTS_AT_ONCE
+    for k, scaled_cost_NM in enumerate(scaled_costs):
+        if scaled_cost_NM.max() - scaled_cost_NM.min() > _MAX_SPREAD:
+            n, m = scaled_cost_NM.shape
+            u_N1, v_1M = np.zeros((n, 1)), np.zeros((1, m))
+            for _ in range(iters):
+                u_N1 = -np.log(n) - _logsumexp(v_1M - scaled_cost_NM, axis=1)
+                v_1M = -np.log(m) - _logsumexp(u_N1 - scaled_cost_NM, axis=0)
+            plans[k] = u_N1 + v_1M - scaled_cost_NM
+            continue
+        if num_points + max(scaled_cost_NM.shape) > _POINTS_AT_ONCE:
+            batches.append([])
+            num_points = 0
+        batches[-1].append(k)
+        num_points += max(scaled_cost_NM.shape)
+    for batch in batches:
+        found = _multiplicative_plans([scaled_costs[k] - scaled_costs[k].min() for k in batch], iters)
+        plans.update(zip(batch, found, strict=True))
+    return [plans[k] for k in range(len(scaled_costs))]
+
+
+def _multiplicative_plans(costs: Sequence[np.ndarray], iters: int) -> list[np.ndarray]:
+    """Log plans of independent problems, solved as one with a block-diagonal kernel: nothing flows between blocks."""
+    ends_n, ends_m = np.cumsum([cost_NM.shape for cost_NM in costs], axis=0).T.tolist()
+    blocks = [(slice(end_n - cost_NM.shape[0], end_n), slice(end_m - cost_NM.shape[1], end_m))
+              for cost_NM, end_n, end_m in zip(costs, ends_n, ends_m, strict=True)]  # fmt: skip
+    kernel_NM, a_N, b_M = np.zeros((ends_n[-1], ends_m[-1])), np.empty(ends_n[-1]), np.empty(ends_m[-1])
+    for cost_NM, (rows, columns) in zip(costs, blocks, strict=True):
+        kernel_NM[rows, columns] = np.exp(-cost_NM)
+        a_N[rows], b_M[columns] = 1 / cost_NM.shape[0], 1 / cost_NM.shape[1]
+    kernel_MN = np.ascontiguousarray(kernel_NM.T)
+    u_N, v_M = np.ones(ends_n[-1]), np.ones(ends_m[-1])
+    for _ in range(iters):
+        u_N = a_N / (kernel_NM @ v_M)
+        v_M = b_M / (kernel_MN @ u_N)
+    log_u_N, log_v_M = np.log(u_N), np.log(v_M)
+    return [log_u_N[rows, None] + log_v_M[columns] - cost_NM
+            for cost_NM, (rows, columns) in zip(costs, blocks, strict=True)]  # fmt: skip
+
+
+def _logsumexp(x: np.ndarray, axis: int) -> np.ndarray:
+    peak = x.max(axis=axis, keepdims=True)
+    return peak + np.log(np.exp(x - peak).sum(axis=axis, keepdims=True))
