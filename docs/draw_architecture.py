@@ -86,7 +86,7 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
         ("engine/serve_engine.py", "ServedEngine.workers", "calls the workers of all ranks"),
         ("engine/worker.py", "WeightSyncExtension.update_flattened_params", "calls the receiver inside vLLM"),
         ("weight_sync/receiver.py", "WeightReceiver.receive", "receives the bytes, checks coverage and checksum"),
-        ("weight_sync/layout.py", "WeightLayout", "maps it to its part of a parameter of vLLM's model"),
+        ("weight_sync/receiver.py", "WeightLayout", "maps it to its part of a parameter of vLLM's model"),
     ],
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.records import ImageRecord, RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext, rollout_session
 from coordexp.training.answers import AnswerReader, RolloutQueue
-from coordexp.weight_sync.layout import InPlaceTargets
+from coordexp.weight_sync.receiver import InPlaceTargets
 from support.answers import CAT, record
 from support.forked import ENGINES
 from support.guards import first_trigger

@@ -61,8 +61,7 @@ class CommitRequest(BaseModel):
 
 
 def section_arguments(vllm: VLLMConfig) -> dict[str, Any]:
-    """The resolved section ``rollout_matching.vllm`` as vLLM's ``EngineArgs``, without the keys that it leaves to
-    vLLM."""
+    """The resolved section ``rollout_matching.vllm`` as vLLM's ``EngineArgs``; keys that are null are left to vLLM."""
     assert vllm.dtype is not None and vllm.max_model_len is not None, "resolved_rollout() settles every null"
     # All other keys have vLLM's names.
     ours = {"mode", "sleep_level", "enable_lora", "max_lora_rank", "server", "sync"}

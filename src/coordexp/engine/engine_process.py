@@ -63,8 +63,7 @@ def engine_environment(given: Mapping[str, str], *, gpu: bool) -> dict[str, str]
 
 
 def complete_environment(*, gpu: bool) -> None:
-    """Apply :func:`engine_environment` and :func:`needed_plugins` to this process, before vLLM is imported; children
-    inherit them."""
+    """Apply :func:`engine_environment` and :func:`needed_plugins` to this process, before vLLM is imported."""
     os.environ.update(engine_environment({PLUGINS: needed_plugins(), **os.environ}, gpu=gpu))
 
 

@@ -145,8 +145,7 @@ class _GuardRow:
 
 
 class RepeatTerminateProcessor(LogitsProcessor):
-    """Ends answers that repeat themselves: after its verdict a row may only end. Configured by the process's
-    environment."""
+    """Ends answers that repeat themselves: after its verdict a row may only end. Configured by the environment."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -214,8 +213,7 @@ class RepeatTerminateProcessor(LogitsProcessor):
 
 
 def guard_of_worker(worker: Any) -> RepeatTerminateProcessor | None:
-    """The guard that a vLLM worker applies, or None. Raises RolloutError for vLLM's second model runner, which takes no
-    processor of this interface."""
+    """The guard that a vLLM worker applies, or None. Raises RolloutError for vLLM's second model runner."""
     if getattr(getattr(worker.model_runner, "input_batch", None), "logitsprocs", None) is None:
         runner = type(worker.model_runner)
         raise RolloutError(

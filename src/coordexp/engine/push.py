@@ -99,8 +99,7 @@ class WeightPusher(ABC):
 
     @abstractmethod
     def _commit(self, weights: WeightVersion, expected: str | None) -> bool:
-        """Let every engine take the weights over, and compare its checksum with ``expected``. Returns whether engines
-        could be checked."""
+        """Let every engine take the weights over, with the ``expected`` checksum. Returns whether that was checked."""
 
     @abstractmethod
     def _abort(self) -> None:
@@ -334,8 +333,7 @@ class ServerLink:
         announced.result()
 
     def commit(self, weights: WeightVersion, expected: str | None, timeout_s: float) -> None:
-        """End the push. Raises RolloutError unless every worker reports ``weights``, and the ``expected`` checksum if
-        given."""
+        """End the push. Raises RolloutError unless every worker reports ``weights`` and the ``expected`` checksum."""
         reports = self._client.commit_weights(weights, expected is not None, timeout_s)
         if self.verifiable and (not isinstance(reports, list) or len(reports) != self._client.world_size()):
             raise RolloutError(

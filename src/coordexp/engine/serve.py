@@ -152,8 +152,7 @@ def prepare_environment(repeat_terminate: RepeatTerminateConfig, *, gpu: bool) -
 
 
 def run_server(options: ServeOptions, *, gpu: bool) -> None:
-    """Serve until SIGTERM or SIGINT. Raises RolloutError if the port is taken, or the engine does not start as
-    configured."""
+    """Serve until SIGTERM or SIGINT. Raises RolloutError: a taken port, or an engine unlike the configuration."""
     listener = _listener(options.host, options.port)  # before the engine: a taken port shows at once
     require("vllm", "coordexp serve")
     # Nothing else handles signals while the engine starts. SystemExit runs the clean-up that ends it.

@@ -57,8 +57,7 @@ class WeightLock:
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[WeightVersion]:
-        """Yields the version of the weights, which do not change while inside. Raises RequestRefused if a push is
-        running, or the last one failed."""
+        """Yields the version of the weights, fixed while inside. RequestRefused: a push is running, or has failed."""
         if self.updating:
             raise RequestRefused(409, "weights are being pushed; ask again when the push has ended")
         if self.broken is not None:

@@ -114,8 +114,7 @@ class WeightSyncExtension:
         return list(self.receiver.layout.parameters)
 
     def coordexp_call(self, method: str, args: Sequence[Any]) -> dict[str, Any]:
-        """Call ``method``: its result under ``RESULT``, or the text of its error under ``FAILURE``. vLLM would wrap an
-        exception in a message of its own."""
+        """Call ``method``: its result, or the text of its error, which vLLM would wrap in a message of its own."""
         try:
             return {RESULT: getattr(self, method)(*args)}
         except Exception as error:  # the edge of this process: the server reports it

@@ -274,8 +274,7 @@ class NcclCommunicator(Communicator):
 
 
 def within(seconds: float, what: str, act: Callable[[], Result]) -> Result:
-    """``act()``, or RolloutError after that many seconds, for calls without a deadline of their own. Its thread
-    continues."""
+    """``act()``, or RolloutError after that many seconds; its thread continues. For calls without a deadline."""
     outcome = in_background(act, "with-deadline")
     if not wait([outcome], timeout=seconds).done:
         raise RolloutError(f"{what} within {seconds:g} s")

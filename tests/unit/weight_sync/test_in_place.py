@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coordexp.errors import RolloutError
-from coordexp.weight_sync.layout import InPlaceTargets, WeightLayout
+from coordexp.weight_sync.receiver import InPlaceTargets, WeightLayout
 from support.fused_model import SHAPES, FusedModel
 
 Q, K = "model.language.layer.q_proj.weight", "model.language.layer.k_proj.weight"

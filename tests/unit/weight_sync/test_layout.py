@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coordexp.errors import RolloutError
-from coordexp.weight_sync.layout import Place, WeightLayout
+from coordexp.weight_sync.receiver import Place, WeightLayout
 from support.fused_model import SHAPES, FusedModel
 
 
