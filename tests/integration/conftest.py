@@ -1,4 +1,4 @@
-"""Fixtures of files that talk to one server."""
+"""Fixtures of files that send requests to one server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from coordexp.engine.client import ServerClient
-from support.rollout_servers import RunningServer
+from support.rollout_servers import PlainServer, RunningServer
+
+
+@pytest.fixture(scope="module")
+def server(plain_server: PlainServer) -> RunningServer:
+    """The server that files share; a file with a server of its own has a fixture of this name."""
+    return plain_server.get().running
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
 from support import tuned_models
 from support.rollout_servers import (
-    PlainServer,
     RunningServer,
     greedy_tokens,
     openai_payload,
@@ -23,12 +22,6 @@ from support.rollout_servers import (
 )
 
 LLM_ONLY = {"freeze_vit": True, "freeze_aligner": True}
-
-
-@pytest.fixture(scope="module")
-def server(plain_server: PlainServer) -> RunningServer:
-    """It has had no push of full weights: this file is the first on it."""
-    return plain_server.get().running
 
 
 def learner_of(**tuner: bool) -> LoadedModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -72,23 +71,6 @@ def test_answers_after_an_adapter_push_are_the_trainers(tmp_path: Path) -> None:
         randomise(learner.model, 8)  # the same adapter after another step, for the same prompts
         assert answers(backend, learner, 2) == expected(learner) != before
         assert backend.last_report()["sync_mode"] == "adapter"
-
-
-def test_vision_tower_adapters_are_always_pushed_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM would ignore it."""
-    learner = tuned(lora(train_coord_rows=False), checkpoint=served_checkpoint())
-    with backend_of(learner, tmp_path, **ADAPTERS) as backend:
-        with caplog.at_level(logging.WARNING, logger="coordexp"):
-            assert answers(backend, learner, 3) == expected(learner)
-        assert "pushes are full from here on" in caplog.text
-        (event,) = backend.last_report()["fallbacks"]
-        assert event.startswith("version 3: ") and "vision tower" in event
-        assert backend.take_metrics()["rollout/sync_fallbacks_total"] == 1
-        randomise(learner.model, 9)
-        assert answers(backend, learner, 4) == expected(learner)
-        report = backend.last_report()
-        assert (report["sync_mode"], report["fallbacks"]) == ("full", [event])
-        assert "rollout/sync_fallbacks_total" not in backend.take_metrics()
 
 
 def test_an_untied_language_head_is_pushed_too(tmp_path: Path) -> None:

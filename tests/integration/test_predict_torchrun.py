@@ -16,10 +16,6 @@ from support.cli_runs import run_cli, small_checkpoint, write_run
 from support.torchrun import torchrun
 
 
-def predict_by_two(run: Path, data: Path, output: Path) -> None:
-    by_two("predict", run, data, "--output", output)
-
-
 def by_two(*argv: object) -> None:
     done = torchrun("-m", "coordexp", *argv)
     assert done.returncode == 0, done.output[-3000:]
@@ -37,7 +33,7 @@ def test_two_processes_write_the_same_files_as_one_also_after_a_kill(
     assert run_cli(capsys, "predict", run, data, "--output", one).code == 0
     whole = read_answers(one)
     assert len({answer.text for answer in whole}) > (1 if temperature else 0), "equal answers would show nothing"
-    predict_by_two(run, data, two)
+    by_two("predict", run, data, "--output", two)
     assert read_answers(two) == whole
     assert not list(two.glob("predictions.rank*.jsonl"))
     killed = tmp_path / "killed"
@@ -45,7 +41,7 @@ def test_two_processes_write_the_same_files_as_one_also_after_a_kill(
     shutil.copy(one / "prediction.json", killed)
     lines = (one / "predictions.jsonl").read_bytes().splitlines(keepends=True)
     (killed / "predictions.jsonl").write_bytes(b"".join([lines[0], lines[3], lines[4]]))
-    predict_by_two(run, data, killed)
+    by_two("predict", run, data, "--output", killed)
     assert read_answers(killed) == whole
 
 

@@ -23,7 +23,7 @@ from coordexp.training.run import run_training
 from support.answers import CAT, DOG, LEAF, answer, entry, record, request, tiny_vocab
 from support.rollout_servers import descendants, is_alive, tail
 from support.tiny_run import InMemoryBackend, run_config
-from support.torchrun import start, torchrun
+from support.torchrun import results_of_two, start
 
 FAILURES = {
     "none": {},
@@ -85,9 +85,7 @@ def fail_and_decide(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("together")
-    done = torchrun(fail_and_decide, folder)
-    assert done.returncode == 0, done.output[-2000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return results_of_two(folder, fail_and_decide, folder)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from coordexp.modeling.weights import LearnerWeights
 from coordexp.weight_sync import WeightVersion
 from coordexp.weight_sync.group import GroupAddress, join
 from support.rollout_servers import (
-    PlainServer,
     RunningServer,
     disturb,
     greedy_tokens,
@@ -37,11 +36,6 @@ from support.rollout_servers import (
     served_checkpoint,
     served_tokens,
 )
-
-
-@pytest.fixture(scope="module")
-def server(plain_server: PlainServer) -> RunningServer:
-    return plain_server.get().running
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from coordexp.modeling.inputs import row_inputs
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.weights import LearnerWeights, output_head
 from support.tiny_run import gt_segments, row_of, tiny_checkpoint
-from support.torchrun import torchrun
+from support.torchrun import results_of_two
 from support.tuned_models import lora, tuned, untied_checkpoint
 
 ROWS = (slice(0, 1), slice(1, 4))  # of each rank
@@ -134,9 +134,7 @@ def check_rank(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bool]]:
     folder = tmp_path_factory.mktemp("sharded")
-    done = torchrun(check_rank, folder)
-    assert done.returncode == 0, done.output[-3000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return results_of_two(folder, check_rank, folder)
 
 
 @pytest.mark.parametrize("claim", CLAIMS)

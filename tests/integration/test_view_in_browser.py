@@ -35,6 +35,9 @@ class Browser:
     def open(self, url: str) -> None:
         self._post("url", url=url)
 
+    def resize(self, width: int) -> None:
+        self._post("window/rect", width=width, height=950)
+
     def run(self, script: str, *arguments: Any) -> Any:
         return self._post("execute/sync", script=script, args=list(arguments))
 
@@ -81,7 +84,7 @@ class Browser:
 
 
 @contextmanager
-def open_browser(width: int = 1500, height: int = 950) -> Iterator[Browser]:
+def open_browser() -> Iterator[Browser]:
     """A new browser with a profile of its own.
 
     Raises:
@@ -99,8 +102,7 @@ def open_browser(width: int = 1500, height: int = 950) -> Iterator[Browser]:
         transport = httpx.HTTPTransport(retries=8)  # connects again for half a minute while the driver starts
         with httpx.Client(base_url=f"http://127.0.0.1:{port}/", timeout=_CALL_S, transport=transport) as client:
             # Containers have neither the namespaces of Chromium's sandbox nor much shared memory.
-            arguments = ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu",
-                         f"--window-size={width},{height}"]  # fmt: skip
+            arguments = ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
             wanted = {
                 "browserName": "chrome",
                 "goog:chromeOptions": {"binary": chromium, "args": arguments},
@@ -113,7 +115,9 @@ def open_browser(width: int = 1500, height: int = 950) -> Iterator[Browser]:
             own = f"session/{answer['sessionId']}"
             try:
                 with httpx.Client(base_url=f"{client.base_url}{own}/", timeout=_CALL_S) as session:
-                    yield Browser(session)
+                    window = Browser(session)
+                    window.resize(1500)
+                    yield window
             finally:
                 client.delete(own).raise_for_status()  # without it Chromium outlives its driver
     finally:
@@ -304,10 +308,11 @@ def test_a_page_can_have_curves_only(browser: Browser, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [500, 700, 1000, 1600])
-def test_the_page_never_scrolls_sideways(tmp_path: Path, width: int) -> None:
-    with open_browser(width, 900) as window:
-        page = opened(window, render(collect(write_run(tmp_path), tiny_vocab())), tmp_path)
-        assert page.run("return document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+def test_the_page_never_scrolls_sideways(run_page: Browser, width: int) -> None:
+    run_page.resize(width)
+    seen = run_page.run("const e = document.documentElement; return [innerWidth, e.scrollWidth - e.clientWidth]")
+    run_page.resize(1500)
+    assert seen == [width, 0]
 
 
 def test_the_slider_handles_only_its_arrow_keys(run_page: Browser) -> None:

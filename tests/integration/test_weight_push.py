@@ -23,7 +23,6 @@ from coordexp.weight_sync import WeightVersion
 from coordexp.weight_sync.buckets import LONE_PIECE_BYTES
 from support import tuned_models
 from support.rollout_servers import (
-    PlainServer,
     RunningServer,
     disturb,
     greedy_tokens,
@@ -35,11 +34,6 @@ from support.rollout_servers import (
     served_tokens,
 )
 from support.settings import client_to
-
-
-@pytest.fixture(scope="module")
-def server(plain_server: PlainServer) -> RunningServer:
-    return plain_server.get().running
 
 
 @pytest.fixture
@@ -87,9 +81,10 @@ def test_answers_equal_the_trainers_before_and_after_a_push(client: ServerClient
     assert first.bytes == sum(p.numel() * 4 for p in learner.model.parameters())
     assert first.checksum is not None and second.checksum is None
     assert {path: path.stat().st_mtime_ns for path in served_checkpoint().iterdir()} == files, "written from memory"
-    assert {item["coordexp"]["weight_version"] for item in client.infer(payload(requests))} == {42}
     status = client.status()
     assert status is not None
+    for said in (status, *(item["coordexp"] for item in client.infer(payload(requests)))):
+        assert said.items() >= second.weights.payload().items()
     large = sum(p.numel() * 4 >= LONE_PIECE_BYTES for p in learner.model.parameters())
     assert 0 < large <= status["workers"][0]["num_in_place"]  # of the second push; the first one showed the places
     assert status["workers"][0]["received_bytes"] == first.bytes
@@ -156,11 +151,11 @@ def test_no_answers_between_an_incomplete_push_and_a_complete_one(
 
 def test_a_second_trainer_can_take_over_the_server(client: ServerClient, learner: LoadedModel) -> None:
     first = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
-    first.push(1)  # then it ends without notice
+    stamp = first.push(1).weights  # then it ends without notice
     disturb(learner, 5)
     started = time.monotonic()
     with pushing(client, learner) as second:
-        second.push(2)
+        assert second.push(2).weights.learner_id != stamp.learner_id
         assert time.monotonic() - started < 20
         requests = requests_of(learner, 2)
         assert served_tokens(client, requests) == greedy_tokens(learner, requests)
@@ -169,19 +164,6 @@ def test_a_second_trainer_can_take_over_the_server(client: ServerClient, learner
         with pytest.raises(RolloutError, match=r"has pushed its weights since this one \(version 1 of learner"):
             first.push(3)  # it still runs, and cannot change the result
         assert served_tokens(client, requests) == greedy_tokens(learner, requests)
-
-
-def test_answers_name_the_trainer_and_version_of_their_weights(client: ServerClient, learner: LoadedModel) -> None:
-    """Two trainers at the same step have the same weight version but different weights."""
-    requests, said = requests_of(learner, 2), []
-    for _ in range(2):
-        with pushing(client, learner) as sync:
-            stamp = sync.push(40).weights
-        said += [stamp.payload()]
-        for item in client.infer(payload(requests)):
-            assert item["coordexp"].items() >= stamp.payload().items()
-        assert (client.status() or {}).items() >= stamp.payload().items()
-    assert said[0]["weight_version"] == said[1]["weight_version"] and said[0]["learner_id"] != said[1]["learner_id"]
 
 
 def test_a_trainer_that_dies_during_a_push_does_not_block_the_next(client: ServerClient, learner: LoadedModel) -> None:

@@ -60,6 +60,13 @@ def torchrun(*command: Any, timeout_s: float = TIMEOUT_S, behind: Behind = LEARN
             raise TimeoutError(f"{error}:\n{log.read_text(errors='replace')[-3000:]}") from None
 
 
+def results_of_two(folder: Path, *command: Any, behind: Behind = LEARNER) -> list[Any]:
+    """Run two ranks to their end; returns what each wrote into ``folder``: ``rank0.json``, ``rank1.json``."""
+    done = torchrun(*command, behind=behind)
+    assert done.returncode == 0, done.output[-4000:]
+    return [json.loads((folder / f"rank{number}.json").read_text()) for number in (0, 1)]
+
+
 def start(*command: Any, log: Path, behind: Behind = LEARNER) -> BaseProcess:
     """Start the agent of :func:`torchrun`; everything is printed into ``log``."""
     function: Any = command[0]
@@ -146,10 +153,7 @@ def train_by_two(
     config: RunConfig, *arguments: Any, by: Callable[..., None] = train_rank, behind: Behind = LEARNER
 ) -> list[dict[str, Any]]:
     """Train with two ranks of ``by``; returns what :func:`train_rank` wrote for each."""
-    done = torchrun(by, yaml_of(config), *arguments, behind=behind)
-    assert done.returncode == 0, done.output[-4000:]
-    folder = Path(config.training.output_dir)
-    return [json.loads((folder / f"rank{number}.json").read_text()) for number in (0, 1)]
+    return results_of_two(Path(config.training.output_dir), by, yaml_of(config), *arguments, behind=behind)
 
 
 def assert_same_weights(config: RunConfig, alone: Any, atol: float = 5e-6, rtol: float = 1e-4) -> None:
