@@ -29,7 +29,6 @@ from coordexp.training.answers import AnswerReader, RolloutQueue
 from coordexp.weight_sync.receiver import InPlaceTargets
 from support.answers import CAT, record
 from support.forked import ENGINES
-from support.guards import first_trigger
 from support.rollout_servers import (
     COLOCATED,
     GUARD,
@@ -42,6 +41,7 @@ from support.rollout_servers import (
     requests_of,
     vllm_config,
 )
+from support.settings import first_trigger
 from support.tiny_run import same_weights, step_lines, tiny_samples, train, weights
 from support.torchrun import SGD, assert_same_weights, train_by_two
 

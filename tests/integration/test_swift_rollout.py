@@ -113,18 +113,6 @@ def test_after_a_failed_adapter_push_all_pushes_are_full(client: ServerClient) -
         assert_answers_as(client, learner, 4)
 
 
-def test_repeated_full_pushes(client: ServerClient) -> None:
-    learner = load_served()
-    with pushing(client, learner, checksum_every=1) as sync:
-        answers = []
-        for version in (5, 6):
-            disturb(learner, version)
-            assert sync.push(version).checksum is not None
-            # The same prompts again: every cached prefix and image embedding is of the old weights.
-            answers.append(assert_answers_as(client, learner, version))
-    assert answers[0] != answers[1]
-
-
 def test_a_missing_weight_is_named_although_ms_swift_hides_errors(client: ServerClient) -> None:
     class Partial(LearnerWeights):
         @contextmanager

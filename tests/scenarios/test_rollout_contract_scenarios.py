@@ -1,4 +1,4 @@
-"""Scenarios of the rollout contract: one validated configuration, the same for trainer, backend and launcher."""
+"""Scenarios of the rollout contract: one validated configuration for trainer, backend, launcher and guard."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ from typer.testing import CliRunner
 from coordexp.cli import app
 from coordexp.config import ConfigError, check_world_size, load_config, parse_config, resolved_rollout, rollout_contract
 from coordexp.engine import check_backend
+from coordexp.engine.arguments import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, GUARD_PROCESSOR
+from coordexp.engine.colocated import ColocatedBackend
 from coordexp.errors import CoordExpError, MissingDependency
+from coordexp.launch.plan import plan_launch
+from coordexp.rollouts.backend import decoding_options
+from coordexp.rollouts.learner import LearnerParts
 from coordexp.training.run import build_trainer, check_run
 from support.config_samples import drop_key, set_key, stage2, write_yaml
-from support.tiny_run import run_config, train
+from support.rollout_servers import server_config
+from support.tiny_run import run_config, tiny_checkpoint, train
 
 SERVERS = [
     {"base_url": "http://127.0.0.1:8000", "group_port": 51216},
@@ -220,3 +226,40 @@ def test_launcher_and_trainer_raise_the_same_error_for_a_wrong_file(tmp_path: Pa
     refusals = {str(CliRunner().invoke(app, command).exception) for command in commands}
     assert len(refusals) == 1
     assert "rollout_matching.vllm.server.servers[0].unknown_flag" in refusals.pop()
+
+
+# -- where the repeat guard's server contract ends ---------------------------------------------------------------------
+
+GUARD = {"enabled": True, "ngram_size": 8}
+
+
+def colocated(folder: Path, **repeat_terminate: Any) -> Any:
+    config = server_config(folder, checkpoint=tiny_checkpoint())
+    config = set_key(config, "rollout_matching.vllm", {"mode": "colocate", "tensor_parallel_size": 1})
+    return load_config(write_yaml(folder, set_key(config, "rollout_matching.repeat_terminate", repeat_terminate)))
+
+
+def engine_arguments(run: Any) -> dict[str, Any]:
+    unused: Any = None
+    rollout = resolved_rollout(run)
+    learner = LearnerParts(unused, unused, 0, unused, tiny_checkpoint(), unused)
+    return ColocatedBackend(rollout, learner, decoding_options(rollout)).engine_arguments
+
+
+@pytest.mark.scenario("Non-server vLLM paths are unchanged by this delta")
+def test_a_colocated_engine_needs_no_server_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine inside the trainer needs no plugin, variables or status; without the guard it has the arguments of an
+    engine that never had one."""
+    for name in (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH):
+        monkeypatch.delenv(name, raising=False)
+    plain, guarded = colocated(tmp_path), colocated(tmp_path, **GUARD)
+    for run in (plain, guarded):
+        assert run.rollout_matching is not None
+        check_backend(run.rollout_matching)  # sends no request
+        plan = plan_launch(run, tmp_path / "run.yaml", local=())
+        assert plan.servers == () and not {ENABLE, CONFIG_JSON} & set(plan.learner.environment)
+    pytest.importorskip("vllm", reason="the engine's worker extension is a class of vLLM's interface")
+    arguments = engine_arguments(plain)
+    assert GUARD_PROCESSOR not in arguments["logits_processors"] and "async_scheduling" not in arguments
+    disabled = colocated(tmp_path, **{**GUARD, "enabled": False})
+    assert engine_arguments(disabled) == arguments

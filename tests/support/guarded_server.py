@@ -18,7 +18,6 @@ from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import RolloutRequest
 from support.config_samples import set_key, write_yaml
-from support.guards import first_trigger
 from support.rollout_servers import (
     GUARD,
     GUARDED_TOKENS,
@@ -28,6 +27,7 @@ from support.rollout_servers import (
     payload,
     requests_for_swift,
 )
+from support.settings import first_trigger
 
 SETTINGS = RepeatTerminateConfig(**GUARD)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.rollout import RepeatTerminateConfig, RolloutMatchingConfig
 from coordexp.engine.client import ServerClient
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.engine.serve import ServeOptions
 from coordexp.rollouts.backend import DecodingOptions, decoding_options
 from coordexp.rollouts.learner import LearnerParts
+from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard, Trigger
 
 
 def decoding(max_new_tokens: int = 512, **options: Any) -> DecodingOptions:
@@ -55,3 +56,14 @@ def serve_options_of(host: str, group_port: int, push_wait_s: float, api_key: st
         ready_s=600.0,
         api_key=api_key,
     )
+
+
+def first_trigger(
+    token_ids: Sequence[int], settings: RepeatTerminateConfig, reader: ObjectKeyReader | None = None
+) -> Trigger | None:
+    """The verdict on a whole answer: where a guarded engine would have ended it, or None."""
+    guard = RepeatGuard(settings, reader)
+    for token_id in token_ids:
+        if guard.push(token_id) is not None:
+            break
+    return guard.trigger

@@ -13,6 +13,7 @@ from coordexp.config.schema import TunerConfig
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import build_tiny_checkpoint
+from coordexp.modeling.weights import LearnerWeights
 from support.tiny_run import SPEC, _session_folder, tiny_checkpoint
 
 # Keys of ``tuner``, by what they exercise.
@@ -53,3 +54,14 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
         elif parameter.requires_grad:
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the weights that are trained."""
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def pushed(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the whole weights as an engine gets them: adapters and offsets merged."""
+    with LearnerWeights(model).full() as tensors:
+        return {name: tensor.clone() for name, tensor in tensors}

@@ -29,7 +29,7 @@ from coordexp.engine.logits_processors import (
     guard_report,
     processor_of,
 )
-from support.guards import first_trigger
+from support.settings import first_trigger
 
 SETTINGS = RepeatTerminateConfig(
     enabled=True, min_new_tokens=0, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=2

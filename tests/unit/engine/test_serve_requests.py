@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from coordexp.data.images import open_rgb
 from coordexp.engine import protocol
 from coordexp.engine.arguments import NAMES_KEY
+from coordexp.engine.engine_process import seeded_by_place
 from coordexp.engine.protocol import InferRequest, PromptBuilder, RequestConfig, RequestRefused, open_image
 
 
@@ -176,3 +177,23 @@ def test_a_request_can_have_allowed_labels(data: dict[str, Any], names: tuple[st
 def test_invalid_allowed_labels_are_refused(names: Any) -> None:
     with pytest.raises(RequestRefused, match="must be a list of names"):
         InferRequest(messages=[user("a")], data_dict={NAMES_KEY: names}).allowed_labels()
+
+
+# -- seeds of a call to ``swift rollout``; each of its workers counts its requests from 0 ------------------------------
+
+
+def test_seeds_do_not_depend_on_the_worker() -> None:
+    swift = pytest.importorskip("swift.infer_engine.protocol", reason="the plugin runs inside ms-swift")
+    config = swift.RequestConfig(max_tokens=9, temperature=0.7, seed=100)
+    sizes = [3, 2, 2]
+    of_workers = seeded_by_place(config, sizes)
+    firsts = [one.seed for one in of_workers if one is not None and one.seed is not None]
+    drawn = [first + own for first, size in zip(firsts, sizes, strict=True) for own in range(size)]
+    assert drawn == list(range(100, 107))
+    assert {(one.max_tokens, one.temperature) for one in of_workers if one} == {(9, 0.7)} and config.seed == 100
+
+
+def test_without_a_seed_none_is_set() -> None:
+    swift = pytest.importorskip("swift.infer_engine.protocol", reason="the plugin runs inside ms-swift")
+    assert seeded_by_place(None, [1, 1]) == [None, None]
+    assert [one.seed for one in seeded_by_place(swift.RequestConfig(), [2, 1]) if one] == [None, None]

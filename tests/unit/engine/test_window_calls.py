@@ -41,18 +41,6 @@ def test_slots(decode_batch_size: int, world_sizes: list[int], ranks: int, slots
     assert [server_slots(decode_batch_size, world_sizes, ranks, rank) for rank in range(ranks)] == slots
 
 
-@given(st.integers(1, 8), SIZES, st.integers(1, 16))
-def test_all_ranks_together_never_exceed_the_limit_of_a_device(
-    decode_batch_size: int, world_sizes: list[int], ranks: int
-) -> None:
-    if decode_batch_size * sum(world_sizes) < ranks:
-        return
-    slots = [server_slots(decode_batch_size, world_sizes, ranks, rank) for rank in range(ranks)]
-    assert {sum(one) for one in slots} == {chunk_size(decode_batch_size, world_sizes, ranks)}
-    for server, size in enumerate(world_sizes):
-        assert sum(one[server] for one in slots) <= decode_batch_size * size
-
-
 @given(st.lists(st.integers(0, 20), max_size=6), SIZES, st.integers(1, 4))
 def test_every_request_is_sent_once_in_order_within_the_slots(
     round_sizes: list[int], world_sizes: list[int], decode_batch_size: int

@@ -58,7 +58,22 @@ def test_chunk_size(decode_batch_size, world_sizes, learners, expected):
     assert chunk_size(decode_batch_size, world_sizes, learners) == expected
 
 
-@pytest.mark.parametrize(("decode_batch_size", "world_sizes", "learners"), [(0, [4], 1), (1, [1], 2), (2, [1], 3)])
-def test_infeasible_chunk_sizes(decode_batch_size, world_sizes, learners):
-    with pytest.raises(ConfigError, match="decode_batch_size"):
+@pytest.mark.scenario("vLLM server mode fails fast when cap is infeasible")
+@pytest.mark.parametrize(
+    ("decode_batch_size", "world_sizes", "learners", "needed"), [(1, [2], 4, 2), (1, [1], 2, 2), (2, [1], 3, 3)]
+)
+def test_more_trainer_ranks_than_decode_slots(decode_batch_size, world_sizes, learners, needed):
+    with pytest.raises(ConfigError) as error:
         chunk_size(decode_batch_size, world_sizes, learners)
+    for cure in (
+        "increase the rollout servers' world size",
+        "reduce the learner's world size",
+        f"increase rollout_matching.decode_batch_size to at least {needed}",
+    ):
+        assert cure in str(error.value)
+    assert chunk_size(needed, world_sizes, learners) >= 1
+
+
+def test_a_decode_batch_size_of_0_is_refused():
+    with pytest.raises(ConfigError, match="decode_batch_size"):
+        chunk_size(0, [4], 1)

@@ -16,8 +16,8 @@ from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.engine.arguments import activated_config, activation_environment
 from coordexp.rollouts.repeat_guard import GuardRule, ObjectKeyReader, RepeatGuard, Trigger
 from support.config_samples import set_key, stage2, write_yaml
-from support.guards import first_trigger
 from support.qwen_tokenizer import qwen_vocab
+from support.settings import first_trigger
 
 
 class Keys(RepeatTerminateConfig):

@@ -1,14 +1,93 @@
-"""The order in which a run reads its samples."""
+"""The samples of each step, and its channel: exact over ten thousand steps, a function of nothing but the step."""
 
 from __future__ import annotations
 
+from decimal import ROUND_FLOOR, Decimal, localcontext
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordexp.data.dataset import RecordDataset
 from coordexp.records import ImageRecord, RolloutRequest
-from coordexp.training.batches import StepBatches
+from coordexp.training.batches import ChannelSchedule, StepBatches
+
+STEPS = 10_000
+RATIOS = ["0.0", "0.05", "0.1", "0.25", "0.29", "0.3", "0.333333333333333", "0.5", "0.57", "0.7", "0.9", "0.95", "1.0"]
+
+
+def by_definition(ratio: str) -> list[str]:
+    """⌊(s+1)·b⌋ > ⌊s·b⌋ in decimal arithmetic of sixty digits, on the number as typed."""
+    with localcontext() as context:
+        context.prec = 60
+        floors = [(Decimal(s) * Decimal(ratio)).to_integral_value(ROUND_FLOOR) for s in range(STEPS + 1)]
+    return ["B" if after > before else "A" for before, after in pairwise(floors)]
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_ten_thousand_steps_follow_the_definition_on_the_typed_decimal(ratio: str) -> None:
+    schedule = ChannelSchedule.from_ratio(float(ratio))
+    channels = [schedule.channel(step) for step in range(STEPS)]
+    assert channels == by_definition(ratio)
+    assert channels.count("B") == int(STEPS * Fraction(ratio)) == schedule.b_steps_before(STEPS)
+
+
+def test_float_arithmetic_would_lose_a_step() -> None:
+    """Why the ratio is a fraction: the product of floats falls short of the whole number it should reach."""
+    assert int(100 * 0.29) == 28
+    assert ChannelSchedule.from_ratio(0.29).b_steps_before(100) == 29
+    assert int(10 * Fraction(0.3)) == 2  # the float's own exact value falls short too
+    assert ChannelSchedule.from_ratio(0.3).b_steps_before(10) == 3
+
+
+@pytest.mark.parametrize(
+    ("ratio", "first_steps"),
+    [
+        (0.5, "ABABABAB"),
+        (0.25, "AAABAAAB"),
+        (0.75, "ABBBABBB"),
+        (0.3, "AAABAABAAB"),
+        (0.05, "A" * 19 + "B"),
+        (0.333, "AAABAABAABAA"),  # the decimal that was typed, not one third
+        (0.0, "AAAA"),
+        (1.0, "BBBB"),
+        (1, "BBBB"),  # YAML's whole numbers
+        (1e-5, "AAAA"),
+    ],
+)  # fmt: skip
+def test_the_first_steps(ratio: float, first_steps: str) -> None:
+    schedule = ChannelSchedule.from_ratio(ratio)
+    assert "".join(schedule.channel(step) for step in range(len(first_steps))) == first_steps
+
+
+@given(
+    thousandths=st.integers(0, 1000),
+    start=st.integers(0, 10**9),
+    length=st.integers(0, 200),
+)
+def test_any_stretch_of_steps_is_within_one_step_of_its_share(thousandths: int, start: int, length: int) -> None:
+    schedule = ChannelSchedule.from_ratio(thousandths / 1000)
+    stretch = [schedule.channel(step) for step in range(start, start + length)].count("B")
+    assert abs(stretch - length * Fraction(thousandths, 1000)) < 1
+    assert stretch == schedule.b_steps_before(start + length) - schedule.b_steps_before(start)
+
+
+def test_the_realised_share_counts_the_steps_so_far() -> None:
+    schedule = ChannelSchedule.from_ratio(0.5)
+    assert [schedule.realised(step) for step in range(4)] == [0.0, 0.5, pytest.approx(1 / 3), 0.5]
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.01, float("nan"), float("inf")])
+def test_an_invalid_share_is_refused(ratio: float) -> None:
+    with pytest.raises(ValueError):
+        ChannelSchedule.from_ratio(ratio)
+
+
+# -- the order in which a run reads its samples ------------------------------------------------------------------------
 
 RECORDS = [ImageRecord(f"s{i}", Path(f"{i}.png"), 64, 64, ()) for i in range(7)]
 

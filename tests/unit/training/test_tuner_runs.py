@@ -14,21 +14,12 @@ from coordexp.errors import CheckpointError, ConfigError
 from coordexp.evaluation.summary import COUNTS_ONLY, summarise
 from coordexp.inference.prediction import answer_jsonl
 from coordexp.modeling.load import load_model
-from coordexp.modeling.weights import LearnerWeights
 from coordexp.training.run import check_run, run_training
 from support.tiny_run import load_tiny, run_config, step_lines, tiny_checkpoint, train, weights
+from support.tuned_models import pushed, trained
 
 LORA: dict[str, Any] = {"tuner__train_type": "lora", "tuner__lora_rank": 4, "training__max_steps": 2}
 DORA = LORA | {"tuner__use_dora": True}
-
-
-def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def pushed(model: Any) -> dict[str, torch.Tensor]:
-    with LearnerWeights(model).full() as tensors:
-        return {name: tensor.clone() for name, tensor in tensors}
 
 
 @pytest.mark.parametrize(("keys", "stage"), [(LORA, 1), (DORA, 2)], ids=["lora", "dora"])
