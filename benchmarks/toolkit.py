@@ -27,12 +27,13 @@ from reporting import machine, parser, positive, print_machine, set_threads, wri
 from rich.console import Console
 
 from coordexp.data.convert import ImageOptions, convert_coco
-from coordexp.evaluation import Detection, ImageAnswer, summarise
-from coordexp.evaluation.answers import write_answers
+from coordexp.evaluation.answers import Detection, ImageAnswer, write_answers
 from coordexp.evaluation.coco import CocoData, average_precision, to_coco
 from coordexp.evaluation.compare import compare
+from coordexp.evaluation.summary import summarise
 from coordexp.records import GTObject
-from coordexp.viewer import collect, render
+from coordexp.viewer.collect import collect
+from coordexp.viewer.render import render
 
 _CLASSES = [f"class {k}" for k in range(20)]
 _SIZE = (640, 480)

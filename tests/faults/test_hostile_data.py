@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from coordexp.errors import DataError
-from coordexp.evaluation import read_answers
+from coordexp.evaluation.answers import read_answers
 from coordexp.parsing import parse_rollout
 from support.answers import tiny_vocab
 from support.cli_runs import run_cli

@@ -21,7 +21,7 @@ from coordexp import Detector
 from coordexp.cli import main
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
-from coordexp.evaluation import ImageAnswer, read_answers
+from coordexp.evaluation.answers import ImageAnswer, read_answers
 from support.cli_runs import run_cli, write_run
 from support.forked import Handle, coordexp, forked
 from support.rollout_servers import COLOCATED, server_config, server_keys, serving, swift_rollout

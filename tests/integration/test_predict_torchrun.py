@@ -11,7 +11,7 @@ import pytest
 from coordexp.data import read_jsonl
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
-from coordexp.evaluation import read_answers
+from coordexp.evaluation.answers import read_answers
 from support.cli_runs import run_cli, small_checkpoint, write_run
 from support.torchrun import torchrun
 

@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from coordexp.evaluation.answers import write_answers
-from coordexp.viewer import collect, render
+from coordexp.viewer.collect import collect
+from coordexp.viewer.render import render
 from support.answers import tiny_vocab
 from support.ports import free_ports
 from support.scored_answers import random_answers, with_soft

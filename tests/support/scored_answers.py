@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from coordexp.evaluation import Detection, ImageAnswer
+from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.evaluation.detection import count_image, sum_counts
 from coordexp.records import GTObject
 

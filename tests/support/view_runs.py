@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from coordexp.evaluation import ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer
 from coordexp.matching import MatchingConfig
 from coordexp.recording.rollout_record import LossRecord, Settings, WhereInTraining, make_record
 from coordexp.records import Segment, to_json

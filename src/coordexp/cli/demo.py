@@ -61,7 +61,8 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
     from coordexp.inference.prediction import answer_jsonl
     from coordexp.modeling.load import load_vocab
     from coordexp.training.run import run_training
-    from coordexp.viewer import collect, render
+    from coordexp.viewer.collect import collect
+    from coordexp.viewer.render import render
 
     size = size or DemoSize()
     started = time.monotonic()

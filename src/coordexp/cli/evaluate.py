@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from coordexp.config import RunConfig
-    from coordexp.evaluation import ImageAnswer, Summary
-    from coordexp.evaluation.answers import Renaming
+    from coordexp.evaluation.answers import ImageAnswer, Renaming
+    from coordexp.evaluation.summary import Summary
 
 _THRESHOLD = 0.7
 _DRAWN = 12  # images of --sheet
@@ -147,8 +147,8 @@ def _evaluate_model(console: Console, run: RunConfig, options: OfEvaluation, ren
 
 def _evaluate_saved(console: Console, source: Path, options: OfEvaluation, rename: Renaming) -> None:
     from coordexp.config.rollout import EvalDetectionConfig
-    from coordexp.evaluation import read_answers, summarise
-    from coordexp.evaluation.summary import write_summary
+    from coordexp.evaluation.answers import read_answers
+    from coordexp.evaluation.summary import summarise, write_summary
 
     saved = read_answers(source)[: options.limit]
     answers = rename(saved)
@@ -181,7 +181,7 @@ def _show(console: Console, summary: Summary, title: str, files: Sequence[Path])
 
 
 def _compare(console: Console, runs: tuple[Path, Path], options: OfEvaluation, rename: Renaming) -> None:
-    from coordexp.evaluation import read_answers
+    from coordexp.evaluation.answers import read_answers
     from coordexp.evaluation.compare import RESAMPLES, compare, comparison_json, comparison_tables, paired
 
     names = str(runs[0]), str(runs[1])

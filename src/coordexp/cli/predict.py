@@ -147,7 +147,7 @@ def export(
     scores: Annotated[bool, typer.Option("--scores", help="Append scores to lines. For yolo.")] = False,
 ) -> None:
     """Write predictions as COCO results, YOLO labels, VOC or LabelMe files or CSV, in pixels of the original images."""
-    from coordexp.evaluation import read_answers
+    from coordexp.evaluation.answers import read_answers
     from coordexp.evaluation.export import FORMATS, read_terms
 
     given = {"--annotations": (annotations, "coco"), "--classes": (classes, "yolo"),

@@ -28,8 +28,8 @@ def view(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0 takes a free one.")] = 0,
 ) -> None:
     """Write one self-contained HTML page: images, matches, tokens by role with their losses, drop reasons, curves."""
-    from coordexp.viewer import collect, render
-    from coordexp.viewer.collect import find_checkpoint, rollout_records_at
+    from coordexp.viewer.collect import collect, find_checkpoint, rollout_records_at
+    from coordexp.viewer.render import render
 
     vocab = None
     checkpoint = model or (find_checkpoint(source) if rollout_records_at(source) else None)

@@ -19,6 +19,7 @@ from msgspec import UNSET, UnsetType
 from coordexp import distributed
 from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
+from coordexp.data.files import whole_file
 from coordexp.errors import CheckpointError, DataError, require
 from coordexp.parsing import parse_rollout
 from coordexp.records import (
@@ -172,11 +173,8 @@ def from_line(text: str | bytes, *, path: Path | None = None, line: int | None =
 
 
 def read_answers(path: str | Path) -> list[ImageAnswer]:
-    """All answers of a file, or of the ``predictions.jsonl`` in a folder.
-
-    Raises:
-        DataError: no such file, an empty one, or a line that is not an answer; with its number.
-    """
+    """All answers of a file, or of the ``predictions.jsonl`` in a folder. Raises DataError for no such file, an empty
+    one, or a line that is not an answer; with its number."""
     path = Path(path)
     if path.is_dir():
         candidates = (path / PREDICTIONS, path / "evaluation" / PREDICTIONS)
@@ -195,7 +193,7 @@ def read_answers(path: str | Path) -> list[ImageAnswer]:
 
 def write_answers(answers: Iterable[ImageAnswer], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="\n") as file:
+    with whole_file(path) as file:
         file.writelines(to_line(answer) + "\n" for answer in answers)
 
 

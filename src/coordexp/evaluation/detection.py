@@ -102,10 +102,7 @@ def assigner(
 
 def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageCounts:
     """The counts of one answer. Soft objects are not ground truth, and predictions that found one are not counted.
-
-    Raises:
-        DataError: the image has no annotations.
-    """
+    Raises DataError if the image has no annotations."""
     ignored = ignored_predictions(answer, threshold)
     objects = [prediction for i, prediction in enumerate(answer.pred) if i not in ignored]
     truth = answer.truth

@@ -200,11 +200,7 @@ def draw_contact_sheet(
     images: Sequence[Image.Image] | None = None,
 ) -> Path:
     """A PNG with a tile per record: its image, and its objects after the round trip, one colour per description.
-    ``images`` replace the records' files.
-
-    Raises:
-        DataError: an image cannot be read. ValueError: ``records`` is empty.
-    """
+    ``images`` replace the records' files. Raises DataError if an image cannot be read, ValueError without records."""
     if not records:
         raise ValueError("nothing to draw: pass at least one record")
     colour_of = colours_by_name(obj for record in records for obj in record.objects)

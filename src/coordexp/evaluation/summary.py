@@ -274,11 +274,8 @@ class Confusion:
 
 def confusion(answers: Sequence[ImageAnswer], most: int = _CLASSES) -> Confusion:
     """Objects matched one to one at mask IoU 0.5, regardless of descriptions. Soft objects and predictions that found
-    one are not counted. Classes other than the ``most`` most frequent annotated ones are one.
-
-    Raises:
-        DataError: an image has no annotations.
-    """
+    one are not counted. Classes other than the ``most`` most frequent annotated ones are one. Raises DataError if an
+    image has no annotations."""
     names = _by_frequency(answers)[:most]
     pairs: Counter[tuple[str, str]] = Counter()
     for answer in answers:

@@ -180,11 +180,8 @@ def complete_records(
     origin: Mapping[str, str],
 ) -> tuple[list[Completed], CompletionCounts]:
     """Add the predictions of ``answers`` (by sample id, with confidences as scores) that ``records`` lack. ``origin``
-    names the checkpoint, for the provenance of each record.
-
-    Raises:
-        DataError: an image without an answer, an answer for another image, or metadata that is in the way.
-    """
+    names the checkpoint, for the provenance of each record. Raises DataError for an image without an answer, an answer
+    for another image, or metadata that is in the way."""
     known = {obj.desc for record in records for obj in record.objects if obj.soft is None}
     used = []
     for record in records:

@@ -17,7 +17,7 @@ from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.schema import AnswerConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
-from coordexp.data.files import append_line, whole_file, write_atomically
+from coordexp.data.files import append_line, write_atomically
 from coordexp.data.image_sources import FoundImages, find_images
 from coordexp.data.preparation import ImagePreparation, read_preparation
 from coordexp.data.progress_bar import reporting
@@ -31,6 +31,7 @@ from coordexp.evaluation.answers import (
     answer_dataset,
     from_line,
     to_line,
+    write_answers,
 )
 from coordexp.evaluation.coco import write_coco
 from coordexp.evaluation.drawing import save_drawings
@@ -205,8 +206,7 @@ def _join_parts(
     answered = _answered(output)
     answers = [answered[record.sample_id] for record in records]
     whole = output / PREDICTIONS
-    with whole_file(whole) as file:
-        file.writelines(f"{to_line(answer)}\n" for answer in answers)
+    write_answers(answers, whole)
     for part in _parts(output):
         if part != whole:
             part.unlink()

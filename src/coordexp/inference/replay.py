@@ -26,13 +26,11 @@ class Replayed:
 def replay_records(
     source: Path, config: RunConfig, *, model: Path | None = None, limit: int | None = None
 ) -> Iterator[Replayed]:
-    """Build every target of ``source`` (a file or folder of records) again, and compare it with the record.
-
-    Args:
-        config: the run's. model: checkpoint for the losses; None computes none.
+    """Build every target of ``source`` (a file or folder of records) again, and compare it with the record. ``model``:
+    checkpoint for the losses; None computes none.
 
     Raises:
-        DataError, CheckpointError, VocabError: records, images or tokenizer are not the run's.
+        DataError, CheckpointError, VocabError: records, images or tokenizer are not those of the run of ``config``.
     """
     from coordexp.modeling.load import load_vocab
 

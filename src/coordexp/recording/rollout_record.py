@@ -225,11 +225,8 @@ def loss_path(records: Path) -> Path:
 
 def read_records(path: str | Path) -> list[RolloutRecord]:
     """All records of a file, or of every ``rollouts_rank*.jsonl`` of a folder, by rank and then in order of writing,
-    with the losses that are known. Text after the last line break, which is still being written, is ignored.
-
-    Raises:
-        DataError: no such file, or a line that is not a record; with its number.
-    """
+    with the losses that are known. Text after the last line break, which is still being written, is ignored. Raises
+    DataError for no such file, or a line that is not a record; with its number."""
     path = Path(path)
     if path.is_dir():
         files = sorted(path.glob("rollouts_rank*.jsonl"), key=lambda file: (len(file.name), file.name))
@@ -264,11 +261,8 @@ def read_records(path: str | Path) -> list[RolloutRecord]:
 
 
 def rebuild(record: RolloutRecord, vocab: CoordVocab) -> tuple[ParsedRollout, MatchResult, TrainingTarget]:
-    """Parse, match and build again from the recorded response. ``vocab`` must be that of the run's tokenizer.
-
-    Raises:
-        AppendError: the recorded target has tokens, but nothing can be appended to the answer now.
-    """
+    """Parse, match and build again from the recorded response. ``vocab`` must be that of the run's tokenizer. Raises
+    AppendError if the recorded target has tokens, but nothing can be appended to the answer now."""
     parsed = parse_rollout(record.response_token_ids, vocab, ended=not record.truncated)
     match = match_objects(parsed.objects, record.ground_truth, record.settings.matching)
     try:

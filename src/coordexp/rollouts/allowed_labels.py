@@ -48,11 +48,8 @@ class AllowedLabels:
     """The labels as a trie over bytes, for one vocabulary."""
 
     def __init__(self, names: Sequence[str], pieces: Sequence[bytes], eos_id: int) -> None:
-        """``pieces[token_id]``: the bytes that a token writes (:attr:`coordexp.coords.CoordVocab.pieces`).
-
-        Raises:
-            ConfigError: no name, or an empty one.
-        """
+        """``pieces[token_id]``: the bytes that a token writes (:attr:`coordexp.coords.CoordVocab.pieces`). Raises
+        ConfigError for no name, or an empty one."""
         if not names or not all(name.strip() for name in names):
             raise ConfigError(f"a list of class names needs at least one name, none empty; got {list(names)!r}")
         self._pieces = pieces

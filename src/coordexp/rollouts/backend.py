@@ -204,10 +204,6 @@ class WeightSource(Protocol):
         """Whether all ranks must iterate :meth:`full` to the end together, because each has only a part."""
         ...
 
-    def names(self) -> Sequence[str]:
-        """Names of the tensors of :meth:`full`."""
-        ...
-
     def full(self) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
         """Merged weights under the plain checkpoint's names; the training weights stay as they are."""
         ...

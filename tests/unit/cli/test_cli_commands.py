@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from coordexp.data import read_jsonl
-from coordexp.evaluation import detection_metrics
+from coordexp.evaluation.detection import detection_metrics
 from support import annotation_folders as folders
 from support.cli_runs import run_cli, small_checkpoint, write_run
 

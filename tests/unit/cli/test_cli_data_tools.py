@@ -11,8 +11,8 @@ from PIL import Image
 from coordexp.data import read_jsonl
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
-from coordexp.evaluation import match_by_desc
 from coordexp.evaluation.answers import Detection
+from coordexp.evaluation.detection import match_by_desc
 from support.cli_runs import run_cli, small_checkpoint
 from support.config_samples import stage1, write_yaml
 from support.one_scene import as_coco, as_labelme, as_yolo

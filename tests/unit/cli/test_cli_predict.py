@@ -15,9 +15,9 @@ from rich.console import Console
 from coordexp.data import read_jsonl
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
-from coordexp.evaluation import Summary, detection_metrics, read_answers
-from coordexp.evaluation.answers import write_answers
-from coordexp.evaluation.summary import GroupRow, summary_tables
+from coordexp.evaluation.answers import read_answers, write_answers
+from coordexp.evaluation.detection import detection_metrics
+from coordexp.evaluation.summary import GroupRow, Summary, summary_tables
 from support.cli_runs import run_cli, write_run
 from support.scored_answers import CLASSES, random_answers, with_soft
 

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 from coordexp.cli.predict import Format
 from coordexp.data import read_jsonl
 from coordexp.data.files import asset
-from coordexp.evaluation import read_answers
+from coordexp.evaluation.answers import read_answers
 from support.cli_runs import run_cli
 
 SIZE = (96, 64)

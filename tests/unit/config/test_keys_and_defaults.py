@@ -25,8 +25,8 @@ from coordexp.modeling.load import export_checkpoint
 from coordexp.modeling.tiny import build_tiny_checkpoint
 from coordexp.rollouts.backend import DecodingOptions
 from coordexp.targets import TransportConfig
-from coordexp.viewer import collect, render
-from coordexp.viewer.render import make_server
+from coordexp.viewer.collect import collect
+from coordexp.viewer.render import make_server, render
 
 SOURCE = Path(__file__).parents[3] / "src"
 

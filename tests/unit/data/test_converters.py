@@ -26,7 +26,8 @@ from coordexp.data.convert import (
     render_report,
 )
 from coordexp.errors import DataError
-from coordexp.evaluation import Detection, ImageAnswer, summarise
+from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.summary import summarise
 from coordexp.geometry import to_bin
 from coordexp.records import GTObject
 from support.annotation_folders import KEEP, SMALL, coco, objects_of, paint, voc, voc_object, voc_xml

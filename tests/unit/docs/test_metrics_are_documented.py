@@ -11,7 +11,7 @@ from rich.console import Console
 
 from coordexp.config import load_config, parse_config
 from coordexp.config.rollout import EvalDetectionConfig
-from coordexp.evaluation import summarise
+from coordexp.evaluation.summary import summarise
 from coordexp.metrics.reduce import RATES
 from coordexp.metrics.table import all_metrics, find_metric
 from coordexp.objective import MODULES, build_pipeline

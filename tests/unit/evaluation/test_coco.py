@@ -18,7 +18,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from coordexp.errors import DataError
-from coordexp.evaluation import Detection, ImageAnswer
+from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.evaluation.coco import (
     MAX_DETECTIONS,
     THRESHOLDS_T,

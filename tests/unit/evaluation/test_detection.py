@@ -5,9 +5,14 @@ from dataclasses import replace
 import pytest
 
 from coordexp.coords import CoordVocab, serialize_objects
-from coordexp.evaluation import ImageAnswer, detection_metrics, match_by_desc
-from coordexp.evaluation.answers import make_answer
-from coordexp.evaluation.detection import count_image, ignored_predictions, match_answer
+from coordexp.evaluation.answers import ImageAnswer, make_answer
+from coordexp.evaluation.detection import (
+    count_image,
+    detection_metrics,
+    ignored_predictions,
+    match_answer,
+    match_by_desc,
+)
 from coordexp.matching import MatchingConfig, match_objects
 from coordexp.parsing import parse_rollout
 from coordexp.records import GTObject, Rollout

@@ -19,8 +19,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from coordexp.errors import CheckpointError, MissingDependency
-from coordexp.evaluation import Detection, ImageAnswer
-from coordexp.evaluation.answers import Renaming, load_encoder, nearest_categories, write_answers
+from coordexp.evaluation.answers import (
+    Detection,
+    ImageAnswer,
+    Renaming,
+    load_encoder,
+    nearest_categories,
+    write_answers,
+)
 from coordexp.records import GTObject
 from support.cli_runs import run_cli
 

@@ -10,9 +10,8 @@ from coordexp import distributed
 from coordexp.coords import serialize_objects
 from coordexp.data.dataset import RecordDataset
 from coordexp.errors import AlignmentError
-from coordexp.evaluation import summarise
 from coordexp.evaluation.answers import answer_dataset, share_out, to_line
-from coordexp.evaluation.summary import COUNTS_ONLY
+from coordexp.evaluation.summary import COUNTS_ONLY, summarise
 from coordexp.records import GTObject, Rollout, RolloutRequest
 from coordexp.rollouts.backend import DatasetSeeds, Seeds
 from support.answers import CAT, DOG, record, request

@@ -12,8 +12,7 @@ from PIL import Image
 
 from coordexp.data import read_jsonl
 from coordexp.data.convert import ImageOptions, convert_csv, convert_labelme, convert_voc, convert_yolo
-from coordexp.evaluation import Detection, ImageAnswer, read_answers
-from coordexp.evaluation.answers import OriginalImage, make_answer, write_answers
+from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage, make_answer, read_answers, write_answers
 from coordexp.records import GTObject, ImageRecord, ParsedRollout, Rollout
 from support.cli_runs import Outcome, run_cli
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
-from coordexp.evaluation import Detection, ImageAnswer, detection_metrics, summarise
-from coordexp.evaluation.answers import write_answers
+from coordexp.evaluation.answers import Detection, ImageAnswer, write_answers
+from coordexp.evaluation.detection import detection_metrics
 from coordexp.evaluation.drawing import draw_comparison, most_informative_images
 from coordexp.evaluation.summary import (
     CONFUSION,
@@ -28,6 +28,7 @@ from coordexp.evaluation.summary import (
     confusion,
     figures_table,
     save_plots,
+    summarise,
 )
 from coordexp.records import GTObject
 from support.answers import CAT, DOG, LEAF

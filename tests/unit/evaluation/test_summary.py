@@ -12,11 +12,10 @@ import pytest
 
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.errors import DataError
-from coordexp.evaluation import Detection, ImageAnswer, read_answers, summarise
-from coordexp.evaluation.answers import Renaming, from_line, read_aliases, to_line
+from coordexp.evaluation.answers import Detection, ImageAnswer, Renaming, from_line, read_aliases, read_answers, to_line
 from coordexp.evaluation.compare import compare
 from coordexp.evaluation.detection import density_bin
-from coordexp.evaluation.summary import CONFUSION, COUNTS_ONLY, CURVES, SIZES, write_summary
+from coordexp.evaluation.summary import CONFUSION, COUNTS_ONLY, CURVES, SIZES, summarise, write_summary
 from coordexp.records import GTObject
 from support.answers import CAT, DOG
 from support.scored_answers import random_answers

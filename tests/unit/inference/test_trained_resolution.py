@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 
 from coordexp.data import read_jsonl
 from coordexp.data.preparation import PREPARATION, ImagePreparation, ResizeRule, read_preparation
-from coordexp.evaluation import read_answers
+from coordexp.evaluation.answers import read_answers
 from support.cli_runs import run_cli, small_checkpoint, write_run
 
 MAX_PIXELS = 128 * 160

@@ -16,9 +16,8 @@ from PIL import Image
 
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import write_answers
-from coordexp.viewer import collect, render
-from coordexp.viewer.collect import BEHIND_CUT, find_checkpoint
-from coordexp.viewer.render import as_script_data, make_server
+from coordexp.viewer.collect import BEHIND_CUT, collect, find_checkpoint
+from coordexp.viewer.render import as_script_data, make_server, render
 from support.answers import tiny_vocab
 from support.cli_runs import run_cli
 from support.scored_answers import random_answers
