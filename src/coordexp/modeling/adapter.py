@@ -157,6 +157,7 @@ def tune(model: Any, config: TunerConfig, coord_ids: Sequence[int]) -> None:
             parameter.requires_grad_(part_of(name) not in frozen)
     else:
         from peft import LoraConfig
+        from peft.tuners.lora import LoraLayer
 
         model.requires_grad_(False)
         targets = _targets(model, config.target_modules, frozen)
@@ -174,6 +175,9 @@ def tune(model: Any, config: TunerConfig, coord_ids: Sequence[int]) -> None:
             for parameter in model.parameters():
                 if parameter.requires_grad:  # adapters of a bfloat16 model are trained in float32
                     parameter.data = parameter.data.float()
+            for module in model.modules():
+                if isinstance(module, LoraLayer) and not config.use_dora:  # DoRA's norms need float32
+                    module.cast_input_dtype_enabled = _OutsideAutocast()  # pyright: ignore[reportAttributeAccessIssue]
         elif not config.train_coord_rows:
             raise ConfigError("tuner.target_modules: every part is frozen, so no module can get adapters; unfreeze one")
         if config.train_coord_rows:
@@ -182,6 +186,14 @@ def tune(model: Any, config: TunerConfig, coord_ids: Sequence[int]) -> None:
         raise ConfigError(
             "tuner: freeze_vit, freeze_aligner and freeze_llm leave nothing to train; set at least one of them to false"
         )
+
+
+class _OutsideAutocast:
+    """Whether peft casts an adapter's input to float32. Autocast would cast it back for the product: the same value, at
+    the price of two kernels and a float32 copy of each layer's input."""
+
+    def __bool__(self) -> bool:
+        return not any(torch.is_autocast_enabled(device) for device in ("cuda", "cpu"))
 
 
 def _targets(model: Any, names: Sequence[str], frozen: set[str]) -> list[str]:

@@ -72,6 +72,27 @@ def test_adapters_are_on_every_linear_layer_of_unfrozen_parts(keys: dict, parts:
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
 
+def test_adapters_do_not_cast_their_input_under_autocast_and_compute_the_same() -> None:
+    found = {}
+    for casts in (False, True):
+        model = tuned(lora(lora_dropout=0.0), dtype="bfloat16").model
+        layer: Any = next(one for one in model.modules() if hasattr(one, "lora_A"))
+        torch.manual_seed(0)
+        if casts:
+            layer.cast_input_dtype_enabled = True
+        seen = []
+        layer.lora_A["default"].register_forward_hook(lambda module, given, out, seen=seen: seen.append(given[0].dtype))
+        inputs = torch.randn(5, layer.in_features, dtype=torch.bfloat16, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = layer(inputs)
+        out.float().sum().backward()
+        layer(inputs)  # without autocast the cast is needed
+        assert seen == [torch.float32 if casts else torch.bfloat16, torch.float32]
+        found[casts] = [out, inputs.grad, *(one.grad for one in layer.parameters() if one.grad is not None)]
+    assert len(found[True]) == 4
+    assert all(torch.equal(a, b) for a, b in zip(found[False], found[True], strict=True))
+
+
 def test_coordinate_rows_are_trained_even_if_every_part_is_frozen() -> None:
     everything = {"freeze_vit": True, "freeze_aligner": True, "freeze_llm": True}
     assert trained_parts(tune_tiny(lora(**everything))) == {"coord"}
