@@ -18,7 +18,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 KILLS ?= 50
 FAULTS ?= benchmarks/results/cpu-2core-xeon-2026-11-22
 
-.PHONY: setup demo test browser fuzz mutants check bench clean faults
+.PHONY: setup demo test browser fuzz mutants check bench clean faults fake-gpu
 
 setup: $(STAMP)
 
@@ -58,6 +58,12 @@ fuzz: setup
 # Every fault of tests/faults, and KILLS runs that are killed at a chosen point and started again; writes the table.
 faults: setup
 	$(TEST_ENV) $(BIN)/python tests/faults/campaign.py --kills $(KILLS) --out $(FAULTS) $(PYTEST_ARGS)
+
+# Whole optimizer steps of Qwen3-VL-2B, 4B and 8B on a fake GPU: memory, waits and a roofline. Four minutes.
+FAKE_GPU ?= "--size 2B --rows 2" "--size 4B" "--size 8B" "--size 2B --lora --rows 2" "--size 4B --lora" "--size 8B --lora"
+fake-gpu: setup
+	@for step in $(FAKE_GPU); do PYTHONPATH=src:tests:tests/fake_cuda OMP_NUM_THREADS=1 $(BIN)/python \
+		tests/fake_cuda/trace_step.py $$step $(FAKE_GPU_ARGS) || exit 1; done
 
 check: setup
 	$(BIN)/ruff check .

@@ -8,32 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLForConditionalGeneration
 
 from coordexp.checkpoints.memory import check_memory, estimate_memory
 from coordexp.config import RunConfig, parse_config
 from coordexp.config.schema import DeepSpeedConfig
 from coordexp.errors import ConfigError
 from support.config_samples import stage1
+from support.qwen_sizes import qwen3_vl_config
 from support.tiny_run import tiny_checkpoint
-
-SIZES = {
-    "2B": (2048, 6144, 28, 16, True, (1024, 4096, 24)),
-    "4B": (2560, 9728, 36, 32, True, (1024, 4096, 24)),
-    "8B": (4096, 12288, 36, 32, False, (1152, 4304, 27)),
-}
 
 
 @cache
 def model(size: str) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
     """``config.json`` and the shapes of a published size with 1000 coordinate tokens."""
-    hidden, intermediate, layers, heads, tied, (vision, vision_intermediate, depth) = SIZES[size]
-    text = {"vocab_size": 152_670, "hidden_size": hidden, "intermediate_size": intermediate, "head_dim": 128,
-            "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8,
-            "tie_word_embeddings": tied}  # fmt: skip
-    tower = {"hidden_size": vision, "intermediate_size": vision_intermediate, "depth": depth, "num_heads": 16,
-             "patch_size": 16, "out_hidden_size": hidden, "num_position_embeddings": 2304}  # fmt: skip
-    config = Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=tied)
+    config = qwen3_vl_config(size)
     with torch.device("meta"):
         weights = dict(Qwen3VLForConditionalGeneration(config).named_parameters())
     return config.to_dict(), {name: tuple(weight.shape) for name, weight in weights.items()}

@@ -1,0 +1,186 @@
+"""Every operation on fake CUDA tensors: memory, waits of the host, operands on two devices, and a roofline.
+
+Real CPU tensors are the host, fake CUDA tensors the device. Mixed operands, which CUDA refuses, are counted; so is
+every operation for which the host must wait, with the function that asks for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+BLOCK = 512  # bytes that torch's allocator rounds up to
+
+# An H100, as far as kernels usually get: bytes per second, operations per second by kind, seconds of a launch.
+MEMORY = 0.8 * 3.35e12
+MATRIX = {True: 0.68 * 989e12, False: 0.06 * 494e12}  # in 16 bits; in float32 without TF32
+ATTENTION = {False: 380e12, True: 320e12}  # forward; backward
+LAUNCH = 4e-6
+PEAK = 989e12
+
+MASKED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+NO_KERNEL = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach")
+
+
+def caller() -> str:
+    """The innermost function of this project or of transformers: ``file function``."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        for package in ("coordexp", "transformers", "peft", "accelerate"):
+            if f"/{package}/" in path:
+                return f"{package}/{path.rpartition(f'/{package}/')[2]} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "backward"
+
+
+@dataclass
+class Totals:
+    """Of one step. ``seconds``: each kernel by its bytes or its arithmetic, whichever takes longer."""
+
+    kernels: int = 0
+    bytes: float = 0.0
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
+class DeviceTrace(TorchDispatchMode):
+    """Use it inside ``fake``. ``peak``: bytes. ``waits``: (operation, caller) → times. ``mixed``: operations whose
+    operands lie on two devices."""
+
+    def __init__(self, fake: FakeTensorMode, segments: Mapping[int, tuple[int, ...]], selected: int) -> None:
+        """``segments``: lengths of the segments by the length of their row, of tokens and of patches. ``selected``:
+        true elements of a boolean mask on the device, whose values are unknown."""
+        super().__init__()
+        self.fake, self.segments, self.selected = fake, segments, selected
+        self.now = self.peak = 0
+        self.waits: Counter[tuple[str, str]] = Counter()
+        self.mixed: list[str] = []
+        self.totals = Totals()
+        self._live: dict[int, Any] = {}
+
+    def restart(self) -> None:
+        """Count from here; live memory stays."""
+        self.peak = self.now
+        self.waits.clear()
+        self.totals = Totals()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        on_device = [one for one in tensors if isinstance(one, FakeTensor) and one.device.type == "cuda"]
+        moves = func in (aten._to_copy.default, torch.ops.prims.device_put.default)
+        target = kwargs.get("device", args[1] if moves and len(args) > 1 else None)
+        goes_to = None if target is None else torch.device(target).type
+        if func.namespace != "prim" and not on_device and goes_to != "cuda":
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        with self.fake:
+            if func.namespace == "prim":  # a property
+                return func(*args, **kwargs)
+            if moves and goes_to == "cpu":
+                self.waits["copy to the host", caller()] += 1
+                with unset_fake_temporarily():
+                    return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+            if func is aten._local_scalar_dense.default:
+                self.waits["item", caller()] += 1
+                if args[0].dtype == torch.bool:  # transformers asks whether its inputs fit, we whether any is broken
+                    return caller().startswith("transformers")
+                return 1.0 if args[0].is_floating_point() else 1
+            sized = self._sized_by_values(func, args)
+            if sized is not None:
+                self._hold(sized)
+                return sized
+            hosted = [one for one in tensors if not isinstance(one, FakeTensor) and one.dim() > 0]
+            if hosted and on_device and func not in (aten.copy_.default, *MASKED):
+                self.mixed.append(f"{func} {caller()}")
+            out = func(*self._with_known_masks(func, args), **kwargs)
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"]
+        self._count(func, on_device, results, args)
+        return out
+
+    def _sized_by_values(self, func: Any, args: Any) -> torch.Tensor | None:
+        """A result whose size the host learns from the device only."""
+        shapes: dict[Any, Callable[[], tuple[int, ...]]] = {
+            aten.nonzero.default: lambda: (self.selected, args[0].dim()),
+            aten.masked_select.default: lambda: (self.selected,),
+            aten.masked_scatter_backward.default: lambda: tuple(args[2]),
+        }
+        if func not in shapes:
+            return None
+        self.waits[func.overloadpacket.__name__, caller()] += 1
+        dtype = torch.int64 if func is aten.nonzero.default else args[0].dtype
+        return torch.empty(shapes[func](), dtype=dtype, device="cuda")
+
+    def _with_known_masks(self, func: Any, args: Any) -> Any:
+        """An index that is a boolean mask is ``nonzero`` on the device; indices replace it."""
+        if func not in MASKED:
+            return args
+        indices: list[Any] = []
+        for index in args[1]:
+            if isinstance(index, torch.Tensor) and not isinstance(index, FakeTensor):
+                self.waits[f"{func.overloadpacket.__name__} by an index on the host", caller()] += 1
+            if isinstance(index, torch.Tensor) and index.dtype == torch.bool:
+                self.waits[f"{func.overloadpacket.__name__} by a mask", caller()] += 1
+                indices += [torch.zeros(self.selected, dtype=torch.int64, device="cuda")] * index.dim()
+            else:
+                indices.append(index)
+        return (args[0], indices, *args[2:])
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, -(-storage.nbytes() // BLOCK) * BLOCK
+        if key in self._live or not size:
+            return
+
+        def release(_: Any) -> None:
+            if self._live.pop(key, None) is not None:
+                self.now -= size
+
+        self._live[key] = weakref.ref(storage, release)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def _count(self, func: Any, inputs: list[Any], results: list[Any], args: Any) -> None:
+        for one in results:
+            self._hold(one)
+        name = func.overloadpacket.__name__
+        in_place = any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments)
+        is_view = not in_place and any(one.alias_info is not None for one in func._schema.returns)
+        if is_view or name in NO_KERNEL:
+            return
+        given = {one.untyped_storage()._cdata for one in inputs}
+        new = [one for one in results if one.untyped_storage()._cdata not in given]
+        moved = sum(one.nbytes for one in (*inputs, *new))
+        if name in ("embedding", "index", "gather", "index_select"):  # they read as much as they return
+            moved = 2 * sum(one.nbytes for one in results)
+        flops, speed = 0.0, MATRIX[any(one.dtype.itemsize == 2 for one in inputs)]
+        if name in ("mm", "addmm", "bmm"):
+            a, b = args[-2:] if name == "addmm" else args[:2]
+            flops = 2.0 * a.numel() * b.shape[-1]
+        elif name == "convolution":
+            flops = 2.0 * results[0].numel() * args[1][0].numel()
+        elif name == "convolution_backward":
+            flops = 4.0 * args[0].numel() * args[2][0].numel()
+        elif "_varlen_attn" in name or "attention" in name:
+            backward = "backward" in name
+            query, speed = inputs[1 if backward else 0], ATTENTION[backward]
+            lengths = next(x for n, x in self.segments.items() if n in query.shape)
+            heads_dim = query.numel() / sum(lengths)
+            causal = 0.5 if lengths is self.segments[min(self.segments)] else 1.0
+            flops = 4.0 * sum(n * n for n in lengths) * heads_dim * causal * (2.5 if backward else 1.0)
+        seconds = max(moved / MEMORY, flops / speed, LAUNCH)
+        self.totals.kernels += 1
+        self.totals.bytes += moved
+        self.totals.flops += flops
+        self.totals.seconds += seconds

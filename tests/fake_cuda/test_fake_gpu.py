@@ -1,0 +1,79 @@
+"""What the trainer would do on a GPU, traced on fake CUDA tensors at Qwen3-VL's real width: memory, waits, devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to compile hooks.cpp")
+
+# Where the host may wait for the device in a step, and why.
+WAITS = {
+    "coordexp/objective/head.py read_any": "once a row: whether any logit is broken, before gradients are computed",
+    "coordexp/training/rows.py sync": "once a step: its numbers, after the last backward",
+    "transformers/models/qwen3_vl/modeling_qwen3_vl.py _deepstack_process": "masks of image tokens",
+    "transformers/utils/import_utils.py torch_compilable_check": "counts image tokens",
+    "backward": "gradients of masks and of masked_scatter",
+}
+
+
+def python(folder: Path, *arguments: str) -> None:
+    paths = [str(path) for path in (HERE, HERE.parent, HERE.parents[1] / "src")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# Recorded peaks; of full training with two layers the tables and their optimizer state are the most.
+@pytest.mark.parametrize(
+    ("arguments", "peak_gb"),
+    [
+        pytest.param(["--size", "2B", "--length", "6000"], 17.0, id="full"),
+        pytest.param(["--size", "2B", "--length", "6000", "--lora"], 4.0, id="lora"),
+        pytest.param(["--size", "8B", "--length", "3000"], 40.7, id="untied head"),
+        pytest.param(["--size", "2B", "--length", "6000", "--channel-a"], 16.7, id="channel a"),
+    ],
+)
+def test_a_step_fits_and_waits_only_where_it_must(arguments: list[str], peak_gb: float, tmp_path: Path) -> None:
+    python(tmp_path, str(HERE / "trace_step.py"), "--layers", "2", "--json", "found.jsonl", *arguments)
+    found: dict[str, Any] = json.loads((tmp_path / "found.jsonl").read_text())
+    assert found["mixed"] == []
+    assert {place for _, place, _ in found["waits"]} <= WAITS.keys()
+    assert sum(count for _, place, count in found["waits"] if place.endswith("read_any")) <= 2 * found["rows"]
+    assert found["peak_gb"] == pytest.approx(peak_gb, rel=0.05)
+
+
+def test_the_trace_sees_memory_waits_and_operands_on_two_devices(tmp_path: Path) -> None:
+    script = """
+import fake_cuda
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from device_trace import DeviceTrace
+
+with (fake := FakeTensorMode(allow_non_fake_inputs=True)), DeviceTrace(fake, {}, 3) as trace:
+    weight = torch.ones(1024, device="cuda", requires_grad=True)
+    (weight * 2).sum().backward()
+    assert trace.now == 2 * 4096, trace.now  # the weight and its gradient
+    assert trace.peak == 2 * 4096 + 2 * 512, trace.peak  # for a moment the product and the sum
+    assert not trace.waits and not trace.mixed
+    weight.sum().item()
+    weight[weight > 0]
+    weight.cpu()
+    try:
+        weight + torch.ones(1024)
+    except RuntimeError:
+        pass
+assert sorted(what for what, _ in trace.waits) == ["copy to the host", "index by a mask", "item"], trace.waits
+assert len(trace.mixed) == 1, trace.mixed
+"""
+    python(tmp_path, "-c", script)
