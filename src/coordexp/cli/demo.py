@@ -139,7 +139,6 @@ def _write_data(output: Path, size: DemoSize, console: Console) -> dict[str, Pat
 
 
 def _complete(config: RunConfig, source: Path, out: Path, console: Console) -> float:
-    """Add confident predictions to the annotations. Returns the seconds that answering took the first time."""
     from coordexp.inference.completion import CompletionRules, completion_config, run_completion
 
     took = out.with_name("completion_seconds.json")

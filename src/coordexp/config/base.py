@@ -186,7 +186,6 @@ def _resolve(model: type[StrictModel], loc: tuple[str | int, ...]) -> tuple[KeyP
 
 
 def _options(annotation: Any) -> list[Any]:
-    """The alternatives of an annotation, without Annotated wrappers."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _options(get_args(annotation)[0])

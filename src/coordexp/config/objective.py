@@ -56,7 +56,9 @@ class CoordDiagConfig(StrictModel):
     """``coord_diag`` takes no keys."""
 
 
-class _Spec(StrictModel):
+class ModuleSpec(StrictModel):
+    """One entry of the pipeline."""
+
     name: str
     """module"""
     enabled: bool
@@ -76,28 +78,28 @@ class _Spec(StrictModel):
         return channels
 
 
-class TokenCESpec(_Spec):
+class TokenCESpec(ModuleSpec):
     """One entry of the pipeline: ``token_ce``."""
 
     name: Literal["token_ce"]
     config: TokenCEConfig
 
 
-class CoordRegSpec(_Spec):
+class CoordRegSpec(ModuleSpec):
     """One entry of the pipeline: ``coord_reg``."""
 
     name: Literal["coord_reg"]
     config: CoordRegConfig
 
 
-class BBoxGeoSpec(_Spec):
+class BBoxGeoSpec(ModuleSpec):
     """One entry of the pipeline: ``bbox_geo``."""
 
     name: Literal["bbox_geo"]
     config: BBoxGeoConfig
 
 
-class CoordDiagSpec(_Spec):
+class CoordDiagSpec(ModuleSpec):
     """One entry of the diagnostics: ``coord_diag``."""
 
     name: Literal["coord_diag"]
@@ -105,8 +107,6 @@ class CoordDiagSpec(_Spec):
 
 
 ObjectiveSpec = Annotated[Union[TokenCESpec, CoordRegSpec, BBoxGeoSpec], Field(discriminator="name")]  # noqa: UP007
-DiagnosticSpec = CoordDiagSpec
-ModuleSpec = TokenCESpec | CoordRegSpec | BBoxGeoSpec | CoordDiagSpec
 
 
 class PipelineConfig(StrictModel):
@@ -114,7 +114,7 @@ class PipelineConfig(StrictModel):
 
     objective: Annotated[ListOf[ObjectiveSpec], Field(min_length=1)]
     """modules whose losses are summed, in order"""
-    diagnostics: ListOf[DiagnosticSpec]
+    diagnostics: ListOf[CoordDiagSpec]
     """modules that only measure; [] for none"""
 
     @field_validator("objective", "diagnostics")

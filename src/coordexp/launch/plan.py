@@ -214,7 +214,6 @@ def _server_process(
 
 
 def _swift_command(options: ServeOptions) -> tuple[str, ...]:
-    """``swift rollout`` with the options that ``coordexp serve`` would have."""
     engine = dict(options.engine)
     further = {name: engine[name] for name in _SWIFT_ENGINE_KEYS if name in engine}
     flags: dict[str, Any] = {
@@ -348,7 +347,6 @@ def _model_check(config: RunConfig) -> Check:
 
 
 def _memory_check(config: RunConfig, num_gpus: int) -> Iterator[Check]:
-    """The estimate for each learner process, compared with the smallest of its GPUs if they exist."""
     if not Path(config.model.model).is_dir():
         return  # the check of the model has reported it
     devices, gpu_bytes = config.launch.learner_devices, None

@@ -196,7 +196,6 @@ class Supervisor:
         return self._running[process.name]
 
     def _await_server(self, server: ServerPlan, deadline: float) -> None:
-        """Return once the server answers and its repeat guard is as configured."""
         name = server.base_url if server.process is None else server.process.name
         client = ServerClient(
             server.base_url,
@@ -253,7 +252,6 @@ class Supervisor:
         return 128 + number if learner.returncode is None else exit_code(learner.returncode) or 128 + number
 
     def _pause(self) -> None:
-        """Wait a moment; raise if the launch has to end."""
         readable, _, _ = select.select([self.stdin], [], [], POLL_S)
         if readable and not os.read(self.stdin, 1):
             raise _LauncherGone
