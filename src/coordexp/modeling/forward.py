@@ -52,10 +52,6 @@ class SelfContext:
     grad_mode: GradMode
     temperature: float
 
-    def __post_init__(self) -> None:
-        if self.iterations < 1 or self.temperature <= 0:
-            raise ValueError(f"self-context needs iterations >= 1 and a temperature > 0, got {self}")
-
 
 def coord_embeddings(z_KB: torch.Tensor, table_BH: torch.Tensor, mode: EmbedMode, temperature: float) -> torch.Tensor:
     """Input embeddings of the coordinate slots: (K, H), in the table's dtype; the mean is in float32 or wider."""

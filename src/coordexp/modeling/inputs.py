@@ -163,13 +163,6 @@ def row_inputs(
     return inputs | row_arguments([end - start for start, end in zip(row.offsets[:-1], row.offsets[1:], strict=True)])
 
 
-def pinned(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs with all tensors for the device in page-locked memory, from which copies are asynchronous."""
-    moved = _moved(inputs)
-    # Page-locked memory of zero bytes is a null pointer, which torch does not count as pinned.
-    return {name: value.pin_memory() if name in moved and value.numel() else value for name, value in inputs.items()}
-
-
 def check_prompt(
     sample_id: str, ours: tuple[int, ...], reported: tuple[int, ...], decode: Callable[[Any], str]
 ) -> None:
@@ -185,18 +178,20 @@ def check_prompt(
     )
 
 
-def to_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Move every tensor except those that only the host reads. Other values (a packed row's segments) stay."""
-    moved, asynchronous = _moved(inputs), device.type == "cuda"
+def for_device(inputs: Mapping[str, Any], move: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """The inputs with ``move`` applied to every tensor that the device needs. Others, and values that are no tensors (a
+    packed row's segments), stay."""
+    # The forward reads the images' grid on its device only to derive the vision tower's arguments, if not given.
+    stays = ON_HOST if "image_cu_seqlens" in inputs else ()
     return {
-        name: value.to(device, non_blocking=asynchronous) if name in moved else value for name, value in inputs.items()
+        name: move(value) if isinstance(value, torch.Tensor) and name not in stays else value
+        for name, value in inputs.items()
     }
 
 
-def _moved(inputs: Mapping[str, Any]) -> set[str]:
-    # The forward reads the images' grid on its device only to derive the vision tower's arguments, if not given.
-    stays = ON_HOST if "image_cu_seqlens" in inputs else ()
-    return {name for name, value in inputs.items() if isinstance(value, torch.Tensor) and name not in stays}
+def to_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The inputs on ``device``, except what only the host reads; from pinned memory to a GPU without blocking."""
+    return for_device(inputs, lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
 
 
 def token_counter(checkpoint: Path, sample: ImageRecord) -> Callable[[ImageRecord], int]:

@@ -88,17 +88,7 @@ def build_target(
         AlignmentError: a position that should hold a coordinate token of the stated object does not.
     """
     if policy.answer == "rewritten":
-        return build_rewritten(
-            parsed,
-            match,
-            ground_truth,
-            vocab,
-            sample_id=sample_id,
-            field_order=field_order,
-            transport=transport,
-            policy=policy,
-            weights=weights,
-        )
+        return build_rewritten(parsed, match, ground_truth, vocab, sample_id, field_order, transport, policy, weights)
     missed = [ground_truth[j] for j in match.fn_gt_idx]
     first_index = (parsed.max_object_index or 0) + 1
     tail = encode_tail(append_fragment(missed, parsed.prefix_text, first_index, field_order), missed, vocab)

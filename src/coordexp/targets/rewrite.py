@@ -50,7 +50,6 @@ def build_rewritten(
     match: MatchResult,
     ground_truth: Sequence[GTObject],
     vocab: CoordVocab,
-    *,
     sample_id: str,
     field_order: FieldOrder,
     transport: TransportConfig,

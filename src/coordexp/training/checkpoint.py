@@ -197,9 +197,9 @@ def resolve_resume(output_dir: str | Path, resume: bool | str | None) -> Path | 
     if resume is True:
         return _newest_whole(Path(output_dir))
     with distributed.raise_on_all_ranks("training.resume_from_checkpoint"):
-        if problem := _problem_with(Path(resume)) or _damage_in(Path(resume), *_local_share()):
+        if problem := _problem_with(Path(resume), _local_share()):
             older = (folder for folder in _checkpoints(Path(resume).parent) if folder != Path(resume))
-            whole = next((one for one in older if _problem_with(one) is None and _damage_in(one) is None), None)
+            whole = next((one for one in older if _problem_with(one, (0, 1)) is None), None)
             fix = "name a complete checkpoint-N folder" if whole is None else f"name {whole}, which is complete"
             raise CheckpointError(f"training.resume_from_checkpoint: {resume} {problem}; {fix}, or start a new run")
     return Path(resume)
@@ -309,7 +309,7 @@ def _newest_whole(output_dir: Path) -> Path | None:
         seen = [report.get(name, absent) for report in reports]
         if all(problem is None for problem, _ in seen):
             with distributed.raise_on_all_ranks(f"reading {output_dir / name}"):
-                damage = _damage_in(output_dir / name, *_local_share())
+                damage = _problem_with(output_dir / name, _local_share())
             seen = [(problem, True) for problem in distributed.gather_json(damage)]
         rank, problem = next(((rank, problem) for rank, (problem, _) in enumerate(seen) if problem), (0, None))
         if problem is None:
@@ -328,26 +328,21 @@ def _newest_whole(output_dir: Path) -> Path | None:
     return None
 
 
-def _problem_with(folder: Path) -> str | None:
-    """Why training cannot resume from ``folder``, to be read after its name; None if it can."""
+def _problem_with(folder: Path, share: tuple[int, int] | None = None) -> str | None:
+    # Why training cannot resume from `folder`, to be read after its name; None if it can. `share`: the part of its
+    # contents to check too, (0, 1) for all.
     try:
-        seal = read_seal(folder)
-    except CheckpointError as error:
-        return str(error)
-    return None if seal.resumable else "holds the model alone (training.save_only_model: true)"
-
-
-def _damage_in(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """How files of ``folder`` differ from the seal, to be read after its name; None if they do not."""
-    try:
-        check_contents(folder, part, parts)
+        if not read_seal(folder).resumable:
+            return "holds the model alone (training.save_only_model: true)"
+        if share is not None:
+            check_contents(folder, *share)
     except CheckpointError as error:
         return str(error)
     return None
 
 
 def _local_share() -> tuple[int, int]:
-    """This process's part of the reading that the ranks of its machine do together."""
+    # This process's part of the reading that the ranks of its machine do together.
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

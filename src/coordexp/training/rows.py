@@ -17,7 +17,7 @@ import torch
 from coordexp.background import Prefetcher
 from coordexp.data.dataset import Sample
 from coordexp.errors import RowLate
-from coordexp.modeling.inputs import RopeIndex, VisionTower, pinned, row_inputs
+from coordexp.modeling.inputs import RopeIndex, VisionTower, for_device, row_inputs
 from coordexp.modeling.load import LoadedModel
 from coordexp.objective import HeadQuery, HeadScores, RowObjective, RowTensors, SupervisionTensors
 from coordexp.objective.pipeline import tree_map
@@ -153,9 +153,14 @@ class RowBuilder:
         queries = objective.queries(supervision)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):  # a thread begins on the first GPU, whatever its process uses
-                inputs = pinned(inputs)
+                inputs = for_device(inputs, _pinned)
                 supervision, queries = tree_map(torch.Tensor.pin_memory, (supervision, queries))
         return RowTensors(row, inputs, supervision, queries)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    # Page-locked memory of zero bytes is a null pointer, which torch does not count as pinned.
+    return tensor.pin_memory() if tensor.numel() else tensor
 
 
 class PrefetchedRows:

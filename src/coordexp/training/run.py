@@ -26,7 +26,6 @@ from coordexp.config import RunConfig, advice, check_world_size, resolved_rollou
 from coordexp.config.checks import check_training_environment
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import TrainingConfig
-from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.images import open_rgb
@@ -63,9 +62,9 @@ from coordexp.training.progress import RichProgress, set_up_loggers, write_manif
 from coordexp.training.rows import RowBuilder
 from coordexp.training.saving import build_buffer, restore_answers
 from coordexp.training.state import RunState
-from coordexp.training.step import TrainStep
+from coordexp.training.step import Task, TrainStep
 from coordexp.training.stopping import StopSignals
-from coordexp.training.tasks import build_tasks, matching_config, rollout_weights, target_options
+from coordexp.training.tasks import build_tasks
 
 logger = logging.getLogger("coordexp")
 
@@ -184,7 +183,8 @@ def build_trainer(
         backend = build_backend(rollout, parts)
     state.buffer = build_buffer(config, train, resume)
     tasks, schedule = build_tasks(config, rollout, loaded.vocab, backend, state.buffer)
-    state.queue = next((task.rollouts for task in tasks.values() if task.rollouts is not None), None)
+    with_rollouts = next((task for task in tasks.values() if task.rollouts is not None), None)
+    state.queue = None if with_rollouts is None else with_rollouts.rollouts
     restore_answers(state.queue, resume)
     step = TrainStep(
         state,
@@ -193,7 +193,7 @@ def build_trainer(
         build_row=build_row,
         max_grad_norm=training.max_grad_norm,
         rollout_log=RolloutLog(Path(training.output_dir), distributed.rank()),
-        recorder=_recorder(run, loaded.vocab),
+        recorder=_recorder(run, with_rollouts),
     )
     detection = rollout.eval_detection
     with_scores = detection.score_mode == "confidence"
@@ -256,14 +256,13 @@ def _resume_point(training: TrainingConfig) -> Path | None:
     return resume
 
 
-def _recorder(run: CheckedRun, vocab: CoordVocab) -> RolloutRecorder | None:
-    dump = run.rollout.monitor_dump  # which the schema refuses without rollouts
-    if not dump.enabled or (dump.only_world_process_zero and not distributed.is_main()):
+def _recorder(run: CheckedRun, task: Task | None) -> RolloutRecorder | None:
+    dump = run.rollout.monitor_dump
+    on_this_rank = distributed.is_main() or not dump.only_world_process_zero
+    if task is None or task.rollouts is None or not dump.enabled or not on_this_rank:
         return None
-    options = target_options(run.config, run.rollout, vocab, rollout_weights(run.config, run.rollout))
-    settings = Settings(
-        matching_config(run.rollout), options.transport, options.field_order, options.policy, options.weights
-    )
+    matching, targets = task.rollouts.read.matching, task.targets
+    settings = Settings(matching, targets.transport, targets.field_order, targets.policy, targets.weights)
     folder = dump.out_dir or Path(run.config.training.output_dir) / "rollout_records"
     return RolloutRecorder(folder, distributed.rank(), settings, dump)
 

@@ -328,12 +328,8 @@ def load_answers(checkpoint: Path, step: int) -> SavedAnswers | None:
 
 
 def build_buffer(config: RunConfig, train: RecordDataset, resume: Path | None) -> CarryBuffer | None:
-    """The carry buffer, filled as the checkpoint ``resume`` left it; None without packing.
-
-    Raises:
-        CheckpointError: the checkpoint holds no buffer for this rank, or an unreadable one. DataError: a waiting sample
-            is no longer in ``train``.
-    """
+    """The carry buffer, filled as the checkpoint ``resume`` left it; None without packing. Raises as
+    :func:`load_carry_buffer`."""
     if not config.training.packing:
         return None
     buffer = CarryBuffer(config.global_max_length, config.training.packing_buffer)
@@ -344,11 +340,7 @@ def build_buffer(config: RunConfig, train: RecordDataset, resume: Path | None) -
 
 def restore_answers(queue: RolloutQueue | None, resume: Path | None) -> None:
     """Give ``queue`` the answers that the checkpoint ``resume`` holds for its next step. A warning if they are unused
-    because ``rollout_matching.rollouts_ahead`` is 0 now.
-
-    Raises:
-        CheckpointError: the file of answers is unreadable, or of another step.
-    """
+    because ``rollout_matching.rollouts_ahead`` is 0 now. Raises as :func:`load_answers`."""
     if resume is None:
         return
     seal = read_seal(resume)

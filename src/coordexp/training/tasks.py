@@ -35,24 +35,35 @@ def build_tasks(
     variant, min_fill_ratio = config.custom.trainer_variant, config.training.packing_min_fill_ratio
     capacity = None if buffer is None else buffer.capacity
     carrying = RowLayout(buffer, capacity=capacity, min_fill_ratio=min_fill_ratio)
+    transport = TransportConfig(rollout.ot_cost, rollout.ot_epsilon, rollout.ot_iters)
+    policy = TargetPolicy(**rollout.target.model_dump())
+    targets = TargetOptions(vocab, config.custom.object_field_order, transport, policy)
     if variant is None:
         coord_loss = config.custom.coord_soft_ce_w1
-        targets = target_options(config, rollout, vocab, SupervisionWeights.for_sft(coord_loss))
+        targets = replace(targets, weights=SupervisionWeights.for_sft(coord_loss))
         return {None: Task(RowObjective(sft_pipeline(coord_loss), vocab.coord_token_ids), carrying, targets)}, None
-    targets = target_options(config, rollout, vocab, rollout_weights(config, rollout))
+
+    matching = MatchingConfig(
+        rollout.candidate_top_k, rollout.maskiou_gate, rollout.maskiou_resolution, rollout.fp_cost, rollout.fn_cost
+    )
     decode_metric = "rollout/decode_sample" if rollout.decoding.temperature > 0 else "rollout/decode_greedy"
     if rollout.decode_mode == "beam":
         decode_metric = "rollout/decode_beam"
     queue = RolloutQueue(
         backend,
-        AnswerReader(vocab, matching_config(rollout)),
+        AnswerReader(vocab, matching),
         config.training.seed,
         ahead=rollout.rollouts_ahead > 0,
         decode_metric=decode_metric,
     )
+    two_channels = variant == "stage2_two_channel"
+    pipeline = _rollout_section(config, rollout).pipeline
+    weights = SupervisionWeights.from_pipeline(pipeline, "B", with_matched_prefix=two_channels)
+    targets = replace(targets, weights=weights)
     objective = RowObjective(rollout_pipeline(config, rollout), vocab.coord_token_ids)
-    if variant == "stage2_rollout_aligned":
+    if not two_channels:
         return {None: Task(objective, carrying, targets, queue)}, None
+
     two = config.stage2_ab
     assert two is not None, "the schema requires stage2_ab for this variant"
     draining = RowLayout(None, capacity=capacity, drain=True, min_fill_ratio=min_fill_ratio)
@@ -72,22 +83,6 @@ def build_tasks(
     return tasks, ChannelSchedule.from_ratio(two.schedule.b_ratio)
 
 
-def target_options(
-    config: RunConfig, rollout: RolloutMatchingConfig, vocab: CoordVocab, weights: SupervisionWeights
-) -> TargetOptions:
-    """How this run's targets are written; ``weights``: of their tokens."""
-    transport = TransportConfig(rollout.ot_cost, rollout.ot_epsilon, rollout.ot_iters)
-    policy = TargetPolicy(**rollout.target.model_dump())
-    return TargetOptions(vocab, config.custom.object_field_order, transport, policy, weights)
-
-
-def matching_config(rollout: RolloutMatchingConfig) -> MatchingConfig:
-    """How this run's answers are matched."""
-    return MatchingConfig(
-        rollout.candidate_top_k, rollout.maskiou_gate, rollout.maskiou_resolution, rollout.fp_cost, rollout.fn_cost
-    )
-
-
 def rollout_pipeline(config: RunConfig, rollout: RolloutMatchingConfig) -> ObjectivePipeline:
     """The objective of rollouts: of rollout matching, or of Channel-B in two-channel training.
 
@@ -96,13 +91,6 @@ def rollout_pipeline(config: RunConfig, rollout: RolloutMatchingConfig) -> Objec
     """
     section = _rollout_section(config, rollout)
     return build_pipeline(section.pipeline, "B", decode=section.coord_decode_mode)
-
-
-def rollout_weights(config: RunConfig, rollout: RolloutMatchingConfig) -> SupervisionWeights:
-    """Token weights of the targets that :func:`rollout_pipeline` trains on."""
-    two_channels = config.custom.trainer_variant == "stage2_two_channel"
-    pipeline = _rollout_section(config, rollout).pipeline
-    return SupervisionWeights.from_pipeline(pipeline, "B", with_matched_prefix=two_channels)
 
 
 def _rollout_section(config: RunConfig, rollout: RolloutMatchingConfig) -> Any:

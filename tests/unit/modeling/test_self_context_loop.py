@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -148,9 +147,3 @@ def test_a_cold_softmax_feeds_the_most_likely_token() -> None:
     torch.testing.assert_close(cold, coord_embeddings(z_KB, table_BH, "hard", 1.0), atol=1e-4, rtol=1e-4)
     hot = coord_embeddings(z_KB, table_BH, "soft", 1e6)
     torch.testing.assert_close(hot, table_BH.mean(0).expand(SLOTS, -1), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("iterations", "temperature"), [(0, 1.0), (1, 0.0), (2, -math.inf)])
-def test_impossible_settings_are_refused(iterations: int, temperature: float) -> None:
-    with pytest.raises(ValueError, match="iterations >= 1"):
-        SelfContext(iterations, "st", "unroll", temperature)
