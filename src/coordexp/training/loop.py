@@ -181,7 +181,15 @@ class CoordExpTrainer:
         losses = []
         if self.control.should_log and self.run.sums.steps:
             steps = self.run.sums.steps
-            line = self._take_line()
+            metrics = self.run.sums.take()  # of the steps since the last line, on all ranks
+            if self._drift is None:
+                self._drift = DriftWatch()
+                self._drift.replay(self.state.log_history)
+            metrics |= self._drift.observe(metrics, self.state.global_step)
+            norm, rate = self._last_update["grad_norm"], self._last_update["learning_rate"]
+            payload = MetricsPayload("train", self.state.global_step, metrics).metrics
+            trainer = {} if norm is None else {"grad_norm": float(norm)}
+            line = {"loss": payload.get("loss", 0.0), **trainer, "learning_rate": rate, **payload}
             losses = [line["loss"]] * steps
             self._log(line)
         if self.control.should_evaluate:
@@ -196,18 +204,6 @@ class CoordExpTrainer:
         self.control = getattr(handler, event)(self.args, self.state, self.control, **details)
 
     # -- logs ----------------------------------------------------------------------------------------------------------
-
-    def _take_line(self) -> dict[str, float]:
-        """The global metrics of the steps since the last line. A collective call."""
-        metrics = self.run.sums.take()
-        if self._drift is None:
-            self._drift = DriftWatch()
-            self._drift.replay(self.state.log_history)
-        metrics |= self._drift.observe(metrics, self.state.global_step)
-        norm, rate = self._last_update["grad_norm"], self._last_update["learning_rate"]
-        payload = MetricsPayload("train", self.state.global_step, metrics).metrics
-        trainer = {} if norm is None else {"grad_norm": float(norm)}
-        return {"loss": payload.get("loss", 0.0), **trainer, "learning_rate": rate, **payload}
 
     def _log(self, line: dict[str, float]) -> None:
         if self.state.epoch is not None:
