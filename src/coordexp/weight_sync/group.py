@@ -415,7 +415,7 @@ class RendezvousStore(dist.Store):
             self._server.close()
 
     def _wait(self, keys: Sequence[str], seconds: float) -> list[str]:
-        # Their values. RuntimeError: a key is still missing after so many seconds. OSError: rank 0 is gone.
+        # Their values. RuntimeError: a key is still missing after `seconds`. OSError: rank 0 is gone.
         return self._call({"op": "wait", "keys": list(keys), "seconds": seconds}, seconds)["values"]
 
     def _call(self, request: dict[str, Any], seconds: float = 0.0) -> dict[str, Any]:

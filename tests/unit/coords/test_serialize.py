@@ -28,6 +28,7 @@ A = GTObject("a", "bbox_2d", (1, 2, 3, 4))
         ("{\n\t", [A], 1, f'"object_1": {ONE}}}'),
         ("{", [A, A], 4, f'"object_4": {ONE}, "object_5": {ONE}}}'),
         ('{"object_7": {}', [], 8, "}"),
+        ('{"object_1": {"desc": "}{ \\"]["}', [], 2, "}"),  # brackets in strings do not count
         ('{"object_7": {}', [A], 8, f', "object_8": {ONE}}}'),
         ('{"object_7": {} ', [A], 8, f', "object_8": {ONE}}}'),
         ('{"object_7": {},', [A], 8, f'"object_8": {ONE}}}'),
@@ -61,10 +62,6 @@ def test_append_elsewhere_is_refused(prefix: str) -> None:
 def test_append_outside_of_the_root_is_refused(prefix: str, named: str) -> None:
     with pytest.raises(AppendError, match=named):
         serialize_append([A], prefix, 2)
-
-
-def test_brackets_in_strings_do_not_count() -> None:
-    assert serialize_append([], '{"object_1": {"desc": "}{ \\"]["}', 2) == "}"
 
 
 def test_trailing_comma_needs_an_object() -> None:

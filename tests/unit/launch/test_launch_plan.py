@@ -261,15 +261,9 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     assert result.code == 0, result.err
     urls = [entry["base_url"] for entry in config["rollout_matching"]["vllm"]["server"]["servers"]]
     assert f"server_base_urls: {', '.join(urls)}" in result.out
-    for word in (
-        "swift.cli.rollout",
-        "torch.distributed.run",
-        ENABLE,
-        "CUDA_VISIBLE_DEVICES",
-        "server1.log",
-        "ok memory: ",
-    ):
+    for word in ("swift.cli.rollout", "torch.distributed.run", ENABLE, "CUDA_VISIBLE_DEVICES", "server1.log"):
         assert word in result.out
+    assert "ok memory: " in result.out
     assert not Path(config["training"]["output_dir"]).exists()
 
 

@@ -87,6 +87,11 @@ def outcome(result):
 
 # id, predictions, ground truth, settings, pairs, gate rejections
 OUTCOMES = [
+    ("nothing at all", [], [], {}, [], 0),
+    ("nothing predicted", [], [at(0), FAR_1], {}, [], 0),
+    ("nothing annotated", [at(0), FAR_1], [], {}, [], 0),
+    ("at default costs a pair past the gate matches", [at(0)], [at(50)], {"maskiou_gate": 0.3}, [(0, 0)], 0),
+    ("however low the gate is", [at(0)], [at(90)], {"maskiou_gate": 0.001}, [(0, 0)], 0),
     ("plain match", [at(0)], [at(30)], {}, [(0, 0)], 0),
     ("overlap under the gate is a rejection", [at(0)], [at(70)], {}, [], 1),
     ("exactly at the gate matches", [at(0)], [at(40)], {"maskiou_gate": 3 / 7}, [(0, 0)], 0),
@@ -132,20 +137,6 @@ def test_outcome(predicted, ground_truth, settings_, pairs, rejections):
             predicted[pair.pred_idx], ground_truth[pair.gt_idx], MatchingConfig(**settings_).maskiou_resolution
         )
         assert pair.iou == expected
-
-
-@pytest.mark.parametrize(
-    ("predicted", "ground_truth", "fp", "fn"),
-    [([], [], (), ()), ([], [at(0), FAR_1], (), (0, 1)), ([at(0), FAR_1], [], (0, 1), ())],
-)
-def test_empty_side_leaves_the_other_unmatched(predicted, ground_truth, fp, fn):
-    result = match_objects(predicted, ground_truth)
-    assert (result.pairs, result.fp_pred_idx, result.fn_gt_idx, result.num_gate_rejections) == ((), fp, fn, 0)
-
-
-def test_any_pair_past_the_gate_can_match_at_default_costs():
-    assert outcome(match_objects([at(0)], [at(50)], MatchingConfig(maskiou_gate=0.3)))[0] == [(0, 0)]
-    assert outcome(match_objects([at(0)], [at(90)], MatchingConfig(maskiou_gate=0.001)))[0] == [(0, 0)]
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,9 @@ or if nothing is usable. Torch-free."""
 
 from coordexp.data.convert.assemble import ImageOptions
 from coordexp.data.convert.coco import convert_coco, convert_panoptic
-from coordexp.data.convert.csv_boxes import convert_csv
-from coordexp.data.convert.labelme import convert_labelme
+from coordexp.data.convert.per_image import convert_labelme, convert_voc
+from coordexp.data.convert.per_line import convert_csv, convert_yolo
 from coordexp.data.convert.shapes import ConversionReport, Note, Problem, SkipReason, render_report
-from coordexp.data.convert.voc import convert_voc
-from coordexp.data.convert.yolo import convert_yolo
 
 __all__ = [
     "ConversionReport",
