@@ -82,11 +82,8 @@ class Prefetcher(Generic[Item, Result]):
         return self._begun > self._taken
 
     def take(self) -> tuple[Item, Result]:
-        """The next item and its result; waits for it.
-
-        Raises:
-            The timeout error, or the error of preparing the item; no item can be taken afterwards.
-        """
+        """The next item and its result; waits for it. Raises the timeout error, or that of preparing the item; no item
+        can be taken afterwards."""
         assert self and not self._stopped.is_set(), "more was taken than there is, or after the end"
         item = self._items[self._taken]
         try:

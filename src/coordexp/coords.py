@@ -91,11 +91,8 @@ class CoordVocab:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> CoordVocab:
-        """Read the vocabulary of a fast byte-level BPE tokenizer (the Qwen family's).
-
-        Raises:
-            VocabError: a coordinate token or ``<|im_end|>`` is missing, or is split into several ids.
-        """
+        """Read the vocabulary of a fast byte-level BPE tokenizer (the Qwen family's). Raises VocabError if a coordinate
+        token or ``<|im_end|>`` is missing, or is split into several ids."""
         added: dict[str, int] = tokenizer.get_added_vocab()
         missing = [token for token in COORD_TOKENS if token not in added]
         if missing:

@@ -36,11 +36,8 @@ class Shape(Protocol):
 
 
 def ring(shape: Shape) -> np.ndarray:
-    """The outline's vertices, (V, 2) int64, clamped to 0..999; a box gives its 4 corners, in either order.
-
-    Raises:
-        ValueError: an unknown kind, a box without 4 bins, a polygon with odd or fewer than 6 bins.
-    """
+    """The outline's vertices, (V, 2) int64, clamped to 0..999; a box gives its 4 corners, in either order. Raises
+    ValueError for an unknown kind, a box without 4 bins, a polygon with odd or fewer than 6 bins."""
     bins = np.clip(np.asarray(shape.bins, dtype=np.int64), 0, NUM_BINS - 1)
     if shape.kind == "bbox_2d":
         if bins.shape != (4,):
@@ -136,13 +133,8 @@ _AREAS = 255  # masks per call of pycocotools' area: it writes their number into
 
 
 def mask_iou(a: Shape, b: Shape, resolution: int = 256) -> float:
-    """IoU, 0..1, of two shapes (``.kind`` and ``.bins``) on a ``resolution`` x ``resolution`` canvas.
-
-    A run passes ``rollout_matching.maskiou_resolution``, with the same default.
-
-    Raises:
-        ValueError: a malformed shape, or a resolution under 2.
-    """
+    """IoU, 0..1, of two shapes (``.kind`` and ``.bins``) on a ``resolution`` x ``resolution`` canvas: a run passes
+    ``rollout_matching.maskiou_resolution``. Raises ValueError for a malformed shape, or a resolution under 2."""
     return float(mask_iou_pairs([a], [b], np.zeros((1, 2), dtype=np.int64), resolution)[0])
 
 

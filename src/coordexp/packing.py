@@ -120,11 +120,8 @@ class CarryBuffer:
         return tuple(self._segments)
 
     def insert(self, *segments: Segment) -> None:
-        """Append segments: all of them, or on an error none.
-
-        Raises:
-            SegmentTooLong: one segment alone exceeds a row. CarryBufferOverflow: too many would wait.
-        """
+        """Append segments: all of them, or on an error none. Raises SegmentTooLong if one alone exceeds a row,
+        CarryBufferOverflow if too many would wait."""
         for segment in segments:
             if segment.length > self.capacity:
                 raise SegmentTooLong(
@@ -140,11 +137,8 @@ class CarryBuffer:
         self._segments.extend(segments)
 
     def pop(self) -> list[Segment]:
-        """Take the segments of the next row out of the buffer, oldest first; the rest keeps its order.
-
-        Raises:
-            ValueError: the buffer is empty. MissingDependency: ``binpacking`` is not installed.
-        """
+        """Take the segments of the next row out of the buffer, oldest first; the rest keeps its order. Raises
+        ValueError if the buffer is empty, MissingDependency without ``binpacking``."""
         chosen = select_segments([segment.length for segment in self._segments], self.capacity)
         taken = [self._segments[index] for index in chosen]
         leaving = set(chosen)

@@ -230,11 +230,8 @@ def num_positions(checkpoint: str | Path | Checkpoint) -> int | None:
 
 
 def check_lengths(config: RunConfig | AnswerConfig, checkpoint: str | Path | Checkpoint | None = None) -> None:
-    """Refuse lengths that ``checkpoint`` (None for ``model.model``) does not support, before an engine starts.
-
-    Raises:
-        ConfigError: with every such key, its value and the limit.
-    """
+    """Raise ConfigError with every length that ``checkpoint`` (None for ``model.model``) does not support, and the
+    limit."""
     checkpoint = checkpoint or config.model.model
     limit, rollout = num_positions(checkpoint), config.rollout_matching
     if limit is None or rollout is None:

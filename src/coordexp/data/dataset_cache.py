@@ -84,11 +84,8 @@ def open_records(path: str | Path, *, limit: int | None = None, wait_s: float = 
 
 
 def check_images(*datasets: Sequence[ImageRecord], wait_s: float = WAIT_S) -> None:
-    """As :func:`~coordexp.data.jsonl.check_dataset`, but of cached datasets only new and changed files are read.
-
-    Raises:
-        DataError: one error with all problems; or the wait for another process that checks the images timed out.
-    """
+    """As :func:`~coordexp.data.jsonl.check_dataset`, but of cached datasets only new and changed files are read. Raises
+    one DataError with all problems, or if waiting for another process that checks the images timed out."""
     problems: list[DataError] = []
     for records in datasets:
         cached = isinstance(records, CachedRecords)

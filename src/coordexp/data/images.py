@@ -43,11 +43,7 @@ def shape_problem(width: int, height: int) -> str | None:
 class ResizeRule:
     """Sides become multiples of ``factor`` (the model's patch_size * merge_size), the area stays within the limits, the
     aspect ratio as near as the grid allows. Limits that the grid cannot meet give way, as in the processors (very thin
-    images, limits closer together than one grid step).
-
-    Raises:
-        DataError: limits that no image can satisfy.
-    """
+    images, limits closer together than one grid step). Raises DataError for limits that no image can satisfy."""
 
     factor: int = 32  # patch 16 x merge 2
     min_pixels: int = 256 * 256

@@ -62,10 +62,7 @@ class _BadText(ValueError):
 
 def parse_line(text: str | bytes, *, path: Path, line: int) -> ImageRecord:
     """The record in one line of the dataset at ``path``. Relative images start at its folder; ``line`` counts from 1.
-
-    Raises:
-        RefusedLine: the line is invalid; the message has ``path:line`` and the object's 0-based index.
-    """
+    Raises RefusedLine, with ``path:line`` and the object's 0-based index."""
     fault: Fault | None = None
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
@@ -239,11 +236,8 @@ def _show(value: Any) -> str:
 
 def write_jsonl(records: Iterable[ImageRecord], path: str | Path) -> int:
     """Write ``records`` to ``path``, images relative to its folder; return the number of lines. The file appears
-    complete, or a previous one stays as it was.
-
-    Raises:
-        DataError: a record that the reader would refuse, or metadata that JSON cannot hold.
-    """
+    complete, or a previous one stays. Raises DataError for a record that the reader would refuse, or metadata that JSON
+    cannot hold."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
@@ -277,11 +271,8 @@ def line_of(record: ImageRecord, path: Path, number: int) -> str:
 
 
 def read_jsonl(path: str | Path, *, limit: int | None = None, check_images: bool = False) -> list[ImageRecord]:
-    """Read a dataset, or its first ``limit`` (>= 1) records. ``check_images``: as :func:`check_dataset`.
-
-    Raises:
-        DataError: no such file, no records, or bad lines: one error with all of them (the first 20 spelled out).
-    """
+    """Read a dataset, or its first ``limit`` (>= 1) records. ``check_images``: as :func:`check_dataset`. Raises
+    DataError for no file, no records, or bad lines: one error with all of them (the first 20 spelled out)."""
     path = Path(path)
     records: list[ImageRecord] = []
     problems: list[DataError] = []

@@ -28,13 +28,9 @@ _SMALL, _LARGE = 32.0**2, 96.0**2  # COCO's limits, in pixels
 
 @dataclass(frozen=True, slots=True)
 class DropRates:
-    """The probability with which an annotation is kept: its class's, else its size's, else ``keep``.
-
-    ``allow_empty``: an image may lose all annotations. Otherwise the one that was nearest to being kept stays.
-
-    Raises:
-        DataError: a probability outside of 0..1, or none below 1.
-    """
+    """The probability with which an annotation is kept: its class's, else its size's, else ``keep``. Raises DataError
+    for one outside of 0..1, or none below 1. ``allow_empty``: an image may lose all annotations. Otherwise the one that
+    was nearest to being kept stays."""
 
     keep: float = 1.0
     per_class: Mapping[str, float] = field(default_factory=dict)
@@ -84,10 +80,8 @@ def drop_annotations(
     """The records with fewer annotations, in the same order.
 
     Each draw depends on ``seed``, the record's sample id and the object's place in it only. A higher probability keeps
-    every annotation that a lower one keeps.
-
-    Raises:
-        DataError: a class that no record has, or a soft object, which is not an annotation.
+    every annotation that a lower one keeps. Raises DataError for a class that no record has, or a soft object, which is
+    not an annotation.
     """
     known = {obj.desc for record in records for obj in record.objects}
     unknown = sorted(rates.per_class.keys() - known)
@@ -128,10 +122,8 @@ def without_soft(records: Sequence[ImageRecord]) -> tuple[list[ImageRecord], int
 def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed: int) -> list[list[ImageRecord]]:
     """Parts of about ``shares`` (which sum to 1) of the images, each in the order of the dataset.
 
-    Records of one image stay together, copies of its file too: no part is tested on what another was trained on.
-
-    Raises:
-        DataError: invalid shares, or fewer images than parts.
+    Records of one image stay together, copies of its file too: no part is tested on what another was trained on. Raises
+    DataError for invalid shares, or fewer images than parts.
     """
     if len(shares) < 2 or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
         raise DataError(f"shares are {list(shares)}; expected at least two positive numbers that sum to 1")

@@ -275,11 +275,8 @@ def read_aliases(path: str | Path) -> dict[str, str]:
 
 
 def load_encoder(folder: str | Path) -> SentenceTransformer:
-    """A text encoder from disk, on the CPU; nothing is downloaded. Mean pooling if the folder names no other.
-
-    Raises:
-        CheckpointError: no such folder, or no encoder in it. MissingDependency: sentence-transformers is not installed.
-    """
+    """A text encoder from disk, on the CPU; nothing is downloaded. Mean pooling if the folder names no other. Raises
+    CheckpointError for no encoder there, MissingDependency without sentence-transformers."""
     if not Path(folder).is_dir():
         raise CheckpointError(f"{folder}: no such folder; --embedder must be a text encoder on disk")
     sentence_transformers: Any = require("sentence_transformers", "--embedder")
@@ -314,15 +311,9 @@ def answer_samples(
     scorer: TokenScorer | None = None,
     on_answer: Callable[[int], None] | None = None,
 ) -> list[ImageAnswer]:
-    """Generate, parse and, with a ``scorer``, score, in the order of ``samples``.
-
-    ``on_answer`` is called with the number of answers so far, except for the last one, which is finished when this
-    returns.
-
-    Raises:
-        AlignmentError: the backend answered another prompt than ours, e.g. to an image of another size.
-        RolloutError: as the backend's.
-    """
+    """Generate, parse and, with a ``scorer``, score, in the order of ``samples``. ``on_answer`` is called with the
+    number of answers so far, except for the last one, which is finished when this returns. Raises AlignmentError if the
+    backend answered another prompt than ours, e.g. to an image of another size, and the backend's RolloutError."""
     from coordexp.modeling.inputs import check_prompt  # imports torch, which saved answers do without
 
     before_last = None if on_answer is None else lambda n: on_answer(min(n, len(samples) - 1))

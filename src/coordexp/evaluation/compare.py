@@ -73,10 +73,8 @@ def compare(
     """Every figure of both runs; those made of counts have the percentile interval of their difference.
 
     Images are paired by ``sample_id`` and drawn with replacement, the same ones for both runs, so that an image that is
-    hard for both cancels out. The same answers and ``seed`` give the same intervals.
-
-    Raises:
-        DataError: the runs did not answer the same images with the same annotations.
+    hard for both cancels out. The same answers and ``seed`` give the same intervals. Raises DataError if the runs did
+    not answer the same images with the same annotations.
     """
     b = paired(a, b)
     # How often each image is drawn: each row sums to the number of images.

@@ -131,10 +131,8 @@ def draw_comparison(
     ``max_rows`` rows of them. Every column is as wide as the widest image.
 
     Green: found (equal description, IoU ≥ 0.5). Red: predicted, but not there. Orange, in the ground truth: missed by
-    the last run. Grey: soft objects (dashed), and predictions that found one.
-
-    Raises:
-        ValueError: no run or no answer. DataError: an image cannot be read.
+    the last run. Grey: soft objects (dashed), and predictions that found one. Raises ValueError for no run or no
+    answer, DataError for an image that cannot be read.
     """
     runs = list(columns.values())
     if not runs or not runs[0]:

@@ -69,11 +69,8 @@ class Summary:
 def summarise(
     answers: Sequence[ImageAnswer], options: EvalDetectionConfig = WITH_OWN_SCORES, notes: Sequence[str] = ()
 ) -> Summary:
-    """All figures of a set of answers; ``notes`` precede those found here.
-
-    Raises:
-        DataError: an image has no annotations, or a prediction has no score and ``options`` asks for average precision.
-    """
+    """All figures of a set of answers; ``notes`` precede those found here. Raises DataError if an image has no
+    annotations, or a prediction no score and ``options`` asks for average precision."""
     first, *further = options.f1ish_iou_thrs
     counted = [count_image(answer, first) for answer in answers]
     figures = detection_metrics(sum_counts(part.counts for part in counted))

@@ -234,12 +234,9 @@ class Detections:
         return results
 
     def to_supervision(self) -> Any:
-        """``supervision.Detections`` with ``xyxy``, ``confidence`` (1 where nothing was scored), ``class_id`` by
-        name in alphabetical order, the names in ``data["class_name"]``, and masks where the model wrote polygons.
-
-        Raises:
-            MissingDependency: the package supervision is not installed.
-        """
+        """``supervision.Detections`` with ``xyxy``, ``confidence`` (1 where nothing was scored), ``class_id`` by name
+        in alphabetical order, the names in ``data["class_name"]``, and masks where the model wrote polygons. Raises
+        MissingDependency if the package supervision is not installed."""
         supervision = require("supervision", "Detections.to_supervision()")
         number = {name: k for k, name in enumerate(sorted(set(self.names)))}
         masks = None

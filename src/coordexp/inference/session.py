@@ -92,11 +92,8 @@ def inference_config(model: str | Path, options: PredictOptions) -> AnswerConfig
 
 def read_classes(given: str | None) -> tuple[str, ...]:
     """The labels of ``--classes``: names between commas, a text file with one name a line, or all labels of a JSONL;
-    empty for None.
-
-    Raises:
-        ConfigError: no name, or one that no dataset may contain. DataError: a file that cannot be read.
-    """
+    empty for None. Raises ConfigError for no name or one that no dataset may contain, DataError for an unreadable
+    file."""
     if given is None:
         return ()
     path = Path(given)

@@ -76,11 +76,8 @@ def load_vocab(path: str | Path | Checkpoint) -> CoordVocab:
 
 
 def load_model(path: str | Path | Checkpoint, dtype: str = DTYPE, attention: str = ATTENTION) -> LoadedModel:
-    """Load a Qwen3-VL checkpoint that has the coordinate tokens; a LoRA run's folder with its adapters merged.
-
-    Raises:
-        CheckpointError: weights that are unreadable, missing or of another shape. VocabError: no coordinate tokens.
-    """
+    """Load a Qwen3-VL checkpoint that has the coordinate tokens; a LoRA run's folder with its adapters merged. Raises
+    CheckpointError for weights that are unreadable, missing or of another shape, VocabError without the tokens."""
     checkpoint = Checkpoint.open(path)
     vocab = load_vocab(checkpoint)
     model = read_weights(checkpoint, getattr(torch, dtype))

@@ -31,14 +31,9 @@ def split_requests(n: int, world_sizes: Sequence[int]) -> list[range]:
 
 
 def chunk_size(decode_batch_size: int, server_world_sizes: Sequence[int], learner_world_size: int) -> int:
-    """Requests that one learner rank may have in flight: ``floor(decode_batch_size * S / W)``.
-
-    S is the number of rollout devices over all servers and W the number of training ranks, all of which send requests
-    at once.
-
-    Raises:
-        ConfigError: ``decode_batch_size * S < W``: some rank could not send a single request.
-    """
+    """Requests that one learner rank may have in flight: ``floor(decode_batch_size * S / W)`` for S rollout devices of
+    all servers and W training ranks, which all send at once. Raises ConfigError if that is 0: some rank could not send
+    a single request."""
     if decode_batch_size < 1:
         raise ConfigError(f"rollout_matching.decode_batch_size must be at least 1, got {decode_batch_size}")
     if learner_world_size < 1:

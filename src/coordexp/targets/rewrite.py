@@ -57,11 +57,8 @@ def build_rewritten(
     weights: SupervisionWeights,
 ) -> TrainingTarget:
     """``Y_train`` as the module says. No token of it is the rollout's own (``prefix_len`` 0), and nothing that can be
-    parsed is refused: an answer that breaks off is rewritten with the objects that were read.
-
-    Raises:
-        AlignmentError: a description cannot be written, as in :func:`coordexp.targets.encode_tail`.
-    """
+    parsed is refused: an answer that breaks off is rewritten with the objects that were read. Raises AlignmentError for
+    a description that cannot be written, as :func:`coordexp.targets.encode_tail`."""
     # What is written, in order.
     gt_of = {pair.pred_idx: pair.gt_idx for pair in match.pairs}
     in_place = [i for i, j in gt_of.items() if parsed.objects[i].kind == ground_truth[j].kind]

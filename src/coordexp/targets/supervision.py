@@ -49,11 +49,8 @@ def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVoc
     A token that touches a desc value is TAIL_DESC, also where the closing quote is fused into it; a coordinate token is
     TAIL_COORD, or SOFT_COORD where its object is soft; the last token, which holds the root's closing brace, is CLOSE;
     all else is TAIL_STRUCT. A token that touches a soft object's entry, or the separator before it, weighs as little as
-    the softest of what it touches.
-
-    Raises:
-        AlignmentError: the tokens do not decode to the fragment, its coordinate tokens are not the objects', or a
-            description writes a control token.
+    the softest of what it touches. Raises AlignmentError if the tokens do not decode to the fragment, its coordinate
+    tokens are not the objects', or a description writes a control token.
     """
     token_ids = vocab.encode_answer(fragment.text)
     pieces = vocab.pieces

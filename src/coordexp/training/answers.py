@@ -59,11 +59,8 @@ class AnswerReader:
     matching: MatchingConfig
 
     def __call__(self, sample: Sample, rollout: Rollout) -> MatchedAnswer:
-        """Check the prompt, parse, match.
-
-        Raises:
-            AlignmentError: the answer is to other prompt tokens than the trainer's.
-        """
+        """Check the prompt, parse, match. Raises AlignmentError if the answer is to other prompt tokens than the
+        trainer's."""
         request = sample.request
         check_prompt(sample.record.sample_id, request.prompt_token_ids, rollout.prompt_token_ids, self.vocab.decode)
         parsed = parse_rollout(rollout.response_token_ids, self.vocab, ended=not rollout.truncated)
@@ -96,11 +93,8 @@ class TargetOptions:
         )
 
     def corrected(self, answer: MatchedAnswer, policy: TargetPolicy, complete: bool) -> SampleOutcome:
-        """The answer with its target: correct what it found, append what it missed.
-
-        Raises:
-            AppendError: nothing can be appended to the answer.
-        """
+        """The answer with its target: correct what it found, append what it missed. Raises AppendError if that is
+        impossible."""
         record = answer.sample.record
         try:
             target = build_target(
@@ -215,11 +209,9 @@ class RolloutQueue:
     _pushed_at: int | None = None  # the step that pushed its weights for its own answers
 
     def take(self, batches: MicroBatches, step: int, metrics: MutableMapping[str, float]) -> StepAnswers:
-        """The answers for the step after ``step`` finished ones. A collective call; adds to ``metrics``.
-
-        Raises: on all ranks, the first error of one: RolloutError of the backend, AlignmentError, CheckpointError for
-            saved answers to other samples.
-        """
+        """The answers for the step after ``step`` finished ones. A collective call; adds to ``metrics``. Raises on all
+        ranks the first error of one: RolloutError of the backend, AlignmentError, CheckpointError for saved answers to
+        other samples."""
         content, self.content = self.content, None
         with distributed.raise_on_all_ranks(f"rollouts of step {step + 1}"):
             started = time.perf_counter()
@@ -242,11 +234,8 @@ class RolloutQueue:
 
     def submit(self, batches: MicroBatches, step: int, metrics: MutableMapping[str, float]) -> None:
         """Push the weights that the step after ``step`` finished ones begins with, and request the answers of the step
-        after it, to ``batches``. A collective call; adds to ``metrics``.
-
-        Raises:
-            RolloutError: the weights did not arrive.
-        """
+        after it, to ``batches``. A collective call; adds to ``metrics``. Raises RolloutError if the weights did not
+        arrive."""
         assert self.content is None, "answers that no step took"
         if self._pushed_at != step:
             started = time.perf_counter()

@@ -53,10 +53,8 @@ class StepBatches:
         self._failure: Exception | None = None
 
     def take(self) -> MicroBatches:
-        """The micro-batches of the next step. A collective call.
-
-        Raises: the error of reading them, now or in :meth:`peek`, on all ranks.
-        """
+        """The micro-batches of the next step. A collective call. Raises the error of reading them, now or in
+        :meth:`peek`, on all ranks."""
         if self._failure is not None:
             raise self._failure
         if self._ahead is None:
@@ -137,13 +135,11 @@ class ChannelSchedule:
 
     @classmethod
     def from_ratio(cls, b_ratio: float) -> ChannelSchedule:
-        """The ratio as it was typed in YAML: the shortest decimal that reads back as the same float.
+        """The ratio as it was typed in YAML: the shortest decimal that reads back as the same float. Raises ValueError
+        outside of [0, 1].
 
-        The float itself would lose steps: ``100 * 0.29`` is 28.999999999999996. A ratio without a finite decimal is
-        the decimal that was typed: 0.333 is 333 steps of 1000.
-
-        Raises:
-            ValueError: not in [0, 1].
+        The float itself would lose steps: ``100 * 0.29`` is 28.999999999999996. A ratio without a finite decimal is the
+        decimal that was typed: 0.333 is 333 steps of 1000.
         """
         ratio = Fraction(repr(float(b_ratio)))
         if not 0 <= ratio <= 1:

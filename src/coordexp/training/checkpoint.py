@@ -83,11 +83,8 @@ def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool, s
 
 
 def read_seal(folder: Path) -> Seal:
-    """The seal of a checkpoint whose files all exist, in their sizes. Contents are not checked.
-
-    Raises:
-        CheckpointError: there is no seal, or a file that it lists is missing. The text continues a path.
-    """
+    """The seal of a checkpoint whose files all exist, in their sizes; contents are not checked. Raises CheckpointError,
+    whose text continues a path, if there is no seal or a listed file is missing."""
     if not folder.is_dir():
         raise CheckpointError("is not a folder")
     try:
@@ -107,11 +104,8 @@ def read_seal(folder: Path) -> Seal:
 
 
 def check_contents(folder: Path, part: int = 0, parts: int = 1) -> None:
-    """Compare files with the checksums in their seal; ``part`` of ``parts`` reads its share of them.
-
-    Raises:
-        CheckpointError: as :func:`read_seal`, or a file is not as it was sealed.
-    """
+    """Compare files with the checksums in their seal; ``part`` of ``parts`` reads its share of them. Raises
+    CheckpointError as :func:`read_seal`, or if a file is not as it was sealed."""
     seal = read_seal(folder)
     loads, mine = [0] * parts, []
     for name, file in sorted(seal.files.items(), key=lambda item: (-item[1].bytes, item[0])):
@@ -206,12 +200,8 @@ def resolve_resume(output_dir: str | Path, resume: bool | str | None) -> Path | 
 
 
 def check_resume(checkpoint: Path, packing: bool) -> None:
-    """Refuse to resume if segments that wait in ``checkpoint`` would never be trained on; warn if the order of the data
-    would change.
-
-    Raises:
-        CheckpointError: packing is off now, or another number of processes wrote the checkpoint.
-    """
+    """Warn if resuming would change the order of the data. Raises CheckpointError if segments that wait in
+    ``checkpoint`` would never be trained on: packing is off now, or another number of processes wrote it."""
     written, now = read_seal(checkpoint).world_size, distributed.world_size()
     buffered = any(checkpoint.glob("carry_buffer_rank*.json"))
     if not packing and buffered:
@@ -243,11 +233,8 @@ def check_resume(checkpoint: Path, packing: bool) -> None:
 
 @contextmanager
 def readable(checkpoint: Path, *files: str) -> Iterator[None]:
-    """Reads ``files`` of a checkpoint.
-
-    Raises:
-        CheckpointError: a file passes its checksum but cannot be loaded, whatever the library raised.
-    """
+    """Reads ``files`` of a checkpoint. Raises CheckpointError, whatever the library raised, if a file passes its
+    checksum but cannot be loaded."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, MemoryError,
@@ -367,10 +354,7 @@ _DISK_FULL_MESSAGE = re.compile(
 @contextmanager
 def writing(folder: Path, needed_bytes: int, kept: str) -> Iterator[None]:
     """Writes a checkpoint to ``folder``. ``needed_bytes``: its approximate size; ``kept``: a sentence on what is saved.
-
-    Raises:
-        CheckpointError: the disk is full or cannot be written, whatever the library raised.
-    """
+    Raises CheckpointError, whatever the library raised, if the disk is full or cannot be written."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:

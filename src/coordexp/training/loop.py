@@ -103,11 +103,8 @@ class CoordExpTrainer:
         """Train up to ``max_steps``, from the start or from a whole checkpoint's folder.
 
         ``signal``: returns the number of a stop signal, None if there is none. After a signal the current step is
-        finished and saved, and ``stopped_by`` is its number.
-
-        Raises:
-            RunStopped: a signal came during an evaluation. TrainingDiverged, and any error of a step, after the steps
-                before it are saved.
+        finished and saved, and ``stopped_by`` is its number. Raises RunStopped for a signal during an evaluation;
+        TrainingDiverged, and any error of a step, after the steps before it are saved.
         """
         self._signal = signal or self._signal
         first = self.state.global_step
@@ -288,13 +285,11 @@ class CoordExpTrainer:
 
     @contextmanager
     def _saving_on_error(self, what: str) -> Iterator[None]:
-        """An error within it ends the run, after the steps before ``what`` are saved.
+        """An error within it ends the run, after the steps before ``what`` are saved. Raises TrainingDiverged instead
+        of an error that weights which are NaN or infinite caused; they are not saved.
 
         Nothing within it may change the weights. Its other changes are undone, so that a resumed run repeats it. A save
         is a collective call, so it needs an error that all ranks raise.
-
-        Raises:
-            TrainingDiverged: instead of an error that weights which are NaN or infinite caused; they are not saved.
         """
         restore = self.run.snapshot()
         try:

@@ -40,11 +40,8 @@ class LearnerOffload:
     _copies: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # by id of the tensor that was moved
 
     def bind(self, optimizer: Callable[[], Any], sharded_by: str | None) -> None:
-        """Set where to find the optimizer, which exists only once training starts.
-
-        Raises:
-            ConfigError: DeepSpeed or FSDP keeps weights and optimizer in buffers of its own.
-        """
+        """Set where to find the optimizer, which exists only once training starts. Raises ConfigError if DeepSpeed or
+        FSDP keeps weights and optimizer in buffers of its own."""
         if sharded_by is not None:
             raise _owned_by(sharded_by)
         self.optimizer = optimizer
@@ -95,11 +92,8 @@ class LearnerOffload:
 
 
 def build_offload(model: Any, rollout: RolloutMatchingConfig) -> LearnerOffload | None:
-    """The offload that ``rollout`` configures; None if nothing is colocated or offload is off.
-
-    Raises:
-        ConfigError: the process was launched under DeepSpeed or FSDP.
-    """
+    """The offload that ``rollout`` configures; None if nothing is colocated or offload is off. Raises ConfigError under
+    DeepSpeed or FSDP."""
     if not (rollout.is_colocated and rollout.offload.enabled):
         return None
     for variable, owner in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")):

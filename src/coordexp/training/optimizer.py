@@ -77,12 +77,8 @@ def build_optimizer(
     model: torch.nn.Module, args: TrainingArguments, rates: LearningRates, *, master_weights: bool
 ) -> torch.optim.Optimizer:
     """The optimizer that ``args.optim`` names, over groups of ours: each part of the model has its own learning rate.
-
-    ``master_weights``: it steps float32 copies of the weights.
-
-    Raises:
-        ConfigError: an optimizer that makes its own groups cannot take several learning rates.
-    """
+    ``master_weights``: it steps float32 copies of the weights. Raises ConfigError if an optimizer that makes its own
+    groups would get several learning rates."""
     # Weight decay as in transformers: all but biases and norms.
     never = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
     groups = parameter_groups(model, rates, args.weight_decay, get_parameter_names(model, [torch.nn.LayerNorm], never))
@@ -180,11 +176,8 @@ class MasterWeights(torch.optim.Optimizer):
         return {**super().state_dict(), STATE_KEY: masters}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What :meth:`state_dict` gave, in an optimizer of the same weights.
-
-        Raises:
-            CheckpointError: no masters in it, masters of other weights, or of the same ones at another step.
-        """
+        """What :meth:`state_dict` gave, in an optimizer of the same weights. Raises CheckpointError for no masters,
+        those of other weights, or of the same ones at another step."""
         saved: Any = state_dict.get(STATE_KEY)
         if saved is None:
             raise CheckpointError(

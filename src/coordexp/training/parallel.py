@@ -219,13 +219,8 @@ LOCK = "run.lock"
 
 @contextmanager
 def only_run_in(output_dir: Path) -> Iterator[None]:
-    """Hold ``output_dir`` for this run. A collective call.
-
-    The kernel releases the lock however the process ends, so a left-over lock file locks nothing.
-
-    Raises:
-        ConfigError: another process trains into the folder.
-    """
+    """Hold ``output_dir`` for this run. A collective call; raises ConfigError if another process trains into the
+    folder. The kernel releases the lock however the process ends, so a left-over lock file locks nothing."""
     with ExitStack() as held:
         with distributed.raise_on_all_ranks("training.output_dir"):
             if distributed.is_main():

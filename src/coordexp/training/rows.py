@@ -52,11 +52,8 @@ class RowLayout:
     def __call__(
         self, segments: Sequence[Sequence[Segment]], step: int, metrics: MutableMapping[str, float]
     ) -> list[PackedRow]:
-        """The rows of the step after ``step`` finished ones, in the order in which they are trained on.
-
-        Raises:
-            AlignmentError, SegmentTooLong, CarryBufferOverflow.
-        """
+        """The rows of the step after ``step`` finished ones, in the order in which they are trained on. Raises
+        AlignmentError, SegmentTooLong, CarryBufferOverflow."""
         if self._capacity is None:
             return [build_row(new) for new in segments if new or not self.drain]
         chosen: list[Sequence[Segment]] = []

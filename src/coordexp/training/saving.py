@@ -110,11 +110,8 @@ def save_model(run: RunState, folder: Path, *, writes: bool) -> None:
 
 
 def load_weights(run: RunState, folder: Path) -> None:
-    """The weights, or the adapter, of a checkpoint into the run's model.
-
-    Raises:
-        CheckpointError: they are unreadable, or of another model.
-    """
+    """The weights, or the adapter, of a checkpoint into the run's model. Raises CheckpointError if they are unreadable,
+    or of another model."""
     with readable(folder, "config.json", SAFETENSORS):
         if (folder / "config.json").is_file():  # not needed here; but no checkpoint with a broken one is resumed from
             json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -249,12 +246,8 @@ def segment_to_json(segment: Segment) -> dict[str, Any]:
 
 
 def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRequest]) -> Segment:
-    """Rebuild a segment; ``encode`` gives the sample's prompt and image tensors by its id.
-
-    Raises:
-        CheckpointError: the sample's prompt is no longer the one that was saved, or an earlier version of CoordExp
-            saved it.
-    """
+    """Rebuild a segment; ``encode`` gives the sample's prompt and image tensors by its id. Raises CheckpointError if
+    the prompt is no longer the one that was saved, or an earlier version of CoordExp saved it."""
     target = data["target"]
     if "weights" not in target:
         raise CheckpointError(
@@ -307,11 +300,7 @@ def save_answers(answers: SavedAnswers, folder: Path) -> None:
 
 def load_answers(checkpoint: Path, step: int) -> SavedAnswers | None:
     """This rank's answers for the step after ``checkpoint``, which was written after ``step`` steps; None if it holds
-    none.
-
-    Raises:
-        CheckpointError: the file is unreadable, or of another step.
-    """
+    none. Raises CheckpointError if the file is unreadable, or of another step."""
     path = _rank_file(checkpoint, "waiting_answers")
     if not path.is_file():
         return None

@@ -65,10 +65,7 @@ def prepare_step(
     task: Task, samples: MicroBatches, step: int, metrics: MutableMapping[str, float], rollout_log: RolloutLog
 ) -> PreparedStep:
     """Samples → rows of the step after ``step`` finished ones, and its totals. A collective call; adds to ``metrics``.
-
-    Raises:
-        AlignmentError, AppendError, SegmentTooLong, CarryBufferOverflow, RolloutError: on all ranks.
-    """
+    Raises on all ranks AlignmentError, AppendError, SegmentTooLong, CarryBufferOverflow, RolloutError."""
     where = f"step {step + 1}"
 
     # Answers, parsed and matched; then what the whole step decides about them.

@@ -84,11 +84,8 @@ def build_tasks(
 
 
 def rollout_pipeline(config: RunConfig, rollout: RolloutMatchingConfig) -> ObjectivePipeline:
-    """The objective of rollouts: of rollout matching, or of Channel-B in two-channel training.
-
-    Raises:
-        ConfigError: ``config`` declares none; stage 1 has no rollouts.
-    """
+    """The objective of rollouts: of rollout matching, or of Channel-B in two-channel training. Raises ConfigError if
+    ``config`` declares none; stage 1 has no rollouts."""
     section = _rollout_section(config, rollout)
     return build_pipeline(section.pipeline, "B", decode=section.coord_decode_mode)
 

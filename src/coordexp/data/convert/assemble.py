@@ -143,12 +143,9 @@ def _orient(declared: tuple[int, int] | None, header: ImageHeader) -> tuple[bool
 
 
 def assemble(sources: Sequence[SourceImage], report: ConversionReport, options: ImageOptions) -> ConversionReport:
-    """Prepare images, quantise objects, write the JSONL (in the order of ``sources``) and the report next to it.
-
-    Raises:
-        DataError: no image at all can be used, one would overwrite its source, or the dataset exists and ``options``
-            do not allow to replace it.
-    """
+    """Prepare images, quantise objects, write the JSONL (in the order of ``sources``) and the report next to it. Raises
+    DataError if no image can be used, one would overwrite its source, or the dataset exists and ``options`` do not
+    allow to replace it."""
     if report.jsonl.exists() and not options.overwrite:
         raise DataError(
             "exists already; --overwrite (overwrite=True) replaces it, --name and --out write another",
