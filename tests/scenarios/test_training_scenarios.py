@@ -15,10 +15,8 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, RolloutRequest, TokenRole
 from coordexp.rollouts import SeedContext
-from coordexp.rollouts.hf import HFBackend
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.step import PreparedStep
-from support.settings import decoding
 from support.tiny_run import (
     InMemoryBackend,
     QuietBackend,
@@ -148,19 +146,6 @@ def best_beam(loaded: LoadedModel, request: RolloutRequest, beams: int) -> tuple
     return tuple(answer[: answer.index(eos)] if eos in answer else answer)
 
 
-@pytest.mark.scenario("Microbatching increases decode parallelism without changing outputs format")
-def test_larger_decode_batches_give_the_same_answers(tmp_path: Path) -> None:
-    answers: dict[int, list[tuple[int, ...]]] = {}
-    for size, calls in ((1, [1, 1, 1, 1]), (3, [3, 1]), (4, [4])):
-        watch = Watch()
-        train(run_config(tmp_path, 2, f"by{size}", **FOUR, rollout_matching__decode_batch_size=size), on_built=watch)
-        assert [len(call["input_ids"]) for call in watch.generated] == calls
-        rollouts = [outcome.rollout for outcome in watch.steps[0].outcomes]
-        assert all(type(token) is int for rollout in rollouts for token in rollout.response_token_ids)
-        answers[size] = [rollout.response_token_ids for rollout in rollouts]
-    assert answers[1] == answers[3] == answers[4]
-
-
 @pytest.mark.scenario("Eval per-device knobs do not override rollout decode batching")
 @pytest.mark.parametrize("per_device", [1, 2, 8])
 def test_decode_batch_size_is_the_batch_size_in_training_and_evaluation(per_device: int, tmp_path: Path) -> None:
@@ -191,23 +176,6 @@ def test_another_backend_with_the_same_answers_trains_the_same(tmp_path: Path) -
     by_replay = train(run_config(tmp_path, 2, "replay", **FOUR), Replay(said))
     assert same_weights(weights(by_hf.model), weights(by_replay.model))
     assert step_lines(by_hf)[0]["loss"] == step_lines(by_replay)[0]["loss"]
-
-
-@pytest.mark.scenario("Backend implementation swap preserves rollout contract")
-def test_every_backend_fills_the_fields_of_a_rollout(tmp_path: Path) -> None:
-    loaded = load_tiny()
-    requests = [sample.request for sample in tiny_samples(loaded, 4)]
-    hf = HFBackend(loaded.model, loaded.vocab, decoding(6), 2, loaded.image_token_id)
-    for backend in (hf, finder()):
-        rollouts = backend.generate(requests, SeedContext(0, 0, 0, 0))
-        for request, rollout in zip(requests, rollouts, strict=True):
-            assert isinstance(rollout, Rollout)
-            assert (rollout.sample_id, rollout.prompt_token_ids) == (request.sample_id, request.prompt_token_ids)
-            assert loaded.vocab.eos_id not in rollout.response_token_ids
-            assert rollout.text == loaded.vocab.decode(rollout.response_token_ids)
-            assert type(rollout.truncated) is bool
-    line = step_lines(train(run_config(tmp_path, 2, **FOUR), finder()))[0]
-    assert line["rollout/prefix_coord_targets_total"] > 0 and math.isfinite(line["loss"])
 
 
 BOX = '"bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_30|>", "<|coord_40|>"]'

@@ -79,6 +79,9 @@ def at(shift, size=100):
 
 FAR_1, FAR_2 = box(700, 700, 800, 800), box(850, 850, 950, 950)
 TRIANGLE = GTObject("thing", "poly", (100, 100, 200, 100, 200, 200))
+OVERLAPPED = [box(140, 100, 240, 200), GTObject("thing", "poly", (100, 150, 200, 150, 150, 290))]
+# IoU of prediction 0 with either object is at least 0.5, that of prediction 1 is 0.45 and 0.02.
+CROSSED = [box(125, 0, 225, 400), box(62, 0, 162, 400)], [box(100, 0, 200, 400), box(158, 0, 258, 400)]
 
 
 def outcome(result):
@@ -94,6 +97,11 @@ OUTCOMES = [
     ("however low the gate is", [at(0)], [at(90)], {"maskiou_gate": 0.001}, [(0, 0)], 0),
     ("plain match", [at(0)], [at(30)], {}, [(0, 0)], 0),
     ("overlap under the gate is a rejection", [at(0)], [at(70)], {}, [], 1),
+    ("overlap with two objects under the gate", [at(0)], OVERLAPPED, {"maskiou_gate": 0.5}, [], 2),
+    ("without the gate the nearer one matches", [at(0)], OVERLAPPED, {"maskiou_gate": 0.1}, [(0, 0)], 0),
+    # Gated afterwards, the cheapest assignment would drop 1 and leave 0 with its second best.
+    ("the cheapest assignment crosses over", *CROSSED, {"maskiou_gate": 0.3}, [(0, 1), (1, 0)], 1),
+    ("pairs under the gate are no candidates", *CROSSED, {"maskiou_gate": 0.5}, [(0, 0)], 2),
     ("exactly at the gate matches", [at(0)], [at(40)], {"maskiou_gate": 3 / 7}, [(0, 0)], 0),
     ("boxes that do not touch are not rejected by the gate", [at(0)], [FAR_1], {}, [], 0),
     ("a cost of 0.545 is above the sum of low costs", [at(0)], [at(30)], {"fp_cost": 0.2, "fn_cost": 0.2}, [], 0),
@@ -122,6 +130,7 @@ OUTCOMES = [
 ]  # fmt: skip
 
 
+@pytest.mark.scenario("Pre-assignment gating prevents wrong matches and triggers FN append")
 @pytest.mark.parametrize(
     ("predicted", "ground_truth", "settings_", "pairs", "rejections"),
     [row[1:] for row in OUTCOMES],

@@ -21,9 +21,13 @@ from support.packing_segments import make_segment, make_target
 # --- the choice of segments for one row ---
 
 
+@pytest.mark.scenario("Deterministic selection")
+@pytest.mark.scenario("Shared packing helper yields deterministic selection")
 @pytest.mark.parametrize(
     ("lengths", "capacity", "expected"),
     [
+        ([700, 300, 300, 300, 400, 600, 300, 100, 200, 300], 1600, [0, 1, 5]),  # many equally full selections
+        ([5, 4, 4, 3, 3, 2, 2, 2], 12, [0, 1, 3]),
         ([6, 3, 2, 2, 2], 10, [0, 2, 3]),
         ([6, 3, 2, 2], 10, [0, 2, 3]),
         ([5, 5, 5, 5], 10, [0, 1]),
@@ -38,8 +42,9 @@ from support.packing_segments import make_segment, make_target
         ([2, 1, 7, 3, 5], 10, [0, 1, 2]),
     ],
 )
-def test_selection(lengths, capacity, expected):
+def test_the_helper_and_the_buffer_select_the_same_segments(lengths, capacity, expected):
     assert select_segments(lengths, capacity) == expected
+    assert names(filled(lengths, capacity, max_segments=len(lengths)).pop()) == [f"s{i}" for i in expected]
 
 
 def by_brute_force(lengths, capacity):
@@ -65,11 +70,14 @@ def test_it_is_the_best_of_all_subsets_and_no_heuristic_beats_it(case):
         assert sum(lengths[i] for i in heuristic) <= total
 
 
-@pytest.mark.parametrize("count", [254, 255, 256, 700])
+@pytest.mark.scenario("Multiple short segments pack efficiently under the same cap")
+@pytest.mark.parametrize("count", [64, 254, 255, 256, 700])
 def test_many_segments_fill_the_row(count):
     rng = random.Random(count)
     lengths = [rng.randint(100, 3000) for _ in range(count)]
-    assert sum(lengths[i] for i in select_segments(lengths, 12_000)) == 12_000
+    chosen = select_segments(lengths, 12_000)
+    assert chosen[0] == 0 and sum(lengths[i] for i in chosen) == 12_000
+    assert sum(lengths[i] for i in oldest_first(lengths, 12_000)) < 12_000
     ones = [1] * count
     assert select_segments(ones, count - 1) == list(range(count - 1))
 
@@ -99,11 +107,14 @@ def test_heuristics_are_never_worse_than_oldest_first(monkeypatch):
         assert sum(lengths[i] for i in oldest_first(lengths, 500)) <= sum(lengths[i] for i in chosen) <= 500
 
 
+@pytest.mark.scenario("Missing binpacking dependency fails fast")
 @pytest.mark.parametrize("lengths", [[1, 2], [6, 3, 2, 2]])
-def test_missing_binpacking_stops_every_selection(monkeypatch, lengths):
+def test_missing_binpacking_stops_every_selection_and_names_the_alternatives(monkeypatch, lengths):
+    buffer = filled(lengths)
     monkeypatch.setitem(sys.modules, "binpacking", None)
-    with pytest.raises(MissingDependency, match="binpacking"):
-        select_segments(lengths, 10)
+    with pytest.raises(MissingDependency, match=r"pip install binpacking.*training\.packing: false"):
+        buffer.pop()
+    assert len(buffer) == len(lengths)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +150,7 @@ def test_pop_removes_the_selection_and_keeps_the_rest_in_order():
     assert sum(segment.length for segment in buffer.segments) == 8
 
 
+@pytest.mark.scenario("Oversized segment fails fast")
 def test_an_oversized_segment_is_refused_and_not_inserted():
     buffer = CarryBuffer(12_000, 8)
     with pytest.raises(SegmentTooLong) as error:
@@ -150,10 +162,13 @@ def test_an_oversized_segment_is_refused_and_not_inserted():
     assert len(buffer) == 0
 
 
-def test_overflow_leaves_the_buffer_unchanged():
+@pytest.mark.scenario("Carry buffer overflow fails fast with actionable guidance")
+def test_overflow_names_the_keys_and_leaves_the_buffer_unchanged():
     buffer = filled([1, 1, 1], max_segments=4)
-    with pytest.raises(CarryBufferOverflow, match=r"raise training\.packing_buffer"):
+    with pytest.raises(CarryBufferOverflow) as error:
         buffer.insert(make_segment("a", 1), make_segment("b", 1))
+    assert "raise training.packing_buffer" in str(error.value)
+    assert "lower training.per_device_train_batch_size" in str(error.value)
     assert names(buffer.segments) == ["s0", "s1", "s2"]
     buffer.insert(make_segment("a", 1))
     assert len(buffer) == 4
@@ -180,18 +195,25 @@ def test_a_saved_state_must_fit_the_new_limits():
         CarryBuffer(10, 2).load_state_dict(state)
 
 
+@pytest.mark.scenario("Carry buffer preserves segments without splitting")
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(2, 10), min_size=1, max_size=20))
-def test_draining_yields_every_segment_once_within_capacity(lengths):
+def test_draining_yields_every_segment_whole_and_once_within_capacity(lengths):
+    """One segment more arrives after the first row."""
     buffer = filled(lengths, max_segments=20)
+    inserted = {segment.sample_id: segment for segment in buffer.segments}
+    inserted["fresh"] = make_segment("fresh", 4)
     seen = []
     while len(buffer):
         oldest = buffer.segments[0]
         row = buffer.pop()
         assert row[0] is oldest
-        assert sum(segment.length for segment in row) <= 10
+        assert build_row(row).length <= 10
+        assert all(segment is inserted[segment.sample_id] for segment in row)
+        if not seen:
+            buffer.insert(inserted["fresh"])
         seen += names(row)
-    assert sorted(seen) == sorted(f"s{i}" for i in range(len(lengths)))
+    assert sorted(seen) == sorted(inserted)
 
 
 # --- rows ---
@@ -274,6 +296,7 @@ def test_each_segment_reads_the_same_alone_and_packed(segments):
 SHORT = {**FIRST.target.weights, "struct_ce": np.ones(4, dtype=np.float32)}
 
 
+@pytest.mark.scenario("Supervision indices are validated against assistant span")
 @pytest.mark.parametrize(
     ("segment", "change", "complaint"),
     [

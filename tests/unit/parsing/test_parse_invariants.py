@@ -88,6 +88,7 @@ def edited(data: st.DataObject, ids: list[int], vocab: CoordVocab) -> list[int]:
 # -- invariants ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.scenario("geometry-first object remains valid under strict parse")
 @all_vocabs
 @settings(max_examples=examples(100), deadline=None)
 @given(scene=scenes, order=field_orders)
@@ -141,6 +142,7 @@ def test_json_that_is_not_an_answer(
     check_parse(edited(data, vocab.encode("{" + body + "}"), vocab), vocab)
 
 
+@pytest.mark.scenario("Truncated rollout tail is trimmed (suffix-only) and training proceeds")
 @all_vocabs
 def test_every_truncation_of_an_answer(make_vocab: Callable[[], CoordVocab]) -> None:
     vocab = make_vocab()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from coordexp.coords import COORD_TOKENS, TURN_END, CoordVocab
@@ -211,6 +214,8 @@ def read(text: str) -> ParsedRollout:
     return parse_rollout(qwen_vocab().encode(text), qwen_vocab())
 
 
+@pytest.mark.scenario("Dict keys are not sorted for matching order")
+@pytest.mark.scenario("Truncated rollout tail is trimmed (suffix-only) and training proceeds")
 @pytest.mark.parametrize(
     ("answer", "valid", "dropped", "prefix", "max_index"),
     [row[1:] for row in WHOLE_ANSWERS],
@@ -412,3 +417,35 @@ def test_cut_after_half_a_character_falls_back_to_the_entry_before() -> None:
     parsed = parse_rollout(ids, odd)
     assert parsed.prefix_text == "{" + entry
     assert parsed.dropped == {DropReason.WRONG_ARITY: 1}  # lost to the cut, but never a usable object
+
+
+# --- without the trainer ---
+
+CONSUMER = """
+import sys
+
+for name in ("torch", "transformers", "tokenizers", "vllm", "coordexp.training"):
+    sys.modules[name] = None  # importing it now fails
+
+from coordexp.coords import COORD_TOKENS, CoordVocab
+from coordexp.parsing import parse_rollout
+
+pieces = [bytes([byte]) for byte in range(256)] + [b"<|im_end|>"] + [token.encode() for token in COORD_TOKENS]
+vocab = CoordVocab(pieces, range(257, 1257), 256, [256], lambda text, add_special_tokens: {"input_ids": text.encode()})
+comma = ord(",")
+array = [258, comma, 259, comma, 260, comma, 261]  # bins 1, 2, 3, 4
+ids = [*b'{"object_3": {"desc": "cat", "bbox_2d": [', *array, *b"]}}"]
+parsed = parse_rollout([*ids, 256], vocab)
+(cat,) = parsed.objects
+assert (cat.index, cat.desc, cat.kind, cat.bins) == (3, "cat", "bbox_2d", (1, 2, 3, 4))
+assert [parsed.prefix_token_ids[i] for i in cat.coord_token_idx] == [258, 259, 260, 261]
+assert (parsed.dropped, parsed.max_object_index, parsed.truncated) == ({}, 3, False)
+print("read")
+"""
+
+
+@pytest.mark.scenario("Shared parsing contract is importable without trainer class dependency")
+def test_parsing_works_without_trainer_torch_or_transformers() -> None:
+    done = subprocess.run([sys.executable, "-c", CONSUMER], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "read"

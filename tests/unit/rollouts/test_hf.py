@@ -67,6 +67,7 @@ def ids(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
     return [rollout.response_token_ids for rollout in rollouts]
 
 
+@pytest.mark.scenario("Microbatching increases decode parallelism without changing outputs format")
 def test_batched_greedy_equals_one_by_one(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     assert len({len(request.prompt_token_ids) for request in requests_}) > 2  # so that rows are padded
     batched = backend(loaded, batch=7).generate(requests_, SEEDS)
@@ -92,6 +93,7 @@ def test_progress_is_reported_within_a_batch(loaded: LoadedModel, requests_: lis
     assert within and set(within) <= set(told), "and every answer that ended before its batch did"
 
 
+@pytest.mark.scenario("Microbatching increases decode parallelism without changing outputs format")
 @pytest.mark.parametrize(("batch", "sizes"), [(1, [1] * 7), (2, [2, 2, 2, 1]), (5, [5, 2]), (64, [7])])
 def test_batches_are_filled_across_micro_steps(
     loaded: LoadedModel, requests_: list[RolloutRequest], calls: list[dict[str, Any]], batch: int, sizes: list[int]
@@ -206,11 +208,14 @@ def test_batched_beams_equal_beams_one_by_one(loaded: LoadedModel, requests_: li
     ]
 
 
+@pytest.mark.scenario("Backend implementation swap preserves rollout contract")
 def test_answer_is_trimmed_at_the_stop_token(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     free = ids(backend(loaded, batch=7).generate(requests_, SEEDS))
     stop = free[0][4]  # a token that this model really writes becomes the stop token
     vocab = StandInVocab(loaded, eos_id=stop, length=len(loaded.vocab))
-    for rollout, unstopped in zip(backend(loaded, batch=7, vocab=vocab).generate(requests_, SEEDS), free, strict=True):
+    stopped = backend(loaded, batch=7, vocab=vocab).generate(requests_, SEEDS)
+    for request, rollout, unstopped in zip(requests_, stopped, free, strict=True):
+        assert (rollout.sample_id, rollout.prompt_token_ids) == (request.sample_id, request.prompt_token_ids)
         ended = stop in unstopped
         expected = unstopped[: unstopped.index(stop)] if ended else unstopped
         assert rollout.response_token_ids == expected

@@ -12,7 +12,7 @@ from coordexp.coords import COORD_TOKENS, TURN_END
 from coordexp.errors import AlignmentError
 from coordexp.geometry import barycentric_targets
 from coordexp.matching import MatchingConfig
-from coordexp.records import GTObject, Match, MatchResult, PredictedObject, TokenRole
+from coordexp.records import DropReason, GTObject, Match, MatchResult, PredictedObject, TokenRole
 from coordexp.targets import TransportConfig, build_target, empty_target, is_closed
 from coordexp.targets.build import coordinate_targets
 from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, taught_text, vocabs
@@ -23,6 +23,7 @@ PREFIX_ROLES = {TokenRole.PREFIX_MASKED, TokenRole.PREFIX_COORD, TokenRole.PREFI
 # Shapes that lie near CAT (10, 20, 200, 220).
 NEAR_BOX = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
 NEAR_POLY = GTObject("cat", "poly", (12, 22, 198, 25, 190, 215, 15, 210))
+SCENE = [CAT, LEAF, DOG]
 
 
 @vocabs
@@ -56,6 +57,7 @@ def test_a_target_is_closed_if_brace_and_end_of_turn_are_supervised() -> None:
     assert not is_closed(unending) and not is_closed(empty_target("none"))
 
 
+@pytest.mark.scenario("Poly prediction is supervised by barycentric-projected targets")
 @vocabs
 @pytest.mark.parametrize("predicted", [NEAR_BOX, NEAR_POLY], ids=["pred-box", "pred-poly"])
 @pytest.mark.parametrize("truth", [CAT, GTObject("c", "poly", (10, 20, 200, 20, 200, 220, 10, 220))],
@@ -93,6 +95,7 @@ TRIANGLE = GTObject("t", "poly", (120, 110, 220, 110, 220, 210))
 MOVED_BOX = GTObject("s", "bbox_2d", (120, 110, 220, 210))
 
 
+@pytest.mark.scenario("Poly prediction is supervised by barycentric-projected targets")
 @pytest.mark.parametrize(
     ("predicted", "truth", "wanted", "tolerance"),
     [
@@ -116,6 +119,7 @@ def test_transport_settings_reach_the_targets() -> None:
     assert got != pytest.approx(coordinate_targets([pair], TransportConfig())[0], abs=1)
 
 
+@pytest.mark.scenario("Highest retained object key controls FN start even when object is invalid")
 @vocabs
 @pytest.mark.parametrize(
     ("response", "keys"),
@@ -128,6 +132,7 @@ def test_transport_settings_reach_the_targets() -> None:
         (answer('"object_0": {}'), ["object_0", "object_1", "object_2"]),
         (answer('"object_41": 5, "x": {}'), ["object_41", "x", "object_42", "object_43"]),
         (answer(entry(7, NEAR_BOX), '"object_3": {}'), ["object_7", "object_3", "object_8"]),
+        (answer(entry(2, NEAR_BOX), '"object_9": {"desc": "", "bbox_2d": []}'), ["object_2", "object_9", "object_10"]),
     ],
 )
 def test_appended_keys_follow_the_highest_one_kept(make_vocab, response: str, keys: list[str]) -> None:
@@ -185,3 +190,91 @@ def test_the_seam_is_written_as_two_tokens() -> None:
     seam = got.target.prefix_len
     assert [vocab.piece(t) for t in got.target.token_ids[seam - 1 : seam + 2]] == ["}", ",", ' "']
     assert "}," in [vocab.piece(t) for t in vocab.encode(taught_text(got, vocab))]
+
+
+# --- which objects are appended, and how ---
+
+
+def appended(outcome) -> list[str]:
+    kept = json.loads(outcome.parsed.prefix_text + "}")
+    return list(json.loads(taught_text(outcome, qwen_vocab())))[len(kept) :]
+
+
+@pytest.mark.scenario("All GT is appended when no valid matches exist")
+@pytest.mark.parametrize(
+    "response",
+    [
+        answer(),
+        "",
+        "a cat",
+        answer('"object_1": {"desc": "cat"}'),  # no usable prediction
+        answer(entry(1, GTObject("cat", "bbox_2d", (700, 0, 900, 100)))),  # a prediction that finds nothing
+        answer(entry(1, GTObject("cat", "bbox_2d", (190, 200, 420, 420)))),  # one that is gated out
+    ],
+)
+def test_without_a_match_all_objects_are_appended(response: str) -> None:
+    got = outcome_of(response, SCENE, qwen_vocab())
+    assert got.match.pairs == () and got.match.fn_gt_idx == (0, 1, 2)
+    assert got.target.appended_gt_idx == (0, 1, 2)
+    body = json.loads(taught_text(got, qwen_vocab()))
+    values = [body[key] for key in appended(got)]
+    assert values == [{"desc": gt.desc, gt.kind: [COORD_TOKENS[k] for k in gt.bins]} for gt in SCENE]
+    assert got.target.roles_T[-1] == TokenRole.EOS and got.target.token_ids[-1] == qwen_vocab().eos_id
+    assert (got.target.coord_pos_K >= got.target.prefix_len).all()
+
+
+@pytest.mark.scenario("geometry-first changes only per-object field order in FN append")
+def test_geometry_first_reorders_fields_and_nothing_else() -> None:
+    response = answer(entry(10, NEAR_BOX), entry(2, DOG))
+    by_order = {order: outcome_of(response, SCENE, qwen_vocab(), field_order=order)
+                for order in ("desc_first", "geometry_first")}  # fmt: skip
+    texts = {order: json.loads(taught_text(got, qwen_vocab())) for order, got in by_order.items()}
+    assert appended(by_order["geometry_first"]) == appended(by_order["desc_first"]) == ["object_11"]
+    assert list(texts["geometry_first"]["object_11"]) == ["poly", "desc"]
+    assert texts["geometry_first"] == texts["desc_first"]  # as mappings: the same content
+    first, second = (by_order[order] for order in texts)
+    assert (first.match, first.parsed) == (second.match, second.parsed)
+    assert first.target.coord_bin_K.tolist() == second.target.coord_bin_K.tolist()
+
+
+@pytest.mark.scenario("desc-first remains baseline append layout")
+def test_desc_first_is_the_default() -> None:
+    default = outcome_of(answer(), SCENE, qwen_vocab())
+    explicit = outcome_of(answer(), SCENE, qwen_vocab(), field_order="desc_first")
+    assert default.target.token_ids == explicit.target.token_ids
+    body = json.loads(taught_text(default, qwen_vocab()))
+    assert [list(value) for value in body.values()] == [["desc", "bbox_2d"], ["desc", "poly"], ["desc", "bbox_2d"]]
+
+
+@pytest.mark.scenario("Ambiguous coord-slot alignment excludes object from self-context supervision")
+def test_an_object_with_spelled_coordinates_is_unsupervised_and_appended() -> None:
+    vocab = qwen_vocab()
+    spelled = [token for char in COORD_TOKENS[12] for token in vocab.encode(char)]  # bin 12, not as one token
+    head, tail = entry(1, NEAR_BOX).split(COORD_TOKENS[12])
+    ids = [*vocab.encode("{" + head), *spelled, *vocab.encode(f"{tail}, {entry(2, DOG)}}}{TURN_END}")]
+    got = outcome_of(ids, [CAT, DOG], vocab)
+    assert got.parsed.dropped == {DropReason.AMBIGUOUS_COORDS: 1}
+    assert json.loads(got.parsed.prefix_text + "}")["object_1"]["bbox_2d"] == [COORD_TOKENS[k] for k in NEAR_BOX.bins]
+    assert [body["desc"] for body in json.loads(taught_text(got, vocab)).values()] == ["cat", "dog", "black cat"]
+    prefix = got.target.coord_pos_K < got.target.prefix_len
+    assert got.target.coord_bin_K[prefix].tolist() == list(DOG.bins)  # DOG alone, in the prefix
+    assert got.target.appended_gt_idx == (0,)
+
+
+@pytest.mark.scenario("One malformed object does not block training")
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '"object_2": {"desc": "x", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>"]}',
+        '"object_2": {"desc": "x", "bbox_2d": [1, 2, 3, 4]}',
+        '"object_2": {"desc": "x", "bbox": ["<|coord_1|>"]}',
+        '"object_2": []',
+    ],
+)
+def test_a_malformed_object_drops_only_itself(bad: str) -> None:
+    got = outcome_of(answer(entry(1, NEAR_BOX), bad, entry(3, DOG)), SCENE, qwen_vocab())
+    assert got.parsed.num_dropped == 1
+    assert [obj.index for obj in got.parsed.objects] == [1, 3]
+    assert appended(got) == ["object_4"]
+    supervised = got.target.coord_pos_K[got.target.coord_pos_K < got.target.prefix_len]
+    assert supervised.tolist() == [p for obj in got.parsed.objects for p in obj.coord_token_idx]
