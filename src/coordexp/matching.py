@@ -14,15 +14,11 @@ from coordexp.records import Match, MatchResult
 
 
 def top_k_candidates(pred_P4: np.ndarray, gt_G4: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ``min(k, G)`` best GT boxes of each predicted box.
+    """The ``min(k, G)`` best GT boxes (x1, y1, x2, y2) of each predicted one: indices (P, K) int64, and box IoU (P, K)
+    float64.
 
-    Overlapping boxes are first, by IoU and then by index. If fewer than k overlap, those with the nearest centres
+    Overlapping boxes are first, by IoU and then by index. If fewer than k >= 1 overlap, those with the nearest centres
     follow, by squared distance and then by index.
-
-    Args:
-        pred_P4, gt_G4: boxes as (x1, y1, x2, y2). k: at least 1.
-
-    Returns: candidate indices (P, K) int64, and their box IoU (P, K) float64.
     """
     iou_PG = box_iou(pred_P4, gt_G4)
     # Twice the centre, so that squared distances stay integers and ties are exact.

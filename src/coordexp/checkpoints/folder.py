@@ -41,12 +41,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path | Checkpoint) -> Checkpoint:
-        """Read a folder's small files; a :class:`Checkpoint` is returned as it is.
-
-        Raises:
-            CheckpointError: no such folder, adapters without their base, no readable configuration, another model
-                family, no tokenizer.
-        """
+        """Read a folder's small files; a :class:`Checkpoint` is returned as it is. Raises CheckpointError for no such
+        folder, no readable configuration, another model family, no tokenizer, adapters without their base."""
         if isinstance(path, Checkpoint):
             return path
         folder = Path(path)

@@ -32,8 +32,7 @@ _PATCHES_PER_TOKEN = 2  # half of a row's tokens are image tokens, each of four 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one trainer process, without a colocated engine. ``exchange``: buffers of DDP, or layers gathered by
-    FSDP."""
+    """Bytes of one trainer process, without a colocated engine. ``exchange``: DDP's buffers, or layers FSDP gathers."""
 
     weights: float
     gradients: float

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 def open_console(stderr: bool = False) -> Console:
-    """A console for progress and tables, silent on all ranks but the first. Prints text literally: use
-    ``rich.text.Text`` for style."""
+    """A console of the first rank, silent on others. Prints text literally: use ``rich.text.Text`` for style."""
     from coordexp import distributed
     from coordexp.data.progress_bar import literal_console
 

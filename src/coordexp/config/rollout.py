@@ -281,8 +281,7 @@ class VLLMConfig(StrictModel):
     enable_lora: bool = False
     """let the engine load adapters"""
     max_lora_rank: Count | None = None
-    """largest rank of adapters the engine makes room for, one that vLLM allows; null = the smallest that fits
-    tuner.lora_rank"""
+    """largest adapter rank the engine makes room for, one that vLLM allows; null = the smallest for tuner.lora_rank"""
     enable_prefix_caching: bool = True
     """keep what was computed for a prompt's beginning; emptied with every push of weights"""
     sleep_level: Annotated[Literal[0, 1], BeforeValidator(_not_level_2, json_schema_input_type=Literal[0, 1])] = 0

@@ -60,12 +60,8 @@ _Done = TypeVar("_Done")
 
 def open_records(path: str | Path, *, limit: int | None = None, wait_s: float = WAIT_S) -> Sequence[ImageRecord]:
     """The records of a dataset, or its first ``limit`` (>= 1), in file order. :func:`check_images` checks their images.
-
-    If several processes open the same dataset, one validates it; the others wait for at most ``wait_s`` seconds.
-
-    Raises:
-        DataError: as :func:`~coordexp.data.jsonl.read_jsonl`; or the wait timed out, or the cache cannot be written.
-    """
+    If several processes open the same dataset, one validates it; the others wait for at most ``wait_s`` seconds. Raises
+    DataError as :func:`~coordexp.data.jsonl.read_jsonl`, if the wait timed out, or if the cache cannot be written."""
     path = Path(path)
     if (limit is not None and limit < 1) or not path.is_file() or path.stat().st_size < CACHE_MIN_BYTES:
         return read_jsonl(path, limit=limit)  # which raises for a wrong limit or path
@@ -104,8 +100,7 @@ def _open_table(file: Path) -> pa.Table:
 
 
 class CachedRecords(Sequence[ImageRecord]):
-    """The records of the dataset ``path`` from the Arrow file ``file``, each parsed when it is read. Pickles as the two
-    paths."""
+    """The records of the dataset ``path`` from its Arrow file, each parsed when it is read. Pickles as two paths."""
 
     def __init__(self, file: Path, path: Path) -> None:
         self.file = file

@@ -1,5 +1,4 @@
-"""Area and canonical form of polygons, which are flat rings ``x, y, x, y, …``. Without NumPy, which light commands
-don't import."""
+"""Area and canonical form of polygons, flat rings ``x, y, x, y, …``. Light commands import it without NumPy."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ from collections.abc import Sequence
 
 
 def signed_ring_area(points: Sequence[float]) -> float:
-    """Shoelace area of a flat ring, in squares of its unit; positive when it runs clockwise on the screen (y points
-    down)."""
+    """Shoelace area of a flat ring, in squares of its unit; positive if clockwise on the screen (y points down)."""
     xs, ys = points[0::2], points[1::2]
     nexts = zip([*xs[1:], *xs[:1]], [*ys[1:], *ys[:1]], strict=True)
     return math.fsum(x * next_y - next_x * y for x, y, (next_x, next_y) in zip(xs, ys, nexts, strict=True)) / 2

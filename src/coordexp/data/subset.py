@@ -158,16 +158,13 @@ def sample_records(records: Sequence[ImageRecord], count: int, seed: int) -> lis
 def pack(
     records: Sequence[ImageRecord], out: Path, shard_bytes: int, progress: Callable[[int, int], None] | None = None
 ) -> tuple[int, int]:
-    """Write ``records`` to the JSONL ``out`` and their images, byte for byte, into tar files next to it.
+    """Write ``records`` to the JSONL ``out`` and their images, byte for byte, into tar files next to it. Returns the
+    number of records and of shards.
 
     ``out``'s stem names the shards, of about ``shard_bytes`` each: ``set-00000.tar`` holds ``00000000.jpg`` and
-    ``00000000.json``, the record's own line, for each of its records, so WebDataset reads it without the JSONL.
-    The JSONL appears last, after all shards. ``progress(done, total)`` counts packed records.
-
-    Returns: the number of records and of shards.
-
-    Raises:
-        DataError: ``out`` or a shard exists, an image cannot be read, or a record cannot be written.
+    ``00000000.json``, the record's own line, for each of its records, so WebDataset reads it without the JSONL. The
+    JSONL appears last, after all shards. ``progress(done, total)`` counts packed records. Raises DataError if ``out``
+    or a shard exists, an image cannot be read, or a record cannot be written.
     """
     taken = [path for path in (out, *out.parent.glob(f"{out.stem}-[0-9]*{SHARD_SUFFIX}")) if path.exists()]
     if taken:

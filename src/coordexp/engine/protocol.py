@@ -96,15 +96,9 @@ def read_answer(
     max_new_tokens: int | None = None,
     place: int | None = None,
 ) -> Rollout:
-    """One item of a server's reply → a rollout that can be trained on.
-
-    Args:
-        weights: the expected ones. guarded: the configuration switches the repeat guard on.
-        place: of the request in its call, for servers that mark each answer with its request and its weights.
-
-    Raises:
-        RolloutError: a part is missing or malformed, or answer, weights or guard are not the expected ones.
-    """
+    """One item of a server's reply → a rollout that can be trained on. ``weights``: the expected ones; ``guarded``: the
+    configuration switches the repeat guard on; ``place``: of the request in its call, for servers that mark each answer
+    with its request and its weights. Raises RolloutError if a part is missing, malformed, or not the expected one."""
     where, response = f"{where}, {request.sample_id}", item.get("response", item)
     try:
         (choice,) = response["choices"]

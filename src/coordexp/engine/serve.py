@@ -64,14 +64,9 @@ class ServeOptions:
 def serve_options(
     config: RunConfig, index: int, data_parallel_size: int | None, num_gpus: int, listen_host: str | None = None
 ) -> ServeOptions:
-    """Settings of server ``index`` in the learner's configuration.
-
-    Args:
-        data_parallel_size: number of engines; None uses every visible GPU, or one engine on the CPU.
-
-    Raises:
-        ConfigError: no such server, too few GPUs, or an address open to other machines without a token.
-    """
+    """Settings of server ``index`` in the learner's configuration. ``data_parallel_size``: number of engines; None uses
+    every visible GPU, or one engine on the CPU. Raises ConfigError for no such server, too few GPUs, or an address open
+    to other machines without a token."""
     rollout = config.rollout_matching
     if rollout is None or rollout.vllm.server is None:
         raise ConfigError(

@@ -289,8 +289,7 @@ def load_encoder(folder: str | Path) -> SentenceTransformer:
 def nearest_categories(
     descs: Sequence[str], categories: Sequence[str], encoder: SentenceTransformer, threshold: float
 ) -> dict[str, str]:
-    """The category of highest cosine for each of ``descs`` for which it is at least ``threshold``; ties go to the first
-    category."""
+    """The category of highest cosine for each of ``descs``, if >= ``threshold``; ties go to the first category."""
     if not descs or not categories:
         return {}
     rows = encoder.encode([*descs, *categories], normalize_embeddings=True, show_progress_bar=False)

@@ -50,8 +50,7 @@ def _number(names: Iterable[str], terms: UsersTerms, first: int) -> tuple[dict[s
 
 
 def export_coco(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
-    """``results.json`` (COCO's list of results) and ``dataset.json`` (its images and categories, and annotations where
-    they are known)."""
+    """COCO's ``results.json``, and ``dataset.json``: images, categories, and annotations where they are known."""
     known = [obj.desc for answer in answers for obj in (*(answer.gt or ()), *answer.pred)]
     number, notes = _number(known, terms, 1)
     by_name: dict[str, list[int]] = {}

@@ -143,10 +143,8 @@ def run_completion(
 
     Answers are written to ``STEM.answers`` next to it as they arrive: the same call again continues where it stopped,
     and other rules reuse the answers. ``STEM.completion.json`` has the counts. ``sheet``: a picture of the
-    ``sheet_images`` images with the most likely missed objects. Returns the counts and the files written; None on
-    ranks other than the first.
-
-    Raises as :func:`~coordexp.inference.prediction.run_prediction` and :func:`complete_records`.
+    ``sheet_images`` images with the most likely missed objects. Returns the counts and the files written; None on ranks
+    other than the first. Raises as :func:`~coordexp.inference.prediction.run_prediction` and :func:`complete_records`.
     """
     from coordexp.inference.prediction import run_prediction  # imports torch
 

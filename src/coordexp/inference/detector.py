@@ -209,8 +209,7 @@ class Detections:
         return np.array([np.nan if obj.score is None else obj.score for obj in self.objects], dtype=np.float32)
 
     def draw(self, path: str | Path | None = None) -> Image.Image:
-        """The image with its objects drawn over it, written to ``path`` if one is given. Raises DataError if the
-        image's file is gone."""
+        """The image with its objects drawn over it, also written to ``path``. Raises DataError if its file is gone."""
         image = self.image if self.image is not None else open_rgb(Path(self.answer.image))
         drawn = draw_detections(image, self.answer.pred)
         if path is not None:

@@ -48,11 +48,8 @@ class PredictOptions:
 
 def inference_config(model: str | Path, options: PredictOptions) -> AnswerConfig:
     """A configuration for greedy answers of ``model``, with the prompt, number type and limits of its own run if that
-    run's ``resolved_config.yaml`` is in the model's folder or the one above.
-
-    Raises:
-        CheckpointError: no such folder. ConfigError: a value that the schema refuses.
-    """
+    run's ``resolved_config.yaml`` is in the model's folder or the one above. Raises CheckpointError for no such folder,
+    ConfigError for a value that the schema refuses."""
     folder = Path(model)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name a checkpoint, such as a run's output_dir")

@@ -55,13 +55,9 @@ class ClusterJob:
 
 
 def plan_job(config: Path, arguments: Sequence[str], trainer_nodes: int, gpus: int, time_limit: str) -> ClusterJob:
-    """The job of a configuration with ``arguments`` (``key.path=value``) on top. Raises ConfigError with every key and
-    option that no cluster could run.
-
-    Args:
-        gpus: per machine, for servers and trainer; 0 for CPUs.
-        time_limit: in SLURM's format, ``days-hours:minutes:seconds``.
-    """
+    """The job of a configuration with ``arguments`` (``key.path=value``) on top. ``gpus``: per machine, 0 for CPUs;
+    ``time_limit``: SLURM's ``days-hours:minutes:seconds``. Raises ConfigError with every key and option that no cluster
+    could run."""
     # Stand-ins for the hosts, by which _problems sees whether the configuration reads their variables.
     before = dict(os.environ)
     for index in range(_MOST_HOSTS):

@@ -52,8 +52,7 @@ class ProcessPlan:
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """A rollout server: started here, listening on ``ports`` of ``listen_host``; or, if ``process`` is None, running
-    elsewhere at ``base_url``."""
+    """A rollout server: started here, on ``ports`` of ``listen_host``; or, without ``process``, running elsewhere."""
 
     base_url: str
     group_port: int

@@ -62,8 +62,7 @@ class LoadedModel:
 
 
 def load_vocab(path: str | Path | Checkpoint) -> CoordVocab:
-    """Read and check only the tokenizer: cheap, so it runs before anything expensive. Raises CheckpointError, and
-    VocabError without coordinate tokens."""
+    """Check and read only the tokenizer: cheap. Raises CheckpointError, and VocabError without coordinate tokens."""
     checkpoint = Checkpoint.open(path)
     rows = read_config(checkpoint).text_config.vocab_size
     try:
@@ -98,8 +97,7 @@ def read_config(path: str | Path | Checkpoint) -> Any:
 
 
 def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -> Qwen3VLForConditionalGeneration:
-    """As transformers' ``from_pretrained``, but weights that are unreadable, missing or of another shape raise
-    CheckpointError."""
+    """As transformers' ``from_pretrained``, but unreadable, missing or misshapen weights raise CheckpointError."""
     path = checkpoint.path
     if checkpoint.parent is not None:
         merged = read_weights(checkpoint.parent, dtype)

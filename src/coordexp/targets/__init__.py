@@ -1,5 +1,4 @@
-"""Parse + match + ground truth → the one teacher-forced sequence, with weights of every loss term per token.
-Torch-free."""
+"""Parse + match + ground truth → the one teacher-forced sequence, with token weights of every loss term. No torch."""
 
 from coordexp.config.rollout import TargetPolicy, TransportConfig
 from coordexp.targets.build import SampleOutcome, build_gt_target, build_target, empty_target, is_closed, mark_matched

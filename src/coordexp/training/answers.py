@@ -59,8 +59,7 @@ class AnswerReader:
     matching: MatchingConfig
 
     def __call__(self, sample: Sample, rollout: Rollout) -> MatchedAnswer:
-        """Check the prompt, parse, match. Raises AlignmentError if the answer is to other prompt tokens than the
-        trainer's."""
+        """Check the prompt, parse, match. Raises AlignmentError for an answer to other prompt tokens than ours."""
         request = sample.request
         check_prompt(sample.record.sample_id, request.prompt_token_ids, rollout.prompt_token_ids, self.vocab.decode)
         parsed = parse_rollout(rollout.response_token_ids, self.vocab, ended=not rollout.truncated)
@@ -93,8 +92,7 @@ class TargetOptions:
         )
 
     def corrected(self, answer: MatchedAnswer, policy: TargetPolicy, complete: bool) -> SampleOutcome:
-        """The answer with its target: correct what it found, append what it missed. Raises AppendError if that is
-        impossible."""
+        """The answer with its target: corrected, with what it missed appended; AppendError if that is impossible."""
         record = answer.sample.record
         try:
             target = build_target(

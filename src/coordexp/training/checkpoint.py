@@ -233,8 +233,7 @@ def check_resume(checkpoint: Path, packing: bool) -> None:
 
 @contextmanager
 def readable(checkpoint: Path, *files: str) -> Iterator[None]:
-    """Reads ``files`` of a checkpoint. Raises CheckpointError, whatever the library raised, if a file passes its
-    checksum but cannot be loaded."""
+    """Reads ``files`` of a checkpoint. Raises CheckpointError if one passes its checksum but cannot be loaded."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, MemoryError,

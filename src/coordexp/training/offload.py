@@ -92,8 +92,7 @@ class LearnerOffload:
 
 
 def build_offload(model: Any, rollout: RolloutMatchingConfig) -> LearnerOffload | None:
-    """The offload that ``rollout`` configures; None if nothing is colocated or offload is off. Raises ConfigError under
-    DeepSpeed or FSDP."""
+    """The offload that ``rollout`` configures; None if there is none. Raises ConfigError under DeepSpeed or FSDP."""
     if not (rollout.is_colocated and rollout.offload.enabled):
         return None
     for variable, owner in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")):

@@ -110,8 +110,7 @@ def save_model(run: RunState, folder: Path, *, writes: bool) -> None:
 
 
 def load_weights(run: RunState, folder: Path) -> None:
-    """The weights, or the adapter, of a checkpoint into the run's model. Raises CheckpointError if they are unreadable,
-    or of another model."""
+    """Load a checkpoint's weights or adapter into the model. CheckpointError: unreadable, or of another model."""
     with readable(folder, "config.json", SAFETENSORS):
         if (folder / "config.json").is_file():  # not needed here; but no checkpoint with a broken one is resumed from
             json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -317,8 +316,7 @@ def load_answers(checkpoint: Path, step: int) -> SavedAnswers | None:
 
 
 def build_buffer(config: RunConfig, train: RecordDataset, resume: Path | None) -> CarryBuffer | None:
-    """The carry buffer, filled as the checkpoint ``resume`` left it; None without packing. Raises as
-    :func:`load_carry_buffer`."""
+    """The carry buffer as ``resume`` left it; None without packing. Raises as :func:`load_carry_buffer`."""
     if not config.training.packing:
         return None
     buffer = CarryBuffer(config.global_max_length, config.training.packing_buffer)

@@ -33,8 +33,7 @@ _WORKERS = 4
 
 
 def render(data: ViewData, image_side: int = 384, progress: Callable[[int, int], None] | None = None) -> str:
-    """The page. Each image is embedded once as JPEG, at most ``image_side`` pixels long, or the reason why it could not
-    be read."""
+    """The page, with each image embedded once: a JPEG of at most ``image_side`` pixels, or why it could not be read."""
     paths = list(dict.fromkeys(record.image for record in data.records))
     images: list[dict[str, str]] = []
     pool = ThreadPoolExecutor(_WORKERS)

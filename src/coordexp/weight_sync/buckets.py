@@ -47,8 +47,7 @@ def describe(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[TensorInfo, .
 
 
 def read_infos(payload: Sequence[Mapping[str, Any]]) -> tuple[TensorInfo, ...]:
-    """Metadata received over HTTP. Raises RolloutError for unknown dtypes, sizes that do not fit shapes, gaps and
-    overlaps."""
+    """Metadata from HTTP. Raises RolloutError for unknown dtypes, sizes that do not fit shapes, gaps and overlaps."""
     infos, expected_start = [], 0
     for item in payload:
         try:

@@ -110,8 +110,7 @@ class Communicator(ABC):
 
 
 def join(address: GroupAddress, device: torch.device) -> Communicator:
-    """Meet the other members and return this process's end: NCCL for a CUDA device, Gloo for the CPU. Raises
-    RolloutError."""
+    """Meet the other members; return this process's end: NCCL on CUDA devices, Gloo on CPUs. Raises RolloutError."""
     # On rank 0's own machine ``host`` may not lead back to it.
     host = _LOOPBACK_OF.get(address.listen_host, address.listen_host) or address.host
     server: RendezvousServer | None = None

@@ -166,8 +166,7 @@ class InPlaceTargets:
 
     @contextmanager
     def probe(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
-        """Around the engine's loading of ``tensors``: find out where each of them goes. Raises RolloutError if the
-        loader ignored one."""
+        """Around the engine's loading of ``tensors``: find where each goes. Raises RolloutError if one was ignored."""
         self._part_rows |= {self._layout.place(name): len(tensor) for name, tensor in tensors if tensor.dim()}
         presumed: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for name, tensor in tensors if self._enabled else ():
