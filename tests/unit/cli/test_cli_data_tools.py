@@ -20,8 +20,6 @@ from support.one_scene import as_coco, as_labelme, as_yolo
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from coordexp.data.scenes import SPARSE, write_scenes
-
     return write_scenes(tmp_path_factory.mktemp("scenes"), 20, SPARSE, 3)
 
 

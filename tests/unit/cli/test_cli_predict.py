@@ -143,28 +143,31 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert all(len(line) <= 80 for line in shown.out.splitlines())
 
 
-def test_no_input_and_two_inputs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(capsys, "evaluate").code == 2
-    assert run_cli(capsys, "evaluate", tmp_path, "--compare", tmp_path, tmp_path).code == 2
-
-
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (("saved", "--model", "m"), "--model has no use here; it belongs to a configuration"),
-        (("saved", "--data", "d.jsonl"), "--data has no use here"),
-        (("saved", "--resamples", "10"), "--resamples has no use here; it belongs to --compare"),
-        (("saved", "--embedding-threshold", "0.5"), "it belongs to --embedder"),
-        (("--compare", "saved", "saved", "--output", "o"), "it belongs to a configuration or saved predictions"),
-        (("--compare", "saved", "saved", "--limit", "3"), "--limit has no use here"),
-        (("--compare", "saved", "saved", "--segm"), "--segm has no use here"),
+        (("predict", "a.jpg"), "with --model"),
+        (("predict", "run.yaml"), "name images after"),
+        (("evaluate",), ""),
+        (("evaluate", "saved", "--compare", "saved", "saved"), ""),
+        (("evaluate", "saved", "training.seed=3"), "KEY=VALUE has no use here; it belongs to a configuration"),
+        (("evaluate", "saved", "--model", "m"), "--model has no use here; it belongs to a configuration"),
+        (("evaluate", "saved", "--data", "d.jsonl"), "--data has no use here"),
+        (("evaluate", "saved", "--resamples", "10"), "--resamples has no use here; it belongs to --compare"),
+        (("evaluate", "saved", "--embedding-threshold", "0.5"), "it belongs to --embedder"),
+        (
+            ("evaluate", "--compare", "saved", "saved", "--output", "o"),
+            "it belongs to a configuration or saved predictions",
+        ),
+        (("evaluate", "--compare", "saved", "saved", "--limit", "3"), "--limit has no use here"),
+        (("evaluate", "--compare", "saved", "saved", "--segm"), "--segm has no use here"),
     ],
 )
-def test_options_without_effect_are_refused(
+def test_missing_arguments_and_options_without_effect_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], complaint: str
 ) -> None:
     write_answers(random_answers(3, 1), tmp_path / "predictions.jsonl")
-    outcome = run_cli(capsys, "evaluate", *(tmp_path if word == "saved" else word for word in argv))
+    outcome = run_cli(capsys, *(tmp_path if word == "saved" else word for word in argv))
     assert outcome.code == 2 and complaint in outcome.err
 
 
@@ -212,14 +215,3 @@ def test_predict_images_without_a_configuration(
         "photos/a.jpg",
         "photos/b.png",
     ]
-
-
-@pytest.mark.parametrize(
-    ("argv", "complaint"),
-    [(["a.jpg"], "with --model"), (["run.yaml"], "name images after")],
-)
-def test_missing_arguments_of_predict_are_named(
-    capsys: pytest.CaptureFixture[str], argv: list[str], complaint: str
-) -> None:
-    outcome = run_cli(capsys, "predict", *argv)
-    assert outcome.code == 2 and complaint in outcome.err

@@ -124,8 +124,3 @@ def test_training_records_command_line_keys(tmp_path: Path, capsys: pytest.Captu
     )
     assert shown.code == 0 and json.loads(shown.out)["metrics"]["images"] == 2
     assert (tmp_path / "e" / "evaluation" / "metrics.json").is_file()
-
-
-def test_evaluating_saved_answers_refuses_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = run_cli(capsys, "evaluate", tmp_path, "training.seed=3")
-    assert outcome.code == 2 and "KEY=VALUE has no use here; it belongs to a configuration" in outcome.err

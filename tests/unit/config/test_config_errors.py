@@ -18,6 +18,12 @@ RM = "rollout_matching"
 OBJ = f"{RM}.pipeline.objective"
 
 
+def problems(config: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(config)
+    return str(caught.value).splitlines()[1:]
+
+
 def servers(base_url: str, group_port: int) -> dict[str, Any]:
     return {"servers": [{"base_url": base_url, "group_port": group_port}]}
 
@@ -34,7 +40,6 @@ WRONG = [
     ("tuner.freeze_vit", "yes", "tuner.freeze_vit", "write true or false"),
     ("tuner.freeze_vit", 1, "tuner.freeze_vit", "expected true or false"),
     ("model", None, "model", "an empty section"),
-    ("template.max_lenght", 5, "template.max_lenght", "unknown key"),
     ("data.num_workers", -1, "data.num_workers", "greater than or equal to 0"),
     ("data.num_workers", 2.0, "data.num_workers", "write 2"),
     ("custom.trainer_variant", "stage3", "custom.trainer_variant", "'stage2_rollout_aligned' or 'stage2_two_channel'"),
@@ -48,7 +53,6 @@ WRONG = [
     ("training.output_dir", 3, "training.output_dir", "folder of checkpoints"),
     ("training.learning_rate", "3e-4", "training.learning_rate", "without quotes"),
     ("training.learning_rate", float("nan"), "training.learning_rate", "finite number"),
-    ("training.learning_rte", 1.0, "training.learning_rte", "did you mean 'learning_rate'"),
     ("training.seed", True, "training.seed", "expected a whole number"),
     ("training.report_to", 7, "training.report_to", "expected a list"),
     ("training.report_to", ["wandb", 1], "training.report_to[1]", "expected text"),
@@ -57,7 +61,6 @@ WRONG = [
     ("training.packing_min_fill_ratio", 1.5, "training.packing_min_fill_ratio", "less than or equal to 1"),
     ("global_max_length", "2048", "global_max_length", "without quotes"),
     (RM, [], RM, "expected a mapping, got an empty list"),
-    (f"{RM}.pipline", {}, f"{RM}.pipline", "did you mean 'pipeline'"),
     (f"{RM}.repetition_penalty", 0, f"{RM}.repetition_penalty", "greater than 0"),
     (f"{RM}.decoding.topp", 1, f"{RM}.decoding.topp", "did you mean 'top_p'"),
     (f"{RM}.vllm.server", {"servers": []}, f"{RM}.vllm.server.servers", "at least 1 item"),
@@ -110,18 +113,16 @@ def test_an_error_names_key_place_and_fix(key: str, value: Any, path: str, words
 
 @pytest.mark.parametrize("text", ["many", "1e", "", "three"])
 def test_only_quoted_numbers_get_the_hint_to_remove_quotes(text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_config(set_key(stage2(), "training.max_steps", text))
-    assert f"training.max_steps: expected a whole number, got '{text}' (" in str(caught.value)
+    (line,) = problems(set_key(stage2(), "training.max_steps", text))
+    assert f"training.max_steps: expected a whole number, got '{text}' (" in line
 
 
 @pytest.mark.parametrize(
     "key", ["foobar", "tuner.xyz", "training.save_everything", f"{RM}.vllm.zzz", "model.checkpoints"]
 )
 def test_a_key_without_a_similar_one_lists_the_keys_of_its_section(key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_config(set_key(stage2(), key, 1))
-    assert "unknown key; valid here: " in str(caught.value) and "did you mean" not in str(caught.value)
+    (line,) = problems(set_key(stage2(), key, 1))
+    assert "unknown key; valid here: " in line and "did you mean" not in line
 
 
 def test_no_library_messages_are_shown() -> None:
@@ -146,53 +147,40 @@ def test_required_keys_have_no_default() -> None:
 
 
 def test_missing_sections_name_their_required_keys() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_config({})
-    for path in ("model.model", "custom.train_jsonl", "training.output_dir", "global_max_length"):
-        assert f"  {path}: missing" in str(caught.value)
+    missing = [line.partition(": missing")[0].strip() for line in problems({})]
+    assert {"model.model", "custom.train_jsonl", "training.output_dir", "global_max_length"} <= {*missing}
 
 
 def test_all_problems_of_all_sections_are_reported_together() -> None:
     config = set_key(drop_key(stage2(), f"{RM}.pipeline"), "model.dtyp", "float32")
     config = set_key(drop_key(config, "global_max_length"), f"{RM}.rollout_buffer", {})
     config = set_key(config, "training.packing_drop_last", False)
-    with pytest.raises(ConfigError) as caught:
-        parse_config(config)
-    named = [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]]
-    assert sorted(named) == sorted(
+    assert sorted(line.split(":")[0].strip() for line in problems(config)) == sorted(
         ["model.dtyp", "global_max_length", f"{RM}.rollout_buffer", f"{RM}.pipeline", "training.packing_drop_last"]
     )
 
 
-def test_misspelt_required_key_is_one_problem() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_config(set_key(drop_key(stage2(), f"{OBJ}[0].weight"), f"{OBJ}[0].wieght", 1.0))
-    (line,) = str(caught.value).splitlines()[1:]
-    assert line == f"  {OBJ}[0].wieght: unknown key; did you mean 'weight'?"
-
-
-def test_list_of_one_wrong_entry_is_not_called_empty() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_config(set_key(stage2(), f"{RM}.vllm.server", {"servers": [{"base_url": "http://a"}]}))
-    (line,) = str(caught.value).splitlines()[1:]
-    assert line.startswith(f"  {RM}.vllm.server.servers[0].group_port: missing")
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (set_key(drop_key(stage2(), f"{OBJ}[0].weight"), f"{OBJ}[0].wieght", 1.0),
+         f"  {OBJ}[0].wieght: unknown key; did you mean 'weight'?"),  # the required key is not reported as missing too
+        (set_key(stage2(), f"{RM}.vllm.server", {"servers": [{"base_url": "http://a"}]}),
+         f"  {RM}.vllm.server.servers[0].group_port: missing"),  # the list is not called empty
+    ],
+)  # fmt: skip
+def test_one_mistake_is_one_problem(config: dict[str, Any], line: str) -> None:
+    (found,) = problems(config)
+    assert found.startswith(line)
 
 
 def test_checks_that_depend_on_a_broken_key_are_skipped() -> None:
     config = set_key(stage2(), "global_max_length", "4096")
     config[RM]["max_new_tokens"] = 3000  # valid with 4096, invalid with any default
-    with pytest.raises(ConfigError) as caught:
-        parse_config(config)
-    assert "max_new_tokens" not in str(caught.value)
+    assert not any("max_new_tokens" in line for line in problems(config))
 
 
 # --- keys of earlier versions and of related programs ---
-
-
-def problems(config: dict[str, Any]) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        parse_config(config)
-    return str(caught.value).splitlines()[1:]
 
 
 def test_every_removed_key_has_a_migration_hint() -> None:

@@ -67,11 +67,6 @@ def test_soft_objects_are_counted(tmp_path: Path) -> None:
     assert (found["objects"], found["soft_objects"], found["errors"]) == (4, 2, 0)
 
 
-def test_every_line_is_checked(tmp_path: Path) -> None:
-    found = [finding for finding, _ in check(tmp_path, "no JSON", line(BOX, image="gone.png"), line())]
-    assert found == [Finding.SCHEMA, Finding.MISSING_IMAGE, Finding.EMPTY_IMAGE]
-
-
 def test_an_image_used_twice_and_one_stored_twice(tmp_path: Path) -> None:
     paint(tmp_path / "copy.png")
     found = check(tmp_path, line(BOX), line(BOX), line(BOX, image="copy.png"))

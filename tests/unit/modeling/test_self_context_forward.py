@@ -108,11 +108,16 @@ def test_each_slot_is_fed_the_prediction_of_the_position_before_it(
 
 
 @torch.no_grad()
-def test_every_forward_has_the_rows_positions_and_no_cache(loaded: LoadedModel, segments: list[Segment]) -> None:
-    inputs = inputs_of(loaded, segments)
-    with watching(loaded.model) as calls:
+def test_every_forward_has_the_rows_positions_and_no_cache_and_the_vision_tower_runs_once(
+    loaded: LoadedModel, segments: list[Segment]
+) -> None:
+    model: Any = loaded.model
+    inputs, images = inputs_of(loaded, segments), []
+    handle = model.model.visual.register_forward_hook(lambda *_: images.append(1))
+    with watching(model) as calls:
         run(loaded, segments, SelfContext(4, "st", "unroll", 1.0))
-    assert len(calls) == 4
+    handle.remove()
+    assert len(calls) == 4 and images == [1]
     for call in calls:
         assert torch.equal(call["position_ids"], inputs["position_ids"]) and call["position_ids"].shape[0] == 4
         assert call["use_cache"] is False and call.get("past_key_values") is None
@@ -133,16 +138,6 @@ def test_a_packed_row_equals_its_segments_alone(segments: list[Segment], mode: E
         for part, states in zip(parts, alone, strict=True):
             torch.testing.assert_close(part, states[forward], atol=2e-5, rtol=1e-4)
     assert (together[0] - together[1]).abs().max() > 1e-2, "the last forward must have other inputs than the first"
-
-
-@torch.no_grad()
-def test_the_vision_tower_runs_once(loaded: LoadedModel, segments: list[Segment]) -> None:
-    model: Any = loaded.model
-    calls: list[int] = []
-    handle = model.model.visual.register_forward_hook(lambda *_: calls.append(1))
-    run(loaded, segments[:2], SelfContext(4, "st", "unroll", 1.0))
-    handle.remove()
-    assert calls == [1]
 
 
 @torch.no_grad()

@@ -139,11 +139,3 @@ def test_forwards_that_keep_a_graph(grad_mode: GradMode, iterations: int, with_g
     model = ToyModel()
     model.run(SelfContext(iterations, "soft", grad_mode, 1.0))
     assert model.calls == with_gradient
-
-
-def test_a_cold_softmax_feeds_the_most_likely_token() -> None:
-    z_KB, table_BH = torch.randn(SLOTS, BINS), torch.randn(BINS, HIDDEN)
-    cold = coord_embeddings(z_KB, table_BH, "soft", 1e-3)
-    torch.testing.assert_close(cold, coord_embeddings(z_KB, table_BH, "hard", 1.0), atol=1e-4, rtol=1e-4)
-    hot = coord_embeddings(z_KB, table_BH, "soft", 1e6)
-    torch.testing.assert_close(hot, table_BH.mean(0).expand(SLOTS, -1), atol=1e-4, rtol=1e-4)

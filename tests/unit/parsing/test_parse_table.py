@@ -12,7 +12,7 @@ from coordexp.errors import VocabError
 from coordexp.parsing import parse_rollout
 from coordexp.records import DropReason, ParsedRollout
 from coordexp.records import DropReason as R
-from support.parse_invariants import byte_vocab
+from support.parse_invariants import byte_vocab, check_parse
 from support.qwen_tokenizer import qwen_tokenizer, qwen_vocab
 
 
@@ -128,8 +128,6 @@ WHOLE_ANSWERS = [
     ("NaN", f"{{{O1}, {entry('NaN')}}}", [1], {R.MALFORMED: 1}, f"{{{O1}", 1),
     ("nested too deep", f"{{{O1}, {entry('[' * 100 + ']' * 100)}, {O3}}}{END}", [1],
      {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
-    ("image placeholder in a desc", f"{{{O1}, {entry(box('<|image_pad|>'))}, {O3}}}{END}", [1],
-     {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
     ("image placeholder between objects", f"{{{O1}, <|image_pad|>{O2}}}{END}", [1], {R.AFTER_BREAK: 1}, f"{{{O1}", 1),
     ("image placeholder before the root", f"<|image_pad|>{{{O1}}}{END}", [], {R.PREAMBLE: 1}, "{", None),
     ("coordinate wildcard in an array", f"{{{entry(box(at='[<|coord_*|>]'))}}}", [], {R.MALFORMED: 1}, "{", None),
@@ -222,7 +220,7 @@ def read(text: str) -> ParsedRollout:
     ids=[r[0] for r in WHOLE_ANSWERS],
 )
 def test_whole_answer(answer: str, valid: list[int], dropped: dict[R, int], prefix: str, max_index: int | None) -> None:
-    parsed = read(answer)
+    parsed = check_parse(qwen_vocab().encode(answer), qwen_vocab())  # spans and coordinate tokens, too
     assert [obj.index for obj in parsed.objects] == valid
     assert parsed.dropped == dropped
     assert parsed.prefix_text == prefix
@@ -232,7 +230,7 @@ def test_whole_answer(answer: str, valid: list[int], dropped: dict[R, int], pref
 
 @pytest.mark.parametrize(("value", "reason"), [row[1:] for row in VALUES], ids=[row[0] for row in VALUES])
 def test_value_of_one_entry(value: str, reason: R | None) -> None:
-    parsed = read(around(value))
+    parsed = check_parse(qwen_vocab().encode(around(value)), qwen_vocab())
     assert [obj.index for obj in parsed.objects] == ([1, 3] if reason else [1, 2, 3])
     assert parsed.dropped == ({reason: 1} if reason else {})
     assert parsed.prefix_text == kept(value)  # sound JSON stays in the prefix, usable or not
@@ -269,35 +267,20 @@ def test_a_cut_character_in_a_desc_becomes_a_replacement_character() -> None:
     assert "�" in parsed.objects[1].desc
 
 
-def test_coordinates_point_at_their_tokens() -> None:
-    vocab = qwen_vocab()
-    parsed = read(f"{{{entry(box('at <|coord_7|>', coords(1, 2, 3, 2)), 1)}, {entry(poly(pairs(*TRIANGLE)))}}}{END}")
-    assert [obj.bins for obj in parsed.objects] == [(1, 2, 3, 2), TRIANGLE]
-    for obj in parsed.objects:
-        assert tuple(vocab.bin_of(parsed.prefix_token_ids[i]) for i in obj.coord_token_idx) == obj.bins
-        assert list(obj.coord_token_idx) == sorted(set(obj.coord_token_idx))
-    first, second = (vocab.decode(parsed.prefix_token_ids[slice(*obj.token_span)]) for obj in parsed.objects)
-    assert first.startswith('{"object_1"') and first.endswith(("]}", "]},"))
-    assert second.startswith(' "object_2"') and second.endswith("]]}")
-
-
-def test_spelled_coordinates_are_not_coordinate_tokens() -> None:
+@pytest.mark.parametrize(
+    ("geometry", "reason"),
+    [
+        (spelled(coords(1, 2, 3, 4)[1:-1]), R.NON_COORD_TOKEN),
+        (spelled('"<|coord_1|>", ') + qwen_vocab().encode(coords(2, 3, 4)[1:-1]), R.AMBIGUOUS_COORDS),
+        (spelled("<|coord_1|>"), R.MALFORMED),  # without quotes it is no JSON
+    ],
+)
+def test_spelled_coordinates_are_not_coordinate_tokens(geometry: list[int], reason: R) -> None:
     vocab = qwen_vocab()
     head, tail = vocab.encode(f'{{{O1}, "object_2": {{"desc": "cat", "bbox_2d": ['), vocab.encode("]}}")
-    parsed = parse_rollout(head + spelled(coords(1, 2, 3, 4)[1:-1]) + tail, vocab)
-    assert parsed.dropped == {R.NON_COORD_TOKEN: 1}
-    mixed = spelled('"<|coord_1|>", ') + vocab.encode(coords(2, 3, 4)[1:-1])
-    parsed = parse_rollout(head + mixed + tail, vocab)
-    assert parsed.dropped == {R.AMBIGUOUS_COORDS: 1}
-    assert [obj.index for obj in parsed.objects] == [1] and parsed.max_object_index == 2
-
-
-def test_spelled_bare_coordinate_is_not_json() -> None:
-    vocab = qwen_vocab()
-    head, tail = vocab.encode(f'{{{O1}, "object_2": {{"desc": "cat", "bbox_2d": ['), vocab.encode("]}}")
-    parsed = parse_rollout(head + spelled("<|coord_1|>") + tail, vocab)
-    assert parsed.dropped == {R.MALFORMED: 1}
-    assert parsed.prefix_text == f"{{{O1}"
+    parsed = parse_rollout(head + geometry + tail, vocab)
+    assert [obj.index for obj in parsed.objects] == [1] and parsed.dropped == {reason: 1}
+    assert parsed.max_object_index == (1 if reason == R.MALFORMED else 2)
 
 
 @pytest.mark.parametrize(
@@ -336,22 +319,13 @@ def test_control_token_in_a_desc_ends_the_readable_part(token: str) -> None:
     assert parsed.dropped == {R.MALFORMED: 1, R.AFTER_BREAK: 1}
 
 
-def test_unknown_id_ends_the_readable_part() -> None:
-    vocab = qwen_vocab()
-    ids = vocab.encode(f"{{{O1}, {O2}")
-    for unknown in (len(vocab), len(vocab) + 10**6, -1):
-        parsed = parse_rollout([*ids[:-5], unknown, *ids[-5:]], vocab)
-        assert [obj.index for obj in parsed.objects] == [1]
-        assert parsed.dropped == {R.MALFORMED: 1}
-
-
-def test_id_that_writes_nothing_ends_the_readable_part() -> None:
-    """An unused id of the tokenizer: it has no text."""
+def test_an_unknown_id_and_one_without_text_end_the_readable_part() -> None:
     real = qwen_vocab()
     vocab = CoordVocab([*real.pieces, b""], real.coord_token_ids, real.eos_id, real.control_ids, qwen_tokenizer())
     ids = vocab.encode(f"{{{O1}, {O2}")
-    parsed = parse_rollout([*ids[:-5], len(real), *ids[-5:]], vocab)
-    assert [obj.index for obj in parsed.objects] == [1] and parsed.dropped == {R.MALFORMED: 1}
+    for odd in (len(real), len(vocab), len(vocab) + 10**6, -1):
+        parsed = parse_rollout([*ids[:-5], odd, *ids[-5:]], vocab)
+        assert [obj.index for obj in parsed.objects] == [1] and parsed.dropped == {R.MALFORMED: 1}
 
 
 def test_the_qwen_vocabulary_is_the_real_one() -> None:

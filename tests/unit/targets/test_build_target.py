@@ -140,25 +140,6 @@ def test_appended_keys_follow_the_highest_one_kept(make_vocab, response: str, ke
     assert list(json.loads(taught_text(outcome_of(response, [CAT, DOG], vocab), vocab))) == keys
 
 
-@vocabs
-def test_without_missed_objects_the_answer_is_closed(make_vocab) -> None:
-    vocab = make_vocab()
-    got = outcome_of(answer(entry(1, NEAR_BOX)), [CAT], vocab)
-    tail = got.target.token_ids[got.target.prefix_len :]
-    assert vocab.decode(tail) == "}" + TURN_END
-    assert got.target.roles_T[got.target.prefix_len :].tolist() == [TokenRole.CLOSE, TokenRole.EOS]
-
-
-@vocabs
-@pytest.mark.parametrize("response", [answer(), answer(entry(1)), "", f"{{{entry(1)}"])
-def test_an_image_without_objects_supervises_the_stop_token(make_vocab, response: str) -> None:
-    got = outcome_of(response, [], make_vocab())
-    assert got.target.coord_pos_K.size == 0
-    assert got.target.appended_gt_idx == got.target.matched_pred_idx == ()
-    supervised = got.target.roles_T[got.target.roles_T != TokenRole.PREFIX_MASKED].tolist()
-    assert supervised == [TokenRole.CLOSE, TokenRole.EOS]
-
-
 def test_missed_objects_keep_the_order_of_the_ground_truth() -> None:
     got = outcome_of(answer(entry(1, NEAR_BOX)), [LEAF, CAT, DOG], qwen_vocab(), MatchingConfig())
     assert got.target.appended_gt_idx == (0, 2)

@@ -109,21 +109,14 @@ def test_unmatched_duplicate_and_missed_objects(make_vocab, policy, expected) ->
 
 
 @vocabs
-def test_a_duplicate_is_replaced_by_the_next_missed_object(make_vocab) -> None:
+def test_only_a_replaced_duplicate_gives_its_place_to_the_next_missed_object(make_vocab) -> None:
     vocab = make_vocab()
-    policy = TargetPolicy("rewritten", duplicates="replace")
-    got = rewritten([NEAR_CAT, replace(NEAR_CAT, bins=(13, 25, 195, 231)), NEAR_DOG], [CAT, LEAF, DOG], vocab, policy)
-    assert [desc for _, desc in names(got, vocab)] == ["black cat", "leaf", "dog"]
-    assert got.target.appended_object_index == (2,)
-
-
-@vocabs
-def test_a_dropped_duplicate_is_not_replaced(make_vocab) -> None:
-    policy = TargetPolicy("rewritten", duplicates="drop")
     answered = [NEAR_CAT, replace(NEAR_CAT, bins=(13, 25, 195, 231)), NEAR_DOG]
-    got = rewritten(answered, [CAT, LEAF, DOG], make_vocab(), policy)
-    assert [desc for _, desc in names(got, make_vocab())] == ["black cat", "dog", "leaf"]
-    assert got.target.left_out_pred_idx == (1,)
+    for duplicates, expected in (("replace", ["black cat", "leaf", "dog"]), ("drop", ["black cat", "dog", "leaf"])):
+        got = rewritten(answered, [CAT, LEAF, DOG], vocab, TargetPolicy("rewritten", duplicates=duplicates))
+        assert [desc for _, desc in names(got, vocab)] == expected
+        assert got.target.appended_object_index == (expected.index("leaf") + 1,)
+        assert got.target.left_out_pred_idx == (1,)
 
 
 def test_an_unmatched_object_with_a_control_token_is_dropped() -> None:
