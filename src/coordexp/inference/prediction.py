@@ -244,15 +244,9 @@ def run_evaluation(
     """Evaluate, and write figures and answers to ``output`` (``<training.output_dir>/evaluation``).
 
     Predictions are scored by their tokens' probabilities unless ``constant_score`` is given. Under torchrun the images
-    are spread over the ranks.
-
-    Args:
-        rename: gives predictions other descriptions.
-        segm: average precision of masks too.
-        classes: the only descriptions that answers may contain; empty for any.
-
-    Raises:
-        ConfigError, DataError, CheckpointError, VocabError: before weights are loaded.
+    are spread over the ranks. ``rename`` gives predictions other descriptions; ``segm``: average precision of masks
+    too; ``classes``: the only descriptions that answers may contain, empty for any. Raises ConfigError, DataError,
+    CheckpointError or VocabError before weights are loaded.
     """
     path = Path(model or config.model.model)
     jsonl, written = answer_jsonl(

@@ -326,12 +326,8 @@ class Prefix:
 
 
 def choose_prefix(token_ids: Sequence[int], ends: Sequence[int], cuts: Sequence[int], vocab: CoordVocab) -> Prefix:
-    """The prefix for the last of ``cuts`` that tokens can realise; a lone ``{`` when none can.
-
-    Args:
-        token_ids: the rollout. ends: byte offset after each token. cuts: ascending byte offsets, each right after
-            the root's ``{`` or the ``}`` of an entry.
-    """
+    """The prefix for the last of ``cuts`` (ascending byte offsets, each after the root's ``{`` or the ``}`` of an
+    entry) that tokens can realise; a lone ``{`` when none can. ``ends``: byte offset after each token."""
     for cut in reversed(cuts):
         last = bisect_left(ends, cut)  # the token that holds the byte before the cut
         if ends[last] == cut:

@@ -200,12 +200,9 @@ class RolloutLog:
 
 class RolloutPictures(TrainerCallback):
     """Draws the first samples of a recorded step for TensorBoard, before the step trains on them, and histograms.
-
-    Args:
-        outcomes: of the step that begins, on this rank, each with its sample's record, the objects in the order that
-            was matched; none in a step without rollouts.
-        writer: TensorBoard's ``SummaryWriter``, or None if this process has none (yet).
-    """
+    ``outcomes``: of that step on this rank, each with its sample's record, the objects in the order that was matched;
+    none in a step without rollouts. ``writer``: TensorBoard's ``SummaryWriter``; None if this process has none
+    (yet)."""
 
     def __init__(
         self,

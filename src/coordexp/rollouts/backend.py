@@ -226,16 +226,11 @@ class ResponseTokens:
 def response_tokens(
     generated: Sequence[int], finish_reason: str | None, vocab: CoordVocab, where: str
 ) -> ResponseTokens:
-    """Cut ``generated`` at its first end of turn.
+    """Cut ``generated``, token ids as the engine returned them, at its first end of turn.
 
     Without an end token, the engine's finish reason decides: ``length`` means truncated, and ``stop`` means that the
-    engine does not return the end token.
-
-    Args:
-        generated: token ids as the engine returned them. where: names the request in errors.
-
-    Raises:
-        RolloutError: an id is none of the tokenizer's, or the engine ended the answer for another reason.
+    engine does not return the end token. Raises RolloutError, naming the request as ``where``, if an id is none of the
+    tokenizer's, or the engine ended the answer for another reason.
     """
     if unknown := [token for token in generated if not 0 <= token < len(vocab)]:
         raise RolloutError(

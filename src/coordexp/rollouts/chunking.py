@@ -10,14 +10,9 @@ from coordexp.errors import ConfigError
 
 
 def split_requests(n: int, world_sizes: Sequence[int]) -> list[range]:
-    """Contiguous requests for each server, in proportion to its world size.
+    """One contiguous range of ``range(n)`` per server, in proportion to its world size (rollout devices, >= 1).
 
     Server i takes the next ``ceil(n * s_i / sum(s))`` requests, or what is left of them; late servers may get none.
-
-    Args:
-        n: number of requests, >= 0. world_sizes: rollout devices of each server, each >= 1.
-
-    Returns: one range per server, empty ones included; together they are ``range(n)`` in order.
     """
     if n < 0:
         raise ValueError(f"the number of requests cannot be negative, got {n}")
@@ -89,11 +84,9 @@ class Post:
 def plan_calls(round_sizes: Sequence[int], slots: Sequence[int]) -> list[list[Call]]:
     """The calls of a whole window on one rank, in batches of at most ``sum(slots)`` requests, in order.
 
-    The window's requests, round after round, are cut into batches; each is dealt to the servers contiguously, in
-    proportion to this rank's slots there. A call ends where its round ends: its seed belongs to a micro-step.
-
-    Args:
-        round_sizes: number of requests of each round. slots: :func:`server_slots`.
+    The window's requests, round after round of ``round_sizes``, are cut into batches; each is dealt to the servers
+    contiguously, in proportion to this rank's slots there (:func:`server_slots`). A call ends where its round ends: its
+    seed belongs to a micro-step.
     """
     servers = [server for server, count in enumerate(slots) if count]
     weights = [slots[server] for server in servers]

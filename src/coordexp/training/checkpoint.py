@@ -51,11 +51,8 @@ class Seal:
 
 def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool, shared: bool) -> None:
     """Mark a checkpoint as complete, once every rank has arrived and the disk holds everything. A collective call.
-
-    Args:
-        writes: whether this rank writes the seal. shared: all ranks write to one file system; otherwise each rank that
-            seals sees the files of its own machine alone.
-    """
+    ``writes``: this rank writes the seal; ``shared``: all ranks write to one file system, otherwise each rank that
+    seals sees the files of its own machine alone."""
     where = f"sealing {folder}"
     with distributed.raise_on_all_ranks(where):
         sizes = _sizes(folder)

@@ -32,12 +32,8 @@ logger = logging.getLogger("coordexp")
 
 
 def check_parallel(config: RunConfig, world_size: int) -> None:
-    """Check the sections ``fsdp`` and ``deepspeed`` before anything is loaded.
-
-    Raises:
-        ConfigError: sharding over one process; DeepSpeed on a CPU, with a file that is none, or by ZeRO-3.
-        MissingDependency: DeepSpeed is not installed.
-    """
+    """Check the sections ``fsdp`` and ``deepspeed`` before anything is loaded. Raises ConfigError for sharding over one
+    process, and DeepSpeed on a CPU, with a file that is none, or by ZeRO-3; MissingDependency without DeepSpeed."""
     if config.fsdp.enabled and world_size == 1:
         raise ConfigError(
             "fsdp.enabled: shards the learner over the processes of torchrun, and there is only this one; start "

@@ -85,10 +85,8 @@ _TRAIN = "train/"  # transformers' loggers add it to every name that is not an e
 def set_up_loggers(
     trainer: CoordExpTrainer, logging_dir: Path | None, resume: Path | None
 ) -> list[TensorBoardCallback]:
-    """Prepare the loggers that the trainer has; call before it trains.
-
-    TensorBoard's files of one run are in one folder, ``logging_dir`` or ``runs`` in the output folder, also after a
-    resume, which purges the events after its checkpoint. Returns: TensorBoard's loggers.
+    """Prepare a trainer's loggers, before it trains, and return TensorBoard's: its files of one run are in one folder,
+    ``logging_dir`` or ``runs`` in the output folder, also after a resume, which purges the events after its checkpoint.
     """
     names = trainer.args.report_to or []
     reporting = tuple(get_reporting_integration_callbacks([names] if isinstance(names, str) else names))

@@ -274,14 +274,10 @@ def run_training(
     config_path: Path | None = None,
     overrides: Sequence[str] = (),
 ):
-    """Check, build, train, and save the final model with its processor to ``training.output_dir``.
+    """Check, build, train, and save the final model with its processor to ``training.output_dir``. Returns the trainer.
 
-    ``config_path`` and ``overrides`` (``key.path=value``) say in the manifest what ``config`` was loaded from.
-
-    Returns: the trainer, after training.
-
-    Raises:
-        RunStopped: a signal ended the run; everything is saved. ProcessesLost: another process of torchrun is gone.
+    ``config_path`` and ``overrides`` (``key.path=value``) say in the manifest what ``config`` was loaded from. Raises
+    RunStopped if a signal ended the run, with everything saved, ProcessesLost if another process of torchrun is gone.
     """
     checked = check_run(config)
     set_allocator(checked.rollout)

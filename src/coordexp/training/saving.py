@@ -38,13 +38,7 @@ SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.j
 
 def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> Path:
     """Write the checkpoint of the finished steps, and seal it once all of it is on the disk. A collective call.
-
-    Args:
-        last_saved: a sentence about the newest checkpoint there is, for errors.
-
-    Raises:
-        CheckpointError: it cannot be written; on all ranks.
-    """
+    ``last_saved``: a sentence about the newest checkpoint there is, for errors. Raises CheckpointError on all ranks."""
     step = run.progress.global_step
     folder = checkpoint_folder(str(args.output_dir), step)
     answers = _answers_on_all_ranks(run)
@@ -273,12 +267,8 @@ def save_carry_buffer(buffer: CarryBuffer, folder: Path) -> None:
 
 
 def load_carry_buffer(buffer: CarryBuffer, checkpoint: Path, encode: Callable[[str], RolloutRequest]) -> None:
-    """Fill ``buffer`` as it was when ``checkpoint`` was written.
-
-    Raises:
-        CheckpointError: the checkpoint holds no buffer for this rank, or an unreadable one. DataError: a waiting sample
-            is no longer in the dataset.
-    """
+    """Fill ``buffer`` as it was when ``checkpoint`` was written. Raises CheckpointError if that holds no buffer for
+    this rank, or an unreadable one; DataError if a waiting sample is no longer in the dataset."""
     path = _rank_file(checkpoint, "carry_buffer")
     if not path.is_file():
         raise CheckpointError(

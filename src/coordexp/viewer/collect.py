@@ -80,15 +80,9 @@ class ViewData:
 
 
 def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 1000) -> ViewData:
-    """Read a run's folder, a folder or file of rollout records, or predictions.
-
-    Args:
-        vocab: of the tokenizer that wrote the answers; without it tokens are not shown.
-        max_records: further ones are left out, evenly over the run, with a note.
-
-    Raises:
-        DataError: nothing there that can be shown.
-    """
+    """Read a run's folder, a folder or file of rollout records, or predictions. ``vocab``: of the tokenizer that wrote
+    the answers; without it tokens are not shown. Of more than ``max_records``, those evenly over the run are kept, with
+    a note. Raises DataError if nothing there can be shown."""
     records: list[ViewRecord] = []
     recorded = rollout_records_at(source)
     if recorded is not None:

@@ -319,14 +319,9 @@ class WeightReceiver:
         self, version: int | None, wants_checksum: bool, finish: Callable[[], None], learner_id: str | None = None
     ) -> dict[str, Any]:
         """End a push: check that all weights have come and are loaded, then ``finish`` (vLLM's post-processing).
-
-        Args:
-            version: of these weights; None for one more than the last.
-            wants_checksum: read the parameters back and hash them.
-
-        Raises:
-            RolloutError: nothing was pushed, loading failed, or weights are missing. The old version is gone too.
-        """
+        ``version``: of these weights, None for one more than the last; ``wants_checksum``: read the parameters back and
+        hash them. Raises RolloutError if nothing was pushed, loading failed, or weights are missing: the old version is
+        gone too."""
         state = self.state
         with self.recording_failures():
             if not state.open:
