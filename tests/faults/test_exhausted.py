@@ -17,9 +17,9 @@ import pytest
 
 from coordexp.errors import CheckpointError, ServerTimeout
 from coordexp.training.checkpoint import check_contents, is_complete
-from faults.lying_server import lying
 from faults.test_lying_servers import CALLS, DEADLINE_S, client_of
 from support.cli_runs import run_cli
+from support.lying_server import lying
 from support.tiny_run import run_config, same_weights, train, weights
 
 SAVING: dict[str, Any] = {"training__max_steps": 3, "training__save_strategy": "steps", "training__save_steps": 1}

@@ -19,6 +19,7 @@ from coordexp.distributed import RENDEZVOUS
 from coordexp.launch.plan import plan_launch
 from coordexp.training.checkpoint import is_complete
 from faults.runs import ended, strike, two_ranks
+from support.ports import listening
 from support.rollout_servers import descendants
 from support.tiny_run import run_config
 
@@ -66,33 +67,18 @@ def test_a_launched_trainer_listens_on_loopback_only(tmp_path: Path) -> None:
     log = tmp_path / "log"
     environment = os.environ | dict(learner.environment) | {RENDEZVOUS: str(tmp_path / "store")}
     process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment)
+
+    def addresses(pid: int) -> set[tuple[str, int]]:
+        return set().union(*map(listening, (pid, *descendants(pid))))
+
     try:
         deadline = time.monotonic() + 120
-        while not (tmp_path / "run" / "run.lock").exists() or len(list(listening(process.pid))) < 2:
+        while not (tmp_path / "run" / "run.lock").exists() or len(addresses(process.pid)) < 2:
             assert time.monotonic() < deadline and process.poll() is None, log.read_text()
             time.sleep(0.2)
         time.sleep(2)
-        heard = set(listening(process.pid))
-        assert heard and all(address.startswith("127.") for address in heard), heard
+        heard = addresses(process.pid)
+        assert heard and all(address.startswith("127.") for address, _ in heard), heard
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=120)
-
-
-def listening(pid: int) -> Iterator[str]:
-    """Addresses on which the process and everything below it listens, in IPv4's form or as raw IPv6."""
-    own = set()
-    for each in (pid, *descendants(pid)):
-        for link in Path(f"/proc/{each}/fd").glob("*"):
-            try:
-                target = os.readlink(link)
-            except OSError:
-                continue
-            if target.startswith("socket:["):
-                own.add(target[8:-1])
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in own:
-                address = fields[1].partition(":")[0]
-                yield ".".join(str(byte) for byte in reversed(bytes.fromhex(address))) if table == "tcp" else address

@@ -25,9 +25,9 @@ from coordexp.weight_sync import WeightVersion
 from coordexp.weight_sync.group import GroupAddress, join
 from support.rollout_servers import (
     RunningServer,
+    all_gone,
     disturb,
     greedy_tokens,
-    is_alive,
     load_served,
     openai_payload,
     payload,
@@ -191,7 +191,4 @@ def test_a_server_that_dies_during_a_push_ends_it(
             with pytest.raises(ServerUnreachable, match="start it"):
                 act()
     assert time.monotonic() - started < 30
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, family)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not [pid for pid in family if is_alive(pid)]
+    assert all_gone(family)

@@ -17,7 +17,7 @@ from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUn
 from coordexp.modeling.weights import LearnerWeights
 from support.rollout_servers import (
     RunningServer,
-    is_alive,
+    all_gone,
     load_served,
     payload,
     requests_of,
@@ -48,10 +48,6 @@ def until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
     while not (held := holds()) and time.monotonic() < deadline:
         time.sleep(0.2)
     return held
-
-
-def ended(pids: list[int]) -> bool:
-    return until(lambda: not any(map(is_alive, pids)), 20.0)
 
 
 def test_a_trainer_without_the_token_is_refused(server: RunningServer) -> None:
@@ -125,7 +121,7 @@ def test_a_servers_life_from_start_to_exit(server: RunningServer) -> None:
     server.process.wait()
     with pytest.raises(ServerUnreachable, match="start it"):
         patient.infer(payload(requests))
-    assert ended(family), f"left behind by the server: {tail(server.log)}"
+    assert all_gone(family), f"left behind by the server: {tail(server.log)}"
     client.close()
     patient.close()
 
@@ -141,14 +137,14 @@ def test_stopping_a_starting_server_ends_all_its_processes(
         family = server.children()
         server.process.send_signal(sent)
         assert server.process.wait(60) != 0
-        assert ended(family)
+        assert all_gone(family)
 
 
 def test_an_engine_that_starts_too_slowly_is_stopped(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("server")
     with started(folder, server_config(folder, launch__wait_s=0.5)) as server:
         assert server.process.wait(90) == 2
-        assert ended(server.children())
+        assert all_gone(server.children())
     assert "launch.wait_s" in tail(server.log)
 
 

@@ -26,10 +26,10 @@ from support import tuned_models
 from support.guarded_server import Guarded, GuardedServerContract, answered
 from support.rollout_servers import (
     RunningServer,
+    all_gone,
     disturb,
     greedy_tokens,
     guarded_config,
-    is_alive,
     load_served,
     payload,
     pushing,
@@ -189,7 +189,4 @@ def test_killing_the_server_leaves_no_process(server: RunningServer) -> None:
     status, below = server.status(), server.children()
     assert {one["pid"] for one in status["workers"]} <= set(below)
     os.kill(server.process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, below)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert [pid for pid in below if is_alive(pid)] == []
+    assert all_gone(below)

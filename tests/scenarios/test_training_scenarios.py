@@ -127,7 +127,8 @@ def test_training_continues_from_the_best_beam(tmp_path: Path) -> None:
     loaded = load_tiny()  # the weights of the first step
     samples = {sample.record.sample_id: sample.request for sample in tiny_samples(loaded)}
     outcomes = watch.steps[0].outcomes
-    assert len(outcomes) == 4 and step_lines(trainer)[0]["rollout/decode_beam"] == 1
+    (line,) = step_lines(trainer)
+    assert len(outcomes) == 4 and line["rollout/decode_beam"] == 1 and "rollout/decode_greedy" not in line
     for outcome in outcomes:
         best = best_beam(loaded, samples[outcome.rollout.sample_id], beams=3)
         assert outcome.rollout.response_token_ids == best
@@ -156,6 +157,18 @@ def test_decode_batch_size_is_the_batch_size_in_training_and_evaluation(per_devi
     assert config.rollout_matching is not None and config.rollout_matching.decode_batch_size == 3
     # Four training samples, then five validation samples.
     assert [len(call["input_ids"]) for call in watch.generated] == [3, 1, 3, 2]
+
+
+@pytest.mark.scenario("Canonical Stage-2 key controls decode microbatching")
+@pytest.mark.parametrize("size", [2, 3])
+def test_decode_batch_size_limits_the_sequences_of_a_two_channel_run(size: int, tmp_path: Path) -> None:
+    watch = Watch()
+    keys = {"rollout_matching__decode_batch_size": size, "stage2_ab__schedule__b_ratio": 1.0,
+            "training__per_device_train_batch_size": 5, "training__max_steps": 1}  # fmt: skip
+    trainer = train(run_config(tmp_path, "two_channel", **keys), on_built=watch)
+    assert trainer.rollout_matching_cfg["decode_batch_size"] == size
+    decoded = [len(call["input_ids"]) for call in watch.generated]
+    assert (max(decoded), sum(decoded)) == (size, 5)
 
 
 class Replay(QuietBackend):

@@ -6,6 +6,8 @@ import random
 import socket
 from contextlib import ExitStack
 
+import psutil
+
 # Below the ports that Linux hands out itself: between the look and the server's start, minutes on a busy machine,
 # another process could be given one of those.
 FIRST, LAST = 15_000, 32_000
@@ -27,3 +29,12 @@ def free_ports(count: int) -> list[int]:
             ports.append(port)
         assert len(ports) == count, f"only {len(ports)} of {count} ports between {FIRST} and {LAST} are free"
         return ports
+
+
+def listening(pid: int | None = None) -> set[tuple[str, int]]:
+    """Addresses and ports on which a process listens, by default this one; nothing if it has ended."""
+    try:
+        connections = psutil.Process(pid).net_connections("tcp")
+    except psutil.NoSuchProcess:
+        return set()
+    return {(one.laddr.ip, one.laddr.port) for one in connections if one.status == psutil.CONN_LISTEN}

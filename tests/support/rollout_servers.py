@@ -228,6 +228,14 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def all_gone(pids: Sequence[int], seconds: float = 20.0) -> bool:
+    """Whether all of these processes end within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while (left := any(map(is_alive, pids))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not left
+
+
 def load_served(checkpoint: Path | None = None) -> LoadedModel:
     return load_model(checkpoint or served_checkpoint(), "float32")
 

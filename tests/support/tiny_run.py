@@ -195,7 +195,6 @@ def task_of(
     capacity: int | None = 400,
     most: int = 64,
     fill: float = 0.0,
-    decode_metric: str = "rollout/decode_greedy",
     **targets: Any,
 ) -> Task:
     """A step on ground truth or, with ``backend``, on rollouts. ``capacity``, ``most``, ``fill``: of its rows;
@@ -206,7 +205,7 @@ def task_of(
                                "policy": TargetPolicy()} | targets)  # fmt: skip
     queue = None
     if backend is not None:
-        queue = RolloutQueue(backend, AnswerReader(loaded.vocab, MatchingConfig()), 3, decode_metric=decode_metric)
+        queue = RolloutQueue(backend, AnswerReader(loaded.vocab, MatchingConfig()), 3)
     return Task(RowObjective(sft_pipeline(None), loaded.vocab.coord_token_ids), layout, options, queue)
 
 

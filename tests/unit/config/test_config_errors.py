@@ -65,6 +65,9 @@ WRONG = [
     (f"{RM}.decoding.topp", 1, f"{RM}.decoding.topp", "did you mean 'top_p'"),
     (f"{RM}.vllm.server", {"servers": []}, f"{RM}.vllm.server.servers", "at least 1 item"),
     (f"{RM}.vllm.server", {}, f"{RM}.vllm.server.servers", "missing"),
+    (f"{RM}.vllm.server", {"servers": [{"group_port": 1}]}, f"{RM}.vllm.server.servers[0].base_url", "missing"),
+    (f"{RM}.vllm.server", {"servers": [{"base_url": "http://a"}]}, f"{RM}.vllm.server.servers[0].group_port",
+     "missing"),
     (f"{RM}.vllm.server", servers("a:80", 1), f"{RM}.vllm.server.servers[0].base_url", "URL prefix"),
     (f"{OBJ}", [], f"{OBJ}", "at least 1 item"),
     (f"{OBJ}[0].name", "coord_diag", f"{OBJ}[0].name", "unknown module"),
@@ -94,10 +97,12 @@ WRONG = [
     (f"{RM}.vllm.sync.fallback_to_full", "yes", f"{RM}.vllm.sync.fallback_to_full", "true or false"),
     (f"{RM}.vllm.server", servers("http://a", 1) | {"api_key_env": "my token"}, f"{RM}.vllm.server.api_key_env",
      "name of the environment variable"),
+    (f"{RM}.vllm.server", servers("http://a", 0), f"{RM}.vllm.server.servers[0].group_port", "equal to 1"),
     (f"{RM}.vllm.server", servers("http://a", 70000), f"{RM}.vllm.server.servers[0].group_port", "equal to 65535"),
 ]  # fmt: skip
 
 
+@pytest.mark.scenario("Invalid server configuration fails fast")
 @pytest.mark.parametrize(("key", "value", "path", "words"), WRONG, ids=[f"{k}={v!r:.30}" for k, v, _, _ in WRONG])
 def test_an_error_names_key_place_and_fix(key: str, value: Any, path: str, words: str, tmp_path: Path) -> None:
     file = write_yaml(tmp_path, set_key(stage2(), key, value))

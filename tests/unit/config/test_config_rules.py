@@ -142,6 +142,8 @@ RULES = [
 ]  # fmt: skip
 
 
+@pytest.mark.scenario("Invalid vLLM configuration fails fast")
+@pytest.mark.scenario("Invalid server configuration fails fast")
 @pytest.mark.parametrize(("base", "keys", "path", "words"), RULES, ids=[f"{p}: {w}" for _, _, p, w in RULES])
 def test_broken_rule_is_the_one_problem_named(base: dict[str, Any], keys: dict, path: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -219,6 +221,7 @@ WORLDS = [
 ]
 
 
+@pytest.mark.scenario("Invalid vLLM configuration fails fast")
 @pytest.mark.parametrize(("raw", "world_size", "path", "words"), WORLDS)
 def test_rules_of_the_number_of_processes(raw: dict[str, Any], world_size: int, path: str | None, words: str) -> None:
     config = parse_config(raw)

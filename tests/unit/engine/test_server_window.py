@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ from coordexp.rollouts import RolloutRound, SeedContext
 from coordexp.training.answers import AnswerReader, RolloutQueue
 from coordexp.training.run import check_run
 from support.fake_servers import FakeRolloutServer
+from support.lying_server import lying
 from support.ports import free_ports
 from support.server_backends import PretendSync, answers, backend_of, requests_, section
 from support.tiny_run import load_tiny, run_config, tiny_samples
@@ -176,43 +176,15 @@ def server_run(folder: Path, urls: Sequence[str], **keys: Any) -> Any:
 
 
 @contextmanager
-def listening(reply: bytes | None) -> Iterator[str]:
-    """Accepts every connection; sends ``reply`` and closes, or sends nothing."""
-    ended = threading.Event()
-
-    def serve(listener: socket.socket) -> None:
-        held = []
-        while not ended.is_set():
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            held.append(connection)
-            if reply is not None:
-                connection.recv(1 << 16)
-                connection.sendall(reply)
-                connection.close()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=serve, args=(listener,), daemon=True).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        ended.set()
-
-
-@contextmanager
 def nobody() -> Iterator[str]:
     yield f"http://127.0.0.1:{free_ports(1)[0]}"
 
 
 WRONG_ADDRESSES = [
     (nobody, "no rollout server accepts connections there.*start it", "nothing listens"),
-    (lambda: listening(None), "no answer within", "it accepts, and never answers"),
-    (lambda: listening(b"SSH-2.0-OpenSSH_9.2\r\n"), "the connection broke", "another protocol"),
-    (
-        lambda: listening(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"),
-        "status 404.*is this a rollout server",
-        "another web server",
-    ),
+    (lambda: lying("hangs"), "no answer within", "it accepts, and never answers"),
+    (lambda: lying("speaks_another_protocol"), "the connection broke", "another protocol"),
+    (lambda: lying("knows_no_path"), "status 404.*is this a rollout server", "another web server"),
 ]
 
 

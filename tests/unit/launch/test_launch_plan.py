@@ -13,13 +13,12 @@ import pytest
 
 from coordexp.checkpoints.memory import check_memory
 from coordexp.config import load_config
-from coordexp.engine.arguments import CONFIG_JSON, ENABLE, activated_config
+from coordexp.engine.arguments import CONFIG_JSON, ENABLE
 from coordexp.errors import ConfigError
 from coordexp.launch.plan import PLAN_JSON, Check, LaunchPlan, plan_launch, run_checks
-from coordexp.training.run import resolved_rollout
 from support.cli_runs import run_cli
 from support.config_samples import set_key, write_yaml
-from support.rollout_servers import GUARD, guarded_config, plan_of
+from support.rollout_servers import GUARD, guarded_config
 from support.tiny_run import tiny_checkpoint
 
 
@@ -34,21 +33,6 @@ def planned(folder: Path, config: dict[str, Any], local: tuple[bool, ...] = (Tru
         config = set_key(config, key.replace("__", "."), value)
     path = write_yaml(folder, config)
     return plan_launch(load_config(path), path, local=local)
-
-
-@pytest.mark.scenario("Preflight/runtime consume a shared validated rollout contract")
-def test_preflight_and_trainer_read_the_same_contract(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Both go through the one loader: the launcher's projections are those of the trainer's own section."""
-    run = load_config(write_yaml(tmp_path, config))
-    plan = plan_of(tmp_path, config)
-    rollout = resolved_rollout(run)
-    assert rollout.vllm.server is not None
-    assert list(plan.server_base_urls) == [entry.base_url for entry in rollout.vllm.server.servers]
-    assert [server.group_port for server in plan.servers] == [e.group_port for e in rollout.vllm.server.servers]
-    for server in plan.servers:
-        assert server.process is not None
-        assert activated_config(server.process.environment) == rollout.repeat_terminate
-    assert str(tmp_path / "launch.yaml") in plan.learner.command
 
 
 def test_the_guard_section_reaches_only_the_server(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from coordexp.launch.plan import PLAN_JSON, LaunchPlan, ProcessPlan, ServerPlan
 from support.ports import free_ports
-from support.rollout_servers import descendants, is_alive
+from support.rollout_servers import all_gone, descendants, is_alive
 
 # Answers /health/ with 200 and everything else with 404, and has a child in a session of its own.
 SERVER = """
@@ -123,13 +123,6 @@ def launched(folder: Path, plan: LaunchPlan) -> Iterator[Running]:
         process.wait()
 
 
-def all_gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + DEADLINE_S
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return not any(map(is_alive, pids))
-
-
 @pytest.mark.parametrize("code", [0, 3])
 def test_the_trainers_exit_code_is_returned(tmp_path: Path, code: int) -> None:
     learner = f"import sys; print('trained', flush=True); sys.exit({code})"
@@ -148,7 +141,7 @@ def test_a_signal_is_passed_on_and_everything_ends(tmp_path: Path, number: signa
         assert len(everything) >= 5  # supervisor, server, its child, trainer, its child
         running.process.send_signal(number)
         assert running.process.wait(DEADLINE_S) == 128 + number
-        assert all_gone(everything)
+        assert all_gone(everything, DEADLINE_S)
 
 
 @pytest.mark.parametrize("victim", ["launcher", "supervisor", "server", "learner"])
@@ -159,7 +152,7 @@ def test_killing_any_process_ends_all_others(tmp_path: Path, victim: str) -> Non
         word = {"supervisor": "coordexp.launch.supervisor", "server": "HTTPServer", "learner": "import signal, sub"}
         pid = running.process.pid if victim == "launcher" else running.pid_of(word[victim])
         os.kill(pid, signal.SIGKILL)
-        assert all_gone(everything), f"left over after kill -9 of the {victim}"
+        assert all_gone(everything, DEADLINE_S), f"left over after kill -9 of the {victim}"
         assert running.process.wait(DEADLINE_S) != 0
 
 
@@ -169,7 +162,7 @@ def test_a_trainer_that_loses_its_server_can_save_first(tmp_path: Path) -> None:
         everything = descendants(running.process.pid)
         os.kill(running.pid_of("HTTPServer"), signal.SIGKILL)
         assert running.process.wait(DEADLINE_S) == 1
-        assert all_gone(everything)
+        assert all_gone(everything, DEADLINE_S)
     assert "saved" in (tmp_path / "learner.log").read_text()
     assert "server0 ended with exit code 137" in (tmp_path / "launch.log").read_text()
 
@@ -187,7 +180,7 @@ def test_a_server_that_never_answers_times_out(tmp_path: Path) -> None:
     with launched(tmp_path, plan(tmp_path, LONG_LEARNER, server="import time; time.sleep(600)", wait_s=2)) as running:
         everything = descendants(running.process.pid)
         assert running.process.wait(DEADLINE_S) == 1
-        assert all_gone(everything)
+        assert all_gone(everything, DEADLINE_S)
     assert "launch.wait_s" in (tmp_path / "launch.log").read_text()
     assert not (tmp_path / "learner.log").exists()
 

@@ -9,10 +9,10 @@ import pytest
 
 from coordexp.coords import TURN_END
 from coordexp.data.dataset import Sample
-from coordexp.errors import CarryBufferOverflow, SegmentTooLong
+from coordexp.errors import CarryBufferOverflow
 from coordexp.modeling.load import LoadedModel
 from coordexp.targets import count_terms
-from support.tiny_run import InMemoryBackend, nearly_right, prepare, task_of, tiny_samples
+from support.tiny_run import InMemoryBackend, prepare, task_of, tiny_samples
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +64,6 @@ def test_every_sample_is_trained_once_or_waits(loaded: LoadedModel, samples: lis
     assert sorted(trained + ids(task.layout.buffer.segments)) == sorted(s.record.sample_id for s in samples)
 
 
-def test_the_next_step_starts_with_the_oldest_segment(loaded: LoadedModel, samples: list[Sample]) -> None:
-    task = task_of(loaded, capacity=120)
-    prepare(task, [samples[:4]])
-    assert task.layout.buffer is not None
-    oldest = task.layout.buffer.segments[0].sample_id
-    assert prepare(task, [samples[4:5]], 1)[0].rows[0].segments[0].sample_id == oldest
-
-
 def test_all_rollouts_come_before_the_first_row(loaded: LoadedModel, samples: list[Sample]) -> None:
     backend = InMemoryBackend(loaded.vocab, lambda _: "{}" + TURN_END)
     prepare(task_of(loaded, backend), [samples[:2], samples[2:5]], 7)
@@ -79,25 +71,6 @@ def test_all_rollouts_come_before_the_first_row(loaded: LoadedModel, samples: li
     assert backend.calls == [tuple(s.record.sample_id for s in batch) for batch in (samples[:2], samples[2:5])]
     assert [seeds.micro_step_idx for seeds in backend.seeds] == [0, 1]
     assert {(seeds.training_seed, seeds.global_step, seeds.rank) for seeds in backend.seeds} == {(3, 7, 0)}
-
-
-def test_targets_start_with_the_models_own_answer(loaded: LoadedModel, samples: list[Sample]) -> None:
-    truth = {sample.record.sample_id: sample.record.objects for sample in samples}
-    backend = InMemoryBackend(loaded.vocab, lambda request: nearly_right(truth[request.sample_id]))
-    prepared, metrics = prepare(task_of(loaded, backend), [samples[:3]])
-    for sample, outcome, segment in zip(samples, prepared.outcomes, prepared.rows[0].segments, strict=False):
-        assert segment.target is outcome.target
-        assert segment.prompt_token_ids == sample.request.prompt_token_ids
-        answer = outcome.rollout.response_token_ids
-        assert outcome.target.token_ids[: outcome.target.prefix_len] == answer[: outcome.target.prefix_len]
-        assert len(outcome.match.pairs) + len(outcome.match.fn_gt_idx) == len(sample.record.objects)
-    assert metrics["rollout/matched_total"] > 0
-
-
-def test_the_decoding_method_is_logged(loaded: LoadedModel, samples: list[Sample]) -> None:
-    backend = InMemoryBackend(loaded.vocab, lambda _: TURN_END)
-    _, metrics = prepare(task_of(loaded, backend, decode_metric="rollout/decode_beam"), [samples[:1]])
-    assert {name for name in metrics if name.startswith("rollout/decode_")} == {"rollout/decode_beam"}
 
 
 def test_without_packing_rows_have_no_limit(loaded: LoadedModel, samples: list[Sample]) -> None:
@@ -138,16 +111,6 @@ def test_a_stable_buffer_does_not_warn(
     for step in range(4):
         prepare(task, [[samples[0], samples[1]]], step)
     assert not [line for line in caplog.messages if "packing_buffer allows" in line]
-
-
-@pytest.mark.parametrize(
-    ("capacity", "most", "error"), [(30, 64, SegmentTooLong), (400, 2, CarryBufferOverflow)], ids=["too long", "full"]
-)
-def test_segments_that_do_not_fit_are_an_error(
-    capacity: int, most: int, error: type[Exception], loaded: LoadedModel, samples: list[Sample]
-) -> None:
-    with pytest.raises(error):
-        prepare(task_of(loaded, capacity=capacity, most=most), [samples[:4]])
 
 
 def test_control_tokens_in_an_answer_never_reach_a_row(loaded: LoadedModel, samples: list[Sample]) -> None:

@@ -225,6 +225,7 @@ def test_a_prompt_mismatch_stops_before_training(tmp_path: Path) -> None:
     assert same_weights(weights(built[0].model), weights(loaded.model))
 
 
+@pytest.mark.scenario("Invalid vLLM configuration fails fast")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_an_unsupported_backend_is_refused_before_loading(stage: int, tmp_path: Path) -> None:
     config = run_config(tmp_path, stage, rollout_matching__rollout_backend="vllm", model__model="/nowhere")

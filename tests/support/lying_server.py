@@ -31,6 +31,7 @@ BEHAVIOURS = {
     "closes_at_once": Behaviour(),
     "closes_after_the_header": Behaviour(HEAD + b"Content-Length: 100\r\n\r\n"),
     "closes_half_way": Behaviour(HEAD + b'Content-Length: 100\r\n\r\n[{"respon'),
+    "knows_no_path": Behaviour(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"),
     "speaks_another_protocol": Behaviour(b"SSH-2.0-OpenSSH_9.6\r\n"),
     "nests": Behaviour(HEAD + b"Content-Length: %d\r\n\r\n" % len(NESTED) + NESTED),
 }
