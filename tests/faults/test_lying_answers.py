@@ -12,22 +12,9 @@ from coordexp.engine.server_backend import ServerBackend
 from coordexp.errors import CoordExpError
 from coordexp.rollouts import RolloutRound, SeedContext
 from support.fake_servers import FakeRolloutServer
-from unit.engine.test_server_window import backend_of, requests_
+from support.server_backends import answers, backend_of, requests_
 
 OURS = {"server": "coordexp serve", "engine_silent_s": 0.0, "workers": []}
-
-
-def honest(body: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "response": {
-                "choices": [{"message": {"content": ""}, "finish_reason": "length", "token_ids": [9, 9]}],
-                "prompt_token_ids": [1, 2],
-            },
-            "coordexp": {"weight_version": 1, "learner_id": "this", "uuid": request["uuid"]},
-        }
-        for request in body["infer_requests"]
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +26,15 @@ def fake() -> Iterator[FakeRolloutServer]:
 @pytest.fixture(scope="module")
 def backend(fake: FakeRolloutServer) -> Iterator[ServerBackend]:
     with backend_of([fake], max_new_tokens=4, decode_batch_size=8) as made:
-        made.sync_weights(1)
+        made.sync_weights(0)
         yield made
 
 
 def at(path: str, value: Any) -> Callable[[list[Any]], Any]:
-    """The honest answers with another value at ``path`` of the second; ``...`` removes it."""
+    """Correct answers with another value at ``path`` of the second; ``...`` removes it."""
 
-    def lie(answers: list[Any]) -> Any:
-        here: Any = answers[1]
+    def lie(items: list[Any]) -> Any:
+        here: Any = items[1]
         *before, last = [int(part) if part.isdigit() else part for part in path.split(".")]
         for part in before:
             here = here[part]
@@ -55,30 +42,30 @@ def at(path: str, value: Any) -> Callable[[list[Any]], Any]:
             del here[last]
         else:
             here[last] = value
-        return answers
+        return items
 
     return lie
 
 
 TOKENS, FINISH = "response.choices.0.token_ids", "response.choices.0.finish_reason"
 LIES: dict[str, Callable[[list[Any]], Any]] = {
-    "swapped within the call": lambda answers: answers[::-1],
-    "one answer twice": lambda answers: [answers[0], copy.deepcopy(answers[0]), answers[2]],
-    "rotated": lambda answers: answers[1:] + answers[:1],
-    "one too few": lambda answers: answers[:-1],
-    "one too many": lambda answers: [*answers, answers[0]],
-    "none": lambda answers: [],
-    "null": lambda answers: None,
-    "an object": lambda answers: {"answers": answers},
-    "a text": lambda answers: "ok",
-    "a number": lambda answers: 3,
-    "answers that are null": lambda answers: [None] * 3,
-    "answers that are lists": lambda answers: [[one] for one in answers],
+    "swapped within the call": lambda items: items[::-1],
+    "one answer twice": lambda items: [items[0], copy.deepcopy(items[0]), items[2]],
+    "rotated": lambda items: items[1:] + items[:1],
+    "one too few": lambda items: items[:-1],
+    "one too many": lambda items: [*items, items[0]],
+    "none": lambda items: [],
+    "null": lambda items: None,
+    "an object": lambda items: {"answers": items},
+    "a text": lambda items: "ok",
+    "a number": lambda items: 3,
+    "answers that are null": lambda items: [None] * 3,
+    "answers that are lists": lambda items: [[one] for one in items],
     "no envelope": at("coordexp", ...),
     "envelope null": at("coordexp", None),
     "no version": at("coordexp.weight_version", ...),
-    "weights of the future": at("coordexp.weight_version", 2),
-    "version as text": at("coordexp.weight_version", "1"),
+    "weights of the future": at("coordexp.weight_version", 1),
+    "version as text": at("coordexp.weight_version", "0"),
     "no place": at("coordexp.uuid", ...),
     "another place": at("coordexp.uuid", "7"),
     "no response": at("response", {}),
@@ -102,15 +89,15 @@ def ask(backend: ServerBackend) -> list[Any]:
 
 
 def test_correct_answers_are_accepted(fake: FakeRolloutServer, backend: ServerBackend) -> None:
-    fake.infer = lambda body: (200, honest(body))
-    assert [one.rollout.response_token_ids for one in ask(backend)] == [(9, 9)] * 3
+    fake.infer = answers
+    assert [one.rollout.response_token_ids for one in ask(backend)] == [(0,), (1,), (2,)]
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_wrong_answer_ends_the_step_and_names_the_server(
     lie: str, fake: FakeRolloutServer, backend: ServerBackend, seen: Callable[[object], None]
 ) -> None:
-    fake.infer = lambda body: (200, LIES[lie](honest(body)))
+    fake.infer = lambda body: (200, LIES[lie](answers(body)[1]))
     with pytest.raises(CoordExpError) as refused:
         ask(backend)
     assert fake.url in str(refused.value) and len(str(refused.value)) < 2000

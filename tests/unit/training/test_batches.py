@@ -17,7 +17,8 @@ from coordexp.records import ImageRecord, RolloutRequest
 from coordexp.training.batches import ChannelSchedule, StepBatches
 
 STEPS = 10_000
-RATIOS = ["0.0", "0.05", "0.1", "0.25", "0.29", "0.3", "0.333333333333333", "0.5", "0.57", "0.7", "0.9", "0.95", "1.0"]
+RATIOS = ["0.0", "0.05", "0.1", "0.25", "0.29", "0.3", "0.333", "0.333333333333333", "0.5", "0.57",
+          "0.7", "0.75", "0.9", "0.95", "1.0", "0.00001"]  # fmt: skip
 
 
 def by_definition(ratio: str) -> list[str]:
@@ -42,26 +43,8 @@ def test_float_arithmetic_would_lose_a_step() -> None:
     assert ChannelSchedule.from_ratio(0.29).b_steps_before(100) == 29
     assert int(10 * Fraction(0.3)) == 2  # the float's own exact value falls short too
     assert ChannelSchedule.from_ratio(0.3).b_steps_before(10) == 3
-
-
-@pytest.mark.parametrize(
-    ("ratio", "first_steps"),
-    [
-        (0.5, "ABABABAB"),
-        (0.25, "AAABAAAB"),
-        (0.75, "ABBBABBB"),
-        (0.3, "AAABAABAAB"),
-        (0.05, "A" * 19 + "B"),
-        (0.333, "AAABAABAABAA"),  # the decimal that was typed, not one third
-        (0.0, "AAAA"),
-        (1.0, "BBBB"),
-        (1, "BBBB"),  # YAML's whole numbers
-        (1e-5, "AAAA"),
-    ],
-)  # fmt: skip
-def test_the_first_steps(ratio: float, first_steps: str) -> None:
-    schedule = ChannelSchedule.from_ratio(ratio)
-    assert "".join(schedule.channel(step) for step in range(len(first_steps))) == first_steps
+    assert "".join(ChannelSchedule.from_ratio(0.3).channel(step) for step in range(10)) == "AAABAABAAB"
+    assert ChannelSchedule.from_ratio(1).channel(0) == "B"  # YAML's whole number
 
 
 @given(

@@ -111,19 +111,3 @@ def test_a_stable_buffer_does_not_warn(
     for step in range(4):
         prepare(task, [[samples[0], samples[1]]], step)
     assert not [line for line in caplog.messages if "packing_buffer allows" in line]
-
-
-def test_control_tokens_in_an_answer_never_reach_a_row(loaded: LoadedModel, samples: list[Sample]) -> None:
-    """An image placeholder in the middle of an answer would ask the forward pass for an image that is not there."""
-    answers = iter(
-        [
-            '{"object_1": {"desc": "a<|image_pad|>b", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", ',
-            "<|image_pad|>" + TURN_END,
-            "{<|vision_start|>}" + TURN_END,
-        ]
-    )
-    backend = InMemoryBackend(loaded.vocab, lambda _: next(answers))
-    prepared, _ = prepare(task_of(loaded, backend), [samples[:3]])
-    for segment in prepared.rows[0].segments:
-        assert loaded.image_token_id not in segment.target.token_ids
-        assert not loaded.vocab.control_ids.intersection(segment.target.token_ids[:-1])
