@@ -112,8 +112,11 @@ def test_unmatched_duplicate_and_missed_objects(make_vocab, policy, expected) ->
 def test_only_a_replaced_duplicate_gives_its_place_to_the_next_missed_object(make_vocab) -> None:
     vocab = make_vocab()
     answered = [NEAR_CAT, replace(NEAR_CAT, bins=(13, 25, 195, 231)), NEAR_DOG]
-    for duplicates, expected in (("replace", ["black cat", "leaf", "dog"]), ("drop", ["black cat", "dog", "leaf"])):
-        got = rewritten(answered, [CAT, LEAF, DOG], vocab, TargetPolicy("rewritten", duplicates=duplicates))
+    for policy, expected in (
+        (TargetPolicy("rewritten", duplicates="replace"), ["black cat", "leaf", "dog"]),
+        (TargetPolicy("rewritten", duplicates="drop"), ["black cat", "dog", "leaf"]),
+    ):
+        got = rewritten(answered, [CAT, LEAF, DOG], vocab, policy)
         assert [desc for _, desc in names(got, vocab)] == expected
         assert got.target.appended_object_index == (expected.index("leaf") + 1,)
         assert got.target.left_out_pred_idx == (1,)
