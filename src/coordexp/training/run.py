@@ -139,7 +139,10 @@ def build_trainer(
     Returns: the trainer, and the checkpoint folder to resume from (None for a new run).
     """
     config, rollout, training = run.config, run.rollout, run.config.training
-    args: Any = TrainingArguments(**training.hf_arguments(distributed.world_size()), **parallel_arguments(config))
+    # transformers refuses bf16 on a machine without a GPU unless it is told to train on the CPU.
+    given = training.hf_arguments(distributed.world_size()) | parallel_arguments(config)
+    given["use_cpu"] = training.use_cpu or not torch.cuda.is_available()
+    args: Any = TrainingArguments(**given)
     accelerator = build_accelerator(args)
     resume = _resume_point(training)
     write_manifest(config, config_path, Path(training.output_dir), overrides)
@@ -332,6 +335,8 @@ def _check_device(config: RunConfig, learners: int) -> None:
             f"training.use_cpu: {visible} GPUs are visible, but torch {torch.__version__} (CUDA {torch.version.cuda}) "
             "cannot use them; update the NVIDIA driver (CUDA 13 needs 580 or newer), or set training.use_cpu: true"
         )
+    if on_cpu and (key := next((key for key in ("fp16", "tf32") if getattr(training, key)), None)):
+        raise ConfigError(f"training.{key}: needs a GPU, and this machine has none; remove it (bf16 works on CPUs)")
     if not on_cpu:
         check_memory(config, learners, torch.cuda.get_device_properties(0).total_memory)
     half = training.bf16 or training.fp16 or config.model.dtype != "float32"
