@@ -74,7 +74,7 @@ def build_checkpoint(folder: Path, size: str, layers: int | None) -> None:
     from support.qwen_tokenizer import qwen_tokenizer
 
     folder.mkdir()
-    config = qwen3_vl_config(size, layers)
+    config: Any = qwen3_vl_config(size, layers)
     config.text_config.vocab_size = 151_936  # as published: without the coordinate tokens, padded
     config.save_pretrained(folder)
     tokenizer = qwen_tokenizer(coord_tokens=False)
