@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,19 +69,14 @@ def test_new_tokens_follow_the_old_ones_in_order(expanded: Expanded) -> None:
     assert config.text_config.vocab_size == first + 1001
 
 
-def test_old_rows_keep_their_values(expanded: Expanded) -> None:
-    first = expanded.num_old_tokens
-    for before, after in zip(matrices(expanded.old), matrices(expanded.new.model), strict=True):
-        assert after.shape[0] == first + 1001
-        assert torch.equal(before[:first], after[:first])
-
-
-def test_everything_but_the_vocabulary_keeps_its_values(expanded: Expanded) -> None:
-    before, after = expanded.old.state_dict(), expanded.new.model.state_dict()
+def test_old_rows_and_everything_but_the_vocabulary_keep_their_values(expanded: Expanded) -> None:
+    before, after, first = expanded.old.state_dict(), expanded.new.model.state_dict(), expanded.num_old_tokens
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name].shape != after[name].shape}
     assert changed == {"model.language_model.embed_tokens.weight", "lm_head.weight"}
     assert all(torch.equal(before[name], after[name]) for name in before.keys() - changed)
+    for name in changed:
+        assert after[name].shape[0] == first + 1001 and torch.equal(before[name][:first], after[name][:first])
 
 
 def test_tied_heads_stay_tied(expanded: Expanded) -> None:
@@ -128,17 +124,24 @@ def test_the_dtype_is_kept(tmp_path: Path) -> None:
     assert len(torch.unique(coords, dim=0)) == 1000, "still distinct after rounding"
 
 
+def with_some_tokens(folder: Path, tokens: Sequence[str], num_rows: int) -> tuple[Any, int]:
+    """A checkpoint whose tokenizer has ``tokens`` and whose model has ``num_rows`` rows for them; both, and the number
+    of other tokens."""
+    build_tiny_checkpoint(folder, spec=TinySpec(**SMALL), coord_tokens=False)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    used = len(tokenizer)
+    tokenizer.add_tokens(list(tokens), special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    model.resize_token_embeddings(used + num_rows, mean_resizing=False)
+    model.save_pretrained(folder)
+    return model, used
+
+
 @pytest.mark.parametrize("num_rows", [0, 10], ids=["no coordinate has a row", "some have one"])
 def test_tokens_without_rows_get_rows(tmp_path: Path, num_rows: int) -> None:
     """The tokens were added to the tokenizer but not to the model; some of them have padding rows."""
-    build_tiny_checkpoint(tmp_path / "old", spec=TinySpec(**SMALL), coord_tokens=False)
-    model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "old", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "old")
-    used = len(tokenizer)
-    tokenizer.add_tokens(list(NEW_TOKENS), special_tokens=True)
-    tokenizer.save_pretrained(tmp_path / "old")
-    model.resize_token_embeddings(used + num_rows, mean_resizing=False)
-    model.save_pretrained(tmp_path / "old")
+    model, used = with_some_tokens(tmp_path / "old", NEW_TOKENS, num_rows)
     with pytest.raises(VocabError, match="embedding rows"):
         load_vocab(tmp_path / "old")
     expand_vocab(tmp_path / "old", tmp_path / "new")
@@ -149,31 +152,19 @@ def test_tokens_without_rows_get_rows(tmp_path: Path, num_rows: int) -> None:
 
 
 def test_only_missing_tokens_are_added(tmp_path: Path) -> None:
-    build_tiny_checkpoint(tmp_path / "old", spec=TinySpec(**SMALL), coord_tokens=False)
-    model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "old", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "old")
-    tokenizer.add_tokens([COORD_TOKENS[5], COORD_TOKENS[6]], special_tokens=True)
-    tokenizer.save_pretrained(tmp_path / "old")
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    model.save_pretrained(tmp_path / "old")
-    known = tokenizer.convert_tokens_to_ids([COORD_TOKENS[5], COORD_TOKENS[6]])
+    model, used = with_some_tokens(tmp_path / "old", COORD_TOKENS[5:7], 2)
+    known = [used, used + 1]
     expand_vocab(tmp_path / "old", tmp_path / "new")
     new = load_model(tmp_path / "new", "float32")
     assert [new.vocab.coord_token_ids[k] for k in (5, 6)] == known
     rows = table(new.model)
     assert torch.equal(rows[known], table(model)[known]), "trained rows are kept"
-    assert len(rows) == len(tokenizer) + 999
+    assert len(rows) == used + 2 + 999
 
 
 @pytest.fixture(scope="module")
 def with_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_checkpoint(tmp_path_factory.mktemp("complete") / "model", spec=TinySpec(**SMALL))
-
-
-def test_refuses_a_checkpoint_with_coordinate_tokens(tmp_path: Path, with_tokens: Path) -> None:
-    with pytest.raises(CheckpointError, match="already"):
-        expand_vocab(with_tokens, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
@@ -211,6 +202,12 @@ def test_refuses_missing_and_damaged_weights_as_model_info_does(
         expand_vocab(tmp_path / "old", tmp_path / "new")
     assert str(error.value) == str(expected.value)
     assert "\n" not in str(error.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_refuses_a_checkpoint_with_coordinate_tokens(tmp_path: Path, with_tokens: Path) -> None:
+    with pytest.raises(CheckpointError, match="already"):
+        expand_vocab(with_tokens, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from coordexp.coords import COORD_TOKENS, CoordVocab, FieldOrder, serialize_objects
 from coordexp.data.scenes import DENSE, make_scene
-from coordexp.errors import VocabError
 from coordexp.modeling.load import LoadedModel, load_model, load_vocab
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint, build_tokenizer
 from coordexp.records import GTObject, ImageRecord
@@ -73,12 +72,6 @@ def test_a_128_pixel_image_is_64_tokens(loaded: LoadedModel, tmp_path: Path) -> 
     text = loaded.vocab.decode(request.prompt_token_ids)
     assert text.startswith("<|im_start|>system\nBe exact.<|im_end|>\n<|im_start|>user\n<|vision_start|>")
     assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_a_model_without_coordinate_tokens_is_refused(tmp_path: Path) -> None:
-    build_tiny_checkpoint(tmp_path, coord_tokens=False)
-    with pytest.raises(VocabError, match="expand-vocab"):
-        load_vocab(tmp_path)
 
 
 @settings(max_examples=150, deadline=None)
