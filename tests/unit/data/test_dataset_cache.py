@@ -16,15 +16,12 @@ import pytest
 from filelock import FileLock
 from PIL import Image
 
-from coordexp.config.schema import AugmentConfig
 from coordexp.data import dataset_cache
-from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import CachedRecords, check_images, open_records
 from coordexp.data.files import VARIABLE, cache_folder
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.data.preparation import preparation_of
 from coordexp.errors import DataError
-from coordexp.records import ImageRecord, RolloutRequest
 
 BOX: dict[str, Any] = {"desc": "cup", "bbox_2d": [1, 2, 30, 40]}
 POLYGON: dict[str, Any] = {"desc": "ein Blättchen", "poly": [1, 2, "<|coord_30|>", 40, 5, 6], "soft": 0.5}
@@ -234,35 +231,6 @@ def test_waiting_for_another_process_times_out(tmp_path: Path) -> None:
     with FileLock(lock):
         said = message(lambda: cached(path, wait_s=0.2))
     assert str(lock) in said and "training.ddp_timeout" in said
-
-
-def requests(record: ImageRecord, image: Any = None) -> RolloutRequest:
-    return RolloutRequest(record.sample_id, record.image, (), (len(record.objects),), {"image": image})
-
-
-@pytest.mark.parametrize("ordering", ["sorted", "random", "file"])
-@pytest.mark.parametrize("augment", [None, AugmentConfig(horizontal_flip=0.5)], ids=["as it is", "augmented"])
-def test_cached_and_plain_records_give_the_same_samples(
-    tmp_path: Path, ordering: Any, augment: AugmentConfig | None
-) -> None:
-    objects = [BOX | {"bbox_2d": [5 * k, 900 - k, 999, 999], "desc": f"d{k}"} for k in range(7)]
-    path = write(tmp_path, *[line(objects=objects[n:], metadata={"n": n}) for n in range(6)])
-    plain, mapped = (
-        RecordDataset(records, requests, ordering, 3, augment) for records in (read_jsonl(path), cached(path))
-    )
-
-    def seen(dataset: RecordDataset) -> list[Any]:
-        found: list[Any] = []
-        for epoch in range(3):
-            dataset.set_epoch(epoch)
-            for index in range(len(dataset)):
-                sample = dataset[index]
-                again = dataset.request_of(sample.record.sample_id)
-                assert again.prompt_token_ids == sample.request.prompt_token_ids
-                found.append((sample.record, sample.request.prompt_token_ids))
-        return found
-
-    assert seen(plain) == seen(mapped) and len(seen(mapped)) == 18
 
 
 @pytest.mark.parametrize(

@@ -144,15 +144,3 @@ def test_the_first_failure_is_raised_without_waiting() -> None:
         list(in_flight(POSTS, (2, 1), ask, nobody, watch_s=60))
     assert time.monotonic() - started < 20
     forever.set()
-
-
-def test_servers_with_pending_replies_are_watched() -> None:
-    forever = threading.Event()
-
-    def watch(servers: set[int]) -> None:
-        assert servers == {0}
-        raise RolloutError("server 0 gives no sign of life")
-
-    with pytest.raises(RolloutError, match="no sign of life"):
-        list(in_flight(POSTS[:1], (2,), lambda post: forever.wait(60), watch, watch_s=0.05))
-    forever.set()

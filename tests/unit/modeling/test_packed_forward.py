@@ -113,19 +113,6 @@ def test_supervised_logits_are_the_full_logits_one_position_earlier(
     torch.testing.assert_close(logits, packed_logits(loaded, segments)[positions - 1], atol=1e-5, rtol=1e-5)
 
 
-def test_positions_of_one_segment_equal_the_models(models: dict[str, LoadedModel], segments: list[Segment]) -> None:
-    loaded, seen = models["packed"], []
-    hook = loaded.model.model.language_model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
-    )
-    separate_logits(loaded, segments[0])
-    hook.remove()
-    ours = inputs_of(loaded, segments[:1])["position_ids"]
-    (theirs,) = seen
-    assert torch.equal(ours[-3:], theirs[-3:])  # the three M-RoPE rows; some paths add a text row in front
-    assert torch.equal(ours[0, 0], torch.arange(segments[0].length))
-
-
 def gradients(loaded: LoadedModel, segments: Sequence[Segment], checkpointing: bool) -> dict[str, torch.Tensor]:
     model = copy.deepcopy(loaded.model)
     if checkpointing:

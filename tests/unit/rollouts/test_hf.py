@@ -124,16 +124,6 @@ def test_model_is_trainable_between_two_batches(loaded: LoadedModel, requests_: 
     loaded.model.eval()
 
 
-def test_rows_are_padded_on_the_left_and_masked(
-    loaded: LoadedModel, requests_: list[RolloutRequest], calls: list[dict[str, Any]]
-) -> None:
-    backend(loaded, batch=7, max_new_tokens=1).generate(requests_, SEEDS)
-    (call,) = calls
-    for row, mask, request in zip(call["input_ids"], call["attention_mask"], requests_, strict=True):
-        assert tuple(row[mask.bool()].tolist()) == request.prompt_token_ids
-        assert mask.tolist() == sorted(mask.tolist())
-
-
 def test_each_call_is_seeded_by_the_index_of_its_first_request(
     loaded: LoadedModel, requests_: list[RolloutRequest]
 ) -> None:

@@ -89,23 +89,6 @@ def test_a_weight_without_a_gradient_is_unchanged() -> None:
     assert weight.item() == 1.0 and masters_of(optimizer)[0].item() == 1.0
 
 
-def test_a_saved_state_continues_bit_for_bit(tmp_path: Path) -> None:
-    weight, optimizer = optimizer_of([1.0, 3.0], torch.optim.AdamW)
-    other, resumed = optimizer_of([1.0, 3.0], torch.optim.AdamW)
-
-    def step(one: torch.Tensor, by: Any) -> None:
-        one.grad = torch.tensor([1e-3, -1.0], dtype=torch.bfloat16)
-        by.step()
-
-    step(weight, optimizer)
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    other.data.copy_(weight.data)
-    resumed.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    step(weight, optimizer)
-    step(other, resumed)
-    assert torch.equal(masters_of(resumed)[0], masters_of(optimizer)[0]) and torch.equal(other, weight)
-
-
 def test_a_state_of_other_weights_is_refused() -> None:
     _, optimizer = optimizer_of([1.0, 2.0])
     for values, message in (([1.0, 2.5], "not its master weights, rounded"), ([1.0], "are of other weights")):
@@ -217,14 +200,6 @@ def test_resume_requires_masters_exactly_where_they_were_saved(
         train(run_config(tmp_path, 1, "run", **going_on, **after))
 
 
-def test_each_part_has_its_own_learning_rate(tmp_path: Path) -> None:
-    keys = MASTERS | {"training__vit_lr": 0.0, "training__aligner_lr": 1e-2, "training__max_steps": 1}
-    start = weights(load_tiny("bfloat16").model)
-    trainer = train(run_config(tmp_path, 1, "rates", **keys))
-    moved = {part_of(name) for name, weight in trainer.model.named_parameters() if not torch.equal(weight, start[name])}
-    assert moved == {"llm", "aligner"}
-
-
 # -- each part of the model is its own parameter group -----------------------------------------------------------------
 
 RATES = LearningRates(base=1e-4, vit=1e-6, aligner=2e-4, coord=5e-3)
@@ -265,12 +240,6 @@ def test_weight_decay_is_applied_as_in_transformers() -> None:
     theirs = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     assert decayed == theirs - {"lm_head.weight"}  # the tied table, once
     assert not any("norm" in name or name.endswith("bias") for name in decayed)
-
-
-def test_parts_without_a_learning_rate_use_the_base_rate() -> None:
-    rates = LearningRates(3e-5)
-    assert {rates.rate_of(part) for part in ("llm", "vit", "aligner", "coord")} == {3e-5} and not rates.differ
-    assert LearningRates(3e-5, vit=0.0).rate_of("vit") == 0.0
 
 
 def test_an_optimizer_with_its_own_groups_allows_one_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,15 +35,6 @@ def test_a_log_file_has_the_last_step_and_its_metrics() -> None:
     assert "9" not in line
 
 
-def test_a_log_file_gets_a_line_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 1000, 16))
-    monkeypatch.setattr("coordexp.data.progress_bar.time.monotonic", lambda: float(next(clock)))
-    file = io.StringIO()
-    run(Console(file=file, width=200), steps=6)
-    steps = [line.split(",")[0].rpartition(" ")[2] for line in file.getvalue().splitlines()]
-    assert 2 <= len(steps) < 6 and steps[-1] == "6/6"
-
-
 def test_a_resumed_run_continues_its_step_count() -> None:
     file = io.StringIO()
     run(Console(file=file, width=200), steps=2, first=40)

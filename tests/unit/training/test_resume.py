@@ -30,7 +30,7 @@ from coordexp.training.checkpoint import (
 )
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.progress import MANIFEST
-from coordexp.training.saving import load_carry_buffer, save_carry_buffer, segment_from_json, segment_to_json
+from coordexp.training.saving import load_carry_buffer, segment_from_json, segment_to_json
 from support.tiny_run import (
     Killed,
     figures,
@@ -299,16 +299,6 @@ def test_a_segment_survives_json_bit_for_bit(segments: list[Segment]) -> None:
         for name in ("roles_T", "coord_pos_K", "coord_bin_K", "box_pos_M4", "box_bin_M4"):
             before, after = getattr(segment.target, name), getattr(again.target, name)
             assert (after.dtype, after.shape) == (before.dtype, before.shape) and np.array_equal(after, before)
-
-
-def test_a_buffer_is_restored_oldest_first(segments: list[Segment], tmp_path: Path) -> None:
-    buffer = CarryBuffer(200, 10)
-    buffer.insert(*segments)
-    (tmp_path / "checkpoint-1").mkdir()
-    save_carry_buffer(buffer, tmp_path / "checkpoint-1")
-    again = CarryBuffer(200, 10)
-    load_carry_buffer(again, tmp_path / "checkpoint-1", requests_of(segments))
-    assert [s.sample_id for s in again.segments] == [s.sample_id for s in segments]
 
 
 def test_a_missing_buffer_is_an_error(tmp_path: Path) -> None:

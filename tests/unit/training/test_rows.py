@@ -105,31 +105,6 @@ def test_rows_come_in_order_and_at_most_one_is_built_ahead(rows: list[PackedRow]
     assert min(prefetched.wait_s, prefetched.build_s) > 0
 
 
-def test_an_error_is_raised_at_its_own_row(rows: list[PackedRow]) -> None:
-    begun = Begun()
-
-    def build(row: PackedRow) -> Any:
-        if row is rows[2]:
-            raise AlignmentError(f"sample {row.segments[0].sample_id}: of no use")
-        return begun(row)
-
-    with PrefetchedRows(build, rows) as prefetched:
-        taken = iter(prefetched)
-        assert [next(taken).row, next(taken).row] == rows[:2]
-        with pytest.raises(AlignmentError, match=rows[2].segments[0].sample_id):
-            next(taken)
-    assert none_is_built() and begun.rows == rows[:2]
-
-
-def test_an_error_between_two_rows_ends_the_thread(rows: list[PackedRow]) -> None:
-    build = Begun()
-    with pytest.raises(ZeroDivisionError), PrefetchedRows(build, rows) as prefetched:
-        next(iter(prefetched))
-        build.has_begun(2)
-        raise ZeroDivisionError
-    assert none_is_built() and len(build.rows) == 2
-
-
 def test_a_row_that_times_out_names_its_samples(rows: list[PackedRow], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_rows, "ROW_DEADLINE_S", 0.01)
     monkeypatch.setattr(background, "STOP_S", 0.01)
