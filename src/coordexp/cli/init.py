@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +13,10 @@ from typing import Any, Literal
 
 import yaml
 
+from coordexp.checkpoints.describe import weight_shapes
 from coordexp.checkpoints.folder import Checkpoint, read_object, settings_of_run
+from coordexp.checkpoints.memory import estimate_memory
+from coordexp.config import parse_config
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import serialize_objects
 from coordexp.data.files import asset
@@ -30,6 +36,10 @@ _SCHEMA = "configs/coordexp.schema.json"
 _CHAT_TOKENS = 32  # of the chat template around prompt and answer, generously
 _COUNTED = 1000  # samples whose tokens are counted: those with the longest texts
 _ROW = 12_000  # tokens of a packed row, where neither data nor model say otherwise
+_ADAPTERS = "configs/stage1/lora.yaml"
+_ADAPTER_RATE = 5  # learning rate of adapters, by that of all weights: lora.yaml's by sft.yaml's
+_LARGE = 100_000_000  # parameters from which memory matters more than a third of the time, also on a CPU
+_USABLE = 0.85  # of a GPU's memory: the rest is CUDA's and fragmentation
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +105,48 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
     return DataAtHand(train, val, len(records), len(labels), sample, answer, positions)
 
 
-def first_configuration(at_hand: DataAtHand, model: Path, stage: Stage, output: Path, cpu: bool) -> str:
-    """A commented, valid YAML for one device."""
+def gpu_memory(assume_one: bool) -> int | None:
+    """Bytes of the smallest GPU by nvidia-smi; None without one, or 80 GB if ``assume_one``: init may run elsewhere."""
+    if shutil.which("nvidia-smi") is None:
+        return 80_000_000_000 if assume_one else None
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+    except subprocess.SubprocessError as error:
+        reason = getattr(error, "stderr", None) or getattr(error, "stdout", None) or str(error)
+        raise ConfigError(f"nvidia-smi fails: {reason.strip()}; add --cpu, or repair it") from error
+    return min(int(line) for line in listed.split()) * 2**20
+
+
+def first_configuration(at_hand: DataAtHand, model: Path, stage: Stage, output: Path, gpu_bytes: int | None) -> str:
+    """A commented, valid YAML for one device. ``gpu_bytes``: memory of the GPU; None for a CPU.
+
+    Adapters are trained, instead of all weights, if the checkpoint is a LoRA run's or full training would not fit.
+    """
+    run = settings_of_run(model)  # of the run that wrote the checkpoint, if one did
+    adapters = (run.get("tuner") or {}).get("train_type") == "lora"
+    text = _configuration(at_hand, model, stage, output, gpu_bytes is None, run, adapters)
+    if gpu_bytes is not None and not adapters:
+        checkpoint = Checkpoint.open(model)
+        config = parse_config(yaml.safe_load(text))
+        if estimate_memory(config, checkpoint.config, weight_shapes(checkpoint)).total > _USABLE * gpu_bytes:
+            text = _configuration(at_hand, model, stage, output, False, run, True)
+    return text
+
+
+def _configuration(
+    at_hand: DataAtHand, model: Path, stage: Stage, output: Path, cpu: bool, run: Mapping[str, Any], adapters: bool
+) -> str:
+    text = asset(_TEMPLATES[stage]).read_text(encoding="utf-8")
+    text = text[text.index("model:\n") :]
     device = min(2 if cpu else 8, at_hand.images)
     batch = device * max(1, min(8 if cpu else 32, at_hand.images) // device)
-    often = min(500 if stage == 1 else 200, max(1, at_hand.images // batch))
+    steps = max(1, at_hand.images // batch)  # of an epoch
+    epochs = yaml.safe_load(text)["training"]["num_train_epochs"]
+    # Once an epoch, but at most four times in a run: an evaluation answers every image of the validation data.
+    often = min(500 if stage == 1 else 200, max(steps, steps * epochs // 4))
     row = min(at_hand.positions, max(2048 if cpu else _ROW, _rounded_up(2 * at_hand.longest_sample, 256)))
+    sizes = weight_shapes(Checkpoint.open(model)).values()
     values: dict[str, Any] = {
         "model.model": str(model),
         "custom.train_jsonl": str(at_hand.train),
@@ -111,8 +157,8 @@ def first_configuration(at_hand: DataAtHand, model: Path, stage: Stage, output: 
         "training.per_device_train_batch_size": device,
         "training.bf16": not cpu,
         **({"model.dtype": "float32", "training.master_weights": None} if cpu and stage == 1 else {}),
-        "training.gradient_checkpointing": not cpu,
-        "training.logging_steps": 1 if stage == 2 or at_hand.images // batch < 10 else 10,
+        "training.gradient_checkpointing": not cpu or sum(map(math.prod, sizes)) > _LARGE,
+        "training.logging_steps": 1 if stage == 2 or steps < 10 else 10,
         "training.save_steps": often,
         "training.eval_steps": often,
         "training.eval_strategy": "no" if at_hand.val is None else "steps",
@@ -121,12 +167,16 @@ def first_configuration(at_hand: DataAtHand, model: Path, stage: Stage, output: 
         "rollout_matching.decode_batch_size": 4 if cpu else 8,
         "rollout_matching.max_new_tokens": max(1, min(row // 2, _rounded_up(2 * at_hand.longest_answer, 64))),
     }
-    run = settings_of_run(model)  # of the run that wrote the checkpoint, if one did: keep its prompt and its order
+    if adapters:
+        tuner = re.search(r"(?ms)^tuner:\n.*?\n\n", asset(_ADAPTERS).read_text(encoding="utf-8"))
+        assert tuner is not None
+        text = re.sub(r"(?ms)^tuner:\n.*?\n\n", "", text).replace("\ntraining:\n", f"\n{tuner[0]}training:\n")
+        rate = yaml.safe_load(text)["training"]["learning_rate"] * _ADAPTER_RATE
+        values |= {"training.learning_rate": rate, "model.dtype": "float32" if cpu else "bfloat16"}
+        values |= {"training.vit_lr": None, "training.master_weights": None} if stage == 1 else {}
     for section, key in _KEPT:
         if key in (run.get(section) or {}):
             values[f"{section}.{key}"] = run[section][key]
-    text = asset(_TEMPLATES[stage]).read_text(encoding="utf-8")
-    text = text[text.index("model:\n") :]
     for path, value in values.items():
         text = set_value(text, path, value)
     if cpu:

@@ -97,23 +97,24 @@ def init(
     if path.exists() and not overwrite:
         raise ConfigError(f"{path}: exists already; name another file with --out, or add --overwrite")
     check_checkpoint(model)
-    import shutil
-
-    from coordexp.cli.init import first_configuration, look_at
+    from coordexp.checkpoints.memory import check_memory
+    from coordexp.cli.init import first_configuration, gpu_memory, look_at
     from coordexp.config import load_config
     from coordexp.data.files import write_atomically
 
     at_hand = look_at(data, model, val)
-    on_cpu = shutil.which("nvidia-smi") is None if cpu is None else cpu
+    memory = None if cpu else gpu_memory(assume_one=cpu is not None)
     run = output_dir or Path(f"outputs/stage{stage}")
-    text = first_configuration(at_hand, model, 2 if stage == 2 else 1, run, on_cpu)
+    text = first_configuration(at_hand, model, 2 if stage == 2 else 1, run, memory)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
-    load_config(path)
+    config = load_config(path)
     console = open_console()
     say(
         console,
-        f"wrote {path}: {at_hand.images} images, {at_hand.classes} classes, on {'the CPU' if on_cpu else 'a GPU'}",
+        f"wrote {path}: {at_hand.images} images, {at_hand.classes} classes, on "
+        f"{'the CPU' if memory is None else f'a GPU of {memory / 1e9:.0f} GB'}, training "
+        f"{'adapters (LoRA)' if config.tuner.train_type == 'lora' else 'all weights'}; memory: {check_memory(config)}",
     )
     if at_hand.val is None:
         say(console, "note: nothing is evaluated; coordexp data split makes a val set, which --val names")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
+from coordexp.checkpoints.folder import RESOLVED_CONFIG
 from coordexp.cli.init import set_value
 from coordexp.config import load_config
 from coordexp.data import read_jsonl, write_jsonl
@@ -46,6 +49,36 @@ def test_the_written_configuration_is_valid(
     lines = Path(f"stage{stage}.yaml").read_text(encoding="utf-8").splitlines()
     keys = [line for line in lines if ":" in line and not line.lstrip().startswith("#") and not line.endswith(":")]
     assert sum(" # " in line for line in keys) > 0.8 * len(keys)
+
+
+def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora_run = shutil.copytree(DEMO, tmp_path / "lora_run")
+    settings = yaml.safe_load((lora_run / RESOLVED_CONFIG).read_text(encoding="utf-8"))
+    (lora_run / RESOLVED_CONFIG).write_text(yaml.safe_dump({**settings, "tuner": {"train_type": "lora"}}))
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for mebibytes, model, train_type in ((64, DEMO, "lora"), (81559, DEMO, "full"), (81559, lora_run, "lora")):
+        tool.write_text(f"#!/bin/sh\necho 81559\necho {mebibytes}\n")
+        tool.chmod(0o755)
+        for stage, rate in ((1, 2e-5), (2, 5e-6)):
+            done = run_cli(capsys, "init", data, "--model", model, "--stage", stage, "--overwrite")
+            assert done.code == 0 and ("adapters" in done.out) == (train_type == "lora")
+            run = load_config(f"stage{stage}.yaml")
+            assert run.tuner.train_type == train_type and run.training.use_cpu is False
+            assert run.training.learning_rate == pytest.approx(rate * (5 if train_type == "lora" else 1))
+            assert (run.tuner.lora_rank == 32) == (train_type == "lora")  # lora.yaml's
+    tool.write_text("#!/bin/sh\necho no driver >&2\nexit 9\n")
+    done = run_cli(capsys, "init", data, "--model", DEMO, "--overwrite")
+    assert done.code == 2 and "nvidia-smi fails: no driver" in done.err
+
+
+def test_a_run_is_evaluated_at_most_four_times(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(capsys, "init", data, "--model", DEMO, "--gpu").code == 0
+    training = load_config("stage1.yaml").training
+    steps = 9 // (training.effective_batch_size or 1) * training.num_train_epochs
+    assert training.save_steps == training.eval_steps >= steps / 4
 
 
 def test_without_validation_data_nothing_is_evaluated(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

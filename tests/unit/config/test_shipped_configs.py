@@ -35,7 +35,13 @@ def test_every_backend_and_split_has_an_example():
 
 @pytest.mark.parametrize(
     "name",
-    ["stage1/sft.yaml", "stage1/lora.yaml", "stage2_rollout_aligned/base.yaml", "stage2_two_channel/base.yaml"],
+    [
+        "stage1/sft.yaml",
+        "stage1/lora.yaml",
+        "stage2_rollout_aligned/base.yaml",
+        "stage2_rollout_aligned/lora.yaml",
+        "stage2_two_channel/base.yaml",
+    ],
 )
 def test_full_examples_explain_every_key(name: str):
     explained: set[str] = set()
