@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from coordexp.config.rollout import RepeatTerminateConfig, RolloutMatchingConfig
 from coordexp.engine.client import ServerClient
-from coordexp.engine.colocated import ColocatedBackend
 from coordexp.engine.serve import ServeOptions
 from coordexp.rollouts.backend import DecodingOptions, decoding_options
-from coordexp.rollouts.learner import LearnerParts
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard, Trigger
 
 
@@ -21,18 +18,6 @@ def decoding(max_new_tokens: int = 512, **options: Any) -> DecodingOptions:
     sampling = {key: options.pop(key) for key in ("temperature", "top_p", "top_k") if key in options}
     section = {"max_new_tokens": max_new_tokens, "decoding": sampling, **options}
     return decoding_options(RolloutMatchingConfig.model_validate(section))
-
-
-def colocated_of(
-    weights: Any, offload: Callable[[], AbstractContextManager[None]] = nullcontext, **vllm: Any
-) -> ColocatedBackend:
-    """A colocated backend that decodes one answer at once, for tests that start no engine. ``vllm``: keys of the
-    section of that name."""
-    resolved = {"dtype": "float32", "max_model_len": 640, "tensor_parallel_size": 1}
-    section = {"rollout_backend": "vllm", "decode_batch_size": 1, "vllm": {**resolved, **vllm}}
-    unused: Any = None
-    learner = LearnerParts(unused, unused, 0, weights, Path("model"), unused, offload)
-    return ColocatedBackend(RolloutMatchingConfig.model_validate(section), learner, decoding())
 
 
 def client_to(url: str, group_port: int = 1, **keys: Any) -> ServerClient:

@@ -197,15 +197,6 @@ def test_an_error_in_a_base_names_the_base(tmp_path: Path) -> None:
     assert f"  training.sed ({base}:{line}): unknown key; did you mean 'seed'?" in str(caught.value)
 
 
-def test_overrides_win(tmp_path: Path) -> None:
-    config = load_config(
-        write_yaml(tmp_path, stage2()),
-        {"training.output_dir": "x", "rollout_matching.pipeline.objective[0].weight": 2.0, "template.prompt": "Find."},
-    )
-    assert (str(config.training.output_dir), config.template.prompt) == ("x", "Find.")
-    assert config.rollout_matching.pipeline.objective[0].weight == 2.0
-
-
 # (file name -> text, words of the error)
 BROKEN_FILES = [
     ({}, "no such file"),

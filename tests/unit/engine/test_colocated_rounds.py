@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.engine import colocated
 from coordexp.engine.colocated import ColocatedBackend, InProcessEngine
 from coordexp.engine.engine_process import settings_kept
 from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext, rollout_session
 from coordexp.rollouts.backend import AdapterWeights
+from coordexp.rollouts.learner import LearnerParts
 from coordexp.weight_sync.buckets import combined, tensor_hash
-from support.settings import colocated_of
+from support.settings import decoding
 
 SEEDS = SeedContext(1, 2, 3, 0)
 
@@ -105,7 +108,11 @@ def backend_of(
         return engine
 
     monkeypatch.setattr(ColocatedBackend, "start_engine", start)
-    return colocated_of(Weights(), learner.offload, **vllm)
+    keys = {"dtype": "float32", "max_model_len": 640, "tensor_parallel_size": 1, **vllm}
+    section = {"rollout_backend": "vllm", "decode_batch_size": 1, "vllm": keys}
+    unused: Any = None
+    parts = LearnerParts(unused, unused, 0, Weights(), Path("model"), unused, learner.offload)
+    return ColocatedBackend(RolloutMatchingConfig.model_validate(section), parts, decoding())
 
 
 @pytest.mark.scenario("Offload context does not break the training step")

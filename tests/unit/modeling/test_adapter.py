@@ -16,8 +16,8 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from coordexp.checkpoints.folder import CONFIG, OFFSETS, WEIGHTS, Checkpoint, is_adapter_folder
 from coordexp.errors import CheckpointError
-from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
-from coordexp.modeling.load import LoadedModel, export_checkpoint, load_model, load_vocab, merge_checkpoint
+from coordexp.modeling.adapter import load_adapter, save_adapter
+from coordexp.modeling.load import LoadedModel, export_checkpoint, load_model, merge_checkpoint
 from coordexp.modeling.weights import LearnerWeights
 from support.tiny_run import gt_segments, load_tiny, tiny_checkpoint
 from support.tuned_models import TUNERS, lora, pushed, randomise, trained, tuned, untied_checkpoint
@@ -58,17 +58,6 @@ def test_peft_reads_and_merges_the_adapters_as_its_own(use_dora: bool, tmp_path:
     theirs = adapted.merge_and_unload()
     for name, tensor in pushed(loaded.model).items():
         torch.testing.assert_close(theirs.get_parameter(name), tensor, atol=1e-6, rtol=1e-5)
-
-
-def test_an_adapter_folder_loads_as_the_merged_model(tmp_path: Path) -> None:
-    """``coordexp evaluate`` and ``model.model`` take a LoRA run's folder."""
-    loaded = tuned(lora())
-    save_adapter(loaded.model, tmp_path)
-    assert Checkpoint.open(tmp_path).base == tiny_checkpoint()
-    assert load_vocab(tmp_path).coord_token_ids == loaded.vocab.coord_token_ids
-    again = load_model(tmp_path, "float32")
-    assert not has_adapter(again.model)
-    assert all(torch.equal(again.model.get_parameter(name), value) for name, value in pushed(loaded.model).items())
 
 
 def test_adapters_on_an_adapter_folder_find_the_base(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import AlignmentError, CheckpointError, CoordExpError, DataError, VocabError
-from coordexp.modeling.inputs import PromptEncoder, check_prompt, row_inputs
+from coordexp.modeling.inputs import PromptEncoder, check_prompt
 from coordexp.modeling.load import LoadedModel, load_model, load_processor, load_vocab
-from support.tiny_run import PROMPT, encoder_of, gt_segments, row_of, tiny_checkpoint, tiny_scenes
+from support.tiny_run import PROMPT, encoder_of, tiny_checkpoint, tiny_scenes
 
 
 def no_config(folder: Path) -> None:
@@ -161,21 +161,6 @@ def test_image_of_another_size_than_annotated_is_refused(loaded: LoadedModel) ->
     record = replace(read_jsonl(tiny_scenes())[0], width=65)
     with pytest.raises(DataError, match="65"):
         encoder_of(loaded).encode(record)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_row_tensors_have_the_documented_shapes(loaded: LoadedModel, dtype: torch.dtype) -> None:
-    segments = gt_segments(loaded, 3)
-    row = row_of(segments)
-    rope_index = loaded.model.model.get_rope_index
-    packed, sdpa = (row_inputs(row, rope_index, loaded.image_token_id, kind, dtype) for kind in ("packed", "sdpa"))
-    assert packed["input_ids"].shape == (1, row.length)
-    assert packed["position_ids"].shape == (4, 1, row.length)
-    assert packed["pixel_values"].dtype == dtype
-    assert packed["image_grid_thw"].shape == (3, 3)
-    assert packed["mm_token_type_ids"].sum() == sum(s.prompt_token_ids.count(loaded.image_token_id) for s in segments)
-    assert packed["segments"].lengths == tuple(segment.length for segment in segments)
-    assert sdpa.keys() == packed.keys() - {"attention_mask", "segments"}
 
 
 @pytest.mark.parametrize(

@@ -87,17 +87,6 @@ def test_it_equals_full_logits_with_autograd(temperatures, with_offset, ids, chu
         assert b.abs().max() > 1e-3
 
 
-def test_gradcheck() -> None:
-    hidden, weight, offset, label = tensors(scale=0.5)
-    small = weight[240:275].detach().requires_grad_()
-    ids, asked = tuple(range(10, 22)), query()
-
-    def scores(h: torch.Tensor, w: torch.Tensor, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(parts_of(score_head(h, w, asked, label % 35, ids, o)))
-
-    assert torch.autograd.gradcheck(scores, (hidden, small, offset))
-
-
 def test_positions_that_are_only_measured_get_no_gradient() -> None:
     hidden, weight, _, label = tensors()
     scores = score_head(hidden, weight, query(), label, CONTIGUOUS)

@@ -307,17 +307,9 @@ def test_answer_ends_where_the_guard_triggers(
             expected = first_trigger(without.response_token_ids, settings)
             cut = len(without.response_token_ids) if expected is None else expected.num_new_tokens
             assert with_guard.response_token_ids == without.response_token_ids[:cut]
-
-
-def test_only_repeating_sequences_are_ended(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
-    """In one batch, repeating answers end, each at its own step; the others are unchanged."""
-    free, guarded = answers(loaded, requests_, None), answers(loaded, requests_, GUARDS[3])
-    offending = [one.repeat_terminated for one in guarded]
-    assert True in offending and False in offending
-    assert len({len(one.response_token_ids) for one in guarded if one.repeat_terminated}) > 1
-    for without, with_guard in zip(free, guarded, strict=True):
-        if not with_guard.repeat_terminated:
-            assert with_guard == without
+    if settings is GUARDS[3] and not options:  # in one batch some repeat, each up to its own step, and others do not
+        assert {one.repeat_terminated for one in guarded} == {True, False}
+        assert len({len(one.response_token_ids) for one in guarded if one.repeat_terminated}) > 1
 
 
 def test_disabled_guard_changes_nothing(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:

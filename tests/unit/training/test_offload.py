@@ -160,16 +160,6 @@ def test_a_model_in_main_memory_is_not_moved() -> None:
         assert [t.data_ptr() for t in learner.tensors()] == pointers
 
 
-def test_an_optimizer_without_state_has_nothing_to_move() -> None:
-    model = owning(load_tiny().model)
-    with LearnerOffload(model, BOTH, nothing_stays).away():
-        pass
-    fresh = LearnerOffload(model, BOTH, nothing_stays)
-    fresh.bind(lambda: torch.optim.AdamW(model.parameters()), sharded_by=None)
-    with fresh.away():
-        pass
-
-
 def test_pending_gradients_are_an_error() -> None:
     learner = Learner.build()
     learner.model.one.square().sum().backward()

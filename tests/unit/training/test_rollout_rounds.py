@@ -16,15 +16,13 @@ from coordexp.errors import RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.load import LoadedModel
 from coordexp.recording.writer import RolloutLog
-from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.backend import IndexedRollout, RolloutRound, SeedContext
+from coordexp.records import Rollout
+from coordexp.rollouts.backend import IndexedRollout, RolloutRound
 from coordexp.training.answers import AnswerReader, RolloutQueue
-from coordexp.training.checkpoint import is_complete
 from support.tiny_run import (
     InMemoryBackend,
     prepare,
     run_config,
-    step_lines,
     task_of,
     tiny_samples,
     train,
@@ -44,10 +42,6 @@ class Staged(InMemoryBackend):
         self._built = built
         self.waited_for_target = False
         self.rested = 0
-
-    @property
-    def batch_size(self) -> int:
-        return 3
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         places = [(r, i) for r, one in enumerate(rounds) for i in range(len(one.requests))]
@@ -117,29 +111,6 @@ def test_the_99th_percentile_of_lengths_is_logged(loaded: LoadedModel, samples: 
     """For the lengths 1, 2, 4, 8 it is 2.97 steps up: between the third and the fourth."""
     _, metrics = prepare(task_of(loaded, Reversed(loaded.vocab, lambda request: ""), capacity=None), [samples])
     assert metrics["rollout/gen_new_tokens_p99"] == pytest.approx(4 + 0.97 * 4)
-
-
-class Failing(InMemoryBackend):
-    """Works for one step."""
-
-    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext, on_answer: Any = None) -> list[Rollout]:
-        if seeds.global_step >= 1:
-            raise RolloutError("the engine is gone")
-        return super().generate(requests, seeds)
-
-
-def test_failed_rollouts_leave_a_checkpoint_to_resume_from(loaded: LoadedModel, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"training__max_steps": 3, "training__save_strategy": "no"}
-    answers = lambda request: "{}" + TURN_END  # noqa: E731
-    with pytest.raises(RolloutError, match="the engine is gone"):
-        train(run_config(tmp_path, 2, **keys), Failing(loaded.vocab, answers))
-    assert is_complete(tmp_path / "run" / "checkpoint-1")
-    resumed = train(
-        run_config(tmp_path, 2, **keys, training__resume_from_checkpoint=True), InMemoryBackend(loaded.vocab, answers)
-    )
-    straight = train(run_config(tmp_path, 2, "straight", **keys), InMemoryBackend(loaded.vocab, answers))
-    assert resumed.state.global_step == 3
-    assert step_lines(resumed)[-1]["loss"] == step_lines(straight)[-1]["loss"]
 
 
 def test_nothing_is_saved_before_the_first_step(loaded: LoadedModel, tmp_path: Path) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from coordexp import background
 from coordexp.errors import AlignmentError, RowLate
-from coordexp.objective import RowObjective, RowTensors, sft_pipeline
+from coordexp.objective import RowTensors
 from coordexp.records import PackedRow
 from coordexp.training import rows as training_rows
 from coordexp.training.rows import DeviceMetrics, PrefetchedRows, RowBuilder, RowMetrics
@@ -122,7 +120,9 @@ def test_a_row_that_times_out_names_its_samples(rows: list[PackedRow], monkeypat
 def test_a_run_without_prefetch_is_bitwise_the_same(
     stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys: dict[str, Any] = {"training__max_steps": 3, "training__gradient_accumulation_steps": 2}
+    """Dropout draws from the global random state, which building rows in a thread must not touch."""
+    keys: dict[str, Any] = {"training__max_steps": 3, "training__gradient_accumulation_steps": 2,
+                            "tuner__train_type": "lora", "tuner__lora_dropout": 0.2}  # fmt: skip
     ahead = train(run_config(tmp_path, stage, "ahead", **keys))
     monkeypatch.setattr(training_rows, "Prefetcher", InTurn)
     in_turn = train(run_config(tmp_path, stage, "in_turn", **keys))
@@ -150,22 +150,6 @@ def test_if_a_row_cannot_be_built_its_step_fails(tmp_path: Path, monkeypatch: py
     assert none_is_built()
     assert [path.name for path in (tmp_path / "failing").glob("checkpoint-*")] == ["checkpoint-1"]
     assert same_weights(weights(started[0].model), weights(first_alone.model))
-
-
-def test_prefetch_uses_no_random_numbers(rows: list[PackedRow]) -> None:
-    """Nor does a row depend on the order of threads."""
-    loaded = load_tiny()
-    objective = RowObjective(sft_pipeline(None), loaded.vocab.coord_token_ids)
-    builder = RowBuilder.from_model(loaded, torch.device("cpu"), torch.bfloat16)
-    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
-    built = [builder(row, objective) for row in rows]
-    with PrefetchedRows(lambda row: builder(row, objective), rows) as prefetched:
-        again = list(prefetched)
-    assert (random.getstate(), str(np.random.get_state())) == before[:2]
-    assert torch.equal(torch.get_rng_state(), before[2])
-    for one, other in zip(built, again, strict=True):
-        for name, value in one.inputs.items():
-            assert not isinstance(value, torch.Tensor) or torch.equal(value, other.inputs[name]), name
 
 
 # -- numbers that rows leave on the device -----------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from support.tiny_run import (
     run_config,
     same_weights,
     step_lines,
-    tiny_checkpoint,
     train,
     weights,
 )
@@ -181,14 +180,6 @@ def test_a_model_that_is_all_nan_stops_the_run(tmp_path: Path) -> None:
         train(run_config(tmp_path, 1), on_built=break_weights)
 
 
-def test_evaluation_during_training(tmp_path: Path) -> None:
-    trainer = train(run_config(tmp_path, 1, training__eval_strategy="steps", training__eval_steps=1))
-    lines = [line for line in trainer.state.log_history if "eval_rollout/f1" in line]
-    assert [line["step"] for line in lines] == [1, 2]
-    assert lines[0]["eval_rollout/images"] == 5
-    assert {"eval_rollout/precision", "eval_rollout/recall", "eval_rollout/truncated_rate"} <= lines[0].keys()
-
-
 def test_evaluation_logs_the_configured_metrics(tmp_path: Path) -> None:
     def measured(name: str, **keys: Any) -> set[str]:
         section = {f"rollout_matching__eval_detection__{key}": value for key, value in keys.items()}
@@ -210,6 +201,9 @@ def test_evaluation_does_not_change_training(tmp_path: Path) -> None:
     watched = train(run_config(tmp_path, 2, "watched", training__eval_strategy="steps", training__eval_steps=1,
                                **sampling))  # fmt: skip
     assert same_weights(weights(plain.model), weights(watched.model))
+    lines = [line for line in watched.state.log_history if "eval_rollout/f1" in line]
+    assert [(line["step"], line["eval_rollout/images"]) for line in lines] == [(1, 5), (2, 5)]
+    assert {"eval_rollout/precision", "eval_rollout/recall", "eval_rollout/truncated_rate"} <= lines[0].keys()
 
 
 def test_a_prompt_mismatch_stops_before_training(tmp_path: Path) -> None:
@@ -301,7 +295,5 @@ def test_number_types_of_gpus_are_refused_without_one_and_bf16_runs(
 
 def test_arguments_are_passed_to_transformers_by_name(tmp_path: Path) -> None:
     config = run_config(tmp_path, 1, training__adam_beta2=0.9, training__weight_decay=0.2, training__seed=5)
-    trainer, resume = build_trainer(check_run(config), Console(quiet=True))
+    trainer, _ = build_trainer(check_run(config), Console(quiet=True))
     assert (trainer.args.adam_beta2, trainer.args.weight_decay, trainer.args.seed) == (0.9, 0.2, 5)
-    assert resume is None
-    assert str(tiny_checkpoint()) == config.model.model
