@@ -105,6 +105,13 @@ def gt_segments(loaded: LoadedModel, count: int = 6) -> list[Segment]:
     ]
 
 
+def inputs_alone(loaded: LoadedModel, segment: Segment) -> dict[str, Any]:
+    """Arguments of a forward over one segment, with the model's own positions and mask."""
+    ids = torch.tensor([[*segment.prompt_token_ids, *segment.target.token_ids]])
+    is_image = (ids == loaded.image_token_id).int()
+    return {"input_ids": ids, "mm_token_type_ids": is_image, "use_cache": False, **segment.model_inputs}
+
+
 def run_config(folder: Path, stage: int | Literal["two_channel"], name: str = "run", /, **keys: Any) -> RunConfig:
     """Train the tiny model on the tiny scenes for two steps; ``keys``: dotted keys with ``__`` for the dot."""
     rollouts: Any = {"rollout_backend": "hf", "max_new_tokens": 12, "decode_batch_size": 3}

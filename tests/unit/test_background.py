@@ -96,19 +96,3 @@ def test_a_prefetch_error_is_raised_in_order_and_ends_the_work() -> None:
         assert [waiting.take()[0], waiting.take()[0]] == [0, 1]
         waiting.take()
     assert prepared == [0, 1] and not threads()
-
-
-def test_a_late_item_is_named() -> None:
-    goes_on = threading.Event()
-
-    def prepare(one: int) -> int:
-        assert goes_on.wait(WAIT_S)
-        return one
-
-    waiting = ahead(3, prepare, deadline_s=0.1)
-    with pytest.raises(RolloutError, match=r"^sample 0 is late$"):
-        waiting.take()
-    goes_on.set()
-    with waiting:
-        pass
-    assert not threads()

@@ -56,24 +56,6 @@ def test_predict_with_allowed_labels(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert refused.code == 2 and not (tmp_path / "x").exists()
 
 
-def test_a_folder_of_images_has_no_annotations(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    run = write_run(tmp_path, 1, model)
-    photos = tmp_path / "photos" / "deep"
-    photos.mkdir(parents=True)
-    for name in ("b.png", "a.jpg"):
-        Image.new("RGB", (64, 48), "gray").save(photos / name)
-    (photos / "notes.txt").write_text("no image")
-    outcome = run_cli(capsys, "predict", run, tmp_path / "photos", "--output", tmp_path / "out")
-    assert outcome.code == 0 and "2 images answered" in outcome.out
-    answers = read_answers(tmp_path / "out")
-    assert [(a.sample_id, a.width, a.height, a.gt) for a in answers] == [
-        ("deep/a.jpg", 64, 48, None), ("deep/b.png", 64, 48, None)
-    ]  # fmt: skip
-    measured = run_cli(capsys, "evaluate", tmp_path / "out")
-    assert measured.code == 2 and "has no annotations" in measured.err
-    assert run_cli(capsys, "predict", run, tmp_path / "out", "--output", tmp_path / "o2").code == 2  # no image there
-
-
 @pytest.mark.parametrize("command", ["predict", "evaluate"])
 def test_the_bar_moves_within_a_batch(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -208,6 +190,11 @@ def test_predict_images_without_a_configuration(
     out = tmp_path / "outputs" / "predict"
     assert sorted(path.name for path in (out / "images").iterdir()) == ["a.jpg", "b.png"]
     assert Image.open(out / "images" / "a.jpg").size == (64, 48)
+    assert [(answer.width, answer.height, answer.gt) for answer in read_answers(out)] == [(64, 48, None)] * 2
+    measured = run_cli(capsys, "evaluate", out)
+    assert measured.code == 2 and "has no annotations" in measured.err
+    (tmp_path / "empty").mkdir()
+    assert run_cli(capsys, "predict", "empty", "--model", model, "--output", "o2").code == 2  # no image there
     again = run_cli(capsys, "predict", "photos/a.jpg", "photos/*.png", "--model", model, "--json")
     found = json.loads(again.out)
     assert (found["images"], found["skipped"]) == (2, []) and str(found["files"][0]).startswith("outputs/predict-2/")

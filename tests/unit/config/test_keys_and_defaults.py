@@ -22,7 +22,6 @@ from coordexp.inference.completion import CompletionRules
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.load import export_checkpoint
 from coordexp.modeling.tiny import build_tiny_checkpoint
-from coordexp.rollouts.backend import DecodingOptions
 from coordexp.targets import TransportConfig
 from coordexp.viewer.collect import collect
 from coordexp.viewer.render import make_server, render
@@ -119,8 +118,3 @@ def test_command_options_have_the_functions_defaults() -> None:
 
 def has_default(parameter: inspect.Parameter) -> bool:
     return parameter.default is not parameter.empty
-
-
-def test_decoding_options_have_no_default_of_their_own() -> None:
-    parameters = inspect.signature(DecodingOptions).parameters.values()
-    assert {one.name for one in parameters if one.default is not one.empty} == set()

@@ -19,7 +19,7 @@ from coordexp.errors import CheckpointError
 from coordexp.modeling.adapter import load_adapter, save_adapter
 from coordexp.modeling.load import LoadedModel, export_checkpoint, load_model, merge_checkpoint
 from coordexp.modeling.weights import LearnerWeights
-from support.tiny_run import gt_segments, load_tiny, tiny_checkpoint
+from support.tiny_run import gt_segments, inputs_alone, load_tiny, tiny_checkpoint
 from support.tuned_models import TUNERS, lora, pushed, randomise, trained, tuned, untied_checkpoint
 
 
@@ -161,12 +161,7 @@ def assert_untouched(model: torch.nn.Module, before: dict[str, tuple[torch.Tenso
 
 @torch.no_grad()
 def logits_of(loaded: LoadedModel) -> torch.Tensor:
-    segment = gt_segments(loaded, 1)[0]
-    ids = torch.tensor([[*segment.prompt_token_ids, *segment.target.token_ids]])
-    inputs = {"pixel_values": segment.model_inputs["pixel_values"].to(loaded.model.dtype),
-              "image_grid_thw": segment.model_inputs["image_grid_thw"]}  # fmt: skip
-    is_image = (ids == loaded.image_token_id).int()
-    return loaded.model(input_ids=ids, mm_token_type_ids=is_image, use_cache=False, **inputs).logits[0]
+    return loaded.model(**inputs_alone(loaded, gt_segments(loaded, 1)[0])).logits[0]
 
 
 @pytest.mark.parametrize("checkpoint", [tiny_checkpoint, untied_checkpoint], ids=["tied", "untied"])

@@ -167,20 +167,11 @@ def with_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_checkpoint(tmp_path_factory.mktemp("complete") / "model", spec=TinySpec(**SMALL))
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({}, "no config.json"),
-        ({"config.json": "{"}, "configuration cannot be read"),
-        ({"config.json": '{"model_type": "llama"}'}, "'llama'.*'qwen3_vl'"),
-        ({"config.json": '{"model_type": "qwen3_vl"}'}, "no tokenizer.json"),
-    ],
-)
-def test_refuses_other_checkpoints_than_qwen3_vl(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_refuses_other_checkpoints_than_qwen3_vl(tmp_path: Path) -> None:
+    """As loading a model does: test_load.py has a row for each file that is missing or broken."""
     (tmp_path / "old").mkdir()
-    for name, text in files.items():
-        (tmp_path / "old" / name).write_text(text)
-    with pytest.raises(CheckpointError, match=message):
+    (tmp_path / "old" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match=r"'llama'.*'qwen3_vl'"):
         expand_vocab(tmp_path / "old", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

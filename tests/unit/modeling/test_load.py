@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import AlignmentError, CheckpointError, CoordExpError, DataError, VocabError
 from coordexp.modeling.inputs import PromptEncoder, check_prompt
-from coordexp.modeling.load import LoadedModel, load_model, load_processor, load_vocab
+from coordexp.modeling.load import LoadedModel, load_model, load_processor
 from support.tiny_run import PROMPT, encoder_of, tiny_checkpoint, tiny_scenes
 
 
@@ -114,11 +114,6 @@ def test_a_saved_model_does_not_name_our_attention(tmp_path: Path) -> None:
     """vLLM and plain transformers read the folder too, and know nothing of packed attention."""
     load_model(tiny_checkpoint(), "float32", "packed").model.save_pretrained(tmp_path)
     assert not [p.name for p in tmp_path.glob("*.json") if "coordexp" in p.read_text()]
-
-
-def test_the_vocabulary_loads_without_the_model(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    assert len(load_vocab(folder).coord_token_ids) == 1000
 
 
 @pytest.mark.parametrize("package", ["coordexp.modeling", "coordexp.training"])

@@ -14,7 +14,7 @@ from coordexp.errors import ConfigError
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.weights import add_offset, is_offset, output_head
-from support.tiny_run import gt_segments, load_tiny, tiny_checkpoint
+from support.tiny_run import gt_segments, inputs_alone, load_tiny, tiny_checkpoint
 from support.tuned_models import lora, tuned, untied_checkpoint
 
 PARTS = [
@@ -130,10 +130,7 @@ def test_nothing_left_to_train_is_refused() -> None:
 
 
 def row(loaded: LoadedModel) -> dict[str, Any]:
-    segment = gt_segments(loaded, 1)[0]
-    ids = torch.tensor([[*segment.prompt_token_ids, *segment.target.token_ids]])
-    is_image = (ids == loaded.image_token_id).int()
-    return {"input_ids": ids, "mm_token_type_ids": is_image, "use_cache": False, **segment.model_inputs}
+    return inputs_alone(loaded, gt_segments(loaded, 1)[0])
 
 
 def test_a_fresh_adapter_with_its_zero_offset_changes_nothing() -> None:

@@ -253,10 +253,6 @@ def test_train_and_eval_modes_are_restored(
     model.eval()
 
 
-def test_no_requests_make_no_call(loaded: LoadedModel, calls: list[dict[str, Any]]) -> None:
-    assert backend(loaded).generate([], SEEDS) == [] and calls == []
-
-
 def test_answers_carry_the_synced_weight_version(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     engine = backend(loaded, max_new_tokens=1)
     versions = [engine.generate(requests_[:1], SEEDS)[0].weight_version]

@@ -182,7 +182,3 @@ def test_one_device_read_returns_every_row(monkeypatch: pytest.MonkeyPatch) -> N
     assert second == RowMetrics({}, 2, nonfinite=2, clamped=0)
     assert (first.all_broken, second.all_broken) == (False, True)
     assert list(metrics.sync()) == [] and reads == [1]
-
-
-def test_a_row_without_scored_positions_is_not_broken() -> None:
-    assert not RowMetrics({}, 0, 0, 0).all_broken

@@ -64,15 +64,6 @@ def test_every_step_of_stage_2_logs_the_contracts_metrics(tmp_path: Path) -> Non
     assert sum(line["rollout/prefix_coord_targets_total"] for line in step_lines(trainer)) > 0
 
 
-def test_weights_are_synced_before_each_window_under_the_steps_version(tmp_path: Path) -> None:
-    backend = finder()
-    train(run_config(tmp_path, 2, training__max_steps=3, training__gradient_accumulation_steps=2), backend)
-    assert backend.versions == [0, 1, 2]
-    places = [(seeds.global_step, seeds.micro_step_idx) for seeds in backend.seeds]
-    assert places == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
-    assert {seeds.training_seed for seeds in backend.seeds} == {42}
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_same_yaml_twice_gives_the_same_run(stage: int, tmp_path: Path) -> None:
     sampling = {"rollout_matching__decoding": {"temperature": 1.0}} if stage == 2 else {}
