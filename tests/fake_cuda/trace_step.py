@@ -15,12 +15,12 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -107,17 +107,6 @@ class OneFakeGPU:
         return torch.nn.utils.clip_grad_norm_(list(parameters), norm)
 
 
-@contextmanager
-def nothing_moves() -> Iterator[None]:
-    """peft moves each adapter to its layer's device, which fake tensors cannot do; they are there already."""
-    to = torch.nn.Module.to
-    torch.nn.Module.to = lambda self, *_, **__: self
-    try:
-        yield
-    finally:
-        torch.nn.Module.to = to
-
-
 def trace(flags: argparse.Namespace) -> dict[str, Any]:
     """Two steps; the figures are the second's, which has its optimizer state."""
     started = time.perf_counter()
@@ -154,7 +143,8 @@ def trace(flags: argparse.Namespace) -> dict[str, Any]:
                     if value is not None and "inv_freq" in name:
                         module._buffers[name] = value.float()
             shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
-            with torch.device(CUDA), nothing_moves():
+            # peft moves each adapter to its layer's device, which fake tensors cannot do; they are there already.
+            with torch.device(CUDA), patch.object(torch.nn.Module, "to", lambda self, *_, **__: self):
                 tune(model, config.tuner, vocab.coord_token_ids)
             if config.training.gradient_checkpointing:
                 model.gradient_checkpointing_enable(None)
