@@ -77,7 +77,7 @@ mutants: setup
 	$(BIN)/python tests/mutants/run.py $(MUTANTS_ARGS)
 
 bench: setup
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
+	@set -e; for script in $(filter-out benchmarks/full_size.py, $(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
 
 clean:
 	rm -rf $(VENV) build dist outputs .pytest_cache .ruff_cache .hypothesis
