@@ -65,7 +65,7 @@ class Detector:
             backend: transformers ("hf") or vLLM in this process ("vllm").
             device: "cpu" never uses a GPU; None uses one if there is one.
             batch_size: images answered at once.
-            max_new_tokens, prompt, dtype: None takes the run's own.
+            max_new_tokens: longest answer; it, ``prompt`` and ``dtype`` are the run's own if None.
             classes: the only names that answers may contain; empty for any.
             scores: False skips the forward pass that scores an answer.
 
