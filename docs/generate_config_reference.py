@@ -51,8 +51,8 @@ def _section(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
     for name, field in model.model_fields.items():
         members = _models(field.annotation)
         many = _is_list(field.annotation)
-        anchor = ".".join((*path, name))
-        yield f"| <a id=\"{anchor}\"></a>`{name}` | {_type(field)} | {_default(field)} | {_cell(field.description or '')} |"
+        key = f'<a id="{".".join((*path, name))}"></a>`{name}`'
+        yield f"| {key} | {_type(field)} | {_default(field)} | {_cell(field.description or '')} |"
         for member in members:
             tag = _tag(member)
             step = f"{name}[{tag}]" if tag else f"{name}[]" if many else name
