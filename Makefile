@@ -59,7 +59,7 @@ fuzz: setup
 faults: setup
 	$(TEST_ENV) $(BIN)/python tests/faults/campaign.py --kills $(KILLS) --out $(FAULTS) $(PYTEST_ARGS)
 
-# Whole optimizer steps of Qwen3-VL-2B, 4B and 8B on a fake GPU: memory, waits and a roofline. Four minutes.
+# Whole optimizer steps of Qwen3-VL-2B, 4B and 8B on a fake GPU: memory, waits and a roofline. About five minutes.
 FAKE_GPU ?= "--size 2B --rows 2" "--size 4B" "--size 8B" "--size 2B --lora --rows 2" "--size 4B --lora" "--size 8B --lora"
 fake-gpu: setup
 	@for step in $(FAKE_GPU); do PYTHONPATH=src:tests:tests/fake_cuda OMP_NUM_THREADS=1 $(BIN)/python \

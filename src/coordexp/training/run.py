@@ -335,6 +335,8 @@ def _check_device(config: RunConfig, learners: int) -> None:
             f"training.use_cpu: {visible} GPUs are visible, but torch {torch.__version__} (CUDA {torch.version.cuda}) "
             "cannot use them; update the NVIDIA driver (CUDA 13 needs 580 or newer), or set training.use_cpu: true"
         )
+    if on_cpu and training.bf16 and not training.use_cpu and distributed.is_main():  # as configured for a GPU
+        logger.warning("no GPU is visible: this run trains on the CPU; write training.use_cpu: true if that is meant")
     if on_cpu and (key := next((key for key in ("fp16", "tf32") if getattr(training, key)), None)):
         raise ConfigError(f"training.{key}: needs a GPU, and this machine has none; remove it (bf16 works on CPUs)")
     if not on_cpu:

@@ -275,13 +275,14 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("key", ["fp16", "tf32"])
 def test_number_types_of_gpus_are_refused_without_one_and_bf16_runs(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=rf"training\.{key}: needs a GPU"):
         check_run(run_config(tmp_path, 1, training__use_cpu=False, **{f"training__{key}": True}))
     bf16 = run_config(tmp_path, 1, training__use_cpu=False, training__bf16=True)
     assert build_trainer(check_run(bf16), Console(quiet=True))[0].args.bf16
+    assert "no GPU is visible" in caplog.text
 
 
 def test_arguments_are_passed_to_transformers_by_name(tmp_path: Path) -> None:
