@@ -3,6 +3,7 @@ needs it, so ``--help`` is instant."""
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated
 
@@ -59,7 +60,8 @@ def _global_options(
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command and exit: 0 done, 2 an error that the user can cure (no traceback), 128 + its number if a signal
-    ended it: 130 for Ctrl-C. Any other exception is a bug and leaves with its traceback."""
+    ended it: 130 for Ctrl-C. Errors of the operating system (a full disk, a file in place of a folder, a port in use)
+    are the user's to cure. Any other exception is a bug and leaves with its traceback."""
     _flags["debug"] = False
     try:
         app(args=argv, prog_name="coordexp")
@@ -69,8 +71,30 @@ def main(argv: list[str] | None = None) -> None:
         if distributed.is_main():
             typer.secho(str(stopped), err=True)
         sys.exit(128 + stopped.signal)
-    except CoordExpError as error:
+    except (CoordExpError, OSError) as error:
         if _flags["debug"]:
             raise
-        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
+        text = _system_error(error) if isinstance(error, OSError) else str(error)
+        typer.secho(f"error: {text}", fg=typer.colors.RED, err=True)
         sys.exit(USER_ERROR)
+
+
+_FIXES = {
+    errno.ENOSPC: "free some space on that disk",
+    errno.EDQUOT: "free some space within your quota",
+    errno.EACCES: "choose a path that you may read and write",
+    errno.EPERM: "choose a path that you may read and write",
+    errno.EROFS: "choose a path on a disk that can be written",
+    errno.EEXIST: "choose another path, or move what is there",
+    errno.ENOTDIR: "a file is where a folder is needed; choose another path, or move the file",
+    errno.EISDIR: "a folder is where a file is needed; name a file in it",
+    errno.EADDRINUSE: "end the program that listens there, or choose another port",
+}
+
+
+def _system_error(error: OSError) -> str:
+    """One line: path, reason, fix."""
+    paths = " -> ".join(str(path) for path in (error.filename, error.filename2) if path is not None)
+    reason = " ".join((error.strerror or str(error) or type(error).__name__).split())
+    fix = _FIXES.get(error.errno or 0, "coordexp --debug COMMAND shows where")
+    return f"{paths}: {reason}; {fix}" if paths else f"{reason}; {fix}"

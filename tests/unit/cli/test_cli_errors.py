@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -118,6 +119,29 @@ def test_debug_shows_the_traceback_of_its_own_command_only(tmp_path: Path, capsy
     with pytest.raises(ConfigError, match="no such file"):
         main(["--debug", "config", "check", str(missing)])
     assert run_cli(capsys, "config", "check", missing).code == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "file", "says"),
+    [
+        (errno.ENOSPC, "out.jsonl", ("out.jsonl", "No space left", "free some space")),
+        (errno.EADDRINUSE, None, ("Address already in use", "another port")),
+        (errno.EIO, None, ("--debug",)),
+    ],
+)
+def test_errors_of_the_operating_system_are_one_line(
+    number: int, file: str | None, says: tuple[str, ...], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def fails(path: Path, **_: object) -> None:
+        raise OSError(number, os.strerror(number), file)
+
+    monkeypatch.setattr(coordexp.config.load, "explain_config", fails)
+    outcome = run_cli(capsys, "config", "check", "any.yaml")
+    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1)
+    assert [part for part in says if part not in outcome.err] == []
+    with pytest.raises(OSError, match=os.strerror(number)):
+        main(["--debug", "config", "check", "any.yaml"])
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
