@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from coordexp.evaluation.answers import write_answers
-from coordexp.viewer.collect import collect
+from coordexp.viewer.collect import collect, compare
 from coordexp.viewer.render import render
 from support.answers import tiny_vocab
 from support.ports import free_ports
@@ -190,8 +190,8 @@ def test_soft_objects_are_dashed_and_never_count_as_missed(browser: Browser, tmp
     number = next(n for n, answer in enumerate(answers) if any(o.soft is not None for o in answer.gt or ()))
     page.click(f'#list [data-number="{number}"]')
     soft = sum(o.soft is not None for o in answers[number].gt or ())
-    assert page.count("#stage .gt.soft") == soft and f"{soft} soft" in page.text("#badges")
-    dash = page.run("return getComputedStyle(document.querySelector('#stage .gt.soft')).strokeDasharray")
+    assert page.count(".stage .gt.soft") == soft and f"{soft} soft" in page.text("#badges")
+    dash = page.run("return getComputedStyle(document.querySelector('.stage .gt.soft')).strokeDasharray")
     assert dash not in ("", "none") and page.problems() == []
 
 
@@ -202,8 +202,9 @@ def test_filters_and_orders(answers_page: Browser) -> None:
     assert (answers_page.count("#list button"), answers_page.text("#name")) == (1, "s7")
     answers_page.choose("#filter", "missed")
     few = answers_page.count("#list button")
-    assert 0 < few < 30 and answers_page.count("#stage .missed") > 0
+    assert 0 < few < 30 and answers_page.count(".stage .missed") > 0
     answers_page.choose("#order", "missed")
+    assert answers_page.count("#list button:first-child[aria-current]") == 1
     counts = answers_page.run(
         "return [...document.querySelectorAll('#list .sub')].map(e => Number(/(\\d+) missed/.exec(e.textContent)[1]))"
     )
@@ -235,11 +236,11 @@ def test_overlays_can_be_toggled(answers_page: Browser) -> None:
 
 
 def test_hovering_a_match_shows_its_iou_and_its_partner(run_page: Browser) -> None:
-    run_page.hover("#stage .pred.right")
+    run_page.hover(".stage .pred.right")
     assert run_page.text("#tip") == "object_1: black cat · matches black cat, IoU 1"
-    assert run_page.count("#stage .gt.lit") == 1
-    run_page.hover("#stage .gt.missed")
-    assert "missed" in run_page.text("#tip") and run_page.count("#stage .lit") == 0
+    assert run_page.count(".stage .gt.lit") == 1
+    run_page.hover(".stage .gt.missed")
+    assert "missed" in run_page.text("#tip") and run_page.count(".stage .lit") == 0
     run_page.hover("#name")
     assert run_page.run("return document.querySelector('#tip').hidden") is True
 
@@ -248,9 +249,9 @@ def test_hovering_a_row_highlights_its_object(run_page: Browser) -> None:
     rows = run_page.run("return [...document.querySelectorAll('.objects tr')].map(e => e.textContent)")
     assert rows == ["object_1black catIoU 1", "–dogmissed"]
     run_page.hover(".objects tr:first-of-type")
-    assert run_page.count("#stage .pred.lit") == run_page.count("#stage .gt.lit") == 1
+    assert run_page.count(".stage .pred.lit") == run_page.count(".stage .gt.lit") == 1
     run_page.hover(".objects tr:last-of-type")
-    assert run_page.count("#stage .pred.lit") == 0 and run_page.count("#stage .gt.missed.lit") == 1
+    assert run_page.count(".stage .pred.lit") == 0 and run_page.count(".stage .gt.missed.lit") == 1
 
 
 def test_tokens_have_roles_and_losses(run_page: Browser) -> None:
@@ -266,7 +267,7 @@ def test_tokens_have_roles_and_losses(run_page: Browser) -> None:
     assert "TAIL_COORD · loss 0.5 · mean of its role 0.5" in run_page.text("#tip")
     run_page.hover("#target .TAIL_DESC")
     assert "TAIL_DESC · no loss" in run_page.text("#tip")
-    assert "missing_geometry1" in run_page.text("#facts") and "PREFIX_COORD0.5" in run_page.text("#facts")
+    assert "missing_geometry1" in run_page.text("#facts") and "found: coordinates0.5" in run_page.text("#facts")
     assert "appended" in run_page.run("return document.querySelector('#legend .TAIL_COORD').title")
     run_page.press("c")
     assert run_page.count("#record.by-loss") == 1
@@ -286,6 +287,7 @@ def test_the_slider_changes_the_step_and_curves_are_drawn(run_page: Browser) -> 
     run_page.hover('#curves svg[data-curve="loss"]')
     assert run_page.text("#tip") in ("loss · step 1: 1", "loss · step 2: 0")
     run_page.choose("#order", "loss")
+    assert run_page.text("#name") == "sample 3"
     assert "step 4sample 3 · " in run_page.text("#list button:first-child")  # after the file's name
 
 
@@ -303,12 +305,79 @@ def test_a_page_can_have_curves_only(browser: Browser, tmp_path: Path) -> None:
     history = [{"step": k, "loss": 1.0 / k, "time/pack_s": 0.1 * k} for k in (1, 2, 3)]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     page = opened(browser, render(collect(tmp_path)), tmp_path)
-    assert "monitor_dump" in page.text("#nothing") and page.count("#curves figure") == 2
+    assert "coordexp evaluate" in page.text("#notes") and page.count("#curves figure") == 2
     assert page.text("#curves summary") == "1 further metric"
     assert page.problems() == []
 
 
-@pytest.mark.parametrize("width", [500, 700, 1000, 1600])
+def test_a_threshold_on_scores_hides_predictions(answers_page: Browser) -> None:
+    answers_page.choose("#filter", "unmatched")
+    before, wrong = answers_page.count("#list button"), answers_page.count("#stages .pred")
+    answers_page.choose("#score", "0.99")
+    assert answers_page.count("#list button") < before
+    answers_page.choose("#filter", "all")
+    assert answers_page.count("#stages .pred") < wrong or answers_page.count("#stages .gt.found") == 0
+    answers_page.choose("#score", "0")
+    answers_page.choose("#filter", "unmatched")
+    assert answers_page.count("#list button") == before
+
+
+def test_a_grid_of_thumbnails_opens_its_records(answers_page: Browser) -> None:
+    answers_page.press("v")
+    assert answers_page.count("#grid .tile") == 30
+    assert answers_page.run("return document.querySelector('#record').hidden") is True
+    answers_page.click('#grid [data-number="5"]')
+    assert answers_page.text("#name") == "s5"
+    assert answers_page.run("return document.querySelector('#grid').hidden") is True
+
+
+def test_the_picture_can_be_enlarged(run_page: Browser) -> None:
+    run_page.click("#stages .stage")
+    assert run_page.run("return document.querySelector('#zoom').open") is True
+    first = run_page.run("return document.querySelector('#zoomed .stage').clientWidth")
+    run_page.press("+", "+")
+    assert run_page.run("return document.querySelector('#zoomed .stage').clientWidth") > first
+    run_page.press("Escape")
+    assert run_page.run("return document.querySelector('#zoom').open") is False
+
+
+def test_an_address_leads_to_its_record(answers_page: Browser) -> None:
+    answers_page.press("j", "j")
+    address = answers_page.run("return window.location.href")
+    assert address.endswith("#s2")
+    answers_page.open("about:blank")
+    answers_page.open(address)
+    assert answers_page.text("#name") == "s2"
+    answers_page.run("window.location.hash = '#s9'")
+    assert answers_page.text("#name") == "s9"
+
+
+def test_the_list_is_saved_as_a_dataset(answers_page: Browser) -> None:
+    answers_page.run(
+        "window.saved = null; const make = URL.createObjectURL;"
+        "URL.createObjectURL = (blob) => { blob.text().then((text) => { window.saved = text; }); return make(blob); }"
+    )
+    answers_page.choose("#filter", "missed")
+    answers_page.click("#save-list")
+    lines = [json.loads(line) for line in answers_page.run("return window.saved").splitlines()]
+    assert len(lines) == answers_page.count("#list button")
+    assert all(line["objects"] and line["metadata"]["missed"] > 0 for line in lines)
+    assert set(lines[0]) == {"images", "width", "height", "objects", "metadata"}
+
+
+def test_two_runs_next_to_each_other(browser: Browser, tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        write_answers(random_answers(9, seed), tmp_path / name / "predictions.jsonl")
+    page = opened(browser, render(compare(collect(tmp_path / "a"), collect(tmp_path / "b"))), tmp_path)
+    assert page.count("#stages .stage") == 2 and page.count(".objects") == 2
+    page.hover('.objects[data-run="1"] tr:first-of-type')
+    assert page.count('.stage[data-run="1"] .lit') > 0 and page.count('.stage[data-run="0"] .lit') == 0
+    page.choose("#filter", "change")
+    assert 0 < page.count("#list button") <= 9
+    assert page.problems() == []
+
+
+@pytest.mark.parametrize("width", [500, 700, 1000, 1440])
 def test_the_page_never_scrolls_sideways(run_page: Browser, width: int) -> None:
     run_page.resize(width)
     seen = run_page.run("const e = document.documentElement; return [innerWidth, e.scrollWidth - e.clientWidth]")
@@ -343,7 +412,7 @@ def test_hostile_text_is_shown_and_never_executed(browser: Browser, tmp_path: Pa
     assert page.text("#name") == page.text("#title") == page.text("#rollout") == HOSTILE
     assert page.run("return document.title").startswith("</script>")
     assert HOSTILE in page.text("#facts")
-    page.hover("#stage polygon")
+    page.hover(".stage polygon")
     assert HOSTILE in page.text("#tip")
     assert page.count("img") == 0 and page.count("script") == 3
     assert page.problems() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +13,12 @@ from coordexp.cli.console import counting, no_bars_in_log_files, open_console, s
 
 
 def view(
-    source: Annotated[
-        Path,
+    sources: Annotated[
+        list[Path],
         typer.Argument(
-            metavar="RUN_OR_FILE", help="A run's folder, a predictions.jsonl, or a folder or file of rollout records."
+            metavar="RUN_OR_FILE [OTHER]",
+            help="A run's folder, a predictions.jsonl, or a folder or file of rollout records; a second one is shown "
+            "next to the first.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="The HTML file.")] = Path("view.html"),
@@ -23,32 +26,45 @@ def view(
         Path | None, typer.Option(help="Checkpoint whose tokenizer wrote the answers [the run's own].")
     ] = None,
     max_records: Annotated[int, typer.Option(min=1, help="Show at most N records, evenly over the run.")] = 1000,
-    image_side: Annotated[int, typer.Option(min=32, help="Longest side of the embedded images, in pixels.")] = 384,
-    serve: Annotated[bool, typer.Option(help="Serve the page on 127.0.0.1 instead of writing a file.")] = False,
+    image_side: Annotated[
+        int | None,
+        typer.Option(min=32, help="Longest side of embedded images, in pixels [1024, 640 or 384, by their number]."),
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option(help="Serve the page on 127.0.0.1 instead of writing a file; enlarges original images.")
+    ] = False,
+    follow: Annotated[bool, typer.Option(help="Serve the page, and update it while the run goes on.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0 takes a free one.")] = 0,
 ) -> None:
     """Write one self-contained HTML page: images, matches, tokens by role with their losses, drop reasons, curves."""
-    from coordexp.viewer.collect import collect, find_checkpoint, rollout_records_at
+    from coordexp.viewer.collect import ViewData, collect, compare, find_checkpoint, rollout_records_at
     from coordexp.viewer.render import render
+    from coordexp.viewer.serve import make_server
 
-    vocab = None
-    checkpoint = model or (find_checkpoint(source) if rollout_records_at(source) else None)
-    if checkpoint is not None:
-        vocab = vocabulary_of(checkpoint)
-    data = collect(source, vocab, max_records)
-    with counting("embedding images") as progress:
-        page = render(data, image_side, progress)
+    if len(sources) > 2:
+        raise typer.BadParameter(f"{len(sources)} runs; the page shows at most two next to each other")
+
+    def collected() -> ViewData:
+        runs = []
+        for source in sources:
+            checkpoint = model or (find_checkpoint(source) if rollout_records_at(source) else None)
+            vocab = None if checkpoint is None else vocabulary_of(checkpoint)
+            # Two runs are thinned after they were paired.
+            runs.append(collect(source, vocab, max_records if len(sources) == 1 else sys.maxsize))
+        return runs[0] if len(runs) == 1 else compare(*runs, max_records=max_records)
+
     console = open_console()
-    for note in data.notes:
-        say(console, f"note: {note}")
-    if serve:
-        from coordexp.viewer.render import make_server
-
-        with make_server(page, port) as server:
+    if serve or follow:
+        with make_server(sources, collected, image_side, port, follow) as server:
             address, taken = server.server_address[:2]
             typer.echo(f"serving on http://{address!s}:{taken}/ until Ctrl-C")
             server.serve_forever()
         return
+    data = collected()
+    with counting("embedding images") as progress:
+        page = render(data, image_side, progress)
+    for note in data.notes:
+        say(console, f"note: {note}")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
     size = len(page.encode("utf-8")) / 1e6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path, PurePosixPath
@@ -21,18 +22,23 @@ _Point = tuple[float, float]
 Drawable = GTObject | PredictedObject | Detection
 
 _DASH, _GAP = 6, 5  # pixels
-_COLOURS = ("#e6194b", "#1f9d3a", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#c71585", "#000075")
+_COLOURS = (
+    "#e6194b", "#1f9d3a", "#4363d8", "#d95f02", "#911eb4", "#008080", "#9a6324", "#c71585", "#000075",
+    "#5b7f00", "#0087c5", "#b8860b", "#7a3e9d", "#00795c", "#a0303f", "#555f6b", "#c2410c", "#2f4b9c",
+)  # fmt: skip
 _FOUND, _MISSED, _WRONG, _SOFT = "#189646", "#e68c00", "#cd1e2d", "#70757d"
 _SMALLEST, _LARGEST = 320, 640  # pixels of a panel's longer side: thin outlines can be seen, photos do not fill a wall
+_READABLE = 640  # pixels: images less than half as long are enlarged before names are drawn over them
 _BAR = 26
 _TILE = 320
 _COMPRESSION = 1  # of PNG: the default takes four times as long for files a fifth smaller
 
 
 def draw_detections(image: Image.Image, detections: Sequence[Detection]) -> Image.Image:
-    """A copy of ``image`` with an outline, a name and a score for each object; one colour per name."""
-    drawn = image.convert("RGB")
-    drawn = drawn.copy() if drawn is image else drawn
+    """A copy of ``image`` with an outline, a name and a score for each object; one colour per name. Small images are
+    enlarged by a whole factor, so that names cover little of them."""
+    factor = max(1, _READABLE // max(image.size))
+    drawn = image.convert("RGB").resize((image.width * factor, image.height * factor), Image.Resampling.BICUBIC)
     draw = ImageDraw.Draw(drawn)
     side = max(drawn.size)
     width, font = max(2, round(side / 250)), ImageFont.load_default(max(11, side / 45))
@@ -51,8 +57,17 @@ def draw_detections(image: Image.Image, detections: Sequence[Detection]) -> Imag
 
 
 def colours_by_name(objects: Iterable[Drawable]) -> dict[str, str]:
-    names = sorted({obj.desc for obj in objects})
-    return {name: _COLOURS[k % len(_COLOURS)] for k, name in enumerate(names)}
+    """A colour per description. A description keeps its colour from picture to picture, unless another one in the same
+    picture has it already."""
+    taken: set[int] = set()
+    colour_of = {}
+    for name in sorted({obj.desc for obj in objects}):
+        preferred = zlib.crc32(name.encode()) % len(_COLOURS)
+        free = (slot % len(_COLOURS) for slot in range(preferred, preferred + len(_COLOURS)))
+        slot = next((slot for slot in free if slot not in taken), preferred)
+        taken.add(slot)
+        colour_of[name] = _COLOURS[slot]
+    return colour_of
 
 
 def draw_objects(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from coordexp.coords import CoordVocab
 from coordexp.data.files import read_json
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import PREDICTIONS, Detection, ImageAnswer, read_answers
-from coordexp.evaluation.detection import match_answer
+from coordexp.evaluation.detection import IOU_THRESHOLD, assigner, match_answer
 from coordexp.records import GTObject, PredictedObject, TokenRole
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ _RECORDS = "rollout_records"
 
 @dataclass(frozen=True, slots=True)
 class ViewShape:
-    """An object to draw. ``partner``: index of its match on the other side, or None. ``soft``: its weight, if a model
-    added it."""
+    """An object to draw. ``partner``: index of its match on the other side, or None. ``renamed``: index of the object
+    there that it covers under another name. ``soft``: its weight, if a model added it."""
 
     desc: str
     kind: str
@@ -36,6 +36,7 @@ class ViewShape:
     score: float | None = None
     name: str = ""
     soft: float | None = None
+    renamed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +68,19 @@ class ViewRecord:
     loss_by_role: Mapping[str, float] | None = None
     rollout: ViewTokens | None = None
     target: ViewTokens | None = None
+    other: ViewRecord | None = None  # the second run's answer to the same image
 
 
 @dataclass(frozen=True, slots=True)
 class ViewData:
-    """Everything on the page. ``curves``: metric → (step, value) points; ``notes`` explain what is not shown."""
+    """Everything on the page. ``curves``: metric → (step, value) points; ``notes`` explain what is not shown; ``runs``:
+    names of the two runs, if two are compared."""
 
     title: str
     records: tuple[ViewRecord, ...]
     curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ()
 
 
 def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 1000) -> ViewData:
@@ -84,6 +88,8 @@ def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 10
     the answers; without it tokens are not shown. Of more than ``max_records``, those evenly over the run are kept, with
     a note. Raises DataError if nothing there can be shown."""
     records: list[ViewRecord] = []
+    if not source.exists():
+        raise DataError("no such file or folder", path=source)
     recorded = rollout_records_at(source)
     if recorded is not None:
         from coordexp.recording.rollout_record import read_records  # answers are shown without it
@@ -115,12 +121,38 @@ def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 10
                 "stage 1 writes no answers while it trains, so only curves are shown; let its model answer, then look "
                 f"again: {command}"
             )
-    if len(records) > max_records:
-        notes.append(f"{len(records)} records; shown are {max_records}, evenly over all of them (--max-records)")
-        records = [records[i * len(records) // max_records] for i in range(max_records)]
+    records = _thinned(records, max_records, notes)
     if vocab is None and any(record.step is not None for record in records):
         notes.append("no tokenizer was found, so tokens are not shown; name the checkpoint with --model")
-    return ViewData(str(source), tuple(records), curves, tuple(notes))
+    title = "/".join(source.absolute().parts[-2:]).lstrip("/")
+    return ViewData(title, tuple(records), curves, tuple(notes))
+
+
+def _thinned(records: list[ViewRecord], most: int, notes: list[str]) -> list[ViewRecord]:
+    if len(records) <= most:
+        return records
+    notes.append(f"{len(records)} records; shown are {most}, evenly over all of them (--max-records)")
+    return [records[i * len(records) // most] for i in range(most)]
+
+
+def compare(first: ViewData, second: ViewData, max_records: int = 1000) -> ViewData:
+    """Both runs' answers to the same image at the same step, as one record each; others are counted in a note. Raises
+    DataError if the runs share no image."""
+    others = {(record.sample_id, record.step): record for record in second.records}
+    records = [
+        replace(record, other=others[record.sample_id, record.step])
+        for record in first.records
+        if (record.sample_id, record.step) in others
+    ]
+    if not records:
+        raise DataError(f"{first.title} and {second.title}: no image is answered in both; let both answer one dataset")
+    notes = [note for data in (first, second) for note in data.notes]
+    for data in (first, second):
+        if left := len(data.records) - len(records):
+            notes.append(f"{left} records of {data.title} are not shown: the other run has no answer to them")
+    shown = tuple(_thinned(records, max_records, notes))
+    names = (first.title, second.title)
+    return ViewData(" and ".join(names), shown, first.curves, tuple(notes), names)
 
 
 def find_checkpoint(source: Path) -> Path | None:
@@ -193,10 +225,19 @@ def _shapes(
     """Ground truth and predictions (object, name, score), each linked to its match (pred_idx, gt_idx, IoU)."""
     pred_of = {j: i for i, j, _ in matched}
     gt_of = {i: (j, round(iou, 4)) for i, j, iou in matched}
-    gt = (ViewShape(obj.desc, obj.kind, obj.bins, pred_of.get(j), soft=obj.soft) for j, obj in enumerate(truth))
+    # Of what is left, pairs that agree in everything but the name.
+    left_pred = [i for i in range(len(predicted)) if i not in gt_of]
+    left_gt = [j for j, obj in enumerate(truth) if j not in pred_of and obj.soft is None]
+    same_place = assigner([predicted[i][0] for i in left_pred], [truth[j] for j in left_gt], IOU_THRESHOLD)(False)
+    renamed_to = {left_pred[i]: left_gt[j] for i, j, _ in same_place}
+    renamed_by = {j: i for i, j in renamed_to.items()}
+    gt = (
+        ViewShape(obj.desc, obj.kind, obj.bins, pred_of.get(j), soft=obj.soft, renamed=renamed_by.get(j))
+        for j, obj in enumerate(truth)
+    )
     pred = (
         ViewShape(obj.desc, obj.kind, obj.bins, *gt_of.get(i, (None, None)),
-                  score=None if score is None else round(score, 4), name=name)
+                  score=None if score is None else round(score, 4), name=name, renamed=renamed_to.get(i))
         for i, (obj, name, score) in enumerate(predicted)
     )  # fmt: skip
     return tuple(gt), tuple(pred)

@@ -1,4 +1,4 @@
-"""Collected records → one self-contained HTML file, or the same page served on 127.0.0.1 (for an SSH tunnel, say).
+"""Collected records → one self-contained HTML file.
 
 Text of models and annotators is only data: it is embedded as JSON that cannot end its element, the page's script shows
 it as text only, and the page's policy forbids other scripts.
@@ -12,11 +12,9 @@ import html
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +22,32 @@ from PIL import Image
 
 from coordexp.data.images import open_rgb
 from coordexp.errors import DataError
-from coordexp.viewer.collect import ViewData
+from coordexp.viewer.collect import ViewData, ViewRecord
 
 _HERE = Path(__file__).parent
-_SCRIPT = ("list", "record", "tokens", "curves", "hover", "controls")
+_SCRIPT = ("list", "record", "tokens", "grid", "curves", "hover", "controls")
 _QUALITY = 80
 _WORKERS = 4
+_SIDES = {50: 1024, 200: 640}  # longest side of embedded images, by the largest number of them; more get the last
+_LEAST_SIDE = 384
 
 
-def render(data: ViewData, image_side: int = 384, progress: Callable[[int, int], None] | None = None) -> str:
-    """The page, with each image embedded once: a JPEG of at most ``image_side`` pixels, or why it could not be read."""
-    paths = list(dict.fromkeys(record.image for record in data.records))
+def render(
+    data: ViewData,
+    image_side: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    version: str | None = None,
+    follow: bool = False,
+) -> str:
+    """The page, with each image embedded once, as a JPEG or as why it could not be read.
+
+    ``image_side``: longest side of the JPEGs in pixels; by default 1024 for up to 50 images, 640 for up to 200, else
+    384. ``version``: given to a page that is served: it enlarges the original images at ``image/N``, N as in
+    :func:`image_paths`, and with ``follow`` loads itself again when ``/version`` differs.
+    """
+    paths = image_paths(data)
+    if image_side is None:
+        image_side = next((side for most, side in _SIDES.items() if len(paths) <= most), _LEAST_SIDE)
     images: list[dict[str, str]] = []
     pool = ThreadPoolExecutor(_WORKERS)
     try:
@@ -48,19 +61,22 @@ def render(data: ViewData, image_side: int = 384, progress: Callable[[int, int],
     content = {
         "title": data.title,
         "notes": data.notes,
+        "runs": data.runs,
+        "served": version is not None,
+        "follow": follow,
+        "version": version,
         "curves": data.curves,
-        "records": [
-            {**asdict(record), "image": index_of[record.image], "file": Path(record.image).name}
-            for record in data.records
-        ],
+        "records": [_record(record, index_of) for record in data.records],
     }
     # The script's files in one scope; each may use the ones before it.
     texts = [(_HERE / "script" / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPT]
     script = '"use strict";\n(() => {\n' + "\n".join(texts) + "})();\n"
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+    own = " 'self'" if version is not None else ""
     parts = {
         "title": html.escape(data.title),
-        "policy": f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
+        "policy": f"default-src 'none'; img-src data:{own}; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+        + ("; connect-src 'self'" if version is not None else ""),
         "style": (_HERE / "page.css").read_text(encoding="utf-8"),
         "data": as_script_data(content),
         "images": as_script_data(images),
@@ -69,6 +85,18 @@ def render(data: ViewData, image_side: int = 384, progress: Callable[[int, int],
     # One pass over the template, so that placeholders in the inserted text are not replaced.
     page = (_HERE / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{ *(\w+) *\}\}", lambda found: parts[found[1]], page)
+
+
+def image_paths(data: ViewData) -> list[str]:
+    """The different images of the records, in order of first use."""
+    return list(dict.fromkeys(record.image for record in data.records))
+
+
+def _record(record: ViewRecord, index_of: Mapping[str, int]) -> dict[str, Any]:
+    written = {**asdict(record), "image": index_of[record.image], "file": Path(record.image).name, "path": record.image}
+    if record.other is not None:
+        written["other"] = _record(record.other, {record.other.image: index_of[record.image]})
+    return written
 
 
 def as_script_data(content: Any) -> str:
@@ -86,27 +114,3 @@ def _embed(path: Path, side: int) -> dict[str, str]:
     buffer = io.BytesIO()
     image.save(buffer, format="JPEG", quality=_QUALITY)
     return {"src": "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")}
-
-
-def make_server(page: str, port: int = 0) -> ThreadingHTTPServer:
-    """A server of ``page`` at ``/`` on 127.0.0.1; port 0 takes a free one. The caller runs and closes it."""
-    body = page.encode("utf-8")
-
-    class Page(BaseHTTPRequestHandler):
-        timeout = 10.0
-
-        def do_GET(self) -> None:  # the name that http.server calls
-            if self.path.split("?")[0] != "/":
-                self.send_error(HTTPStatus.NOT_FOUND)
-                return
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Log nothing."""
-
-    return ThreadingHTTPServer(("127.0.0.1", port), Page)

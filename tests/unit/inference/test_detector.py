@@ -121,7 +121,8 @@ def test_coco_results(detections: Detections) -> None:
 def test_drawing_marks_the_outlines_and_leaves_the_file(detections: Detections, tmp_path: Path) -> None:
     before = (tmp_path / "a.png").read_bytes()
     drawn = detections.draw(tmp_path / "out" / "drawn.png")
-    assert drawn.size == (200, 101) and (tmp_path / "a.png").read_bytes() == before
+    assert drawn.size == (600, 303)  # small images are enlarged
+    assert (tmp_path / "a.png").read_bytes() == before
     with Image.open(tmp_path / "out" / "drawn.png") as saved:
         assert saved.convert("RGB").getpixel((100, 100)) != (255, 255, 255)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,10 @@ import yaml
 from PIL import Image
 
 from coordexp.errors import ConfigError, DataError
-from coordexp.evaluation.answers import write_answers
-from coordexp.viewer.collect import BEHIND_CUT, collect, find_checkpoint
-from coordexp.viewer.render import as_script_data, make_server, render
+from coordexp.evaluation.answers import PREDICTIONS, Detection, write_answers
+from coordexp.viewer.collect import BEHIND_CUT, collect, compare, find_checkpoint
+from coordexp.viewer.render import as_script_data, render
+from coordexp.viewer.serve import make_server
 from support.answers import tiny_vocab
 from support.cli_runs import run_cli
 from support.scored_answers import random_answers
@@ -106,15 +110,56 @@ def test_the_page_has_no_external_links(tmp_path: Path) -> None:
     assert {record["file"] for record in data_of(page, "data")["records"]} == {"a.png"}
 
 
-def test_the_page_is_served_on_loopback_only() -> None:
-    with make_server("<p>é</p>") as server:
+@contextmanager
+def served(source: Path, **options: Any) -> Iterator[httpx.Client]:
+    with make_server([source], lambda: collect(source), **options) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         host, port = server.server_address[:2]
         assert host == "127.0.0.1"
-        page = httpx.get(f"http://127.0.0.1:{port}/", timeout=10)
-        assert page.text == "<p>é</p>" and page.headers["content-type"] == "text/html; charset=utf-8"
-        assert httpx.get(f"http://127.0.0.1:{port}/etc/passwd", timeout=10).status_code == 404
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+            yield client
         server.shutdown()
+
+
+def test_the_page_is_served_with_the_original_images_only(tmp_path: Path) -> None:
+    Image.new("RGB", (900, 600), "red").save(tmp_path / "big.png")
+    write_answers([replace(a, image=str(tmp_path / "big.png")) for a in random_answers(2, 1)], tmp_path / PREDICTIONS)
+    with served(tmp_path, image_side=100) as client:
+        page = client.get("/")
+        assert page.headers["content-type"] == "text/html; charset=utf-8" and data_of(page.text, "data")["served"]
+        assert Image.open(io.BytesIO(client.get("/image/0").content)).size == (900, 600)
+        for path in ("/image/1", "/image/-1", "/etc/passwd", "/image/..%2fbig.png"):
+            assert client.get(path).status_code == 404
+
+
+def test_a_followed_run_shows_its_new_records(tmp_path: Path) -> None:
+    write_answers(random_answers(2, 1), tmp_path / PREDICTIONS)
+    with served(tmp_path, follow=True) as client:
+        first = data_of(client.get("/").text, "data")
+        assert client.get("/version").text == first["version"]
+        write_answers(random_answers(3, 1), tmp_path / PREDICTIONS)
+        assert client.get("/version").text != first["version"]
+        assert len(data_of(client.get("/").text, "data")["records"]) == 3
+
+
+def test_two_runs_are_joined_by_image(tmp_path: Path) -> None:
+    write_answers(random_answers(5, 1), tmp_path / "a" / PREDICTIONS)
+    write_answers(random_answers(7, 2)[1:], tmp_path / "b" / PREDICTIONS)
+    both = compare(collect(tmp_path / "a"), collect(tmp_path / "b"))
+    assert [record.sample_id for record in both.records] == ["s1", "s2", "s3", "s4"]
+    assert all(record.other is not None and record.other.sample_id == record.sample_id for record in both.records)
+    assert [note.split()[0] for note in both.notes] == ["1", "2"]  # left out of either run
+    first, second = data_of(render(both), "data")["records"][0], both.records[0].other
+    assert second is not None and len(first["other"]["pred"]) == len(second.pred)
+
+
+def test_an_object_found_under_another_name_is_linked(tmp_path: Path) -> None:
+    one = next(a for a in random_answers(20, 1) if a.truth)
+    truth = one.truth[0]
+    renamed = Detection("something else", truth.kind, truth.bins, 0.5)
+    write_answers([replace(one, gt=(truth,), pred=(renamed,))], tmp_path / PREDICTIONS)
+    (record,) = collect(tmp_path).records
+    assert record.pred[0].partner is None and record.pred[0].renamed == 0 and record.gt[0].renamed == 0
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,15 @@ const curve = (name) => {
   const y = (value) => 38 - (36 * (value - low)) / (high - low || 1);
   const chart = shape("svg", { viewBox: "0 0 100 40", preserveAspectRatio: "none", "data-curve": name,
     "data-left": left, "data-right": right });
-  chart.append(shape("polyline", { points: points.map(([a, b]) => `${x(a)},${y(b)}`).join(" ") }));
+  const drawn = (values, name) => chart.append(shape("polyline", { class: name,
+    points: values.map((value, k) => `${x(xs[k])},${y(value)}`).join(" ") }));
+  // Many points: the values pale, and over them the mean of the ten up to each.
+  const mean = (k) => {
+    const recent = ys.slice(Math.max(0, k - 9), k + 1);
+    return recent.reduce((sum, value) => sum + value, 0) / recent.length;
+  };
+  drawn(ys, ys.length > 30 ? "raw" : "value");
+  if (ys.length > 30) drawn(ys.map((_, k) => mean(k)), "value");
   const range = low === high ? "" : ` · ${round(low)} … ${round(high)}`;
   return el("figure", {}, el("figcaption", {}, el("span", { class: "who" }, name), el("b", {}, round(ys.at(-1))),
     el("span", { class: "range" }, `steps ${left}–${right}${range}`)), chart);
@@ -47,4 +55,14 @@ const pointAt = (chart, clientX) => {
   const step = left + ((clientX - box.left) / box.width) * (right - left);
   return data.curves[chart.dataset.curve].reduce((best, point) =>
     (Math.abs(point[0] - step) < Math.abs(best[0] - step) ? point : best));
+};
+
+// A click on a curve chooses the recorded step nearest to it.
+const toStep = (event) => {
+  const chart = event.target.closest?.("svg[data-curve]");
+  if (!chart || !steps.length) return;
+  const [wanted] = pointAt(chart, event.clientX);
+  const distance = (step) => Math.abs(step - wanted);
+  byId("step").value = 1 + steps.reduce((best, step, k) => (distance(step) < distance(steps[best]) ? k : best), 0);
+  refresh(true);
 };

@@ -10,18 +10,21 @@ const say = (text, event) => {
   tip.style.left = `${Math.max(0, Math.min(x + 12, window.innerWidth - box.width - 4))}px`;
   tip.style.top = `${y + 16 + box.height > window.innerHeight ? y - box.height - 8 : y + 16}px`;
 };
-const light = (side, index) => {
-  byId("stage").querySelector(`[data-side="${side}"][data-index="${index}"]`)?.classList.add("lit");
+const light = (run, side, index) => {
+  byId("stages").querySelector(`.stage[data-run="${run}"] [data-side="${side}"][data-index="${index}"]`)
+    ?.classList.add("lit");
 };
 const onObject = (node, event) => {
   const { side, index } = node.dataset;
-  say(says(current, side, Number(index)), event);
-  light(side === "gt" ? "pred" : "gt", current[side][Number(index)].partner);
-  if (node.tagName === "TR") light(side, index);
+  const { run } = node.closest("[data-run]").dataset;
+  const record = runOf(node);
+  say(says(record, side, Number(index)), event);
+  light(run, side === "gt" ? "pred" : "gt", record[side][Number(index)].partner);
+  if (node.tagName === "TR") light(run, side, index);
 };
 const onToken = (event) => {
   const { at, loss } = event.target.dataset;
-  const role = event.target.className;
+  const role = event.target.classList[0];
   const mean = current.loss_by_role?.[role];
   say([`token ${at}`, role, loss === undefined ? "no loss" : `loss ${round(Number(loss))}`,
     mean === undefined ? "" : `mean of its role ${round(mean)}`].filter(Boolean).join(" · "), event);
@@ -39,5 +42,5 @@ const overCurve = (event) => {
 };
 const out = () => {
   tip.hidden = true;
-  for (const node of byId("stage").querySelectorAll(".lit")) node.classList.remove("lit");
+  for (const node of byId("stages").querySelectorAll(".lit")) node.classList.remove("lit");
 };

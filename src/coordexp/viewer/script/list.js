@@ -20,16 +20,40 @@ const shape = (name, attributes) => {
 const round = (value) => (value === null || value === undefined ? "–" : Number(value.toPrecision(4)).toString());
 const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
-const records = data.records.map((record, number) => ({
+// At the current threshold: predictions below it are treated as if the model had not written them.
+let threshold = 0;
+const isKept = (object) => object.score === null || object.score === undefined || object.score >= threshold;
+const partnerOf = (record, side, object) =>
+  (object.partner !== null && (side === "pred" || isKept(record.pred[object.partner])) ? object.partner : null);
+// The object that covers this one under another name: left over by matching, or matched whatever the names are.
+const renamedOf = (record, side, object) => {
+  if (object.renamed !== null) return side === "pred" || isKept(record.pred[object.renamed]) ? object.renamed : null;
+  const at = partnerOf(record, side, object);
+  return at !== null && record[side === "gt" ? "pred" : "gt"][at].desc !== object.desc ? at : null;
+};
+const recount = (record) => {
+  const kept = record.pred.filter(isKept);
+  record.predicted = kept.length;
+  record.missed = record.gt.filter((o) => o.soft === null && partnerOf(record, "gt", o) === null).length;
+  record.unmatched = record.annotated ? kept.filter((o) => o.partner === null).length : 0;
+  record.misnamed = kept.filter((o) => renamedOf(record, "pred", o) !== null).length;
+  if (record.other) recount(record.other);
+  record.change = record.other
+    ? Math.abs(record.missed + record.unmatched - record.other.missed - record.other.unmatched) : 0;
+};
+const completed = (record) => ({
   ...record,
-  number,
-  missed: record.gt.filter((object) => object.partner === null && object.soft === null).length,
   soft: record.gt.filter((object) => object.soft !== null).length,
-  unmatched: record.annotated ? record.pred.filter((object) => object.partner === null).length : 0,
   numDropped: Object.values(record.dropped).reduce((sum, count) => sum + count, 0),
+});
+const records = data.records.map((record, number) => ({
+  ...completed(record),
+  number,
+  other: record.other ? completed(record.other) : null,
   words: [record.file, record.sample_id, ...record.gt.map((o) => o.desc), ...record.pred.map((o) => o.desc)]
     .join("\n").toLowerCase(),
 }));
+records.forEach(recount);
 const steps = [...new Set(records.map((record) => record.step).filter((step) => step !== null))]
   .sort((a, b) => a - b);
 
@@ -37,6 +61,7 @@ const FILTERS = {
   all: ["all records", () => true],
   missed: ["with missed objects (FN)", (r) => r.missed > 0],
   unmatched: ["with unmatched predictions (FP)", (r) => r.unmatched > 0],
+  misnamed: ["right box, wrong name", (r) => r.misnamed > 0],
   truncated: ["truncated answers", (r) => r.truncated],
   repeat: ["ended by the repeat guard", (r) => r.repeat_terminated],
   dropped: ["with dropped entries", (r) => r.numDropped > 0],
@@ -48,8 +73,13 @@ const ORDERS = {
   loss: ["worst loss first", (a, b) => (b.loss ?? -1) - (a.loss ?? -1)],
   missed: ["most missed first", (a, b) => b.missed - a.missed],
   unmatched: ["most unmatched first", (a, b) => b.unmatched - a.unmatched],
+  misnamed: ["most wrong names first", (a, b) => b.misnamed - a.misnamed],
   dropped: ["most dropped first", (a, b) => b.numDropped - a.numDropped],
 };
+if (data.runs.length) {
+  FILTERS.change = ["on which the runs differ", (r) => r.change > 0];
+  ORDERS.change = ["runs differ most first", (a, b) => b.change - a.change];
+}
 
 let shown = [];
 let current = null;
@@ -66,9 +96,11 @@ const listed = () => {
 const rowOf = (record) => {
   const facts = [
     record.sample_id === record.file ? "" : record.sample_id,
-    record.annotated ? counted(record.gt.length, "object") : `${record.pred.length} predicted`,
+    record.annotated ? counted(record.gt.length, "object") : `${record.predicted} predicted`,
     record.missed ? `${record.missed} missed` : "",
     record.unmatched ? `${record.unmatched} unmatched` : "",
+    record.misnamed ? `${record.misnamed} misnamed` : "",
+    record.other ? `other run: ${record.other.missed} missed, ${record.other.unmatched} unmatched` : "",
     record.loss === null ? "" : `loss ${round(record.loss)}`,
   ].filter(Boolean);
   const step = record.step === null ? [] : [el("span", { class: "when" }, `step ${record.step}`)];
@@ -76,14 +108,20 @@ const rowOf = (record) => {
     el("span", { class: "who" }, record.file), ...step, el("span", { class: "sub" }, facts.join(" · ")));
 };
 
-const refresh = () => {
+// A record's name in the page's address, so that a link leads to it.
+const linkOf = (record) => encodeURIComponent(record.step === null ? record.sample_id : `${record.sample_id}@${record.step}`);
+const linked = () => records.find((record) => linkOf(record) === window.location.hash.slice(1)) ?? null;
+
+// `first`: show the first record of the list, instead of the same one as before.
+const refresh = (first = false) => {
   const step = Number(byId("step").value);
   byId("step-name").textContent = step ? String(steps[step - 1]) : "all";
   shown = listed();
   byId("count").textContent = shown.length === records.length
     ? counted(records.length, "record") : `${shown.length} of ${counted(records.length, "record")}`;
+  byId("save-list").disabled = !shown.length;
   byId("list").replaceChildren(...shown.map(rowOf));
-  if (!shown.includes(current)) current = shown[0] ?? null;
+  if (first || !shown.includes(current)) current = shown[0] ?? null;
   show(current);
 };
 
@@ -91,4 +129,19 @@ const move = (by) => {
   if (!shown.length) return;
   const at = Math.min(shown.length - 1, Math.max(0, shown.indexOf(current) + by));
   show(shown[at]);
+};
+
+// The listed records as a dataset to correct: annotations, or the answer where there are none.
+const asDataset = () => shown.map((record) => JSON.stringify({
+  images: [record.path], width: record.width, height: record.height,
+  objects: (record.annotated ? record.gt : record.pred.filter(isKept)).map((object) => ({
+    desc: object.desc, [object.kind]: object.bins, ...(object.soft === null ? {} : { soft: object.soft }),
+  })),
+  metadata: { sample_id: record.sample_id, drawn_from: record.annotated ? "annotations" : "answer",
+    missed: record.missed, unmatched: record.unmatched, misnamed: record.misnamed },
+})).map((line) => `${line}\n`).join("");
+const saveList = () => {
+  const address = URL.createObjectURL(new Blob([asDataset()], { type: "application/jsonl" }));
+  el("a", { href: address, download: "selection.jsonl" }).click();
+  URL.revokeObjectURL(address);
 };

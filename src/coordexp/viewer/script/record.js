@@ -7,10 +7,13 @@ const show = (record) => {
   byId("nothing").hidden = record !== null;
   byId("nothing").textContent = records.length
     ? "No record is left: choose another filter or step, or clear the search."
-    : "No records of single answers here, only curves. A run writes records with "
-      + "rollout_matching.monitor_dump.enabled: true.";
+    : "Only curves: no answers of this run were recorded.";
   drawMarkers();
+  byId("record").hidden ||= inGrid;
+  byId("nothing").hidden ||= !records.length && Object.keys(data.curves).length > 0;
+  drawGrid();
   if (record === null) return;
+  window.history.replaceState(null, "", `#${linkOf(record)}`);
   const row = byId("list").querySelector(`[data-number="${record.number}"]`);
   if (row) {
     row.setAttribute("aria-current", "true");
@@ -20,13 +23,25 @@ const show = (record) => {
   byId("name").textContent = record.sample_id;
   byId("name").hidden = record.sample_id === record.file;
   byId("badges").replaceChildren(...badges(record));
-  byId("stage").replaceChildren(...picture(record));
-  byId("facts").replaceChildren(...facts(record));
-  tokens(byId("rollout"), record.rollout, record.text || "(an empty answer)");
+  byId("stages").replaceChildren(...[record, record.other].filter(Boolean).map(stage));
+  byId("facts").replaceChildren(...[record, record.other].filter(Boolean).flatMap(facts));
+  byId("zoom").close();
+  if (data.runs.length) byId("rollout-title").textContent = `answer of ${data.runs[0]}`;
+  answer(byId("rollout"), record);
+  byId("other-title").hidden = byId("other").hidden = record.other === null;
+  if (record.other !== null) {
+    byId("other-title").textContent = `answer of ${data.runs[1]}`;
+    answer(byId("other"), record.other);
+  }
   tokens(byId("target"), record.target, "");
   byId("target-title").hidden = byId("target").hidden = record.target === null;
   byId("token-bar").hidden = record.target === null;
   legend();
+};
+
+const answer = (box, record) => {
+  const text = record.text.replaceAll(/, (?="object_\d+")/g, ",\n");
+  tokens(box, record.rollout, text || "(an empty answer)");
 };
 
 const badges = (record) => {
@@ -35,9 +50,10 @@ const badges = (record) => {
     [`${record.width} × ${record.height}`, false],
     [record.annotated ? `${record.gt.length - record.soft} annotated` : "not annotated", false],
     [record.soft ? `${record.soft} soft` : "", false],
-    [`${record.pred.length} predicted`, false],
+    [`${record.predicted} predicted`, false],
     [record.missed ? `${record.missed} missed` : "", true],
     [record.unmatched ? `${record.unmatched} unmatched` : "", true],
+    [record.misnamed ? `${record.misnamed} right box, wrong name` : "", true],
     [record.truncated ? "truncated" : "", true],
     [record.repeat_terminated ? "ended by the repeat guard" : "", true],
   ];
@@ -69,23 +85,28 @@ const isSoft = (record, side, object) => {
 };
 const stateOf = (record, side, object) => {
   if (isSoft(record, side, object)) return "soft";
-  const [good, bad] = side === "gt" ? ["found", "missed"] : ["right", "wrong"];
-  return object.partner === null && record.annotated ? bad : good;
+  const partner = partnerOf(record, side, object);
+  if (side === "gt") return partner === null && record.annotated ? "missed" : "found";
+  if (renamedOf(record, side, object) !== null) return "misnamed";
+  return partner === null && record.annotated ? "wrong" : "right";
 };
+const kept = (record, side) => record[side].map((object, number) => [object, number])
+  .filter(([object]) => side === "gt" || isKept(object));
 
-const picture = (record) => {
+// The image with its outlines and names: the picture of a record, a tile of the grid, the enlarged picture.
+const picture = (record, source = null) => {
   const image = images[record.image];
   const ground = image.src
-    ? el("img", { src: image.src, alt: "" })
+    ? el("img", { src: source ?? image.src, alt: "", loading: "lazy", decoding: "async" })
     : el("div", { class: "lost" }, el("span", {}, `image not shown: ${image.error}`));
   if (!image.src) ground.style.aspectRatio = `${record.width} / ${record.height}`;
   const overlay = shape("svg", { viewBox: "0 0 999 999", preserveAspectRatio: "none" });
-  record.pred.forEach((object) => {
-    if (object.partner === null) return;
+  for (const [object] of kept(record, "pred")) {
+    if (object.partner === null) continue;
     const [[x1, y1], [x2, y2]] = [centre(object), centre(record.gt[object.partner])];
     overlay.append(shape("line", { class: "link", x1, y1, x2, y2 }));
-  });
-  const outlines = ["gt", "pred"].flatMap((side) => record[side].map((object, number) => [
+  }
+  const outlines = ["gt", "pred"].flatMap((side) => kept(record, side).map(([object, number]) => [
     extent(object),
     shape("polygon", {
       class: `${side} ${stateOf(record, side, object)}`, points: points(object).map((p) => p.join(",")).join(" "),
@@ -95,19 +116,26 @@ const picture = (record) => {
   // The largest first: what lies inside another can then be pointed at.
   outlines.sort((a, b) => b[0] - a[0]);
   overlay.append(...outlines.map(([, outline]) => outline));
-  byId("stage").style.maxWidth = `min(760px, ${(58 * record.width) / record.height}vh)`;
   return [ground, overlay, ...labels(record)];
 };
+const stage = (record, run) => {
+  const box = el("div", { class: "stage", "data-run": run, title: "enlarge (z)" }, ...picture(record));
+  box.style.maxWidth = `min(760px, ${(58 * record.width) / record.height}vh)`;
+  return el("figure", {}, ...(data.runs.length ? [el("figcaption", {}, data.runs[run])] : []), box);
+};
+const runOf = (node) => (node.closest("[data-run]")?.dataset.run === "1" ? current.other : current);
 
 // What each predicted object is called, and what was missed: at the upper left of its outline.
 const labels = (record) => {
-  const label = (side) => (object) => {
+  const label = (side) => ([object]) => {
     const [x, y] = [0, 1].map((axis) => Math.min(...points(object).map((point) => point[axis])) / 9.99);
     const state = stateOf(record, side, object);
     return el("span", { class: `label of-${side} is-${state}`, style: `left:${x}%;top:${y}%` }, object.desc);
   };
-  const missed = record.gt.filter((object) => object.partner === null);
-  return [...missed.map(label("gt")), ...record.pred.map(label("pred"))];
+  // A missed object with a prediction of another name in its place has that prediction's label.
+  const missed = kept(record, "gt").filter(([object]) => partnerOf(record, "gt", object) === null
+    && renamedOf(record, "gt", object) === null);
+  return [...missed.map(label("gt")), ...kept(record, "pred").map(label("pred"))];
 };
 
 const says = (record, side, number) => {
@@ -115,12 +143,15 @@ const says = (record, side, number) => {
   if (side === "gt" && object.soft !== null) {
     return `soft: ${object.desc} · nobody annotated it, weight ${round(object.soft)}`;
   }
+  const partner = partnerOf(record, side, object);
+  const renamed = renamedOf(record, side, object);
   if (side === "gt") {
-    const found = object.partner === null ? "missed" : `found, IoU ${round(record.pred[object.partner].iou)}`;
-    return `ground truth: ${object.desc} · ${found}`;
+    if (partner !== null) return `ground truth: ${object.desc} · found, IoU ${round(record.pred[partner].iou)}`;
+    const as = renamed === null ? "" : `, predicted as ${record.pred[renamed].desc}`;
+    return `ground truth: ${object.desc} · missed${as}`;
   }
-  const matched = object.partner === null
-    ? "unmatched" : `matches ${record.gt[object.partner].desc}, IoU ${round(object.iou)}`;
+  const unmatched = renamed === null ? "unmatched" : `wrong name, annotated as ${record.gt[renamed].desc}`;
+  const matched = partner === null ? unmatched : `matches ${record.gt[partner].desc}, IoU ${round(object.iou)}`;
   const score = object.score === null ? "" : ` · score ${round(object.score)}`;
   return `${object.name}: ${object.desc} · ${record.annotated ? matched : "not annotated"}${score}`;
 };
@@ -130,32 +161,36 @@ const line = (name, value) => el("tr", {}, el("th", {}, name), el("td", {}, valu
 
 // Predictions as the model wrote them, each with what it is matched to; then what was missed.
 const objectRows = (record) => {
-  const row = (side, number, name, desc, value) => el("tr", { "data-side": side, "data-index": number },
+  const scored = record.pred.some((object) => object.score !== null);
+  const row = (side, number, name, desc, score, value) => el("tr", { "data-side": side, "data-index": number },
     el("th", {}, el("span", { class: `key ${stateOf(record, side, record[side][number])}` }), name),
-    el("td", { class: "desc" }, desc), el("td", {}, value));
-  const predicted = record.pred.map((object, number) => {
-    const truth = object.partner === null ? null : record.gt[object.partner].desc;
-    const value = truth === null ? (record.annotated ? "unmatched" : "") : `IoU ${round(object.iou)}`;
+    el("td", { class: "desc" }, desc), ...(scored ? [el("td", { class: "score" }, score)] : []), el("td", {}, value));
+  const predicted = kept(record, "pred").map(([object, number]) => {
+    const renamed = renamedOf(record, "pred", object);
+    const truth = record.gt[renamed ?? object.partner]?.desc ?? null;
+    const unmatched = renamed === null ? "unmatched" : "wrong name";
+    const value = object.partner !== null ? `IoU ${round(object.iou)}` : (record.annotated ? unmatched : "");
     const given = isSoft(record, "pred", object) ? "soft" : "annotated";
     const desc = truth === null || truth === object.desc ? object.desc : `${object.desc} (${given}: ${truth})`;
-    return row("pred", number, object.name, desc, value);
+    return row("pred", number, object.name, desc, object.score === null ? "" : object.score.toFixed(2), value);
   });
-  const missed = record.gt.flatMap((object, number) => (object.partner === null
-    ? [row("gt", number, "–", object.desc, object.soft === null ? "missed" : "soft")] : []));
+  const missed = kept(record, "gt").flatMap(([object, number]) => (partnerOf(record, "gt", object) === null
+    ? [row("gt", number, "–", object.desc, "", object.soft === null ? "missed" : "soft")] : []));
   return [...predicted, ...missed];
 };
 
-const facts = (record) => {
+const facts = (record, run) => {
   const objects = objectRows(record);
-  const parts = [objects.length ? el("div", { class: "objects" }, table("objects", objects))
+  const title = data.runs.length ? `objects of ${data.runs[run]}` : "objects";
+  const parts = [objects.length ? el("div", { class: "objects", "data-run": run }, table(title, objects))
     : el("p", {}, record.annotated ? "Nothing annotated, nothing predicted." : "Nothing predicted.")];
   const dropped = Object.entries(record.dropped);
   if (dropped.length) {
     parts.push(table("dropped entries, by reason", dropped.map(([k, v]) => line(k, String(v)))));
   }
   if (record.loss_by_role) {
-    const rows = Object.entries(record.loss_by_role).map(([role, loss]) => line(role, round(loss)));
-    parts.push(table("mean loss by role, in nats", rows));
+    const rows = Object.entries(record.loss_by_role).map(([role, loss]) => line(ROLES[role]?.[0] ?? role, round(loss)));
+    parts.push(table("mean loss of its tokens, in nats", rows));
   }
   return parts;
 };

@@ -1,19 +1,35 @@
 // The tokens of the answer and of the target, coloured by role or by loss.
 
+// Role → its name on the page, and what it means.
 const ROLES = {
-  PREFIX_MASKED: "the answer's own text that nothing supervises: separators, unmatched and invalid entries",
-  PREFIX_STRUCT: "keys, quotes and brackets of a matched object in the answer",
-  PREFIX_DESC: "a matched object's description in the answer",
-  PREFIX_COORD: "a matched object's coordinate in the answer: pulled to the ground truth",
-  REWRITTEN_STRUCT: "keys, quotes and brackets of a matched object in the rewritten answer: taught",
-  REWRITTEN_DESC: "a matched object's description in the rewritten answer, as the annotation has it: taught",
-  TAIL_STRUCT: "structure of an appended object, which the answer had missed",
-  TAIL_DESC: "an appended object's description",
-  TAIL_COORD: "an appended object's coordinate",
-  SOFT_COORD: "a soft object's coordinate: its text is taught by weight, its coordinates are not",
-  CLOSE: "the closing brace",
-  EOS: "the end of the turn",
-  BEHIND_CUT: "written by the model behind the cut: no part of the target",
+  PREFIX_MASKED: ["not trained", "the answer's own text that nothing supervises: separators, unmatched and invalid entries"],
+  PREFIX_STRUCT: ["found: structure", "keys, quotes and brackets of a matched object in the answer"],
+  PREFIX_DESC: ["found: name", "a matched object's description in the answer"],
+  PREFIX_COORD: ["found: coordinates", "a matched object's coordinate in the answer, trained towards the ground truth"],
+  REWRITTEN_STRUCT: ["rewritten: structure", "keys, quotes and brackets of a matched object in the rewritten answer, trained"],
+  REWRITTEN_DESC: ["rewritten: name", "a matched object's description as the annotation has it, trained"],
+  TAIL_STRUCT: ["added: structure", "structure of an appended object, which the answer had missed"],
+  TAIL_DESC: ["added: name", "an appended object's description"],
+  TAIL_COORD: ["added: coordinates", "an appended object's coordinate"],
+  SOFT_COORD: ["soft: coordinates", "a soft object's coordinate: its text is trained by weight, its coordinates are not"],
+  CLOSE: ["closing brace", "the closing brace"],
+  EOS: ["end of turn", "the end of the turn"],
+  BEHIND_CUT: ["cut off", "written by the model after the cut, not part of the target"],
+};
+
+// Positions of the tokens with which an object's entry begins: each starts a line.
+const entryStarts = (pieces) => {
+  const text = pieces.join("");
+  const found = new Set();
+  let [at, length] = [0, 0];
+  for (const entry of text.matchAll(/"object_\d+"/g)) {
+    while (at < pieces.length && length + pieces[at].length <= entry.index) {
+      length += pieces[at].length;
+      at += 1;
+    }
+    found.add(at);
+  }
+  return found;
 };
 
 const tokens = (box, content, text) => {
@@ -24,11 +40,14 @@ const tokens = (box, content, text) => {
   const loss = new Map(content.loss);
   const worst = Math.max(1e-9, ...loss.values());
   const nodes = [];
+  const starts = entryStarts(content.pieces);
   let at = 0;
   for (const [role, count] of content.roles) {
     for (let k = 0; k < count; k += 1, at += 1) {
       const node = document.createElement("span");
       node.className = role;
+      if (starts.has(at) && nodes.length) nodes.push(document.createElement("br"));
+      if (content.pieces[at].startsWith("<|coord_")) node.classList.add("whole");
       node.textContent = content.pieces[at].replaceAll("\n", "↵\n");
       node.dataset.at = at;
       if (loss.has(at)) {
@@ -51,6 +70,6 @@ const lossLegend = () => {
 const legend = () => {
   const byLoss = byId("colour").value === "loss";
   byId("record").classList.toggle("by-loss", byLoss);
-  const roles = Object.entries(ROLES).map(([role, title]) => el("span", { class: role, title }, role));
+  const roles = Object.entries(ROLES).map(([role, [name, title]]) => el("span", { class: role, title: `${role}: ${title}` }, name));
   byId("legend").replaceChildren(...(byLoss ? lossLegend() : roles));
 };

@@ -1,0 +1,105 @@
+"""The viewer's page, served on 127.0.0.1 with the original images, and updated while a run goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from coordexp.data.images import open_rgb
+from coordexp.errors import DataError
+from coordexp.viewer.collect import ViewData
+from coordexp.viewer.render import image_paths, render
+
+_WATCHED = ("rollout_records/*.jsonl", "*.jsonl", "evaluation/*.jsonl", "checkpoint-*/trainer_state.json",
+            "trainer_state.json", "log_history.json")  # fmt: skip
+_QUALITY = 92
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    version: str
+    body: bytes
+    images: Sequence[str]
+
+
+def version_of(sources: Sequence[Path]) -> str:
+    """Changes whenever a file that the page is made of does: a hash of names, sizes and times."""
+    files = [path for source in sources for path in ([source] if source.is_file() else _files(source))]
+    stats = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for pattern in _WATCHED for path in folder.glob(pattern))
+
+
+def make_server(
+    sources: Sequence[Path],
+    collect: Callable[[], ViewData],
+    image_side: int | None = None,
+    port: int = 0,
+    follow: bool = False,
+) -> ThreadingHTTPServer:
+    """A server of the page at ``/`` on 127.0.0.1; port 0 takes a free one. The caller runs and closes it.
+
+    With ``follow``, the page is made again when it is requested after a file of ``sources`` changed. Raises DataError
+    if there is nothing to show, OSError if the port is in use.
+    """
+    lock = threading.Lock()
+
+    def make(version: str) -> _Page:
+        data = collect()
+        return _Page(version, render(data, image_side, None, version, follow).encode("utf-8"), image_paths(data))
+
+    page = make(version_of(sources))
+
+    def current() -> _Page:
+        nonlocal page
+        if follow:
+            with lock:
+                version = version_of(sources)
+                if version != page.version:
+                    page = make(version)
+        return page
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0
+
+        def do_GET(self) -> None:  # the name that http.server calls
+            path = self.path.split("?")[0]
+            image = re.fullmatch(r"/image/(\d{1,7})", path)
+            try:
+                if path == "/":
+                    self._send("text/html; charset=utf-8", current().body)
+                elif path == "/version":
+                    self._send("text/plain", (version_of(sources) if follow else page.version).encode())
+                elif image is not None and int(image[1]) < len(page.images):
+                    buffer = io.BytesIO()
+                    open_rgb(Path(page.images[int(image[1])])).save(buffer, format="JPEG", quality=_QUALITY)
+                    self._send("image/jpeg", buffer.getvalue())
+                else:
+                    self.send_error(HTTPStatus.NOT_FOUND)
+            except DataError:  # an image or a record that is gone, or half written: the next request may succeed
+                self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
+
+        def _send(self, kind: str, body: bytes) -> None:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Log nothing."""
+
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
