@@ -124,7 +124,7 @@ def test_drawing_marks_the_outlines_and_leaves_the_file(detections: Detections, 
     assert drawn.size == (600, 303)  # small images are enlarged
     assert (tmp_path / "a.png").read_bytes() == before
     with Image.open(tmp_path / "out" / "drawn.png") as saved:
-        assert saved.convert("RGB").getpixel((100, 100)) != (255, 255, 255)
+        assert saved.convert("RGB").getpixel((300, 301)) != (255, 255, 255)
 
 
 def test_missing_supervision_package_names_the_install_command(
