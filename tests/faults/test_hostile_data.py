@@ -12,13 +12,15 @@ from PIL import Image
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import read_answers
 from coordexp.parsing import parse_rollout
+from coordexp.training.run import check_run
 from support.answers import tiny_vocab
 from support.cli_runs import run_cli
 from support.tiny_run import encoder_of, load_tiny, run_config
 
 
 def write_line(folder: Path, image: str, size: tuple[int, int]) -> Path:
-    line = {"images": [image], "width": size[0], "height": size[1], "objects": []}
+    cat = {"desc": "cat", "bbox_2d": [1, 1, 9, 9]}
+    line = {"images": [image], "width": size[0], "height": size[1], "objects": [cat]}
     path = folder / "bad.jsonl"
     path.write_text(json.dumps(line) + "\n")  # escapes a surrogate, as many writers do
     return path
@@ -46,6 +48,17 @@ def test_data_check_and_training_name_the_line(
     refused = run_cli(capsys, "train", tmp_path / "run.yaml")
     assert refused.code == 2 and says in refused.err and "bad.jsonl:1" in refused.err, refused.err
     assert len(refused.err) < 2000
+
+
+def test_a_set_without_any_object_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (40, 24)).save(tmp_path / "a.png")
+    path = tmp_path / "none.jsonl"
+    path.write_text('{"images": ["a.png"], "width": 40, "height": 24, "objects": []}\n')
+    checked = run_cli(capsys, "data", "check", path)
+    assert checked.code == 2 and "no_objects" in checked.err
+    for key in ("train_jsonl", "val_jsonl"):
+        with pytest.raises(DataError, match=rf"custom\.{key}: .*none\.jsonl"):
+            check_run(run_config(tmp_path, 1, **{f"custom__{key}": str(path)}))
 
 
 def test_an_image_that_the_processor_refuses_is_named(tmp_path: Path) -> None:

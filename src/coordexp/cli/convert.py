@@ -27,6 +27,10 @@ OfShapes = Annotated[
 OfCrowds = Annotated[
     Literal["leave_out", "keep"], typer.Option(help="Leave groups (iscrowd) out, or keep each as one object.")
 ]
+OfBoxes = Annotated[
+    Literal["auto", "xywh", "xyxy"],
+    typer.Option(help="Numbers of a box: as the format says unless they look like corners; so in any case; corners."),
+]
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,9 @@ class OfImages:
     min_pixels: Annotated[int | None, typer.Option(help="Least area of a resized image, in pixels.")] = None
     max_pixels: Annotated[int | None, typer.Option(help="Largest area of a resized image, in pixels.")] = None
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a dataset of the same name.")] = False
+    keep_emptied: Annotated[
+        bool, typer.Option("--keep-emptied", help="Keep images that lost all their objects, as images without objects.")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,7 @@ def instances_command(
     ] = None,
     geometry: OfInstances = "bbox",
     crowds: OfCrowds = "leave_out",
+    boxes: OfBoxes = "auto",
     name: FileName = None,
 ) -> None: ...
 
@@ -134,6 +142,11 @@ def yolo_command(
     options: OfPolygons,
     split: Annotated[str | None, typer.Option(help="train, val or test of data.yaml; or a folder of images.")] = None,
     geometry: OfShapes = "as_annotated",
+    unlabelled: Annotated[
+        Literal["skip", "empty"] | None,
+        typer.Option(help="Images without a label file: leave them out, or take them as images without objects."),
+    ] = None,
+    boxes: OfBoxes = "auto",
     name: SplitName = None,
 ) -> None:
     """YOLO labels (boxes and polygons) to JSONL."""

@@ -30,6 +30,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout inste
 # The keys of coordexp.data.scenes.SPECS.
 SceneFamily = Literal["sparse", "moderate", "framed", "dense", "crowd", "small_crowd"]
 _SHOWN = 20
+_EXAMPLES = 5  # of a finding that training accepts
 _EPOCHS = 4  # tiles of a row of --augment
 
 data_app = typer.Typer(help="Make, convert and check datasets.", no_args_is_help=True)
@@ -95,10 +96,15 @@ def check_command(
         console.print(_histograms(check))
         if sheet is not None:
             console.print(f"wrote {sheet}", soft_wrap=True)
+        if not check.errors:
+            noted = sum(check.counts().values())
+            notes = f"; {noted} findings above are worth a look" if noted else ""
+            console.print(f"sound: training accepts {check.path}{notes}", soft_wrap=True)
     if check.errors:
         first = next(problem for problem in check.problems if problem.finding in ERRORS)
         raise DataError(
-            f"{check.errors} findings that training refuses; the first: {first.where}: {first.finding}: {first.detail}",
+            f"{check.errors} findings for which training refuses it; the first: {first.where}: {first.finding}: "
+            f"{first.detail}",
             path=jsonl,
         )
 
@@ -370,15 +376,15 @@ def _findings(check: DatasetCheck) -> Table:
     table.add_row("lines", str(check.lines), f"{len(check.records)} of them valid records")
     for finding, count in sorted(check.counts().items(), key=lambda item: (item[0] not in ERRORS, item[0])):
         table.add_section()
-        style = "red" if finding in ERRORS else ""
-        for k, problem in enumerate([problem for problem in check.problems if problem.finding is finding][:_SHOWN]):
+        style, most = ("red", _SHOWN) if finding in ERRORS else ("", _EXAMPLES)
+        for k, problem in enumerate([problem for problem in check.problems if problem.finding is finding][:most]):
             table.add_row(
                 Text(finding.value if k == 0 else "", style),
                 str(count) if k == 0 else "",
                 Text(f"{problem.where}: {problem.detail}"),  # a Text: a class may be called "[red] car"
             )
-        if count > _SHOWN:
-            table.add_row("", "", f"… and {count - _SHOWN} more; all with --json")
+        if count > most:
+            table.add_row("", "", f"… and {count - most} more; all with --json")
     return table
 
 

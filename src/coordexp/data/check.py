@@ -47,17 +47,20 @@ class Finding(StrEnum):
     EXTREME_SHAPE = "extreme_shape"  # more than 200 times as long as wide, which vision processors refuse
     TOO_LONG = "too_long"  # prompt and answer exceed global_max_length
     ROUND_TRIP = "round_trip"  # objects → text → tokens → objects gives others
+    NO_OBJECTS = "no_objects"  # in the whole dataset
     # worth a look
     DEGENERATE = "degenerate"  # a shape without area on the norm1000 grid
     DUPLICATE_OBJECT = "duplicate_object"  # same description and shape twice in an image
     DUPLICATE_IMAGE = "duplicate_image"  # one image file in several records, or the same bytes in several files
     EMPTY_IMAGE = "empty_image"
+    SPELLING = "spelling"  # classes that differ in case, spaces, hyphens or underscores only
     LEFT_OUT = "left_out"  # by the conversion, according to its report
 
 
 ERRORS = frozenset({
     Finding.SCHEMA, Finding.XYWH_LOOKING, Finding.OUT_OF_RANGE, Finding.MISSING_IMAGE, Finding.UNREADABLE_IMAGE,
     Finding.SIZE_MISMATCH, Finding.EXTREME_SHAPE, Finding.TOO_LONG, Finding.ROUND_TRIP,
+    Finding.NO_OBJECTS,
 })  # fmt: skip
 
 
@@ -188,6 +191,9 @@ def check_jsonl(
             if len(records) > 1:
                 detail = f"{name.name if isinstance(name, Path) else 'images'} {kind} {', '.join(records)}"
                 check.add(Finding.DUPLICATE_IMAGE, records[-1], detail)
+    if limit is None and check.records and not any(record.objects for record in check.records):
+        check.add(Finding.NO_OBJECTS, path.name, f"no object in {len(check.records)} images")
+    _compare_spellings(check)
     report = path.with_name(f"{path.stem}.conversion_report.json")  # only it lists what the conversion left out
     if not report.is_file():
         return check
@@ -202,6 +208,17 @@ def check_jsonl(
         where = str(problem["file"]) if index is None else f"{problem['file']} object {index}"
         check.add(Finding.LEFT_OUT, where, f"{problem['reason']}: {problem['detail']}")
     return check
+
+
+def _compare_spellings(check: DatasetCheck) -> None:
+    counts = Counter(obj.desc for record in check.records for obj in record.objects)
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for desc, _ in counts.most_common():
+        alike["".join(char for char in desc.casefold() if char not in " -_")].append(desc)
+    for descs in alike.values():
+        if len(descs) > 1:
+            shown = ", ".join(f"{desc!r} ({counts[desc]})" for desc in descs)
+            check.add(Finding.SPELLING, check.path.name, f"{shown} are different classes to the model")
 
 
 def _check_image(check: DatasetCheck, record: ImageRecord, cache: sqlite3.Connection, deep: bool) -> bytes | None:

@@ -30,7 +30,8 @@ _FOUND, _MISSED, _WRONG, _SOFT = "#189646", "#e68c00", "#cd1e2d", "#70757d"
 _SMALLEST, _LARGEST = 320, 640  # pixels of a panel's longer side: thin outlines can be seen, photos do not fill a wall
 _READABLE = 640  # pixels: images less than half as long are enlarged before names are drawn over them
 _BAR = 26
-_TILE = 320
+_TILE, _CAPTION = 320, 16
+_NAME = 40  # characters of a file name that fit under a tile
 _COMPRESSION = 1  # of PNG: the default takes four times as long for files a fifth smaller
 
 
@@ -205,6 +206,12 @@ def round_trip(objects: Sequence[GTObject], vocab: CoordVocab) -> list[GTObject]
     return [GTObject(obj.desc, obj.kind, obj.bins, soft) for obj, soft in zip(parsed.objects, softs, strict=True)]
 
 
+def _caption(record: ImageRecord) -> str:
+    line = record.sample_id.rpartition(":")[2]
+    name = record.image.name
+    return f"{line}: {name if len(name) <= _NAME else '…' + name[-_NAME + 1 :]}"
+
+
 def draw_contact_sheet(
     records: Sequence[ImageRecord],
     vocab: CoordVocab,
@@ -212,20 +219,24 @@ def draw_contact_sheet(
     columns: int = 4,
     images: Sequence[Image.Image] | None = None,
 ) -> Path:
-    """A PNG with a tile per record: its image, and its objects after the round trip, one colour per description.
+    """A PNG with a tile per record: its image, its objects after the round trip, one colour per description, and the
+    end of its line's and its file's name.
     ``images`` replace the records' files. Raises DataError if an image cannot be read, ValueError without records."""
     if not records:
         raise ValueError("nothing to draw: pass at least one record")
     colour_of = colours_by_name(obj for record in records for obj in record.objects)
     rows = -(-len(records) // columns)
-    sheet = Image.new("RGB", (columns * _TILE, rows * _TILE), "#202020")
+    sheet = Image.new("RGB", (columns * _TILE, rows * (_TILE + _CAPTION)), "#202020")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
     for k, record in enumerate(records):
         image = open_rgb(record.image) if images is None else images[k]
         scale = (_TILE - 4) / max(image.size)
         image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
         objects = round_trip(record.objects, vocab)
         draw_objects(image, [(obj, colour_of.get(obj.desc, "white")) for obj in objects])
-        sheet.paste(image, (k % columns * _TILE + 2, k // columns * _TILE + 2))
+        left, top = k % columns * _TILE, k // columns * (_TILE + _CAPTION)
+        sheet.paste(image, (left + 2, top + 2))
+        draw.text((left + 4, top + _TILE), _caption(record), fill="white", font=font)
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path, compress_level=_COMPRESSION)
     return path

@@ -31,7 +31,7 @@ from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.images import open_rgb
 from coordexp.data.preparation import preparation_of
 from coordexp.engine import check_backend
-from coordexp.errors import ConfigError, CoordExpError, ProcessesLost, RunStopped
+from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost, RunStopped
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.attention import check_attention
 from coordexp.modeling.inputs import PromptEncoder
@@ -118,6 +118,9 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
     if custom.val_jsonl is not None:
         val = attempt(partial(read, limit=custom.val_sample_limit), custom.val_jsonl)
     attempt(partial(check_images, wait_s=wait_s), train or (), val or ())
+    for key, path, records in (("train_jsonl", custom.train_jsonl, train), ("val_jsonl", custom.val_jsonl, val)):
+        if records and not any(record.objects for record in records):
+            errors.append(DataError(f"custom.{key}: {path}: no image has an object; convert the annotations again"))
     messages = dict.fromkeys(map(str, errors))  # one broken checkpoint fails several checks alike
     if len(messages) > 1:
         raise ConfigError("\n".join(messages))

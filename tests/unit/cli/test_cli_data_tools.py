@@ -58,7 +58,7 @@ def test_the_sheet_shows_augmented_images(scenes: Path, tmp_path: Path, capsys: 
     shown = run_cli(capsys, "data", "check", scenes, "--sheet", sheet, "--augment", run, "--sheet-images", 8)
     assert shown.code == 0 and f"wrote {sheet}" in shown.out
     with Image.open(sheet) as image:
-        assert image.size == (1280, 640)  # two images, four epochs
+        assert image.size == (1280, 672)  # two images, four epochs, names below them
         tiles = {image.crop((320 * k, 0, 320 * k + 320, 320)).tobytes() for k in range(4)}
     assert len(tiles) == 4
     assert "--sheet" in run_cli(capsys, "data", "check", scenes, "--augment", run).err

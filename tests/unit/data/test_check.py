@@ -45,7 +45,6 @@ def check(folder: Path, *lines: str) -> list[tuple[Finding, str]]:
         (line(BOX, image="gone.png"), Finding.MISSING_IMAGE, "gone.png"),
         (line(BOX, image="torn.png"), Finding.UNREADABLE_IMAGE, "torn.png"),
         (line(BOX, width=41), Finding.SIZE_MISMATCH, "40"),
-        (line(), Finding.EMPTY_IMAGE, "no objects"),
         (line({"desc": "cat", "bbox_2d": [5, 5, 5, 9]}), Finding.DEGENERATE, "objects[0] 'cat' bbox_2d [5, 5, 5, 9]"),
         (line({"desc": "cat", "poly": [1, 1, 5, 5, 9, 9]}), Finding.DEGENERATE, "poly"),
         (line(BOX, BOX), Finding.DUPLICATE_OBJECT, "objects[1]"),
@@ -54,6 +53,20 @@ def check(folder: Path, *lines: str) -> list[tuple[Finding, str]]:
 def test_each_problem_is_one_finding(tmp_path: Path, text: str, finding: Finding, detail: str) -> None:
     ((found, said),) = check(tmp_path, text)
     assert found is finding and detail in said
+
+
+def test_an_empty_image_is_a_warning_and_a_dataset_without_objects_an_error(tmp_path: Path) -> None:
+    paint(tmp_path / "b.png", (41, 24))
+    found = check(tmp_path, line(), line(BOX, image="b.png", width=41))
+    assert found == [(Finding.EMPTY_IMAGE, "no objects")] and Finding.EMPTY_IMAGE not in ERRORS
+    assert [finding for finding, _ in check(tmp_path, line()) if finding in ERRORS] == [Finding.NO_OBJECTS]
+
+
+def test_spellings_of_one_class_are_found(tmp_path: Path) -> None:
+    objects = [BOX, BOX | {"desc": "Cat"}, BOX | {"desc": "traffic light"}, BOX | {"desc": "traffic_light"}]
+    found = check(tmp_path, line(*objects))
+    assert [finding for finding, _ in found] == [Finding.SPELLING] * 2
+    assert "'cat' (1), 'Cat' (1)" in found[0][1]
 
 
 def test_a_valid_dataset_has_no_findings(tmp_path: Path) -> None:

@@ -197,18 +197,70 @@ def test_voc_objects_left_out_are_counted_and_located(tmp_path: Path, node: str,
 
 def test_odd_objects_are_kept_and_reported(tmp_path: Path) -> None:
     twice = voc_object("cat", 1, 1, 9, 9)
-    root = voc(tmp_path / "voc", voc_object("cat", -5, 2, 45, 10), voc_object("cat", 39.99, 2, 40, 9), twice, twice)
+    touching = voc_object("cat", -0.4, 2, 40.9, 9)
+    thin = voc_object("cat", 39.99, 2, 40, 9)
+    root = voc(tmp_path / "voc", voc_object("cat", -5, 2, 45, 10), thin, twice, twice, touching)
     report = convert_voc(root, tmp_path / "out", options=SMALL)
     assert report.notes == {"clipped": 1, "collapsed_bins": 1, "duplicate_object": 1}
-    assert objects_of(report)[0].bins[::2] == (0, 999) and report.objects == 4
+    assert objects_of(report)[0].bins[::2] == (0, 999) and report.objects == 5
 
 
-def test_only_images_that_lost_all_objects_are_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [False, True])
+def test_images_that_lost_all_objects_are_left_out_unless_kept(tmp_path: Path, keep: bool) -> None:
     root = voc(tmp_path / "voc", voc_object("RBC", 5, 5, 5, 5))
-    paint(root / "JPEGImages" / "b.jpg")
-    voc_xml(root, "b")
-    report = convert_voc(root, tmp_path / "out", options=SMALL)
-    assert report.notes == {"emptied_image": 1} and report.images == 2
+    for stem, objects in (("b", ()), ("c", (voc_object("RBC", 5, 5, 9, 9),))):
+        paint(root / "JPEGImages" / f"{stem}.jpg")
+        voc_xml(root, stem, *objects)
+    report = convert_voc(root, tmp_path / "out", options=replace(SMALL, keep_emptied=keep))
+    assert (report.notes, report.skipped_images) == (({"emptied_image": 1}, {}) if keep else ({}, {"emptied_image": 1}))
+    names = [record.image.name for record in read_jsonl(report.jsonl, check_images=True)]
+    assert names == sorted(path.name for path in (tmp_path / "out" / "images" / "data").iterdir())
+    assert names == (["a.jpg"] if keep else []) + ["b.jpg", "c.jpg"]
+
+
+def test_a_set_that_would_lose_all_objects_is_refused(tmp_path: Path) -> None:
+    path = coco(tmp_path / "coco", [{"bbox": [1, 1, 9, 9]}, {"bbox": [2, 2, 9, 9]}])
+    with pytest.raises(DataError, match=r"0 of 2 .*no_segmentation: 2.*--geometry bbox"):
+        convert_coco(path, tmp_path / "coco" / "images", tmp_path / "out", geometry="poly", options=SMALL)
+    left = [file.name for file in (tmp_path / "out").rglob("*")]
+    assert left == ["instances.conversion_report.json"], "images without a dataset stay"
+
+
+CORNERS_640 = [[400, 200, 600, 400], [10, 20, 60, 80], [300, 300, 639, 479], [30, 200, 90, 300]]
+
+
+def with_corners(form: str, folder: Path) -> Path:
+    if form == "coco":
+        images = [{"id": 7, "file_name": "a.jpg", "width": 640, "height": 480}]
+        path = coco(folder, [{"bbox": box} for box in CORNERS_640], images)
+        paint(folder / "images" / "a.jpg", (640, 480))
+        return path
+    paint(folder / "images" / "a.jpg", (640, 480))
+    (folder / "labels").mkdir()
+    lines = [f"0 {a / 640} {b / 480} {c / 640} {d / 480}" for a, b, c, d in CORNERS_640]
+    (folder / "labels" / "a.txt").write_text("\n".join(lines))
+    (folder / "classes.txt").write_text("cat\n")
+    return folder
+
+
+@pytest.mark.parametrize("form", ["coco", "yolo"])
+def test_corners_in_fields_of_widths_are_refused_unless_named(tmp_path: Path, form: str) -> None:
+    source, out = with_corners(form, tmp_path / "in"), tmp_path / "out"
+
+    def convert(boxes: Any) -> ConversionReport:
+        options = replace(SMALL, factor=32, max_pixels=1 << 20, name=f"data-{boxes}")
+        if form == "coco":
+            return convert_coco(source, tmp_path / "in" / "images", out, boxes=boxes, options=options)
+        return convert_yolo(source, out, boxes=boxes, options=options)
+
+    with pytest.raises(DataError, match=r"of 4 boxes.*--boxes xyxy"):
+        convert("auto")
+    assert convert("xyxy").notes == {}
+    (record,) = read_jsonl(out / "data-xyxy.jsonl")
+    assert [obj.bins[2] - obj.bins[0] for obj in record.objects] == [
+        pytest.approx(999 * (x2 - x1) / 640, abs=2) for x1, _, x2, _ in CORNERS_640
+    ]
+    assert convert("xywh").notes["clipped"] >= 1
 
 
 def test_voc_files_left_out_are_counted(tmp_path: Path) -> None:
@@ -287,9 +339,10 @@ def test_the_report_is_next_to_the_jsonl_and_renders(tmp_path: Path) -> None:
     assert stored["skipped_objects"] == {"zero_area": 3} and stored["objects_by_desc"] == {"cat": 1}
     assert stored["problems"][0]["file"] == "a.xml" and stored["problems"][0]["object_index"] == 1
     console = Console(width=160, record=True, quiet=False, file=(tmp_path / "table.txt").open("w"))
-    console.print(render_report(report, max_problems=2))
+    console.print(render_report(report, examples=2))
     text = console.export_text()
-    assert "a.xml object 1" in text and "zero_area" in text and "more in data.conversion_report.json" in text
+    assert [f"a.xml object {k}" in text for k in (1, 2, 3)] == [True, True, False]
+    assert text.count("zero_area") == 1 and "more in data.conversion_report.json" in text
     assert report.skipped.total() == 3
 
 

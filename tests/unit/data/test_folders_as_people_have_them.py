@@ -83,8 +83,18 @@ YOLO: dict[str, tuple[list[str], dict[str, str], dict[str, Any], dict[str, int]]
     ),
     "a label without its image": (
         ["images/train/a.jpg"],
-        {"labels/train/a.txt": LINE, "labels/train/deep/b.txt": LINE, "data.yaml": TRAIN},
-        {"a.jpg": [CAT]}, {"missing_image": 1},
+        {"labels/train/a.txt": LINE, "labels/train/deep/b.txt": f"{LINE}\n{LINE}\n", "data.yaml": TRAIN},
+        {"a.jpg": [CAT]}, {"missing_image": 1, "image_skipped": 2},
+    ),
+    "images that nobody labelled": (
+        [f"images/train/{stem}.jpg" for stem in "ab"],
+        {"labels/train/a.txt": LINE, "data.yaml": f"{TRAIN}skip_if_label_file_missing: true\n"},
+        {"a.jpg": [CAT]}, {"unlabelled": 1},
+    ),
+    "keys of other programs": (
+        ["images/train/a.jpg"],
+        {"labels/train/a.txt": LINE, "data.yaml": f"{TRAIN}format: yolo-seg\ncolour_map: [1]\n"},
+        {"a.jpg": [CAT]}, {"ignored_key": 1},
     ),
 }  # fmt: skip
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -43,6 +44,7 @@ class ImageOptions:
     max_vertices: int | None = None  # polygons with more are simplified
     workers: int = min(8, os.cpu_count() or 1)  # threads that decode, resize and save
     overwrite: bool = False  # a dataset of the same name may be replaced
+    keep_emptied: bool = False  # keep images that lost all their objects, as images without objects
     name: str | None = None  # of the JSONL; None: that of the split, the annotation file or the folder
     progress: Callable[[int, int], None] | None = None  # (images done, all), from the calling thread
 
@@ -143,15 +145,20 @@ def _orient(declared: tuple[int, int] | None, header: ImageHeader) -> tuple[bool
 
 
 def assemble(sources: Sequence[SourceImage], report: ConversionReport, options: ImageOptions) -> ConversionReport:
-    """Prepare images, quantise objects, write the JSONL (in the order of ``sources``) and the report next to it. Raises
-    DataError if no image can be used, one would overwrite its source, or the dataset exists and ``options`` do not
-    allow to replace it."""
+    """Prepare images, quantise objects, write the JSONL (in the order of ``sources``) and the report next to it.
+
+    Images that lost all their objects are left out, unless ``options`` keep them. If the conversion fails, the images
+    that it wrote are removed; the report stays. Raises DataError if no image or none of the objects can be used, an
+    image would overwrite its source, or the dataset exists and ``options`` do not allow to replace it."""
+    out_dir = report.jsonl.parent
+    if out_dir.exists() and not out_dir.is_dir():
+        raise DataError("is a file; name a folder with --out", path=out_dir)
     if report.jsonl.exists() and not options.overwrite:
         raise DataError(
             "exists already; --overwrite (overwrite=True) replaces it, --name and --out write another",
             path=report.jsonl,
         )
-    images_dir = report.jsonl.parent / "images" / report.jsonl.stem
+    images_dir = out_dir / "images" / report.jsonl.stem
     targets: dict[Path, SourceImage] = {}
     for source in sources:
         relative = PurePosixPath(source.file)
@@ -164,11 +171,36 @@ def assemble(sources: Sequence[SourceImage], report: ConversionReport, options: 
             report.skip_image(SkipReason.DUPLICATE_IMAGE, source.annotation, detail, len(source.objects))
         else:
             targets[target] = source
+    new = [target for target in targets if not target.exists()] if images_dir.exists() else list(targets)
+    try:
+        records = _prepare_records(targets, report, options)
+        report.images = len(records)
+        report.objects = sum(len(record.objects) for record in records)
+        report.objects_by_desc.update(obj.desc for record in records for obj in record.objects)
+        assert report.images_seen == report.images + report.skipped_images.total(), "an image went uncounted"
+        assert report.objects_seen == report.objects + report.skipped_objects.total(), "an object went uncounted"
+        out_dir.mkdir(parents=True, exist_ok=True)
+        report.path.write_text(report.to_json(), encoding="utf-8")
+        if report.objects_seen and not report.objects:
+            what = f"0 of {report.objects_seen} objects can be used"
+            raise DataError(f"{what} ({report.reasons()}); details in {report.path}", path=report.jsonl)
+        if not records:
+            raise DataError(f"no usable image ({report.reasons()}); details in {report.path}", path=report.jsonl)
+        write_jsonl(records, report.jsonl)
+    except BaseException:  # a full disk and Ctrl-C too: images without a JSONL are of no use
+        _remove(new, images_dir)
+        raise
+    return report
+
+
+def _prepare_records(
+    targets: Mapping[Path, SourceImage], report: ConversionReport, options: ImageOptions
+) -> list[ImageRecord]:
     records: list[ImageRecord] = []
     pool = ThreadPoolExecutor(options.workers)
     try:
         jobs = pool.map(lambda pair: _prepare_image(pair[1], pair[0], options), targets.items())
-        for done, (source, prepared) in enumerate(zip(targets.values(), jobs, strict=True), start=1):
+        for done, ((target, source), prepared) in enumerate(zip(targets.items(), jobs, strict=True), start=1):
             if options.progress is not None:
                 options.progress(done, len(targets))
             if isinstance(prepared, LeftOut):
@@ -187,25 +219,28 @@ def assemble(sources: Sequence[SourceImage], report: ConversionReport, options: 
                     detail = f"{quantised.desc} {quantised.kind} {list(quantised.bins)} is a duplicate; both are kept"
                     report.note(Note.DUPLICATE_OBJECT, source.annotation, obj.index, detail)
                 objects.append(quantised)
-            if source.objects and not objects:
-                report.note(
-                    Note.EMPTIED_IMAGE, source.annotation, None, "every object was left out; it is an empty image now"
-                )
+            if source.num_annotated and not objects:  # training on it would teach that there is nothing
+                lost = f"all {source.num_annotated} objects were left out"
+                if not options.keep_emptied:
+                    if prepared.path == target:
+                        target.unlink()
+                    report.skip_image(SkipReason.EMPTIED_IMAGE, source.annotation, f"{lost}; --keep-emptied keeps it")
+                    continue
+                report.note(Note.EMPTIED_IMAGE, source.annotation, None, f"{lost}; it is an empty image now")
             metadata = {"source": {"file": source.file, "width": prepared.frame[0], "height": prepared.frame[1]}}
             if options.rule is not None:
                 metadata[PREPARED] = asdict(options.rule)
             records.append(ImageRecord(source.file, prepared.path, *prepared.size, tuple(objects), metadata))
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for a hundred thousand images
-    report.images = len(records)
-    report.objects = sum(len(record.objects) for record in records)
-    report.objects_by_desc.update(obj.desc for record in records for obj in record.objects)
-    assert report.images_seen == report.images + report.skipped_images.total(), "an image went uncounted"
-    assert report.objects_seen == report.objects + report.skipped_objects.total(), "an object went uncounted"
-    report.jsonl.parent.mkdir(parents=True, exist_ok=True)
-    report.path.write_text(report.to_json(), encoding="utf-8")
-    if not records:
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in report.skipped_images.items()) or "none found"
-        raise DataError(f"no usable image ({reasons}); details in {report.path}", path=report.jsonl)
-    write_jsonl(records, report.jsonl)
-    return report
+    return records
+
+
+def _remove(images: Sequence[Path], folder: Path) -> None:
+    # The images, and then the folders that are empty: below `folder`, itself, and `images` around it.
+    for path in images:
+        path.unlink(missing_ok=True)
+    below = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True) if folder.is_dir() else []
+    for path in (*below, folder, folder.parent):
+        with suppress(OSError):  # not empty, or not there
+            path.rmdir()

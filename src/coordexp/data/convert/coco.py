@@ -6,7 +6,7 @@ Panoptic has, per image, a list of segments and a PNG with the segments as colou
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,7 +16,9 @@ from pycocotools import mask as coco_mask
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.shapes import (
+    BoxFields,
     ConversionReport,
+    CornerCheck,
     Crowds,
     InstanceGeometry,
     LeftOut,
@@ -48,6 +50,7 @@ def convert_coco(
     *,
     geometry: InstanceGeometry = "bbox",
     crowds: Crowds = "leave_out",
+    boxes: BoxFields = "auto",
     lvis: bool = False,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
@@ -59,12 +62,14 @@ def convert_coco(
         geometry: ``bbox`` writes boxes; ``poly`` writes segmentation polygons (of several parts, the largest) and the
             outlines of run-length masks. Objects without a segmentation are left out and counted.
         crowds: groups (``iscrowd``) are left out, or kept as one object each; counted either way.
+        boxes: what ``bbox`` holds. ``auto`` reads ``[x, y, width, height]``, and refuses what looks like corners.
         lvis: the file is one of LVIS; ``images_dir`` may also be the folder with COCO's ``train2017`` and ``val2017``.
     """
     file = Path(annotations_json)
     if (file / ROBOFLOW).is_file():
         file /= ROBOFLOW
     images = file.parent if images_dir is None else Path(images_dir)
+    check_choice("boxes", boxes, BoxFields)
     coco = _read(file, images, geometry, crowds)
     if lvis:
         for image in coco["images"]:
@@ -77,7 +82,7 @@ def convert_coco(
                 category["name"] = category["name"].replace("_", " ")
     stem = file.absolute().parent.name if file.name == ROBOFLOW else file.stem
     report = ConversionReport(Path(out_dir) / f"{options.name or stem}.jsonl")
-    return _convert(coco, file, images, report, geometry, crowds, options)
+    return _convert(coco, file, images, report, geometry, crowds, boxes, options)
 
 
 def convert_panoptic(
@@ -119,7 +124,7 @@ def convert_panoptic(
                 kept.append({**info, "image_id": annotation.get("image_id")} if isinstance(info, dict) else {})
         annotations += kept if geometry == "bbox" else _with_masks(kept, annotation.get("file_name"), segments)
     instances = {**content, "annotations": annotations}
-    return _convert(instances, file, images, report, geometry, crowds, options)
+    return _convert(instances, file, images, report, geometry, crowds, "xywh", options)
 
 
 def _with_masks(infos: Sequence[dict[str, Any]], named: Any, segments: Path) -> list[dict[str, Any]]:
@@ -161,6 +166,7 @@ def _convert(
     report: ConversionReport,
     geometry: InstanceGeometry,
     crowds: Crowds,
+    boxes: BoxFields,
     options: ImageOptions,
 ) -> ConversionReport:
     descs: dict[Any, str] = {}
@@ -198,6 +204,8 @@ def _convert(
             seen.add(named)
             usable[image["id"]] = named, declared_size(image.get("width"), image.get("height"))
     objects: dict[Any, list[SourceObject]] = defaultdict(list)
+    num_annotated: Counter[Any] = Counter()
+    corners = CornerCheck()
     for index, annotation in enumerate(coco["annotations"]):
         image = annotation.get("image_id") if isinstance(annotation, dict) else None
         known = isinstance(image, int | str) and image in usable
@@ -205,6 +213,7 @@ def _convert(
         with report.reading_object(shown, index):
             if not known:
                 raise LeftOut(SkipReason.UNKNOWN_IMAGE, f"no usable image has the id {image!r}")
+            num_annotated[image] += 1
             category = annotation.get("category_id")
             if not isinstance(category, int | str) or category not in descs:
                 raise LeftOut(SkipReason.UNKNOWN_CATEGORY, f"category_id {category!r} is not in categories")
@@ -217,7 +226,10 @@ def _convert(
                     detail = f"{desc}: bbox is {annotation.get('bbox')!r}, not [x, y, width, height]"
                     raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
                 x, y, width, height = box
-                objects[image].append(SourceObject(index, desc, "bbox_2d", (x, y, x + width, y + height)))
+                read = box if boxes == "xyxy" else (x, y, x + width, y + height)
+                if boxes == "auto" and (size := usable[image][1]) is not None:
+                    corners.add(box, read, size)
+                objects[image].append(SourceObject(index, desc, "bbox_2d", read))
             else:
                 ring, parts, is_traced = _largest_part(annotation.get("segmentation"), desc, usable[image][1])
                 objects[image].append(SourceObject(index, desc, "poly", ring))
@@ -227,8 +239,9 @@ def _convert(
                     report.note(Note.MULTIPART_POLYGON, shown, index, f"{desc}: kept the largest of {parts} parts")
             if is_crowd:
                 report.note(Note.CROWD_KEPT, shown, index, f"{desc}: a group, kept as one object")
+    corners.refuse(file, "[x, y, width, height]")
     sources = [
-        SourceImage(named, named, images_dir / named, size, tuple(objects[image]))
+        SourceImage(named, named, images_dir / named, size, tuple(objects[image]), num_annotated[image])
         for image, (named, size) in usable.items()
     ]
     return assemble(sorted(sources, key=lambda source: source.file), report, options)
@@ -242,7 +255,7 @@ def _largest_part(segmentation: Any, desc: str, size: tuple[int, int] | None) ->
         except ValueError as error:
             raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: run-length mask: {error}") from error
     if not isinstance(segmentation, list) or not segmentation:
-        raise LeftOut(SkipReason.NO_SEGMENTATION, f"{desc}: no segmentation; use geometry='bbox'")
+        raise LeftOut(SkipReason.NO_SEGMENTATION, f"{desc}: no segmentation")
     rings = [finite_numbers(part) for part in segmentation]
     sound = [ring for ring in rings if ring is not None and len(ring) >= 6 and len(ring) % 2 == 0]
     if len(sound) != len(rings):

@@ -113,7 +113,8 @@ def convert_voc(
                         objects.append(_read_object(index, node, one_based, skip_difficult))
                 size = declared_size(*(number(_text(tree, f"size/{side}")) for side in ("width", "height")))
                 file = image.relative_to(image_dir).as_posix()
-                sources.append(SourceImage(file, shown, image, size, tuple(objects)))
+                nodes = len(tree.findall("object"))
+                sources.append(SourceImage(file, shown, image, size, tuple(objects), nodes))
         seen.add(stem)
     return assemble(sources, report, options)
 
@@ -267,7 +268,8 @@ def convert_labelme(
         is_embedded = isinstance(data, str) and bool(data) and not image.is_file()
         # Read again when its turn comes: all images of a folder would not fit into memory.
         embedded = partial(_embedded_image, file) if is_embedded else None
-        sources.append(SourceImage(named, shown, image, size, tuple(objects), embedded))
+        shapes = len(content["shapes"])
+        sources.append(SourceImage(named, shown, image, size, tuple(objects), shapes, embedded))
     return assemble(sources, report, options)
 
 

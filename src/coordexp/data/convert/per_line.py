@@ -10,13 +10,18 @@ from __future__ import annotations
 import csv
 import difflib
 import os
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 import yaml
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.shapes import (
+    BoxFields,
     ConversionReport,
+    CornerCheck,
     LeftOut,
     Note,
     ShapeGeometry,
@@ -38,7 +43,10 @@ from coordexp.data.files import read_text
 from coordexp.data.images import IMAGE_SUFFIXES, read_header
 from coordexp.errors import DataError
 
-_READ = ("path", "train", "val", "valid", "test", "names", "nc")
+Unlabelled = Literal["skip", "empty"]  # leave an image without a label file out, or take it as one without objects
+
+SKIP_UNLABELLED = "skip_if_label_file_missing"
+_READ = ("path", "train", "val", "valid", "test", "names", "nc", SKIP_UNLABELLED)
 _REFUSED = {
     "kpt_shape": "labels of keypoints; only boxes and polygons are read",
     "flip_idx": "labels of keypoints; only boxes and polygons are read",
@@ -46,10 +54,10 @@ _REFUSED = {
     "masks_dir": "labels are masks; only boxes and polygons are read",
     "channels": "images of 3 channels are read",
 }
-# Origin and terms of the set, and settings for other trainers.
+# Origin and terms of the set, and settings for other trainers. Other keys are ignored with a note.
 _IGNORED = ("roboflow", "download", "author", "authors", "date", "description", "docs", "links", "license", "licence",
             "version", "url", "urls", "homepage", "contact", "info", "task", "stride", "batch", "imgsz",
-            "args")  # fmt: skip
+            "args", "format")  # fmt: skip
 
 
 def convert_yolo(
@@ -58,24 +66,35 @@ def convert_yolo(
     *,
     split: str | None = None,
     geometry: ShapeGeometry = "as_annotated",
+    unlabelled: Unlabelled | None = None,
+    boxes: BoxFields = "auto",
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
     """Convert a YOLO data set to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
 
     Args:
         source: a ``data.yaml`` (``path``, ``names``, and a folder, a list file or several per split), or a folder with
-            ``images``, ``labels`` and the class names in ``data.yaml`` or ``classes.txt``. Other keys of a
-            ``data.yaml`` are refused by name, except for those about its origin.
+            ``images``, ``labels`` and the class names in ``data.yaml`` or ``classes.txt``.
         split: ``train``, ``val``, …; needed if a ``data.yaml`` has several. Without a ``data.yaml`` a folder below
             ``images``.
         geometry: ``bbox`` writes the bounds of polygons, ``poly`` boxes by their corners.
+        unlabelled: images without a label file; None: as ``skip_if_label_file_missing`` of the ``data.yaml`` says, else
+            ``empty``, which is YOLO's own rule.
+        boxes: what a line of five numbers holds. ``auto`` reads centre, width and height, and refuses numbers that look
+            like corners.
     """
     check_choice("geometry", geometry, ShapeGeometry)
-    names, places = _read_layout(Path(source), split)
+    check_choice("boxes", boxes, BoxFields)
+    if unlabelled is not None:
+        check_choice("unlabelled", unlabelled, Unlabelled)
+    layout = _read_layout(Path(source), split)
     report = ConversionReport(Path(out_dir) / f"{options.name or split or 'data'}.jsonl")
+    for key in layout.ignored:
+        report.note(Note.IGNORED_KEY, layout.file.name, None, f"{key!r} has no meaning here and was ignored")
+    skip_unlabelled = unlabelled == "skip" or (unlabelled is None and layout.skip_unlabelled)
     images: list[tuple[Path, Path]] = []  # each with the folder that its name starts in
     labels: set[Path] = set()
-    for place in places:
+    for place in layout.places:
         if not place.is_dir():  # a list, one path a line, from the file's own folder
             home = Path(os.path.normpath(place.parent))
             lines = [with_slashes(line.strip()) for line in read_text(place).splitlines() if line.strip()]
@@ -89,39 +108,63 @@ def convert_yolo(
         folder = _label_of(place / "any.jpg").parent
         labels |= set(files_below(folder if folder.is_dir() else place, (".txt",)))
     sources: list[SourceImage] = []
+    corners = CornerCheck()
     for path, root in images:
         report.images_seen += 1
         file = path.relative_to(root).as_posix()
+        label = _label_of(path)
+        if not label.is_file():
+            if skip_unlabelled:
+                report.skip_image(SkipReason.UNLABELLED, file, f"no file {label}")
+                continue
+            detail = f"no file {label}; read as an image without objects, --unlabelled skip leaves it out"
+            report.note(Note.NO_LABEL_FILE, file, None, detail)
         try:
             size = read_header(path).size
         except DataError:
             size = None  # assembling names the reason, with all that leaves with it
-        label = _label_of(path)
-        objects = []
-        if label.is_file():
-            text = label.read_text(encoding="utf-8-sig", errors="replace")  # invalid numbers are counted line by line
-            for index, line in enumerate(line for line in text.splitlines() if line.strip()):
-                with report.reading_object(file, index):
-                    objects.append(_read_line(index, line, names, size or (1, 1), geometry))
-        else:
-            report.note(Note.NO_LABEL_FILE, file, None, f"no file {label}; an image without objects")
-        sources.append(SourceImage(file, file, path, size, tuple(objects)))
+        lines, objects = _lines_of(label), []
+        for index, line in enumerate(lines):
+            with report.reading_object(file, index):
+                objects.append(_read_line(index, line, layout.names, size or (1, 1), geometry, boxes, corners))
+        sources.append(SourceImage(file, file, path, size, tuple(objects), len(lines)))
+    corners.refuse(layout.file, "centre, width and height")
     for label in sorted(labels - {_label_of(path) for path, _ in images}):
         if label.name != "classes.txt":
             report.images_seen += 1
-            report.skip_image(SkipReason.MISSING_IMAGE, label.name, f"no image for the label {label}")
+            lost = len(_lines_of(label))
+            report.objects_seen += lost
+            report.skip_image(SkipReason.MISSING_IMAGE, label.name, f"no image for the label {label}", lost)
     return assemble(sources, report, options)
 
 
-def _read_layout(source: Path, split: str | None) -> tuple[dict[int, str], list[Path]]:
-    # Class names by number, and the split's folders and list files.
+def _lines_of(label: Path) -> list[str]:
+    if not label.is_file():
+        return []
+    text = label.read_text(encoding="utf-8-sig", errors="replace")  # invalid numbers are counted line by line
+    return [line for line in text.splitlines() if line.strip()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """``file``: the ``data.yaml``, or the folder without one. ``places``: folders and list files of the split."""
+
+    file: Path
+    names: dict[int, str]
+    places: list[Path]
+    skip_unlabelled: bool = False
+    ignored: tuple[str, ...] = ()
+
+
+def _read_layout(source: Path, split: str | None) -> _Layout:
     if source.is_dir():
         described = [path for path in (source / "data.yaml", source / "data.yml") if path.is_file()]
         if not described:
             images = source / "images" / (split or "")
             classes = [path for path in (source / "classes.txt", source / "labels" / "classes.txt") if path.is_file()]
             if images.is_dir() and classes:
-                return dict(enumerate(line.strip() for line in read_text(classes[0]).splitlines())), [images]
+                names = dict(enumerate(line.strip() for line in read_text(classes[0]).splitlines()))
+                return _Layout(source, names, [images])
             raise DataError(
                 "no data.yaml, and no folder images with a classes.txt (one name a line) next to it", path=source
             )
@@ -134,14 +177,19 @@ def _read_layout(source: Path, split: str | None) -> tuple[dict[int, str], list[
         raise DataError(f"not readable as YAML: {error}", path=source) from error
     if not isinstance(content, dict):
         raise DataError("expected a mapping with names, train, val", path=source)
-    for key in content:  # a key is read, ignored by name, or refused
+    ignored = []
+    for key in content:
         if key in _REFUSED:
             if key != "channels" or content[key] != 3:
                 raise DataError(f"{key}: {_REFUSED[key]}", path=source)
         elif key not in _READ and key not in _IGNORED:
-            near = difflib.get_close_matches(str(key), _READ, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"{', '.join(_READ)} are read"
-            raise DataError(f"unknown key {key!r}; {hint}", path=source)
+            near = difflib.get_close_matches(str(key), _READ, 1, 0.75)
+            if near:
+                raise DataError(f"unknown key {key!r}; did you mean {near[0]!r}?", path=source)
+            ignored.append(str(key))
+    skip = content.get(SKIP_UNLABELLED, False)
+    if not isinstance(skip, bool):
+        raise DataError(f"{SKIP_UNLABELLED} is {skip!r}; expected true or false", path=source)
     names = content.get("names")
     if isinstance(names, list):
         names = dict(enumerate(names))
@@ -173,7 +221,7 @@ def _read_layout(source: Path, split: str | None) -> tuple[dict[int, str], list[
             detail = f"{entry!r} is neither a folder nor a list of images (looked for {candidates[0]})"
             raise DataError(detail, path=source)
         places.append(existing)
-    return {int(key): name for key, name in names.items()}, places
+    return _Layout(source, {int(key): name for key, name in names.items()}, places, skip, tuple(ignored))
 
 
 def _label_of(image: Path) -> Path:
@@ -188,8 +236,9 @@ def _label_of(image: Path) -> Path:
 
 
 def _read_line(
-    index: int, line: str, names: dict[int, str], size: tuple[int, int], geometry: ShapeGeometry
-) -> SourceObject:
+    index: int, line: str, names: dict[int, str], size: tuple[int, int], geometry: ShapeGeometry,
+    boxes: BoxFields, corners: CornerCheck,
+) -> SourceObject:  # fmt: skip
     category, *values = finite_numbers([number(text) for text in line.split()]) or (0.0,)
     is_box = len(values) == 4
     if not is_box and (len(values) < 6 or len(values) % 2):
@@ -201,10 +250,15 @@ def _read_line(
     if max(map(abs, values)) > 2:  # a little beyond 1 is an object at the edge
         detail = f"{desc}: {line[:80]!r} looks like pixels; YOLO's values are shares of the image, 0..1"
         raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
+    if is_box and boxes != "xyxy":
+        x, y, width, height = values
+        read = x - width / 2, y - height / 2, x + width / 2, y + height / 2
+        if boxes == "auto":
+            corners.add(values, read, (1, 1))
+        values = read
     pixels = tuple(value * size[at % 2] for at, value in enumerate(values))
     if is_box:
-        x, y, width, height = pixels
-        return box_object(index, desc, (x - width / 2, y - height / 2, x + width / 2, y + height / 2), geometry)
+        return box_object(index, desc, pixels, geometry)
     return polygon_object(index, desc, pixels, geometry)
 
 
@@ -252,6 +306,7 @@ def convert_csv(
     report = ConversionReport(Path(out_dir) / f"{options.name or stem}.jsonl")
     sizes: dict[str, tuple[int, int] | None] = {}
     objects: dict[str, list[SourceObject]] = {}
+    num_annotated: Counter[str] = Counter()
     for index, cells in enumerate(rows):
         row = {meaning: cells[at].strip() if at < len(cells) else "" for meaning, at in column_of.items()}
         named = str(PurePosixPath(with_slashes(row["image"])))
@@ -260,6 +315,7 @@ def convert_csv(
             objects[named] = []
             sizes[named] = declared_size(*(number(row.get(side, "")) for side in ("width", "height")))
         if any(row.get(part) for part in ("name", "x1", "y1", "x2", "y2", "polygon")):
+            num_annotated[named] += 1
             with report.reading_object(named, index):
                 desc = row["name"]
                 if row.get("polygon"):
@@ -282,7 +338,7 @@ def convert_csv(
             file = PurePosixPath(named).name or "unnamed"
             led_to = Path(os.path.normpath(folder / named.replace("\0", "")))
             image = led_to if led_to.is_file() else folder / file
-        sources.append(SourceImage(file, path.name, image, sizes[named], tuple(shapes)))
+        sources.append(SourceImage(file, path.name, image, sizes[named], tuple(shapes), num_annotated[named]))
     return assemble(sources, report, options)
 
 

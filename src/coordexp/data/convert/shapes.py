@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -24,6 +24,7 @@ from coordexp.geometry import mask_iou, to_bin
 from coordexp.records import GeometryKind, GTObject
 
 REPORT_SUFFIX = ".conversion_report.json"
+_REASONS_SHOWN = 3  # in an error
 
 
 class SkipReason(StrEnum):
@@ -54,6 +55,18 @@ class SkipReason(StrEnum):
     EXTREME_ASPECT_RATIO = "extreme_aspect_ratio"
     DUPLICATE_IMAGE = "duplicate_image"  # a second annotation of one image file
     UNSAFE_FILE_NAME = "unsafe_file_name"  # absolute, or climbs out of the images folder
+    EMPTIED_IMAGE = "emptied_image"  # has objects, but none that can be used
+    UNLABELLED = "unlabelled"  # YOLO: no label file, and the data or the caller leaves such images out
+
+
+# Options that bring objects back, by the reason why they were left out.
+_CURES = {
+    SkipReason.NO_SEGMENTATION: "--geometry bbox reads their boxes",
+    SkipReason.CROWD: "--crowds keep keeps them",
+    SkipReason.STUFF: "--stuff keeps them",
+    SkipReason.DIFFICULT: "leave out --skip-difficult",
+    SkipReason.UNKNOWN_CATEGORY: "correct the list of class names",
+}
 
 
 class Note(StrEnum):
@@ -74,7 +87,8 @@ class Note(StrEnum):
     EMBEDDED_IMAGE = "embedded_image"  # the image is the annotation's embedded copy, because there is no file
     FOLDERS_FOUND = "folders_found"  # not where they were looked for first; the detail says where
     SIMPLIFIED = "simplified"  # a polygon lost vertices; the detail says what that cost
-    EMPTIED_IMAGE = "emptied_image"  # had objects, all of them left out: now an empty image
+    EMPTIED_IMAGE = "emptied_image"  # on request: lost all its objects, and is an empty image now
+    IGNORED_KEY = "ignored_key"  # of a YOLO data.yaml
 
 
 class LeftOut(Exception):
@@ -93,6 +107,10 @@ class Problem:
     file: str
     object_index: int | None
     detail: str
+
+    @property
+    def place(self) -> str:
+        return self.file if self.object_index is None else f"{self.file} object {self.object_index}"
 
 
 @dataclass
@@ -137,11 +155,25 @@ class ConversionReport:
         self.skipped_images[reason.value] += 1
         if num_objects:
             self.skipped_objects[SkipReason.IMAGE_SKIPPED.value] += num_objects
-        self.problems.append(Problem(reason.value, file, None, f"{detail} ({num_objects} objects left out with it)"))
+        lost = f" ({num_objects} objects left out with it)" if num_objects else ""
+        self.problems.append(Problem(reason.value, file, None, f"{detail}{lost}"))
 
     def note(self, note: Note, file: str, index: int | None, detail: str) -> None:
         self.notes[note.value] += 1
         self.problems.append(Problem(note.value, file, index, detail))
+
+    def reasons(self) -> str:
+        """Why something was left out, for an error: counts by reason, the first case of each, and what helps."""
+        counts = self.skipped
+        if len(counts) > 1:
+            del counts[SkipReason.EMPTIED_IMAGE.value]  # the consequence of another reason
+        if not counts:
+            return "none found"
+        listed = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()))
+        first = {problem.reason: problem for problem in reversed(self.problems) if problem.reason in counts}
+        shown = list(first.values())[::-1][:_REASONS_SHOWN]
+        cures = [cure for reason, cure in _CURES.items() if reason in counts]
+        return "; ".join([listed, *(f"{problem.place}: {problem.detail}" for problem in shown), *cures])
 
     def simplification(self) -> dict[str, float] | None:
         ious = self.simplified_ious
@@ -164,8 +196,8 @@ class ConversionReport:
         return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
 
 
-def render_report(report: ConversionReport, max_problems: int = 20) -> Table:
-    """A table for the terminal: counts, reasons, and the first ``max_problems`` findings."""
+def render_report(report: ConversionReport, examples: int = 3) -> Table:
+    """A table for the terminal: counts, and the first ``examples`` findings of each reason."""
     # Names are data, never markup: Text prints them literally.
     table = Table("what", "count", "detail", title=Text(str(report.jsonl)))
     table.columns[1].justify = "right"
@@ -173,23 +205,25 @@ def render_report(report: ConversionReport, max_problems: int = 20) -> Table:
     table.add_row("objects written", str(report.objects), f"of {report.objects_seen}")
     for desc, count in report.objects_by_desc.most_common(10):
         table.add_row("  objects of", str(count), Text(desc))
-    for title, counter in (
-        ("image left out", report.skipped_images),
-        ("object left out", report.skipped_objects),
-        ("note", report.notes),
-    ):
-        table.add_section()
-        for reason, count in sorted(counter.items()):
-            table.add_row(title, str(count), reason)
     if (cost := report.simplification()) is not None:
         table.add_row("polygons simplified", str(int(cost["polygons"])),
                       f"IoU with the original: mean {cost['mean_iou']:.4f}, least {cost['min_iou']:.4f}")  # fmt: skip
-    table.add_section()
-    for problem in report.problems[:max_problems]:
-        where = problem.file if problem.object_index is None else f"{problem.file} object {problem.object_index}"
-        table.add_row(problem.reason, "", Text(f"{where}: {problem.detail}"))
-    if len(report.problems) > max_problems:
-        table.add_row("…", str(len(report.problems) - max_problems), Text(f"more in {report.path.name}"))
+    found: defaultdict[str, list[Problem]] = defaultdict(list)
+    for problem in report.problems:
+        found[problem.reason].append(problem)
+    for title, counter in (
+        ("images left out", report.skipped_images),
+        ("objects left out", report.skipped_objects),
+        ("kept, with a note", report.notes),
+    ):
+        if counter:
+            table.add_section()
+            table.add_row(title, str(counter.total()), "")
+        for reason, count in sorted(counter.items()):
+            shown = [Text(f"{problem.place}: {problem.detail}") for problem in found[reason][:examples]]
+            if len(found[reason]) > examples:
+                shown.append(Text(f"… more in {report.path.name}"))
+            table.add_row(f"  {reason}", str(count), Text("\n").join(shown))
     return table
 
 
@@ -197,6 +231,10 @@ InstanceGeometry = Literal["bbox", "poly"]  # which shape of an annotation with 
 # Keep boxes and polygons; turn polygons into their bounds; or boxes into polygons of four corners.
 ShapeGeometry = Literal["as_annotated", "bbox", "poly"]
 Crowds = Literal["leave_out", "keep"]  # leave annotations of groups out, or keep each as one object
+# How four numbers of a box are read. "auto": as the format says, and refused if the numbers look like corners.
+BoxFields = Literal["auto", "xywh", "xyxy"]
+_LEAVING = 0.05  # share of a side by which a box reaches over the edge, as no annotator draws it
+_SUSPICIOUS, _FITTING = 0.1, 0.95  # shares of boxes that leave the image, and that fit as corners
 
 _CANVAS = 1000  # on which a simplified polygon is compared: fine enough that a lost pixel shows
 
@@ -215,13 +253,14 @@ class SourceObject:
 class SourceImage:
     """An image with its sound-looking objects. ``file`` names it in the report and below ``images/`` in the output;
     ``declared_size`` is the ``(width, height)`` in its annotation, None without one. ``embedded`` returns the bytes of
-    an image that is in no file."""
+    an image that is in no file. ``num_annotated``: objects in its annotation, with those that cannot be used."""
 
     file: str
     annotation: str
     path: Path
     declared_size: tuple[int, int] | None
     objects: tuple[SourceObject, ...]
+    num_annotated: int
     embedded: Callable[[], bytes] | None = None
 
 
@@ -284,6 +323,32 @@ def box_object(index: int, desc: str, box: Sequence[float], geometry: ShapeGeome
     return SourceObject(index, desc, "bbox_2d", (x1, y1, x2, y2))
 
 
+@dataclass
+class CornerCheck:
+    """Counts the boxes of a set that would be sound as ``[x1, y1, x2, y2]`` and leave the image as they are read."""
+
+    boxes: int = 0
+    leaving: int = 0
+    fitting: int = 0
+
+    def add(self, given: Sequence[float], read: Sequence[float], size: tuple[float, float]) -> None:
+        """Add a box: its four numbers, and the corners (x1, y1, x2, y2) as they are read, in the unit of ``size``."""
+        self.boxes += 1
+        low, high = -_LEAVING, 1 + _LEAVING
+        self.leaving += any(not low <= value / size[at % 2] <= high for at, value in enumerate(read))
+        x1, y1, x2, y2 = (value / size[at % 2] for at, value in enumerate(given))
+        self.fitting += -0.01 <= x1 < x2 <= 1.01 and -0.01 <= y1 < y2 <= 1.01
+
+    def refuse(self, path: Path, fields: str) -> None:
+        """Raise DataError if the boxes are corners; ``fields`` names what they were read as."""
+        if self.leaving and self.leaving >= _SUSPICIOUS * self.boxes and self.fitting >= _FITTING * self.boxes:
+            raise DataError(
+                f"{self.leaving} of {self.boxes} boxes leave the image if they are {fields}, and {self.fitting} fit as "
+                "[x1, y1, x2, y2]; add --boxes xyxy to read them so, or --boxes xywh if they are right as they are",
+                path=path,
+            )
+
+
 def polygon_object(index: int, desc: str, points: tuple[float, ...], geometry: ShapeGeometry) -> SourceObject:
     if geometry == "bbox":
         return SourceObject(index, desc, "bbox_2d", bounds(points))
@@ -321,7 +386,8 @@ def quantise(
         bins = canonical_ring(bins)
         if len(bins) < 6:
             raise LeftOut(SkipReason.COLLAPSED_POLYGON, shown)
-    if clipped != obj.points:
+    # Closer than a pixel is rounding of floats, or a shape that touches the edge.
+    if max(abs(a - b) for a, b in zip(clipped, obj.points, strict=True)) >= 1:
         report.note(Note.CLIPPED, file, obj.index, shown)
     if shape_area(obj.kind, bins) == 0:
         report.note(Note.COLLAPSED_BINS, file, obj.index, shown)
