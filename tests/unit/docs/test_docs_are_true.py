@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,11 +18,11 @@ import typer.main
 from typer import _click as click  # the base of its commands
 
 from coordexp.cli import app
-from coordexp.config import load_config
+from coordexp.config import RunConfig, load_config
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 
 
 def blocks(language: str, pages: Sequence[Path] = PAGES) -> Iterator[tuple[Path, str]]:
@@ -32,10 +32,12 @@ def blocks(language: str, pages: Sequence[Path] = PAGES) -> Iterator[tuple[Path,
 
 
 def commands() -> list[tuple[str, str]]:
-    """``coordexp …`` lines of shell blocks, comments cut off; the README's too."""
+    """``coordexp …`` lines of shell blocks, comments cut off, also under torchrun; the README's too."""
     found = blocks("bash", [*PAGES, ROOT / "README.md"])
     lines = [(page.name, line.split(" #")[0].strip()) for page, text in found for line in text.splitlines()]
-    lines = [(page, line.removeprefix(".venv/bin/")) for page, line in lines]
+    lines = [
+        (page, re.sub(r"^torchrun .*-m (?=coordexp )", "", line).removeprefix(".venv/bin/")) for page, line in lines
+    ]
     return [(page, line) for page, line in lines if line.startswith("coordexp ")]
 
 
@@ -59,7 +61,19 @@ def parse_error(line: str) -> str | None:
         command.parse_args(context, words)
     except click.ClickException as error:
         return error.format_message()
-    return None
+    keys = [word.split("=")[0] for word in words if re.match(r"[a-z_.]+=", word)]
+    unknown = [key for key in keys if not is_key(RunConfig, key)]
+    return f"unknown keys {unknown}" if unknown else None
+
+
+def is_key(section: Any, path: str) -> bool:
+    """Whether a dotted path names a key of the configuration."""
+    name, _, rest = path.partition(".")
+    if name not in section.model_fields:
+        return False
+    annotation = section.model_fields[name].annotation
+    inner = [one for one in (annotation, *get_args(annotation)) if hasattr(one, "model_fields")]
+    return not rest or any(is_key(one, rest) for one in inner)
 
 
 def test_every_documented_command_parses() -> None:
