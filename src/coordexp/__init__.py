@@ -13,7 +13,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_LAZY = {"Detector": "coordexp.inference.detector", "Detections": "coordexp.inference.detector"}
+_LAZY = {"Detections": "coordexp.inference.detections", "Detector": "coordexp.inference.detector"}
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +24,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return ["__version__", *_LAZY]

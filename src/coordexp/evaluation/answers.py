@@ -39,19 +39,22 @@ from coordexp.rollouts.backend import DatasetSeeds, RolloutBackend, Seeds
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-    from coordexp.modeling.scores import TokenScorer
+    from coordexp.modeling.scores import ObjectScore, TokenScorer
 
 PREDICTIONS = "predictions.jsonl"
+_SHOWN = 60  # characters of an answer that is not JSON
 
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """A predicted object. ``score`` is None if it was not scored."""
+    """A predicted object. ``score`` (to rank) and ``confidence`` (the probability that it is right) are None
+    if it was not scored."""
 
     desc: str
     kind: GeometryKind
     bins: tuple[int, ...]
     score: float | None = None
+    confidence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,21 @@ class ImageAnswer:
         return sum(self.dropped.values())
 
     @property
+    def problem(self) -> str | None:
+        """Why the answer may lack objects, in a few words; None for a complete and sound one."""
+        if self.repeat_terminated:
+            return f"stopped after {self.num_tokens} tokens because it repeated itself"
+        if self.truncated:
+            return f"cut off after {self.num_tokens} tokens; allow more with --max-new-tokens or max_new_tokens="
+        if not self.dropped:
+            return None
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped.items())
+        if not self.pred and not self.text.lstrip().startswith("{"):
+            text = self.text.strip()
+            return f"not JSON ({reasons}): {text if len(text) <= _SHOWN else text[:_SHOWN] + '…'!r}"
+        return f"{self.num_dropped} entries could not be read ({reasons})"
+
+    @property
     def truth(self) -> tuple[GTObject, ...]:
         """The annotations: ``gt`` without soft objects, which a model added. Raises DataError if ``gt`` is None."""
         if self.gt is None:
@@ -94,20 +112,22 @@ class ImageAnswer:
 
 
 def make_answer(
-    record: ImageRecord, rollout: Rollout, parsed: ParsedRollout, scores: Sequence[float] | None = None
+    record: ImageRecord, rollout: Rollout, parsed: ParsedRollout, scores: Sequence[ObjectScore] | None = None
 ) -> ImageAnswer:
     try:
         original = msgspec.convert(record.metadata.get("source"), OriginalImage)  # a converter's note
     except msgspec.ValidationError:
         original = None  # metadata of the user's own
-    object_scores = scores if scores is not None else [None] * len(parsed.objects)
+    pred = [Detection(obj.desc, obj.kind, obj.bins) for obj in parsed.objects]
+    if scores is not None:
+        pred = [replace(o, score=s.score, confidence=s.confidence) for o, s in zip(pred, scores, strict=True)]
     return ImageAnswer(
         sample_id=record.sample_id,
         image=str(record.image),
         width=record.width,
         height=record.height,
         gt=record.objects,
-        pred=tuple(Detection(o.desc, o.kind, o.bins, s) for o, s in zip(parsed.objects, object_scores, strict=True)),
+        pred=tuple(pred),
         dropped={reason.value: count for reason, count in parsed.dropped.items() if count},
         truncated=rollout.truncated,
         repeat_terminated=rollout.repeat_terminated,
@@ -121,13 +141,15 @@ _Bins = tuple[Annotated[int, msgspec.Meta(ge=0, lt=NUM_BINS)], ...]
 
 
 class _Object(msgspec.Struct):
-    """An object in the file: its kind is a key, as in datasets. ``soft`` of annotations, ``score`` of predictions."""
+    """An object in the file: its kind is a key, as in datasets. ``soft`` of annotations, the numbers after it of
+    predictions."""
 
     desc: str
     bbox_2d: Annotated[_Bins, msgspec.Meta(min_length=4, max_length=4)] | UnsetType = UNSET
     poly: Annotated[_Bins, msgspec.Meta(min_length=6)] | UnsetType = UNSET
     soft: float | None = None
     score: float | None = None
+    confidence: float | None = None
 
     def shape(self) -> tuple[GeometryKind, _Bins]:
         if (self.bbox_2d is UNSET) == (self.poly is UNSET):
@@ -154,7 +176,11 @@ def to_line(answer: ImageAnswer) -> str:
             {"desc": obj.desc, obj.kind: obj.bins, **({} if obj.soft is None else {"soft": obj.soft})}
             for obj in answer.gt
         ]
-    line["pred"] = [{"desc": obj.desc, obj.kind: obj.bins, "score": obj.score} for obj in answer.pred]
+    line["pred"] = [
+        {"desc": obj.desc, obj.kind: obj.bins, "score": obj.score}
+        | ({} if obj.confidence is None else {"confidence": obj.confidence})
+        for obj in answer.pred
+    ]
     if answer.original is None:
         del line["original"]
     return to_json(line).decode()
@@ -165,7 +191,7 @@ def from_line(text: str | bytes, *, path: Path | None = None, line: int | None =
     read = from_json(_Line, text, "a line of predictions", path=path, line=line)
     try:
         gt = None if read.gt is None else tuple(GTObject(o.desc, *o.shape(), o.soft or None) for o in read.gt)
-        pred = tuple(Detection(o.desc, *o.shape(), o.score) for o in read.pred)
+        pred = tuple(Detection(o.desc, *o.shape(), o.score, o.confidence) for o in read.pred)
     except ValueError as error:
         raise DataError(f"not a line of predictions: {error}", path=path, line=line) from error
     same = {one.name: getattr(read, one.name) for one in fields(ImageAnswer)}

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageOps
 
 from coordexp.data.dataset import Sample
 from coordexp.data.image_sources import find_images
-from coordexp.data.images import open_rgb
+from coordexp.data.images import open_rgb, shape_problem
 from coordexp.engine import check_backend
-from coordexp.errors import DataError, require
+from coordexp.errors import ConfigError, DataError, DetectorClosed
 from coordexp.evaluation.answers import ImageAnswer, answer_samples
-from coordexp.evaluation.coco import to_coco
-from coordexp.evaluation.drawing import draw_detections
-from coordexp.geometry import pixel_box, pixel_ring
+from coordexp.inference.detections import Detections, as_detections, without_answer
 from coordexp.inference.session import (
     BATCH_SIZE,
     SEED,
@@ -28,18 +28,23 @@ from coordexp.inference.session import (
     InferenceSession,
     PredictOptions,
     check_classes,
+    check_device,
     inference_config,
     open_session,
+    size_note,
 )
+from coordexp.modeling.load import no_progress_bars
 from coordexp.records import ImageRecord
 from coordexp.rollouts import DatasetSeeds
 
-ImageLike = str | Path | Image.Image | np.ndarray
-"""A file, a PIL image, or an array (height, width, 3) or (height, width) of uint8, in RGB order."""
+ImageLike = str | Path | Image.Image | np.ndarray | bytes
+"""A file, a PIL image, an array (height, width, 3) or (height, width) of uint8 in RGB, or an image file's bytes."""
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 class Detector:
-    """A checkpoint, loaded once, that answers for any number of images.
+    """A checkpoint, loaded once, that answers for any number of images: ``detector(images)``.
 
     Images are resized to the resolution of the training data, if the checkpoint has it; answers are in the pixels of
     the given images. Prompt, number type and limits are those of the checkpoint's own run.
@@ -63,52 +68,130 @@ class Detector:
         Args:
             model: a checkpoint's folder, or a run's output_dir (adapters too).
             backend: transformers ("hf") or vLLM in this process ("vllm").
-            device: "cpu" never uses a GPU; None uses one if there is one.
+            device: "cpu", "cuda" or "cuda:1"; None uses a GPU if there is one.
             batch_size: images answered at once.
             max_new_tokens: longest answer; it, ``prompt`` and ``dtype`` are the run's own if None.
             classes: the only names that answers may contain; empty for any.
             scores: False skips the forward pass that scores an answer.
 
         Raises:
+            ConfigError: a device that this machine lacks, or another impossible option.
             CheckpointError, VocabError: no such checkpoint, or one without coordinate tokens.
             MissingDependency: vLLM is not installed.
         """
-        options = PredictOptions(backend, batch_size, max_new_tokens, prompt, dtype, device == "cpu", seed)
+        device = None if device is None else str(device)
+        options = PredictOptions(backend, batch_size, max_new_tokens, prompt, dtype, device, seed)
         config = inference_config(model, options)
+        check_device(device, backend)
         check_backend(config.rollout_matching, bool(classes))
+        allowed = check_classes(classes)
         self._seed = seed
         self._scores = scores
+        self._allowed = allowed
         self._open = ExitStack()
-        self._session: InferenceSession = self._open.enter_context(
-            open_session(config, Path(model), check_classes(classes))
-        )
+        with no_progress_bars():
+            self._session: InferenceSession | None = self._open.enter_context(
+                open_session(config, Path(model), allowed, device)
+            )
+        self.classes: tuple[str, ...] = allowed or self._session.classes
+        """The names whose positions are class ids: allowed ones, or else those of the checkpoint's training data."""
 
     @overload
-    def predict(self, images: Image.Image | np.ndarray) -> Detections: ...
+    def predict(
+        self,
+        images: Image.Image | np.ndarray | bytes,
+        *,
+        classes: Sequence[str] | None = ...,
+        prompt: str | None = ...,
+        min_confidence: float | None = ...,
+    ) -> Detections: ...
     @overload
-    def predict(self, images: Sequence[ImageLike]) -> list[Detections]: ...
+    def predict(
+        self,
+        images: Sequence[ImageLike],
+        *,
+        classes: Sequence[str] | None = ...,
+        prompt: str | None = ...,
+        min_confidence: float | None = ...,
+    ) -> list[Detections]: ...
     @overload
-    def predict(self, images: str | Path) -> Any: ...
+    def predict(
+        self,
+        images: Any,
+        *,
+        classes: Sequence[str] | None = ...,
+        prompt: str | None = ...,
+        min_confidence: float | None = ...,
+    ) -> Any: ...
 
-    def predict(self, images: ImageLike | Sequence[ImageLike]) -> Detections | list[Detections]:
+    def predict(
+        self,
+        images: Any,
+        *,
+        classes: Sequence[str] | None = None,
+        prompt: str | None = None,
+        min_confidence: float | None = None,
+    ) -> Detections | list[Detections]:
         """Find objects in one image, or in each of several.
 
         Args:
-            images: a file, a PIL image or an array gives one :class:`Detections`; a folder, a pattern (``"*.jpg"``), a
-                JSONL or a sequence gives a list, in order.
+            images: a file, a PIL image, an array or bytes give one :class:`Detections`; a folder, a pattern
+                (``"*.jpg"``), a JSONL or a sequence gives a list, in order.
+            classes: the only names that these answers may contain; empty for any, None for the detector's own.
+            prompt: instead of the detector's own.
+            min_confidence: leave out objects with a lower one.
 
         Raises:
-            DataError: an image that cannot be read, named. RolloutError: as the backend's.
+            DataError: a single image that cannot be read; or something that is not an image, before any is answered. An
+                unreadable image of several does not raise: its result has ``error``.
+            ConfigError: ``classes`` with vLLM, or ``min_confidence`` without scores.
+            DetectorClosed: after :meth:`close`. RolloutError: as the backend's.
         """
-        if isinstance(images, str | Path):
-            single = Path(images).is_file() and Path(images).suffix.lower() != ".jsonl"
-            detections = self._answer(list(find_images([Path(images)]).records), {})
-            return detections[0] if single else detections
-        if isinstance(images, Image.Image | np.ndarray):
-            return self._predict_each([images])[0]
-        return self._predict_each(list(images))
+        if self._session is None:
+            raise DetectorClosed("the detector is closed; make a new one")
+        if min_confidence is not None and not self._scores:
+            raise ConfigError("min_confidence: this detector was made with scores=False; leave one of them out")
+        session = self._session
+        if prompt is not None:
+            session = replace(session, encoder=replace(session.encoder, prompt=prompt))
+        if classes is not None:
+            session = replace(session, backend=session.limited_to(check_classes(classes)))
+        names = self.classes or tuple(classes or ())
+        single = not isinstance(images, str | Path) and is_image(images)
+        with tempfile.TemporaryDirectory(prefix="coordexp-") as folder:
+            if isinstance(images, str | Path):
+                path = as_path(images)
+                single = path.is_file() and path.suffix.lower() != ".jsonl"
+                found = find_images([path], skip_broken=not single)
+                records = {record.sample_id: record for record in found.records}
+                errors, given = dict(found.skipped), {}
+                order = found.names
+            else:
+                given, records, errors = collect([images] if single else images, Path(folder), raises=single)
+                order = (*records, *errors)
+                order = sorted(order, key=lambda name: int(name.partition(":")[0].removeprefix("image ")))
+            answers = self._answer(session, records, errors, raises=single)
+        results = []
+        for name in order:
+            if name in errors:
+                results.append(without_answer(name.partition(": ")[2] or name, errors[name], names))
+                continue
+            one = as_detections(answers[name], given.get(name), names)
+            results.append(one if min_confidence is None else one[one.confidences >= min_confidence])
+        if errors:
+            first = next(iter(errors.values()))
+            warnings.warn(
+                f"{len(errors)} of {len(results)} images could not be read, their results have .error; the first: "
+                f"{first}",
+                stacklevel=2,
+            )
+        return results[0] if single else results
+
+    __call__ = predict
 
     def close(self) -> None:
+        """Give back the model's memory. The detector cannot be used afterwards."""
+        self._session = None
         self._open.close()
 
     def __enter__(self) -> Detector:
@@ -117,151 +200,102 @@ class Detector:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _predict_each(self, images: Sequence[ImageLike]) -> list[Detections]:
-        given: dict[str, Image.Image] = {}
-        records: list[ImageRecord] = []
-        # Every backend reads files, also one that is another process; PNG keeps every pixel.
-        with tempfile.TemporaryDirectory(prefix="coordexp-") as folder:
-            for number, image in enumerate(images):
-                if isinstance(image, str | Path):
-                    (record,) = find_images([Path(image)]).records
-                    records.append(replace(record, sample_id=f"{number}: {image}"))
-                    continue
-                name = f"image {number}"
-                if isinstance(image, Image.Image):
-                    pixels = (ImageOps.exif_transpose(image) or image).convert("RGB")
-                elif image.dtype == np.uint8 and (image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (3, 4))):
-                    pixels = Image.fromarray(image).convert("RGB")
-                else:
-                    raise DataError(
-                        f"{name}: an array of shape {image.shape} and type {image.dtype}; expected uint8 of (height, "
-                        "width, 3), RGB"
-                    )
-                given[name] = pixels
-                path = Path(folder) / f"{number}.png"
-                pixels.save(path, compress_level=1)
-                records.append(ImageRecord(name, path, *pixels.size, ()))
-            return self._answer(records, given)
-
-    def _answer(self, records: Sequence[ImageRecord], given: Mapping[str, Image.Image]) -> list[Detections]:
-        session = self._session
-        size, scorer = session.backend.batch_size, session.scorer if self._scores else None
-        answers: list[ImageAnswer] = []
-        for start in range(0, len(records), size):
-            batch = [Sample(record, session.encoder.encode(record)) for record in records[start : start + size]]
+    def _answer(
+        self, session: InferenceSession, records: Mapping[str, ImageRecord], errors: dict[str, str], *, raises: bool
+    ) -> dict[str, ImageAnswer]:
+        note = size_note(list(records.values()), session.preparation)
+        if note is not None:
+            warnings.warn(note, stacklevel=3)
+        scorer = session.scorer if self._scores else None
+        answers: dict[str, ImageAnswer] = {}
+        todo, size = list(records.values()), session.backend.batch_size
+        for start in range(0, len(todo), size):
+            batch = []
+            for record in todo[start : start + size]:
+                try:
+                    batch.append(Sample(record, session.encoder.encode(record)))
+                except DataError as error:
+                    if raises:
+                        raise
+                    errors[record.sample_id] = str(error)
             seeds = DatasetSeeds(self._seed, start)
-            answers += answer_samples(batch, session.backend, session.vocab, seeds, scorer)
-        return [as_detections(answer, given.get(answer.sample_id)) for answer in answers]
+            for answer in answer_samples(batch, session.backend, session.vocab, seeds, scorer) if batch else ():
+                answers[answer.sample_id] = answer
+        return answers
 
 
-@dataclass(frozen=True, slots=True)
-class FoundObject:
-    """One object. ``box`` is (x1, y1, x2, y2) and ``polygon`` its vertices (None if the model wrote a box), both in
-    pixels of the given image; ``score`` is 0..1, or None if it was not scored."""
-
-    name: str
-    score: float | None
-    box: tuple[float, float, float, float]
-    polygon: tuple[tuple[float, float], ...] | None = None
+def is_image(given: object) -> bool:
+    """Whether ``given`` is one image, not several: text is a path, which may name several."""
+    return isinstance(given, Image.Image | np.ndarray | bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Detections:
-    """The objects of one image of ``width`` x ``height`` pixels, in the model's order.
+def as_path(given: str | Path) -> Path:
+    """Raises DataError for an address."""
+    if _ADDRESS.match(str(given)):
+        raise DataError(f"{given}: is an address; nothing is downloaded: save the image and give its file")
+    return Path(given)
 
-    ``truncated``: the answer reached its longest length; ``dropped`` counts unreadable entries by reason; ``text`` is
-    the answer itself. ``image``: the given image if it was not a file.
-    """
 
-    source: str
-    width: int
-    height: int
-    objects: tuple[FoundObject, ...]
-    truncated: bool
-    dropped: Mapping[str, int]
-    text: str
-    answer: ImageAnswer = field(repr=False, compare=False)
-    image: Image.Image | None = field(default=None, repr=False, compare=False)
+def collect(
+    images: Any, folder: Path, *, raises: bool
+) -> tuple[dict[str, Image.Image], dict[str, ImageRecord], dict[str, str]]:
+    """The images that are not files, a record per readable image, and why others are not readable; by a name that
+    starts with the image's number. Every backend reads files, even one in another process, so images in memory are
+    written to ``folder``, as PNG, which keeps every pixel. ``raises``: at the first unreadable image."""
+    if isinstance(images, Mapping) or not isinstance(images, Iterable) or is_tensor(images):
+        raise wrong_type("images", images)
+    listed = list(images)
+    for number, image in enumerate(listed):  # mistakes of the caller, before anything is read
+        if isinstance(image, str | Path):
+            as_path(image)
+        elif not is_image(image):
+            raise wrong_type(f"image {number}", image)
+        elif isinstance(image, np.ndarray) and not (
+            image.dtype == np.uint8 and (image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (3, 4)))
+        ):
+            raise DataError(
+                f"image {number}: an array of shape {image.shape} and type {image.dtype}; expected uint8 of (height, "
+                "width, 3), RGB"
+            )
+    given: dict[str, Image.Image] = {}
+    records: dict[str, ImageRecord] = {}
+    errors: dict[str, str] = {}
+    for number, image in enumerate(listed):
+        name = f"{number}: {image}" if isinstance(image, str | Path) else f"image {number}"
+        try:
+            if isinstance(image, str | Path):
+                (record,) = find_images([Path(image)]).records
+                records[name] = replace(record, sample_id=name)
+                continue
+            if isinstance(image, bytes):
+                pixels = open_rgb(Path(name), data=image)
+            elif isinstance(image, np.ndarray):
+                pixels = Image.fromarray(image).convert("RGB")
+            else:
+                pixels = (ImageOps.exif_transpose(image) or image).convert("RGB")
+            if (problem := shape_problem(*pixels.size)) is not None:
+                raise DataError(f"{name}: {problem}")
+        except (DataError, OSError) as error:
+            if raises:
+                raise error if isinstance(error, DataError) else DataError(f"{name}: {error}") from error
+            errors[name] = str(error)
+            continue
+        given[name] = pixels
+        path = folder / f"{number}.png"
+        pixels.save(path, compress_level=1)
+        records[name] = ImageRecord(name, path, *pixels.size, ())
+    return given, records, errors
 
-    def __len__(self) -> int:
-        return len(self.objects)
 
-    def __iter__(self) -> Iterator[FoundObject]:
-        return iter(self.objects)
+def is_tensor(given: object) -> bool:
+    return type(given).__module__.partition(".")[0] in ("torch", "jax", "tensorflow")
 
-    @property
-    def boxes(self) -> np.ndarray:
-        """(N, 4) float32: x1, y1, x2, y2 in pixels."""
-        return np.array([obj.box for obj in self.objects], dtype=np.float32).reshape(-1, 4)
 
-    @property
-    def polygons(self) -> list[tuple[tuple[float, float], ...] | None]:
-        """The vertices of each object in pixels; None for a box."""
-        return [obj.polygon for obj in self.objects]
-
-    @property
-    def names(self) -> list[str]:
-        return [obj.name for obj in self.objects]
-
-    @property
-    def scores(self) -> np.ndarray:
-        """(N,) float32; NaN where nothing was scored."""
-        return np.array([np.nan if obj.score is None else obj.score for obj in self.objects], dtype=np.float32)
-
-    def draw(self, path: str | Path | None = None) -> Image.Image:
-        """The image with its objects drawn over it, also written to ``path``. Raises DataError if its file is gone."""
-        image = self.image if self.image is not None else open_rgb(Path(self.answer.image))
-        drawn = draw_detections(image, self.answer.pred)
-        if path is not None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            drawn.save(path)
-        return drawn
-
-    def to_coco(self, image_id: int = 1, category_ids: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
-        """Results in COCO's format: ``bbox`` as x, y, width, height in pixels, and ``segmentation`` of polygons.
-
-        ``category_ids`` by name; other names get the next numbers in order of appearance. Every result has its
-        ``category_name`` too.
-        """
-        number = dict(category_ids or {})
-        for name in self.names:
-            number.setdefault(name, max(number.values(), default=0) + 1)
-        results = to_coco([self.answer], None, 1.0, number, [image_id]).results
-        for result, name in zip(results, self.names, strict=True):
-            result["category_name"] = name
-            del result["area"]
-        return results
-
-    def to_supervision(self) -> Any:
-        """``supervision.Detections`` with ``xyxy``, ``confidence`` (1 where nothing was scored), ``class_id`` by name
-        in alphabetical order, the names in ``data["class_name"]``, and masks where the model wrote polygons. Raises
-        MissingDependency if the package supervision is not installed."""
-        supervision = require("supervision", "Detections.to_supervision()")
-        number = {name: k for k, name in enumerate(sorted(set(self.names)))}
-        masks = None
-        if any(self.polygons):
-            masks = np.zeros((len(self), self.height, self.width), dtype=bool)
-            for mask, obj in zip(masks, self.answer.pred, strict=True):
-                canvas = Image.new("1", (self.width, self.height))
-                ImageDraw.Draw(canvas).polygon(list(pixel_ring(obj, self.width, self.height)), fill=1)
-                mask[:] = np.array(canvas)
-        return supervision.Detections(
-            xyxy=self.boxes,
-            mask=masks,
-            confidence=np.nan_to_num(self.scores, nan=1.0),
-            class_id=np.array([number[name] for name in self.names], dtype=int),
-            data={"class_name": np.array(self.names, dtype=str)},
+def wrong_type(name: str, given: object) -> DataError:
+    if is_tensor(given):
+        return DataError(
+            f"{name}: a tensor; give an array of uint8 (height, width, 3), RGB, e.g. "
+            "tensor.permute(1, 2, 0).mul(255).byte().cpu().numpy()"
         )
-
-
-def as_detections(answer: ImageAnswer, image: Image.Image | None = None) -> Detections:
-    """A line of ``predictions.jsonl`` in pixels of its image; ``image`` if that is not a file."""
-    width, height = answer.width, answer.height
-    objects = []
-    for obj in answer.pred:
-        polygon = pixel_ring(obj, width, height) if obj.kind == "poly" else None
-        objects.append(FoundObject(obj.desc, obj.score, pixel_box(obj, width, height), polygon))
-    source = answer.sample_id if image is not None else answer.image
-    return Detections(
-        source, width, height, tuple(objects), answer.truncated, answer.dropped, answer.text, answer, image
-    )
+    expected = "a file, a PIL image, an array of uint8 (height, width, 3), an image file's bytes, or a list of those"
+    return DataError(f"{name}: {type(given).__name__}; expected {expected}")

@@ -36,7 +36,7 @@ from coordexp.evaluation.answers import (
 from coordexp.evaluation.coco import write_coco
 from coordexp.evaluation.drawing import save_drawings
 from coordexp.evaluation.summary import METRICS, Summary, summarise, write_summary
-from coordexp.inference.session import checked_model, open_session
+from coordexp.inference.session import checked_model, open_session, size_note
 from coordexp.records import ImageRecord, read_lines
 
 SETTINGS = "prediction.json"
@@ -126,9 +126,9 @@ def run_prediction(
         reporting(console, f"predicting with {path}", stays=True) as on_progress,
         distributed.raise_on_all_ranks("coordexp predict"),
     ):
-        scorer = None
-        if isinstance(score, str):
-            scorer = replace(session.scorer, confidence=score != "token_probability")
+        scorer = session.scorer if isinstance(score, str) else None
+        if scorer is not None and score == "confidence":
+            scorer = replace(scorer, calibration=None)  # fitted on annotations that count as complete
         # Seeded by the images' positions in the source: an interrupted run answers as a whole one does.
         for answers in answer_batches(
             RecordDataset(records, session.encoder.encode, "file", config.seed),
@@ -142,7 +142,11 @@ def run_prediction(
         ):
             lines = []
             for answer in answers:
-                pred = answer.pred if scorer else tuple(replace(obj, score=score) for obj in answer.pred)
+                pred = answer.pred
+                if score == "confidence":
+                    pred = tuple(replace(obj, score=obj.confidence) for obj in pred)
+                elif scorer is None:
+                    pred = tuple(replace(obj, score=score) for obj in pred)
                 gt = answer.gt if answer.sample_id in images.annotated else None
                 lines.append(to_line(replace(answer, pred=pred, gt=gt)) + "\n")
             if lines:
@@ -154,17 +158,9 @@ def run_prediction(
 
 
 def _note(console: Console, images: FoundImages, preparation: ImagePreparation) -> None:
-    records = images.records
-    unlike = [record for record in records if preparation.is_unlike_training(record.width, record.height)]
-    if unlike and preparation.seen_pixels is not None:
-        least, most = preparation.seen_pixels
-        first = unlike[0]
-        console.print(
-            f"note: {len(unlike)} of {len(records)} images are far from the size that this model was trained at "
-            f"({least:,} to {most:,} pixels), the first is {first.sample_id} ({first.width}x{first.height}); answers "
-            "may be poor. Resize them, or train on data from coordexp data convert: checkpoints contain its rule",
-            highlight=False, markup=False, soft_wrap=True,
-        )  # fmt: skip
+    note = size_note(images.records, preparation)
+    if note is not None:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     for image, reason in images.skipped:
         console.print(f"skipped {image}: {reason}", highlight=False, markup=False, soft_wrap=True)
 

@@ -5,12 +5,14 @@ Imports torch only to open a session, so that commands can check their options f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from coordexp.checkpoints.calibration import read_calibration
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, num_positions, settings_of_run
 from coordexp.config.base import default_of
 from coordexp.config.load import parse_section
@@ -19,8 +21,10 @@ from coordexp.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from coordexp.coords import CoordVocab
+    from coordexp.data.preparation import ImagePreparation
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.scores import TokenScorer
+    from coordexp.records import ImageRecord
     from coordexp.rollouts import RolloutBackend
 
 # For checkpoints without their run's configuration:
@@ -42,7 +46,7 @@ class PredictOptions:
     max_new_tokens: int | None = None
     prompt: str | None = None
     dtype: str | None = None
-    use_cpu: bool = False
+    device: str | None = None
     seed: int = SEED
 
 
@@ -81,7 +85,7 @@ def inference_config(model: str | Path, options: PredictOptions) -> AnswerConfig
         "template": template,
         "rollout_matching": rollout,
         "global_max_length": longest,
-        "use_cpu": options.use_cpu,
+        "use_cpu": options.device == "cpu",
         "seed": options.seed,
     }
     return parse_section(AnswerConfig, data, str(folder))
@@ -126,14 +130,50 @@ def check_classes(names: Sequence[str]) -> tuple[str, ...]:
         raise ConfigError(f"a class name is refused: {error}") from error
 
 
+def check_device(device: str | None, backend: Backend) -> None:
+    """Raise ConfigError for a device that does not exist, or that this machine or the backend cannot use."""
+    if device in (None, "cpu"):
+        return
+    named = re.fullmatch(r"cuda(?::(\d+))?", device)
+    if named is None:
+        raise ConfigError(f"device: {device!r} is unknown; expected cpu, cuda, cuda:N, or None: a GPU if there is one")
+    import torch
+
+    count, index = torch.cuda.device_count() if torch.cuda.is_available() else 0, int(named[1] or 0)
+    if not count:
+        raise ConfigError(f"device: {device!r}, but torch {torch.__version__} finds no GPU that it can use; use 'cpu'")
+    if index >= count:
+        raise ConfigError(f"device: {device!r}, but torch finds {count} GPUs; use cuda:0 to cuda:{count - 1}")
+    if index and backend == "vllm":
+        raise ConfigError(f"device: {device!r}: vLLM uses the first visible GPU; set CUDA_VISIBLE_DEVICES={index}")
+
+
+def size_note(records: Sequence[ImageRecord], preparation: ImagePreparation) -> str | None:
+    """A warning about images that are far from the size of the training images; None if there is nothing to say."""
+    unlike = [record for record in records if preparation.is_unlike_training(record.width, record.height)]
+    if not unlike or preparation.seen_pixels is None:
+        return None
+    least, most = preparation.seen_pixels
+    first = unlike[0]
+    return (
+        f"{len(unlike)} of {len(records)} images are far from the size that this model was trained at "
+        f"({least:,} to {most:,} pixels), the first is {first.sample_id} ({first.width}x{first.height}); answers may "
+        "be poor. Resize them, or train on data from coordexp data convert: checkpoints contain its rule"
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class InferenceSession:
-    """A loaded model with everything that turns images into scored answers."""
+    """A loaded model with everything that turns images into scored answers. ``classes``: the names in its training
+    data, empty if unknown. ``limited_to(classes)``: a backend for other allowed labels, on the same model."""
 
     encoder: PromptEncoder
     vocab: CoordVocab
     backend: RolloutBackend
     scorer: TokenScorer
+    preparation: ImagePreparation
+    classes: tuple[str, ...]
+    limited_to: Callable[[tuple[str, ...]], RolloutBackend]
 
 
 def checked_model(config: AnswerConfig, model: str | Path | None) -> Path:
@@ -148,9 +188,11 @@ def checked_model(config: AnswerConfig, model: str | Path | None) -> Path:
 
 
 @contextmanager
-def open_session(config: AnswerConfig, model: Path, classes: Sequence[str] = ()) -> Iterator[InferenceSession]:
-    """Load ``model`` on this rank's device, start its backend, and close it at the end. ``classes``: the only
-    descriptions that answers may contain; empty for any."""
+def open_session(
+    config: AnswerConfig, model: Path, classes: Sequence[str] = (), device: str | None = None
+) -> Iterator[InferenceSession]:
+    """Load ``model`` on ``device`` (None: this rank's), start its backend, and close it at the end. ``classes``: the
+    only descriptions that answers may contain; empty for any."""
     import torch
     from accelerate import PartialState
 
@@ -164,7 +206,7 @@ def open_session(config: AnswerConfig, model: Path, classes: Sequence[str] = ())
 
     state = PartialState(cpu=config.use_cpu)  # joins the process group under torchrun
     loaded = load_model(model, config.model.dtype, config.model.attn_implementation)
-    torch.nn.Module.to(loaded.model, state.device)
+    torch.nn.Module.to(loaded.model, state.device if device is None else torch.device(device))
     parts = LearnerParts(
         model=loaded.model,
         vocab=loaded.vocab,
@@ -179,7 +221,17 @@ def open_session(config: AnswerConfig, model: Path, classes: Sequence[str] = ())
         with rollout_session(backend, 0):
             template = config.template
             encoder = PromptEncoder(loaded.processor, template.prompt, template.system, loaded.preparation)
-            scorer = TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
-            yield InferenceSession(encoder, loaded.vocab, backend, scorer)
+            scorer = TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id, read_calibration(model))
+
+            def limited_to(names: tuple[str, ...]) -> RolloutBackend:
+                if names == tuple(classes):
+                    return backend
+                if config.rollout_matching.rollout_backend != "hf":
+                    raise ConfigError('classes: an engine is started for one list; name it at the start, or use "hf"')
+                return build_backend(config.rollout_matching, parts, names)  # nothing to load or to close
+
+            yield InferenceSession(
+                encoder, loaded.vocab, backend, scorer, loaded.preparation, loaded.classes, limited_to
+            )
     finally:
         backend.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -13,11 +14,13 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
+from coordexp.checkpoints.calibration import Calibration, read_calibration, write_calibration
 from coordexp.checkpoints.describe import too_few_rows
 from coordexp.checkpoints.folder import RESOLVED_CONFIG, Checkpoint, base_of, is_adapter_folder
 from coordexp.config.base import default_of
 from coordexp.config.schema import ModelConfig
 from coordexp.coords import CoordVocab
+from coordexp.data.class_list import read_class_list, write_class_list
 from coordexp.data.files import give_ordinary_mode
 from coordexp.data.preparation import NO_RESIZE, ImagePreparation, read_preparation, write_preparation
 from coordexp.errors import CheckpointError, VocabError
@@ -47,7 +50,7 @@ class Qwen3VLForConditionalGeneration(transformers.Qwen3VLForConditionalGenerati
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """A model with its processor and vocabulary. ``attention``: the value of ``model.attn_implementation``;
-    ``preparation``: how its training images were resized."""
+    ``preparation``: how its training images were resized; ``classes``: the names in its training data."""
 
     checkpoint: Checkpoint
     model: Qwen3VLForConditionalGeneration
@@ -55,10 +58,24 @@ class LoadedModel:
     vocab: CoordVocab
     attention: str
     preparation: ImagePreparation = NO_RESIZE
+    classes: tuple[str, ...] = ()
 
     @property
     def image_token_id(self) -> int:
         return self.model.config.image_token_id
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Without transformers' bars for loading and saving weights."""
+    bars: Any = transformers.utils.logging
+    were_on = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            bars.enable_progress_bar()
 
 
 def load_vocab(path: str | Path | Checkpoint) -> CoordVocab:
@@ -83,7 +100,8 @@ def load_model(path: str | Path | Checkpoint, dtype: str = DTYPE, attention: str
     model.name_or_path = str(checkpoint.path.absolute())  # adapters trained on it will name it as their base
     model.set_attn_implementation(transformers_names(attention))
     processor, preparation = load_processor(checkpoint), read_preparation(checkpoint.path)
-    return LoadedModel(checkpoint, model, processor, vocab, attention, preparation)
+    classes = read_class_list(checkpoint.path)
+    return LoadedModel(checkpoint, model, processor, vocab, attention, preparation, classes)
 
 
 def load_processor(path: str | Path | Checkpoint) -> Any:
@@ -126,13 +144,14 @@ def _read(source: Any, path: str | Path, what: str) -> Any:
 
 
 def export_checkpoint(checkpoint: Path, output: Path, dtype: str = DTYPE) -> Path:
-    """Write model, tokenizer, processor, chat template and image preparation of ``checkpoint``, weights as ``dtype``.
+    """Write all of ``checkpoint`` that inference reads: model, tokenizer, processor, chat template, image preparation,
+    class list, calibration. ``dtype``: of the weights.
 
     The run's ``resolved_config.yaml`` is copied if there is one: it has the prompt. Attention is reset to transformers'
     default, so that the folder loads everywhere. Raises as :func:`load_model`.
     """
     loaded = load_model(checkpoint, dtype, attention="sdpa")
-    _save(loaded, loaded.preparation, output)
+    _save(loaded, loaded.preparation, loaded.classes, read_calibration(checkpoint), output)
     resolved = checkpoint / RESOLVED_CONFIG
     if resolved.is_file():
         (output / resolved.name).write_bytes(resolved.read_bytes())
@@ -155,13 +174,21 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
     stored = read_config(parent).dtype
     loaded = load_model(parent, dtype or str(stored or "float32").removeprefix("torch."), attention="sdpa")
     merge_adapter(loaded.model, folder)
-    _save(loaded, read_preparation(folder), output)
+    _save(loaded, read_preparation(folder), read_class_list(folder), read_calibration(folder), output)
     return output
 
 
-def _save(loaded: LoadedModel, preparation: ImagePreparation, output: Path) -> None:
+def _save(
+    loaded: LoadedModel,
+    preparation: ImagePreparation,
+    classes: tuple[str, ...],
+    calibration: Calibration | None,
+    output: Path,
+) -> None:
     output.mkdir(parents=True, exist_ok=True)
     loaded.model.save_pretrained(output)
     give_ordinary_mode(output)
     loaded.processor.save_pretrained(output)
     write_preparation(preparation, output)
+    write_class_list(classes, output)
+    write_calibration(calibration, output)

@@ -7,12 +7,12 @@ its bin and of two bins to either side: training spreads every coordinate over i
 model gives the exact bin a fifth. Probabilities are over the full vocabulary at temperature 1, from one forward pass
 over prompt and answer: however the answer was decoded, and by whichever engine, it is scored in the same way.
 
-The score ranks objects. Confidence is the probability that the object is there and has this name:
+The score ranks objects. Confidence estimates the probability that the object is there and has this name:
 
     confidence = exp( mean_j log P(bin_j ± 32)  +  sum_i log P(desc token_i) )
 
 Its coordinates may differ by a thirtieth of the image's side, the scale of training's blur and of annotators'
-disagreement; its description may not differ.
+disagreement; its description may not differ. A checkpoint's calibration, if there is one, is applied to it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from coordexp.checkpoints.calibration import Calibration
 from coordexp.coords import CoordVocab
 from coordexp.records import NUM_BINS, ParsedRollout, Rollout, RolloutRequest
 
@@ -31,25 +32,32 @@ NEIGHBOURS = 2  # bins to either side that count as the same coordinate
 WIDE_NEIGHBOURS = 32  # the same for confidence
 
 
+@dataclass(frozen=True, slots=True)
+class ObjectScore:
+    """Both in 0..1."""
+
+    score: float
+    confidence: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenScorer:
-    """Scores answers with a model that is in this process. ``confidence``: by the second formula."""
+    """Scores answers with a model that is in this process. ``calibration``: of confidences; None leaves them raw."""
 
     model: Any
     vocab: CoordVocab
     image_token_id: int
-    confidence: bool = False
+    calibration: Calibration | None = None
 
     @torch.no_grad()
-    def score(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[float, ...]:
-        """One score in 0..1 per object of ``parsed``. The model keeps its train or eval mode."""
+    def score(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[ObjectScore, ...]:
+        """One per object of ``parsed``. The model keeps its train or eval mode."""
         if not parsed.objects:
             return ()
         response_ids = rollout.response_token_ids
         positions = sorted(
             {at for obj in parsed.objects for at in (*obj.coord_token_idx, *range(*obj.desc_token_span))}
         )
-        neighbours = WIDE_NEIGHBOURS if self.confidence else NEIGHBOURS
         device = next(self.model.parameters()).device
         ids_1L = torch.tensor([[*request.prompt_token_ids, *response_ids]], device=device)
         position_N = torch.tensor(positions, device=device) + len(request.prompt_token_ids)
@@ -68,24 +76,21 @@ class TokenScorer:
         finally:
             self.model.train(was_training)
         log_all_N = torch.logsumexp(logits_NV.float(), dim=-1)
-        log_p: dict[int, float] = {}  # of the token at a position; for a coordinate, of its neighbourhood
+        # Log probability of the token at a position; for a coordinate, of its near and of its wide neighbourhood.
+        near: dict[int, float] = {}
+        wide: dict[int, float] = {}
         coord_ids_B = torch.tensor(self.vocab.coord_token_ids, device=device)
         for row, at in enumerate(positions):
             token_id = int(response_ids[at])
             k = self.vocab.bin_of(token_id)
-            if k is None:
-                log_it = logits_NV[row, token_id].float()
-            else:
-                near = coord_ids_B[max(0, k - neighbours) : min(NUM_BINS, k + neighbours + 1)]
-                log_it = torch.logsumexp(logits_NV[row, near].float(), dim=-1)
-            log_p[at] = float(log_it - log_all_N[row])
+            for log_p, width in ((near, NEIGHBOURS), (wide, WIDE_NEIGHBOURS)):
+                ids = coord_ids_B[max(0, k - width) : min(NUM_BINS, k + width + 1)] if k is not None else [token_id]
+                log_p[at] = float(torch.logsumexp(logits_NV[row, ids].float(), dim=-1) - log_all_N[row])
         scores = []
         for obj in parsed.objects:
-            coords, desc = [log_p[at] for at in obj.coord_token_idx], [log_p[at] for at in range(*obj.desc_token_span)]
-            mean_coord = sum(coords) / len(coords)
-            if self.confidence:
-                log_score = mean_coord + sum(desc)
-            else:
-                log_score = COORD_WEIGHT * mean_coord + (1 - COORD_WEIGHT) * sum(desc) / len(desc)
-            scores.append(math.exp(min(0.0, log_score)))
+            coords, desc = obj.coord_token_idx, [near[at] for at in range(*obj.desc_token_span)]
+            mean_near, mean_wide = (sum(log_p[at] for at in coords) / len(coords) for log_p in (near, wide))
+            score = math.exp(min(0.0, COORD_WEIGHT * mean_near + (1 - COORD_WEIGHT) * sum(desc) / len(desc)))
+            raw = math.exp(min(0.0, mean_wide + sum(desc)))
+            scores.append(ObjectScore(score, raw if self.calibration is None else self.calibration(raw)))
         return tuple(scores)

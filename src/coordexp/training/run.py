@@ -26,6 +26,7 @@ from coordexp.config import RunConfig, advice, check_world_size, resolved_rollou
 from coordexp.config.checks import check_training_environment
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import TrainingConfig
+from coordexp.data.class_list import class_list
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.images import open_rgb
@@ -151,7 +152,8 @@ def build_trainer(
     write_manifest(config, config_path, Path(training.output_dir), overrides)
     set_seed(training.seed)
     loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
-    loaded = replace(loaded, preparation=preparation_of(run.train))  # which checkpoints record
+    # Checkpoints record both.
+    loaded = replace(loaded, preparation=preparation_of(run.train), classes=class_list(run.train))
     tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
     align_special_tokens(loaded.model, loaded.processor)
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)

@@ -20,7 +20,9 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from coordexp import distributed
+from coordexp.checkpoints.calibration import write_calibration
 from coordexp.config import RunConfig
+from coordexp.data.class_list import write_class_list
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.files import give_ordinary_mode, write_atomically
 from coordexp.data.preparation import write_preparation
@@ -101,6 +103,8 @@ def save_model(run: RunState, folder: Path, *, writes: bool) -> None:
         give_ordinary_mode(folder)
     processor.save_pretrained(folder)
     write_preparation(run.loaded.preparation, folder)
+    write_class_list(run.loaded.classes, folder)
+    write_calibration(None, folder)  # one in the folder belongs to earlier weights
 
 
 def load_weights(run: RunState, folder: Path) -> None:

@@ -17,6 +17,7 @@ from filelock import FileLock
 from PIL import Image
 
 from coordexp.data import dataset_cache
+from coordexp.data.class_list import class_list
 from coordexp.data.dataset_cache import CachedRecords, check_images, open_records
 from coordexp.data.files import VARIABLE, cache_folder
 from coordexp.data.jsonl import check_dataset, read_jsonl
@@ -247,3 +248,10 @@ def test_cached_and_plain_records_give_the_same_image_preparation(tmp_path: Path
         assert message(lambda: preparation_of(cached(path))) == str(error)
     else:
         assert preparation_of(cached(path)) == expected
+
+
+def test_cached_and_plain_records_give_the_same_class_list(tmp_path: Path) -> None:
+    box = [1, 2, 3, 4]
+    names = [["dog", "cat", "cat"], [], ["手提包"]]
+    path = write(tmp_path, *[line(objects=[{"desc": name, "bbox_2d": box} for name in some]) for some in names])
+    assert class_list(cached(path)) == class_list(read_jsonl(path)) == ("cat", "dog", "手提包")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import shutil
 import subprocess
 import sys
 import types
@@ -11,13 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPECS, write_scenes
-from coordexp.errors import CheckpointError, DataError, MissingDependency
+from coordexp.errors import CheckpointError, ConfigError, DataError, DetectorClosed, MissingDependency
 from coordexp.evaluation.answers import Detection, ImageAnswer
-from coordexp.inference.detector import Detections, Detector, as_detections
+from coordexp.inference.detections import Detections, as_detections
+from coordexp.inference.detector import Detector
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,7 @@ def test_importing_the_package_is_instant() -> None:
         "import sys, coordexp\n"
         "heavy = {'torch', 'numpy', 'PIL', 'transformers', 'pydantic'} & {name.split('.')[0] for name in sys.modules}\n"
         "assert not heavy, heavy\n"
-        "assert 'Detector' in dir(coordexp)\n"
+        "assert 'Detector' in dir(coordexp) and 'importlib' not in dir(coordexp)\n"
         "try:\n    coordexp.Detectr\nexcept AttributeError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -54,9 +59,9 @@ def test_file_image_and_array_give_the_same_answer(detector: Detector, scenes: P
     image = Image.open(path)
     one = detector.predict(path)
     assert isinstance(one, Detections) and len(one) > 0 and one.source == str(path)
-    several = detector.predict([image, np.array(image), str(path)])
-    assert [found.objects for found in several] == [one.objects] * 3
-    assert [found.source for found in several] == ["image 0", "image 1", str(path)]
+    several = detector([image, np.array(image), str(path), path.read_bytes()])
+    assert [found.objects for found in several] == [one.objects] * 4
+    assert [found.source for found in several] == ["image 0", "image 1", str(path), "image 3"]
     assert detector.predict(image).objects == one.objects
 
 
@@ -70,7 +75,7 @@ def test_detections_are_in_pixels(detector: Detector, scenes: Path) -> None:
     assert (found.width, found.height) == (record.width, record.height)
     truth = {obj.desc: pixel_box(obj, record.width, record.height) for obj in record.objects}
     shared = [obj for obj in found if obj.name in truth]
-    assert shared and all(0 <= obj.score <= 1 for obj in shared)
+    assert shared and all(0 <= obj.score <= 1 and 0 <= obj.confidence <= 1 for obj in shared)
     nearest = min(max(abs(a - b) for a, b in zip(obj.box, truth[obj.name], strict=True)) for obj in shared)
     assert nearest < 0.15 * record.width
 
@@ -88,6 +93,82 @@ def test_an_invalid_array_is_refused(detector: Detector, wrong: np.ndarray) -> N
         detector.predict(wrong)
 
 
+def test_a_broken_image_does_not_lose_the_others(detector: Detector, scenes: Path, tmp_path: Path) -> None:
+    broken, thin, clip = tmp_path / "a.jpg", tmp_path / "b.png", tmp_path / "c.mp4"
+    broken.write_bytes(b"no image")
+    Image.new("RGB", (3000, 12)).save(thin)
+    clip.write_bytes(b"0")
+    good = scenes / "000000.png"
+    with pytest.warns(UserWarning, match=r"2 of 4.*a\.jpg"):
+        found = detector([good, broken, thin, good])
+    assert [one.error is None for one in found] == [True, False, False, True]
+    assert found[0].objects == found[3].objects and not found[1] and str(broken) in str(found[1].problem)
+    (tmp_path / "d.png").write_bytes(good.read_bytes())
+    with pytest.warns(UserWarning, match="3 of 4"):
+        folder = detector(tmp_path)
+    assert [Path(one.source).name for one in folder] == ["a.jpg", "b.png", "c.mp4", "d.png"]
+    assert folder[3].objects == found[0].objects and "ffmpeg" in folder[2].error
+    with pytest.raises(DataError, match="nothing to draw"):
+        folder[2].plot()
+    for single in (broken, thin, clip, b"no image"):
+        with pytest.raises(DataError):
+            detector(single)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [(None, "NoneType"), ([None], "image 0: NoneType"), ({"a": 1}, "dict"), (torch.zeros(3, 8, 8), "tensor"),
+     (["https://example.com/a.jpg"], "https://example.com/a.jpg"), ("s3://bucket/a.jpg", "address")],
+)  # fmt: skip
+def test_something_else_than_an_image_is_named(detector: Detector, given: Any, named: str) -> None:
+    with pytest.raises(DataError, match=named):
+        detector(given)
+
+
+def test_classes_prompt_and_confidence_of_one_call(detector: Detector, scenes: Path) -> None:
+    path = scenes / "000000.png"
+    whole = detector(path)
+    assert {obj.name for obj in detector(path, classes=["red circle"])} == {"red circle"}
+    assert detector(path, prompt="Something else entirely, at length.").text != whole.text
+    least = float(np.sort(whole.confidences)[len(whole) // 2])
+    assert detector(path, min_confidence=least).objects == tuple(o for o in whole if o.confidence >= least)
+    assert detector(path) == whole, "one call's options are not the next one's"
+    assert whole.classes == detector.classes and set(whole.names) <= set(detector.classes)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "mps", *([] if torch.cuda.is_available() else ["cuda", "cuda:7"])])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match=device):
+        Detector(asset("checkpoints/demo-stage1"), device=device)
+
+
+def test_loading_is_quiet_and_closed_means_closed(scenes: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Detector(asset("checkpoints/demo-stage1"), device="cpu", scores=False) as detector:
+        assert "Loading weights" not in capfd.readouterr().err
+        assert np.isnan(detector(scenes / "000000.png").confidences).all()
+        with pytest.raises(ConfigError, match="min_confidence"):
+            detector(scenes / "000000.png", min_confidence=0.5)
+    with pytest.raises(DetectorClosed):
+        detector(scenes / "000000.png")
+
+
+def test_an_image_far_from_the_trained_size_is_announced(
+    scenes: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Also if no resize rule is known. The demo's own checkpoint has one, by which it finds enlarged shapes."""
+    enlarged = Image.open(scenes / "000000.png").resize((1000, 800))
+    model = tmp_path / "model"
+    shutil.copytree(asset("checkpoints/demo-stage1"), model)
+    with Detector(model, device="cpu") as with_rule:
+        assert len(with_rule(enlarged)) > 0 and not recwarn.list
+    (model / "image_preparation.json").write_text(
+        '{"schema_version": 1, "resize": null, "seen_pixels": [16384, 16384]}'
+    )
+    with Detector(model, device="cpu", max_new_tokens=8) as detector, pytest.warns(UserWarning, match="16,384"):
+        found = detector(enlarged)
+    assert "cut off after 8 tokens" in repr(found)
+
+
 def test_a_missing_image_and_a_missing_checkpoint_are_named(detector: Detector, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.jpg"):
         detector.predict(tmp_path / "gone.jpg")
@@ -99,7 +180,7 @@ def test_a_missing_image_and_a_missing_checkpoint_are_named(detector: Detector, 
 def detections(tmp_path: Path) -> Detections:
     Image.new("RGB", (200, 101), "white").save(tmp_path / "a.png")
     pred = (
-        Detection("cat", "bbox_2d", (0, 0, 999, 999), 0.75),
+        Detection("cat", "bbox_2d", (0, 0, 999, 999), 0.75, 0.5),
         Detection("kite", "poly", (0, 0, 999, 0, 999, 999), None),
     )
     return as_detections(ImageAnswer("a.png", str(tmp_path / "a.png"), 200, 101, None, pred))
@@ -109,6 +190,29 @@ def test_pixels_are_those_of_the_image(detections: Detections) -> None:
     assert detections.boxes.tolist() == [[0, 0, 199, 100], [0, 0, 199, 100]]
     assert detections.polygons == [None, ((0, 0), (199, 0), (199, 100))]
     assert detections.names == ["cat", "kite"] and detections.scores[0] == 0.75 and np.isnan(detections.scores[1])
+
+
+def test_detections_are_indexed_sliced_and_filtered(detections: Detections) -> None:
+    cat, kite = detections
+    assert detections[0] == cat and detections[-1] == kite
+    assert detections[1:].objects == (kite,) and detections[[1, 0]].objects == (kite, cat)
+    sure = detections[detections.confidences > 0.4]
+    assert sure.objects == (cat,) and sure.names == ["cat"] and len(sure.to_coco()) == 1
+    assert not detections[[]] and "1 cat" in repr(sure) and "kite" not in repr(sure)
+
+
+def test_detections_as_json_and_table(detections: Detections) -> None:
+    written = json.loads(detections.to_json())
+    assert written["objects"][0] == {
+        "name": "cat", "confidence": 0.5, "score": 0.75, "box": list(detections[0].box), "polygon": None
+    }  # fmt: skip
+    table = detections.to_pandas()
+    assert table["name"].tolist() == ["cat", "kite"] and table["x2"].tolist() == detections.boxes[:, 2].tolist()
+
+
+def test_notebooks_show_the_drawn_image(detections: Detections) -> None:
+    with Image.open(io.BytesIO(detections._repr_png_() or b"")) as shown:
+        assert shown.format == "PNG" and shown.convert("RGB").tobytes() == detections.plot().tobytes()
 
 
 def test_coco_results(detections: Detections) -> None:
@@ -132,7 +236,7 @@ def test_missing_supervision_package_names_the_install_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, "supervision", None)
     with pytest.raises(MissingDependency, match="supervision"):
-        detections.to_supervision()
+        detections.to_supervision(["cat"])
 
 
 def test_supervision_gets_its_fields(detections: Detections, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +252,11 @@ def test_supervision_gets_its_fields(detections: Detections, monkeypatch: pytest
         module = types.ModuleType("supervision")
         module.Detections = StandIn  # pyright: ignore[reportAttributeAccessIssue]
         monkeypatch.setitem(sys.modules, "supervision", module)
-    found = detections.to_supervision()
+    with pytest.raises(DataError, match="classes"):
+        detections.to_supervision()
+    found = detections.to_supervision(["dog", "cat"])
     assert found.xyxy.tolist() == [[0, 0, 199, 100], [0, 0, 199, 100]]
-    assert found.confidence.tolist() == [0.75, 1.0] and found.class_id.tolist() == [0, 1]
+    assert found.confidence.tolist() == [0.5, 1.0] and found.class_id.tolist() == [1, 2]
+    assert detections[1:].to_supervision(["dog", "kite"]).class_id.tolist() == [1]
     assert list(found.data["class_name"]) == ["cat", "kite"]
     assert found.mask.shape == (2, 101, 200) and found.mask[0].all() and 0.4 < found.mask[1].mean() < 0.6

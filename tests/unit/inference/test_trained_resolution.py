@@ -10,6 +10,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from coordexp.data import read_jsonl
+from coordexp.data.class_list import read_class_list
 from coordexp.data.preparation import PREPARATION, ImagePreparation, ResizeRule, read_preparation
 from coordexp.evaluation.answers import read_answers
 from support.cli_runs import run_cli, small_checkpoint, write_run
@@ -52,6 +53,9 @@ def test_an_original_image_gives_the_same_answer_as_its_resized_copy(
     rule = ResizeRule(32, 1024, MAX_PIXELS)
     for folder in (model, model / "checkpoint-1"):
         assert read_preparation(folder) == ImagePreparation(rule, (96 * 160, 96 * 160))
+        assert read_class_list(folder) == ("card",)
+    assert run_cli(capsys, "model", "export", model, tmp_path / "exported").code == 0
+    assert read_class_list(tmp_path / "exported") == ("card",)
     for source, out in ((photos, "originals"), (tmp_path / "data" / "photos.jsonl", "copies")):
         assert run_cli(capsys, "predict", run, source, "--model", model, "--output", tmp_path / out).code == 0
     originals, shown = read_answers(tmp_path / "originals"), read_answers(tmp_path / "copies")

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from coordexp.checkpoints.calibration import Calibration
 from coordexp.coords import serialize_objects
 from coordexp.modeling.scores import COORD_WEIGHT, NEIGHBOURS, WIDE_NEIGHBOURS, TokenScorer
 from coordexp.parsing import parse_rollout
@@ -44,24 +45,27 @@ def answered(objects) -> tuple[RolloutRequest, Rollout, ParsedRollout]:
 
 def test_uniform_probabilities_give_the_formula() -> None:
     model = FakeModel({})
-    scores = TokenScorer(model, qwen_vocab(), 5).score(*answered([CAT]))
+    (found,) = TokenScorer(model, qwen_vocab(), 5).score(*answered([CAT]))
     size = len(qwen_vocab())
     expected = COORD_WEIGHT * math.log((2 * NEIGHBOURS + 1) / size) + (1 - COORD_WEIGHT) * math.log(1 / size)
-    assert scores == pytest.approx((math.exp(expected),), rel=1e-5)
+    assert found.score == pytest.approx(math.exp(expected), rel=1e-5)
 
 
 def test_confidence_uses_the_description_and_neighbouring_bins() -> None:
     asked, rollout, parsed = answered([CAT.__class__(CAT.desc, CAT.kind, (100, 200, 300, 400))])
     model, size = FakeModel({}), len(qwen_vocab())
-    (found,) = TokenScorer(model, qwen_vocab(), 5, confidence=True).score(asked, rollout, parsed)
+    (found,) = TokenScorer(model, qwen_vocab(), 5).score(asked, rollout, parsed)
     start, stop = parsed.objects[0].desc_token_span
     expected = math.log((2 * WIDE_NEIGHBOURS + 1) / size) + (stop - start) * math.log(1 / size)
-    assert found == pytest.approx(math.exp(expected), rel=1e-5)
+    assert found.confidence == pytest.approx(math.exp(expected), rel=1e-5)
+    calibrated = TokenScorer(model, qwen_vocab(), 5, Calibration(slope=0.1, intercept=2.0))
+    (found,) = calibrated.score(asked, rollout, parsed)
+    assert found.confidence == pytest.approx(Calibration(0.1, 2.0)(math.exp(expected)), rel=1e-5)
 
 
 def test_a_bin_at_the_edge_has_fewer_neighbours() -> None:
     edge = CAT.__class__(CAT.desc, CAT.kind, (0, 0, 0, 0))
-    middle, at_edge = (TokenScorer(FakeModel({}), qwen_vocab(), 5).score(*answered([o]))[0] for o in (CAT, edge))
+    middle, at_edge = (TokenScorer(FakeModel({}), qwen_vocab(), 5).score(*answered([o]))[0].score for o in (CAT, edge))
     assert at_edge == pytest.approx(middle * ((NEIGHBOURS + 1) / (2 * NEIGHBOURS + 1)) ** COORD_WEIGHT, rel=1e-5)
 
 
@@ -69,7 +73,7 @@ def test_favoured_tokens_score_higher() -> None:
     vocab = qwen_vocab()
     sure = {vocab.coord_token_ids[k]: 20.0 for k in CAT.bins}
     cat, dog = TokenScorer(FakeModel(sure), vocab, 5).score(*answered([CAT, DOG]))
-    assert 0 < dog < cat < 1
+    assert 0 < dog.score < cat.score < 1
 
 
 def test_only_needed_positions_are_computed_and_the_mode_is_kept() -> None:
