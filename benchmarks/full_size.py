@@ -130,7 +130,7 @@ def walk(folder: Path) -> list[tuple[str, list[str]]]:
         ("config check", ["config", "check", str(path)]),
         ("train, one LoRA step", ["train", str(path)]),
         ("predict, 16 tokens", ["predict", str(path), str(image), "--limit", "1", "--model", str(run / "checkpoint-1"),
-                                "--output", str(folder / "predictions")]),
+                                "--out", str(folder / "predictions")]),
         ("model merge", ["model", "merge", str(run / "checkpoint-1"), str(folder / "merged")]),
     ]  # fmt: skip
 

@@ -60,7 +60,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Own:
     write_scenes(folder, IMAGES, SPARSE, 77)
     found = Own(folder, [])
     with pytest.raises(SystemExit) as exit_:
-        main(["predict", str(found.run()), str(found.data), "--output", str(folder / "hf")])
+        main(["predict", str(found.run()), str(found.data), "--out", str(folder / "hf")])
     assert not exit_.value.code
     found.answers.extend(read_answers(folder / "hf"))
     assert sum(len(answer.pred) for answer in found.answers) > IMAGES, "answers without objects would show nothing"
@@ -81,9 +81,9 @@ def assert_same(found: Sequence[ImageAnswer], expected: Sequence[ImageAnswer]) -
 def test_predict_with_a_colocated_engine(own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = own.run(**COLOCATED)
     out = tmp_path / "jsonl"
-    first = run_cli(capsys, "predict", run, own.data, "--output", out, "--limit", 3, "--json")
+    first = run_cli(capsys, "predict", run, own.data, "--out", out, "--limit", 3, "--json")
     assert json.loads(first.out)["resumed"] == 0
-    whole = run_cli(capsys, "predict", run, own.data, "--output", out, "--json")
+    whole = run_cli(capsys, "predict", run, own.data, "--out", out, "--json")
     assert (json.loads(whole.out)["images"], json.loads(whole.out)["resumed"]) == (IMAGES, 3)
     assert_same(read_answers(out), own.answers)
     assert [a.sample_id for a in read_answers(out)] == [a.sample_id for a in own.answers]
@@ -134,7 +134,7 @@ def test_allowed_labels_in_servers(
     own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, program: str
 ) -> None:
     """The answers are those of transformers; a call without a list is not limited."""
-    asked = ("--classes", ",".join(NAMES), "--limit", 4, "--output")
+    asked = ("--classes", ",".join(NAMES), "--limit", 4, "--out")
     assert run_cli(capsys, "predict", own.run(), own.data, *asked, tmp_path / "hf").code == 0
     with ExitStack() as stack:
         if program == "coordexp":
@@ -145,7 +145,7 @@ def test_allowed_labels_in_servers(
         run = own.run(**server_keys(config))
         done = run_cli(capsys, "predict", run, own.data, *asked, tmp_path / "listed")
         assert done.code == 0, done.err
-        assert run_cli(capsys, "predict", run, own.data, "--output", tmp_path / "free").code == 0
+        assert run_cli(capsys, "predict", run, own.data, "--out", tmp_path / "free").code == 0
     assert_same(read_answers(tmp_path / "listed"), read_answers(tmp_path / "hf"))
     said = {obj.desc for answer in read_answers(tmp_path / "listed") for obj in answer.pred}
     assert said and said <= set(NAMES)
@@ -157,13 +157,13 @@ def test_predict_with_servers_resumes_after_a_kill(
 ) -> None:
     run = own.run(**server_keys(served))
     out = tmp_path / "jsonl"
-    done = killed_after(2, ["predict", str(run), str(own.data), "--output", str(out)], out / "predictions.jsonl")
-    again = run_cli(capsys, "predict", run, own.data, "--output", out, "--json")
+    done = killed_after(2, ["predict", str(run), str(own.data), "--out", str(out)], out / "predictions.jsonl")
+    again = run_cli(capsys, "predict", run, own.data, "--out", out, "--json")
     assert again.code == 0, again.err
     assert 2 <= done <= json.loads(again.out)["resumed"] < IMAGES
     assert_same(read_answers(out), own.answers)
     assert [a.sample_id for a in read_answers(out)] == [a.sample_id for a in own.answers]
-    photos = run_cli(capsys, "predict", run, own.folder / "images", "--output", tmp_path / "folder", "--json")
+    photos = run_cli(capsys, "predict", run, own.folder / "images", "--out", tmp_path / "folder", "--json")
     assert json.loads(photos.out)["images"] == IMAGES
     found = read_answers(tmp_path / "folder")
     assert_same(found, own.answers)

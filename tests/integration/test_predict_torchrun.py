@@ -30,10 +30,10 @@ def test_two_processes_write_the_same_files_as_one_also_after_a_kill(
     keys = {"rollout_matching__decoding": {"temperature": temperature}}
     run = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"), **keys)
     data, one, two = tmp_path / "scenes.jsonl", tmp_path / "one", tmp_path / "two"
-    assert run_cli(capsys, "predict", run, data, "--output", one).code == 0
+    assert run_cli(capsys, "predict", run, data, "--out", one).code == 0
     whole = read_answers(one)
     assert len({answer.text for answer in whole}) > (1 if temperature else 0), "equal answers would show nothing"
-    by_two("predict", run, data, "--output", two)
+    by_two("predict", run, data, "--out", two)
     assert read_answers(two) == whole
     assert not list(two.glob("predictions.rank*.jsonl"))
     killed = tmp_path / "killed"
@@ -41,7 +41,7 @@ def test_two_processes_write_the_same_files_as_one_also_after_a_kill(
     shutil.copy(one / "prediction.json", killed)
     lines = (one / "predictions.jsonl").read_bytes().splitlines(keepends=True)
     (killed / "predictions.jsonl").write_bytes(b"".join([lines[0], lines[3], lines[4]]))
-    by_two("predict", run, data, "--output", killed)
+    by_two("predict", run, data, "--out", killed)
     assert read_answers(killed) == whole
 
 

@@ -14,30 +14,83 @@ from coordexp.cli import evaluate, launch, predict, run, view
 from coordexp.cli.data import data_app
 from coordexp.cli.model import model_app
 from coordexp.cli.run import config_app
+from coordexp.cli.usage import App
 from coordexp.errors import CoordExpError, RunStopped
 
 USER_ERROR = 2
 INTERRUPTED = 130
 
-app = typer.Typer(
+app = App(
+    "Train Qwen3-VL as an object detector, and keep training it on its own answers.\n\n"
+    "Start here: coordexp demo (ten minutes on a CPU). With your own data:\n\n"
+    "\b\n"
+    "  coordexp data convert voc path/to/VOC --out data/mine --split train\n"
+    "  coordexp model expand-vocab Qwen3-VL-2B-Instruct checkpoints/start\n"
+    "  coordexp init data/mine --model checkpoints/start\n"
+    "  coordexp train stage1.yaml\n"
+    "  coordexp predict photos --model outputs/stage1 --save-images\n\n"
+    "Manual: docs/quickstart.md in the repository. Help of a command: coordexp COMMAND --help.",
     name="coordexp",
-    help="Train a vision-language model to detect objects by writing them, and teach it on its own answers.",
-    no_args_is_help=True,
     rich_markup_mode=None,  # help texts hold brackets, which markup would swallow
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,  # a bug's plain traceback is easier to report than a decorated one
 )
-for _command in (
-    *(run.train, run.demo, run.init, predict.predict, evaluate.evaluate, predict.export, view.view, view.replay),
-    *(launch.serve, launch.launch),
-):
-    app.command()(_command)
-app.add_typer(data_app, name="data")
-app.add_typer(model_app, name="model")
-app.add_typer(config_app, name="config")
-
-
-_flags = {"debug": False}  # options of the command as a whole; set by its callback, read when an error leaves it
+_TRAIN, _USE, _DATA, _ROLLOUTS = "Train", "Use a model", "Data, models, configurations", "Rollouts"
+app.add("demo", "coordexp demo", section=_TRAIN)(run.demo)
+app.add(
+    "init",
+    "coordexp init data/mine --model checkpoints/start",
+    "coordexp init data/mine --model outputs/stage1 --stage 2",
+    section=_TRAIN,
+)(run.init)
+app.add(
+    "train",
+    "coordexp train stage1.yaml",
+    "coordexp train stage1.yaml training.max_steps=3 training.output_dir=outputs/try",
+    "torchrun --nproc_per_node=8 -m coordexp train stage1.yaml",
+    section=_TRAIN,
+)(run.train)
+app.add(
+    "predict",
+    "coordexp predict photos --model outputs/stage1 --save-images",
+    "coordexp predict photos 'frames/*.png' --model outputs/stage1 --out outputs/answers --classes cat,dog",
+    section=_USE,
+)(predict.predict)
+app.add(
+    "evaluate",
+    "coordexp evaluate --model outputs/stage1 --data data/mine/val.jsonl",
+    "coordexp evaluate stage1.yaml --model outputs/stage1",
+    "coordexp evaluate --compare outputs/stage1 outputs/stage2",
+    section=_USE,
+)(evaluate.evaluate)
+app.add(
+    "export",
+    "coordexp export coco outputs/predict --out exported",
+    "coordexp export yolo outputs/predict --out labels --classes data.yaml --scores",
+    section=_USE,
+)(predict.export)
+app.add(
+    "view",
+    "coordexp view outputs/stage2 --out view.html",
+    "coordexp view outputs/predict --serve",
+    section=_USE,
+)(view.view)
+app.add_typer(data_app, name="data", rich_help_panel=_DATA)
+app.add_typer(model_app, name="model", rich_help_panel=_DATA)
+app.add_typer(config_app, name="config", rich_help_panel=_DATA)
+app.add(
+    "launch",
+    "coordexp launch configs/stage2_rollout_aligned/server_3v1.yaml --dry-run",
+    "coordexp launch configs/stage2_rollout_aligned/server_multi_node.yaml --for slurm --learner-nodes 2 > job.sbatch",
+    section=_ROLLOUTS,
+)(launch.launch)
+app.add("serve", "coordexp serve configs/stage2_rollout_aligned/server.yaml --index 0", section=_ROLLOUTS)(launch.serve)
+app.add(
+    "replay",
+    "coordexp replay outputs/stage2/rollout_records --limit 10",
+    "coordexp replay stage2.yaml outputs/stage2/rollout_records rollout_matching.maskiou_gate=0.4",
+    section=_ROLLOUTS,
+)(view.replay)
 
 
 def _show_version(wanted: bool) -> None:
@@ -50,21 +103,22 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _global_options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; of any command.")] = False,
     version: Annotated[
         bool, typer.Option("-V", "--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    _flags["debug"] = debug
+    """``--debug`` is taken by :func:`main`, at any place of the command line; it is declared here for the help."""
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command and exit: 0 done, 2 an error that the user can cure (no traceback), 128 + its number if a signal
     ended it: 130 for Ctrl-C. Errors of the operating system (a full disk, a file in place of a folder, a port in use)
     are the user's to cure. Any other exception is a bug and leaves with its traceback."""
-    _flags["debug"] = False
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
     try:
-        app(args=argv, prog_name="coordexp")
+        app(args=[word for word in words if word != "--debug"], prog_name="coordexp")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except RunStopped as stopped:
@@ -72,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
             typer.secho(str(stopped), err=True)
         sys.exit(128 + stopped.signal)
     except (CoordExpError, OSError) as error:
-        if _flags["debug"]:
+        if debug:
             raise
         text = _system_error(error) if isinstance(error, OSError) else str(error)
         typer.secho(f"error: {text}", fg=typer.colors.RED, err=True)

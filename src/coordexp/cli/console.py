@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -64,6 +65,15 @@ def no_bars_in_log_files() -> None:
         logging.disable_progress_bar()
 
 
+@contextmanager
+def on_interrupt(message: str) -> Iterator[None]:
+    """Say after Ctrl-C what there is now, and how to continue."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted: {message}") from None
+
+
 def counting(description: str) -> AbstractContextManager[Callable[[int, int], None]]:
     """A progress bar on stderr for work on images; yields its callback."""
     from coordexp.data.progress_bar import reporting
@@ -79,6 +89,13 @@ def refuse_filled(folder: Path) -> None:
 
 def check_checkpoint(path: Path) -> None:
     """Raise CheckpointError unless ``path`` is a folder, before torch is imported."""
+    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():  # a hub's name
+        raise CheckpointError(
+            f"{path}: no such folder, and nothing is downloaded here. If it is a model of the Hugging Face hub:\n"
+            f"  hf download {path} --local-dir {path.name}\n"
+            f"  coordexp model expand-vocab {path.name} checkpoints/start\n"
+            "then name checkpoints/start"
+        )
     if not path.is_dir():
         what = "is a file, not a folder" if path.exists() else "no such folder"
         raise CheckpointError(f"{path}: {what}; name a checkpoint, such as a run's output_dir; nothing is downloaded")

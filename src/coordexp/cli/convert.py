@@ -10,11 +10,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from coordexp.cli.console import counting, open_console, with_options
+from coordexp.cli.console import counting, on_interrupt, open_console, with_options
+from coordexp.cli.usage import App
 
-convert_app = typer.Typer(
-    help="Other annotation formats to JSONL, with a report of what was left out.", no_args_is_help=True
-)
+convert_app = App("Convert other annotation formats to JSONL.")
 
 OutDir = Annotated[Path, typer.Option("--out", help="Folder of the JSONL and its images.")]
 SplitName = Annotated[str | None, typer.Option(help="Name of the JSONL; the split's, or data, when left out.")]
@@ -71,7 +70,8 @@ def _converter(form: str, **fixed: Any) -> Callable[[Callable[..., None]], Calla
             from coordexp.data import convert
 
             given_options = {name: value for name, value in asdict(options).items() if value is not None}
-            with counting("converting") as progress:
+            unfinished = "no JSONL was written; the same command starts again"
+            with counting("converting") as progress, on_interrupt(unfinished):
                 image_options = convert.ImageOptions(**given_options, name=given.pop("name"), progress=progress)
                 report = getattr(convert, f"convert_{form}")(**given, **fixed, options=image_options)
             console = open_console()
@@ -83,7 +83,7 @@ def _converter(form: str, **fixed: Any) -> Callable[[Callable[..., None]], Calla
     return decorate
 
 
-@convert_app.command("voc")
+@convert_app.add("voc", "coordexp data convert voc VOCdevkit/VOC2007 --out data/mine --split train --one-based")
 @_converter("voc")
 def voc_command(
     root: Annotated[
@@ -130,11 +130,17 @@ def instances_command(
 ) -> None: ...
 
 
-convert_app.command("coco", help="COCO instances to JSONL.")(_converter("coco")(instances_command))
-convert_app.command("lvis", help="LVIS to JSONL.")(_converter("coco", lvis=True)(instances_command))
+convert_app.add(
+    "coco",
+    "coordexp data convert coco annotations.json images --out data/mine --name train",
+    help="COCO instances to JSONL.",
+)(_converter("coco")(instances_command))
+convert_app.add("lvis", "coordexp data convert lvis lvis_v1_val.json coco --out data/lvis", help="LVIS to JSONL.")(
+    _converter("coco", lvis=True)(instances_command)
+)
 
 
-@convert_app.command("yolo")
+@convert_app.add("yolo", "coordexp data convert yolo data.yaml --out data/mine --split train")
 @_converter("yolo")
 def yolo_command(
     source: Annotated[Path, typer.Argument(help="data.yaml, or a folder with images, labels and classes.txt.")],
@@ -152,7 +158,7 @@ def yolo_command(
     """YOLO labels (boxes and polygons) to JSONL."""
 
 
-@convert_app.command("labelme")
+@convert_app.add("labelme", "coordexp data convert labelme photos --out data/mine")
 @_converter("labelme")
 def labelme_command(
     folder: Annotated[Path, typer.Argument(help="Folder of LabelMe's JSON files; searched with all below it.")],
@@ -167,7 +173,9 @@ def labelme_command(
     """LabelMe (one JSON per image) to JSONL."""
 
 
-@convert_app.command("panoptic")
+@convert_app.add(
+    "panoptic", "coordexp data convert panoptic panoptic_val2017.json val2017 --out data/coco --geometry poly"
+)
 @_converter("panoptic")
 def panoptic_command(
     annotations_json: Annotated[Path, typer.Argument(metavar="annotations", help="The JSON file of all annotations.")],
@@ -186,7 +194,7 @@ def panoptic_command(
     """COCO panoptic (a JSON, and PNGs of segments) to JSONL."""
 
 
-@convert_app.command("csv")
+@convert_app.add("csv", "coordexp data convert csv boxes.csv --images photos --out data/mine")
 @_converter("csv")
 def csv_command(
     table: Annotated[

@@ -12,6 +12,8 @@ import typer
 
 from coordexp.cli.console import check_checkpoint, counting, no_bars_in_log_files, open_console
 from coordexp.cli.convert import convert_app
+from coordexp.cli.run import separate_config, split_words
+from coordexp.cli.usage import App
 from coordexp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -33,11 +35,11 @@ _SHOWN = 20
 _EXAMPLES = 5  # of a finding that training accepts
 _EPOCHS = 4  # tiles of a row of --augment
 
-data_app = typer.Typer(help="Make, convert and check datasets.", no_args_is_help=True)
+data_app = App("Make, convert and check datasets.")
 data_app.add_typer(convert_app, name="convert")
 
 
-@data_app.command("check")
+@data_app.add("check", "coordexp data check data/mine/train.jsonl --sheet sheet.png")
 def check_command(
     jsonl: Dataset,
     limit: Annotated[int | None, typer.Option(min=1, help="Check only the first N records.")] = None,
@@ -60,7 +62,10 @@ def check_command(
     deep: Annotated[bool, typer.Option("--deep", help="Decode every image: its body may be cut off.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check every line, image and object of a dataset; exit 2 if training would refuse it."""
+    """Check every line, image and object of a dataset.
+
+    Exits with 2 if training would refuse it.
+    """
     if max_tokens is not None and model is None:
         raise ConfigError("--max-tokens needs a checkpoint's tokenizer and processor; name one with --model")
     if augment is not None and sheet is None:
@@ -109,9 +114,9 @@ def check_command(
         )
 
 
-@data_app.command("stats")
+@data_app.add("stats", "coordexp data stats data/mine/train.jsonl")
 def stats_command(jsonl: Dataset, as_json: AsJson = False) -> None:
-    """Show classes, geometries, densities and box sizes of a valid dataset."""
+    """Show classes, geometries, densities and box sizes."""
     from coordexp.data.check import DatasetCheck, histogram
     from coordexp.data.jsonl import read_jsonl
     from coordexp.geometry import aabb
@@ -132,13 +137,16 @@ def stats_command(jsonl: Dataset, as_json: AsJson = False) -> None:
     console.print(_bars_of({"objects by size: square root of their box's share of the image, %": sizes}))
 
 
-@data_app.command("split")
+@data_app.add("split", "coordexp data split data/mine/all.jsonl --shares train=0.8,val=0.2")
 def split_command(
     jsonl: Dataset,
     shares: Annotated[str, typer.Option(help="Names and shares, which sum to 1.")] = "train=0.8,val=0.1,test=0.1",
     seed: Seed = 0,
 ) -> None:
-    """Split a dataset into NAME.train.jsonl, NAME.val.jsonl, … next to it; records of one image stay together."""
+    """Split a dataset into NAME.train.jsonl, NAME.val.jsonl, …
+
+    The parts are written next to it; records of one image stay together.
+    """
     from coordexp.data.jsonl import read_jsonl, write_jsonl
     from coordexp.data.subset import split_records
 
@@ -153,7 +161,7 @@ def split_command(
         typer.echo(f"wrote {path}: {write_jsonl(part, path)} records")
 
 
-@data_app.command("sample")
+@data_app.add("sample", "coordexp data sample data/mine/train.jsonl --count 100 --out data/mine/small.jsonl")
 def sample_command(
     jsonl: Dataset,
     count: Annotated[int, typer.Option(min=1, help="Number of records.")],
@@ -168,13 +176,16 @@ def sample_command(
     typer.echo(f"wrote {out}: {write_jsonl(sample_records(read_jsonl(jsonl), count, seed), out)} records")
 
 
-@data_app.command("pack")
+@data_app.add("pack", "coordexp data pack data/mine/train.jsonl --out packed/train.jsonl")
 def pack_command(
     jsonl: Dataset,
     out: Annotated[Path, typer.Option(help="The new JSONL; its shards NAME-00000.tar, … are next to it.")],
     shard_mb: Annotated[int, typer.Option(min=1, help="Size of a shard in MiB, about.")] = 1024,
 ) -> None:
-    """Pack a dataset's images into tar files (WebDataset's shards), which every command reads in place."""
+    """Pack a dataset's images into tar files.
+
+    They are WebDataset's shards; every command reads them in place.
+    """
     from coordexp.data.dataset_cache import check_images, open_records
     from coordexp.data.subset import pack
 
@@ -185,20 +196,20 @@ def pack_command(
     typer.echo(f"wrote {out}: {count} records, their images in {shards} shard{'s' if shards > 1 else ''}")
 
 
-@data_app.command("scenes")
+@data_app.add("scenes", "coordexp data scenes --out data/scenes --count 1000")
 def scenes_command(
     out: Annotated[Path, typer.Option(help="Folder of scenes.jsonl and its images.")],
     count: Annotated[int, typer.Option(min=1, help="Number of scenes.")],
     spec: Annotated[SceneFamily, typer.Option(help="How crowded they are.")] = "sparse",
     seed: Annotated[int, typer.Option(min=0, help="Scenes of different seeds differ.")] = 0,
 ) -> None:
-    """Draw example scenes: coloured shapes with boxes and polygons."""
+    """Draw example scenes of coloured shapes."""
     from coordexp.data.scenes import SPECS, write_scenes
 
     typer.echo(f"wrote {write_scenes(out, count, SPECS[spec], seed)}: {count} images")
 
 
-@data_app.command("drop")
+@data_app.add("drop", "coordexp data drop data/mine/train.jsonl --keep 0.5 --out data/mine/half.jsonl")
 def drop_command(
     jsonl: Dataset,
     out: Out,
@@ -222,7 +233,7 @@ def drop_command(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Leave annotations out at random, as annotators do; or remove the soft objects."""
+    """Leave annotations out at random, or remove soft objects."""
     from coordexp.data.jsonl import read_jsonl, write_jsonl
 
     if not overwrite:
@@ -262,17 +273,25 @@ def drop_command(
         typer.echo(f"{counts.emptied} images lost all annotations")
 
 
-@data_app.command("complete")
+@data_app.add(
+    "complete",
+    "coordexp data complete data/mine/half.jsonl --model outputs/stage1 --out data/mine/completed.jsonl",
+)
 def complete_command(
-    jsonl: Dataset,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[CONFIG.yaml] DATA.jsonl [KEY=VALUE]...",
+            help="A run's YAML, for prompt, decoding and backend [those of the run that wrote --model, and hf]; the "
+            "dataset; keys to set.",
+        ),
+    ],
     out: Out,
-    model: Annotated[Path | None, typer.Option(help="The checkpoint that answers [--config's model.model].")] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="A run's YAML: prompt, decoding and backend [those of the run that wrote --model, and hf]."),
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="The checkpoint that answers [CONFIG.yaml's model.model].")] = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt, if neither of them has one.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Images answered at once [--config's, or 8].")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Images answered at once [CONFIG.yaml's, or 8].")
+    ] = None,
     sheet: Annotated[Path | None, typer.Option(help="PNG of the images with the most likely missed objects.")] = None,
     sheet_images: Annotated[int, typer.Option(min=1, max=100, help="Images on the sheet.")] = 12,
     overwrite: Overwrite = False,
@@ -291,18 +310,21 @@ def complete_command(
         bool, typer.Option("--known-descs", help="Add only descriptions that the dataset's annotations hold.")
     ] = False,
 ) -> None:
-    """Add objects that a model finds and the annotations lack, as soft objects: their text is trained, coordinates not.
+    """Add what a model finds and the annotations lack.
 
-    Answers are written as they arrive. The same command again continues where it stopped.
+    Added objects are soft: their text is trained, their coordinates are not. Answers are written as they arrive. The
+    same command again continues where it stopped.
     """
     if not overwrite:
         _refuse_existing(out)
     if model is not None:
         check_checkpoint(model)
+    names, arguments = split_words(words)
+    config, jsonl = separate_config(names, "DATA.jsonl")
     from coordexp.config.checks import check_paths
     from coordexp.inference.completion import CompletionRules, completion_config, run_completion
 
-    run = completion_config(model, config=config, prompt=prompt, batch_size=batch_size)
+    run = completion_config(model, config=config, prompt=prompt, batch_size=batch_size, arguments=arguments)
     check_paths({"model.model": run.model.model}, {"DATA.jsonl": jsonl})
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
@@ -329,7 +351,7 @@ def complete_command(
     if silent > counts["images"] / 2:
         typer.echo(
             f"note: no objects were predicted in {silent} images. Was the model trained with this prompt? Give another "
-            "with --prompt, or the run's YAML with --config"
+            "with --prompt, or name the run's YAML"
         )
     typer.echo(f"wrote {', '.join(map(str, files))}")
 

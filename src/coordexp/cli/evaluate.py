@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordexp.cli.console import no_bars_in_log_files, open_console, say, say_written, with_options
+from coordexp.cli.console import (
+    check_checkpoint,
+    no_bars_in_log_files,
+    on_interrupt,
+    open_console,
+    say,
+    say_written,
+    with_options,
+)
 from coordexp.cli.predict import Classes, ConstantScore, Limit, ModelOption
-from coordexp.cli.run import Arguments, Print, print_config
+from coordexp.cli.run import Print, is_config, print_config, split_words
 from coordexp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -30,7 +38,7 @@ _USED_BY = {
     "data": (_CONFIG,),
     "classes": (_CONFIG,),
     "limit": (_CONFIG, _SAVED),
-    "output": (_CONFIG, _SAVED),
+    "out": (_CONFIG, _SAVED),
     "segm": (_CONFIG, _SAVED),
     "print": (_CONFIG,),
     "resamples": (_RUNS,),
@@ -44,7 +52,7 @@ class OfEvaluation:
     model: ModelOption = None
     data: Annotated[Path | None, typer.Option(help="JSONL to evaluate on instead of custom.val_jsonl.")] = None
     limit: Limit = None
-    output: Annotated[
+    out: Annotated[
         Path | None, typer.Option(help="Folder of figures and answers [<output_dir>/evaluation, or none].")
     ] = None
     constant_score: ConstantScore = None
@@ -76,30 +84,50 @@ class OfEvaluation:
 @with_options
 def evaluate(
     options: OfEvaluation,
-    source: Annotated[
-        Path | None,
+    words: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="CONFIG.yaml|PREDICTIONS",
-            help="A run's configuration: its model answers first. Or a predictions.jsonl, or a folder with one.",
+            metavar="[CONFIG.yaml|PREDICTIONS] [KEY=VALUE]...",
+            help="A run's configuration, with keys to set on top: its model answers first. Or a predictions.jsonl, or "
+            "a folder with one. Or neither, with --model, which answers by its own settings.",
         ),
     ] = None,
-    arguments: Arguments = None,
 ) -> None:
-    """Measure how good answers are: of a checkpoint, of saved predictions, or of two runs against each other."""
-    if (source is None) == (options.compare is None):
-        raise ConfigError("name a configuration or predictions to evaluate, or two runs with --compare A B")
+    """Measure a model or saved predictions, or compare two runs."""
+    names, arguments = split_words(words)
+    source = Path(names[0]) if names else None
+    if len(names) > 1:
+        raise ConfigError(f"{names[1]}: one configuration or file of predictions at a time; two runs: --compare A B")
+    if sum((source is not None, options.compare is not None, source is None and options.model is not None)) != 1:
+        raise ConfigError(
+            "name what to evaluate: a checkpoint with --model and --data, a configuration, predictions, or two runs "
+            "with --compare A B"
+        )
     for path in (source, *(options.compare or ())):
         if path is not None and not path.exists():
             raise DataError("no such file or folder; name a configuration, or saved predictions", path=path)
     run = None
-    if source is not None and source.suffix in (".yaml", ".yml"):
+    if source is None and options.compare is None:
+        from coordexp.config.checks import check_paths
+        from coordexp.inference.session import evaluation_config
+
+        assert options.model is not None
+        check_checkpoint(options.model)
+        run = evaluation_config(options.model, options.data, arguments)
+        check_paths({}, {"--data": run.custom.val_jsonl})
+        if options.print:
+            from coordexp.config.load import resolved_yaml
+
+            typer.echo(resolved_yaml(run), nl=False)
+            return
+    elif source is not None and is_config(source.name):
         from coordexp.config import load_config
         from coordexp.config.checks import check_paths
 
         if options.print:
-            print_config(source, arguments or ())
+            print_config(source, arguments)
             return
-        run = load_config(source, arguments=arguments or ())  # before heavy imports: mistakes show at once
+        run = load_config(source, arguments=arguments)  # before heavy imports: mistakes show at once
         check_paths(
             {"--model": options.model} if options.model is not None else {"model.model": run.model.model},
             {"--data": options.data} if options.data is not None else {"custom.val_jsonl": run.custom.val_jsonl},
@@ -134,10 +162,11 @@ def _evaluate_model(console: Console, run: RunConfig, options: OfEvaluation, ren
     from coordexp.inference.prediction import run_evaluation
 
     no_bars_in_log_files()
-    result = run_evaluation(
-        run, console, model=options.model, data=options.data, limit=options.limit, output=options.output,
-        constant_score=options.constant_score, rename=rename, segm=options.segm, classes=classes,
-    )  # fmt: skip
+    with on_interrupt("no figures were written; the same command starts again"):
+        result = run_evaluation(
+            run, console, model=options.model, data=options.data, limit=options.limit, output=options.out,
+            constant_score=options.constant_score, rename=rename, segm=options.segm, classes=classes,
+        )  # fmt: skip
     files = [*result.files, *_draw(options.sheet, {"prediction": result.answers})] if result.files else []
     if not options.as_json:
         _show(console, result.summary, f"{options.model or run.model.model} on {result.data}", files)
@@ -155,7 +184,7 @@ def _evaluate_saved(console: Console, source: Path, options: OfEvaluation, renam
     figures = EvalDetectionConfig(use_segm=options.segm).scored(options.constant_score)
     summary = summarise(answers, figures, rename.note(saved, answers))
     about = {"predictions": str(source), **rename.about}
-    files = [] if options.output is None else write_summary(options.output, summary, answers, about, figures)
+    files = [] if options.out is None else write_summary(options.out, summary, answers, about, figures)
     files += _draw(options.sheet, {"prediction": answers})
     if not options.as_json:
         _show(console, summary, str(source), files)

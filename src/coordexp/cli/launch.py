@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from coordexp.cli.console import open_console, say
-from coordexp.cli.run import Arguments, Print, print_config
+from coordexp.cli.run import Arguments, ConfigFile, Print, print_config
 from coordexp.errors import ConfigError
 
 
 def launch(
-    config: Annotated[Path, typer.Option("--config", metavar="CONFIG.yaml", help="The run's configuration.")],
+    config: ConfigFile,
     arguments: Arguments = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and print the plan; start nothing.")
@@ -34,10 +33,11 @@ def launch(
     image: Annotated[str, typer.Option(help="With --for kubernetes: the container's image.")] = "",
     accelerator: Annotated[str, typer.Option(help="With --for skypilot: the kind of GPU, e.g. H200.")] = "",
 ) -> None:
-    """Start the rollout servers, wait until they answer, train under torchrun, and end everything.
+    """Start rollout servers and the trainer of a run.
 
-    Section launch of CONFIG.yaml names the devices. The exit code is the learner's. Ctrl-C ends everything.
-    With --for, write a job for SLURM, Kubernetes or SkyPilot instead, in which each server has a machine of its own.
+    Waits until the servers answer, trains under torchrun, and ends everything. Section launch of CONFIG.yaml names the
+    devices. The exit code is the learner's. Ctrl-C ends everything. With --for, write a job for SLURM, Kubernetes or
+    SkyPilot instead, in which each server has a machine of its own.
     """
     from coordexp.config import load_config
 
@@ -87,7 +87,7 @@ def launch(
 
 
 def serve(
-    config: Annotated[Path, typer.Option("--config", metavar="CONFIG.yaml", help="The learner's configuration.")],
+    config: ConfigFile,
     arguments: Arguments = None,
     index: Annotated[int, typer.Option(min=0, help="Which of rollout_matching.vllm.server.servers to be.")] = 0,
     data_parallel_size: Annotated[
@@ -97,7 +97,10 @@ def serve(
         str | None, typer.Option("--host", help="Address to listen on [listen_host, or the host of base_url].")
     ] = None,
 ) -> None:
-    """Answer rollout requests of a trainer, with the weights that it pushes. Ends on Ctrl-C or SIGTERM."""
+    """Start a rollout server.
+
+    It answers a trainer's rollout requests with the weights that the trainer pushes. Ends on Ctrl-C or SIGTERM.
+    """
     import logging
 
     from coordexp.config import load_config

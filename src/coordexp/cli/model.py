@@ -10,24 +10,25 @@ from typing import Annotated, Literal
 import typer
 
 from coordexp.cli.console import check_checkpoint, refuse_filled
+from coordexp.cli.usage import App
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-model_app = typer.Typer(help="Make, merge and inspect checkpoints with the coordinate tokens.", no_args_is_help=True)
+model_app = App("Make, merge and inspect checkpoints.")
 
 
-@model_app.command("tiny")
+@model_app.add("tiny", "coordexp model tiny checkpoints/tiny")
 def tiny_command(
     out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random weights.")] = 0,
 ) -> None:
-    """Write a tiny Qwen3-VL checkpoint with random weights, for experiments on a CPU."""
+    """Write a tiny checkpoint with random weights, for a CPU."""
     refuse_filled(out)
     from coordexp.modeling.tiny import build_tiny_checkpoint
 
     typer.echo(f"wrote {build_tiny_checkpoint(out, seed)}")
 
 
-@model_app.command("expand-vocab")
+@model_app.add("expand-vocab", "coordexp model expand-vocab Qwen3-VL-2B-Instruct checkpoints/start")
 def expand_vocab_command(
     checkpoint: Annotated[Path, typer.Argument(help="A Qwen3-VL checkpoint folder; it is left as it is.")],
     out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
@@ -40,13 +41,13 @@ def expand_vocab_command(
     typer.echo(f"wrote {out}")
 
 
-@model_app.command("export")
+@model_app.add("export", "coordexp model export outputs/stage2 checkpoints/mine")
 def export_command(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, such as a run's output_dir.")],
     out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
     dtype: Annotated[Dtype, typer.Option(help="Number type of the weights.")] = "bfloat16",
 ) -> None:
-    """Write a run's model as a plain checkpoint: only weights, tokenizer and processor."""
+    """Write a run's weights, tokenizer and processor alone."""
     check_checkpoint(checkpoint)
     refuse_filled(out)
     from coordexp.modeling.load import export_checkpoint
@@ -54,7 +55,7 @@ def export_command(
     typer.echo(f"wrote {export_checkpoint(checkpoint, out, dtype)}")
 
 
-@model_app.command("merge")
+@model_app.add("merge", "coordexp model merge outputs/stage1_lora checkpoints/stage1")
 def merge_command(
     run: Annotated[Path, typer.Argument(help="A LoRA run's output_dir, or one of its checkpoint-N folders.")],
     out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
@@ -63,7 +64,10 @@ def merge_command(
     ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Number type of the weights; the base's own without it.")] = None,
 ) -> None:
-    """Merge a run's adapters and coordinate rows into a plain checkpoint, which transformers and vLLM load."""
+    """Merge a LoRA run into a plain checkpoint.
+
+    The result has the run's adapters and coordinate rows in its weights; transformers and vLLM load it.
+    """
     check_checkpoint(run)
     refuse_filled(out)
     from coordexp.modeling.load import merge_checkpoint
@@ -71,12 +75,12 @@ def merge_command(
     typer.echo(f"wrote {merge_checkpoint(run, out, base, dtype)}")
 
 
-@model_app.command("info")
+@model_app.add("info", "coordexp model info outputs/stage1")
 def info_command(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, or a LoRA run's.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show sizes, parts, tokens and adapters of a checkpoint, without reading its weights."""
+    """Show sizes, parts, tokens and adapters of a checkpoint."""
     check_checkpoint(checkpoint)
     from coordexp.checkpoints.describe import describe
 

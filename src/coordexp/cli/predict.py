@@ -9,17 +9,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from coordexp.cli.console import no_bars_in_log_files, open_console, say, say_written
+from coordexp.cli.console import no_bars_in_log_files, on_interrupt, open_console, say, say_written
+from coordexp.cli.run import is_config, split_words
 from coordexp.errors import ConfigError, DataError
 
 ModelOption = Annotated[Path | None, typer.Option(help="Checkpoint to use instead of model.model.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N images.")]
-Sources = Annotated[
-    list[Path],
+Words = Annotated[
+    list[str],
     typer.Argument(
-        metavar="[CONFIG.yaml] IMAGE|FOLDER|PATTERN|DATA.jsonl...",
-        help="A run's configuration, or --model instead; then images, folders, patterns such as 'frames/*.png' or "
-        "frame_%05d.png, datasets.",
+        metavar="[CONFIG.yaml] IMAGE|FOLDER|PATTERN|DATA.jsonl... [KEY=VALUE]...",
+        help="A run's configuration, or --model instead; images, folders, patterns such as 'frames/*.png' or "
+        "frame_%05d.png, datasets; keys to set, e.g. rollout_matching.max_new_tokens=512.",
     ),
 ]
 ConstantScore = Annotated[
@@ -37,8 +38,8 @@ _SHOWN = 20  # images whose objects are printed
 
 
 def predict(
-    sources: Sources,
-    output: Annotated[
+    words: Words,
+    out: Annotated[
         Path | None,
         typer.Option(help="Folder of predictions.jsonl and COCO's results [a new one, outputs/predict]."),
     ] = None,
@@ -51,15 +52,16 @@ def predict(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON on stdout.")] = False,
 ) -> None:
-    """Let a checkpoint answer for images, with a score for every object; boxes are in pixels of the images as given.
+    """Run a model on images.
 
-    Images that cannot be read are reported and left out. Answers are written as they come: the same command with the
-    same --output continues where it stopped.
+    Boxes are in pixels of the images as given. Images that cannot be read are reported and left out. Answers are
+    written as they come: the same command with the same --out continues where it stopped.
     """
-    config = sources[0] if sources[0].suffix.lower() in (".yaml", ".yml") else None
-    images = sources if config is None else sources[1:]
+    names, arguments = split_words(words)
+    config = Path(names.pop(0)) if names and is_config(names[0]) else None
+    images = [Path(name) for name in names]
     if not images:
-        raise ConfigError("name images after the configuration: files, folders, patterns or datasets")
+        raise ConfigError("name images: files, folders, patterns or datasets")
     if config is None and model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML before the images")
     from coordexp.config.checks import check_paths
@@ -76,26 +78,27 @@ def predict(
         from coordexp.config import load_config
         from coordexp.config.schema import AnswerConfig
 
-        run = AnswerConfig.of_run(load_config(config))
+        run = AnswerConfig.of_run(load_config(config, arguments=arguments))
     else:
         assert model is not None
         from coordexp.inference.session import PredictOptions, inference_config
 
-        run = inference_config(model, PredictOptions())
+        run = inference_config(model, PredictOptions(), arguments)
     check_paths({"--model": model} if model is not None else {"model.model": run.model.model})
     from coordexp.inference.session import read_classes
 
-    names = read_classes(classes)
-    from coordexp.inference.prediction import run_prediction
-
+    labels = read_classes(classes)
+    folder = out or _new_folder(Path("outputs/predict"))
     console = open_console(stderr=as_json)
-    no_bars_in_log_files()
-    result = run_prediction(
-        run, console, source=images if len(images) > 1 else images[0],
-        output=output or _new_folder(Path("outputs/predict")), model=model, limit=limit,
-        score="token_probability" if constant_score is None else constant_score,
-        skip_broken=True, save_images=save_images, classes=names,
-    )  # fmt: skip
+    with on_interrupt(f"answers so far are in {folder}; the same command with --out {folder} continues"):
+        from coordexp.inference.prediction import run_prediction
+
+        no_bars_in_log_files()
+        result = run_prediction(
+            run, console, source=images if len(images) > 1 else images[0], output=folder, model=model, limit=limit,
+            score="token_probability" if constant_score is None else constant_score,
+            skip_broken=True, save_images=save_images, classes=labels,
+        )  # fmt: skip
     if not as_json:
         from coordexp.geometry import pixel_box
 
@@ -146,7 +149,10 @@ def export(
     min_score: Annotated[float | None, typer.Option(min=0, max=1, help="Leave out what is less sure.")] = None,
     scores: Annotated[bool, typer.Option("--scores", help="Append scores to lines. For yolo.")] = False,
 ) -> None:
-    """Write predictions as COCO results, YOLO labels, VOC or LabelMe files or CSV, in pixels of the original images."""
+    """Write predictions as COCO, YOLO, VOC, LabelMe or CSV.
+
+    Coordinates are in pixels of the original images.
+    """
     from coordexp.evaluation.answers import read_answers
     from coordexp.evaluation.export import FORMATS, read_terms
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp.cli.console import check_checkpoint, no_bars_in_log_files, open_console, say
+from coordexp.cli.usage import App
 from coordexp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -17,12 +18,33 @@ if TYPE_CHECKING:
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's configuration.")]
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set on top of it, e.g. training.max_steps=3; YAML values."),
+    typer.Argument(metavar="KEY=VALUE", help="Keys to set on top, e.g. training.max_steps=3; values are YAML."),
 ]
 Print = Annotated[
     bool,
     typer.Option("--print", help="Print the resolved configuration, with the source of each value; start nothing."),
 ]
+
+
+def split_words(words: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Words of a command line: those that name files, and those that set keys (``key.path=value``)."""
+    from coordexp.config.source import is_argument
+
+    keys = [word for word in words or () if is_argument(word)]
+    return [word for word in words or () if word not in keys], keys
+
+
+def is_config(word: str) -> bool:
+    return word.lower().endswith((".yaml", ".yml"))
+
+
+def separate_config(names: Sequence[str], what: str) -> tuple[Path | None, Path]:
+    """The YAML among ``names``, if there is one, and the one other file. Raises ConfigError; ``what``: its name."""
+    configs = [Path(name) for name in names if is_config(name)]
+    others = [Path(name) for name in names if not is_config(name)]
+    if len(others) != 1 or len(configs) > 1:
+        raise ConfigError(f"expected one {what}, and at most one YAML; got {' '.join(names) or 'neither'}")
+    return (configs[0] if configs else None), others[0]
 
 
 def print_config(config: Path, arguments: Sequence[str], plain: bool = False, only_set: bool = False) -> RunConfig:
@@ -39,7 +61,9 @@ def print_config(config: Path, arguments: Sequence[str], plain: bool = False, on
 
 
 def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = False) -> None:
-    """Train as CONFIG.yaml says: stage 1, or stage 2 if custom.trainer_variant is set.
+    """Train a model.
+
+    Stage 1 is supervised; stage 2, rollout matching, if custom.trainer_variant is set.
 
     To continue after an interruption, set training.resume_from_checkpoint: true in the YAML and run the same command.
     """
@@ -68,14 +92,12 @@ def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = F
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder of the figures, pictures and checkpoints.")] = Path(
-        "outputs/demo"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder of the figures, pictures and checkpoints.")] = Path("outputs/demo"),
 ) -> None:
-    """Train a small detector by rollout matching on this machine's CPU, and show the result."""
+    """Train a tiny detector on this CPU and show the result."""
     from coordexp.cli.demo import run_demo
 
-    run_demo(output, open_console())
+    run_demo(out, open_console())
 
 
 def init(
@@ -92,7 +114,7 @@ def init(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the YAML if it is there.")] = False,
 ) -> None:
-    """Write a commented YAML for this data, this model and this machine, to be edited as you like."""
+    """Write a commented YAML for your data, model and machine."""
     path = out or Path(f"stage{stage}.yaml")
     if path.exists() and not overwrite:
         raise ConfigError(f"{path}: exists already; name another file with --out, or add --overwrite")
@@ -121,20 +143,22 @@ def init(
     say(console, f"next: coordexp train {path}")
 
 
-config_app = typer.Typer(help="Check, explain and compare configurations.", no_args_is_help=True)
+config_app = App("Check, explain and compare configurations.")
 
 
-@config_app.command("check")
+@config_app.add(
+    "check", "coordexp config check stage1.yaml training.max_steps=3", "coordexp config check stage1.yaml --only-set"
+)
 def config_check_command(
     config: ConfigFile,
     arguments: Arguments = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print the resolved YAML alone, without sources.")] = False,
     only_set: Annotated[bool, typer.Option("--only-set", help="Leave out defaults.")] = False,
 ) -> None:
-    """Validate a configuration and print it in full, with the file and line of each value, or "default".
+    """Validate a configuration and print it in full.
 
-    The output is YAML that loads back to the same run, with or without --plain. On stderr: an estimate of the GPU
-    memory of each trainer process, if the model is there.
+    Each value has its file and line, or "default". The output is YAML that loads back to the same run, with or without
+    --plain. On stderr: an estimate of the GPU memory of each trainer process, if the model is there.
     """
     run = print_config(config, arguments or (), plain, only_set)
     if Path(run.model.model).is_dir():
@@ -147,20 +171,23 @@ def config_check_command(
         typer.echo(f"memory: {estimate}", err=True)
 
 
-@config_app.command("schema")
+@config_app.add("schema", "coordexp config schema > coordexp.schema.json")
 def config_schema_command() -> None:
-    """Print the JSON Schema with which editors complete and check configurations."""
+    """Print the JSON Schema for editors."""
     from coordexp.config.load import json_schema_text
 
     typer.echo(json_schema_text(), nl=False)
 
 
-@config_app.command("diff")
+@config_app.add("diff", "coordexp config diff stage1.yaml outputs/stage1/resolved_config.yaml")
 def config_diff_command(
     left: Annotated[Path, typer.Argument(metavar="A.yaml", help="One configuration.")],
     right: Annotated[Path, typer.Argument(metavar="B.yaml", help="The other.")],
 ) -> None:
-    """Compare two resolved configurations key by key. Exits with 1 if they differ, else with 0."""
+    """Compare two resolved configurations key by key.
+
+    Exits with 1 if they differ, else with 0.
+    """
     from coordexp.config.load import differences, explain_config
 
     changes = list(differences(explain_config(left), explain_config(right)))

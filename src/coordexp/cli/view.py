@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from coordexp.cli.console import counting, no_bars_in_log_files, open_console, say, vocabulary_of
+from coordexp.cli.run import separate_config, split_words
 
 
 def view(
@@ -36,7 +37,7 @@ def view(
     follow: Annotated[bool, typer.Option(help="Serve the page, and update it while the run goes on.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0 takes a free one.")] = 0,
 ) -> None:
-    """Write one self-contained HTML page: images, matches, tokens by role with their losses, drop reasons, curves."""
+    """Write one HTML page of answers, matches, tokens and curves."""
     from coordexp.viewer.collect import ViewData, collect, compare, find_checkpoint, rollout_records_at
     from coordexp.viewer.render import render
     from coordexp.viewer.serve import make_server
@@ -72,19 +73,28 @@ def view(
 
 
 def replay(
-    records: Annotated[
-        Path, typer.Argument(metavar="RECORDS", help="A rollouts_rank*.jsonl, or the folder of several.")
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[CONFIG.yaml] RECORDS [KEY=VALUE]...",
+            help="The run's YAML [resolved_config.yaml next to RECORDS]; a rollouts_rank*.jsonl, or the folder of "
+            "several; keys to set.",
+        ),
     ],
-    config: Annotated[Path | None, typer.Option(help="The run's YAML [resolved_config.yaml next to RECORDS].")] = None,
     model: Annotated[Path | None, typer.Option(help="Checkpoint under which to compute each sample's losses.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N records.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line per record.")] = False,
 ) -> None:
-    """Parse, match and build targets of recorded answers again, without an engine; exit 1 if a target differs."""
+    """Rebuild the targets of recorded answers, without an engine.
+
+    Exits with 1 if one differs.
+    """
     from coordexp.config import load_config
     from coordexp.inference.replay import config_beside, replay_records
 
-    run = load_config(config or config_beside(records))
+    names, arguments = split_words(words)
+    config, records = separate_config(names, "RECORDS")
+    run = load_config(config or config_beside(records), arguments=arguments)
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
     seen = changed = 0

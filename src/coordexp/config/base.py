@@ -122,7 +122,7 @@ def _from_detail(
         key, valid = str(path[-1]), list(owner.model_fields)
         if guess := nearest(key, valid):
             return Problem(path, f"unknown key; did you mean '{guess}'?", (*path[:-1], guess))
-        elsewhere = [dotted(place) for place in _places_of(key, model, ()) if place != path]
+        elsewhere = [dotted(place) for place in key_paths(model) if place[-1] == key and place != path]
         if 0 < len(elsewhere) <= 3:  # with more places, any guess is arbitrary
             return Problem(path, f"unknown key here; write {' or '.join(elsewhere)}")
         return Problem(
@@ -147,12 +147,12 @@ def _from_detail(
     return Problem(path, f"expected {_expected(detail)}, got {_shown(value)}{_type_hint(kind, value)}{about}")
 
 
-def _places_of(key: str, section: type[StrictModel], path: KeyPath) -> Iterator[KeyPath]:
+def key_paths(section: type[StrictModel], path: KeyPath = ()) -> Iterator[KeyPath]:
+    """The path of every key below ``section``, sections included, entries of lists left out."""
     for name, field in section.model_fields.items():
-        if name == key:
-            yield (*path, name)
+        yield (*path, name)
         if inner := section_of(field.annotation):
-            yield from _places_of(key, inner, (*path, name))
+            yield from key_paths(inner, (*path, name))
 
 
 def nearest(key: str, valid: Sequence[str]) -> str | None:

@@ -205,7 +205,10 @@ def _parse(path: Path) -> Document:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{shown_path(path)}:{mark.line + 1}" if mark is not None else str(path)
-        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        problem = getattr(error, "problem", None) or error
+        if mark is not None and re.match(r" *\t", "".join(text.splitlines()[mark.line : mark.line + 1])):
+            problem = "the line starts with a tab; indent with spaces"
+        raise ConfigError(f"{where}: not valid YAML: {problem}") from error
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply") from None
 
@@ -308,6 +311,12 @@ class _NodeReader:
 
 _COMMAND_LINE = "command line"
 _KEY = re.compile(r"[^.\[\]=\s]+(\[\d+\])*(\.[^.\[\]=\s]+(\[\d+\])*)*")
+
+
+def is_argument(word: str) -> bool:
+    """Whether a word of a command line sets a key, ``key.path=value``; an existing file of that name is a path."""
+    key, equals, _ = word.partition("=")
+    return bool(equals and _KEY.fullmatch(key)) and not os.path.exists(word)
 
 
 def apply_arguments(document: Document, arguments: Sequence[str]) -> None:

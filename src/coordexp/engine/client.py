@@ -248,7 +248,7 @@ class ServerClient:
                         )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise ServerUnreachable(
-                f"{where}: no rollout server accepts connections there ({error}); start it (coordexp serve --config "
+                f"{where}: no rollout server accepts connections there ({error}); start it (coordexp serve "
                 "X.yaml, or swift rollout) and check base_url; without a server, write rollout_matching.vllm.mode: "
                 "colocate or rollout_matching.rollout_backend: hf"
             ) from error

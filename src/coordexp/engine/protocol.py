@@ -139,7 +139,7 @@ def read_answer(
     if wrong is not None:
         raise RolloutError(
             f"{where}: rollout_matching.repeat_terminate.enabled is {str(guarded).lower()}, but {wrong}; start the "
-            "server with the trainer's YAML (coordexp serve --config, or coordexp launch)"
+            "server with the trainer's YAML (coordexp serve, or coordexp launch)"
         )
     if place is not None and envelope.get("uuid") != str(place):
         raise RolloutError(

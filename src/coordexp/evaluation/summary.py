@@ -232,7 +232,7 @@ def summary_tables(summary: Summary, title: str, max_classes: int = 20) -> Itera
     yield table
     shown = summary.by_class[:max_classes]
     more = len(summary.by_class) - len(shown)
-    by_class = "by class" + (f" ({more} more in per_class.csv of --output)" if more else "")
+    by_class = "by class" + (f" ({more} more in per_class.csv of --out)" if more else "")
     by_density = "by density: images by their number of annotated objects"
     # A name and eight columns fit a terminal.
     for heading, first, third, rows in (

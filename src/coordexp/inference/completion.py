@@ -106,27 +106,33 @@ class CompletionCounts:
 
 
 def completion_config(
-    model: Path | None, *, config: Path | None, prompt: str | None, batch_size: int | None
+    model: Path | None,
+    *,
+    config: Path | None,
+    prompt: str | None,
+    batch_size: int | None,
+    arguments: Sequence[str] = (),
 ) -> AnswerConfig:
     """The configuration of ``config`` if given; else that of ``model``'s own run, with transformers as the backend.
-    Always greedy. Raises ConfigError if neither is named, and as :func:`inference_config`."""
+    Always greedy. ``arguments`` (``key.path=value``) are put on top. Raises ConfigError if neither is named, and as
+    :func:`inference_config`."""
     if config is not None:
         values: dict[str, Any] = {} if model is None else {"model.model": str(model)}
         values |= {} if prompt is None else {"template.prompt": prompt}
-        run = load_config(config, values)
+        run = load_config(config, values, arguments)
         if run.rollout_matching is not None:
             values["rollout_matching.decoding.temperature"] = 0.0
             values |= {} if batch_size is None else {"rollout_matching.decode_batch_size": batch_size}
-            run = load_config(config, values)
+            run = load_config(config, values, arguments)
         return AnswerConfig.of_run(run)
     if model is None:
-        raise ConfigError("name the checkpoint that answers with --model, or a run's YAML with --config")
+        raise ConfigError("name the checkpoint that answers with --model, or a run's YAML")
     options = PredictOptions(
         batch_size=BATCH_SIZE if batch_size is None else batch_size,
         max_new_tokens=default_of(RolloutMatchingConfig, "max_new_tokens"),
         prompt=prompt,
     )
-    return inference_config(model, options)
+    return inference_config(model, options, arguments)
 
 
 def run_completion(

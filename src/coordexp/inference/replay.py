@@ -77,4 +77,4 @@ def config_beside(source: Path) -> Path:
     for folder in (start, *start.parents):
         if (folder / "resolved_config.yaml").is_file():
             return folder / "resolved_config.yaml"
-    raise ConfigError(f"{source}: no resolved_config.yaml in its folder or above; name the run's YAML with --config")
+    raise ConfigError(f"{source}: no resolved_config.yaml in its folder or above; name the run's YAML before it")

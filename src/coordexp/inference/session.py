@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from coordexp.checkpoints.calibration import read_calibration
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, num_positions, settings_of_run
 from coordexp.config.base import default_of
-from coordexp.config.load import parse_section
-from coordexp.config.schema import AnswerConfig, TrainingConfig
+from coordexp.config.load import parse_section, validate
+from coordexp.config.schema import AnswerConfig, RunConfig, TrainingConfig
+from coordexp.config.source import Document, apply_arguments
 from coordexp.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -50,9 +51,10 @@ class PredictOptions:
     seed: int = SEED
 
 
-def inference_config(model: str | Path, options: PredictOptions) -> AnswerConfig:
+def inference_config(model: str | Path, options: PredictOptions, arguments: Sequence[str] = ()) -> AnswerConfig:
     """A configuration for greedy answers of ``model``, with the prompt, number type and limits of its own run if that
-    run's ``resolved_config.yaml`` is in the model's folder or the one above. Raises CheckpointError for no such folder,
+    run's ``resolved_config.yaml`` is in the model's folder or the one above. ``arguments`` (``key.path=value``) are put
+    on top. Raises CheckpointError for no such folder,
     ConfigError for a value that the schema refuses."""
     folder = Path(model)
     if not folder.is_dir():
@@ -88,7 +90,29 @@ def inference_config(model: str | Path, options: PredictOptions) -> AnswerConfig
         "use_cpu": options.device == "cpu",
         "seed": options.seed,
     }
-    return parse_section(AnswerConfig, data, str(folder))
+    document = Document(data)
+    apply_arguments(document, arguments)
+    return parse_section(AnswerConfig, document.data, str(folder))
+
+
+def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] = ()) -> RunConfig:
+    """A configuration that evaluates ``model`` by its own settings, as :func:`inference_config`, on ``data`` or else on
+    the validation data of its run; figures are written below the model's folder. Raises ConfigError without data."""
+    own = settings_of_run(model).get("custom") or {}
+    jsonl = data or own.get("val_jsonl")
+    if jsonl is None:
+        raise ConfigError(f"{model} names no validation data; name a JSONL with --data")
+    answering = inference_config(model, PredictOptions()).model_dump(mode="json")
+    kept = {key: own[key] for key in ("object_field_order", "object_ordering") if key in own}
+    document = Document(
+        {
+            **{key: answering[key] for key in ("model", "template", "rollout_matching", "global_max_length")},
+            "custom": {"train_jsonl": str(jsonl), "val_jsonl": str(jsonl), **kept},
+            "training": {"output_dir": str(model), "seed": answering["seed"]},
+        }
+    )
+    apply_arguments(document, arguments)
+    return validate(document, str(model))
 
 
 def read_classes(given: str | None) -> tuple[str, ...]:

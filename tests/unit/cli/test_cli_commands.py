@@ -49,7 +49,7 @@ def test_evaluate_another_model_on_other_data_prints_only_the_file_on_stdout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
 ) -> None:
     run = write_run(tmp_path, 2, tmp_path / "not made yet", custom__val_jsonl=None)
-    options = ["--model", model, "--data", tmp_path / "scenes.jsonl", "--limit", 3, "--output", tmp_path / "figures"]
+    options = ["--model", model, "--data", tmp_path / "scenes.jsonl", "--limit", 3, "--out", tmp_path / "figures"]
     outcome = run_cli(capsys, "evaluate", run, "--json", *options)
     found = json.loads(outcome.out)
     assert found == json.loads((tmp_path / "figures/metrics.json").read_text())
@@ -132,7 +132,7 @@ def test_demo_is_given_its_folder(
 
     calls = []
     monkeypatch.setattr(coordexp.cli.demo, "run_demo", lambda output, console: calls.append((output, console)))
-    assert run_cli(capsys, "demo", "--output", tmp_path / "demo").code == 0
+    assert run_cli(capsys, "demo", "--out", tmp_path / "demo").code == 0
     assert run_cli(capsys, "demo").code == 0
     assert [output for output, _ in calls] == [tmp_path / "demo", Path("outputs/demo")]
     assert all(isinstance(console, Console) for _, console in calls)

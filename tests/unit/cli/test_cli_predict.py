@@ -24,7 +24,7 @@ from support.scored_answers import CLASSES, random_answers, with_soft
 
 def test_an_interrupted_prediction_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
     run, data = write_run(tmp_path, 1, model), tmp_path / "scenes.jsonl"
-    whole = run_cli(capsys, "predict", run, data, "--output", tmp_path / "whole", "--json")
+    whole = run_cli(capsys, "predict", run, data, "--out", tmp_path / "whole", "--json")
     assert whole.code == 0 and json.loads(whole.out)["images"] == 4
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -32,27 +32,27 @@ def test_an_interrupted_prediction_resumes(tmp_path: Path, capsys: pytest.Captur
         (broken / name).write_bytes((tmp_path / "whole" / name).read_bytes())
     lines = (broken / "predictions.jsonl").read_bytes().splitlines(keepends=True)
     (broken / "predictions.jsonl").write_bytes(b"".join(lines[:2]) + lines[2][:50])  # killed while writing
-    again = run_cli(capsys, "predict", run, data, "--output", broken, "--json")
+    again = run_cli(capsys, "predict", run, data, "--out", broken, "--json")
     assert json.loads(again.out)["resumed"] == 2
     assert read_answers(broken) == read_answers(tmp_path / "whole")
     assert [answer.sample_id for answer in read_answers(broken)] == [r.sample_id for r in read_jsonl(data)]
     assert (broken / "coco_results_bbox.json").is_file() and (broken / "coco_ground_truth.json").is_file()
-    other = run_cli(capsys, "predict", run, data, "--output", broken, "--constant-score", "1.0")
+    other = run_cli(capsys, "predict", run, data, "--out", broken, "--constant-score", "1.0")
     assert other.code == 2 and "another score" in other.err
 
 
 def test_predict_with_allowed_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, data = tmp_path / "out", write_scenes(tmp_path, 2, SPARSE, 77)
     asked = ("predict", data, "--model", asset("checkpoints/demo-stage1"), "--constant-score", "1.0")
-    done = run_cli(capsys, *asked, "--output", out, "--classes", "red circle,yellow triangle")
+    done = run_cli(capsys, *asked, "--out", out, "--classes", "red circle,yellow triangle")
     assert done.code == 0, done.err
     found = {obj.desc for answer in read_answers(out) for obj in answer.pred}
     assert found and found <= {"red circle", "yellow triangle"}
     assert json.loads((out / "prediction.json").read_text())["classes"] == ["red circle", "yellow triangle"]
-    other = run_cli(capsys, *asked, "--output", out)
+    other = run_cli(capsys, *asked, "--out", out)
     assert other.code == 2 and "another classes" in other.err
     for wrong in ("cat,,dog", str(tmp_path / "gone.txt")):
-        refused = run_cli(capsys, *asked, "--output", tmp_path / "x", "--classes", wrong)
+        refused = run_cli(capsys, *asked, "--out", tmp_path / "x", "--classes", wrong)
         assert refused.code == 2 and not (tmp_path / "x").exists()
 
 
@@ -65,7 +65,7 @@ def test_the_bar_moves_within_a_batch(
     run = write_run(tmp_path, 1, asset("checkpoints/demo-stage1"), rollout_matching__decode_batch_size=4,
                     rollout_matching__max_new_tokens=96)  # fmt: skip
     images = (tmp_path / "scenes.jsonl",) if command == "predict" else ()
-    outcome = run_cli(capsys, command, run, *images, "--output", tmp_path / "out")
+    outcome = run_cli(capsys, command, run, *images, "--out", tmp_path / "out")
     assert outcome.code == 0, outcome.err
     counts = [int(count) for count in re.findall(r"(\d)/4 images", outcome.out)]
     assert counts[0] == 0 and counts[-1] == 4 and {1, 2, 3} & set(counts), outcome.out
@@ -75,7 +75,7 @@ def test_a_folder_with_files_is_not_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
 ) -> None:
     run = write_run(tmp_path, 1, model)
-    outcome = run_cli(capsys, "predict", run, tmp_path / "scenes.jsonl", "--output", tmp_path)
+    outcome = run_cli(capsys, "predict", run, tmp_path / "scenes.jsonl", "--out", tmp_path)
     assert outcome.code == 2 and "not empty" in outcome.err
 
 
@@ -85,7 +85,7 @@ def test_saved_predictions_are_evaluated_without_a_model(tmp_path: Path, capsys:
     outcome = run_cli(capsys, "evaluate", tmp_path)
     assert outcome.code == 0 and "soft objects" in outcome.out
     write_answers(random_answers(12, 1), tmp_path / "predictions.jsonl")
-    outcome = run_cli(capsys, "evaluate", tmp_path, "--segm", "--output", tmp_path / "figures")
+    outcome = run_cli(capsys, "evaluate", tmp_path, "--segm", "--out", tmp_path / "figures")
     assert outcome.code == 0 and "by class" in outcome.out and "segm_AP" in outcome.out and "手提包" in outcome.out
     found = json.loads(run_cli(capsys, "evaluate", tmp_path / "predictions.jsonl", "--json").out)
     written = json.loads((tmp_path / "figures" / "metrics.json").read_text(encoding="utf-8"))
@@ -129,7 +129,7 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("argv", "complaint"),
     [
         (("predict", "a.jpg"), "with --model"),
-        (("predict", "run.yaml"), "name images after"),
+        (("predict", "run.yaml"), "name images"),
         (("evaluate",), ""),
         (("evaluate", "saved", "--compare", "saved", "saved"), ""),
         (("evaluate", "saved", "training.seed=3"), "KEY=VALUE has no use here; it belongs to a configuration"),
@@ -138,7 +138,7 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (("evaluate", "saved", "--resamples", "10"), "--resamples has no use here; it belongs to --compare"),
         (("evaluate", "saved", "--embedding-threshold", "0.5"), "it belongs to --embedder"),
         (
-            ("evaluate", "--compare", "saved", "saved", "--output", "o"),
+            ("evaluate", "--compare", "saved", "saved", "--out", "o"),
             "it belongs to a configuration or saved predictions",
         ),
         (("evaluate", "--compare", "saved", "saved", "--limit", "3"), "--limit has no use here"),
@@ -194,7 +194,7 @@ def test_predict_images_without_a_configuration(
     measured = run_cli(capsys, "evaluate", out)
     assert measured.code == 2 and "has no annotations" in measured.err
     (tmp_path / "empty").mkdir()
-    assert run_cli(capsys, "predict", "empty", "--model", model, "--output", "o2").code == 2  # no image there
+    assert run_cli(capsys, "predict", "empty", "--model", model, "--out", "o2").code == 2  # no image there
     again = run_cli(capsys, "predict", "photos/a.jpg", "photos/*.png", "--model", model, "--json")
     found = json.loads(again.out)
     assert (found["images"], found["skipped"]) == (2, []) and str(found["files"][0]).startswith("outputs/predict-2/")

@@ -104,7 +104,7 @@ def test_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for answer in random_answers(12, 1)
     ]
     write_answers(answers, run / "predictions.jsonl")
-    expect(run_cli(capsys, "evaluate", run, "--output", tmp_path / "f [i]"), *CLASSES[:4], run, tmp_path / "f [i]")
+    expect(run_cli(capsys, "evaluate", run, "--out", tmp_path / "f [i]"), *CLASSES[:4], run, tmp_path / "f [i]")
     expect(run_cli(capsys, "evaluate", "--compare", run, run, "--resamples", 10), *CLASSES[:4], run)
     expect(run_cli(capsys, "evaluate", run / "[none]"), run / "[none]", code=2)
 
@@ -124,9 +124,7 @@ def test_train_predict_and_models(
                       training__resume_from_checkpoint=True, training__max_steps=2,
                       training__per_device_train_batch_size=1)  # fmt: skip
     expect(run_cli(capsys, "train", again), f"resuming from {out / 'checkpoint-1'}", f"saved to {out}")
-    expect(
-        run_cli(capsys, "predict", run, hostile / "images", "--output", tmp_path / "a [1]"), tmp_path / "a [1]", model
-    )
+    expect(run_cli(capsys, "predict", run, hostile / "images", "--out", tmp_path / "a [1]"), tmp_path / "a [1]", model)
     expect(run_cli(capsys, "evaluate", run), *CLASSES[:3], model, out)
     expect(run_cli(capsys, "model", "info", model), model)
     expect(run_cli(capsys, "model", "export", model, tmp_path / "e [2]"), tmp_path / "e [2]")

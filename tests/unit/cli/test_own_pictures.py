@@ -59,7 +59,7 @@ def test_from_annotated_pictures_to_exported_answers(
     run("config", "check", "stage1.yaml", *keys)
     run("train", "stage1.yaml", *keys)
     trained = "outputs/stage1"
-    command = ("predict", "in/images", "--model", trained, "--output", "answers", "--save-images", "--classes", NAME)
+    command = ("predict", "in/images", "--model", trained, "--out", "answers", "--save-images", "--classes", NAME)
     assert "5 images answered" in run(*command)
     answers = read_answers(Path("answers"))
     found = sum(len(answer.pred) for answer in answers)

@@ -91,7 +91,7 @@ def test_evaluation_writes_plots(tmp_path: Path, capsys: pytest.CaptureFixture[s
         for one in random_answers(8, 3)
     ]
     write_answers(answers, tmp_path / "run" / "predictions.jsonl")
-    done = run_cli(capsys, "evaluate", tmp_path / "run", "--output", tmp_path / "figures")
+    done = run_cli(capsys, "evaluate", tmp_path / "run", "--out", tmp_path / "figures")
     assert done.code == 0, done.err
     assert [name for name in (CONFUSION, CURVES, SIZES) if not is_drawn(tmp_path / "figures" / name)] == []
 

@@ -57,7 +57,7 @@ def test_an_original_image_gives_the_same_answer_as_its_resized_copy(
     assert run_cli(capsys, "model", "export", model, tmp_path / "exported").code == 0
     assert read_class_list(tmp_path / "exported") == ("card",)
     for source, out in ((photos, "originals"), (tmp_path / "data" / "photos.jsonl", "copies")):
-        assert run_cli(capsys, "predict", run, source, "--model", model, "--output", tmp_path / out).code == 0
+        assert run_cli(capsys, "predict", run, source, "--model", model, "--out", tmp_path / out).code == 0
     originals, shown = read_answers(tmp_path / "originals"), read_answers(tmp_path / "copies")
     assert [(a.width, a.height) for a in originals] == [SIZE, SIZE]
     assert [a.text for a in originals] == [a.text for a in shown]
@@ -101,10 +101,10 @@ def test_without_a_resize_rule_unusual_sizes_are_reported(
 ) -> None:
     run = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"))
     assert run_cli(capsys, "train", run).code == 0
-    shown = run_cli(capsys, "predict", run, photos, "--model", tmp_path / "out1", "--output", tmp_path / "out")
+    shown = run_cli(capsys, "predict", run, photos, "--model", tmp_path / "out1", "--out", tmp_path / "out")
     assert (
         shown.code == 0 and "note: 2 of 2 images are far from the size" in shown.out and "0.png (378x504)" in shown.out
     )
-    scenes = run_cli(capsys, "predict", run, tmp_path / "scenes.jsonl", "--model", tmp_path / "out1", "--output",
+    scenes = run_cli(capsys, "predict", run, tmp_path / "scenes.jsonl", "--model", tmp_path / "out1", "--out",
                      tmp_path / "o2")  # fmt: skip
     assert scenes.code == 0 and "far from the size" not in scenes.out

@@ -1,0 +1,215 @@
+"""How the command line reads and explains itself: help in groups with examples, spellings of earlier versions and of
+other tools, and hints for what does not exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# typer has no public name for the base class of its usage errors.
+_UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
+
+# Spellings of earlier versions and their successors. None: the value is the first argument.
+_RENAMED = {"--output": "--out", "--config": None}
+
+# Words that do not exist, by the command after which they were typed -> what to write instead.
+_HINTS = {
+    "coordexp": {
+        **dict.fromkeys(("val", "test", "eval", "benchmark"), "coordexp evaluate"),
+        **dict.fromkeys(("detect", "infer", "inference", "generate"), "coordexp predict"),
+        **dict.fromkeys(("fit", "finetune", "sft"), "coordexp train"),
+        **dict.fromkeys(("help", "manual"), "coordexp --help"),
+        "version": "coordexp --version",
+        "ui": "coordexp view",
+        "settings": "coordexp config check",
+    },
+    "coordexp export": dict.fromkeys(
+        ("onnx", "torchscript", "engine", "tensorrt", "openvino", "tflite", "safetensors", "hf"),
+        "coordexp model export, which writes a model's weights; this command writes predictions",
+    ),
+}
+# Options of other tools -> keys of the configuration.
+_KEYS = {
+    "lr": "learning_rate", "lr0": "learning_rate", "epochs": "num_train_epochs", "batch": "effective_batch_size",
+    "batch_size": "effective_batch_size", "workers": "num_workers", "resume": "resume_from_checkpoint",
+    "steps": "max_steps", "project": "output_dir",
+}  # fmt: skip
+
+
+class App(typer.Typer):
+    """A group of commands, each with examples in its help."""
+
+    def __init__(self, help: str, **settings: Any) -> None:
+        super().__init__(help=help, cls=Group, no_args_is_help=True, **settings)
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[..., Any]:  # pyright: ignore
+        return super().command(name, **{"cls": Command, **settings})
+
+    def add(self, name: str, *examples: str, section: str = "Commands", **settings: Any) -> Callable[..., Any]:
+        """Decorate a function to be the command ``name``. ``section``: its heading in the group's help."""
+        return self.command(name, epilog=_examples(examples), rich_help_panel=section, **settings)
+
+
+def _examples(lines: Sequence[str]) -> str:
+    return "\n".join(("\b", "Examples:" if len(lines) > 1 else "Example:", *(f"  {line}" for line in lines)))
+
+
+class Command(TyperCommand):
+    """A command that accepts earlier spellings and has a hint for an option that is a key of the configuration."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        arguments = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
+        has_config = any("CONFIG" in str(parameter.metavar) for parameter in arguments)
+        has_keys = any("KEY=VALUE" in str(parameter.metavar) for parameter in arguments)
+        options = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        words: list[str] = []
+        first: list[str] = []  # the configuration, which comes before all other arguments
+        rest = iter(args)
+        for word in rest:
+            option, equals, value = word.partition("=")
+            if option in options or not word.startswith("--") or word == "--":
+                words.append(word)
+            elif option in _RENAMED and (new := _RENAMED[option]) in options:
+                words.append(f"{new}{equals}{value}")
+            elif option == "--config" and has_config:
+                path = value if equals else next(rest, None)
+                if not path:
+                    ctx.fail("Option '--config' requires an argument.")
+                first.append(cast(str, path))
+            elif has_keys and (keys := _keys_like(option)):
+                value = value if equals else next(rest, "")
+                value = value if value and not value.startswith("-") else "VALUE"
+                ctx.fail(f"No such option: {option}. Write a key instead: " + " or ".join(f"{k}={value}" for k in keys))
+            else:
+                words.append(word)
+        try:
+            return super().parse_args(ctx, [*first, *words])
+        except _UsageError as error:
+            _add_hint(error, ctx, args)
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            typer.echo(str(stop) or "interrupted", err=True)
+            raise
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces = super().collect_usage_pieces(ctx)
+        # typer writes {CONFIG.yaml}, and {IMAGES...}... for a metavar with dots of its own.
+        return [re.sub(r"^\{(.*?)(\.\.\.)?\}(\.\.\.)?$", _bare, piece) for piece in pieces]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_parameters(self, ctx, formatter)
+
+
+class Group(TyperGroup):
+    """Commands under headings, and hints for those that do not exist."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except _UsageError as error:
+            _add_hint(error, ctx, args[:1])
+            raise
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            _add_hint(error, ctx, args)
+            raise
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Commands first: they are what a reader of the help of a group looks for."""
+        self.format_commands(ctx, formatter)
+        _write_parameters(self, ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            row = name, command.get_short_help_str(80)
+            sections.setdefault(str(getattr(command, "rich_help_panel", None) or "Commands"), []).append(row)
+        width = max(len(name) for rows in sections.values() for name, _ in rows)
+        for section, rows in sections.items():
+            with formatter.section(section):
+                formatter.write_dl([(name.ljust(width), summary) for name, summary in rows])
+
+
+def _bare(match: re.Match[str]) -> str:
+    return f"{match[1]}{match[2] or match[3] or ''}"
+
+
+_TYPES = {"path": "PATH", "int": "N", "float": "X", "str": "TEXT"}
+
+
+def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
+    """Arguments and options, with ``PATH`` and ``1 to 2`` in place of typer's types and conditions."""
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+    for parameter in command.get_params(ctx):
+        if (record := parameter.get_help_record(ctx)) is None:
+            continue
+        is_argument = parameter.param_type_name == "argument"
+        name, text = record
+        name = re.sub(r" ?<(?:list\[)?(\w+)(?: range)?\]?>", "" if is_argument else _metavar, name)
+        text = re.sub(r" *\[required\]", "", text) if is_argument else text
+        text = re.sub(r"(?<=[\[ ])(?:([\d.-]+)<=)?x(?:([<>])=([\d.-]+))?(?=\]$)", _range, text)
+        sections["Arguments" if is_argument else "Options"].append((name, text))
+    for title, rows in sections.items():
+        if rows:
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+def _metavar(match: re.Match[str]) -> str:
+    return f" {_TYPES.get(match[1].lower(), match[1])}"
+
+
+def _range(match: re.Match[str]) -> str:
+    low, sign, bound = match.groups()
+    if low is not None and bound is not None:
+        return f"{low} to {bound}"
+    return f"at most {bound}" if sign == "<" else f"at least {bound}"
+
+
+def _add_hint(error: Any, ctx: Any, words: Sequence[str]) -> None:
+    """Complete the message of a usage error, in place."""
+    message = str(error.message).removeprefix("Value error, ")
+    known = _HINTS.get(ctx.command_path, {})
+    hints = dict.fromkeys(known[word] for word in words if word in known)
+    if not hints and words and "No such command" in message:
+        hints = dict.fromkeys(_elsewhere(ctx, words[0]))
+    if hints:
+        message = f"{message.rstrip('.').partition('. Did you mean')[0]}. Did you mean {' or '.join(hints)}?"
+    error.message = message
+
+
+def _elsewhere(ctx: Any, word: str) -> Iterator[str]:
+    """Commands named ``word`` in any group."""
+    root = ctx.find_root()
+    for name, group in root.command.commands.items():
+        if word in getattr(group, "commands", {}):
+            yield f"{root.info_name} {name} {word}"
+    if ctx is not root and word in root.command.commands:
+        yield f"{root.info_name} {word}"
+
+
+def _keys_like(option: str) -> list[str]:
+    """Keys of the configuration that an option such as ``--max_steps`` means, as dotted paths; at most three."""
+    from coordexp.config.base import dotted, key_paths, nearest
+    from coordexp.config.schema import RunConfig
+
+    section, _, name = option.removeprefix("--").replace("-", "_").rpartition(".")
+    name = _KEYS.get(name, name)
+    paths = [path for path in key_paths(RunConfig) if dotted(path).startswith(section)]
+    found = [path for path in paths if path[-1] == name]
+    if not found and (guess := nearest(name, [str(path[-1]) for path in paths])):
+        found = [path for path in paths if path[-1] == guess]
+    return [dotted(path) for path in found[:3]]
