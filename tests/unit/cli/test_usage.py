@@ -1,0 +1,140 @@
+"""Help explains every command by examples that work; spellings of other tools and earlier versions get an answer."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+import coordexp.inference.prediction
+from coordexp.cli import app
+from coordexp.data.files import asset
+from coordexp.errors import ConfigError
+from support.cli_runs import run_cli, write_run
+from support.config_samples import stage1, write_yaml
+
+ROOT: Any = typer.main.get_command(app)
+
+
+def commands(group: Any = ROOT, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in group.commands.items():
+        yield (*path, name), command
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+
+
+COMMANDS = {" ".join(path): command for path, command in commands()}
+GROUPS = ["", *(name for name, command in COMMANDS.items() if hasattr(command, "commands"))]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_summaries_of_commands_are_whole_and_fit_in_a_line(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = run_cli(capsys, *group.split(), "--help").out
+    inside = COMMANDS[group] if group else ROOT
+    lines = {line.split()[0]: line for line in shown.splitlines() if line.startswith("  ") and line.split()}
+    for name, command in inside.commands.items():
+        summary = (command.help or "").split("\n")[0].rstrip(".")
+        assert summary and summary in lines[name] and len(lines[name]) <= 80
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in GROUPS])
+def test_examples_are_accepted_as_written(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = run_cli(capsys, *name.split(), "--help").out
+    _, _, below = shown.partition("Example")
+    examples = [line.strip() for line in below.splitlines() if f"coordexp {name}" in line]
+    assert examples
+    for line in examples:
+        words = shlex.split(line.partition(" > ")[0])
+        words = words[words.index("coordexp") + 1 + len(name.split()) :]
+        COMMANDS[name].make_context(name, words)  # refuses options and values that do not exist
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("val", "coordexp evaluate"),
+        ("convert", "coordexp data convert"),
+        ("version", "coordexp --version"),
+        ("help", "coordexp --help"),
+        ("traim", "train"),
+        ("model train", "coordexp train"),
+        ("export onnx run --out x", "coordexp model export"),
+        ("train x.yaml --max_steps 3", "training.max_steps=3"),
+        ("train x.yaml --training.max_steps=3", "training.max_steps=3"),
+        ("train x.yaml --lr 1e-4", "training.learning_rate=1e-4"),
+        ("train x.yaml --max-step 3", "training.max_steps=3"),
+        ("init data --model Qwen/Qwen3-VL-2B-Instruct", "hf download Qwen/Qwen3-VL-2B-Instruct"),
+        ("init data --model Qwen/Qwen3-VL-2B-Instruct", "coordexp model expand-vocab Qwen3-VL-2B-Instruct"),
+    ],
+)
+def test_what_does_not_exist_has_a_hint(typed: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = run_cli(capsys, *typed.split())
+    assert outcome.code == 2 and answer in outcome.err and "Value error" not in outcome.err
+
+
+def test_debug_may_come_after_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        run_cli(capsys, "train", tmp_path / "missing.yaml", "--debug")
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "config check", "launch", "serve", "replay records"])
+def test_the_configuration_is_positional_and_config_is_accepted(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing.yaml"
+    for words in (["--config", missing], [f"--config={missing}"], [missing]):
+        outcome = run_cli(capsys, *command.split(), *words)
+        assert outcome.code == 2 and "missing.yaml" in outcome.err and "Usage" not in outcome.err
+
+
+def test_a_tab_in_a_yaml_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tab.yaml").write_text("model:\n\tmodel: x\n")
+    outcome = run_cli(capsys, "config", "check", tmp_path / "tab.yaml")
+    assert outcome.code == 2 and "tab.yaml:2" in outcome.err and "a tab" in outcome.err
+
+
+def test_evaluate_a_checkpoint_by_its_own_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    data = write_run(tmp_path, 1, model).parent / "scenes.jsonl"
+    keys = ("rollout_matching.max_new_tokens=8", "rollout_matching.decode_batch_size=2")
+    done = run_cli(capsys, "evaluate", "--model", model, "--data", data, "--output", tmp_path / "figures", *keys)
+    assert done.code == 0 and (tmp_path / "figures" / "metrics.json").is_file()
+    lines = (tmp_path / "figures" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 4 and all(json.loads(line)["truncated"] for line in lines), "8 tokens are too few"
+    demo = asset("checkpoints/demo-stage1")
+    shown = run_cli(capsys, "evaluate", "--model", demo, "--data", data, "--print").out
+    assert "prompt: Detect every object." in shown, "the prompt of the run that wrote it"
+    refused = run_cli(capsys, "evaluate", "--model", model)
+    assert refused.code == 2 and "--data" in refused.err
+
+
+def test_keys_for_a_prediction_by_a_checkpoint_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def interrupted(config: Any, *_: object, output: Path, **__: object) -> None:
+        seen.append((config.rollout_matching.max_new_tokens, config.global_max_length))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(coordexp.inference.prediction, "run_prediction", interrupted)
+    data = write_run(tmp_path, 1, model).parent / "scenes.jsonl"
+    out = tmp_path / "answers"
+    asked = ("predict", data, "--model", model, "--out", out)
+    outcome = run_cli(capsys, *asked, "rollout_matching.max_new_tokens=8", "global_max_length=512")
+    assert seen == [(8, 512)]
+    assert outcome.code == 130 and len(outcome.err.splitlines()) == 1 and str(out) in outcome.err
+    refused = run_cli(capsys, *asked, "rollout_matching.max_new_token=8")
+    assert refused.code == 2 and "max_new_tokens" in refused.err
+
+
+def test_keys_reach_a_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_yaml(tmp_path, stage1())
+    outcome = run_cli(capsys, "replay", run, "records", "training.max_step=3")
+    assert outcome.code == 2 and "did you mean 'max_steps'" in outcome.err
