@@ -24,7 +24,8 @@ from coordexp.modeling.load import export_checkpoint
 from coordexp.modeling.tiny import build_tiny_checkpoint
 from coordexp.targets import TransportConfig
 from coordexp.viewer.collect import collect
-from coordexp.viewer.render import make_server, render
+from coordexp.viewer.render import render
+from coordexp.viewer.serve import make_server
 
 SOURCE = Path(__file__).parents[3] / "src"
 

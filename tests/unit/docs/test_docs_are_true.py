@@ -61,7 +61,7 @@ def parse_error(line: str) -> str | None:
         command.parse_args(context, words)
     except click.ClickException as error:
         return error.format_message()
-    keys = [word.split("=")[0] for word in words if re.match(r"[a-z_.]+=", word)]
+    keys = [word.split("=")[0] for word in words if re.match(r"[a-z_]+\.[a-z_.]+=", word)]
     unknown = [key for key in keys if not is_key(RunConfig, key)]
     return f"unknown keys {unknown}" if unknown else None
 
