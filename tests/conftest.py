@@ -41,6 +41,7 @@ FIRST = (
     "tests/integration/test_launch_swift.py",
     "tests/integration/test_server_faults.py",
     "tests/integration/test_demo.py",
+    "tests/integration/test_doctor.py",
     "tests/faults/test_kills.py",
     "tests/faults/test_lost_processes.py",
     "tests/unit/training/test_resume.py",

@@ -25,6 +25,7 @@ LAYERS: dict[str, int] = {
         8: "viewer",
         9: "training launch",
         10: "inference",
+        11: "doctor",
         12: "cli",
         13: "__main__",
     }.items()
@@ -43,7 +44,7 @@ TORCH_FREE = [
     *("records", "errors", "background", "distributed", "cpu_wheels", "data.files"),
     *("config", "geometry", "coords", "checkpoints.describe", "cli.init", "parsing", "matching", "packing", "metrics"),
     *("rollouts", "rollouts.chunking", "rollouts.backend", "rollouts.repeat_guard", "rollouts.allowed_labels"),
-    *("weight_sync", "engine.arguments", "engine.engine_process", "engine.client"),
+    *("weight_sync", "engine.arguments", "engine.engine_process", "engine.client", "doctor"),
 ]
 
 

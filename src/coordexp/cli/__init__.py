@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from coordexp import distributed
-from coordexp.cli import evaluate, launch, predict, run, view
+from coordexp.cli import doctor, evaluate, launch, predict, run, view
 from coordexp.cli.data import data_app
 from coordexp.cli.model import model_app
 from coordexp.cli.run import config_app
@@ -36,6 +36,7 @@ app = App(
     pretty_exceptions_enable=False,  # a bug's plain traceback is easier to report than a decorated one
 )
 _TRAIN, _USE, _DATA, _ROLLOUTS = "Train", "Use a model", "Data, models, configurations", "Rollouts"
+_MACHINE = "This machine"
 app.add("demo", "coordexp demo", section=_TRAIN)(run.demo)
 app.add(
     "init",
@@ -91,6 +92,13 @@ app.add(
     "coordexp replay stage2.yaml outputs/stage2/rollout_records rollout_matching.maskiou_gate=0.4",
     section=_ROLLOUTS,
 )(view.replay)
+app.add(
+    "doctor",
+    "coordexp doctor",
+    "coordexp doctor --model checkpoints/start --json doctor.json",
+    "coordexp doctor --gpus 2 --only exactness --only pushes --keep doctor",
+    section=_MACHINE,
+)(doctor.doctor)
 
 
 def _show_version(wanted: bool) -> None:

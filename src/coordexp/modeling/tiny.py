@@ -63,6 +63,7 @@ class TinySpec:
     min_pixels: int = 64 * 64
     max_pixels: int = 448 * 448
     tied: bool = True  # the language head is the embedding matrix
+    vocab_rows: int = 0  # of the embedding matrix; at least one for each token
 
 
 def build_tokenizer(coord_tokens: bool = True) -> PreTrainedTokenizerFast:
@@ -124,7 +125,7 @@ def build_tiny_checkpoint(folder: Path, seed: int = 0, spec: TinySpec | None = N
     third = spec.head_dim // 2 // 3
     config = Qwen3VLConfig(
         text_config={
-            "vocab_size": len(tokenizer),
+            "vocab_size": max(len(tokenizer), spec.vocab_rows),
             "hidden_size": spec.hidden,
             "intermediate_size": spec.mlp,
             "num_hidden_layers": spec.layers,

@@ -330,16 +330,22 @@ def _train(trainer: CoordExpTrainer, resume: Path | None, stop_within_s: float) 
         )
 
 
-def _check_device(config: RunConfig, learners: int) -> None:
-    """Raises ConfigError if training would silently take the CPU, or the GPU lacks the attention kernel or memory."""
-    training = config.training
-    on_cpu = training.use_cpu or not torch.cuda.is_available()
-    if on_cpu and not training.use_cpu and (visible := torch.cuda.device_count()):
-        # NVML counts devices without initialising CUDA, which an older driver refuses.
+def check_driver() -> None:
+    """Raises ConfigError if there are GPUs that torch cannot use, which would otherwise be a silent run on the CPU."""
+    # NVML counts devices without initialising CUDA, which an older driver refuses.
+    if (visible := torch.cuda.device_count()) and not torch.cuda.is_available():
         raise ConfigError(
             f"training.use_cpu: {visible} GPUs are visible, but torch {torch.__version__} (CUDA {torch.version.cuda}) "
             "cannot use them; update the NVIDIA driver (CUDA 13 needs 580 or newer), or set training.use_cpu: true"
         )
+
+
+def _check_device(config: RunConfig, learners: int) -> None:
+    """Raises ConfigError if training would silently take the CPU, or the GPU lacks the attention kernel or memory."""
+    training = config.training
+    on_cpu = training.use_cpu or not torch.cuda.is_available()
+    if not training.use_cpu:
+        check_driver()
     if on_cpu and training.bf16 and not training.use_cpu and distributed.is_main():  # as configured for a GPU
         logger.warning("no GPU is visible: this run trains on the CPU; write training.use_cpu: true if that is meant")
     if on_cpu and (key := next((key for key in ("fp16", "tf32") if getattr(training, key)), None)):

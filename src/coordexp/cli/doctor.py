@@ -1,0 +1,97 @@
+"""``coordexp doctor``: check this machine, with a table to paste into a bug report."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordexp.cli.console import check_checkpoint, open_console, say, vocabulary_of
+
+FAILED = 1
+WIDTH = 140  # of the table where there is no terminal
+STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim"}
+
+
+def doctor(
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="Use N GPUs, each with a process of its own; 0 for CPUs. [all]")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A checkpoint for pushes, answers and throughput. [random weights]")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A section (exactness …) or a check (engine …); may be repeated. [all]")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep models, configurations and logs in this folder.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one check may take.")] = 600.0,
+) -> None:
+    """Check this machine: versions and memory, exactness of kernels and of several processes, weight pushes, answers,
+    throughput.
+
+    Exits with 1 if a check failed. Each check runs in a process of its own, so a crash or a hang is a failed row.
+    """
+    import multiprocessing
+
+    from coordexp.doctor import CHECKS, Settings, diagnose, select
+    from coordexp.doctor.check import HEAVY
+
+    checks = select(CHECKS, only or [])
+    if model is not None:
+        check_checkpoint(model)
+        vocabulary_of(model)
+    multiprocessing.set_forkserver_preload(list(HEAVY))
+    started = time.monotonic()
+    progress = open_console(stderr=True)
+    with ExitStack() as stack:
+        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="coordexp-doctor-")))
+        settings = Settings(folder.absolute(), gpus, None if model is None else model.absolute(), timeout)
+        rows = list(
+            diagnose(
+                checks,
+                settings,
+                only or [],
+                lambda check: say(progress, f"[{time.monotonic() - started:5.0f} s] {check.name}"),
+            )
+        )
+    seconds = time.monotonic() - started
+    if json_file is not None:
+        from coordexp import __version__
+        from coordexp.data.files import write_atomically
+
+        content = {"coordexp": __version__, "seconds": seconds, "rows": [asdict(row) for row in rows]}
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(json_file, json.dumps(content, indent=2) + "\n")
+
+    from rich.table import Table
+    from rich.text import Text
+
+    from coordexp.doctor import SECTIONS
+
+    table = Table("check", "result", "figure", "if it failed", box=None, pad_edge=False)
+    for section in SECTIONS:
+        inside = [row for row in rows if row.section == section]
+        if inside:
+            table.add_row(Text(section.upper(), style="bold"))
+        for row in inside:
+            advice = row.advice if row.result == "failed" else ""
+            table.add_row(
+                *map(Text, (row.check,)), Text(row.result, style=STYLES[row.result]), Text(row.figure), Text(advice)
+            )
+    console = open_console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(table)
+    count = {result: sum(row.result == result for row in rows) for result in STYLES}
+    say(console, f"{count['ok']} ok, {count['failed']} failed, {count['skipped']} skipped in {seconds:.0f} s")
+    if count["failed"]:
+        raise typer.Exit(FAILED)

@@ -1,0 +1,85 @@
+"""``coordexp doctor``: whether training, pushes and answers are exact on this machine, and how fast they are.
+
+Each check runs in a process of its own (:mod:`coordexp.doctor.check`); the table below imports nothing that it names.
+"""
+
+from __future__ import annotations
+
+from coordexp.doctor.check import Check, Row, Settings, diagnose, select
+
+__all__ = ["CHECKS", "SECTIONS", "Check", "Row", "Settings", "diagnose", "select"]
+
+SECTIONS = ("machine", "exactness", "pushes", "answers", "throughput")
+
+_MACHINE = ("python", "versions", "GPUs", "GPU memory", "P2P", "NCCL", "host memory", "memlock", "/dev/shm")
+
+
+def _rows(section: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, section)
+
+
+_GRADIENTS = "coordexp.doctor.gradients"
+CHECKS = (
+    Check("machine", _rows("machine", *_MACHINE), "coordexp.doctor.machine:machine", needs=None),
+    Check("models", _rows("machine", "models"), "coordexp.doctor.samples:models", needs=None),
+    Check(
+        "kernels",
+        _rows(
+            "exactness",
+            *("attention: packed, float32", "attention: packed, bfloat16", "attention: varlen, bfloat16"),
+            *("attention: flash, bfloat16", "language head", "offload and back"),
+        ),
+        "coordexp.doctor.exactness:kernels",
+    ),
+    Check(
+        "packing",
+        _rows("exactness", "packed = separate, float32", "packed = separate, bfloat16"),
+        f"{_GRADIENTS}:packing",
+    ),
+    Check("one", _rows("exactness", "one process"), f"{_GRADIENTS}:reference", ranks=1),
+    Check("autocast", _rows("exactness", "scores, autocast"), f"{_GRADIENTS}:scores", ("autocast",), needs="one"),
+    Check(
+        "ddp",
+        _rows("exactness", "DDP, tied head", "DDP, untied head", "DDP after offload"),
+        f"{_GRADIENTS}:gradients",
+        ("DDP",),
+        ranks=0,
+        needs="one",
+    ),
+    Check("ddp-bf16", _rows("exactness", "scores, DDP"), f"{_GRADIENTS}:scores", ("DDP",), ranks=0, needs="one"),
+    Check(
+        "fsdp2",
+        _rows("exactness", "FSDP2, tied head", "FSDP2, untied head"),
+        f"{_GRADIENTS}:gradients",
+        ("FSDP2",),
+        ranks=0,
+        needs="one",
+    ),
+    Check("fsdp2-bf16", _rows("exactness", "scores, FSDP2"), f"{_GRADIENTS}:scores", ("FSDP2",), ranks=0, needs="one"),
+    Check(
+        "engine",
+        {
+            **_rows("pushes", "engine", "ten pushes, full", "ten pushes, LoRA merged", "sleep and wake"),
+            **_rows("answers", "vLLM = transformers"),
+            **_rows("throughput", "decoding", "push"),
+        },
+        "coordexp.doctor.engine:colocated",
+        uses_vllm=True,
+    ),
+    Check(
+        "tensor-parallel",
+        {**_rows("pushes", "TP 2: ten pushes"), **_rows("answers", "TP 2: vLLM = transformers")},
+        "coordexp.doctor.engine:tensor_parallel",
+        ranks=2,
+        gpus=2,
+        uses_vllm=True,
+    ),
+    Check(
+        "server",
+        _rows("pushes", "server: ten pushes"),
+        "coordexp.doctor.engine:served",
+        gpus=2,
+        uses_vllm=True,
+    ),
+    Check("training", _rows("throughput", "training", "peak memory"), "coordexp.doctor.throughput:training"),
+)

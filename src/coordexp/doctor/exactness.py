@@ -1,0 +1,170 @@
+"""Attention kernels, packed rows, the language head and offload on this device against formulas in float32 or float64.
+Needs no checkpoint and no data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from coordexp.config.rollout import OffloadConfig
+from coordexp.doctor.check import Row, Settings, compared
+from coordexp.errors import CoordExpError
+from coordexp.modeling.attention import KERNELS, Segments, check_attention
+from coordexp.modeling.inputs import VisionTower, row_inputs, to_device
+from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.weights import LearnerWeights
+from coordexp.objective import HeadQuery, score_head
+from coordexp.packing import build_row
+from coordexp.records import Segment
+from coordexp.training.offload import LearnerOffload, held_by
+
+LENGTHS = (40, 300, 1, 90, 513)
+HEADS, KV_HEADS, DIM = 4, 2, 64
+TYPES = {"packed": (torch.float32, torch.bfloat16), "varlen": (torch.bfloat16,), "flash": (torch.bfloat16,)}
+# Relative errors. On GPUs the patches' convolution computes in TF32, by an algorithm that depends on their number.
+LIMIT = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
+ROW_LIMIT = {torch.float32: 5e-3, torch.bfloat16: 5e-2}
+OFFLOAD = OffloadConfig(enabled=True, offload_model=True, offload_optimizer=True)
+NO_OFFLOAD = "set rollout_matching.offload.enabled: false, and report this table"
+
+
+def kernels(settings: Settings) -> Iterator[Row]:
+    """Attention kernels, the chunked language head, and offload, each alone."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for kernel, dtypes in TYPES.items():
+        advice = f"do not train with model.attn_implementation: {kernel}; try sdpa, and report this table"
+        for dtype in dtypes:
+            name = f"attention: {kernel}, {str(dtype)[6:]}"
+            try:
+                check_attention(kernel, device.type, half=True)
+            except CoordExpError as error:
+                yield Row(name, "skipped", str(error))
+                continue
+            error = max(attention_error(kernel, causal, dtype, device) for causal in (True, False))
+            yield compared(name, error, LIMIT[dtype], advice, "against float64, with gradients")
+    error = head_error(device, *((512, 2048, 152_936) if device.type == "cuda" else (64, 256, 20_000)))
+    advice = "do not train with training.bf16: true; report this table"
+    yield compared(
+        "language head", error, LIMIT[torch.bfloat16], advice, "bfloat16 against float32 logits, with gradients"
+    )
+    freed, problem = offload_there_and_back(device)
+    figure = problem or f"{freed / 1e6:.0f} MB freed and filled again, bit for bit"
+    yield Row("offload and back", "failed" if problem else "ok", figure, NO_OFFLOAD)
+
+
+def attention_error(kernel: str, causal: bool, dtype: torch.dtype, device: torch.device) -> float:
+    """Largest relative error of ``kernel``'s output and gradients against the formula in float64."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.randn(1, heads, sum(LENGTHS), DIM, generator=generator).to(device, dtype).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    q, k, v = leaves
+    output = KERNELS[kernel](q, k, v, Segments(LENGTHS, causal), DIM**-0.5, 0.0)
+    ours = torch.autograd.grad(output.float().square().sum(), leaves)
+
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    query, key, value = (part.repeat_interleave(HEADS // part.shape[1], dim=1) for part in exact)
+    segment_L = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(device)
+    same_LL = segment_L[:, None] == segment_L[None]
+    scores = (query @ key.transpose(-1, -2)) * DIM**-0.5
+    scores = scores.masked_fill(~(same_LL.tril() if causal else same_LL), float("-inf"))
+    expected = (scores.softmax(-1) @ value).transpose(1, 2)
+    theirs = torch.autograd.grad(expected.square().sum(), exact)
+    return max(map(relative_error, (output, *ours), (expected, *theirs)))
+
+
+def head_error(device: torch.device, num: int, hidden: int, vocabulary: int) -> float:
+    """Largest relative error of the chunked head in bfloat16 against all logits in float32, and of its gradients.
+    ``num`` positions, every fourth a coordinate."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_NH = torch.randn(num, hidden, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    weight_VH = (
+        torch.randn(vocabulary, hidden, generator=generator)
+        .mul_(hidden**-0.5)
+        .to(device, torch.bfloat16)
+        .requires_grad_()
+    )
+    coord_ids = tuple(range(vocabulary - 1000, vocabulary))
+    label_N = torch.randint(vocabulary, (num,), generator=generator).to(device)
+    all_N = torch.arange(num, device=device)
+    slot_K = all_N[::4]
+    query = HeadQuery(all_N, all_N, all_N, slot_K, num, (1.0,))
+
+    def loss(lse_N: Any, label_logit_N: Any, mass_N: Any, slot_KB: Any) -> torch.Tensor:
+        return (lse_N - label_logit_N).sum() + (lse_N - mass_N).sum() + slot_KB.softmax(-1)[:, 500].log().sum()
+
+    scores = score_head(hidden_NH, weight_VH, query, label_N, coord_ids)
+    assert scores.coord_logit_KB is not None
+    ours = scores.vocab_lse_N[1.0], scores.label_logit_N, scores.coord_lse_N[1.0], scores.coord_logit_KB
+    gradients = torch.autograd.grad(loss(*ours), (hidden_NH, weight_VH))
+    exact = [leaf.detach().float().requires_grad_() for leaf in (hidden_NH, weight_VH)]
+    logits_NV = exact[0] @ exact[1].T
+    coord_NB = logits_NV[:, -1000:]
+    theirs = (
+        logits_NV.logsumexp(-1),
+        logits_NV.gather(1, label_N[:, None])[:, 0],
+        coord_NB.logsumexp(-1),
+        coord_NB[slot_K],
+    )
+    expected = torch.autograd.grad(loss(*theirs), exact)
+    return max(map(relative_error, (*ours, *gradients), (*theirs, *expected)))
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference, by the norm of ``expected``."""
+    wide = torch.promote_types(expected.dtype, torch.float32)
+    return float((found.detach().to(wide) - expected.detach().to(wide)).norm() / expected.detach().to(wide).norm())
+
+
+def offload_there_and_back(device: torch.device) -> tuple[int, str | None]:
+    """Offload a small model with its optimizer. Returns: bytes that were freed meanwhile, and what is wrong, if
+    anything. On CPUs, where offload frees nothing, its storages are moved all the same."""
+    model = torch.nn.Sequential(torch.nn.Embedding(4096, 256), torch.nn.Linear(256, 4096)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    tensors = [*model.parameters(), *(tensor for tensor in held_by(optimizer) if tensor.dim())]
+    before = [tensor.detach().cpu().clone() for tensor in tensors]
+    # DDP has its hooks on the accumulators.
+    accumulators = [get_gradient_edge(parameter).node for parameter in model.parameters()]
+    held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    offload = offload_of(model, device)
+    offload.bind(lambda: optimizer, sharded_by=None)
+    with offload.away():
+        left = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        with LearnerWeights(model, offload.current).full() as weights:
+            read = all(tensor.device.type == "cpu" and tensor.isfinite().all() for _, tensor in weights)
+    if left or not read:
+        return held - left, f"{left} of {held} bytes stayed on the device, or a weight could not be read meanwhile"
+    if not all(torch.equal(tensor.cpu(), value) for tensor, value in zip(tensors, before, strict=True)):
+        return held, "values changed"
+    if [get_gradient_edge(parameter).node for parameter in model.parameters()] != accumulators:
+        return held, "gradient accumulators were replaced, so DDP would no longer exchange gradients"
+    return held, None
+
+
+def offload_of(model: Any, device: torch.device) -> LearnerOffload:
+    if device.type == "cuda":
+        return LearnerOffload(model, OFFLOAD)
+    return LearnerOffload(model, OFFLOAD, stays=lambda tensor: False)
+
+
+@torch.no_grad()
+def packed_row_error(loaded: LoadedModel, segments: Sequence[Segment], device: torch.device) -> float:
+    """Largest relative error of the logits of a packed row against those of each segment alone."""
+    model: Any = loaded.model
+    tower, dtype = VisionTower.from_model(model), next(model.parameters()).dtype
+
+    def logits(chosen: Sequence[Segment]) -> torch.Tensor:
+        rope_index = model.model.get_rope_index
+        inputs = row_inputs(build_row(chosen), rope_index, loaded.image_token_id, loaded.attention, dtype, tower)
+        return model(**to_device(inputs, device), use_cache=False).logits[0]
+
+    together = logits(segments).split([segment.length for segment in segments])
+    return max(relative_error(packed, logits([segment])) for packed, segment in zip(together, segments, strict=True))

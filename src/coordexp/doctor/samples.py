@@ -1,0 +1,94 @@
+"""What the checks work on: models with random weights, generated scenes, and the real trainer over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from coordexp.checkpoints.describe import describe
+from coordexp.config import RunConfig, load_config
+from coordexp.data.files import asset
+from coordexp.data.scenes import SPARSE, SceneSpec, write_scenes
+from coordexp.doctor.check import Row, Settings
+from coordexp.modeling.load import load_model
+from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
+from coordexp.records import PackedRow
+from coordexp.training.loop import CoordExpTrainer
+from coordexp.training.parallel import join_processes, set_allocator
+from coordexp.training.run import build_trainer, check_run
+
+SMALL = TinySpec(layers=2, vision_depth=2)
+# Qwen3-VL-2B's widths and vocabulary in a few layers.
+WIDE = TinySpec(
+    hidden=2048, layers=4, heads=16, kv_heads=8, head_dim=128, mlp=6144, vision_hidden=1024, vision_depth=4,
+    vision_heads=16, vision_mlp=4096, patch=16, min_pixels=2**16, max_pixels=2**20, vocab_rows=152_936,
+)  # fmt: skip
+GAIN = 1.1  # of random matrices; transformers' 0.02 leaves greedy answers ambiguous
+LARGE_SCENES = SceneSpec(size=768, min_side=60, max_side=250, max_objects=8)
+SEED = 7
+
+
+def models(settings: Settings) -> Iterator[Row]:
+    """Write the models and scenes that later checks read."""
+    on_gpu = torch.cuda.is_available()
+    for name, tied in (("tied", True), ("untied", False)):
+        build_tiny_checkpoint(settings.folder / name, spec=replace(SMALL, tied=tied))
+    write_scenes(settings.folder / "scenes", 4 * settings.ranks, SPARSE, SEED)
+    write_scenes(settings.folder / "large_scenes", 24, LARGE_SCENES if on_gpu else SPARSE, SEED)
+    if settings.model is None:
+        built = build_tiny_checkpoint(settings.folder / "model", spec=WIDE if on_gpu else TinySpec())
+        loaded = load_model(built)
+        with torch.no_grad():
+            for parameter in loaded.model.parameters():
+                if parameter.ndim >= 2:
+                    parameter.mul_(GAIN * parameter[0].numel() ** -0.5 / parameter.std())
+        loaded.model.save_pretrained(built)
+    info = describe(model_of(settings))
+    size = sum(info.parameters.values())
+    kind = "random weights" if settings.model is None else str(settings.model)
+    figure = f"{kind}: {size / 1e6:.1f} M parameters, {info.layers} layers, hidden {info.hidden}"
+    yield Row("models", "ok", figure, numbers={"parameters": float(size)})
+
+
+def model_of(settings: Settings) -> Path:
+    """The checkpoint for pushes, answers and throughput."""
+    return settings.folder / "model" if settings.model is None else settings.model
+
+
+def config_of(settings: Settings, file: str, checkpoint: Path, scenes: str, **keys: Any) -> RunConfig:
+    """The shipped configuration ``file`` on generated scenes. ``keys``: dotted keys with ``__`` for the dot."""
+    given: Mapping[str, Any] = {
+        "model.model": str(checkpoint),
+        "data.num_workers": 0,
+        "custom.train_jsonl": str(settings.folder / scenes / "scenes.jsonl"),
+        "custom.val_jsonl": None,
+        "training.output_dir": str(settings.folder / "run"),
+        "training.report_to": ["none"],
+        "training.save_strategy": "no",
+        "training.eval_strategy": "no",
+        "training.resume_from_checkpoint": False,
+        **{name.replace("__", "."): value for name, value in keys.items()},
+    }
+    return load_config(asset(f"configs/{file}"), given)
+
+
+def trainer_of(config: RunConfig) -> CoordExpTrainer:
+    """The trainer as ``coordexp train`` builds it, before its first step."""
+    checked = check_run(config)
+    set_allocator(checked.rollout)
+    join_processes(config)
+    trainer, _ = build_trainer(checked, Console(quiet=True))
+    return trainer
+
+
+def first_step(trainer: CoordExpTrainer) -> list[PackedRow]:
+    """Accumulate the gradient of the run's first step; returns its rows."""
+    trainer.batches.start(0)
+    trainer.step.accumulate(trainer.batches, 0)
+    assert trainer.step.prepared is not None
+    return trainer.step.prepared.rows

@@ -1,0 +1,43 @@
+"""``coordexp doctor`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordexp.doctor import CHECKS
+
+
+def doctor(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    report = folder / "doctor.json"
+    command = [sys.executable, "-m", "coordexp", "doctor", "--json", str(report), *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
+    rows = json.loads(report.read_text())["rows"] if report.is_file() else []
+    return done.returncode, {row["check"]: row for row in rows}, done.stdout + done.stderr
+
+
+def test_everything_that_a_cpu_can_check_is_ok(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    code, rows, output = doctor(tmp_path, "--gpus", "0")
+    assert code == 0, output
+    assert list(rows) == [name for check in CHECKS for name in check.rows]
+    assert [name for name, row in rows.items() if row["result"] == "failed"] == []
+    assert all(row["figure"] for row in rows.values()), "what was measured, or why not"
+    for name in ("language head", "DDP, untied head", "FSDP2, tied head", "DDP after offload", "scores, FSDP2",
+                 "ten pushes, full", "ten pushes, LoRA merged", "vLLM = transformers", "training"):  # fmt: skip
+        assert rows[name]["result"] == "ok", name
+        assert name in output
+    assert rows["vLLM = transformers"]["numbers"]["equal"] == 1
+    assert rows["decoding"]["numbers"]["tokens_per_s"] > 0
+
+
+def test_a_failed_check_is_exit_code_1_and_a_row_with_advice(tmp_path: Path) -> None:
+    code, rows, output = doctor(tmp_path, "--gpus", "99", "--only", "machine")
+    assert code == 1, output
+    assert rows["GPUs"]["result"] == "failed" and rows["GPUs"]["advice"]
+    assert rows["GPUs"]["advice"].split()[0] in output

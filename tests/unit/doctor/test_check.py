@@ -1,0 +1,64 @@
+"""Each check of ``coordexp doctor`` runs in a process of its own, whose end is a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordexp.doctor import CHECKS, SECTIONS, Check, Settings, diagnose, select
+from coordexp.doctor.check import compared
+from coordexp.errors import ConfigError
+
+ROWS = {"first": "machine", "second": "machine", "third": "machine"}
+# How a check ends → what its failed row says.
+ENDS = {
+    "raises": "ValueError: a broken kernel",
+    "crashes": "SIGSEGV",
+    "hangs": "not done after 8 s",
+    "last_rank_raises": "the last rank's own error",
+}
+
+
+def broken(name: str, **keys: object) -> Check:
+    return Check(name, ROWS, f"support.broken_checks:{name}", needs=None, **keys)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_check_that_does_not_end_well_is_a_failed_row_with_advice(name: str, tmp_path: Path) -> None:
+    settings = Settings(tmp_path, gpus=0, timeout_s=8 if name == "hangs" else 60)
+    checks = [broken(name, ranks=2 if name == "last_rank_raises" else None), broken("fine")]
+    first, second, third, *after = diagnose(checks, settings)
+    assert first.result == "ok"
+    assert second.result == "failed" and ENDS[name] in second.figure
+    assert f"--only {name}" in second.advice
+    assert third.result == "skipped" and "second" in third.figure
+    assert [row.result for row in after] == ["ok", "ok", "failed"], "the next check runs; a row that is missing fails"
+
+
+def test_ranks_know_each_other(tmp_path: Path) -> None:
+    first, *_ = diagnose([broken("fine", ranks=0)], Settings(tmp_path, gpus=0))
+    assert first.figure == "2 ranks"
+
+
+def test_what_cannot_run_is_skipped_with_its_reason(tmp_path: Path) -> None:
+    checks = [broken("raises"), Check("needing", ROWS, "nowhere:nothing", needs="raises"), broken("fine", gpus=2)]
+    *_, needing, _, _, on_gpus, _, _ = diagnose(checks, Settings(tmp_path, gpus=1))
+    assert (needing.result, on_gpus.result) == ("skipped", "skipped")
+    assert "raises" in needing.figure and "2 GPUs" in on_gpus.figure
+
+
+def test_a_selection_includes_what_it_needs() -> None:
+    assert [check.name for check in select(CHECKS, ["ddp"])] == ["machine", "models", "one", "ddp"]
+    assert {"kernels", "fsdp2-bf16"} < {check.name for check in select(CHECKS, ["exactness"])}
+    assert select(CHECKS, []) == CHECKS
+    with pytest.raises(ConfigError, match="no such section"):
+        select(CHECKS, ["exactnes"])
+
+
+def test_every_row_is_in_a_section_of_the_table() -> None:
+    assert {section for check in CHECKS for section in check.rows.values()} == set(SECTIONS)
+
+
+def test_nan_fails() -> None:
+    assert [compared("a", error, 0.1, "").result for error in (0.1, 0.2, float("nan"))] == ["ok", "failed", "failed"]
