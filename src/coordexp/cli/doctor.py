@@ -35,10 +35,11 @@ def doctor(
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one check may take.")] = 600.0,
 ) -> None:
-    """Check this machine: versions and memory, exactness of kernels and of several processes, weight pushes, answers,
-    throughput.
+    """Check that this machine computes exactly, and how fast.
 
-    Exits with 1 if a check failed. Each check runs in a process of its own, so a crash or a hang is a failed row.
+    Sections: machine, exactness (kernels, and several processes against one), pushes of weights, answers of vLLM,
+    throughput. Each check runs in a process of its own, so a crash or a hang is a failed row. Exits with 1 if a check
+    failed.
     """
     import multiprocessing
 
