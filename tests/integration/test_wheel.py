@@ -40,7 +40,8 @@ def test_assets_are_in_the_wheel(installed: Path, tmp_path: Path):
 
 def test_the_wheels_configurations_name_an_existing_schema(installed: Path):
     named = "# yaml-language-server: $schema="
-    configs = sorted((installed / "coordexp" / "_assets" / "configs").rglob("*.yaml"))
+    found = (installed / "coordexp" / "_assets" / "configs").rglob("*.yaml")
+    configs = [path for path in found if path.parent.name != "parts"]
     assert configs
     for config in configs:
         first = config.read_text(encoding="utf-8").splitlines()[0]

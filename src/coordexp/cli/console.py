@@ -57,9 +57,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def no_bars_in_log_files() -> None:
-    """Disable transformers' progress bars unless stderr is a terminal."""
-    if not sys.stderr.isatty():
+def no_bars_in_log_files(*, nor_on_terminals: bool = False) -> None:
+    """Disable transformers' progress bars unless stderr is a terminal, or there too."""
+    if nor_on_terminals or not sys.stderr.isatty():
         from transformers.utils import logging
 
         logging.disable_progress_bar()

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from coordexp.cli.console import no_bars_in_log_files
 from coordexp.config import RunConfig, load_config
 from coordexp.data.files import asset
 
@@ -64,6 +65,7 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
     from coordexp.viewer.collect import collect
     from coordexp.viewer.render import render
 
+    no_bars_in_log_files(nor_on_terminals=True)  # a dozen models are loaded and saved
     size = size or DemoSize()
     started = time.monotonic()
     data = _write_data(output, size, console)
@@ -109,8 +111,10 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
         f1, seconds = results[way.key]["f1"], results[way.key]["seconds"]
         console.print(f"F1 {before:.3f} → {f1:.3f} ({f1 - before:+.3f}) by {way.label}, in {seconds:.0f} s")
     console.print(
-        f"figures: {path}\npictures: {output / 'comparison.png'}\nanswers and curves: {output / 'view.html'}\n"
-        f"tensorboard --logdir {output}",
+        f"\nlook at {output / 'comparison.png'} (six scenes: truth, before, after) and {output / 'view.html'} (every "
+        f"answer, match and loss; open it in a browser)\nfigures: {path}\n\n"
+        f"next: try the model on a scene: coordexp predict {data['val'].parent / 'images'} --limit 5 --save-images "
+        f"--model {run}\n      train on your own data: docs/quickstart.md, or coordexp --help",
         highlight=False,
         soft_wrap=True,
     )

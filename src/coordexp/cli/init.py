@@ -26,6 +26,7 @@ from coordexp.errors import CheckpointError, ConfigError, DataError
 
 Stage = Literal[1, 2]
 _TEMPLATES: Mapping[Stage, str] = {1: "configs/stage1/sft.yaml", 2: "configs/stage2_rollout_aligned/base.yaml"}
+_RECIPE = "configs/stage2_rollout_aligned/parts/rewritten_target.yaml"  # replaces base.yaml's keys of the same names
 _KEPT = [
     ("template", "system"),
     ("template", "prompt"),
@@ -39,6 +40,13 @@ _ROW = 12_000  # tokens of a packed row, where neither data nor model say otherw
 _ADAPTERS = "configs/stage1/lora.yaml"
 _ADAPTER_RATE = 5  # learning rate of adapters, by that of all weights: lora.yaml's by sft.yaml's
 _LARGE = 100_000_000  # parameters from which memory matters more than a third of the time, also on a CPU
+# The templates' rates are for 2B to 8B parameters. Below _LARGE: (learning rate, the file in which 4 M have it).
+_SMALL: Mapping[Stage, tuple[float, str]] = {
+    1: (5e-4, "configs/bccd/stage1.yaml"),
+    2: (2e-4, "configs/demo/stage2.yaml"),
+}
+_SMALL_SIGMA = 8.0  # bins, in both
+_CROWD = 6.0  # objects per image, on average, from which the study's recipe for crowds is better
 _USABLE = 0.85  # of a GPU's memory: the rest is CUDA's and fragmentation
 
 
@@ -49,6 +57,7 @@ class DataAtHand:
     train: Path
     val: Path | None
     images: int
+    objects: int
     classes: int
     longest_sample: int
     longest_answer: int
@@ -57,19 +66,21 @@ class DataAtHand:
 
 def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
     """Read a dataset and the checkpoint's small files. ``data``: a JSONL, or a folder with ``train.jsonl`` (and
-    ``val.jsonl``) as converters write it; ``val``: JSONL to evaluate on [``val.jsonl`` next to it]."""
+    ``val.jsonl``) as converters write it, or NAME.train.jsonl and NAME.val.jsonl as data split does; ``val``: JSONL to
+    evaluate on [the one next to it]."""
     train = data
     if data.is_dir():
         train = data / "train.jsonl"
         if not train.is_file():
-            files = sorted(data.glob("*.jsonl"))
+            files = sorted(data.glob("*.train.jsonl")) or sorted(data.glob("*.jsonl"))  # as data split names them
             if len(files) != 1:
                 names = ", ".join(path.name for path in files[:5]) or "none"
                 raise DataError(f"has no train.jsonl; other datasets: {names}; name one file", path=data)
             train = files[0]
     elif not data.is_file():
         raise DataError("no such file or folder; name a JSONL, or the folder of coordexp data convert", path=data)
-    neighbour = train.with_name("val.jsonl")
+    part = train.name.removesuffix("train.jsonl")
+    neighbour = train.with_name(f"{'' if part == train.name else part}val.jsonl")
     val = val or (neighbour if neighbour.is_file() and neighbour != train else None)
     checkpoint = Checkpoint.open(model)
     vocab = checkpoint.read_vocab()
@@ -101,8 +112,8 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
             f"{train}: its longest sample takes about {sample} tokens and {model} supports {positions}; convert the "
             "data with a smaller --max-pixels, or take another model"
         )
-    labels = {obj.desc for record in records for obj in record.objects}
-    return DataAtHand(train, val, len(records), len(labels), sample, answer, positions)
+    labels = [obj.desc for record in records for obj in record.objects]
+    return DataAtHand(train, val, len(records), len(labels), len(set(labels)), sample, answer, positions)
 
 
 def gpu_memory(assume_one: bool) -> int | None:
@@ -139,6 +150,9 @@ def _configuration(
 ) -> str:
     text = asset(_TEMPLATES[stage]).read_text(encoding="utf-8")
     text = text[text.index("model:\n") :]
+    if stage == 2:
+        recipe = asset(_RECIPE).read_text(encoding="utf-8").partition("\nrollout_matching:\n")[2]
+        text = re.sub(r"(?m)^  maskiou_gate:.*\n", "", text[: text.index("  pipeline:")]) + recipe
     device = min(2 if cpu else 8, at_hand.images)
     batch = device * max(1, min(8 if cpu else 32, at_hand.images) // device)
     steps = max(1, at_hand.images // batch)  # of an epoch
@@ -146,7 +160,7 @@ def _configuration(
     # Once an epoch, but at most four times in a run: an evaluation answers every image of the validation data.
     often = min(500 if stage == 1 else 200, max(steps, steps * epochs // 4))
     row = min(at_hand.positions, max(2048 if cpu else _ROW, _rounded_up(2 * at_hand.longest_sample, 256)))
-    sizes = weight_shapes(Checkpoint.open(model)).values()
+    parameters = sum(map(math.prod, weight_shapes(Checkpoint.open(model)).values()))
     values: dict[str, Any] = {
         "model.model": str(model),
         "custom.train_jsonl": str(at_hand.train),
@@ -157,7 +171,7 @@ def _configuration(
         "training.per_device_train_batch_size": device,
         "training.bf16": not cpu,
         **({"model.dtype": "float32", "training.master_weights": None} if cpu and stage == 1 else {}),
-        "training.gradient_checkpointing": not cpu or sum(map(math.prod, sizes)) > _LARGE,
+        "training.gradient_checkpointing": not cpu or parameters > _LARGE,
         "training.logging_steps": 1 if stage == 2 or steps < 10 else 10,
         "training.save_steps": often,
         "training.eval_steps": often,
@@ -167,18 +181,34 @@ def _configuration(
         "rollout_matching.decode_batch_size": 4 if cpu else 8,
         "rollout_matching.max_new_tokens": max(1, min(row // 2, _rounded_up(2 * at_hand.longest_answer, 64))),
     }
+    notes: dict[str, str] = {}
+    if parameters < _LARGE:
+        rate, source = _SMALL[stage]
+        values |= {"training.learning_rate": rate, **({"training.vit_lr": None} if stage == 1 else {})}
+        notes["training.learning_rate"] = f"{source}'s, measured with 4 M parameters; 2B to 8B take far less"
+        text = re.sub(
+            r"( target_sigma:) [\d.]+ +#.*", rf"\1 {_SMALL_SIGMA} # bins; {source}'s, for 4 M parameters", text
+        )
+        text = re.sub(r"( target_truncate:) [\d.]+", r"\1 null", text)
+    if stage == 2 and at_hand.objects >= _CROWD * at_hand.images:
+        crowd = {"rollout_matching.maskiou_gate": 0.4, "rollout_matching.target.duplicates": "drop",
+                 "rollout_matching.target.missed": "in_order"}  # fmt: skip
+        values |= crowd
+        notes |= dict.fromkeys(
+            crowd, f"for crowds: these images have {at_hand.objects / at_hand.images:.1f} objects each"
+        )
     if adapters:
         tuner = re.search(r"(?ms)^tuner:\n.*?\n\n", asset(_ADAPTERS).read_text(encoding="utf-8"))
         assert tuner is not None
         text = re.sub(r"(?ms)^tuner:\n.*?\n\n", "", text).replace("\ntraining:\n", f"\n{tuner[0]}training:\n")
-        rate = yaml.safe_load(text)["training"]["learning_rate"] * _ADAPTER_RATE
-        values |= {"training.learning_rate": rate, "model.dtype": "float32" if cpu else "bfloat16"}
+        rate = values.get("training.learning_rate") or yaml.safe_load(text)["training"]["learning_rate"]
+        values |= {"training.learning_rate": rate * _ADAPTER_RATE, "model.dtype": "float32" if cpu else "bfloat16"}
         values |= {"training.vit_lr": None, "training.master_weights": None} if stage == 1 else {}
     for section, key in _KEPT:
         if key in (run.get(section) or {}):
             values[f"{section}.{key}"] = run[section][key]
     for path, value in values.items():
-        text = set_value(text, path, value)
+        text = set_value(text, path, value, notes.get(path))
     if cpu:
         use_cpu = "use_cpu: true # there is no GPU; remove this line where there is one"
         text = re.sub(r"(\n  bf16: .*)", rf"\1\n  {use_cpu}", text, count=1)
@@ -194,8 +224,9 @@ def _configuration(
     return heading + text.rstrip("\n") + "\n"
 
 
-def set_value(text: str, path: str, value: object) -> str:
-    """``text``, a YAML in block style, with the value of a dotted key replaced; its comment stays. Raises KeyError."""
+def set_value(text: str, path: str, value: object, comment: str | None = None) -> str:
+    """``text``, a YAML in block style, with the value of a dotted key replaced, and its comment unless that is None.
+    Raises KeyError."""
     lines = text.split("\n")
     at = -1
     for depth, key in enumerate(path.split(".")):
@@ -209,9 +240,9 @@ def set_value(text: str, path: str, value: object) -> str:
                 break
         else:
             raise KeyError(path)
-    head, comment = re.fullmatch(r"(\s*[^:]+:)[^#]*?(\s+#.*)?", lines[at]).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    head, old = re.fullmatch(r"(\s*[^:]+:)[^#]*?(\s+#.*)?", lines[at]).groups()  # pyright: ignore[reportOptionalMemberAccess]
     written = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000).split("\n")[0]
-    lines[at] = f"{head} {written}{comment or ''}"
+    lines[at] = f"{head} {written}{old or '' if comment is None else f' # {comment}'}"
     return "\n".join(lines)
 
 

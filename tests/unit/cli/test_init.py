@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+import coordexp.cli.init
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
 from coordexp.cli.init import set_value
-from coordexp.config import load_config
+from coordexp.config import RunConfig, load_config
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.data.files import asset
-from coordexp.data.scenes import DENSE, SPARSE, write_scenes
+from coordexp.data.scenes import DENSE, SPARSE, SPECS, write_scenes
 from support.cli_runs import run_cli, small_checkpoint
 
 DEMO = asset("checkpoints/demo-stage1")
@@ -62,7 +63,7 @@ def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
     for mebibytes, model, train_type in ((64, DEMO, "lora"), (81559, DEMO, "full"), (81559, lora_run, "lora")):
         tool.write_text(f"#!/bin/sh\necho 81559\necho {mebibytes}\n")
         tool.chmod(0o755)
-        for stage, rate in ((1, 2e-5), (2, 5e-6)):
+        for stage, rate in ((1, 5e-4), (2, 2e-4)):
             done = run_cli(capsys, "init", data, "--model", model, "--stage", stage, "--overwrite")
             assert done.code == 0 and ("adapters" in done.out) == (train_type == "lora")
             run = load_config(f"stage{stage}.yaml")
@@ -79,6 +80,58 @@ def test_a_run_is_evaluated_at_most_four_times(data: Path, capsys: pytest.Captur
     training = load_config("stage1.yaml").training
     steps = 9 // (training.effective_batch_size or 1) * training.num_train_epochs
     assert (training.eval_steps or 0) >= steps / 4 and training.save_steps == training.eval_steps
+
+
+def recipe(path: str | Path) -> dict[str, object]:
+    rollout = load_config(path).rollout_matching
+    assert rollout is not None
+    return rollout.model_dump(include={"target", "maskiou_gate", "pipeline"})
+
+
+def test_stage_2_is_the_recommended_recipe_and_fits_crowds(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = recipe(asset("configs/stage2_rollout_aligned/rewritten.yaml"))
+    assert run_cli(capsys, "init", data, "--model", DEMO, "--stage", 2).code == 0
+    written = recipe("stage2.yaml")
+    assert written["target"] == shipped["target"] and written["maskiou_gate"] == shipped["maskiou_gate"]
+    crowds = write_scenes(tmp_path / "crowds", 4, SPECS["crowd"], 1)
+    assert run_cli(capsys, "init", crowds, "--model", DEMO, "--stage", 2, "--overwrite").code == 0
+    crowded = recipe("stage2.yaml")["target"]
+    assert isinstance(crowded, dict) and (crowded["missed"], crowded["duplicates"]) == ("in_order", "drop")
+
+
+def test_rates_and_target_width_fit_the_models_size(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = {1: "configs/stage1/sft.yaml", 2: "configs/stage2_rollout_aligned/rewritten.yaml"}
+    small = {1: "configs/bccd/stage1.yaml", 2: "configs/demo/stage2.yaml"}
+    for parameters, files in ((None, small), (2_000_000_000, shipped)):
+        if parameters is not None:
+            monkeypatch.setattr(coordexp.cli.init, "weight_shapes", lambda _: {"weight": (2_000_000_000,)})
+        for stage, file in files.items():
+            assert run_cli(capsys, "init", data, "--model", DEMO, "--stage", stage, "--overwrite", "--cpu").code == 0
+            written, source = load_config(f"stage{stage}.yaml"), load_config(asset(file))
+            assert written.training.learning_rate == source.training.learning_rate
+            assert widths(written) == widths(source) == ({8.0} if parameters is None else {2.0})
+
+
+def widths(run: RunConfig) -> set[float]:
+    """The target widths that a configuration names."""
+    if run.rollout_matching is not None and (pipeline := run.rollout_matching.pipeline) is not None:
+        configs = [module.config.model_dump() for module in pipeline.objective]
+        return {config["target_sigma"] for config in configs if "target_sigma" in config}
+    return set() if run.custom.coord_soft_ce_w1 is None else {run.custom.coord_soft_ce_w1.target_sigma}
+
+
+def test_parts_of_data_split_are_found(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (data / "train.jsonl").rename(data / "all.jsonl")
+    (data / "val.jsonl").unlink()
+    assert run_cli(capsys, "data", "split", data / "all.jsonl", "--shares", "train=0.7,val=0.3").code == 0
+    for named in (data, data / "all.train.jsonl"):
+        assert run_cli(capsys, "init", named, "--model", DEMO, "--overwrite").code == 0
+        found = load_config("stage1.yaml").custom
+        assert (found.train_jsonl, found.val_jsonl) == (data / "all.train.jsonl", data / "all.val.jsonl")
 
 
 def test_without_validation_data_nothing_is_evaluated(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

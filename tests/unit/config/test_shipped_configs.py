@@ -8,7 +8,9 @@ import pytest
 from coordexp.config import load_config, resolved_yaml
 
 ROOT = Path(__file__).parents[3]
-SHIPPED = sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "checkpoints").glob("*/resolved_config.yaml")])
+# Files in "parts" are for ``extends`` alone.
+WHOLE = [path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "parts"]
+SHIPPED = sorted([*WHOLE, *(ROOT / "checkpoints").glob("*/resolved_config.yaml")])
 
 
 def test_shipped_configs_exist():
@@ -33,6 +35,15 @@ def test_every_backend_and_split_has_an_example():
     assert servers >= {1, 2, 3}
 
 
+def test_the_recommended_stage_2_is_the_same_with_every_backend() -> None:
+    folder = ROOT / "configs" / "stage2_rollout_aligned"
+    rollouts = [load_config(path).rollout_matching for path in sorted(folder.glob("rewritten*.yaml"))]
+    recipes = [(one.target, one.maskiou_gate, one.pipeline) for one in rollouts if one is not None]
+    assert len(recipes) == 3 and recipes.count(recipes[0]) == 3 and recipes[0][0].answer == "rewritten"
+    backends = {(one.rollout_backend, one.vllm.mode) for one in rollouts if one is not None}
+    assert backends == {("hf", "colocate"), ("vllm", "colocate"), ("vllm", "server")}
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -40,6 +51,7 @@ def test_every_backend_and_split_has_an_example():
         "stage1/lora.yaml",
         "stage2_rollout_aligned/base.yaml",
         "stage2_rollout_aligned/lora.yaml",
+        "stage2_rollout_aligned/parts/rewritten_target.yaml",
         "stage2_two_channel/base.yaml",
     ],
 )
@@ -54,7 +66,7 @@ def test_full_examples_explain_every_key(name: str):
 
 def test_a_config_with_unmasked_descriptions_gives_the_reason() -> None:
     """Appended descriptions are masked by default; a file that raises the key gives the reason in a comment."""
-    for path in SHIPPED:
+    for path in (*SHIPPED, *(ROOT / "configs").rglob("parts/*.yaml")):
         lines = path.read_text(encoding="utf-8").splitlines()
         for before, line in zip(["", *lines], lines, strict=False):
             if found := re.search(r"rollout_fn_desc_weight: ([0-9.]+)", line):
