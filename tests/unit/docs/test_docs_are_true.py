@@ -18,7 +18,7 @@ import typer.main
 from typer import _click as click  # the base of its commands
 
 from coordexp.cli import app
-from coordexp.config import RunConfig, load_config
+from coordexp.config import RunConfig
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -79,17 +79,6 @@ def is_key(section: Any, path: str) -> bool:
 def test_every_documented_command_parses() -> None:
     assert len(commands()) >= 10
     assert {f"{page}: {line}": error for page, line in commands() if (error := parse_error(line)) is not None} == {}
-
-
-def test_quickstart_configurations_load(tmp_path: Path) -> None:
-    quickstart = DOCS / "quickstart.md"
-    texts = [text for page, text in blocks("yaml") if page == quickstart]
-    for name, text in zip(("stage1.yaml", "stage2.yaml"), texts, strict=True):
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    assert load_config(tmp_path / "stage1.yaml").custom.trainer_variant is None
-    stage2 = load_config(tmp_path / "stage2.yaml")
-    assert stage2.custom.trainer_variant == "stage2_rollout_aligned"
-    assert stage2.rollout_matching is not None and stage2.rollout_matching.rollout_backend == "hf"
 
 
 def test_python_blocks_compile() -> None:
