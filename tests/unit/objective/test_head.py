@@ -138,6 +138,18 @@ def test_half_precision_is_summed_in_float32(half: torch.dtype) -> None:
         torch.testing.assert_close(a.grad.double(), b.grad, rtol=0.02, atol=0.02 * b.grad.abs().max().item())
 
 
+@pytest.mark.parametrize("broken", [math.inf, -math.inf, math.nan])
+def test_a_broken_column_is_limited_alike_in_half_precision(broken: float) -> None:
+    hidden, label = torch.ones(N, 1), torch.full((N,), 7)
+    weight = torch.linspace(-1, 1, V)[:, None].bfloat16()
+    weight[7] = broken
+    exact = score_head(hidden.double(), weight.double(), query(), label, CONTIGUOUS)
+    half = score_head(hidden.bfloat16(), weight, query(), label, CONTIGUOUS)
+    for a, b in zip(parts_of(half), parts_of(exact), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-6, atol=2e-5)
+    assert torch.equal(half.nonfinite_N, exact.nonfinite_N)
+
+
 def test_autocast_computes_in_half_and_gradients_have_the_leaves_dtype() -> None:
     hidden, weight, _, label = tensors(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
