@@ -7,7 +7,6 @@ of loading, saving or memory: ``python benchmarks/full_size.py --folder outputs/
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import sys
@@ -17,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from random_checkpoint import write_checkpoint
 from reporting import machine, parser, positive, print_machine, write_json
 from rich.console import Console
 from rich.table import Table
-
-BLOCK = 1 << 22  # random numbers that every tensor is filled with, from a place of its own
-REAL_LIMITS = {"shortest_edge": 65_536, "longest_edge": 16_777_216}  # pixels, as the published processor has them
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,13 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_machine(console, where, size=options.size, layers=options.layers or "all")
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
-    # In a process of its own: a new process counts the memory of the one that started it in its own peak.
-    built = multiprocessing.get_context("spawn").Process(
-        target=build_checkpoint, args=(options.folder / "qwen", options.size, options.layers)
-    )
-    built.start()
-    built.join()
-    assert built.exitcode == 0, "the checkpoint was not written"
+    write_checkpoint(options.folder / "qwen", options.size, options.layers)
     steps = []
     for name, arguments in walk(options.folder):
         found = measured(name, arguments, options.folder)
@@ -56,53 +47,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         table.add_row(one["name"], f"{one['cpu_s']:.0f}", f"{one['wall_s']:.0f}", f"{one['peak_gb']:.1f}")
     console.print(table)
     write_json(options.json, "full_size", where, vars(options), steps)
-
-
-def build_checkpoint(folder: Path, size: str, layers: int | None) -> None:
-    """Random weights in bfloat16, with the files of a published checkpoint: without coordinate tokens."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import (
-        Qwen2VLImageProcessor,
-        Qwen3VLForConditionalGeneration,
-        Qwen3VLProcessor,
-        Qwen3VLVideoProcessor,
-    )
-
-    from coordexp.modeling.tiny import CHAT_TEMPLATE
-    from support.qwen_sizes import qwen3_vl_config
-    from support.qwen_tokenizer import qwen_tokenizer
-
-    folder.mkdir()
-    config: Any = qwen3_vl_config(size, layers)
-    config.text_config.vocab_size = 151_936  # as published: without the coordinate tokens, padded
-    config.save_pretrained(folder)
-    tokenizer = qwen_tokenizer(coord_tokens=False)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    vision: dict[str, Any] = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2, "size": REAL_LIMITS}
-    Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**vision, image_mean=[0.5] * 3, image_std=[0.5] * 3),
-        tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(**vision),
-        chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(folder)
-    with torch.device("meta"):
-        shapes = {name: one.shape for name, one in Qwen3VLForConditionalGeneration(config).named_parameters()}
-    generator = torch.Generator().manual_seed(0)
-    noise = (0.02 * torch.randn(BLOCK, generator=generator)).bfloat16()
-    weights = {}
-    for name, shape in shapes.items():
-        if config.tie_word_embeddings and name == "lm_head.weight":
-            continue
-        if name.endswith("bias"):
-            weights[name] = torch.zeros(shape, dtype=torch.bfloat16)
-        elif "norm" in name:
-            weights[name] = torch.ones(shape, dtype=torch.bfloat16)
-        else:
-            shift = int(torch.randint(0, BLOCK, (1,), generator=generator))
-            times = -(-shape.numel() // BLOCK)
-            weights[name] = noise.roll(shift).repeat(times)[: shape.numel()].reshape(shape).clone()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def walk(folder: Path) -> list[tuple[str, list[str]]]:
