@@ -1,4 +1,4 @@
-"""Calls in threads of their own: one that may hang in C++ until some deadline, or one thread that works ahead.
+"""Calls in threads of their own: one that may hang in C++ until some deadline, or threads that work ahead.
 
 They are daemons, and a daemon that returns from C++ while the interpreter is being taken down aborts the process (exit
 code -6 instead of the error's own). So the end of the process waits for them, but not for long.
@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -47,10 +46,11 @@ def wait_for_all(futures: Sequence[Future[Any]]) -> None:
 
 
 class Prefetcher(Generic[Item, Result]):
-    """Calls ``prepare`` on each of ``items`` in one thread, at most ``ahead`` more than were taken.
+    """Calls ``prepare`` on each of ``items`` in ``threads`` threads, at most ``ahead`` more than were taken.
 
-    One thread for all of them: on a busy machine a new thread waits for its first turn. It ends with the last item,
-    with the first error, which :meth:`take` raises, and with :meth:`stop`. As a context: leaving it stops the thread.
+    The same threads for all of them: on a busy machine a new thread waits for its first turn. They end with the last
+    item, with the first error, which :meth:`take` raises in its turn, and with :meth:`stop`. As a context: leaving it
+    stops them.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Prefetcher(Generic[Item, Result]):
         deadline_s: float,
         timeout_error: Callable[[Item], Exception],
         name: str,
+        threads: int = 1,
     ) -> None:
         """The first is begun at once. ``timeout_error``: of an item that is not ready after ``deadline_s`` seconds."""
         self._items = items
@@ -69,39 +70,37 @@ class Prefetcher(Generic[Item, Result]):
         self._deadline_s = deadline_s
         self._timeout_error = timeout_error
         self._room = threading.Semaphore(ahead)
-        self._stopped = threading.Event()
-        self._ready: SimpleQueue[tuple[Result | None, BaseException | None]] = SimpleQueue()
-        self._begun = self._taken = 0
-        self._work = in_background(self._prepare_all, name)
+        self._results: dict[int, Future[Result]] = {index: Future() for index in range(len(items))}
+        self._taken = 0
+        self._beginning = threading.Lock()
+        self._not_begun = iter(range(len(items)))
+        self._work = [in_background(self._prepare_all, name) for _ in range(min(threads, len(items)))]
 
     def __len__(self) -> int:
         return len(self._items) - self._taken
 
-    @property
-    def has_unconsumed(self) -> bool:
-        return self._begun > self._taken
-
     def take(self) -> tuple[Item, Result]:
         """The next item and its result; waits for it. Raises the timeout error, or that of preparing the item; no item
         can be taken afterwards."""
-        assert self and not self._stopped.is_set(), "more was taken than there is, or after the end"
-        item = self._items[self._taken]
+        assert self, "more was taken than there is, or after an error"
+        item, outcome = self._items[self._taken], self._results[self._taken]
         try:
-            result, error = self._ready.get(timeout=self._deadline_s)
-        except Empty:
+            if not wait([outcome], self._deadline_s).done:
+                raise self._timeout_error(item)
+            result = outcome.result()
+        except BaseException:
+            self._taken = len(self._items)
             self._begin_no_more()
-            raise self._timeout_error(item) from None
-        if error is not None:
-            self._begin_no_more()
-            raise error
+            raise
+        del self._results[self._taken]
         self._taken += 1
         self._room.release()
-        return item, result  # pyright: ignore[reportReturnType]  # without an error it is a result
+        return item, result
 
     def stop(self) -> None:
-        """Begin no further item, and wait up to :data:`STOP_S` for the one under way. Safe to call twice."""
+        """Begin no further item, and wait up to :data:`STOP_S` for those under way. Safe to call twice."""
         self._begin_no_more()
-        wait([self._work], STOP_S)
+        wait(self._work, STOP_S)
 
     def __enter__(self) -> Prefetcher[Item, Result]:
         return self
@@ -110,20 +109,25 @@ class Prefetcher(Generic[Item, Result]):
         self.stop()
 
     def _begin_no_more(self) -> None:
-        self._stopped.set()
+        with self._beginning:
+            self._not_begun = iter(())
         self._room.release()
 
     def _prepare_all(self) -> None:
-        for item in self._items:
+        while True:
             self._room.acquire()  # _begin_no_more makes room, so this always returns
-            if self._stopped.is_set():
+            with self._beginning:
+                index = next(self._not_begun, None)
+            if index is None:
+                self._room.release()  # for the next thread
                 return
-            self._begun += 1
+            outcome = self._results[index]
             try:
-                self._ready.put((self._prepare(item), None))
+                outcome.set_result(self._prepare(self._items[index]))
             except BaseException as error:  # raised by take()
-                self._ready.put((None, error))
-                return
+                outcome.set_exception(error)
+                self._begin_no_more()
+            del outcome  # it may hold megabytes
 
 
 @atexit.register

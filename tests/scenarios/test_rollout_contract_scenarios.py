@@ -179,6 +179,6 @@ def test_a_colocated_engine_needs_no_server_activation(tmp_path: Path, monkeypat
         assert plan.servers == () and not {ENABLE, CONFIG_JSON} & set(plan.learner.environment)
     pytest.importorskip("vllm", reason="the engine's worker extension is a class of vLLM's interface")
     arguments = engine_arguments(plain)
-    assert GUARD_PROCESSOR not in arguments["logits_processors"] and "async_scheduling" not in arguments
+    assert GUARD_PROCESSOR not in arguments["logits_processors"]
     disabled = colocated(tmp_path, **{**GUARD, "enabled": False})
     assert engine_arguments(disabled) == arguments

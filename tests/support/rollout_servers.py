@@ -422,15 +422,16 @@ def vllm_config(folder: Path, name: str = "run", /, **keys: Any) -> RunConfig:
 
 
 def colocated(
-    learner: LoadedModel, folder: Path, open_image: Any = open_rgb, checkpoint: Path | None = None, **keys: Any
-) -> ColocatedBackend:
+    learner: LoadedModel, folder: Path, open_image: Any = open_rgb, checkpoint: Path | None = None,
+    names: Sequence[str] = (), **keys: Any,
+) -> ColocatedBackend:  # fmt: skip
     """A backend with an engine in this process, which is not started yet."""
     config = vllm_config(folder, **COLOCATED | keys)
     parts = LearnerParts(
         model=learner.model, vocab=learner.vocab, image_token_id=learner.image_token_id,
         weights=LearnerWeights(learner.model), checkpoint=checkpoint or served_checkpoint(), open_image=open_image,
     )  # fmt: skip
-    backend = build_backend(resolved_rollout(config), parts)
+    backend = build_backend(resolved_rollout(config), parts, names)
     assert isinstance(backend, ColocatedBackend)
     return backend
 

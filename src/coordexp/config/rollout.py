@@ -217,7 +217,7 @@ class ServerConfig(StrictModel):
     retries: Annotated[int, Field(ge=0)] = 1
     """further attempts after a request that failed; each is counted"""
     closed_names: bool = False
-    """servers take a closed list of class names with a request (--classes); without vLLM's asynchronous scheduling"""
+    """servers take a closed list of class names with a request (--classes)"""
 
 
 class SyncConfig(StrictModel):
@@ -293,7 +293,9 @@ class VLLMConfig(StrictModel):
     max_num_seqs: Count | None = None
     """sequences decoded at once; null leaves it to vLLM"""
     max_num_batched_tokens: Count | None = None
-    """tokens of one engine step; null leaves it to vLLM"""
+    """tokens of one engine step; null = 16384 on GPUs, vLLM's choice on a CPU"""
+    async_scheduling: bool | None = None
+    """prepare the next engine step while one computes; null leaves it to vLLM: on with GPUs, never on a CPU"""
     kv_cache_dtype: Annotated[str, Field(min_length=1)] | None = None
     """number type of the cache, by vLLM's name; null leaves it to vLLM"""
     cpu_offload_gb: NonNegative | None = None

@@ -38,6 +38,7 @@ from coordexp.engine.engine_process import (
     engine_environment,
     environment_kept,
     has_gpu,
+    image_threads,
     needed_plugins,
     settings_kept,
 )
@@ -131,7 +132,13 @@ class InProcessEngine:
 
         render = partial(self._render, open_image=open_image)
         waiting = Prefetcher(
-            prompts, render, ahead=AHEAD, deadline_s=PREPARE_S, timeout_error=timeout_error, name="prompts"
+            prompts,
+            render,
+            ahead=AHEAD,
+            deadline_s=PREPARE_S,
+            timeout_error=timeout_error,
+            name="prompts",
+            threads=image_threads(),
         )
         decoding: set[str] = set()
         try:
@@ -162,8 +169,6 @@ class InProcessEngine:
         finally:
             if decoding:
                 self.vllm.abort_request(list(decoding))
-            if waiting.has_unconsumed:  # vLLM's image cache remembers some that the engine never saw
-                self.vllm.reset_mm_cache()
 
     def ask_worker(self, question: Callable[[Any], Any]) -> Any:
         return self.vllm.collective_rpc(question)[0]
@@ -191,7 +196,7 @@ class InProcessEngine:
             engine.engine_core.shutdown()
 
     def _render(self, prompt: Prompt, open_image: Callable[[Path], Any]) -> Any:
-        # In a thread next to decoding, as in vLLM's own servers; one at a time, because of its cache of images.
+        # In threads next to decoding, as in vLLM's own servers.
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         try:
@@ -202,8 +207,8 @@ class InProcessEngine:
         with _named(prompt.name):
             (rendered,) = self.vllm.renderer.render_cmpl([parse_model_prompt(self.vllm.model_config, content)])
         (image,) = rendered["mm_kwargs"]["image"]
-        # None: in vLLM's cache, and compared when it got there. Other numbers of tokens show in the prompt's ids.
-        if image is not None and prompt.image_grid_thw is not None:
+        # Other numbers of tokens show in the prompt's ids.
+        if prompt.image_grid_thw is not None:
             ours, seen = list(prompt.image_grid_thw), image["image_grid_thw"].data.flatten().tolist()
             if ours != seen and math.prod(ours) == math.prod(seen):
                 raise AlignmentError(
@@ -272,7 +277,7 @@ class ColocatedBackend(RolloutBackend):
         cap = config.decode_batch_size * vllm.tensor_parallel_size
         self._cap = cap if vllm.max_num_seqs is None else min(cap, vllm.max_num_seqs)
         self.engine_arguments = {
-            **section_arguments(vllm),
+            **section_arguments(vllm, gpu=has_gpu()),
             **own_arguments(learner.checkpoint, config.repeat_terminate.enabled, bool(names)),
             "max_num_seqs": self._cap,
             # Ranks are started by torchrun, and each takes the device that torchrun gave it.

@@ -42,6 +42,7 @@ _ON_CPU = {
     # Spinning OpenMP threads of an engine next to a trainer on few cores made generation 25 times slower.
     "OMP_WAIT_POLICY": "passive",
 }
+_THREADS_PER_ENGINE = 8
 _PLUGIN_GROUPS = tuple(f"vllm.{kind}_plugins" for kind in ("general", "platform", "io_processor", "stat_logger"))
 
 
@@ -54,6 +55,12 @@ def num_gpus() -> int:
 
 def has_gpu() -> bool:
     return num_gpus() > 0
+
+
+def image_threads(num_engines: int = 1) -> int:
+    """Number of threads that open and process images for this process's engines: its share of the machine's cores."""
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(_THREADS_PER_ENGINE * num_engines, len(os.sched_getaffinity(0)) // num_processes))
 
 
 def engine_environment(given: Mapping[str, str], *, gpu: bool) -> dict[str, str]:

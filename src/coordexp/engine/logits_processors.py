@@ -36,8 +36,12 @@ if TYPE_CHECKING:
 Processor = TypeVar("Processor", bound=LogitsProcessor)
 _KEPT_RULES = 8  # of as many lists of names; each holds the vocabulary's bytes in order
 _MAX_TRIGGERS = 65_536  # if a client leaves, those of its requests are never fetched
-# vLLM's placeholder for a token that is still on its way from the device is -1.
-_TOO_EARLY = "vLLM called a logits processor before it knew the newest token; start it without asynchronous scheduling"
+# With asynchronous scheduling, the newest token of an answer is -1 until vLLM has it from the device. vLLM 0.32 writes
+# it there before it calls a processor.
+_TOO_EARLY = (
+    "vLLM called a logits processor before it knew the newest token; set rollout_matching.vllm.async_scheduling: false, "
+    "or install a tested version of vLLM"
+)
 
 
 def processor_of(worker: Any, kind: type[Processor]) -> Processor | None:

@@ -113,7 +113,7 @@ def serve_options(
         data_parallel_size=num_engines,
         tensor_parallel_size=tensor_parallel_size,
         max_images=vllm.limit_mm_per_prompt.image,
-        engine=section_arguments(vllm),
+        engine=section_arguments(vllm, gpu=num_gpus > 0),
         push_wait_s=vllm.sync.timeout_s,
         ready_s=config.launch.wait_s,
         closed_names=vllm.server.closed_names,

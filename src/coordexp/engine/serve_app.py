@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
@@ -22,6 +23,7 @@ from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
 from coordexp.engine import versions
 from coordexp.engine.arguments import MAX_WAIT_S, CommitRequest, JoinRequest
+from coordexp.engine.engine_process import image_threads
 from coordexp.engine.protocol import (
     ENVELOPE,
     MAX_REQUESTS,
@@ -128,7 +130,8 @@ class RolloutServer:
         self.lock = WeightLock(options.push_wait_s)
         self.heartbeat = Heartbeat(engine)
         self._prompts = prompts
-        self._opening_images = asyncio.Semaphore(2)  # calls at a time: each may hold large images
+        # vLLM would process one image at a time.
+        self._images = ThreadPoolExecutor(image_threads(options.data_parallel_size), thread_name_prefix="images")
         self._group_open = False
         self._group_lock = asyncio.Lock()  # one action on the weight group at a time
         self._timeout_s = options.push_wait_s
@@ -144,6 +147,7 @@ class RolloutServer:
                 yield
             finally:
                 heartbeat.cancel()
+                self._images.shutdown(wait=False, cancel_futures=True)
                 self.engine.shutdown()
 
         app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -234,8 +238,7 @@ class RolloutServer:
                 "rollout_matching.vllm.server.closed_names: true",
             )
         async with self.lock.answering() as weights:
-            async with self._opening_images:
-                prompts = await asyncio.to_thread(lambda: [self._prompts.build(request) for request in requests])
+            prompts = await _gather(self._rendered(request) for request in requests)
             outputs = await _gather(
                 self.engine.answer(prompt, config.sampling_arguments(index), labels[index])
                 for index, prompt in enumerate(prompts)
@@ -267,6 +270,12 @@ class RolloutServer:
             envelope = envelope_of(weights, self.engine.guarded, output.request_id in triggers, request.uuid)
             replies.append({"response": response, ENVELOPE: envelope})
         return replies
+
+    async def _rendered(self, request: InferRequest) -> Any:
+        def render() -> Any:
+            return self.engine.render(self._prompts.build(request))
+
+        return await asyncio.get_running_loop().run_in_executor(self._images, render)
 
     async def init_communicator(self, request: JoinRequest) -> dict[str, str]:
         options, num_workers = self.options, self.engine.world_size

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -88,6 +89,11 @@ class ServedEngine:
             done.set()
         return cls(llm, options.world_size, guarded, options.closed_names)
 
+    def render(self, prompt: Mapping[str, Any]) -> Any:
+        """A prompt with its images in the form that engines take. Several threads may call it at the same time."""
+        (rendered,) = self.llm.renderer.render_cmpl([parse_model_prompt(self.llm.model_config, prompt)])
+        return rendered
+
     def is_answering(self, rank: int) -> bool:
         core = self.llm.engine_core
         if len(core.core_engines) == 1:
@@ -99,8 +105,8 @@ class ServedEngine:
         adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH) if self.adapted else None
         return self.llm.generate(prompt, sampling_params, request_id, lora_request=adapter, **options)
 
-    async def answer(self, prompt: Mapping[str, Any], sampling: Mapping[str, Any], labels: Sequence[str] = ()) -> Any:
-        """vLLM's final output for one prompt; cancelling it aborts the request. ``sampling``: arguments of
+    async def answer(self, prompt: Any, sampling: Mapping[str, Any], labels: Sequence[str] = ()) -> Any:
+        """vLLM's final output for one rendered prompt; cancelling it aborts the request. ``sampling``: arguments of
         ``SamplingParams``; ``labels``: class names the answer is limited to, empty for no limit."""
         request_id = uuid.uuid4().hex
         extra = {REQUEST_KEY: request_id, **({NAMES_KEY: list(labels)} if labels else {})}

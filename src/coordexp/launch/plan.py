@@ -31,7 +31,13 @@ PLUGIN = Path(__file__).parents[1] / "engine" / "plugin" / "coordexp_rollout_plu
 # Settings of servers: if the launcher's shell exports them, they must not reach the learner.
 SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, NAMES_ENABLE, SERVER_API_KEY)
 SWIFT_MODEL_TYPE = "qwen3_vl"  # the one that learners train; called the same in transformers and ms-swift
-_SWIFT_ENGINE_KEYS = ("max_num_batched_tokens", "kv_cache_dtype", "cpu_offload_gb", "mm_encoder_tp_mode")
+_SWIFT_ENGINE_KEYS = (
+    "max_num_batched_tokens",
+    "async_scheduling",
+    "kv_cache_dtype",
+    "cpu_offload_gb",
+    "mm_encoder_tp_mode",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ def test_a_finished_row_is_not_changed(batch: Batch) -> None:
 
 def test_placeholder_tokens_are_not_counted(batch: Batch) -> None:
     batch.update(added=[(0, params("a"), None, [5, -1])])
-    with pytest.raises(RolloutError, match="asynchronous"):
+    with pytest.raises(RolloutError, match="async_scheduling"):
         batch.forced(1)
 
 

@@ -43,6 +43,16 @@ def test_an_entry_becomes_an_address_and_engine_arguments(tmp_path: Path) -> Non
     assert "kv_cache_dtype" not in options.engine and "enable_lora" not in options.engine
 
 
+@pytest.mark.parametrize(
+    ("gpus", "keys", "tokens"), [(1, {}, 16_384), (1, {"max_num_batched_tokens": 512}, 512), (0, {}, None)]
+)
+def test_engines_on_gpus_read_many_prompts_in_a_step(
+    gpus: int, keys: dict[str, int], tokens: int | None, tmp_path: Path
+) -> None:
+    engine = options_of(tmp_path, gpus=gpus, tensor_parallel_size=1, **keys).engine
+    assert engine.get("max_num_batched_tokens") == tokens
+
+
 def test_adapter_engines_get_the_lora_rank(tmp_path: Path) -> None:
     engine = options_of(tmp_path, enable_lora=True, max_lora_rank=16).engine
     assert (engine["enable_lora"], engine["max_loras"], engine["max_lora_rank"]) == (True, 1, 16)
