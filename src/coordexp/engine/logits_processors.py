@@ -39,8 +39,8 @@ _MAX_TRIGGERS = 65_536  # if a client leaves, those of its requests are never fe
 # With asynchronous scheduling, the newest token of an answer is -1 until vLLM has it from the device. vLLM 0.32 writes
 # it there before it calls a processor.
 _TOO_EARLY = (
-    "vLLM called a logits processor before it knew the newest token; set rollout_matching.vllm.async_scheduling: false, "
-    "or install a tested version of vLLM"
+    "vLLM called a logits processor before it knew the newest token; install a tested version of vLLM, or set "
+    "rollout_matching.vllm.async_scheduling: false"
 )
 
 
