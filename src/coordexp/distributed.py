@@ -1,4 +1,8 @@
-"""Ranks and reductions. Torch is imported only when a process group may exist."""
+"""Ranks, and messages between them. Torch is imported only when a process group may exist.
+
+Messages are numbers of the host (errors, counts, stop signals, metrics). They go through gloo also where gradients go
+through NCCL: a message by NCCL waits until the GPU has finished all that was requested of it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,13 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
 
 from coordexp import errors
+
+if TYPE_CHECKING:
+    from torch import device
 
 RENDEZVOUS = "COORDEXP_RENDEZVOUS"
 """The variable that names the file in which the processes of ``coordexp launch`` meet."""
@@ -29,6 +37,45 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def backend_of(*, on_cpus: bool, chosen: str | None = None) -> str:
+    """torch's name for the process group's backend. ``chosen``: the library of the device, None for the usual one."""
+    device = chosen or ("gloo" if on_cpus else "nccl")
+    return "cuda:nccl,cpu:gloo" if device == "nccl" else device
+
+
+def join(*, use_cpu: bool, backend: str | None = None, timeout_s: float = 1800.0) -> None:
+    """Initialise the process group of torchrun's processes; those of ``coordexp launch`` meet in a file. Does nothing
+    in a single process, or if there is a group. ``use_cpu``: although there are GPUs. ``backend``: library of the
+    device, None for the usual one."""
+    if world_size() == 1:
+        return
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    on_cpus = use_cpu or not torch.cuda.is_available()
+    if not on_cpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    name, timeout = backend_of(on_cpus=on_cpus, chosen=backend), timedelta(seconds=timeout_s)
+    rendezvous = os.environ.get(RENDEZVOUS)
+    if rendezvous is None:
+        dist.init_process_group(name, timeout=timeout)
+        return
+    store = dist.FileStore(rendezvous, world_size())
+    store.set_timeout(timeout)
+    dist.init_process_group(name, store=store, rank=rank(), world_size=world_size(), timeout=timeout)
+
+
+def _messages_device() -> device:
+    """Where a message's tensor must be; on the GPU only in a group that another program made, of NCCL alone."""
+    import torch
+    import torch.distributed as dist
+
+    has_gloo = "cpu:" in dist.get_backend_config()
+    return torch.device("cpu") if has_gloo else torch.device("cuda", torch.cuda.current_device())
+
+
 def all_reduce(values: Sequence[float], operation: Literal["sum", "max"]) -> list[float]:
     """Element-wise reduction of a vector over all ranks, in float64; the vector itself without a process group.
 
@@ -39,18 +86,14 @@ def all_reduce(values: Sequence[float], operation: Literal["sum", "max"]) -> lis
     import torch
     import torch.distributed as dist
 
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    tensor = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
+    tensor = torch.tensor([float(value) for value in values], dtype=torch.float64, device=_messages_device())
     dist.all_reduce(tensor, op=dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX)
     return tensor.tolist()
 
 
 def barrier() -> None:
     """Wait for all ranks; nothing to wait for without a process group."""
-    if world_size() > 1:
-        import torch.distributed as dist
-
-        dist.barrier()
+    all_reduce([0.0], "sum")
 
 
 def gather_json(value: Any) -> list[Any]:
@@ -60,7 +103,7 @@ def gather_json(value: Any) -> list[Any]:
     import torch
     import torch.distributed as dist
 
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = _messages_device()
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size())]
     dist.all_gather(lengths, torch.tensor([len(payload)], device=device))

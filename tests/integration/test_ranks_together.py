@@ -54,6 +54,25 @@ def taken_as_complete(rank: int, complete_above: float, fails: bool = False, ahe
     return decide_policy(TargetPolicy(answer="rewritten", complete_above=complete_above), answers.all)[1]
 
 
+def exchange_messages(folder: Path) -> None:
+    """One of two ranks, whose group has a backend for GPUs, which are not there, beside gloo."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
+
+    dist.init_process_group("cuda:fake,cpu:gloo")
+    rank, seen = distributed.rank(), {}
+    seen["sum"], seen["max"] = (distributed.all_reduce([rank + 1, -rank], operation) for operation in ("sum", "max"))
+    seen["gathered"] = distributed.gather_json({"rank": rank, "text": "é" * rank})
+    distributed.barrier()
+    try:
+        with distributed.raise_on_all_ranks("the test"):
+            if rank == 1:
+                raise RolloutError("server 0 is gone")
+    except RolloutError as error:
+        seen["error"] = str(error)
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
+    dist.destroy_process_group()
+
+
 def raised(error: BaseException) -> list[str]:
     return [type(error).__name__, str(error), type(error.__cause__).__name__]
 
@@ -178,3 +197,20 @@ def test_both_ranks_end_with_one_error_and_a_checkpoint(case: str, tmp_path: Pat
     assert abs(seen[0][2] - seen[1][2]) < 20, "neither waits for the other"
     assert not [pid for pid in everything if is_alive(pid)]
     assert is_complete(folder / "checkpoint-1")
+
+
+@pytest.mark.parametrize(
+    ("on_cpus", "chosen", "backend"),
+    [(True, None, "gloo"), (False, None, "cuda:nccl,cpu:gloo"), (False, "nccl", "cuda:nccl,cpu:gloo"),
+     (False, "gloo", "gloo")],
+)  # fmt: skip
+def test_messages_have_a_backend_of_the_host(on_cpus: bool, chosen: str | None, backend: str) -> None:
+    assert distributed.backend_of(on_cpus=on_cpus, chosen=chosen) == backend
+
+
+def test_messages_never_go_through_the_gpu(tmp_path: Path) -> None:
+    """Where gradients would: a message that did would wait for the GPU's work, and fail here."""
+    for seen in results_of_two(tmp_path, exchange_messages, tmp_path):
+        assert seen["sum"] == [3.0, -1.0] and seen["max"] == [2.0, 0.0]
+        assert seen["gathered"] == [{"rank": 0, "text": ""}, {"rank": 1, "text": "é"}]
+        assert "rank 1" in seen["error"] and "server 0 is gone" in seen["error"]

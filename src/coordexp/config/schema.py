@@ -255,7 +255,7 @@ class TrainingConfig(StrictModel):
     full_determinism: bool = False
     """deterministic kernels only: slower; the same run twice gives the same weights"""
     ddp_backend: Literal["nccl", "gloo"] | None = None
-    """communication library of the processes; null leaves it to the device"""
+    """library that exchanges gradients; null leaves it to the device"""
     ddp_bucket_cap_mb: Count | None = None
     """size of the buckets in which gradients are summed; null leaves it to torch"""
     ddp_timeout: Count = 1800

@@ -43,6 +43,7 @@ from coordexp.engine.engine_process import (
     settings_kept,
 )
 from coordexp.engine.push import Mode, Named, WeightPusher, check_checksum
+from coordexp.engine.starting import announced_start
 from coordexp.errors import AlignmentError, DataError, RolloutError, require
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import (
@@ -301,7 +302,9 @@ class ColocatedBackend(RolloutBackend):
             require("vllm", "rollout_matching.rollout_backend: vllm")
             from coordexp.engine.logits_processors import check_processors
 
-            engine = InProcessEngine(with_image_size(self.engine_arguments), self._cap)
+            arguments = with_image_size(self.engine_arguments)
+            with announced_start(arguments, gpu=has_gpu()):
+                engine = InProcessEngine(arguments, self._cap)
             try:
                 status = engine.ask_worker(lambda worker: worker.coordexp_status())
                 check_processors([status], self._repeat_terminate, bool(self._names))

@@ -24,7 +24,7 @@ from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import WeightSource
 from coordexp.weight_sync import WeightVersion
 from coordexp.weight_sync.buckets import combined, describe, in_buckets, piece_bytes, pieces, tensor_hash
-from coordexp.weight_sync.group import Communicator, GroupAddress, join, wait_until_free
+from coordexp.weight_sync.group import Communicator, GroupAddress, computed_by_now, join, wait_until_free
 
 logger = logging.getLogger("coordexp")
 Named = list[tuple[str, torch.Tensor]]
@@ -217,7 +217,8 @@ class ServerPusher(WeightPusher):
 
     def _send(self, tensors: Named, peft_config: Mapping[str, Any] | None = None) -> None:
         self._finish_sending()
-        self._sending = self._on_each(lambda link: link.send(tensors, self._seconds_left, peft_config))
+        computed = computed_by_now(tensors[0][1].device)
+        self._sending = self._on_each(lambda link: link.send(tensors, self._seconds_left, peft_config, computed))
 
     def _commit(self, weights: WeightVersion, expected: str | None) -> bool:
         self._finish_sending()
@@ -300,9 +301,13 @@ class ServerLink:
             self._group = joined.result()
 
     def send(
-        self, tensors: Named, seconds_left: Callable[[], float], peft_config: Mapping[str, Any] | None = None
+        self,
+        tensors: Named,
+        seconds_left: Callable[[], float],
+        peft_config: Mapping[str, Any] | None = None,
+        computed: torch.cuda.Event | None = None,
     ) -> None:
-        """Send a bucket of weights, or an adapter if ``peft_config`` is given."""
+        """Send a bucket of weights, or an adapter if ``peft_config`` is given, when ``computed`` has happened."""
         group = self._group
         if group is None:
             raise RolloutError(f"{self}: the weight group is closed")
@@ -319,6 +324,8 @@ class ServerLink:
                 announced.result()
 
         try:
+            if computed is not None:
+                torch.cuda.current_stream(group.device).wait_event(computed)
             sent = [
                 piece_bytes([tensors[index][1].to(group.device) for index in piece])
                 for piece in pieces(describe(tensors))

@@ -31,6 +31,7 @@ from coordexp.engine.arguments import (
     with_image_size,
 )
 from coordexp.engine.serve import ServeOptions
+from coordexp.engine.starting import announced_start
 from coordexp.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, CALL, FAILURE, RESULT
 from coordexp.errors import RolloutError
 
@@ -77,7 +78,8 @@ class ServedEngine:
         begun = time.monotonic()
         threading.Thread(target=end_at_deadline, name="engine-start-deadline", daemon=True).start()
         try:
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[PrometheusStatLogger])
+            with announced_start(arguments, gpu=gpu):
+                llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[PrometheusStatLogger])
         except Exception as error:
             if time.monotonic() - begun < options.ready_s:
                 raise

@@ -85,8 +85,6 @@ def run_prediction(
     Raises:
         DataError: ``output`` has the answers of other settings, or an image cannot be read.
     """
-    from accelerate import PartialState
-
     check_backend(config.rollout_matching, bool(classes))
     sources = [source] if isinstance(source, Path) else list(source)
     images = find_images(sources, limit=limit, skip_broken=skip_broken)
@@ -113,7 +111,7 @@ def run_prediction(
         **({"classes": list(classes)} if classes else {}),
         **({} if preparation.resize is None else {"resize": asdict(preparation.resize)}),
     }
-    PartialState(cpu=config.use_cpu)  # joins the process group under torchrun: the next line needs it
+    distributed.join(use_cpu=config.use_cpu)
     with distributed.raise_on_all_ranks("coordexp predict"):
         if distributed.is_main():
             _claim(output, settings)

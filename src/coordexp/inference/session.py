@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from coordexp import distributed
 from coordexp.checkpoints.calibration import read_calibration
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, num_positions, settings_of_run
 from coordexp.config.base import default_of
@@ -228,7 +229,8 @@ def open_session(
     from coordexp.rollouts import build_backend, rollout_session
     from coordexp.rollouts.learner import LearnerParts
 
-    state = PartialState(cpu=config.use_cpu)  # joins the process group under torchrun
+    distributed.join(use_cpu=config.use_cpu)
+    state = PartialState(cpu=config.use_cpu)
     loaded = load_model(model, config.model.dtype, config.model.attn_implementation)
     torch.nn.Module.to(loaded.model, state.device if device is None else torch.device(device))
     parts = LearnerParts(

@@ -10,7 +10,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -175,30 +175,6 @@ _LOST = re.compile(
     r"|Broken pipe|TCPStore|DistStore",
     re.IGNORECASE,
 )
-
-
-def join_processes(config: RunConfig) -> None:
-    """Initialise the process group where transformers would not do it as configured: on CPUs it ignores
-    ``training.ddp_timeout``, and it has no rendezvous in a file, which ``coordexp launch`` uses. Does nothing in a
-    single process, or if there is a group already."""
-    rendezvous = os.environ.get(distributed.RENDEZVOUS)
-    training = config.training
-    on_cpus = training.use_cpu or not torch.cuda.is_available()
-    if distributed.world_size() == 1 or dist.is_initialized() or not (on_cpus or rendezvous):
-        return
-    timeout = timedelta(seconds=training.ddp_timeout)
-    on_gpus = "cuda:nccl,cpu:gloo" if config.fsdp.enabled else "nccl"
-    backend = training.ddp_backend or ("gloo" if on_cpus else on_gpus)
-    if not on_cpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if rendezvous is None:
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    store = dist.FileStore(rendezvous, distributed.world_size())
-    store.set_timeout(timeout)
-    dist.init_process_group(
-        backend, store=store, rank=distributed.rank(), world_size=distributed.world_size(), timeout=timeout
-    )
 
 
 def lost_each_other(error: BaseException) -> bool:

@@ -235,6 +235,8 @@ class NcclCommunicator(Communicator):
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         super().__init__(address, store, device)
+        # A trainer is in one group with each of its servers. On one stream their transfers would queue up.
+        self._stream = torch.cuda.Stream(device)
         if address.rank == 0:
             store.set("nccl_id", bytes(NCCLLibrary().ncclGetUniqueId().internal).hex())
         unique_id = bytes.fromhex(store.get("nccl_id").decode())
@@ -245,12 +247,14 @@ class NcclCommunicator(Communicator):
         )
 
     def _start(self, parts: Sequence[torch.Tensor], source: int) -> list[Any]:
-        stream = torch.cuda.current_stream(self.device)
+        # The caller's stream may still write what is sent here, or read what is overwritten.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         under_way = []
         for part in parts:
-            self._group.broadcast(part, source, stream)
+            part.record_stream(self._stream)  # after an error too, memory is not used again before the transfer ends
+            self._group.broadcast(part, source, self._stream)
             under_way.append(torch.cuda.Event())
-            under_way[-1].record(stream)
+            under_way[-1].record(self._stream)
         return under_way
 
     def _finish(self, work: Any, num_bytes: int, give_up: Callable[[], None] | None, poll_s: float) -> None:
@@ -270,6 +274,16 @@ class NcclCommunicator(Communicator):
             self._group.destroy()
             self._store.close()
         self._group = None
+
+
+def computed_by_now(device: torch.device) -> torch.cuda.Event | None:
+    """After this event everything is computed that this thread has requested of the GPU, for another thread to wait
+    for: each thread has a current stream of its own. None for a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def within(seconds: float, what: str, act: Callable[[], Result]) -> Result:

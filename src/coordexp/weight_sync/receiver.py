@@ -20,7 +20,7 @@ import torch
 from coordexp.errors import RolloutError
 from coordexp.weight_sync import WeightVersion
 from coordexp.weight_sync.buckets import TensorInfo, as_bytes, combined, pieces, read_infos, tensor_hash, unpack
-from coordexp.weight_sync.group import Communicator, GroupAddress, join
+from coordexp.weight_sync.group import Communicator, GroupAddress, computed_by_now, join
 
 Named = list[tuple[str, torch.Tensor]]
 LOAD_BYTES = 32 << 20  # loaded at once while more arrives
@@ -261,10 +261,7 @@ class WeightReceiver:
         with self.recording_failures():
             self._begin_bucket([(name, tuple(tensor.shape)) for name, tensor in named])
             # The loading thread has a stream of its own: it must wait for what this one's still computes.
-            ready = torch.cuda.Event() if self._device.type == "cuda" else None
-            if ready is not None:
-                ready.record(torch.cuda.current_stream(self._device))
-            self._loading[-1].append(self._loader.submit(self._load, named, ready))
+            self._loading[-1].append(self._loader.submit(self._load, named, computed_by_now(self._device)))
 
     def receive_adapter(self, payload: Sequence[Mapping[str, Any]]) -> Named:
         """Receive the tensors of an adapter, in memory of their own: an engine may keep them as they are."""

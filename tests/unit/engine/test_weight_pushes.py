@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,6 +95,22 @@ def test_several_servers_get_one_push(start: Start) -> None:
         sync.push(1)
     assert all(server.holds(source) for server in servers)
     assert source.given == len(SHAPES)  # read once, not once per server
+
+
+def test_servers_receive_at_the_same_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each server receives a bucket only while the other one does too."""
+    servers, source, together = [start(), start()], FakeWeights(), threading.Barrier(2)
+    receive = WeightReceiver.receive
+
+    def receive_together(receiver: WeightReceiver, payload: Any) -> None:
+        together.wait(10)
+        receive(receiver, payload)
+        together.wait(10)
+
+    monkeypatch.setattr(WeightReceiver, "receive", receive_together)
+    with syncing(servers, source) as sync:
+        sync.push(1)
+    assert all(server.holds(source) for server in servers)
 
 
 def test_weights_are_sent_in_the_engines_dtype(start: Start) -> None:
