@@ -256,6 +256,8 @@ def install() -> None:
         )
     gpu = has_gpu()
     complete_environment(gpu=gpu)
+    # ms-swift enlarges images of fewer tokens. The trainer sends images that already have the model's size.
+    os.environ.setdefault("IMAGE_MIN_TOKEN_NUM", "1")
     if not gpu:
         for module in (swift.arguments.deploy_args, swift.utils, swift_rollout):
             for name in ("get_device_count", "get_physical_device_count"):
