@@ -47,7 +47,7 @@ PATHS: dict[str, list[tuple[str, str, str]]] = {
         ("engine/client.py", "ServerClient.infer", "sends the request"),
         ("engine/serve_app.py", "RolloutServer.infer", "receives it"),
         ("engine/protocol.py", "open_image", "opens the image"),
-        ("engine/serve_engine.py", "ServedEngine.answer", "gives prompt and image to vLLM"),
+        ("engine/serve_engine.py", "ServedEngine.render", "processes prompt and image for vLLM"),
     ],
     "token": [
         ("engine/client.py", "ServerClient.infer", "receives it from the server"),
