@@ -20,7 +20,7 @@ from support.rollout_servers import (
     greedy_tokens,
     load_served,
     payload,
-    requests_for_swift,
+    requests_of,
     served_tokens,
     server_config,
     serving,
@@ -37,7 +37,7 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("padded")
     served = load_served()
     model, known = served.model, len(served.vocab)
-    written = greedy_tokens(served, requests_for_swift(served)[:1])[0][0]
+    written = greedy_tokens(served, requests_of(served, 1))[0][0]
     model.resize_token_embeddings(known + PADDING, mean_resizing=False)
     with torch.no_grad():
         head: Any = model.get_output_embeddings()
@@ -68,7 +68,7 @@ def server(
 
 
 def test_ids_beyond_the_tokenizer_are_suppressed(server: RunningServer, loaded: LoadedModel) -> None:
-    requests = requests_for_swift(loaded)
+    requests = requests_of(loaded, 12)
     known = len(loaded.vocab)
     free = greedy_tokens(loaded, requests)
     assert any(token >= known for answer in free for token in answer), "nothing to suppress"
@@ -89,7 +89,7 @@ def test_a_refusal_has_vllms_reason(server: RunningServer, loaded: LoadedModel) 
     client = server.client()
     status = client.status()
     with pytest.raises(ServerRefused, match="temperature") as refused:
-        client.infer(payload(requests_for_swift(loaded)[:1], temperature=9.0))
+        client.infer(payload(requests_of(loaded, 1), temperature=9.0))
     assert status is not None
     assert refused.value.status == {"coordexp serve": 400, "swift rollout": 500}[status["server"]]
     client.close()

@@ -3,12 +3,14 @@ answers exactly like the trainer."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
 from coordexp.records import RolloutRequest
 from support import tuned_models
+from support.forked import SWIFT, Handle, by_file, forked
 from support.guarded_server import Guarded, GuardedServerContract, answered
 from support.rollout_servers import (
     RunningServer,
@@ -33,7 +36,7 @@ from support.rollout_servers import (
     load_served,
     payload,
     pushing,
-    requests_for_swift,
+    requests_of,
     served_checkpoint,
     served_tokens,
     swift_rollout,
@@ -75,12 +78,8 @@ class TestGuard(GuardedServerContract):
         assert item["coordexp"]["repeat_terminate_triggered"] in (0, 1)
 
 
-def requests_of(learner: LoadedModel) -> list[RolloutRequest]:
-    return requests_for_swift(learner)[: 2 * WORKERS]
-
-
 def assert_answers_as(client: ServerClient, learner: LoadedModel, version: int) -> list[list[int]]:
-    requests = requests_of(learner)
+    requests = requests_of(learner, 2 * WORKERS)
     answers = served_tokens(client, requests)
     assert answers == greedy_tokens(learner, requests)
     status = client.status()
@@ -142,14 +141,16 @@ def test_a_new_trainer_takes_over_the_server(client: ServerClient) -> None:
         stamp = anew.push(10).weights
         assert time.monotonic() - started < 40
         assert_answers_as(client, learner, 10)
-        assert client.infer(payload(requests_of(learner)))[0]["coordexp"].items() >= stamp.payload().items()
+        assert (
+            client.infer(payload(requests_of(learner, 2 * WORKERS)))[0]["coordexp"].items() >= stamp.payload().items()
+        )
         with pytest.raises(RolloutError, match=f"learner {stamp.learner_id} has pushed"):
             gone.push(11)
 
 
 def test_a_worker_error_reaches_the_trainer(client: ServerClient) -> None:
     learner = load_served()
-    (request, *_) = requests_of(learner)
+    (request, *_) = requests_of(learner, 2 * WORKERS)
     call = {
         "infer_requests": [{"messages": [{"role": "user", "content": "<image>x"}], "images": ["/no/such/file.png"]}],
         "request_config": {"max_tokens": 4, "temperature": 0.0, "return_details": True},
@@ -167,7 +168,9 @@ def test_a_worker_that_hangs_during_decoding_is_detected(server: RunningServer) 
     before = status["num_steps"]
     pids = [one["pid"] for one in status["workers"]]
     answers: list[Any] = []
-    asked = threading.Thread(target=lambda: answers.extend(client.infer(payload(requests_of(learner), 64))))
+    asked = threading.Thread(
+        target=lambda: answers.extend(client.infer(payload(requests_of(learner, 2 * WORKERS), 64)))
+    )
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -190,3 +193,24 @@ def test_killing_the_server_leaves_no_process(server: RunningServer) -> None:
     assert {one["pid"] for one in status["workers"]} <= set(below)
     os.kill(server.process.pid, signal.SIGKILL)
     assert all_gone(below)
+
+
+def note_size_of_a_small_image(file: Path) -> None:
+    """In a process with the plugin: as ms-swift gives it to vLLM, for patches of Qwen3-VL's size."""
+    from PIL import Image
+    from qwen_vl_utils import vision_process
+    from swift.model.models.qwen import patch_qwen_vl_utils
+
+    from coordexp.engine.swift_rollout import install
+
+    install()
+    patch_qwen_vl_utils(vision_process)
+    image = vision_process.fetch_image({"image": Image.new("RGB", (64, 32))}, image_patch_size=16)
+    file.write_text(json.dumps(image.size), encoding="utf-8")
+
+
+def test_images_under_4096_pixels_keep_their_size(tmp_path: Path) -> None:
+    file, log = tmp_path / "size.json", tmp_path / "log"
+    process = Handle(forked(*by_file(note_size_of_a_small_image, file), log=log, behind=SWIFT))
+    assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
+    assert json.loads(file.read_text()) == [64, 32]

@@ -25,7 +25,7 @@ from support.rollout_servers import (
     greedy_tokens,
     load_served,
     payload,
-    requests_for_swift,
+    requests_of,
 )
 from support.settings import first_trigger
 
@@ -60,7 +60,7 @@ class GuardedServerContract:
 
     @pytest.fixture(scope="class")
     def requests_(self, loaded: LoadedModel) -> list[RolloutRequest]:
-        return requests_for_swift(loaded)
+        return requests_of(loaded, 12)
 
     @pytest.fixture(scope="class")
     def free(self, loaded: LoadedModel, requests_: list[RolloutRequest]) -> list[list[int]]:

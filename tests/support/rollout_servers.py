@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 import os
 import signal
 import subprocess
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-from PIL import Image
 
 from coordexp.config import RunConfig, load_config, resolved_rollout
 from coordexp.config.rollout import SyncConfig
@@ -244,13 +242,6 @@ def load_served(checkpoint: Path | None = None) -> LoadedModel:
 
 def requests_of(loaded: LoadedModel, count: int = 3) -> list[RolloutRequest]:
     return [sample.request for sample in tiny_samples(loaded, count)]
-
-
-def requests_for_swift(loaded: LoadedModel, samples: int = 12) -> list[RolloutRequest]:
-    """Requests with images of several sizes, also under 4,096 pixels, which ms-swift by itself enlarges."""
-    requests = requests_of(loaded, samples)
-    assert min(math.prod(Image.open(request.image).size) for request in requests) < 4096
-    return requests
 
 
 def payload(requests: Sequence[RolloutRequest], max_tokens: int = NEW_TOKENS, **config: Any) -> dict[str, Any]:
