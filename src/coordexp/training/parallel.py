@@ -170,6 +170,12 @@ def prepare(
     return model, prepared, scheduler(prepared)
 
 
+def join_processes(config: RunConfig) -> None:
+    """Join the process group as the section ``training`` says; see :func:`coordexp.distributed.join`."""
+    training = config.training
+    distributed.join(use_cpu=training.use_cpu, backend=training.ddp_backend, timeout_s=training.ddp_timeout)
+
+
 _LOST = re.compile(
     r"gloo|nccl|ProcessGroup|Connection (closed|reset|refused)|Timed out waiting|Socket Timeout|recvValue|sendBytes"
     r"|Broken pipe|TCPStore|DistStore",

@@ -52,6 +52,7 @@ from coordexp.training.optimizer import LearningRates, build_optimizer, build_sc
 from coordexp.training.parallel import (
     build_accelerator,
     check_parallel,
+    join_processes,
     lost_each_other,
     only_run_in,
     parallel_arguments,
@@ -289,8 +290,7 @@ def run_training(
     checked = check_run(config)
     set_allocator(checked.rollout)
     try:
-        training = config.training
-        distributed.join(use_cpu=training.use_cpu, backend=training.ddp_backend, timeout_s=training.ddp_timeout)
+        join_processes(config)
         with only_run_in(Path(config.training.output_dir)):
             trainer, resume = build_trainer(checked, console, description, config_path, overrides)
             if resume is not None:
