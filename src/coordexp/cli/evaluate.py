@@ -40,6 +40,7 @@ _USED_BY = {
     "limit": (_CONFIG, _SAVED),
     "out": (_CONFIG, _SAVED),
     "segm": (_CONFIG, _SAVED),
+    "calibrate": (_CONFIG,),
     "print": (_CONFIG,),
     "resamples": (_RUNS,),
 }
@@ -67,6 +68,10 @@ class OfEvaluation:
     embedding_threshold: Annotated[
         float | None, typer.Option(min=-1, max=1, help="Least cosine similarity of --embedder [0.7].")
     ] = None
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Fit confidences to what is right here; stored in the checkpoint's folder."),
+    ] = False
     segm: Annotated[bool, typer.Option("--segm", help="Average precision of masks too.")] = False
     compare: Annotated[
         tuple[Path, Path] | None,
@@ -138,6 +143,8 @@ def evaluate(
     if unused or (arguments and kind != _CONFIG):
         users = _USED_BY[unused[0][2:]] if unused else (_CONFIG,)
         raise ConfigError(f"{[*unused, 'KEY=VALUE'][0]} has no use here; it belongs to {' or '.join(users)}")
+    if options.calibrate and options.constant_score is not None:
+        raise ConfigError("--calibrate needs the predictions' own confidences; leave out --constant-score")
     threshold = _THRESHOLD if options.embedding_threshold is None else options.embedding_threshold
     if options.embedder is not None:
         no_bars_in_log_files()
@@ -166,6 +173,7 @@ def _evaluate_model(console: Console, run: RunConfig, options: OfEvaluation, ren
         result = run_evaluation(
             run, console, model=options.model, data=options.data, limit=options.limit, output=options.out,
             constant_score=options.constant_score, rename=rename, segm=options.segm, classes=classes,
+            calibrate=options.calibrate,
         )  # fmt: skip
     files = [*result.files, *_draw(options.sheet, {"prediction": result.answers})] if result.files else []
     if not options.as_json:
@@ -182,7 +190,7 @@ def _evaluate_saved(console: Console, source: Path, options: OfEvaluation, renam
     saved = read_answers(source)[: options.limit]
     answers = rename(saved)
     figures = EvalDetectionConfig(use_segm=options.segm).scored(options.constant_score)
-    summary = summarise(answers, figures, rename.note(saved, answers))
+    summary = summarise(answers, figures, rename.note(saved, answers), with_confidences=True)
     about = {"predictions": str(source), **rename.about}
     files = [] if options.out is None else write_summary(options.out, summary, answers, about, figures)
     files += _draw(options.sheet, {"prediction": answers})

@@ -34,6 +34,9 @@ Classes = Annotated[
         help="The only names that answers may contain: a list, a text file with one a line, or those of a DATA.jsonl.",
     ),
 ]
+MinConfidence = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Leave out objects of a lower confidence: evaluate prints good ones.")
+]
 _SHOWN = 20  # images whose objects are printed
 
 
@@ -47,6 +50,8 @@ def predict(
     limit: Limit = None,
     constant_score: ConstantScore = None,
     classes: Classes = None,
+    min_confidence: MinConfidence = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer [the run's own].")] = None,
     save_images: Annotated[
         bool, typer.Option("--save-images", help="Write each image with its objects drawn over it.")
     ] = False,
@@ -55,7 +60,8 @@ def predict(
     """Run a model on images.
 
     Boxes are in pixels of the images as given. Images that cannot be read are reported and left out. Answers are
-    written as they come: the same command with the same --out continues where it stopped.
+    written as they come: the same command with the same --out continues where it stopped. predictions.jsonl keeps
+    objects below --min-confidence.
     """
     names, arguments = split_words(words)
     config = Path(names.pop(0)) if names and is_config(names[0]) else None
@@ -78,12 +84,15 @@ def predict(
         from coordexp.config import load_config
         from coordexp.config.schema import AnswerConfig
 
-        run = AnswerConfig.of_run(load_config(config, arguments=arguments))
+        given = {} if max_new_tokens is None else {"rollout_matching.max_new_tokens": max_new_tokens}
+        run = AnswerConfig.of_run(load_config(config, given, arguments))
     else:
         assert model is not None
         from coordexp.inference.session import PredictOptions, inference_config
 
-        run = inference_config(model, PredictOptions(), arguments)
+        run = inference_config(model, PredictOptions(max_new_tokens=max_new_tokens), arguments)
+    if min_confidence is not None and constant_score is not None:
+        raise ConfigError("--min-confidence needs confidences; leave out --constant-score")
     check_paths({"--model": model} if model is not None else {"model.model": run.model.model})
     from coordexp.inference.session import read_classes
 
@@ -97,7 +106,7 @@ def predict(
         result = run_prediction(
             run, console, source=images if len(images) > 1 else images[0], output=folder, model=model, limit=limit,
             score="token_probability" if constant_score is None else constant_score,
-            skip_broken=True, save_images=save_images, classes=labels,
+            skip_broken=True, save_images=save_images, classes=labels, min_confidence=min_confidence,
         )  # fmt: skip
     if not as_json:
         from coordexp.geometry import pixel_box
@@ -106,11 +115,21 @@ def predict(
             objects = []
             for obj in answer.pred:
                 box = ", ".join(f"{side:.0f}" for side in pixel_box(obj, answer.width, answer.height))
-                score = "" if obj.score is None else f" {obj.score:.2f}"
-                objects.append(f"{obj.desc}{score} ({box})")
-            say(console, f"{answer.sample_id}: {'; '.join(objects) or 'nothing found'}")
+                number = obj.score if obj.confidence is None else obj.confidence
+                objects.append(f"{obj.desc}{'' if number is None else f' {number:.2f}'} ({box})")
+            problem = "" if answer.problem is None else f" [{answer.problem}]"
+            say(console, f"{answer.sample_id}: {'; '.join(objects) or 'nothing found'}{problem}")
         if len(result.answers) > _SHOWN:
             say(console, f"… and {len(result.answers) - _SHOWN} more images")
+        incomplete = sum(answer.problem is not None for answer in result.answers)
+        if incomplete:
+            cut = sum(answer.truncated for answer in result.answers)
+            say(
+                console,
+                f"note: {incomplete} answers are incomplete, {cut} of them cut off; the reasons are in brackets",
+            )
+        if result.left_out:
+            say(console, f"{result.left_out} objects of a confidence below {min_confidence:g} are left out")
         resumed = f", {result.resumed} of them by an earlier run" if result.resumed else ""
         skipped = f"; {len(result.skipped)} could not be read and were skipped" if result.skipped else ""
         say(console, f"{result.images} images answered{resumed}{skipped}")
@@ -118,7 +137,9 @@ def predict(
     elif not console.quiet:
         broken = [{"image": image, "reason": reason} for image, reason in result.skipped]
         files = [str(path) for path in result.files]
-        fields = {"images": result.images, "resumed": result.resumed, "skipped": broken, "files": files}
+        problems = {answer.sample_id: answer.problem for answer in result.answers if answer.problem is not None}
+        fields = {"images": result.images, "resumed": result.resumed, "skipped": broken, "problems": problems,
+                  "left_out": result.left_out, "files": files}  # fmt: skip
         typer.echo(json.dumps(fields))
 
 
@@ -146,14 +167,18 @@ def export(
         Path | None,
         typer.Option(help="Your class names, one a line, or a data.yaml; their numbers are kept. For yolo."),
     ] = None,
-    min_score: Annotated[float | None, typer.Option(min=0, max=1, help="Leave out what is less sure.")] = None,
-    scores: Annotated[bool, typer.Option("--scores", help="Append scores to lines. For yolo.")] = False,
+    min_confidence: MinConfidence = None,
+    min_score: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Leave out objects of a lower score, which only ranks them.")
+    ] = None,
+    scores: Annotated[bool, typer.Option("--scores", help="Append confidences to lines. For yolo.")] = False,
 ) -> None:
     """Write predictions as COCO, YOLO, VOC, LabelMe or CSV.
 
-    Coordinates are in pixels of the original images.
+    Coordinates are in pixels of the original images, scores are confidences if the predictions have them.
     """
     from coordexp.evaluation.answers import read_answers
+    from coordexp.evaluation.confidence import at_least
     from coordexp.evaluation.export import FORMATS, read_terms
 
     given = {"--annotations": (annotations, "coco"), "--classes": (classes, "yolo"),
@@ -168,6 +193,14 @@ def export(
         left_out = sum(len(a.pred) for a in answers) - sum(len(a.pred) for a in kept)
         say(console, f"{left_out} objects of a score below {min_score:g} are left out")
         answers = kept
+    if min_confidence is not None:
+        answers, left_out = at_least(answers, min_confidence)
+        say(console, f"{left_out} objects of a confidence below {min_confidence:g} are left out")
+    # Other tools compare their scores with thresholds.
+    answers = [
+        replace(a, pred=tuple(o if o.confidence is None else replace(o, score=o.confidence) for o in a.pred))
+        for a in answers
+    ]
     options = {"scores": scores} if form == "yolo" else {}
     exported = FORMATS[form](answers, out, read_terms(annotations, classes), **options)
     for note in exported.notes:

@@ -36,8 +36,8 @@ _COMPRESSION = 1  # of PNG: the default takes four times as long for files a fif
 
 
 def draw_detections(image: Image.Image, detections: Sequence[Detection]) -> Image.Image:
-    """A copy of ``image`` with an outline, a name and a score for each object; one colour per name. Small images are
-    enlarged by a whole factor, so that names cover little of them."""
+    """A copy of ``image`` with an outline, a name and a confidence for each object; one colour per name. Small images
+    are enlarged by a whole factor, so that names cover little of them."""
     factor = max(1, _READABLE // max(image.size))
     drawn = image.convert("RGB").resize((image.width * factor, image.height * factor), Image.Resampling.BICUBIC)
     draw = ImageDraw.Draw(drawn)
@@ -47,7 +47,8 @@ def draw_detections(image: Image.Image, detections: Sequence[Detection]) -> Imag
     for obj in detections:
         colour = colour_of[obj.desc]
         ring = _draw_outline(draw, obj, drawn.size, colour, width)
-        text = obj.desc if obj.score is None else f"{obj.desc} {obj.score:.2f}"
+        number = obj.score if obj.confidence is None else obj.confidence
+        text = obj.desc if number is None else f"{obj.desc} {number:.2f}"
         left, top, right, bottom = draw.textbbox((0, 0), text, font=font)
         x = max(0.0, min(min(x for x, _ in ring), drawn.width - (right - left)))
         above = min(y for _, y in ring) - (bottom - top) - width

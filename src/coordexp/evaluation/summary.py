@@ -18,6 +18,7 @@ from rich.text import Text
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, write_answers
 from coordexp.evaluation.coco import AREAS, RECALLS_R, THRESHOLDS_T, average_precision, coco_shape, write_coco
+from coordexp.evaluation.confidence import Reliability, Threshold, best_thresholds, reliability
 from coordexp.evaluation.detection import (
     DENSITIES,
     IOU_THRESHOLD,
@@ -58,19 +59,32 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """``figures`` by name; ``by_class`` in order of frequency, ``by_density`` from empty to crowded."""
+    """``figures`` by name; ``by_class`` in order of frequency, ``by_density`` from empty to crowded;
+    ``thresholds``: the confidence with the best F1, of all classes together and of each; ``reliability``: what
+    confidences were worth."""
 
     figures: dict[str, float]
     by_class: tuple[GroupRow, ...]
     by_density: tuple[GroupRow, ...]
     notes: tuple[str, ...] = field(default_factory=tuple)
+    thresholds: tuple[Threshold, ...] = ()
+    reliability: tuple[Reliability, ...] = ()
 
 
 def summarise(
-    answers: Sequence[ImageAnswer], options: EvalDetectionConfig = WITH_OWN_SCORES, notes: Sequence[str] = ()
+    answers: Sequence[ImageAnswer],
+    options: EvalDetectionConfig = WITH_OWN_SCORES,
+    notes: Sequence[str] = (),
+    *,
+    with_confidences: bool = False,
 ) -> Summary:
-    """All figures of a set of answers; ``notes`` precede those found here. Raises DataError if an image has no
-    annotations, or a prediction no score and ``options`` asks for average precision."""
+    """All figures of a set of answers. Raises DataError if an image has no annotations, or a prediction no score and
+    ``options`` asks for average precision.
+
+    Args:
+        notes: come before those found here.
+        with_confidences: also the thresholds and reliability of confidences.
+    """
     first, *further = options.f1ish_iou_thrs
     counted = [count_image(answer, first) for answer in answers]
     figures = detection_metrics(sum_counts(part.counts for part in counted))
@@ -131,6 +145,8 @@ def summarise(
         tuple(by_class),
         tuple(_row(f"{name} objects", sum_counts(by_density[name]), ap_by_density.get(name)) for name in densities),
         tuple(found),
+        tuple(best_thresholds(answers)) if with_confidences else (),
+        tuple(reliability(answers)) if with_confidences else (),
     )
 
 
@@ -165,6 +181,8 @@ def write_summary(
         "notes": list(summary.notes),
         "by_class": [asdict(row) for row in summary.by_class],
         "by_density": [asdict(row) for row in summary.by_density],
+        "thresholds": [asdict(row) for row in summary.thresholds],
+        "reliability": [asdict(row) for row in summary.reliability],
     }
     (folder / METRICS).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for name, rows in ((BY_CLASS, summary.by_class), (BY_DENSITY, summary.by_density)):
@@ -246,6 +264,12 @@ def summary_tables(summary: Summary, title: str, max_classes: int = 20) -> Itera
             cells = ["–" if value is None else f"{value:.3f}" for value in rates]
             name = row.name if rows is shown else row.name.removesuffix(" objects")
             table.add_row(Text(name), *map(str, counts), *cells)
+        yield table
+    if summary.thresholds:
+        table = text_table("best F1, if less confident predictions are left out", "class", "confidence ≥", "prec.",
+                           "recall", "F1")  # fmt: skip
+        for row in summary.thresholds[: max_classes + 1]:
+            table.add_row(Text(row.name), *(f"{v:.3f}" for v in (row.confidence, row.precision, row.recall, row.f1)))
         yield table
 
 

@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from PIL import Image
 from rich.console import Console
 
 from coordexp import distributed
+from coordexp.checkpoints.calibration import read_calibration, write_calibration
 from coordexp.checkpoints.folder import checkpoint_fingerprint
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.schema import AnswerConfig
@@ -34,6 +36,7 @@ from coordexp.evaluation.answers import (
     write_answers,
 )
 from coordexp.evaluation.coco import write_coco
+from coordexp.evaluation.confidence import at_least, calibrated, fit
 from coordexp.evaluation.drawing import save_drawings
 from coordexp.evaluation.summary import METRICS, Summary, summarise, write_summary
 from coordexp.inference.session import checked_model, open_session, size_note
@@ -46,13 +49,15 @@ Score = Literal["token_probability", "confidence"] | float
 @dataclass(frozen=True, slots=True)
 class PredictionResult:
     """``resumed``: number of answers from an earlier run; ``skipped``: (image, reason) if one could not be read;
-    ``answers`` and ``files`` are empty on ranks other than the first."""
+    ``left_out``: objects of too low a confidence. ``answers``, without those, and ``files`` are empty on ranks other
+    than the first."""
 
     images: int
     resumed: int
     files: tuple[Path, ...]
     skipped: tuple[tuple[str, str], ...] = ()
     answers: tuple[ImageAnswer, ...] = ()
+    left_out: int = 0
 
 
 def run_prediction(
@@ -67,6 +72,7 @@ def run_prediction(
     skip_broken: bool = False,
     save_images: bool = False,
     classes: Sequence[str] = (),
+    min_confidence: float | None = None,
 ) -> PredictionResult:
     """Answer every image of ``source`` (:func:`~coordexp.data.image_sources.find_images`) and write
     ``predictions.jsonl`` and COCO results to ``output``.
@@ -81,6 +87,7 @@ def run_prediction(
         skip_broken: leave out images that cannot be read.
         save_images: draw each image with its answer too.
         classes: the only descriptions that answers may contain; empty for any.
+        min_confidence: leave objects below out of everything but ``predictions.jsonl``.
 
     Raises:
         DataError: ``output`` has the answers of other settings, or an image cannot be read.
@@ -91,6 +98,7 @@ def run_prediction(
     records = images.records
     path = checked_model(config, model)
     preparation = read_preparation(path)
+    calibration = read_calibration(path) if score == "token_probability" else None
     _note(console, images, preparation)
     rollout = config.rollout_matching
     settings = {  # everything that an answer depends on
@@ -110,6 +118,7 @@ def run_prediction(
         "score": score,
         **({"classes": list(classes)} if classes else {}),
         **({} if preparation.resize is None else {"resize": asdict(preparation.resize)}),
+        **({} if calibration is None else {"calibration": asdict(calibration)}),
     }
     distributed.join(use_cpu=config.use_cpu)
     with distributed.raise_on_all_ranks("coordexp predict"):
@@ -150,15 +159,31 @@ def run_prediction(
             if lines:
                 append_line(part, "".join(lines).encode("utf-8"))
     distributed.barrier()
-    answers, files = _join_parts(output, records, save_images) if distributed.is_main() else ([], [])
     resumed = len(records) - len(todo)
-    return PredictionResult(len(records), resumed, tuple(files), images.skipped, tuple(answers))
+    if not distributed.is_main():
+        return PredictionResult(len(records), resumed, (), images.skipped)
+    answers, files = _join_parts(output, records)
+    left_out = 0
+    if min_confidence is not None:
+        answers, left_out = at_least(answers, min_confidence)
+    has_polygons = any(obj.kind == "poly" for answer in answers for obj in answer.pred)
+    files += write_coco(answers, output, None, segm=has_polygons)
+    if save_images:
+        files += save_drawings(answers, output / "images")
+    return PredictionResult(len(records), resumed, tuple(files), images.skipped, tuple(answers), left_out)
 
 
 def _note(console: Console, images: FoundImages, preparation: ImagePreparation) -> None:
     note = size_note(images.records, preparation)
     if note is not None:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    limit = Image.MAX_IMAGE_PIXELS or 0
+    large = [record.sample_id for record in images.records if limit and record.width * record.height > limit]
+    if large:
+        text = (
+            f"note: {len(large)} images have more than {limit:,} pixels, the first is {large[0]}; they need much memory"
+        )
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     for image, reason in images.skipped:
         console.print(f"skipped {image}: {reason}", highlight=False, markup=False, soft_wrap=True)
 
@@ -193,10 +218,8 @@ def _answered(output: Path) -> dict[str, ImageAnswer]:
     return {answer.sample_id: answer for answer in answers}
 
 
-def _join_parts(
-    output: Path, records: Sequence[ImageRecord], save_images: bool
-) -> tuple[list[ImageAnswer], list[Path]]:
-    """One file in the order of the source, COCO's results from it, and with ``save_images`` the drawings."""
+def _join_parts(output: Path, records: Sequence[ImageRecord]) -> tuple[list[ImageAnswer], list[Path]]:
+    """One file in the order of the source."""
     answered = _answered(output)
     answers = [answered[record.sample_id] for record in records]
     whole = output / PREDICTIONS
@@ -204,11 +227,7 @@ def _join_parts(
     for part in _parts(output):
         if part != whole:
             part.unlink()
-    has_polygons = any(obj.kind == "poly" for answer in answers for obj in answer.pred)
-    paths = [whole, *write_coco(answers, output, None, segm=has_polygons)]
-    if save_images:
-        paths += save_drawings(answers, output / "images")
-    return answers, paths
+    return answers, [whole]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,25 +253,33 @@ def run_evaluation(
     rename: Renaming | None = None,
     segm: bool = False,
     classes: Sequence[str] = (),
+    calibrate: bool = False,
 ) -> EvaluationResult:
     """Evaluate, and write figures and answers to ``output`` (``<training.output_dir>/evaluation``).
 
     Predictions are scored by their tokens' probabilities unless ``constant_score`` is given. Under torchrun the images
     are spread over the ranks. ``rename`` gives predictions other descriptions; ``segm``: average precision of masks
-    too; ``classes``: the only descriptions that answers may contain, empty for any. Raises ConfigError, DataError,
+    too; ``classes``: the only descriptions that answers may contain, empty for any; ``calibrate``: fit confidences to
+    what is right here, and store the calibration in the checkpoint's folder. Raises ConfigError, DataError,
     CheckpointError or VocabError before weights are loaded.
     """
     path = Path(model or config.model.model)
     jsonl, written = answer_jsonl(
-        config, console, f"evaluating {path}", path, data, limit, scored=constant_score is None, classes=classes
-    )
+        config, console, f"evaluating {path}", path, data, limit, scored=constant_score is None, classes=classes,
+        calibrates=calibrate,
+    )  # fmt: skip
     rename = rename or Renaming()
     answers = rename(written)
+    files: list[Path] = []
+    if calibrate:
+        calibration = fit(answers, str(jsonl))
+        answers = calibrated(answers, calibration)
+        if distributed.is_main():
+            files.append(write_calibration(calibration, path))
     detection = resolved_rollout(config).eval_detection
     options = detection.model_copy(update={"use_segm": segm or detection.use_segm}).scored(constant_score)
-    summary = summarise(answers, options, rename.note(written, answers))
+    summary = summarise(answers, options, rename.note(written, answers), with_confidences=True)
     folder = output or Path(config.training.output_dir) / "evaluation"
-    files: list[Path] = []
     if distributed.is_main():
         about = {
             "model": str(path),
@@ -261,7 +288,7 @@ def run_evaluation(
             **({"classes": list(classes)} if classes else {}),
             **rename.about,
         }
-        files = write_summary(folder, summary, answers, about, options)
+        files += write_summary(folder, summary, answers, about, options)
     return EvaluationResult(summary, tuple(answers), jsonl, folder / METRICS, tuple(files))
 
 
@@ -275,9 +302,10 @@ def answer_jsonl(
     *,
     scored: bool = False,
     classes: Sequence[str] = (),
+    calibrates: bool = False,
 ) -> tuple[Path, list[ImageAnswer]]:
     """The dataset (None: ``custom.val_jsonl``), and all ranks' answers for it. Everything cheap is checked before
-    weights are loaded."""
+    weights are loaded. ``calibrates``: with raw confidences."""
     answering = AnswerConfig.of_run(config)
     check_backend(answering.rollout_matching, bool(classes))
     jsonl = data or config.custom.val_jsonl
@@ -292,6 +320,7 @@ def answer_jsonl(
         reporting(console, description, stays=True) as on_progress,
     ):
         seed = config.training.seed
+        scorer = replace(session.scorer, calibration=None) if calibrates else session.scorer
         answers = answer_dataset(
             RecordDataset(records, session.encoder.encode, config.custom.object_ordering, seed),
             session.backend,
@@ -299,6 +328,6 @@ def answer_jsonl(
             seed=seed,
             on_progress=on_progress,
             on_answer=on_progress,
-            scorer=session.scorer if scored else None,
+            scorer=scorer if scored else None,
         )
     return Path(jsonl), answers

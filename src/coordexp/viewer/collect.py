@@ -206,7 +206,10 @@ def _from_record(record: RolloutRecord, vocab: CoordVocab | None) -> ViewRecord:
 
 
 def _from_answer(answer: ImageAnswer) -> ViewRecord:
-    named = [(obj, f"object {k}", obj.score) for k, obj in enumerate(answer.pred, start=1)]
+    named = [
+        (obj, f"object {k}", obj.score if obj.confidence is None else obj.confidence)
+        for k, obj in enumerate(answer.pred, start=1)
+    ]
     gt, pred = _shapes(answer.gt or (), named, match_answer(answer))
     annotated = answer.gt is not None
     return ViewRecord(**_same(answer), step=None, gt=gt, pred=pred, annotated=annotated, dropped=answer.dropped)

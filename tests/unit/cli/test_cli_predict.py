@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -15,7 +16,7 @@ from rich.console import Console
 from coordexp.data import read_jsonl
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
-from coordexp.evaluation.answers import read_answers, write_answers
+from coordexp.evaluation.answers import ImageAnswer, read_answers, write_answers
 from coordexp.evaluation.detection import detection_metrics
 from coordexp.evaluation.summary import GroupRow, Summary, summary_tables
 from support.cli_runs import run_cli, write_run
@@ -153,6 +154,21 @@ def test_missing_arguments_and_options_without_effect_are_refused(
     assert outcome.code == 2 and complaint in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"text": "{}"}, None),
+        ({"text": "I see a cat", "dropped": {"prose": 1}}, "not JSON (prose 1): 'I see a cat'"),
+        ({"text": '{"object_1"', "truncated": True, "num_tokens": 7}, "7 tokens"),
+        ({"text": "{", "truncated": True, "repeat_terminated": True, "num_tokens": 9}, "9 tokens because it repeated"),
+        ({"text": '{"a": 1}', "dropped": {"key_invalid": 2}}, "2 entries could not be read (key_invalid 2)"),
+    ],
+)
+def test_an_answer_says_why_it_may_lack_objects(fields: dict[str, Any], part: str | None) -> None:
+    problem = replace(ImageAnswer("s", "a.png", 10, 10, None, ()), **fields).problem
+    assert problem is None if part is None else problem is not None and part in problem
+
+
 def test_a_sheet_shows_the_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
     for k, answer in enumerate(random_answers(7, 1)):
@@ -183,21 +199,37 @@ def test_predict_images_without_a_configuration(
     for name in ("a.jpg", "b.png"):
         Image.new("RGB", (64, 48), "gray").save(tmp_path / "photos" / name)
     (tmp_path / "photos" / "c.jpg").write_text("no image")
+    Image.new("RGB", (3000, 12), "gray").save(tmp_path / "photos" / "thin.png")
+    frames = [Image.new("RGB", (64, 48), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "photos" / "moving.gif", save_all=True, append_images=frames[1:])
+    for name in ("clip.mp4", "phone.HEIC", "raw.dng"):
+        (tmp_path / "photos" / name).write_text("not read")
     shown = run_cli(capsys, "predict", "photos", "--model", model, "--save-images")
     assert shown.code == 0, shown.err
-    assert "2 images answered; 1 could not be read and were skipped" in shown.out and "skipped c.jpg: " in shown.out
+    assert "2 images answered; 6 could not be read and were skipped" in shown.out
+    for name, reason in (("c.jpg", "cannot identify"), ("thin.png", "3000x12"), ("moving.gif", "2 frames"),
+                         ("clip.mp4", "ffmpeg"), ("phone.HEIC", "coordexp[heif]"), ("raw.dng", "JPEG")):  # fmt: skip
+        assert re.search(rf"^skipped {re.escape(name)}: .*{re.escape(reason)}", shown.out, re.M), name
     assert "a.jpg: " in shown.out
     out = tmp_path / "outputs" / "predict"
     assert sorted(path.name for path in (out / "images").iterdir()) == ["a.jpg", "b.png"]
-    assert Image.open(out / "images" / "a.jpg").size == (64, 48)
+    assert Image.open(out / "images" / "a.jpg").size == (640, 480)  # small images are enlarged
     assert [(answer.width, answer.height, answer.gt) for answer in read_answers(out)] == [(64, 48, None)] * 2
     measured = run_cli(capsys, "evaluate", out)
     assert measured.code == 2 and "has no annotations" in measured.err
     (tmp_path / "empty").mkdir()
     assert run_cli(capsys, "predict", "empty", "--model", model, "--out", "o2").code == 2  # no image there
-    again = run_cli(capsys, "predict", "photos/a.jpg", "photos/*.png", "--model", model, "--json")
+    frames[0].save(tmp_path / "still.gif")
+    Image.new("RGB", (64, 48), "gray").save(tmp_path / "still.avif")
+    for name in ("still.gif", "still.avif"):
+        assert run_cli(capsys, "predict", name, "--model", model, "--out", f"{name}-out").code == 0
+    cut = run_cli(capsys, "predict", "photos/a.jpg", "--model", model, "--out", "o3", "--max-new-tokens", 2)
+    assert "photos/a.jpg: nothing found [cut off after 2 tokens" in cut.out and "1 of them cut off" in cut.out
+    again = run_cli(capsys, "predict", "photos/a.jpg", "photos/b*.png", "--model", model, "--json")
     found = json.loads(again.out)
-    assert (found["images"], found["skipped"]) == (2, []) and str(found["files"][0]).startswith("outputs/predict-2/")
+    assert (found["images"], found["skipped"], found["problems"]) == (2, [], {}) and str(found["files"][0]).startswith(
+        "outputs/predict-2/"
+    )
     assert [answer.sample_id for answer in read_answers(tmp_path / "outputs" / "predict-2")] == [
         "photos/a.jpg",
         "photos/b.png",
