@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from coordexp.errors import CheckpointError, DataError
+from coordexp.errors import CheckpointError, ConfigError, CoordExpError, DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -99,6 +99,30 @@ def check_checkpoint(path: Path) -> None:
     if not path.is_dir():
         what = "is a file, not a folder" if path.exists() else "no such folder"
         raise CheckpointError(f"{path}: {what}; name a checkpoint, such as a run's output_dir; nothing is downloaded")
+
+
+def check_inputs(model: str | Path, datasets: Mapping[Path | None, int | None]) -> None:
+    """Check without torch what training and evaluation check again after its import: the checkpoint's small files, and
+    every line and image of the datasets (path -> maximum number of records). Raises all problems at once."""
+    from coordexp.checkpoints.folder import Checkpoint
+    from coordexp.data.dataset_cache import check_images, open_records
+
+    problems: list[CoordExpError] = []
+    try:
+        if (opened := Checkpoint.open(model)).has_tokenizer_file:
+            opened.read_vocab()
+    except CoordExpError as error:
+        problems.append(error)
+    for path, limit in datasets.items():
+        try:
+            if path is not None:
+                check_images(open_records(path, limit=limit))
+        except CoordExpError as error:
+            problems.append(error)
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise ConfigError("\n".join(map(str, problems)))
 
 
 def say(console: Console, text: str) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from coordexp.cli.console import (
     check_checkpoint,
+    check_inputs,
     no_bars_in_log_files,
     on_interrupt,
     open_console,
@@ -166,6 +167,11 @@ def _evaluate_model(console: Console, run: RunConfig, options: OfEvaluation, ren
     from coordexp.inference.session import read_classes
 
     classes = read_classes(options.classes)
+    from coordexp import distributed
+
+    if distributed.world_size() == 1:
+        limit = run.custom.val_sample_limit if options.limit is None else options.limit
+        check_inputs(options.model or run.model.model, {options.data or run.custom.val_jsonl: limit})
     from coordexp.inference.prediction import run_evaluation
 
     no_bars_in_log_files()

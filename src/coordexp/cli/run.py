@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordexp.cli.console import check_checkpoint, no_bars_in_log_files, open_console, say
+from coordexp import distributed
+from coordexp.cli.console import check_checkpoint, check_inputs, no_bars_in_log_files, open_console, say
 from coordexp.cli.usage import App
 from coordexp.errors import CheckpointError, ConfigError
 
@@ -83,9 +84,17 @@ def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = F
         },
         {"custom.train_jsonl": run.custom.train_jsonl, "custom.val_jsonl": run.custom.val_jsonl},
     )
+    console = open_console()
+    if distributed.world_size() == 1:  # what needs no torch is refused before its import, which takes seconds
+        from coordexp.checkpoints.run_lock import check_not_running
+
+        custom = run.custom
+        check_not_running(Path(run.training.output_dir))
+        check_inputs(
+            run.model.model, {custom.train_jsonl: custom.train_sample_limit, custom.val_jsonl: custom.val_sample_limit}
+        )
     from coordexp.training.run import run_training
 
-    console = open_console()
     no_bars_in_log_files()
     run_training(run, console, run.custom.trainer_variant or "stage 1", config, given)
     console.print(f"saved to {run.training.output_dir}", soft_wrap=True)

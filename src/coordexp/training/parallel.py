@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_m
 from transformers import TrainingArguments
 
 from coordexp import distributed
+from coordexp.checkpoints.run_lock import LOCK, take_lock
 from coordexp.config import RunConfig
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import DeepSpeedConfig
@@ -192,29 +192,17 @@ def lost_each_other(error: BaseException) -> bool:
     return type(error) is RuntimeError and _LOST.search(str(error)) is not None
 
 
-LOCK = "run.lock"
-
-
 @contextmanager
 def only_run_in(output_dir: Path) -> Iterator[None]:
     """Hold ``output_dir`` for this run. A collective call; raises ConfigError if another process trains into the
-    folder. The kernel releases the lock however the process ends, so a left-over lock file locks nothing."""
+    folder. A left-over lock file locks nothing."""
     with ExitStack() as held:
         with distributed.raise_on_all_ranks("training.output_dir"):
             if distributed.is_main():
                 output_dir.mkdir(parents=True, exist_ok=True)
                 descriptor = os.open(output_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
                 held.callback(os.close, descriptor)
-                try:
-                    # A lock of the process, not of the open file: loader processes do not inherit it, and network file
-                    # systems support it.
-                    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    holder = os.read(descriptor, 1024).decode(errors="replace").strip() or "unknown process"
-                    raise ConfigError(
-                        f"training.output_dir: another run trains into {output_dir} ({holder}); end it, or choose "
-                        "another folder"
-                    ) from error
+                take_lock(descriptor, output_dir)
                 os.ftruncate(descriptor, 0)
                 since = datetime.now(UTC).isoformat(timespec="seconds")
                 holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from coordexp.checkpoints.run_lock import LOCK
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation.answers import write_answers
@@ -70,6 +72,11 @@ REFUSED = [
     ("view", "nothing"),
     ("view", "run", "--model", "nothing"),
     ("train", "views.yaml"),
+    ("train", "imageless.yaml"),
+    ("evaluate", "imageless.yaml"),
+    ("train", "empty.yaml"),
+    ("train", "qwen2.yaml"),
+    ("train", "running.yaml"),
     ("evaluate", "views.yaml"),
     ("predict", "nothing.jpg", "nothing.png", "--model", "MODEL"),
     ("predict", "images", "--model", "nothing"),
@@ -106,6 +113,34 @@ print(json.dumps(lines))
 """
 
 
+def write_refused_runs(folder: Path) -> None:
+    """Configurations whose input is wrong in a way that torch is not needed for, and one of a run that goes on."""
+    (folder / "qwen2").mkdir()
+    (folder / "qwen2" / "config.json").write_text('{"model_type": "qwen2"}')
+    lines = (folder / "scenes.jsonl").read_text(encoding="utf-8").splitlines()
+    (folder / "imageless.jsonl").write_text(lines[0].replace("images/", "nowhere/") + "\n", encoding="utf-8")
+    (folder / "empty.jsonl").write_text("")
+    model, data = str(asset("checkpoints/demo-stage1")), "scenes.jsonl"
+    wrong = {"imageless": (model, "imageless.jsonl"), "empty": (model, "empty.jsonl"), "qwen2": ("qwen2", data)}
+    for name, (checkpoint, jsonl) in (wrong | {"running": (model, data)}).items():
+        custom = {"train_jsonl": jsonl, "val_jsonl": jsonl}
+        training = stage1()["training"] | {"output_dir": name + "_run"}
+        config = stage1() | {"model": {"model": checkpoint}, "training": training}
+        write_yaml(folder, config | {"custom": config["custom"] | custom}, f"{name}.yaml")
+    (folder / "running_run").mkdir()
+
+
+@contextmanager
+def another_process_holds(lock: Path) -> Iterator[None]:
+    """A process that locks a file until the end of the block."""
+    code = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdin is not None and holder.stdout is not None
+        holder.stdout.readline()
+        yield
+        holder.stdin.close()
+
+
 def in_turn(folder: Path, heavy: Iterable[str], commands: Iterable[Sequence[str]]) -> list[tuple[int, str, list[str]]]:
     """(exit code, stderr, which of ``heavy`` are imported by then) of commands that one process runs, on files that are
     written to ``folder``."""
@@ -113,10 +148,12 @@ def in_turn(folder: Path, heavy: Iterable[str], commands: Iterable[Sequence[str]
     write_scenes(folder, 4, SPARSE, 1)
     write_yaml(folder, stage1() | {"data": {"augment": {"horizontal_flip": 0.5}}}, "views.yaml")
     write_run(folder / "recorded")
+    write_refused_runs(folder)
     model = str(asset("checkpoints/demo-stage1"))
     argvs = [[model if word == "MODEL" else word for word in argv] for argv in commands]
     words = [sys.executable, "-c", ALL_IN_TURN, json.dumps(sorted(heavy)), json.dumps(argvs)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=folder)
+    with another_process_holds(folder / "running_run" / LOCK):
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -128,7 +165,10 @@ def test_read_only_and_refused_commands_do_not_import_torch(tmp_path: Path) -> N
         command = " ".join(argv)
         assert not heavy, f"{command} imports {heavy}"
         assert code == (2 if argv in REFUSED else 0), f"{command}: {err}"
-        assert argv in READS or "nothing" in err or "model.model: checkpoints/tiny: no such folder" in err, command
+        named = {"imageless.yaml": "imageless.jsonl:1", "empty.yaml": "empty.jsonl", "qwen2.yaml": "qwen2",
+                 "running.yaml": "another run"}  # fmt: skip
+        expected = ("nothing", "model.model: checkpoints/tiny: no such folder", named.get(argv[-1], "nothing"))
+        assert argv in READS or any(text in err for text in expected), f"{command}: {err}"
     assert '"target":{"pieces":[' in (tmp_path / "tokens.html").read_text(encoding="utf-8")
 
 
