@@ -280,10 +280,11 @@ def test_two_ranks_have_one_engine_each_or_share_one(tensor_parallel_size: int, 
     assert_same_weights(config, own)
 
 
+@pytest.mark.parametrize("skip", [False, True], ids=["every token", "forced tokens skipped"])
 def test_sampling_is_reproducible_and_follows_the_seed(
-    learner: LoadedModel, requests_: list[RolloutRequest], tmp_path: Path
+    skip: bool, learner: LoadedModel, requests_: list[RolloutRequest], tmp_path: Path
 ) -> None:
-    keys: dict[str, Any] = {"rollout_matching__decoding__temperature": 2.0}
+    keys: dict[str, Any] = {"rollout_matching__decoding": {"temperature": 2.0, "skip_forced_tokens": skip}}
     with closing(colocated(learner, tmp_path, **keys)) as backend, rollout_session(backend, 0):
         first, again = (backend.generate(requests_[:3], SEEDS) for _ in range(2))
         other = backend.generate(requests_[:3], SeedContext(1, 1, 0, 0))

@@ -56,6 +56,9 @@ PINNED: dict[str, dict[str, list[str]]] = {
             *("AsyncLLM.check_health", "AsyncLLM.shutdown", "AsyncLLM.reset_prefix_cache"),
             *("AsyncLLM.reset_encoder_cache", "AsyncLLM.reset_mm_cache"),
         ],
+        "vllm.v1.worker.gpu_model_runner": ["GPUModelRunner._sample"],
+        "vllm.v1.worker.gpu_input_batch": ["InputBatch: self.spec_token_ids"],
+        "vllm.v1.spec_decode.metadata": ["SpecDecodeMetadata: num_draft_tokens"],
         "vllm.v1.engine.exceptions": ["EngineDeadError"],
         "vllm.exceptions": ["VLLMValidationError", "VLLMError"],
         # colocated engines

@@ -283,6 +283,9 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
     Rule(f"{_RM}.rollouts_ahead", lambda c, r: r.rollouts_ahead and not r.is_served,
          "1 needs engines that keep their weights while training changes the model's: vLLM servers "
          "(rollout_backend: vllm with vllm.mode: server); without them write 0"),
+    Rule(f"{_RM}.decoding.skip_forced_tokens",
+         lambda c, r: r.decoding.skip_forced_tokens and r.is_served and c.launch.server == "swift",
+         "swift rollout decodes every token; write false, or launch.server: coordexp"),
     Rule(f"{_VLLM}.server", lambda c, r: r.is_served and r.vllm.server is None,
          "missing; mode: server needs server.servers[] with base_url and group_port of each. Without servers "
          "write vllm.mode: colocate or rollout_backend: hf"),

@@ -92,6 +92,9 @@ class DecodingConfig(StrictModel):
     """nucleus mass in (0, 1]; 1 keeps every token"""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """number of most likely tokens kept, >= 1; -1 keeps every token"""
+    skip_forced_tokens: bool = False
+    """vLLM: write tokens that JSON leaves no choice about without a forward pass each. Greedy answers are the same; a
+    seed gives other samples of the same distribution. Not for swift rollout"""
 
 
 class RepeatTerminateConfig(StrictModel):

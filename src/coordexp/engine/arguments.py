@@ -21,6 +21,9 @@ KNOWN_TOKENS_PROCESSOR = "coordexp.engine.logits_processors:KnownTokensProcessor
 NAMES_PROCESSOR = "coordexp.engine.logits_processors:AllowedLabelsProcessor"
 GUARD_PROCESSOR = "coordexp.engine.logits_processors:RepeatTerminateProcessor"
 
+DRAFTER = "coordexp.engine.drafting.AnswerDrafter"
+_DRAFTED = 32  # tokens at most: from the last coordinate of a box to the first of the next one, with a short name
+
 # Keys of a request's SamplingParams.extra_args: its closed list of class names, and its id.
 NAMES_KEY = "coordexp_names"
 REQUEST_KEY = "coordexp_request_id"
@@ -74,8 +77,8 @@ def section_arguments(vllm: VLLMConfig, *, gpu: bool) -> dict[str, Any]:
     return arguments
 
 
-def own_arguments(model: Path, guarded: bool, holds_names: bool = False) -> dict[str, Any]:
-    """Arguments of every engine that this project starts itself."""
+def own_arguments(model: Path, guarded: bool, holds_names: bool = False, drafts: bool = False) -> dict[str, Any]:
+    """Arguments of every engine that this project starts itself. ``drafts``: skip forced tokens."""
     arguments = {
         "model": str(model),
         "generation_config": "vllm",  # the YAML decides, not the checkpoint's generation_config.json
@@ -84,7 +87,16 @@ def own_arguments(model: Path, guarded: bool, holds_names: bool = False) -> dict
         # It keeps processed images for requests to come, is emptied with every push, and allows one thread only.
         "mm_processor_cache_gb": 0,
     }
-    return with_processors(arguments, guarded, holds_names)
+    if not drafts:
+        return with_processors(arguments, guarded, holds_names)
+    # vLLM takes no logits processors together with drafts; the drafter's module applies ours.
+    speculative = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": _DRAFTED}
+    return {
+        **arguments,
+        "worker_extension_cls": EXTENSION,
+        "speculative_config": speculative,
+        "async_scheduling": False,
+    }
 
 
 def with_processors(arguments: Mapping[str, Any], guarded: bool, holds_names: bool = False) -> dict[str, Any]:

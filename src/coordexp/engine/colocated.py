@@ -279,7 +279,9 @@ class ColocatedBackend(RolloutBackend):
         self._cap = cap if vllm.max_num_seqs is None else min(cap, vllm.max_num_seqs)
         self.engine_arguments = {
             **section_arguments(vllm, gpu=has_gpu()),
-            **own_arguments(learner.checkpoint, config.repeat_terminate.enabled, bool(names)),
+            **own_arguments(
+                learner.checkpoint, config.repeat_terminate.enabled, bool(names), config.decoding.skip_forced_tokens
+            ),
             "max_num_seqs": self._cap,
             # Ranks are started by torchrun, and each takes the device that torchrun gave it.
             "distributed_executor_backend": "external_launcher" if distributed.world_size() > 1 else "uni",

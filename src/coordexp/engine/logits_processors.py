@@ -46,8 +46,12 @@ _TOO_EARLY = (
 
 def processor_of(worker: Any, kind: type[Processor]) -> Processor | None:
     """The processor of that class that a vLLM worker applies; None if vLLM dropped it."""
-    batch = getattr(worker.model_runner, "input_batch", None)
-    processors = getattr(getattr(batch, "logitsprocs", None), "all", ())
+    from coordexp.engine.drafting import masks_of  # which imports this module
+
+    runner = worker.model_runner
+    drafted = masks_of(runner)
+    batch = getattr(runner, "input_batch", None)
+    processors = getattr(getattr(batch, "logitsprocs", None), "all", ()) if drafted is None else drafted.processors
     return next((one for one in processors if isinstance(one, kind)), None)
 
 
@@ -112,23 +116,33 @@ class AllowedLabelsProcessor(LogitsProcessor):
         return False  # so that vLLM applies it in greedy decoding too
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self._rows, batch_update, self._new_row)
+        process_dict_updates(self._rows, batch_update, self.new_row)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, V)
         for index, row in self._rows.items():
-            if row.num_read > len(row.answer):  # vLLM took tokens back
-                row.num_read, row.state = 0, START
-            for token in row.answer[row.num_read :]:
-                if token < 0:
-                    raise RolloutError(_TOO_EARLY)
-                ended = row.state is None or token == self._vocab.eos_id
-                row.state = None if ended or row.state is None else row.rule.after(row.state, token)
-                row.num_read += 1
-            if row.state is not None:
-                logits[index] = mask(logits[index : index + 1], row.rule.next_tokens(row.state))[0]
+            self.mask_rows(logits[index : index + 1], row)
         return logits
 
-    def _new_row(self, params: SamplingParams, prompt_ids: list[int] | None, answer: list[int]) -> _NamesRow | None:
+    def mask_rows(self, logits_KV: torch.Tensor, row: _NamesRow, draft: Sequence[int] = ()) -> None:
+        """Mask the logits after ``row``'s answer, and after each further token of ``draft``, in place."""
+        if row.num_read > len(row.answer):  # vLLM took tokens back
+            row.num_read, row.state = 0, START
+        for token in row.answer[row.num_read :]:
+            if token < 0:
+                raise RolloutError(_TOO_EARLY)
+            row.state = self._after(row, row.state, token)
+            row.num_read += 1
+        state = row.state
+        for k in range(len(draft) + 1):
+            if state is None:
+                return
+            logits_KV[k] = mask(logits_KV[k : k + 1], row.rule.next_tokens(state))[0]
+            state = self._after(row, state, draft[k]) if k < len(draft) else None
+
+    def _after(self, row: _NamesRow, state: ScanState | None, token: int) -> ScanState | None:
+        return None if state is None or token == self._vocab.eos_id else row.rule.after(state, token)
+
+    def new_row(self, params: SamplingParams, prompt_ids: list[int] | None, answer: list[int]) -> _NamesRow | None:
         names = tuple((params.extra_args or {}).get(NAMES_KEY) or ())
         if not names:
             return None
@@ -171,7 +185,7 @@ class RepeatTerminateProcessor(LogitsProcessor):
                 f"{name}: the repeat guard ends answers with <|im_end|> ({vocab.eos_id}), but the engine stops at "
                 f"{tokenizer.eos_token!r} ({tokenizer.eos_token_id}); set eos_token of the tokenizer to <|im_end|>"
             )
-        self._eos_id = vocab.eos_id
+        self.eos_id = vocab.eos_id
         self._reader = None if config.max_object_keys is None else ObjectKeyReader(vocab.pieces)
         self._rows: dict[int, _GuardRow] = {}
         self._triggers: dict[str, Trigger] = {}
@@ -180,40 +194,51 @@ class RepeatTerminateProcessor(LogitsProcessor):
         return False  # so that vLLM applies it in greedy decoding too
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self._rows, batch_update, self._new_row)
+        process_dict_updates(self._rows, batch_update, self.new_row)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, V)
-        repeating = [index for index, row in self._rows.items() if self._has_verdict(row)]
-        if repeating:
-            logits[repeating] = -torch.inf
-            logits[repeating, self._eos_id] = 0.0
+        self.end(logits, [index for index, row in self._rows.items() if self.has_verdict(row)])
         return logits
+
+    def end(self, logits: torch.Tensor, rows: Sequence[int]) -> None:
+        """Leave the end of the turn alone possible in these rows, in place."""
+        if rows:
+            logits[rows] = -torch.inf
+            logits[rows, self.eos_id] = 0.0
 
     def pop_triggers(self, request_ids: Sequence[str]) -> dict[str, Trigger]:
         """Those of ``request_ids`` (in their ``extra_args``) that this engine ended, each reported once."""
         return {name: self._triggers.pop(name) for name in request_ids if name in self._triggers}
 
-    def _new_row(self, params: SamplingParams, prompt_ids: list[int] | None, answer: list[int]) -> _GuardRow:
+    def new_row(self, params: SamplingParams, prompt_ids: list[int] | None, answer: list[int]) -> _GuardRow:
         request_id = (params.extra_args or {}).get(REQUEST_KEY)
         return _GuardRow(request_id, answer, RepeatGuard(self.config, self._reader))
 
-    def _has_verdict(self, row: _GuardRow) -> bool:
+    def has_verdict(self, row: _GuardRow) -> bool:
+        """Whether the guard ends the answer now; then the trigger is kept."""
+        if not self.read(row) or row.guard.trigger is None:
+            return False
+        self.keep_trigger(row, row.guard.trigger)
+        return True
+
+    def read(self, row: _GuardRow) -> bool:
+        """Push the answer's new tokens to its guard; False if the answer is over."""
         guard, answer = row.guard, row.answer
         if guard.num_tokens > len(answer):  # vLLM took tokens back
             guard = row.guard = RepeatGuard(self.config, self._reader)
         for token in answer[guard.num_tokens :] if guard.num_tokens < len(answer) else ():
             if token < 0:
                 raise RolloutError(_TOO_EARLY)
-            if token == self._eos_id:
+            if token == self.eos_id:
                 return False  # over: with async scheduling vLLM computes one more step, and drops it
             guard.push(token)
-        if guard.trigger is None:
-            return False
+        return True
+
+    def keep_trigger(self, row: _GuardRow, trigger: Trigger) -> None:
         if row.request_id is not None:
             if len(self._triggers) >= _MAX_TRIGGERS:
                 self._triggers.pop(next(iter(self._triggers)))
-            self._triggers[row.request_id] = guard.trigger
-        return True
+            self._triggers[row.request_id] = trigger
 
 
 def guard_of_worker(worker: Any) -> RepeatTerminateProcessor | None:

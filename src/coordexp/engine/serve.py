@@ -54,6 +54,7 @@ class ServeOptions:
     push_wait_s: float
     ready_s: float
     closed_names: bool = False
+    skip_forced_tokens: bool = False
     api_key: str | None = field(default=None, repr=False)
 
     @property
@@ -117,6 +118,7 @@ def serve_options(
         push_wait_s=vllm.sync.timeout_s,
         ready_s=config.launch.wait_s,
         closed_names=vllm.server.closed_names,
+        skip_forced_tokens=rollout.decoding.skip_forced_tokens,
         api_key=api_key,
     )
 

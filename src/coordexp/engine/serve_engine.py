@@ -57,7 +57,7 @@ class ServedEngine:
         guarded = activated_config(os.environ) is not None
         arguments = {
             **options.engine,
-            **own_arguments(options.model, guarded, options.closed_names),
+            **own_arguments(options.model, guarded, options.closed_names, options.skip_forced_tokens),
             "data_parallel_size": options.data_parallel_size,
             # OpenAI clients may send addresses, which vLLM would fetch. An empty list would allow all of them.
             "allowed_media_domains": ["addresses-are-not-fetched.invalid"],

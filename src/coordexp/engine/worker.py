@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import coordexp.engine.cpu_patches  # noqa: F401  # applies them, before the engine loads its model
+from coordexp.engine import drafting
 from coordexp.engine.arguments import NAMES_STATUS
 from coordexp.engine.engine_process import DIE_WITH_PARENT, die_with_owner, die_with_parent
 from coordexp.engine.logits_processors import (
@@ -22,6 +23,8 @@ from coordexp.engine.logits_processors import (
 from coordexp.errors import RolloutError
 from coordexp.weight_sync.group import GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver
+
+drafting.install()  # before vLLM's model runner samples
 
 logger = logging.getLogger(__name__)
 ADAPTER_ID = 1

@@ -90,7 +90,7 @@ def decoding_options(config: RolloutMatchingConfig) -> DecodingOptions:
         max_new_tokens=config.max_new_tokens,
         num_beams=config.num_beams,
         repetition_penalty=config.repetition_penalty,
-        **config.decoding.model_dump(),
+        **config.decoding.model_dump(exclude={"skip_forced_tokens"}),  # a matter of the engine
     )
 
 

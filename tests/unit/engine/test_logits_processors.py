@@ -56,7 +56,7 @@ class Batch:
 
     def __init__(self, processor: RepeatTerminateProcessor) -> None:
         self.processor = processor
-        self.eos = processor._eos_id
+        self.eos = processor.eos_id
         self.vocab = 2000
 
     def update(self, added: Any = (), removed: Any = (), moved: Any = (), size: int = 8) -> None:

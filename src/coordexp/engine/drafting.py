@@ -1,0 +1,180 @@
+"""Decoding that skips forced tokens: vLLM's speculative decoding with drafts that the answer's grammar writes.
+
+:class:`AnswerDrafter` proposes the tokens that come next; the model checks all of them in one forward pass, so answers
+are those of ordinary decoding. vLLM takes no logits processors together with drafts, so :func:`install` applies ours to
+every drafted position, before vLLM's model runner samples. vLLM imports this module in each engine process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from coordexp.coords import CoordVocab
+from coordexp.engine.arguments import DRAFTER, activated_config
+from coordexp.engine.logits_processors import AllowedLabelsProcessor, KnownTokensProcessor, RepeatTerminateProcessor
+from coordexp.rollouts.answer_state import AnswerGrammar, AnswerState
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+TURN_START = "<|im_start|>"
+_HEADER = "assistant\n"
+
+
+class AnswerDrafter:
+    """A custom proposer of vLLM (``speculative_config``)."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        tokenizer: Any = AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer)
+        vocab = CoordVocab.from_tokenizer(tokenizer)
+        self._grammar = AnswerGrammar(vocab)
+        self._limit = vllm_config.speculative_config.num_speculative_tokens  # pyright: ignore[reportOptionalMemberAccess]
+        self._max_len = vllm_config.model_config.max_model_len
+        self._turn_start = tokenizer.convert_tokens_to_ids(TURN_START)
+        self._header = np.array(vocab.encode(_HEADER))
+        self._rows: dict[int, _Followed] = {}
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """Nothing to load; vLLM calls it."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Drafts of all rows of the batch; empty for a row that sampled nothing, because its prompt is not read yet."""
+        drafts: list[list[int]] = []
+        for row, sampled in enumerate(sampled_token_ids):
+            length = int(num_tokens_no_spec[row])
+            room = min(self._limit, self._max_len - length - 1)
+            if not len(sampled) or room <= 0:
+                drafts.append([])
+                continue
+            state = self._state(row, token_ids_cpu[row, :length])
+            drafts.append(list(state.draft(room)) if state is not None else [])
+        return drafts
+
+    def _state(self, row: int, ids: np.ndarray) -> AnswerState | None:
+        # Requests move to other rows when one ends, so this row's answer is compared with the one followed here. Equal
+        # answers have equal states.
+        followed = self._rows.get(row)
+        if followed is None or not followed.is_prefix_of(ids):
+            starts = np.flatnonzero(ids == self._turn_start)
+            begin = int(starts[-1]) + 1 + len(self._header) if len(starts) else -1
+            if begin < 0 or not np.array_equal(ids[begin - len(self._header) : begin], self._header):
+                return None
+            followed = self._rows[row] = _Followed(begin, self._grammar.start())
+        followed.read(ids)
+        return followed.state
+
+
+class _Followed:
+    """The answer of one row, and how much of it its state has read."""
+
+    def __init__(self, begin: int, state: AnswerState) -> None:
+        self._begin = begin
+        self._read = np.empty(0, dtype=np.int64)
+        self.state = state
+
+    def is_prefix_of(self, ids: np.ndarray) -> bool:
+        end = self._begin + len(self._read)
+        return 0 < len(self._read) <= len(ids) - self._begin and np.array_equal(ids[self._begin : end], self._read)
+
+    def read(self, ids: np.ndarray) -> None:
+        for token in ids[self._begin + len(self._read) :].tolist():
+            self.state.push(token)
+        self._read = ids[self._begin :].astype(np.int64)
+
+
+class DraftedMasks:
+    """Our logits processors, for batches in which each request has the logits of several positions."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        self.known_tokens = KnownTokensProcessor(vllm_config, device, False)
+        self.names = AllowedLabelsProcessor(vllm_config, device, False)
+        guarded = activated_config(os.environ) is not None
+        self.guard = RepeatTerminateProcessor(vllm_config, device, False) if guarded else None
+        self.processors = [one for one in (self.known_tokens, self.names, self.guard) if one is not None]
+        self._rows: dict[str, tuple[Any, Any]] = {}  # of the requests of the last batch: names, guard
+
+    def sample(self, runner: Any, logits: torch.Tensor, metadata: Any, sample: Any) -> Any:
+        """Mask ``logits`` in place (one row per position), and sample by ``sample(logits, metadata)``."""
+        batch = runner.input_batch
+        self.known_tokens.apply(logits)
+        self._rows = {name: self._rows.get(name) or self._new(runner.requests[name]) for name in batch.req_ids}
+        ends = []  # (request, position in its draft, trigger, row)
+        first = 0
+        for index, name in enumerate(batch.req_ids):
+            count = 0 if metadata is None else metadata.num_draft_tokens[index]
+            draft = batch.spec_token_ids[index][:count]
+            names, guard = self._rows[name]
+            rows = logits[first : first + count + 1]
+            if names is not None:
+                self.names.mask_rows(rows, names, draft)
+            if guard is not None and self.guard is not None and (end := self._end_of(guard, draft)) is not None:
+                self.guard.end(rows, [end[0]])
+                ends.append((index, end[0], end[1], guard))
+            first += count + 1
+        output = sample(logits, metadata)
+        for index, position, trigger, guard in ends:
+            assert self.guard is not None
+            # Earlier tokens of the draft may have been refused, or the answer may have ended before.
+            taken = output.sampled_token_ids[index, : position + 1].tolist()
+            if len(taken) == position + 1 and taken[-1] == self.guard.eos_id and self.guard.eos_id not in taken[:-1]:
+                self.guard.keep_trigger(guard, trigger)
+        return output
+
+    def _new(self, request: Any) -> tuple[Any, Any]:
+        params, answer = request.sampling_params, request.output_token_ids
+        guard = None if self.guard is None else self.guard.new_row(params, None, answer)
+        return self.names.new_row(params, None, answer), guard
+
+    def _end_of(self, row: Any, draft: Sequence[int]) -> tuple[int, Any] | None:
+        # The first position at which the guard ends the answer, if the draft up to it is taken.
+        assert self.guard is not None
+        if not self.guard.read(row):
+            return None
+        guard = row.guard.fork()
+        for position in range(len(draft) + 1):
+            if guard.trigger is not None:
+                return position, guard.trigger
+            if position < len(draft):
+                guard.push(draft[position])
+        return None
+
+
+def masks_of(runner: Any) -> DraftedMasks | None:
+    """The masks that vLLM's model runner applies to drafted positions; None if its engine does not use our drafter."""
+    speculative = getattr(getattr(runner, "vllm_config", None), "speculative_config", None)
+    if speculative is None or speculative.model != DRAFTER or not getattr(type(runner)._sample, "is_masked", False):
+        return None
+    if getattr(runner, "coordexp_masks", None) is None:
+        runner.coordexp_masks = DraftedMasks(runner.vllm_config, runner.device)
+    return runner.coordexp_masks
+
+
+def install() -> None:
+    """Make every model runner with our drafter apply our masks."""
+    unmasked = GPUModelRunner._sample
+    if getattr(unmasked, "is_masked", False):
+        return
+
+    @wraps(unmasked)
+    def masked(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        masks = masks_of(self)
+        if logits is None or masks is None:
+            return unmasked(self, logits, spec_decode_metadata)
+        return masks.sample(self, logits, spec_decode_metadata, lambda *args: unmasked(self, *args))
+
+    masked.is_masked = True  # pyright: ignore[reportAttributeAccessIssue]
+    GPUModelRunner._sample = masked  # pyright: ignore[reportAttributeAccessIssue]

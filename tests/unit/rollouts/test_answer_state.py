@@ -1,0 +1,112 @@
+"""Forced tokens of canonical answers, and drafts, for the tiny tokenizer and Qwen's real one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordexp.coords import CoordVocab, FieldOrder, serialize_objects
+from coordexp.records import GTObject
+from coordexp.rollouts.answer_state import AnswerGrammar, AnswerState
+from support.answers import tiny_vocab
+from support.qwen_tokenizer import qwen_vocab
+
+NAMES = st.one_of(
+    st.sampled_from(["cat", "a b", "猫", "龘", "🙂 face", 'a "quoted" one', "tab\t.", "back\\slash", "7 up", "-x-"]),
+    st.text(st.characters(exclude_categories=["Cs", "Cc"], max_codepoint=0x1FFFF), min_size=1, max_size=8)
+    .map(str.strip).filter(bool),
+)  # fmt: skip
+BIN = st.integers(0, 999)
+BOXES = st.builds(lambda name, bins: GTObject(name, "bbox_2d", bins), NAMES, st.tuples(BIN, BIN, BIN, BIN))
+POLYS = st.builds(
+    lambda name, points: GTObject(name, "poly", tuple(k for point in points for k in point)),
+    NAMES,
+    st.lists(st.tuples(BIN, BIN), min_size=3, max_size=6),
+)
+ANSWERS = st.lists(st.one_of(BOXES, POLYS), max_size=5)
+ORDERS = st.sampled_from(["desc_first", "geometry_first"])
+
+
+@pytest.fixture(scope="module", params=["tiny", "qwen"])
+def grammar(request: pytest.FixtureRequest) -> AnswerGrammar:
+    return AnswerGrammar(tiny_vocab() if request.param == "tiny" else qwen_vocab())
+
+
+def tokens_of(objects: list[GTObject], order: FieldOrder, vocab: CoordVocab) -> list[int]:
+    return [*vocab.encode(serialize_objects(objects, order)), vocab.eos_id]
+
+
+@settings(max_examples=60)
+@given(objects=ANSWERS, order=ORDERS)
+def test_forced_tokens_are_those_of_the_canonical_answer(
+    grammar: AnswerGrammar, objects: list[GTObject], order: FieldOrder
+) -> None:
+    ids = tokens_of(objects, order, grammar.vocab)
+    state = grammar.start()
+    for at, token in enumerate(ids):
+        assert state.is_canonical, grammar.vocab.decode(ids[:at])
+        forced = state.forced()
+        assert tuple(ids[at : at + len(forced)]) == forced
+        draft = state.draft(64)
+        assert draft[: len(forced)] == forced
+        state.push(token)
+    assert state.is_canonical and state.names == [json.dumps(o.desc, ensure_ascii=False)[1:-1] for o in objects]
+
+
+@pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
+def test_only_decisions_are_left(grammar: AnswerGrammar, order: FieldOrder) -> None:
+    """Without guesses: the object, its name and the name's end, the kind, four coordinates, and fused quotes."""
+    vocab = grammar.vocab
+    objects = [GTObject("cat", "bbox_2d", (1, 2, 3, 4)), GTObject("dog", "bbox_2d", (5, 6, 7, 8))] * 4
+    ids, state, decided, at = tokens_of(objects, order, vocab), grammar.start(), 0, 0
+    while at < len(ids):
+        forced = state.forced()
+        decided += not forced
+        for token in forced or (ids[at],):
+            state.push(token)
+            at += 1
+    assert decided / len(objects) <= 9 + len(vocab.encode("cat"))
+
+
+def steps(ids: list[int], grammar: AnswerGrammar, limit: int) -> int:
+    """Forward passes of greedy decoding: each accepts the draft's right tokens, and writes one more."""
+    state, at, passes = grammar.start(), 0, 0
+    while at < len(ids):
+        passes += 1
+        draft = state.draft(limit)
+        accepted = next((k for k, token in enumerate(draft) if at + k >= len(ids) or token != ids[at + k]), len(draft))
+        for token in ids[at : at + accepted + 1]:
+            state.push(token)
+        at += accepted + 1
+    return passes
+
+
+def test_steps_per_box_with_qwens_tokenizer() -> None:
+    grammar = AnswerGrammar(qwen_vocab())
+    names = ["person", "car", "dog", "traffic light", "person", "cup", "fire hydrant", "chair"]
+    objects = [GTObject(name, "bbox_2d", (k, k + 1, k + 2, k + 3)) for k, name in enumerate(names)]
+    crowd = [GTObject("person", "bbox_2d", (k, k + 1, k + 2, k + 3)) for k in range(20)]
+    mixed = tokens_of(objects, "desc_first", grammar.vocab)
+    assert len(mixed) / len(objects) > 25
+    assert steps(mixed, grammar, 32) / len(objects) <= 8
+    assert steps(tokens_of(crowd, "desc_first", grammar.vocab), grammar, 32) / len(crowd) <= 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[", "{ ", '{"object_2"', '{"object_1": {"label"', '{"object_1": {"desc": "a", "bbox_2d": [<|coord_1|>', "no"],
+)
+def test_another_text_is_not_followed(grammar: AnswerGrammar, text: str) -> None:
+    state = grammar.start()
+    for token in grammar.vocab.encode(text):
+        state.push(token)
+    assert state.forced() == () == state.draft(8)
+
+
+def test_a_token_beyond_the_vocabulary_is_not_followed(grammar: AnswerGrammar) -> None:
+    state: AnswerState = grammar.start()
+    state.push(len(grammar.vocab) + 5)
+    assert state.forced() == ()
