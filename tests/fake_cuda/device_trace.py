@@ -106,7 +106,7 @@ class DeviceTrace(TorchDispatchMode):
                 self.mixed.append(f"{func} {caller()}")
             out = func(*self._with_known_masks(func, args), **kwargs)
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"]
-        self._count(func, on_device, results, args)
+        self._count(func, on_device, results, args, kwargs)
         return out
 
     def _sized_by_values(self, func: Any, args: Any) -> torch.Tensor | None:
@@ -151,17 +151,24 @@ class DeviceTrace(TorchDispatchMode):
         self.now += size
         self.peak = max(self.peak, self.now)
 
-    def _count(self, func: Any, inputs: list[Any], results: list[Any], args: Any) -> None:
+    def _count(self, func: Any, inputs: list[Any], results: list[Any], args: Any, kwargs: Any) -> None:
         for one in results:
             self._hold(one)
         name = func.overloadpacket.__name__
-        in_place = any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments)
-        is_view = not in_place and any(one.alias_info is not None for one in func._schema.returns)
+        given_as = zip(func._schema.arguments, (*args, *[None] * len(func._schema.arguments)), strict=False)
+        written = [
+            kwargs.get(declared.name, value)
+            for declared, value in given_as
+            if declared.alias_info is not None and declared.alias_info.is_write
+        ]
+        is_view = not written and any(one.alias_info is not None for one in func._schema.returns)
         if is_view or name in NO_KERNEL:
             return
         given = {one.untyped_storage()._cdata for one in inputs}
         new = [one for one in results if one.untyped_storage()._cdata not in given]
         moved = sum(one.nbytes for one in (*inputs, *new))
+        if name not in ("copy_", "fill_", "zero_"):  # these do not read what they overwrite
+            moved += sum(one.nbytes for one in tree_leaves(written) if isinstance(one, torch.Tensor))
         if name in ("embedding", "index", "gather", "index_select"):  # they read as much as they return
             moved = 2 * sum(one.nbytes for one in results)
         flops, speed = 0.0, MATRIX[any(one.dtype.itemsize == 2 for one in inputs)]

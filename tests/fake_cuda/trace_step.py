@@ -25,6 +25,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from device_trace import PEAK, DeviceTrace
+from fake_kernels import FAKE_KERNELS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import TrainingArguments
 from transformers.initialization import no_init_weights
@@ -36,6 +37,7 @@ from coordexp.data.dataset import Sample
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.attention import transformers_names
 from coordexp.modeling.inputs import VisionTower
+from coordexp.modeling.kernels import fuse_layers
 from coordexp.modeling.load import Qwen3VLForConditionalGeneration
 from coordexp.packing import CarryBuffer
 from coordexp.recording.writer import RolloutLog
@@ -59,12 +61,13 @@ PROMPT_AFTER = [VISION_END, *[785] * 30, 151_645, 198, 151_644, 77_091, 198]
 def run_config(flags: argparse.Namespace) -> RunConfig:
     content = two_channel() if flags.channel_a else stage2()
     content["global_max_length"] = flags.length
-    content["model"] = {**content["model"], "dtype": "bfloat16"}
+    content["model"] = {**content["model"], "dtype": "bfloat16", "fused_kernels": flags.fused}
     content["tuner"] = {"train_type": "full"}
     if flags.lora:
         content["tuner"] = {"train_type": "lora", "lora_rank": 16, "lora_alpha": 32, "freeze_vit": flags.freeze_vit}
     content["training"] |= {
-        "bf16": True, "gradient_checkpointing": not flags.no_checkpointing, "optim": "adamw_torch_fused",
+        "bf16": True, "gradient_checkpointing": not flags.no_checkpointing,
+        "gradient_checkpointing_every": flags.checkpoint_every, "optim": "adamw_torch_fused",
         "master_weights": None if flags.lora else "float32", "max_grad_norm": 1.0, "learning_rate": 1e-5,
     }  # fmt: skip
     return parse_config(content)
@@ -146,8 +149,10 @@ def trace(flags: argparse.Namespace) -> dict[str, Any]:
             # peft moves each adapter to its layer's device, which fake tensors cannot do; they are there already.
             with torch.device(CUDA), patch.object(torch.nn.Module, "to", lambda self, *_, **__: self):
                 tune(model, config.tuner, vocab.coord_token_ids)
+            if flags.fused:
+                fuse_layers(model, FAKE_KERNELS)
             if config.training.gradient_checkpointing:
-                model.gradient_checkpointing_enable(None)
+                model.gradient_checkpointing_enable(None, every_n_layers=config.training.gradient_checkpointing_every)
             rates = LearningRates(config.training.learning_rate)
             masters = config.training.master_weights is not None
             optimizer = build_optimizer(model, args, rates, master_weights=masters)
@@ -178,6 +183,7 @@ def trace(flags: argparse.Namespace) -> dict[str, Any]:
     estimate = estimate_memory(config, shape.to_dict(), shapes)
     return {
         "size": flags.size, "layers": flags.layers, "lora": flags.lora, "channel_a": flags.channel_a,
+        "fused": flags.fused, "checkpoint_every": 0 if flags.no_checkpointing else flags.checkpoint_every,
         "length": flags.length, "rows": flags.rows, "tokens": done,
         "peak_gb": device.peak / 1e9, "estimate_gb": estimate.total / 1e9,
         "mixed": device.mixed,
@@ -196,6 +202,8 @@ def main() -> None:
     flags.add_argument("--freeze-vit", action="store_true")
     flags.add_argument("--channel-a", action="store_true", help="Channel-A instead of rollout matching")
     flags.add_argument("--no-checkpointing", action="store_true")
+    flags.add_argument("--checkpoint-every", type=int, default=1, help="checkpoint every n-th layer [1]")
+    flags.add_argument("--fused", action="store_true", help="model.fused_kernels, by stand-ins of the same traffic")
     flags.add_argument("--length", type=int, default=12_000, help="tokens of a packed row [12000]")
     flags.add_argument("--rows", type=int, default=1, help="rows of a step [1]")
     flags.add_argument("--json", type=Path, help="append the figures as a line")
@@ -205,7 +213,8 @@ def main() -> None:
         with options.json.open("a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")
     print(
-        f"{options.size} {'LoRA' if options.lora else 'full'}{' Channel-A' if options.channel_a else ''}: "
+        f"{options.size} {'LoRA' if options.lora else 'full'}{' Channel-A' if options.channel_a else ''}"
+        f"{' fused' if options.fused else ''}: "
         f"peak {found['peak_gb']:.1f} GB (estimate {found['estimate_gb']:.1f}), "
         f"{found['kernels']} kernels, {found['tflop']:.0f} TFLOP, {found['gb_moved']:.0f} GB moved, "
         f"roofline of an H100 {found['roofline_s']:.2f} s = {found['tokens_per_s']:.0f} tokens/s, "

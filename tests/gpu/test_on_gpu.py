@@ -25,11 +25,13 @@ from coordexp.doctor.exactness import (
 )
 from coordexp.modeling.attention import KERNELS, Segments, varlen_runs_on
 from coordexp.modeling.inputs import ON_HOST, image_arguments, to_device
+from coordexp.modeling.kernels import liger_kernels
 from coordexp.objective import RowObjective, RowTensors, build_pipeline
 from coordexp.objective import head as head_module
 from coordexp.records import PackedRow
 from coordexp.targets import count_terms
 from coordexp.training.rows import DeviceMetrics, PrefetchedRows, RowBuilder
+from support.layer_errors import layer_errors
 from support.objective_rows import EVERYTHING, config
 from support.tiny_run import gt_segments, load_tiny, row_of
 
@@ -104,6 +106,18 @@ def test_layers_never_synchronise(name: str) -> None:
                 KERNELS[name](q, k, v, segments, DIM**-0.5, 0.0).float().sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# --- fused kernels ---
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs the package liger-kernel")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_layers_are_as_exact_as_transformers(dtype: torch.dtype) -> None:
+    found = layer_errors(liger_kernels(), dtype, "cuda")
+    for layer, errors in found.items():
+        for own, fused in errors:
+            assert fused < 1e-5 if dtype == torch.float32 else fused < 1.1 * own < 0.1, layer
 
 
 # --- memory ---

@@ -72,6 +72,9 @@ PINNED: dict[str, dict[str, list[str]]] = {
         "vllm.renderers.base": ["BaseRenderer.render_cmpl"],
         "vllm.renderers.inputs.preprocess": ["parse_model_prompt"],
     },
+    "kernels": {
+        "liger_kernel.ops": ["LigerRMSNormFunction.apply", "LigerSiLUMulFunction.apply", "LigerRopeFunction.apply"],
+    },
     "swift": {
         "swift.pipelines.infer.rollout": [
             "GRPOVllmEngine",
@@ -100,6 +103,10 @@ PINNED: dict[str, dict[str, list[str]]] = {
         ],
         "transformers.vision_utils": ["get_vision_interpolation_indices_and_weights", "get_vision_position_ids"],
         "transformers.models.qwen3_vl.modeling_qwen3_vl": [
+            "Qwen3VLTextAttention: apply_rotary_pos_emb(query_states, key_states, cos, sin)",
+            "Qwen3VLVisionAttention: apply_rotary_pos_emb_vision(query_states, key_states, cos, sin)",
+            "Qwen3VLTextMLP: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",
+            "Qwen3VLTextRMSNorm: self.variance_epsilon",
             *("Qwen3VLVisionModel: self.num_grid_per_side", "Qwen3VLVisionModel: self.interpolation_mode"),
             *("Qwen3VLVisionModel: self.interpolation_align_corners", "Qwen3VLVisionModel: self.spatial_merge_size"),
         ],
@@ -143,6 +150,11 @@ def test_the_trainers_libraries_have_every_name() -> None:
 def test_vllm_has_every_name() -> None:
     pytest.importorskip("vllm")
     assert problems("vllm") == []
+
+
+def test_liger_has_every_name() -> None:
+    pytest.importorskip("liger_kernel")
+    assert problems("kernels") == []
 
 
 def test_ms_swift_has_every_name() -> None:

@@ -4,13 +4,15 @@ Weights, gradients and the states of AdamW are counted. Other optimizers count a
 ZeRO-2, so that a run that fits is not refused. Activations are a formula in the row's length L, the
 hidden size H, the intermediate size I and the number of layers, with constants fitted to traced optimizer steps of
 Qwen3-VL-2B, 4B and 8B, full and LoRA, which it reproduces within 10 %. Add about 1 GB for CUDA and 5 to 15 % for
-fragmentation.
+fragmentation. With a colocated engine, a GPU needs the larger of two sums: the trainer's estimate and a sleeping
+engine, or the part that the trainer keeps during rollouts and ``gpu_memory_utilization`` of the GPU.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,32 +24,58 @@ from coordexp.config import RunConfig
 from coordexp.errors import ConfigError
 from coordexp.records import NUM_BINS
 
-# Factors of H and I: bfloat16 numbers per token while one layer's backward pass runs; and, without checkpointing,
-# numbers per token and layer kept for it, of which LoRA needs fewer because frozen products do not keep their input.
+# bfloat16 numbers per token while one layer's backward pass runs, as factors of H and I.
 _RUNNING = (8, 14)
-_SAVED = {"full": (10, 5), "lora": (7, 3)}
+# bfloat16 numbers per token that a layer without checkpointing keeps for its backward pass, as factors of H, I and the
+# widths of queries and keys, by tuner.train_type and whether kernels are fused. Frozen products keep no input.
+_KEPT = {
+    ("full", False): (9, 4, 5, 5),
+    ("lora", False): (7, 4, 4, 4),
+    ("full", True): (4, 3, 3, 3),
+    ("lora", True): (4, 3, 3, 3),
+}
+_KEPT_TOWER = {False: (14, 2, 0, 0), True: (11, 2, 0, 0)}  # of the vision tower, by fused
+_KEPT_DROPOUT = ((5.5, 0.5, 1.5, 0), (1.5, 0.5, 0, 0))  # of the adapters' dropout in both
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
+ASLEEP = 3e9  # of a sleeping engine, CUDA graphs for the most part: assumed, as no GPU was at hand
 _PATCHES_PER_TOKEN = 2  # half of a row's tokens are image tokens, each of four patches
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one trainer process, without a colocated engine. ``exchange``: DDP's buffers, or layers FSDP gathers."""
+    """Bytes of one trainer process. ``exchange``: DDP's buffers, or layers that FSDP gathers. ``while_answering``: the
+    part that stays on the GPU during rollouts: weights and optimizer state without what ``offload`` moves away.
+
+    A colocated engine takes ``engine_share`` of the GPU on top: during rollouts and, unless it ``sleeps``, always.
+    """
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
     exchange: float
+    while_answering: float
+    engine_share: float = 0.0
+    sleeps: bool = False
 
     @property
     def total(self) -> float:
         return self.weights + self.gradients + self.optimizer + self.activations + self.exchange
 
+    def peak(self, gpu_bytes: float, factor: float = 1.0) -> float:
+        """Most memory in use on a GPU of ``gpu_bytes``, engine included, if the trainer needs ``factor`` times this."""
+        engine = self.engine_share * gpu_bytes
+        asleep = min(ASLEEP, engine) if self.sleeps else engine
+        return max(factor * self.total + asleep, factor * self.while_answering + engine)
+
     def __str__(self) -> str:
-        parts = {name: getattr(self, name) for name in self.__slots__}
-        listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size >= 5e7)
-        return f"{self.total / 1e9:.1f} GB for each trainer process" + (f" ({listed})" if listed else "")
+        names = ("weights", "gradients", "optimizer", "activations", "exchange")
+        listed = ", ".join(f"{name} {size / 1e9:.1f}" for name in names if (size := getattr(self, name)) >= 5e7)
+        text = f"{self.total / 1e9:.1f} GB for each trainer process" + (f" ({listed})" if listed else "")
+        if self.engine_share:
+            text += f", and {self.engine_share:.0%} of the GPU for its engine"
+            text += f" while the trainer keeps {self.while_answering / 1e9:.1f} GB" if self.sleeps else " at all times"
+        return text
 
 
 def estimate_memory(
@@ -85,31 +113,37 @@ def estimate_memory(
         # Master weights sum gradients in float32 in a single process; DDP exchanges them in the weights' own type.
         per_gradient = 4 if stored == 4 or (masters and world_size == 1) else 2
         per_state = 4 + 4 * moments if masters else stored * moments
-    if training.bf16 and stored == 4:
-        weights += 2 * total  # autocast keeps a bfloat16 copy of each weight
+    autocast_copy = 2.0 * total if training.bf16 and stored == 4 else 0.0  # in bfloat16, during forward and backward
+    weights += autocast_copy
 
     # Activations of one packed row: the language model, the vision tower, and a chunk of the language head.
     row = 0.0
-    towers = (
-        (config.global_max_length, hidden, int(text["intermediate_size"]), int(text["num_hidden_layers"])),
-        (config.global_max_length * _PATCHES_PER_TOKEN, int(vision["hidden_size"]), int(vision["intermediate_size"]),
-         int(vision["depth"])),
-    )  # fmt: skip
-    for length, h, i, layers in towers:
-        if training.gradient_checkpointing or config.fsdp.activation_checkpointing:
-            row += 2 * length * h * layers
-        else:
-            a, b = _SAVED[tuner.train_type]
-            row += 2 * length * (a * h + b * i) * layers
-    length, h, i, _ = towers[0]
-    row += 2 * length * (_RUNNING[0] * h + _RUNNING[1] * i)
+    fused = config.model.fuses_on_gpu
+    length, intermediate = config.global_max_length, int(text["intermediate_size"])
+    head = int(text.get("head_dim") or hidden // int(text["num_attention_heads"]))
+    queries, keys = head * int(text["num_attention_heads"]), head * int(text["num_key_value_heads"])
+    tower = int(vision["hidden_size"]), int(vision["intermediate_size"]), 0, 0
+    recomputed = 1.0 if config.fsdp.activation_checkpointing else 0.0  # share of the layers
+    if training.gradient_checkpointing:
+        recomputed = 1 / training.gradient_checkpointing_every
+    for tokens, sizes_of_layer, kept, dropout, layers in (
+        (length, (hidden, intermediate, queries, keys), _KEPT[tuner.train_type, fused], _KEPT_DROPOUT[0],
+         int(text["num_hidden_layers"])),
+        (length * _PATCHES_PER_TOKEN, tower, _KEPT_TOWER[fused], _KEPT_DROPOUT[1],
+         0 if "vit" in frozen else int(vision["depth"])),
+    ):  # fmt: skip
+        numbers = sum(map(operator.mul, kept, sizes_of_layer))
+        if lora and tuner.lora_dropout:
+            numbers += sum(map(operator.mul, dropout, sizes_of_layer))
+        row += 2 * tokens * layers * (recomputed * sizes_of_layer[0] + (1 - recomputed) * numbers)
+    row += 2 * length * (_RUNNING[0] * hidden + _RUNNING[1] * intermediate)
     if not lora and "llm" not in frozen:
         row += 2 * int(text["vocab_size"]) * hidden  # gradient of the head, before it is added to the table's
 
     gradients, optimizer, exchange = trained * per_gradient, trained * per_state, 0.0
     if config.fsdp.enabled:
         # Float32 shards; the layers in use are gathered in bfloat16, the tables as units of their own.
-        weights, gradients = total * 4 / world_size, trained * 4 / world_size
+        weights, gradients, autocast_copy = total * 4 / world_size, trained * 4 / world_size, 0.0
         optimizer = trained * 4 * moments / world_size
         layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
         tables = sum(size for name, size in sizes.items() if part_of(name) == "llm" and ".layers." not in name)
@@ -120,7 +154,16 @@ def estimate_memory(
         gradients, optimizer = gradients / world_size, optimizer / world_size
     elif world_size > 1:
         exchange = float(gradients)
-    return MemoryEstimate(weights, gradients, optimizer, row, exchange)
+    rollout = config.rollout_matching
+    kept = weights - autocast_copy + optimizer
+    if rollout is None or not rollout.is_colocated:
+        return MemoryEstimate(weights, gradients, optimizer, row, exchange, kept)
+    if rollout.offload.enabled:
+        kept -= (
+            weights - autocast_copy
+        ) * rollout.offload.offload_model + optimizer * rollout.offload.offload_optimizer
+    share, sleeps = rollout.vllm.gpu_memory_utilization, rollout.vllm.sleep_level > 0
+    return MemoryEstimate(weights, gradients, optimizer, row, exchange, kept, share, sleeps)
 
 
 def check_memory(config: RunConfig, world_size: int = 1, gpu_bytes: int | None = None) -> MemoryEstimate:
@@ -133,24 +176,29 @@ def check_memory(config: RunConfig, world_size: int = 1, gpu_bytes: int | None =
     checkpoint = Checkpoint.open(config.model.model)
     model, shapes = checkpoint.config, weight_shapes(checkpoint)
     estimate = estimate_memory(config, model, shapes, world_size)
-    if gpu_bytes is None or 0.9 * estimate.total <= gpu_bytes:
+    if gpu_bytes is None or estimate.peak(gpu_bytes, 0.9) <= gpu_bytes:
         return estimate
     no_masters = {"training.master_weights": None} if config.training.master_weights is not None else {}
     choices: list[dict[str, Any]] = [
-        {"training.gradient_checkpointing": True},
+        {"training.gradient_checkpointing": True, "training.gradient_checkpointing_every": 1},
         {"global_max_length": config.global_max_length // 2},
         {"fsdp.enabled": True, **no_masters},
         {"tuner.train_type": "lora", "model.dtype": "bfloat16", "training.gradient_checkpointing": True, **no_masters},
     ]
+    if estimate.engine_share:
+        choices = [
+            {"rollout_matching.vllm.sleep_level": 1},
+            {"rollout_matching.offload.enabled": True, "rollout_matching.offload.offload_optimizer": True},
+            {"rollout_matching.vllm.gpu_memory_utilization": round(estimate.engine_share / 2, 2)},
+            *choices,
+        ]
     fitting = []
     for choice in choices:
         changed = config
         for path, value in choice.items():
-            section, _, key = path.partition(".")
-            new = getattr(changed, section).model_copy(update={key: value}) if key else value
-            changed = changed.model_copy(update={section: new})
+            changed = _with(changed, path, value)
         processes = max(8, world_size) if "fsdp.enabled" in choice else world_size
-        need = estimate_memory(changed, model, shapes, processes).total
+        need = estimate_memory(changed, model, shapes, processes).peak(gpu_bytes)
         if need <= 0.9 * gpu_bytes:
             keys = ", ".join(f"{path}: {json.dumps(value)}" for path, value in choice.items())
             fitting.append(
@@ -160,3 +208,8 @@ def check_memory(config: RunConfig, world_size: int = 1, gpu_bytes: int | None =
         f"model.model: {Path(config.model.model)} needs about {estimate}, and this GPU has {gpu_bytes / 1e9:.0f} GB. "
         f"It fits with {'; or '.join(fitting) if fitting else 'a smaller model'}"
     )
+
+
+def _with(section: Any, path: str, value: object) -> Any:
+    key, _, rest = path.partition(".")
+    return section.model_copy(update={key: _with(getattr(section, key), rest, value) if rest else value})

@@ -203,6 +203,10 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
     Rule("model.dtype", lambda c, _: c.model.dtype == "float16" and c.training.fp16 and c.tuner.train_type == "full",
          "float16 weights cannot be trained with training.fp16, whose loss scaling needs float32 weights; write "
          "model.dtype: float32"),
+    Rule("training.gradient_checkpointing_every",
+         lambda c, _: c.training.gradient_checkpointing_every > 1 and not c.training.gradient_checkpointing,
+         "{c.training.gradient_checkpointing_every} chooses layers of gradient_checkpointing, which is off; write "
+         "gradient_checkpointing: true, or remove this key"),
     Rule("training.gradient_accumulation_steps",
          lambda c, _: None not in (c.training.effective_batch_size, c.training.gradient_accumulation_steps),
          "follows from effective_batch_size; give one of the two"),

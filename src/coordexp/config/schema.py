@@ -3,6 +3,7 @@ keys, which :func:`coordexp.config.load_config` applies."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
@@ -22,6 +23,17 @@ class ModelConfig(StrictModel):
     """attention of packed rows, and of their images in the vision tower: packed takes torch's varlen kernel on CUDA in
     half precision and computes segment by segment elsewhere; varlen is torch's kernel of this name, flash the package
     flash-attn, both on CUDA only; sdpa masks a full square"""
+    fused_kernels: Literal["auto", True, False] = "auto"
+    """RMSNorm, SwiGLU, rotary embeddings and LayerNorm in one kernel each while training: auto does so on GPUs if the
+    package liger-kernel is installed (pip install 'coordexp[kernels]'), true requires both, false keeps the layers as
+    they are"""
+
+    @property
+    def fuses_on_gpu(self) -> bool:
+        """Whether training on a GPU of this machine uses fused kernels."""
+        if self.fused_kernels == "auto":
+            return importlib.util.find_spec("liger_kernel") is not None
+        return self.fused_kernels
 
 
 DEFAULT_PROMPT = (
@@ -250,6 +262,8 @@ class TrainingConfig(StrictModel):
     """TensorFloat-32 on NVIDIA GPUs; null leaves it to torch"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
+    gradient_checkpointing_every: Count = 1
+    """recompute those of every N-th layer only, and keep the others': 1 = of all layers; with gradient_checkpointing"""
     torch_empty_cache_steps: Count | None = None
     """return unused device memory every N steps; null = never"""
     full_determinism: bool = False
@@ -334,6 +348,7 @@ class TrainingConfig(StrictModel):
 OWN_KEYS = {
     *("vit_lr", "aligner_lr", "coord_lr", "logging_dir", "master_weights", "effective_batch_size", "packing"),
     *("packing_buffer", "packing_min_fill_ratio", "packing_drop_last", "resume_from_checkpoint", "stop_within_s"),
+    "gradient_checkpointing_every",
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.attention import check_attention
 from coordexp.modeling.inputs import PromptEncoder
+from coordexp.modeling.kernels import fuse_layers, liger_kernels, wants_fused
 from coordexp.modeling.load import LoadedModel, load_model, load_vocab
 from coordexp.modeling.scores import TokenScorer
 from coordexp.modeling.weights import LearnerWeights
@@ -155,6 +157,10 @@ def build_trainer(
     # Checkpoints record both.
     loaded = replace(loaded, preparation=preparation_of(run.train), classes=class_list(run.train))
     tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
+    if wants_fused(config.model, accelerator.device.type):
+        fuse_layers(loaded.model, liger_kernels())
+        if distributed.is_main():
+            console.print(f"fused kernels: liger-kernel {version('liger-kernel')} (model.fused_kernels)")
     align_special_tokens(loaded.model, loaded.processor)
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     ordering = config.custom.object_ordering
@@ -236,7 +242,7 @@ def _prepared_state(
     training: TrainingConfig, args: TrainingArguments, accelerator: Accelerator, loaded: LoadedModel, max_steps: int
 ) -> RunState:
     if args.gradient_checkpointing:
-        loaded.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        loaded.model.gradient_checkpointing_enable(None, every_n_layers=training.gradient_checkpointing_every)
     rates = LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr)
     master_weights = training.master_weights is not None
     model, optimizer, scheduler = prepare(
@@ -353,4 +359,6 @@ def _check_device(config: RunConfig, learners: int) -> None:
     if not on_cpu:
         check_memory(config, learners, torch.cuda.get_device_properties(0).total_memory)
     half = training.bf16 or training.fp16 or config.model.dtype != "float32"
-    check_attention(config.model.attn_implementation, "cpu" if on_cpu else "cuda", half)
+    device = "cpu" if on_cpu else "cuda"
+    check_attention(config.model.attn_implementation, device, half)
+    wants_fused(config.model, device)

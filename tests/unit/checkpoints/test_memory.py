@@ -28,13 +28,24 @@ def model(size: str) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
     return config.to_dict(), {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
-def run(length: int, *, full: bool, dtype: str = "bfloat16", checkpointing: bool = True, **keys: Any) -> RunConfig:
+def run(
+    length: int,
+    *,
+    full: bool,
+    dtype: str = "bfloat16",
+    every: int = 1,
+    frozen: bool = False,
+    fused: bool = False,
+    **keys: Any,
+) -> RunConfig:
+    """``every``: the layers that are recomputed, 0 for none; ``frozen``: the vision tower."""
     content = {**stage1(), "global_max_length": length, **keys}
-    content["model"] = {**content["model"], "dtype": dtype}
-    content["tuner"] = {"train_type": "full"} if full else {"train_type": "lora", "lora_rank": 16}
+    content["model"] = {**content["model"], "dtype": dtype, "fused_kernels": fused}
+    content["tuner"] = {"train_type": "full"} if full else {"train_type": "lora", "lora_rank": 16, "freeze_vit": frozen}
     masters = "float32" if full and dtype == "bfloat16" else None
     content["training"] = {
-        **content["training"], "bf16": True, "gradient_checkpointing": checkpointing, "master_weights": masters
+        **content["training"], "bf16": True, "gradient_checkpointing": every > 0, "master_weights": masters,
+        "gradient_checkpointing_every": max(every, 1),
     }  # fmt: skip
     return parse_config(content)
 
@@ -46,11 +57,15 @@ def run(length: int, *, full: bool, dtype: str = "bfloat16", checkpointing: bool
         ("2B", run(12_000, full=True, dtype="float32"), 1, 43.8),
         ("2B", run(16_000, full=True), 1, 46.7),
         ("2B", run(12_000, full=True), 8, 42.6),
-        ("2B", run(12_000, full=True, checkpointing=False), 1, 104.0),
+        ("2B", run(12_000, full=True, every=0), 1, 104.0),
+        ("2B", run(12_000, full=True, every=2), 1, 74.2),
         ("4B", run(12_000, full=True), 1, 89.0),
         ("8B", run(12_000, full=True), 1, 168.0),
         ("2B", run(12_000, full=False), 1, 9.6),
-        ("2B", run(12_000, full=False, checkpointing=False), 1, 51.3),
+        ("2B", run(12_000, full=False, every=0, frozen=True), 1, 51.3),
+        ("2B", run(12_000, full=False, every=0), 1, 80.6),
+        ("2B", run(12_000, full=False, every=0, fused=True), 1, 68.9),
+        ("2B", run(12_000, full=False, every=2), 1, 44.9),
         ("4B", run(12_000, full=False), 1, 16.8),
         ("8B", run(12_000, full=False), 1, 28.5),
         ("8B", run(16_000, full=False), 1, 30.8),

@@ -83,6 +83,8 @@ RULES = [
     (stage1(), BEST | {"training.eval_steps": 200}, "training.save_steps", "eval_steps (200)"),
     (stage1(), BEST | {"training.metric_for_best_model": None}, "training.metric_for_best_model",
      "load_best_model_at_end"),
+    (stage1(), {"training.gradient_checkpointing_every": 2}, "training.gradient_checkpointing_every",
+     "gradient_checkpointing: true"),
     # how the trainer is spread
     (stage1(), {"deepspeed.enabled": True}, "deepspeed.config", "needs a JSON file or a mapping"),
     (stage1(), {"deepspeed": {"enabled": True, "config": {}}, "fsdp.enabled": True}, "fsdp.enabled", "exclude each"),

@@ -90,14 +90,21 @@ def test_the_final_folder_can_be_loaded_evaluated_and_trained(tmp_path: Path) ->
 @pytest.mark.parametrize("keys", [LORA, {"model__attn_implementation": "sdpa"}], ids=["lora", "full"])
 def test_gradient_checkpointing_trains_the_same(keys: dict[str, Any], tmp_path: Path) -> None:
     keys = keys | {"training__optim": "sgd", "tuner__lora_dropout": 0.0}
-    plain, recomputed = (
-        train(run_config(tmp_path, 1, str(on), **keys, training__gradient_checkpointing=on)).model
-        for on in (False, True)
-    )
-    assert recomputed.is_gradient_checkpointing
-    found = trained(recomputed)
-    for name, value in trained(plain).items():
-        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    plain, *recomputed = (
+        train(
+            run_config(
+                tmp_path, 1, str(every), **keys,
+                training__gradient_checkpointing=every > 0, training__gradient_checkpointing_every=max(every, 1),
+            )
+        ).model
+        for every in (0, 1, 2)
+    )  # fmt: skip
+    counts = [sum(getattr(one, "gradient_checkpointing", False) for one in model.modules()) for model in recomputed]
+    assert counts[1] < counts[0], "every second layer keeps its activations"
+    for model in recomputed:
+        found = trained(model)
+        for name, value in trained(plain).items():
+            torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_frozen_parts_are_unchanged(tmp_path: Path) -> None:
