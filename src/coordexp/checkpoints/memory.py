@@ -178,9 +178,10 @@ def check_memory(config: RunConfig, world_size: int = 1, gpu_bytes: int | None =
     estimate = estimate_memory(config, model, shapes, world_size)
     if gpu_bytes is None or estimate.peak(gpu_bytes, 0.9) <= gpu_bytes:
         return estimate
+    every = {"training.gradient_checkpointing_every": 1} if config.training.gradient_checkpointing_every > 1 else {}
     no_masters = {"training.master_weights": None} if config.training.master_weights is not None else {}
     choices: list[dict[str, Any]] = [
-        {"training.gradient_checkpointing": True, "training.gradient_checkpointing_every": 1},
+        {"training.gradient_checkpointing": True, **every},
         {"global_max_length": config.global_max_length // 2},
         {"fsdp.enabled": True, **no_masters},
         {"tuner.train_type": "lora", "model.dtype": "bfloat16", "training.gradient_checkpointing": True, **no_masters},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ import yaml
 
 from coordexp.checkpoints.describe import weight_shapes
 from coordexp.checkpoints.folder import Checkpoint, read_object, settings_of_run
-from coordexp.checkpoints.memory import estimate_memory
+from coordexp.checkpoints.memory import ASLEEP, MemoryEstimate, estimate_memory
 from coordexp.config import parse_config
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import serialize_objects
@@ -48,6 +49,8 @@ _SMALL: Mapping[Stage, tuple[float, str]] = {
 _SMALL_SIGMA = 8.0  # bins, in both
 _CROWD = 6.0  # objects per image, on average, from which the study's recipe for crowds is better
 _USABLE = 0.85  # of a GPU's memory: the rest is CUDA's and fragmentation
+_ENGINE_LEAST = 6_000_000_000  # bytes that an engine needs next to its weights: activations, cache, CUDA graphs
+_ENGINE_MOST = 0.6  # of a GPU's memory: enough cache for decode_batch_size answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +135,66 @@ def gpu_memory(assume_one: bool) -> int | None:
 def first_configuration(at_hand: DataAtHand, model: Path, stage: Stage, output: Path, gpu_bytes: int | None) -> str:
     """A commented, valid YAML for one device. ``gpu_bytes``: memory of the GPU; None for a CPU.
 
-    Adapters are trained, instead of all weights, if the checkpoint is a LoRA run's or full training would not fit.
+    Adapters are trained, instead of all weights, if the checkpoint is a LoRA run's or full training would not fit; then
+    rows are halved until they fit. Stage 2 gets a colocated engine if vLLM is installed and fits.
     """
     run = settings_of_run(model)  # of the run that wrote the checkpoint, if one did
     adapters = (run.get("tuner") or {}).get("train_type") == "lora"
     text = _configuration(at_hand, model, stage, output, gpu_bytes is None, run, adapters)
-    if gpu_bytes is not None and not adapters:
-        checkpoint = Checkpoint.open(model)
-        config = parse_config(yaml.safe_load(text))
-        if estimate_memory(config, checkpoint.config, weight_shapes(checkpoint)).total > _USABLE * gpu_bytes:
-            text = _configuration(at_hand, model, stage, output, False, run, True)
+    if gpu_bytes is None:
+        return text
+    checkpoint = Checkpoint.open(model)
+    shapes = weight_shapes(checkpoint)
+
+    def estimate(text: str) -> MemoryEstimate:
+        return estimate_memory(parse_config(yaml.safe_load(text)), checkpoint.config, shapes)
+
+    if not adapters and estimate(text).total > _USABLE * gpu_bytes:
+        text = _configuration(at_hand, model, stage, output, False, run, True)
+    shortest = _rounded_up(at_hand.longest_sample, 256)
+    while estimate(text).total > _USABLE * gpu_bytes and (row := yaml.safe_load(text)["global_max_length"]) > shortest:
+        row = max(shortest, row // 2)
+        text = set_value(text, "global_max_length", row)
+        text = set_value(text, "rollout_matching.max_new_tokens", _longest_new(at_hand, row))
+    if stage == 2 and importlib.util.find_spec("vllm") is not None:
+        text = _with_engine(text, estimate, gpu_bytes, sum(map(math.prod, shapes.values())))
     return text
+
+
+def _with_engine(text: str, estimate: Callable[[str], MemoryEstimate], gpu_bytes: int, parameters: int) -> str:
+    """``text`` with a colocated engine on the largest share of the GPU that fits next to the trainer; ``text`` as it is
+    if none fits."""
+    colocated = set_value(text, "rollout_matching.decode_batch_size", 32)  # as in colocate.yaml, like the rest
+    if yaml.safe_load(text)["model"]["dtype"] == "float32":
+        colocated = set_value(colocated, "model.dtype", "bfloat16")
+        masters = "master_weights: float32 # the optimizer's own copy of each weight: no update is too small for it"
+        colocated = re.sub(r"(\n  bf16: .*)", rf"\1\n  {masters}", colocated, count=1)
+    for offload in (False, True):
+        engine = f"""\
+  rollout_backend: vllm # an engine in the trainer's process; hf = transformers, which is slower
+  vllm:
+    mode: colocate
+    tensor_parallel_size: 1 # trainer processes that share one engine
+    gpu_memory_utilization: 0.1 # see below
+    max_num_batched_tokens: 16384 # tokens of one engine step
+    sleep_level: 1 # between rollouts the engine gives its memory back; 0 keeps it
+  offload: # parts of the trainer that move to main memory during rollouts
+    enabled: {str(offload).lower()} # {"the engine fits no other way" if offload else "both fit"}
+    offload_optimizer: true
+"""
+        with_engine = re.sub(r"  rollout_backend: hf .*\n", lambda _, e=engine: e, colocated)
+        need = estimate(with_engine)
+        share = min(_ENGINE_MOST, math.floor(20 * (_USABLE - need.while_answering / gpu_bytes)) / 20)
+        if share * gpu_bytes < 2 * parameters + _ENGINE_LEAST or need.total + ASLEEP > _USABLE * gpu_bytes:
+            continue
+        gigabytes = [f"{size / 1e9:.0f} GB" for size in (share * gpu_bytes, gpu_bytes, need.while_answering)]
+        note = "# {} of {}; by estimate the trainer keeps {} during rollouts".format(*gigabytes)
+        return with_engine.replace("gpu_memory_utilization: 0.1 # see below", f"gpu_memory_utilization: {share} {note}")
+    return text
+
+
+def _longest_new(at_hand: DataAtHand, row: int) -> int:
+    return max(1, min(row // 2, _rounded_up(2 * at_hand.longest_answer, 64)))
 
 
 def _configuration(
@@ -179,7 +231,7 @@ def _configuration(
         **({"training.metric_for_best_model": None} if at_hand.val is None and stage == 2 else {}),
         "global_max_length": row,
         "rollout_matching.decode_batch_size": 4 if cpu else 8,
-        "rollout_matching.max_new_tokens": max(1, min(row // 2, _rounded_up(2 * at_hand.longest_answer, 64))),
+        "rollout_matching.max_new_tokens": _longest_new(at_hand, row),
     }
     notes: dict[str, str] = {}
     if parameters < _LARGE:

@@ -14,7 +14,7 @@ from coordexp.checkpoints.memory import check_memory, estimate_memory
 from coordexp.config import RunConfig, parse_config
 from coordexp.config.schema import DeepSpeedConfig
 from coordexp.errors import ConfigError
-from support.config_samples import stage1
+from support.config_samples import stage1, stage2
 from support.qwen_sizes import qwen3_vl_config
 from support.tiny_run import tiny_checkpoint
 
@@ -69,6 +69,7 @@ def run(
         ("4B", run(12_000, full=False), 1, 16.8),
         ("8B", run(12_000, full=False), 1, 28.5),
         ("8B", run(16_000, full=False), 1, 30.8),
+        ("8B", run(12_000, full=False, every=4), 1, 132.4),
     ],
 )
 def test_the_estimate_is_within_ten_percent(size: str, config: RunConfig, world_size: int, traced_gb: float) -> None:
@@ -109,6 +110,41 @@ def test_suggested_changes_are_ones_that_the_schema_accepts() -> None:
         check_memory(config, gpu_bytes=int(0.6 * check_memory(config).total))
     message = str(refused.value)
     assert message.count("training.master_weights: null") == message.count("fsdp.enabled") + message.count("lora") > 0
+
+
+def colocated(**keys: Any) -> RunConfig:
+    content = stage2()
+    content["global_max_length"] = 12_000
+    content["model"] = {**content["model"], "dtype": "bfloat16", "fused_kernels": False}
+    content["training"] |= {"bf16": True, "gradient_checkpointing": True, "master_weights": "float32"}
+    engine = {"mode": "colocate", "tensor_parallel_size": 1, "gpu_memory_utilization": 0.45, "sleep_level": 1}
+    content["rollout_matching"] |= {"rollout_backend": "vllm", "vllm": engine, **keys}
+    return parse_config(content)
+
+
+def test_an_engine_shares_the_gpu_with_what_the_trainer_keeps() -> None:
+    gpu, share = 80e9, 0.45 * 80e9
+    asleep = estimate_memory(colocated(), *model("2B"))
+    assert asleep.while_answering / 1e9 == pytest.approx(30, rel=0.05)  # weights, masters and two moments
+    assert asleep.peak(gpu) == asleep.while_answering + share > asleep.total
+    awake = estimate_memory(colocated(vllm={"mode": "colocate", "gpu_memory_utilization": 0.45}), *model("2B"))
+    assert awake.peak(gpu) == awake.total + share > 1.1 * asleep.peak(gpu)
+    offload = {"enabled": True, "offload_optimizer": True}
+    moved = estimate_memory(colocated(offload=offload), *model("2B"))
+    assert moved.while_answering == moved.weights
+    alone = estimate_memory(colocated(rollout_backend="hf", vllm={}), *model("2B"))
+    assert alone.peak(gpu) == alone.total == awake.total
+
+
+def test_an_engine_that_does_not_fit_is_refused_with_a_share_that_does() -> None:
+    content = stage2()
+    content["model"]["model"] = str(tiny_checkpoint())
+    content["rollout_matching"] |= {"rollout_backend": "vllm", "vllm": {"gpu_memory_utilization": 0.95}}
+    config = parse_config(content)
+    gpu = int(5 * check_memory(config).total)
+    with pytest.raises(ConfigError, match=r"rollout_matching\.vllm\.gpu_memory_utilization: 0\.47"):
+        check_memory(config, gpu_bytes=gpu)
+    check_memory(config, gpu_bytes=30 * gpu)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_a_size_that_fits() -> None:

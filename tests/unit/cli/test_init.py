@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import yaml
 
 import coordexp.cli.init
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
+from coordexp.checkpoints.memory import check_memory
 from coordexp.cli.init import set_value
 from coordexp.config import RunConfig, load_config
 from coordexp.data import read_jsonl, write_jsonl
@@ -43,7 +45,7 @@ def test_the_written_configuration_is_valid(
     run = load_config(f"stage{stage}.yaml")
     assert (run.custom.train_jsonl, run.custom.val_jsonl) == (data / "train.jsonl", data / "val.jsonl")
     assert (run.model.model, run.training.use_cpu, run.training.bf16) == (str(DEMO), where == "--cpu", where == "--gpu")
-    in_bfloat16 = stage == 1 and where == "--gpu"  # and then its optimizer keeps float32
+    in_bfloat16 = where == "--gpu" and (stage == 1 or importlib.util.find_spec("vllm") is not None)
     assert (run.model.dtype == "bfloat16") == (run.training.master_weights == "float32") == in_bfloat16
     assert (run.training.effective_batch_size or 99) <= 9, "no more than the data needs"
     assert run.global_max_length <= 8192, "no more than the model allows"
@@ -70,9 +72,35 @@ def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
             assert run.tuner.train_type == train_type and run.training.use_cpu is False
             assert run.training.learning_rate == pytest.approx(rate * (5 if train_type == "lora" else 1))
             assert (run.tuner.lora_rank == 32) == (train_type == "lora")  # lora.yaml's
+            assert (run.global_max_length < 4096) == (mebibytes == 64), "rows are halved until they fit"
     tool.write_text("#!/bin/sh\necho no driver >&2\nexit 9\n")
     done = run_cli(capsys, "init", data, "--model", DEMO, "--overwrite")
     assert done.code == 2 and "nvidia-smi fails: no driver" in done.err
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "has_vllm", "engine"), [(81559, True, True), (81559, False, False), (8192, True, False)]
+)
+def test_stage_2_gets_an_engine_if_vllm_is_installed_and_fits(
+    mebibytes: int, has_vllm: bool, engine: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho {mebibytes}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: (has_vllm or None) if name == "vllm" else find(name))
+    assert run_cli(capsys, "init", data, "--model", DEMO, "--stage", 2).code == 0
+    run = load_config("stage2.yaml")
+    rollout = run.rollout_matching
+    assert rollout is not None and rollout.is_colocated == engine
+    assert (rollout.rollout_backend == "hf") == (not engine)
+    if engine:
+        assert (rollout.vllm.sleep_level, rollout.vllm.tensor_parallel_size, rollout.offload.enabled) == (1, 1, False)
+        need, gpu = check_memory(run), mebibytes * 2**20
+        assert need.engine_share == rollout.vllm.gpu_memory_utilization >= 0.5 and need.peak(gpu) < 0.9 * gpu
+        assert run.model.dtype == "bfloat16" and run.training.master_weights == "float32"
 
 
 def test_a_run_is_evaluated_at_most_four_times(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
