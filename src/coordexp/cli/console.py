@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -89,16 +88,11 @@ def refuse_filled(folder: Path) -> None:
 
 def check_checkpoint(path: Path) -> None:
     """Raise CheckpointError unless ``path`` is a folder, before torch is imported."""
-    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():  # a hub's name
-        raise CheckpointError(
-            f"{path}: no such folder, and nothing is downloaded here. If it is a model of the Hugging Face hub:\n"
-            f"  hf download {path} --local-dir {path.name}\n"
-            f"  coordexp model expand-vocab {path.name} checkpoints/start\n"
-            "then name checkpoints/start"
-        )
     if not path.is_dir():
+        from coordexp.config.checks import how_to_download
+
         what = "is a file, not a folder" if path.exists() else "no such folder"
-        raise CheckpointError(f"{path}: {what}; name a checkpoint, such as a run's output_dir; nothing is downloaded")
+        raise CheckpointError(f"{path}: {what}; name a checkpoint, such as a run's output_dir; {how_to_download(path)}")
 
 
 def check_inputs(model: str | Path, datasets: Mapping[Path | None, int | None]) -> None:
@@ -123,6 +117,13 @@ def check_inputs(model: str | Path, datasets: Mapping[Path | None, int | None]) 
         raise problems[0]
     if problems:
         raise ConfigError("\n".join(map(str, problems)))
+
+
+def picture(path: Path | None) -> Path | None:
+    """Callback of an option: raise ConfigError for a picture that cannot be written, before the work that it shows."""
+    if path is not None and path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+        raise ConfigError(f"{path}: a picture ends in .png, .jpg or .webp")
+    return path
 
 
 def say(console: Console, text: str) -> None:

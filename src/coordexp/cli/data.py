@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from coordexp.cli.console import check_checkpoint, counting, no_bars_in_log_files, open_console
+from coordexp.cli.console import check_checkpoint, counting, no_bars_in_log_files, open_console, picture
 from coordexp.cli.convert import convert_app
 from coordexp.cli.run import separate_config, split_words
 from coordexp.cli.usage import App
@@ -50,7 +50,7 @@ def check_command(
         int | None, typer.Option(min=1, help="Find samples of more tokens: the run's global_max_length. Needs --model.")
     ] = None,
     sheet: Annotated[
-        Path | None, typer.Option(help="PNG of objects drawn after serialising, tokenising and decoding them.")
+        Path | None, typer.Option(callback=picture, help="Picture of objects, drawn after a round trip through tokens.")
     ] = None,
     augment: Annotated[
         Path | None,
@@ -292,7 +292,9 @@ def complete_command(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Images answered at once [CONFIG.yaml's, or 8].")
     ] = None,
-    sheet: Annotated[Path | None, typer.Option(help="PNG of the images with the most likely missed objects.")] = None,
+    sheet: Annotated[
+        Path | None, typer.Option(callback=picture, help="Picture of the likeliest missed objects.")
+    ] = None,
     sheet_images: Annotated[int, typer.Option(min=1, max=100, help="Images on the sheet.")] = 12,
     overwrite: Overwrite = False,
     as_json: AsJson = False,

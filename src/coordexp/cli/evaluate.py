@@ -16,6 +16,7 @@ from coordexp.cli.console import (
     no_bars_in_log_files,
     on_interrupt,
     open_console,
+    picture,
     say,
     say_written,
     with_options,
@@ -81,7 +82,9 @@ class OfEvaluation:
     resamples: Annotated[int | None, typer.Option(min=10, help="Resamples of --compare [1000].")] = None
     sheet: Annotated[
         Path | None,
-        typer.Option(help="PNG of the images with most mistakes, or with --compare, of the greatest difference."),
+        typer.Option(
+            callback=picture, help="Picture of the images with most mistakes or, with --compare, greatest difference."
+        ),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON on stdout instead of tables.")] = False
     print: Print = False

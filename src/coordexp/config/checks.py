@@ -9,6 +9,7 @@ others still run (see :mod:`coordexp.config.load`).
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -393,13 +394,24 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def how_to_download(folder: str | Path) -> str:
+    """What to do where a checkpoint's folder is missing: the commands, if the path looks like a name of the hub."""
+    path = Path(folder)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or path.parent.exists():
+        return "nothing is downloaded"
+    return (
+        f"nothing is downloaded. If it is a model of the Hugging Face hub: hf download {path} --local-dir {path.name}; "
+        f"coordexp model expand-vocab {path.name} checkpoints/start; then name checkpoints/start"
+    )
+
+
 def check_paths(folders: Mapping[str, str | Path], files: Mapping[str, Path | None] | None = None) -> None:
     """Check that folders and files exist before anything heavy is imported: key or option -> path (or None). Raises
     ConfigError with all that do not."""
     missing = []
     for key, path in folders.items():
         if not Path(path).is_dir():
-            what = "is a file, not a folder" if Path(path).exists() else "no such folder; nothing is downloaded"
+            what = "is a file, not a folder" if Path(path).exists() else f"no such folder; {how_to_download(path)}"
             missing.append(f"{key}: {path}: {what}")
     for key, path in (files or {}).items():
         if path is not None and not path.is_file():

@@ -77,6 +77,12 @@ def test_what_does_not_exist_has_a_hint(typed: str, answer: str, capsys: pytest.
     assert outcome.code == 2 and answer in outcome.err and "Value error" not in outcome.err
 
 
+@pytest.mark.parametrize("command", ["data check x.jsonl", "data complete x.jsonl --out y.jsonl", "evaluate run"])
+def test_a_picture_of_another_suffix_is_refused_first(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = run_cli(capsys, *command.split(), "--sheet", "sheet.webm")
+    assert outcome.code == 2 and "sheet.webm" in outcome.err and ".png" in outcome.err
+
+
 def test_debug_may_come_after_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         run_cli(capsys, "train", tmp_path / "missing.yaml", "--debug")
