@@ -3,7 +3,7 @@
 The same checkpoint, generated scenes, prompt, precision, samples of a step, decoding limits and cores; one process
 each, one after the other, in one run. A watch in each trainer notes when a step ends; the first steps do not count.
 Prompts are compared token by token before training. Processor seconds stand beside seconds: only they can be read on a
-busy machine.
+busy machine. ``--shape 2B`` compares at real width instead: see peers_width.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import peers_width
 from reporting import machine, parser, positive, print_machine, write_json
 from rich.console import Console
 from rich.table import Table
@@ -44,15 +45,24 @@ CONTENDERS: dict[str, tuple[str, str]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     flags = parser(__doc__)
-    flags.add_argument("--steps", type=positive, default=8, help="steps that count, of each [8]")
-    flags.add_argument("--warmup", type=positive, default=2, help="steps before them that do not [2]")
-    flags.add_argument("--images", type=positive, default=16, help="images of a step, for GRPO prompts [16]")
+    flags.add_argument("--steps", type=positive, help="steps that count, of each [8; with --shape 1]")
+    flags.add_argument("--warmup", type=int, help="steps before them that do not [2; with --shape 0]")
+    flags.add_argument("--images", type=positive, help="images of a step, for GRPO prompts [16; with --shape 4]")
     names = list(CONTENDERS)
     flags.add_argument("--only", nargs="+", choices=names, default=names, help="these alone [all]")
+    peers_width.add_flags(flags)
     flags.add_argument("--deadline", type=positive, default=1800, help="seconds one contender may take [1800]")
     flags.add_argument("--contender", choices=names, help=argparse.SUPPRESS)  # the process of one of them
     flags.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = flags.parse_args(argv)
+    for key, tiny, wide in (("steps", 8, 1), ("warmup", 2, 0), ("images", 16, 4)):
+        if getattr(options, key) is None:
+            setattr(options, key, wide if options.shape else tiny)
+    if options.shape:
+        if options.photos is None:
+            flags.error("--shape needs --photos DATA.jsonl, a dataset of photographs")
+        peers_width.compare(options)
+        return
     if options.contender:
         run_contender(options)
         return

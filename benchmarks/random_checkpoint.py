@@ -39,14 +39,14 @@ def _write(folder: Path, size: str, layers: int | None, coord_tokens: bool) -> N
     )
 
     from coordexp.modeling.tiny import CHAT_TEMPLATE
-    from support.qwen_sizes import qwen3_vl_config
+    from support.qwen_sizes import SIZES, qwen3_vl_config
     from support.qwen_tokenizer import qwen_tokenizer
 
     folder.mkdir()
-    whole, config = qwen3_vl_config(size), qwen3_vl_config(size, layers)
+    config: Any = qwen3_vl_config(size, layers)
     if layers is not None:
-        vision: Any = config.vision_config
-        vision.depth = max(3, round(vision.depth * layers / whole.text_config.num_hidden_layers))
+        vision, whole = config.vision_config, SIZES[size][2]
+        vision.depth = max(3, round(vision.depth * layers / whole))
         vision.deepstack_visual_indexes = [vision.depth * part // 4 for part in (1, 2, 3)]
     if not coord_tokens:
         config.text_config.vocab_size = PUBLISHED_ROWS

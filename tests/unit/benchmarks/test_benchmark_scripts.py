@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,29 @@ def test_benchmark_runs_and_writes_figures(name: str, run: Run) -> None:
         assert [(row["batch"], row["equal_to_first"]) for row in results] == [(1, 1), (2, 2)]
     if name == "step":
         assert sum(stage["share"] for stage in results["stages"].values()) == pytest.approx(1)
+
+
+def test_peers_at_width_train_on_the_same_samples_packed_and_one_by_one(run: Run, tmp_path: Path) -> None:
+    from coordexp.data.scenes import MODERATE, write_scenes
+
+    width, variant = importlib.import_module("peers_width"), importlib.import_module("peers_variant")
+    small_checkpoint(tmp_path / "checkpoint")
+    work = width.write_samples(tmp_path, write_scenes(tmp_path / "scenes", 2, MODERATE, seed=1), 2)
+    options = Namespace(images=2, warmup=0, steps=1)
+    losses = []
+    for name in ("coordexp-sft", "coordexp-sft-one"):
+        found = variant.coordexp(width.specification(name, "full", tmp_path, work, options))
+        assert len(found["marks"]) == 2 and found["peak_gb"] > 0
+        losses += found["losses"]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2) and len(losses) == 2
+
+
+def test_peers_at_width_refuse_another_prompt(run: Run) -> None:
+    import torch
+
+    check = importlib.import_module("peers_variant").check_rows({"sequences": [([5, 6, 7], 2)]})
+    batch = {"input_ids": [[5, 6, 7, 0]], "attention_mask": [[1, 1, 1, 0]], "labels": [[-100, 6, 7, -100]]}
+    check({key: torch.tensor(value) for key, value in batch.items()})
+    batch["input_ids"][0][0] = 4
+    with pytest.raises(SystemExit, match="3 tokens"):
+        check({key: torch.tensor(value) for key, value in batch.items()})
