@@ -1,7 +1,7 @@
 """Shapes in norm1000 space: boxes, mask IoU, transport between point sets. Torch-free.
 
-Boxes are axis-aligned and continuous (a box covers ``(x2 - x1) * (y2 - y1)``). In the pixels of an image of any size,
-bin k is pixel k / 999 · (side − 1), as in preparation.
+Boxes are axis-aligned and continuous (a box covers ``(x2 - x1) * (y2 - y1)``). :func:`to_pixel` and :func:`to_bin` are
+the only places that relate bins to pixels.
 
 Mask IoU is that of a fixed virtual canvas of R x R pixels: bins are clamped to 0..999 and projected by
 ``bin * (R - 1) / 999``; pycocotools rasterises the ring. If a raster is empty, the exact IoU in norm1000 space counts
@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from coordexp.records import NUM_BINS
+from coordexp.records import NUM_BINS, BinRule
 
 
 class Shape(Protocol):
@@ -103,29 +103,42 @@ def overlapping_boxes(a_N4: np.ndarray, b_M4: np.ndarray) -> tuple[np.ndarray, n
     return first_K[overlap_K], second_K[overlap_K]
 
 
-def pixel_box(shape: Shape, width: int, height: int) -> tuple[float, float, float, float]:
+def pixel_box(shape: Shape, width: int, height: int, rule: BinRule) -> tuple[float, float, float, float]:
     """``(x1, y1, x2, y2)`` of the shape's bounds, in pixels."""
     x1, y1, x2, y2 = aabb(shape)
-    return to_pixel(x1, width), to_pixel(y1, height), to_pixel(x2, width), to_pixel(y2, height)
+    return to_pixel(x1, width, rule), to_pixel(y1, height, rule), to_pixel(x2, width, rule), to_pixel(y2, height, rule)
 
 
-def pixel_ring(shape: Shape, width: int, height: int) -> tuple[tuple[float, float], ...]:
+def pixel_ring(shape: Shape, width: int, height: int, rule: BinRule) -> tuple[tuple[float, float], ...]:
     """The shape's outline in pixels: a box's four corners, or a polygon's vertices."""
     if shape.kind == "bbox_2d":
-        x1, y1, x2, y2 = pixel_box(shape, width, height)
+        x1, y1, x2, y2 = pixel_box(shape, width, height, rule)
         return (x1, y1), (x2, y1), (x2, y2), (x1, y2)
     flat = tuple(shape.bins)
-    return tuple((to_pixel(x, width), to_pixel(y, height)) for x, y in zip(flat[0::2], flat[1::2], strict=True))
+    points = zip(flat[0::2], flat[1::2], strict=True)
+    return tuple((to_pixel(x, width, rule), to_pixel(y, height, rule)) for x, y in points)
 
 
-def to_pixel(k: float, side: int) -> float:
-    """Bin ``k`` → its pixel coordinate on a side of ``side`` pixels: 0 → 0, 999 → ``side - 1``."""
-    return k * max(1, side - 1) / (NUM_BINS - 1)
+def to_pixel(k: float, side: int, rule: BinRule) -> float:
+    """Bin ``k`` → its pixel coordinate on a side of ``side`` pixels: 0 → 0, 999 → ``side`` or ``side - 1``."""
+    return k * _extent(side, rule) / (NUM_BINS - 1)
 
 
-def to_bin(x: float, side: int) -> int:
-    """Pixel coordinate → the nearest bin on a side of ``side`` pixels, at most 999: the inverse of :func:`to_pixel`."""
-    return min(NUM_BINS - 1, max(0, round((NUM_BINS - 1) * x / max(1, side - 1))))
+def to_bin(x: float, side: int, rule: BinRule) -> int:
+    """Pixel coordinate → the nearest bin on a side of ``side`` pixels, 0..999: the inverse of :func:`to_pixel`."""
+    return min(NUM_BINS - 1, max(0, round((NUM_BINS - 1) * x / _extent(side, rule))))
+
+
+def _extent(side: int, rule: BinRule) -> int:
+    return side if rule == "pixel_edges" else max(1, side - 1)
+
+
+def bins_in_rule(bins: Sequence[int], size: tuple[int, int], before: BinRule, after: BinRule) -> tuple[int, ...]:
+    """Flat ``x, y, …`` of the rule ``before`` on an image of ``size`` (width, height) → the nearest bins of ``after``:
+    the same place, up to half a bin and, at the right and bottom edge, a pixel."""
+    if before == after:
+        return tuple(bins)
+    return tuple(to_bin(to_pixel(k, size[at % 2], before), size[at % 2], after) for at, k in enumerate(bins))
 
 
 _ROWS = 32  # shapes that are overlaid with all their partners in one call

@@ -9,10 +9,10 @@ from support.annotation_folders import paint, voc_object, voc_xml
 
 SIZE = (400, 240)
 NAMES = ("cat", "traffic light", "手提包")
-BOXES = [("cat", (20.0, 30.0, 180.0, 200.0)), ("traffic light", (200.0, 10.0, 230.0, 90.0)),
+BOXES = [("cat", (20.0, 30.0, 180.0, 201.0)), ("traffic light", (200.0, 10.0, 230.0, 90.0)),
          ("手提包", (0.0, 0.0, 400.0, 240.0)), ("cat", (200.0, 100.0, 390.0, 239.0))]  # fmt: skip
 RINGS = [
-    ("cat", (50.0, 60.0, 150.0, 40.0, 190.0, 160.0, 100.0, 220.0)),
+    ("cat", (50.0, 60.0, 150.0, 41.0, 190.0, 160.0, 100.0, 220.0)),
     ("手提包", (300.0, 20.0, 380.0, 30.0, 310.0, 99.0)),
 ]
 IMAGES = ("a.jpg", "b.jpg")  # b has no objects
@@ -85,3 +85,12 @@ def as_labelme(folder: Path, *, rings: bool = False) -> Path:
                   "imageHeight": SIZE[1], "imageWidth": SIZE[0]}  # fmt: skip
         (folder / file).with_suffix(".json").write_text(json.dumps(fields), encoding="utf-8")
     return folder
+
+
+def as_csv(folder: Path, *, rings: bool = False) -> Path:
+    paint_images(folder)
+    lines = ["image,name,x1,y1,x2,y2,polygon"]
+    lines += [f"{IMAGES[0]},{name},{','.join(map(str, box))}," for name, box in ([] if rings else BOXES)]
+    lines += [f"{IMAGES[0]},{name},,,,,{' '.join(map(str, ring))}" for name, ring in (RINGS if rings else [])]
+    (folder / "data.csv").write_text("\n".join([*lines, f"{IMAGES[1]},,,,,,"]), encoding="utf-8")
+    return folder / "data.csv"

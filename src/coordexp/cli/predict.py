@@ -114,7 +114,7 @@ def predict(
         for answer in result.answers[:_SHOWN]:
             objects = []
             for obj in answer.pred:
-                box = ", ".join(f"{side:.0f}" for side in pixel_box(obj, answer.width, answer.height))
+                box = ", ".join(f"{side:.0f}" for side in pixel_box(obj, answer.width, answer.height, answer.bin_rule))
                 number = obj.score if obj.confidence is None else obj.confidence
                 objects.append(f"{obj.desc}{'' if number is None else f' {number:.2f}'} ({box})")
             problem = "" if answer.problem is None else f" [{answer.problem}]"

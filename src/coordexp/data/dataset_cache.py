@@ -50,7 +50,7 @@ _PIECE_LINES = 1_000  # that one task of a worker validates
 _PIECE_ROWS = 20_000  # records per task of a worker that checks images
 _NOT_CHECKED = -1  # instead of a file's size and modification time
 
-# The key of a record's metadata with the rule by which its image was resized; has a column of its own.
+# The key of a record's metadata with the rule by which its image was resized; has a column, together with the bin rule.
 PREPARED = "prepared"
 _DESCS = "descs"  # the column of a record's distinct descriptions
 _MAX_INT64 = (1 << 63) - 1
@@ -135,7 +135,7 @@ class CachedRecords(Sequence[ImageRecord]):
         return int(areas.min()), int(areas.max())
 
     def distinct_preparations(self) -> list[ImageRecord]:
-        """One record per distinct ``metadata.prepared`` (None counts as a value), in file order."""
+        """One record per distinct ``metadata.prepared`` (None counts as a value) and bin rule, in file order."""
         column = self.table[PREPARED]
         return [self[index] for index in sorted(column.index(value).as_py() for value in column.unique())]
 
@@ -223,7 +223,7 @@ def _validate_piece(path: Path, lines: list[tuple[int, bytes]]) -> tuple[pa.Reco
             # No image is that large, so the check of images refuses the record.
             "width": min(record.width, _MAX_INT64),
             "height": min(record.height, _MAX_INT64),
-            PREPARED: json.dumps(record.metadata.get(PREPARED)),
+            PREPARED: json.dumps([record.metadata.get(PREPARED), record.bin_rule]),
             _DESCS: sorted({obj.desc for obj in record.objects}),
         })  # fmt: skip
     return pa.RecordBatch.from_pylist(rows, schema), refused, sum(len(text) for _, text in lines)

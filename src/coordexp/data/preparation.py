@@ -1,8 +1,8 @@
-"""How a model's training images were resized, so that inference resizes other images the same way.
+"""How a model's training images were resized and how its bins relate to pixels, so that inference does the same.
 
-The converters write their rule into each line of a dataset (``metadata.prepared``), training writes it into the
-checkpoint (:data:`PREPARATION`), and inference applies it. Coordinates are thousandths of a side, so a prediction is
-valid for the original and for the resized copy.
+The converters write both rules into each line of a dataset (``metadata.prepared`` and ``metadata.bin_rule``), training
+writes them into the checkpoint (:data:`PREPARATION`), and inference applies them. Coordinates are thousandths of a
+side, so a prediction is valid for the original and for the resized copy.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from PIL import Image
 
 from coordexp.data.dataset_cache import PREPARED, CachedRecords
 from coordexp.data.images import ResizeRule
 from coordexp.errors import CheckpointError, DataError
-from coordexp.records import ImageRecord
+from coordexp.records import BIN_RULE, BinRule, ImageRecord
 
 PREPARATION = "image_preparation.json"
 _TELLING = 2.0  # twice or half the area is still close to training
@@ -26,11 +26,12 @@ _TELLING = 2.0  # twice or half the area is still close to training
 
 @dataclass(frozen=True, slots=True)
 class ImagePreparation:
-    """A checkpoint's record of its training images: their resize rule (None: not resized), and the smallest and largest
-    area in pixels (None: unknown)."""
+    """A checkpoint's record of its training images: their resize rule (None: not resized), the smallest and largest
+    area in pixels (None: unknown), and the rule of its bins."""
 
     resize: ResizeRule | None = None
     seen_pixels: tuple[int, int] | None = None
+    bin_rule: BinRule = "pixel_centres"
 
     def __call__(self, image: Image.Image) -> Image.Image:
         return image if self.resize is None else self.resize.resize(image)
@@ -51,15 +52,18 @@ NO_RESIZE = ImagePreparation()
 
 
 def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
-    """The preparation to store with a model trained on ``records``. Its rule is the one that all share, or None. Raises
-    DataError for a record whose ``metadata.prepared`` is not a rule."""
+    """The preparation to store with a model trained on ``records``. Its resize rule is the one that all share, or None;
+    its bin rule ``pixel_edges`` if some record has that. Raises DataError for a record whose ``metadata.prepared`` is
+    not a rule."""
     if isinstance(records, CachedRecords):
         distinct, seen = records.distinct_preparations(), records.pixel_areas()
     else:
         areas = [record.width * record.height for record in records]
         distinct, seen = records, (min(areas), max(areas)) if areas else None
     rules: set[ResizeRule | None] = set()
+    bin_rules: set[BinRule] = set()
     for record in distinct:
+        bin_rules.add(record.bin_rule)
         written = record.metadata.get(PREPARED)
         try:
             rules.add(None if written is None else _read_rule(written))
@@ -68,7 +72,8 @@ def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
                 f"{record.sample_id}: metadata.{PREPARED} is {written!r}: {error}; write them as converters do, or "
                 "remove the key"
             ) from error
-    return ImagePreparation(rules.pop() if len(rules) == 1 else None, seen)
+    bin_rule: BinRule = "pixel_edges" if "pixel_edges" in bin_rules else "pixel_centres"
+    return ImagePreparation(rules.pop() if len(rules) == 1 else None, seen, bin_rule)
 
 
 def read_preparation(folder: str | Path) -> ImagePreparation:
@@ -78,7 +83,10 @@ def read_preparation(folder: str | Path) -> ImagePreparation:
         fields = json.loads(path.read_text(encoding="utf-8"))
         rule, seen = fields["resize"], fields["seen_pixels"]
         least_and_most = None if seen is None else (int(seen[0]), int(seen[1]))
-        return ImagePreparation(None if rule is None else _read_rule(rule), least_and_most)
+        bin_rule = fields.get(BIN_RULE, NO_RESIZE.bin_rule)  # older checkpoints do not have it
+        if bin_rule not in get_args(BinRule):
+            raise ValueError(f"{BIN_RULE} is {bin_rule!r}")
+        return ImagePreparation(None if rule is None else _read_rule(rule), least_and_most, bin_rule)
     except FileNotFoundError:
         return NO_RESIZE
     except (OSError, KeyError, IndexError, TypeError, ValueError, DataError) as error:

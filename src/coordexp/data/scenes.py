@@ -114,7 +114,7 @@ def make_scene(spec: SceneSpec, seed: int, index: int) -> tuple[Image.Image, tup
         middle = ((x1 + x2) / 2, (y1 + y2) / 2)
         grown = (middle[i % 2] + (v - middle[i % 2]) * (1 + 2 * spec.margin) for i, v in enumerate(outline))
         kind = "poly" if shape == "triangle" else "bbox_2d"
-        objects.append(GTObject(f"{colour} {shape}", kind, tuple(to_bin(v, spec.size) for v in grown)))
+        objects.append(GTObject(f"{colour} {shape}", kind, tuple(to_bin(v, spec.size, "pixel_centres") for v in grown)))
     return canvas.resize((spec.size, spec.size), Image.Resampling.BOX), tuple(objects)
 
 

@@ -70,7 +70,8 @@ class DropCounts:
 def object_size(obj: GTObject, record: ImageRecord) -> ObjectSize:
     """By the area of the bounding box in pixels: small below 32², large above 96²."""
     x1, y1, x2, y2 = aabb(obj)
-    area = to_pixel(x2 - x1, record.width) * to_pixel(y2 - y1, record.height)
+    rule = record.bin_rule
+    area = to_pixel(x2 - x1, record.width, rule) * to_pixel(y2 - y1, record.height, rule)
     return "small" if area < _SMALL else "large" if area > _LARGE else "medium"
 
 

@@ -21,10 +21,12 @@ from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.data.files import whole_file
 from coordexp.errors import CheckpointError, DataError, require
+from coordexp.geometry import bins_in_rule
 from coordexp.parsing import parse_rollout
 from coordexp.records import (
     GEOMETRY_KINDS,
     NUM_BINS,
+    BinRule,
     GeometryKind,
     GTObject,
     ImageRecord,
@@ -69,7 +71,7 @@ class OriginalImage:
 @dataclass(frozen=True, slots=True)
 class ImageAnswer:
     """``gt`` is None for an image without annotations; ``dropped`` counts unusable entries by reason; ``original`` is
-    None if the image is the user's own."""
+    None if the image is the user's own; ``bin_rule`` is that of ``gt`` and ``pred``."""
 
     sample_id: str
     image: str
@@ -83,6 +85,7 @@ class ImageAnswer:
     num_tokens: int = 0
     text: str = ""
     original: OriginalImage | None = None
+    bin_rule: BinRule = "pixel_centres"
 
     @property
     def num_dropped(self) -> int:
@@ -112,13 +115,22 @@ class ImageAnswer:
 
 
 def make_answer(
-    record: ImageRecord, rollout: Rollout, parsed: ParsedRollout, scores: Sequence[ObjectScore] | None = None
+    record: ImageRecord,
+    rollout: Rollout,
+    parsed: ParsedRollout,
+    scores: Sequence[ObjectScore] | None = None,
+    bin_rule: BinRule | None = None,
 ) -> ImageAnswer:
+    """``bin_rule``: the model's, None for the record's. Predictions are converted to the rule of the record's objects,
+    if it has any."""
     try:
         original = msgspec.convert(record.metadata.get("source"), OriginalImage)  # a converter's note
     except msgspec.ValidationError:
         original = None  # metadata of the user's own
-    pred = [Detection(obj.desc, obj.kind, obj.bins) for obj in parsed.objects]
+    model_rule = bin_rule or record.bin_rule
+    rule = record.bin_rule if record.objects else model_rule
+    size = (record.width, record.height)
+    pred = [Detection(obj.desc, obj.kind, bins_in_rule(obj.bins, size, model_rule, rule)) for obj in parsed.objects]
     if scores is not None:
         pred = [replace(o, score=s.score, confidence=s.confidence) for o, s in zip(pred, scores, strict=True)]
     return ImageAnswer(
@@ -134,6 +146,7 @@ def make_answer(
         num_tokens=len(rollout.response_token_ids),
         text=rollout.text,
         original=original,
+        bin_rule=rule,
     )
 
 
@@ -335,9 +348,11 @@ def answer_samples(
     seeds: Seeds,
     scorer: TokenScorer | None = None,
     on_answer: Callable[[int], None] | None = None,
+    bin_rule: BinRule | None = None,
 ) -> list[ImageAnswer]:
     """Generate, parse and, with a ``scorer``, score, in the order of ``samples``. ``on_answer`` is called with the
-    number of answers so far, except for the last one, which is finished when this returns. Raises AlignmentError if the
+    number of answers so far, except for the last one, which is finished when this returns. ``bin_rule``: as for
+    :func:`make_answer`. Raises AlignmentError if the
     backend answered another prompt than ours, e.g. to an image of another size, and the backend's RolloutError."""
     from coordexp.modeling.inputs import check_prompt  # imports torch, which saved answers do without
 
@@ -348,7 +363,7 @@ def answer_samples(
         check_prompt(sample.record.sample_id, sample.request.prompt_token_ids, rollout.prompt_token_ids, vocab.decode)
         parsed = parse_rollout(rollout.response_token_ids, vocab, ended=not rollout.truncated)
         scores = None if scorer is None else scorer.score(sample.request, rollout, parsed)
-        answers.append(make_answer(sample.record, rollout, parsed, scores))
+        answers.append(make_answer(sample.record, rollout, parsed, scores, bin_rule))
     return answers
 
 
@@ -381,6 +396,7 @@ def answer_batches(
     scorer: TokenScorer | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_answer: Callable[[int, int], None] | None = None,
+    bin_rule: BinRule | None = None,
 ) -> Iterator[list[ImageAnswer]]:
     """This rank's answers for ``positions`` of ``dataset``, batch by batch: only one batch's images are in memory.
 
@@ -395,7 +411,7 @@ def answer_batches(
     for batch in batches:
         samples = [dataset[index] for index in batch]
         within = None if on_answer is None else lambda n, done=done: on_answer(done + n, total)
-        yield answer_samples(samples, backend, vocab, DatasetSeeds(seed, batch.start), scorer, within)
+        yield answer_samples(samples, backend, vocab, DatasetSeeds(seed, batch.start), scorer, within, bin_rule)
         done += len(batch)
         if on_progress is not None:
             on_progress(done, total)

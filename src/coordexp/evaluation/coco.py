@@ -82,7 +82,7 @@ def to_coco(
         images.append({"id": image_id, "file_name": answer.image, "width": answer.width, "height": answer.height})
         for obj in answer.gt or ():
             annotation = {"id": len(annotations) + 1, "image_id": image_id, "category_id": category_ids[obj.desc]}
-            annotation |= {"iscrowd": int(obj.soft is not None), **coco_shape(obj, answer.width, answer.height)}
+            annotation |= {"iscrowd": int(obj.soft is not None), **coco_shape(obj, answer)}
             annotations.append(annotation)
         for detection in answer.pred:
             score = detection.score if detection.score is not None else constant_score
@@ -93,7 +93,7 @@ def to_coco(
                 )
             if detection.desc not in category_ids:
                 continue
-            shape = coco_shape(detection, answer.width, answer.height)
+            shape = coco_shape(detection, answer)
             if iou_type == "bbox":
                 shape = {"bbox": shape["bbox"]}
             elif iou_type == "segm":
@@ -125,15 +125,17 @@ def write_coco(
     return paths
 
 
-def coco_shape(obj: GTObject | Detection, width: int, height: int) -> dict[str, Any]:
-    """``bbox`` (x, y, width, height), ``segmentation`` and ``area`` in pixels; thinner sides become half a bin wide."""
+def coco_shape(obj: GTObject | Detection, answer: ImageAnswer) -> dict[str, Any]:
+    """``bbox`` (x, y, width, height), ``segmentation`` and ``area`` of an object of ``answer`` in pixels; thinner sides
+    become half a bin wide."""
     x1, y1, x2, y2 = aabb(obj)
-    x, y = to_pixel(x1, width), to_pixel(y1, height)
-    w, h = to_pixel(max(x2 - x1, _THINNEST), width), to_pixel(max(y2 - y1, _THINNEST), height)
+    width, height, rule = answer.width, answer.height, answer.bin_rule
+    x, y = to_pixel(x1, width, rule), to_pixel(y1, height, rule)
+    w, h = to_pixel(max(x2 - x1, _THINNEST), width, rule), to_pixel(max(y2 - y1, _THINNEST), height, rule)
     if obj.kind == "bbox_2d":
         ring, area = [x, y, x + w, y, x + w, y + h, x, y + h], w * h
     else:
-        ring = [value for point in pixel_ring(obj, width, height) for value in point]
+        ring = [value for point in pixel_ring(obj, width, height, rule) for value in point]
         area = shape_area("poly", ring)
     return {"bbox": [x, y, w, h], "segmentation": [ring], "area": area}
 

@@ -93,7 +93,7 @@ def _draw_outline(
     draw: ImageDraw.ImageDraw, obj: Drawable, size: tuple[int, int], colour: str, width: int
 ) -> tuple[_Point, ...]:
     # Dashed if the object is soft. Returns its corners in pixels.
-    ring = pixel_ring(obj, *size)
+    ring = pixel_ring(obj, *size, "pixel_centres")  # by any rule: the outermost pixels are the last to be seen
     closed = [*ring, ring[0]]
     lines: list[Sequence[_Point]] = []
     if getattr(obj, "soft", None) is None:

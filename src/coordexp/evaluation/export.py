@@ -86,10 +86,10 @@ def export_yolo(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, sc
         lines = []
         for detection in answer.pred:
             if detection.kind == "poly":
-                ring = pixel_ring(detection, frame.width, frame.height)
+                ring = pixel_ring(detection, frame.width, frame.height, answer.bin_rule)
                 values = [share for x, y in ring for share in (x / frame.width, y / frame.height)]
             else:
-                x1, y1, x2, y2 = pixel_box(detection, frame.width, frame.height)
+                x1, y1, x2, y2 = pixel_box(detection, frame.width, frame.height, answer.bin_rule)
                 values = [(x1 + x2) / 2 / frame.width, (y1 + y2) / 2 / frame.height]
                 values += [(x2 - x1) / frame.width, (y2 - y1) / frame.height]
             if scores:
@@ -111,7 +111,7 @@ def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
         _add(root, {"filename": PurePosixPath(frame.file).name, "size": size})
         for detection in answer.pred:
             polygons += detection.kind == "poly"
-            corners = pixel_box(detection, frame.width, frame.height)
+            corners = pixel_box(detection, frame.width, frame.height, answer.bin_rule)
             box = {key: f"{value:.2f}" for key, value in zip(("xmin", "ymin", "xmax", "ymax"), corners, strict=True)}
             entry = {"name": detection.desc, "difficult": 0, "bndbox": box}
             if detection.score is not None:
@@ -139,7 +139,7 @@ def export_labelme(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms)
         here = os.path.relpath(answer.image, path.parent) if answer.original is None else frame.file
         shapes = []
         for detection in answer.pred:
-            ring = pixel_ring(detection, frame.width, frame.height)
+            ring = pixel_ring(detection, frame.width, frame.height, answer.bin_rule)
             points = ring if detection.kind == "poly" else (ring[0], ring[2])
             shapes.append({
                 "label": detection.desc,
@@ -164,8 +164,12 @@ def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
         writer.writerow(["image", "width", "height", "name", "score", "x1", "y1", "x2", "y2", "polygon"])
         for answer, frame, _ in _named(answers, ""):
             for detection in answer.pred:
-                box = [f"{side:.2f}" for side in pixel_box(detection, frame.width, frame.height)]
-                ring = pixel_ring(detection, frame.width, frame.height) if detection.kind == "poly" else ()
+                box = [f"{side:.2f}" for side in pixel_box(detection, frame.width, frame.height, answer.bin_rule)]
+                ring = (
+                    pixel_ring(detection, frame.width, frame.height, answer.bin_rule)
+                    if detection.kind == "poly"
+                    else ()
+                )
                 points = " ".join(f"{x:.2f} {y:.2f}" for x, y in ring)
                 score = "" if detection.score is None else f"{detection.score:.6f}"
                 writer.writerow([frame.file, frame.width, frame.height, detection.desc, score, *box, points])

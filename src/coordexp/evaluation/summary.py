@@ -332,7 +332,7 @@ def save_plots(
         figures[CONFUSION] = _draw_confusion(confusion(answers))
         if coco:
             precision = average_precision(answers, "bbox", constant_score=constant_score)
-            areas = [coco_shape(obj, one.width, one.height)["area"] for one in answers for obj in one.truth]
+            areas = [coco_shape(obj, one)["area"] for one in answers for obj in one.truth]
             figures[CURVES] = _draw_curves(precision.precision_of, _by_frequency(answers)[:_NAMED])
             figures[SIZES] = _draw_sizes(precision.figures, areas)
     with warnings.catch_warnings():

@@ -204,7 +204,7 @@ class Detections:
             masks = np.zeros((len(self), self.height, self.width), dtype=bool)
             for mask, obj in zip(masks, self.answer.pred, strict=True):
                 canvas = Image.new("1", (self.width, self.height))
-                ImageDraw.Draw(canvas).polygon(list(pixel_ring(obj, self.width, self.height)), fill=1)
+                ImageDraw.Draw(canvas).polygon(list(pixel_ring(obj, self.width, self.height, "pixel_centres")), fill=1)
                 mask[:] = np.array(canvas)
         return supervision.Detections(
             xyxy=self.boxes,
@@ -220,8 +220,10 @@ def as_detections(answer: ImageAnswer, image: Image.Image | None = None, classes
     width, height = answer.width, answer.height
     objects = []
     for obj in answer.pred:
-        polygon = pixel_ring(obj, width, height) if obj.kind == "poly" else None
-        objects.append(FoundObject(obj.desc, obj.score, pixel_box(obj, width, height), polygon, obj.confidence))
+        polygon = pixel_ring(obj, width, height, answer.bin_rule) if obj.kind == "poly" else None
+        objects.append(
+            FoundObject(obj.desc, obj.score, pixel_box(obj, width, height, answer.bin_rule), polygon, obj.confidence)
+        )
     return Detections(
         source=answer.sample_id if image is not None else answer.image,
         width=width,

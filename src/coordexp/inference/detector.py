@@ -206,7 +206,7 @@ class Detector:
         note = size_note(list(records.values()), session.preparation)
         if note is not None:
             warnings.warn(note, stacklevel=3)
-        scorer = session.scorer if self._scores else None
+        scorer, rule = session.scorer if self._scores else None, session.preparation.bin_rule
         answers: dict[str, ImageAnswer] = {}
         todo, size = list(records.values()), session.backend.batch_size
         for start in range(0, len(todo), size):
@@ -219,8 +219,9 @@ class Detector:
                         raise
                     errors[record.sample_id] = str(error)
             seeds = DatasetSeeds(self._seed, start)
-            for answer in answer_samples(batch, session.backend, session.vocab, seeds, scorer) if batch else ():
-                answers[answer.sample_id] = answer
+            if batch:
+                answered = answer_samples(batch, session.backend, session.vocab, seeds, scorer, None, rule)
+                answers |= {answer.sample_id: answer for answer in answered}
         return answers
 
 

@@ -146,6 +146,7 @@ def run_prediction(
             scorer=scorer,
             on_progress=on_progress,
             on_answer=on_progress,
+            bin_rule=session.preparation.bin_rule,
         ):
             lines = []
             for answer in answers:
@@ -329,5 +330,6 @@ def answer_jsonl(
             on_progress=on_progress,
             on_answer=on_progress,
             scorer=scorer if scored else None,
+            bin_rule=session.preparation.bin_rule,
         )
     return Path(jsonl), answers

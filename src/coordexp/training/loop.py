@@ -233,6 +233,7 @@ class CoordExpTrainer:
                     seed=self.args.seed,
                     scorer=self.scorer,
                     on_progress=self._end_evaluation_on_signal,
+                    bin_rule=self.run.loaded.preparation.bin_rule,
                 )
                 figures = summarise(answers, self.measured).figures
         metrics = {f"eval_rollout/{name}": value for name, value in figures.items()}

@@ -164,7 +164,8 @@ def build_trainer(
     align_special_tokens(loaded.model, loaded.processor)
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     ordering = config.custom.object_ordering
-    train = RecordDataset(run.train, encoder.encode, ordering, training.seed, config.data.augment)
+    rule = loaded.preparation.bin_rule
+    train = RecordDataset(run.train, encoder.encode, ordering, training.seed, config.data.augment, rule)
     val = RecordDataset(run.val, encoder.encode, ordering, training.seed) if run.val else None
     batches = StepBatches(
         train,

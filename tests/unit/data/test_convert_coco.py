@@ -62,13 +62,13 @@ def test_polygons_are_written_clockwise_from_the_top_without_repeated_points(tmp
     flat = [value for point in ring for value in point]
     (obj,) = objects_of(from_coco(tmp_path, [{"segmentation": [flat]}], geometry="poly", options=SMALL))
     expected = [(20, 2), (30, 12), (20, 22), (4, 12)]
-    assert obj == GTObject("cat", "poly", tuple(v for x, y in expected for v in (to_bin(x, 40), to_bin(y, 24))))
+    assert obj == GTObject("cat", "poly", tuple(v for x, y in expected for v in bins(x, y)))
 
 
 def test_the_largest_of_several_parts_is_kept_and_reported(tmp_path: Path) -> None:
     parts = [[0, 0, 2, 0, 2, 2], [10, 5, 30, 5, 30, 20], [1, 9, 3, 9, 3, 12]]
     report = from_coco(tmp_path, [{"segmentation": parts}], geometry="poly", options=SMALL)
-    assert min(objects_of(report)[0].bins[::2]) == to_bin(10, 40)
+    assert min(objects_of(report)[0].bins[::2]) == to_bin(10, 40, "pixel_edges")
     assert report.notes == {"multipart_polygon": 1}
 
 
@@ -167,7 +167,7 @@ def test_a_run_length_mask_becomes_its_outline(tmp_path: Path, crowd: int, as_li
 
 
 def bins(x: float, y: float) -> tuple[int, int]:
-    return to_bin(x, 40), to_bin(y, 24)
+    return to_bin(x, 40, "pixel_edges"), to_bin(y, 24, "pixel_edges")
 
 
 def test_crowds_can_be_kept_as_boxes(tmp_path: Path) -> None:

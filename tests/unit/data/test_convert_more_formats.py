@@ -28,7 +28,7 @@ from coordexp.errors import DataError
 from coordexp.records import GTObject
 from support.annotation_folders import KEEP, SMALL, objects_of, paint
 
-CAT_BOX = GTObject("cat", "bbox_2d", (256, 261, 768, 782))  # the middle of a 40 x 24 image
+CAT_BOX = GTObject("cat", "bbox_2d", (250, 250, 749, 749))  # the middle of a 40 x 24 image
 
 
 def yolo(folder: Path, label: str | None) -> Path:
@@ -48,7 +48,7 @@ GOOD = "0 0.5 0.5 0.5 0.5\n"
     [
         ("0 0.5 0.5 0.5 0.5", [CAT_BOX], {}),
         ("0 0.5 0.5 0.5 0.5\n\n  1 0.5 0.5 0.5 0.5  \n", [CAT_BOX, GTObject("dog", "bbox_2d", CAT_BOX.bins)], {}),
-        ("0 0.25 0.25 0.75 0.25 0.75 0.75", [GTObject("cat", "poly", (256, 261, 768, 261, 768, 782))], {}),
+        ("0 0.25 0.25 0.75 0.25 0.75 0.75", [GTObject("cat", "poly", (250, 250, 749, 250, 749, 749))], {}),
         ("0.0 0.5 0.5 0.5 0.5", [CAT_BOX], {}),
         (None, [], {}),  # no label file: an image without objects
         ("", [], {}),
@@ -85,9 +85,9 @@ def shape(kind: str | None, *points: object, label: object = "cat") -> dict[str,
         (shape("rectangle", [10, 6], [30, 18]), [CAT_BOX], {}),
         (shape("rectangle", [30, 6], [10, 18]), [CAT_BOX], {}),  # any two opposite corners
         (shape("rectangle", [10, 6], [30, 6], [30, 18], [10, 18]), [CAT_BOX], {}),  # newer versions write four
-        (shape("polygon", [10, 6], [30, 6], [30, 18]), [GTObject("cat", "poly", (256, 261, 768, 261, 768, 782))], {}),
-        (shape(None, [10, 6], [30, 6], [30, 18]), [GTObject("cat", "poly", (256, 261, 768, 261, 768, 782))], {}),
-        (shape("circle", [20, 12], [20, 18]), [GTObject("cat", "bbox_2d", (359, 261, 666, 782))], {}),
+        (shape("polygon", [10, 6], [30, 6], [30, 18]), [GTObject("cat", "poly", (250, 250, 749, 250, 749, 749))], {}),
+        (shape(None, [10, 6], [30, 6], [30, 18]), [GTObject("cat", "poly", (250, 250, 749, 250, 749, 749))], {}),
+        (shape("circle", [20, 12], [20, 18]), [GTObject("cat", "bbox_2d", (350, 250, 649, 749))], {}),
         (shape("point", [20, 12]), [], {"unsupported_shape": 1}),
         (shape("linestrip", [1, 1], [5, 5], [9, 1]), [], {"unsupported_shape": 1}),
         (shape("mask", [1, 1], [5, 5]), [], {"unsupported_shape": 1}),
@@ -125,7 +125,7 @@ def test_labelme_files_that_cannot_be_used(tmp_path: Path, fields: dict[str, obj
     assert read_jsonl(report.jsonl)[0].metadata["source"]["file"] == f"{good.name}/a.jpg"
 
 
-CORNERS = (256, 261, 768, 261, 768, 782, 256, 782)
+CORNERS = (250, 250, 749, 250, 749, 749, 250, 749)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ CSV_BOX = "a.jpg,cat,10,6,30,18"
          {"duplicate_image": 1, "image_skipped": 1}),
         (["image,name,x1,y1,x2,y2", "/home/another/photos/a.jpg,cat,10,6,30,18"], [[CAT_BOX]], {}),
         (["image,name,x1,y1,x2,y2,polygon", f"{CSV_BOX},10 6 30 6 30 18"],
-         [[GTObject("cat", "poly", (256, 261, 768, 261, 768, 782))]], {}),
+         [[GTObject("cat", "poly", (250, 250, 749, 250, 749, 749))]], {}),
     ],
 )  # fmt: skip
 def test_csv_tables(tmp_path: Path, lines: list[str], objects: list[list[GTObject]], skipped: dict[str, int]) -> None:

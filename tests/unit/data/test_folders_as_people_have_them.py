@@ -23,7 +23,7 @@ from coordexp.data.convert import (
 from coordexp.errors import DataError
 from support.annotation_folders import KEEP, SMALL, coco, paint, voc, voc_object, voc_xml
 
-BOX = (256, 261, 768, 782)  # the middle half of a 40 x 24 image
+BOX = (250, 250, 749, 749)  # the middle half of a 40 x 24 image
 PIXELS = [10, 6, 30, 18]
 BOM = "\ufeff"
 LINE = "0 0.5 0.5 0.5 0.5"

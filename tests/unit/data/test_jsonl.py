@@ -67,6 +67,7 @@ BAD_LINES = [
     ("height float", line(height=6.0), ["height must be a positive integer", "6.0 (float)"]),
     ("objects a mapping", line(objects={}), ["objects must be a list", "[] for an empty image"]),
     ("object a list", line(objects=[BOX, [1]]), ["objects[1]", "expected a JSON object with desc"]),
+    ("unknown rule", line(metadata={"bin_rule": "W"}), ["metadata.bin_rule is 'W'", "pixel_edges"]),
     ("metadata a list", line(metadata=[1]), ["metadata must be a JSON object"]),
     ("desc missing", with_object(bbox_2d=[1, 2, 3, 4]), ["objects[1]", "missing desc"]),
     ("desc empty", with_object(desc=" \u3000 ", bbox_2d=[1, 2, 3, 4]), ["objects[1]", "desc is empty"]),

@@ -106,6 +106,14 @@ def test_a_rule_is_used_only_if_all_records_share_it() -> None:
     assert preparation_of([record(10, 20)]) == ImagePreparation(None, (200, 200))
 
 
+def test_the_bin_rule_is_pixel_edges_if_some_record_has_it_and_old_files_state_none(tmp_path: Path) -> None:
+    new = record(10, 20, {"bin_rule": "pixel_edges"})
+    assert preparation_of([record(9, 9), new]).bin_rule == "pixel_edges"
+    assert preparation_of([record(9, 9)]).bin_rule == "pixel_centres"
+    (tmp_path / PREPARATION).write_text('{"schema_version": 1, "resize": null, "seen_pixels": [5, 9]}')
+    assert read_preparation(tmp_path) == ImagePreparation(None, (5, 9), "pixel_centres")
+
+
 @pytest.mark.parametrize("written", [3, {"factor": 32}, {"factor": "32", "min_pixels": 1, "max_pixels": 9999},
                                      {"factor": 32, "min_pixels": 9, "max_pixels": 8}])  # fmt: skip
 def test_an_invalid_rule_is_refused_with_its_record(written: Any) -> None:
@@ -114,7 +122,8 @@ def test_an_invalid_rule_is_refused_with_its_record(written: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kept", [ImagePreparation(RULE, (1, 2)), ImagePreparation(None, (5, 9)), ImagePreparation(RULE)]
+    "kept",
+    [ImagePreparation(RULE, (1, 2)), ImagePreparation(None, (5, 9), "pixel_edges"), ImagePreparation(RULE)],
 )
 def test_a_checkpoint_stores_the_preparation(kept: ImagePreparation, tmp_path: Path) -> None:
     write_preparation(kept, tmp_path)
@@ -123,13 +132,15 @@ def test_a_checkpoint_stores_the_preparation(kept: ImagePreparation, tmp_path: P
         "schema_version": 1,
         "resize": kept.resize and {"factor": 32, "min_pixels": 1024, "max_pixels": 35840},
         "seen_pixels": kept.seen_pixels and list(kept.seen_pixels),
+        "bin_rule": kept.bin_rule,
     }
     write_preparation(NO_RESIZE, tmp_path)
     assert read_preparation(tmp_path) == NO_RESIZE and not (tmp_path / PREPARATION).exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"resize": {"factor": 0}, "seen_pixels": null}',
-                                  '{"resize": null, "seen_pixels": [1]}'])  # fmt: skip
+                                  '{"resize": null, "seen_pixels": [1]}',
+                                  '{"resize": null, "seen_pixels": null, "bin_rule": "x"}'])  # fmt: skip
 def test_a_broken_file_is_one_clear_error(text: str, tmp_path: Path) -> None:
     (tmp_path / PREPARATION).write_text(text)
     with pytest.raises(CheckpointError, match=PREPARATION):

@@ -13,25 +13,28 @@ from PIL import Image
 from coordexp.data import read_jsonl
 from coordexp.data.convert import ImageOptions, convert_csv, convert_labelme, convert_voc, convert_yolo
 from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage, make_answer, read_answers, write_answers
-from coordexp.records import GTObject, ImageRecord, ParsedRollout, Rollout
+from coordexp.geometry import pixel_box
+from coordexp.records import BinRule, GTObject, ImageRecord, ParsedRollout, PredictedObject, Rollout
 from support.cli_runs import Outcome, run_cli
 
-SIZE = (301, 201)
+SIZE = (300, 200)
 CAT = Detection("cat", "bbox_2d", (100, 200, 500, 600), 0.75)
 KITE = Detection("kite", "poly", (0, 0, 999, 0, 999, 999), 0.5)
 
 
 @pytest.fixture
 def predictions(tmp_path: Path) -> Path:
-    """Answers for a copy of 96x64 of the user's ``in/a.png`` of 301x201, and for the user's own ``b.png``."""
+    """Answers for a copy of 96x64 of the user's ``in/a.png`` of 300x200, and for the user's own ``b.png``."""
     for name, size in (("copy.png", (96, 64)), ("b.png", (50, 40))):
         Image.new("RGB", size, "gray").save(tmp_path / name)
     original = OriginalImage("in/a.png", *SIZE)
     gt = (GTObject("cat", "bbox_2d", (100, 200, 510, 600)),)
     answers = [
-        ImageAnswer("d.jsonl:1", str(tmp_path / "copy.png"), 96, 64, gt, (CAT, KITE), original=original),
-        ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, (Detection("dog", "bbox_2d", (0, 0, 999, 999)),)),
-    ]
+        ImageAnswer("d.jsonl:1", str(tmp_path / "copy.png"), 96, 64, gt, (CAT, KITE), original=original,
+                    bin_rule="pixel_edges"),
+        ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, (Detection("dog", "bbox_2d", (0, 0, 999, 999)),),
+                    bin_rule="pixel_edges"),
+    ]  # fmt: skip
     write_answers(answers, tmp_path / "run" / "predictions.jsonl")
     assert read_answers(tmp_path / "run") == answers
     return tmp_path / "run"
@@ -64,7 +67,7 @@ def test_coco_keeps_the_users_ids_names_and_sizes(export: Any, tmp_path: Path) -
     assert (kite["category_id"], kite["segmentation"]) == (19, [[0, 0, 300, 0, 300, 200]])
     assert (dog["image_id"], dog["category_id"], dog["score"]) == (902, 18, 1.0)
     dataset = read(tmp_path / "out" / "dataset.json")
-    assert dataset["images"][0] == {"id": 901, "file_name": "in/a.png", "width": 301, "height": 201}
+    assert dataset["images"][0] == {"id": 901, "file_name": "in/a.png", "width": 300, "height": 200}
     assert {c["name"]: c["id"] for c in dataset["categories"]} == {"cat": 17, "dog": 18, "kite": 19}
     assert [a["category_id"] for a in dataset["annotations"]] == [17]
 
@@ -88,7 +91,7 @@ def objects(jsonl: Path) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:
 
 
 def near(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    return len(found) == len(wanted) and all(abs(a - b) <= 2 for a, b in zip(found, wanted, strict=True))
+    return len(found) == len(wanted) and all(abs(a - b) <= 1 for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("form", ["yolo", "voc", "labelme", "csv"])
@@ -137,7 +140,7 @@ def test_csv_has_a_line_per_object(export: Any, tmp_path: Path) -> None:
         ("in/a.png", "cat", "0.750000"),
         (str(tmp_path / "b.png"), "dog", ""),
     ]
-    assert (rows[0]["width"], rows[0]["x1"], rows[0]["y2"], rows[0]["polygon"]) == ("301", "30.03", "120.12", "")
+    assert (rows[0]["width"], rows[0]["x1"], rows[0]["y2"], rows[0]["polygon"]) == ("300", "30.03", "120.12", "")
 
 
 @pytest.mark.parametrize(
@@ -156,3 +159,31 @@ def test_a_converted_image_keeps_its_original_name_and_size(tmp_path: Path) -> N
     for metadata, wanted in (({"source": source}, OriginalImage("in/a.png", 301, 201)), ({"source": [1]}, None)):
         record = ImageRecord("s", tmp_path / "copy.png", 96, 64, (), metadata)
         assert make_answer(record, rollout, parsed).original == wanted
+
+
+def test_predictions_are_converted_to_the_rule_of_the_annotations(tmp_path: Path) -> None:
+    rollout = Rollout("s", (), (), "", False)
+    found = (PredictedObject(1, "cat", "bbox_2d", (0, 500, 999, 999), (), (0, 0), (0, 0), (0, 0)),)
+    parsed = ParsedRollout(found, {}, (), "{", None, False)
+    annotated = (GTObject("cat", "bbox_2d", (0, 500, 999, 999)),)
+    rules: list[BinRule] = ["pixel_edges", "pixel_centres"]
+    for model in rules:
+        for data in rules:
+            record = ImageRecord("s", tmp_path / "a.png", 200, 100, annotated, {"bin_rule": data})
+            answer = make_answer(record, rollout, parsed, None, model)
+            (obj,) = answer.pred
+            assert answer.gt == annotated and answer.bin_rule == data
+            # The same pixels as the model meant: an edge of the image, or the middle of the last pixel.
+            meant, shown = pixel_box(found[0], 200, 100, model), pixel_box(obj, 200, 100, data)
+            limit = (0.11, 0.06) if (model, data) != ("pixel_edges", "pixel_centres") else (1.0, 1.0)
+            assert abs(meant[2] - shown[2]) <= limit[0] and abs(meant[3] - shown[3]) <= limit[1]
+        unlabelled = ImageRecord("s", tmp_path / "a.png", 200, 100, ())
+        answer = make_answer(unlabelled, rollout, parsed, None, model)
+        assert answer.bin_rule == model and answer.pred[0].bins == found[0].bins
+
+
+def test_old_lines_of_predictions_have_the_old_rule(predictions: Path) -> None:
+    path = predictions / "predictions.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "bin_rule"}) + "\n" for line in lines))
+    assert {answer.bin_rule for answer in read_answers(path)} == {"pixel_centres"}

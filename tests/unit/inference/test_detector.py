@@ -73,7 +73,7 @@ def test_detections_are_in_pixels(detector: Detector, scenes: Path) -> None:
     (record, *_) = read_jsonl(scenes.parent / "scenes.jsonl")
     found = detector.predict(record.image)
     assert (found.width, found.height) == (record.width, record.height)
-    truth = {obj.desc: pixel_box(obj, record.width, record.height) for obj in record.objects}
+    truth = {obj.desc: pixel_box(obj, record.width, record.height, record.bin_rule) for obj in record.objects}
     shared = [obj for obj in found if obj.name in truth]
     assert shared and all(0 <= obj.score <= 1 and 0 <= obj.confidence <= 1 for obj in shared)
     nearest = min(max(abs(a - b) for a, b in zip(obj.box, truth[obj.name], strict=True)) for obj in shared)

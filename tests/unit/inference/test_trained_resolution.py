@@ -52,7 +52,7 @@ def test_an_original_image_gives_the_same_answer_as_its_resized_copy(
     model = tmp_path / "out1"
     rule = ResizeRule(32, 1024, MAX_PIXELS)
     for folder in (model, model / "checkpoint-1"):
-        assert read_preparation(folder) == ImagePreparation(rule, (96 * 160, 96 * 160))
+        assert read_preparation(folder) == ImagePreparation(rule, (96 * 160, 96 * 160), "pixel_edges")
         assert read_class_list(folder) == ("card",)
     assert run_cli(capsys, "model", "export", model, tmp_path / "exported").code == 0
     assert read_class_list(tmp_path / "exported") == ("card",)
@@ -61,6 +61,7 @@ def test_an_original_image_gives_the_same_answer_as_its_resized_copy(
     originals, shown = read_answers(tmp_path / "originals"), read_answers(tmp_path / "copies")
     assert [(a.width, a.height) for a in originals] == [SIZE, SIZE]
     assert [a.text for a in originals] == [a.text for a in shown]
+    assert {a.bin_rule for a in (*originals, *shown)} == {"pixel_edges"}
     settings = json.loads((tmp_path / "originals" / "prediction.json").read_text())
     assert settings["resize"] == asdict(rule)
 

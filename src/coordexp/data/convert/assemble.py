@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from coordexp.data.convert.shapes import ConversionReport, LeftOut, Note, SkipReason, SourceImage, quantise
+from coordexp.data.convert.shapes import CONVERTED, ConversionReport, LeftOut, Note, SkipReason, SourceImage, quantise
 from coordexp.data.dataset_cache import PREPARED
 from coordexp.data.images import (
     JPEG_SUFFIXES,
@@ -23,7 +24,7 @@ from coordexp.data.images import (
 )
 from coordexp.data.jsonl import write_jsonl
 from coordexp.errors import DataError
-from coordexp.records import GTObject, ImageRecord
+from coordexp.records import BIN_RULE, GTObject, ImageRecord
 
 _SUFFIXES_BY_FORMAT = {"JPEG": JPEG_SUFFIXES, "PNG": (".png",)}
 _RULE = ResizeRule()
@@ -227,7 +228,10 @@ def _prepare_records(
                     report.skip_image(SkipReason.EMPTIED_IMAGE, source.annotation, f"{lost}; --keep-emptied keeps it")
                     continue
                 report.note(Note.EMPTIED_IMAGE, source.annotation, None, f"{lost}; it is an empty image now")
-            metadata = {"source": {"file": source.file, "width": prepared.frame[0], "height": prepared.frame[1]}}
+            metadata: dict[str, Any] = {
+                "source": {"file": source.file, "width": prepared.frame[0], "height": prepared.frame[1]}
+            }
+            metadata[BIN_RULE] = CONVERTED
             if options.rule is not None:
                 metadata[PREPARED] = asdict(options.rule)
             records.append(ImageRecord(source.file, prepared.path, *prepared.size, tuple(objects), metadata))

@@ -30,6 +30,7 @@ from coordexp.data.convert.shapes import (
     check_choice,
     check_folder,
     declared_size,
+    ellipse_object,
     files_below,
     finite_numbers,
     number,
@@ -151,19 +152,31 @@ def _find_folders(
         folder = _below(home, Path("ImageSets/Main")) or home / "ImageSets" / "Main"
         split_file = folder / f"{split}.txt"
         if not split_file.is_file():
-            known = ", ".join(sorted(file.stem for file in folder.glob("*.txt"))) or "none"
+            known = ", ".join(sorted(file.stem for file in folder.glob("*.txt")))
+            if not known:
+                raise DataError(
+                    f"has no file {split_file.relative_to(home)}, nor any other split; leave --split out to convert "
+                    "every annotation, and divide the result with: coordexp data split",
+                    path=root,
+                )
             raise DataError(f"no split {split!r} (no file {split_file}); found: {known}", path=root)
         return xml_dir, image_dir, split_file, note
-    # XML files next to images: Roboflow's ``train``, labelImg's only folder.
-    parts = [root] if split is None else [_below(root, Path(name)) for name in _ALSO_SPLITS.get(split, (split,))]
-    beside = next((part for part in parts if part is not None), None)
-    if beside is None or not files_below(beside, (".xml",)):
+    # XML files next to images: Roboflow's ``train``, labelImg's only folder. The part may be deeper.
+    beside, level = ([root] if split is None else []), [root]
+    while level and not beside and split is not None:
+        parts = [_below(home, Path(name)) for home in level for name in _ALSO_SPLITS.get(split, (split,))]
+        beside = list(dict.fromkeys(part for part in parts if part is not None and files_below(part, (".xml",))))
+        level = [child for folder in level for child in _folders(folder)]
+    if len(beside) > 1:
+        raise DataError(f"several folders hold XML files of it: {', '.join(map(str, beside))}; give one", path=root)
+    if not beside or not files_below(beside[0], (".xml",)):
+        part = "" if split is None else f" in a folder called {split}"
         raise DataError(
             f"no folder {root / annotations} with {images} next to it, here or deeper, and no XML files next "
-            "to images; name the folders with --annotations-dir and --images-dir",
+            f"to images{part}; name the folders with --annotations-dir and --images-dir",
             path=root,
         )
-    return beside, beside, None, f"XML files next to their images in {beside}"
+    return beside[0], beside[0], None, f"XML files next to their images in {beside[0]}"
 
 
 def _below(home: Path, name: Path) -> Path | None:
@@ -204,14 +217,13 @@ def _read_object(index: int, node: ET.Element, one_based: bool, skip_difficult: 
     corners = finite_numbers([number(text) for text in texts])
     if corners is None:
         raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: bndbox is {texts}, not four numbers")
-    return SourceObject(index, desc, "bbox_2d", tuple(value - one_based for value in corners))
+    x1, y1, x2, y2 = corners
+    # Pixels x1..x2 counted from 1, both included: their edges are x1 - 1 and x2.
+    return SourceObject(index, desc, "bbox_2d", (x1 - one_based, y1 - one_based, x2, y2))
 
 
 def _text(node: ET.Element, path: str) -> str:
     return (node.findtext(path) or "").strip()
-
-
-_CIRCLE = 24  # vertices: 99% of its area
 
 
 def convert_labelme(
@@ -300,8 +312,5 @@ def _read_shape(index: int, shape: Any, geometry: ShapeGeometry) -> SourceObject
     if kind == "circle":  # its centre, and a point on it
         x, y, edge_x, edge_y = points[:4]
         radius = math.hypot(edge_x - x, edge_y - y)
-        if geometry != "poly":
-            return SourceObject(index, desc, "bbox_2d", (x - radius, y - radius, x + radius, y + radius))
-        angles = [2 * math.pi * k / _CIRCLE for k in range(_CIRCLE)]
-        points = tuple(value for a in angles for value in (x + radius * math.cos(a), y + radius * math.sin(a)))
+        return ellipse_object(index, desc, (x, y, radius, radius), 0.0, geometry)
     return polygon_object(index, desc, points, geometry)

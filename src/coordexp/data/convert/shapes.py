@@ -21,7 +21,7 @@ from coordexp.data.jsonl import clean_desc
 from coordexp.data.polygons import canonical_ring, shape_area
 from coordexp.errors import DataError
 from coordexp.geometry import mask_iou, to_bin
-from coordexp.records import GeometryKind, GTObject
+from coordexp.records import BinRule, GeometryKind, GTObject
 
 REPORT_SUFFIX = ".conversion_report.json"
 _REASONS_SHOWN = 3  # in an error
@@ -236,6 +236,7 @@ BoxFields = Literal["auto", "xywh", "xyxy"]
 _LEAVING = 0.05  # share of a side by which a box reaches over the edge, as no annotator draws it
 _SUSPICIOUS, _FITTING = 0.1, 0.95  # shares of boxes that leave the image, and that fit as corners
 
+CONVERTED: BinRule = "pixel_edges"  # the rule of all converted records
 _CANVAS = 1000  # on which a simplified polygon is compared: fine enough that a lost pixel shows
 
 
@@ -355,6 +356,45 @@ def polygon_object(index: int, desc: str, points: tuple[float, ...], geometry: S
     return SourceObject(index, desc, "poly", points)
 
 
+def turned_box(
+    index: int,
+    desc: str,
+    box: Sequence[float],
+    degrees: float,
+    geometry: ShapeGeometry,
+    about: tuple[float, float] | None = None,
+) -> SourceObject:
+    """A box that is turned clockwise, about its middle unless ``about`` says otherwise: a polygon if it is turned."""
+    if degrees % 360 == 0:
+        return box_object(index, desc, box, geometry)
+    x1, y1, x2, y2 = box
+    middle = about or ((x1 + x2) / 2, (y1 + y2) / 2)
+    return polygon_object(index, desc, _turned((x1, y1, x2, y1, x2, y2, x1, y2), middle, degrees), geometry)
+
+
+_ROUND = 24  # vertices of an ellipse: 99% of its area
+
+
+def ellipse_object(
+    index: int, desc: str, ellipse: Sequence[float], degrees: float, geometry: ShapeGeometry
+) -> SourceObject:
+    """Centre and radii, turned clockwise: a box, or points with ``poly``."""
+    x, y, width, height = ellipse
+    if geometry == "poly":
+        angles = [2 * math.pi * k / _ROUND for k in range(_ROUND)]
+        ring = tuple(v for a in angles for v in (x + width * math.cos(a), y + height * math.sin(a)))
+        return SourceObject(index, desc, "poly", _turned(ring, (x, y), degrees))
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    half_width, half_height = math.hypot(width * cos, height * sin), math.hypot(width * sin, height * cos)
+    return SourceObject(index, desc, "bbox_2d", (x - half_width, y - half_height, x + half_width, y + half_height))
+
+
+def _turned(ring: Sequence[float], about: tuple[float, float], degrees: float) -> tuple[float, ...]:
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    points = ((x - about[0], y - about[1]) for x, y in zip(ring[0::2], ring[1::2], strict=True))
+    return tuple(v for x, y in points for v in (about[0] + x * cos - y * sin, about[1] + x * sin + y * cos))
+
+
 def bounds(points: Sequence[float]) -> tuple[float, float, float, float]:
     return min(points[0::2]), min(points[1::2]), max(points[0::2]), max(points[1::2])
 
@@ -381,7 +421,7 @@ def quantise(
     clipped = tuple(min(max(value, 0.0), float(frame[at % 2])) for at, value in enumerate(obj.points))
     if shape_area(obj.kind, clipped) == 0:
         raise LeftOut(SkipReason.OUTSIDE_IMAGE, shown)
-    bins = tuple(to_bin(value, frame[at % 2]) for at, value in enumerate(clipped))
+    bins = tuple(to_bin(value, frame[at % 2], CONVERTED) for at, value in enumerate(clipped))
     if obj.kind == "poly":
         bins = canonical_ring(bins)
         if len(bins) < 6:
