@@ -27,6 +27,7 @@ def crashes(settings: Settings) -> Iterator[Row]:
 
 
 def hangs(settings: Settings) -> Iterator[Row]:
+    (settings.folder / "pid").write_text(str(os.getpid()))
     yield Row("first", "ok")
     time.sleep(600)
 

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from coordexp.distributed import RENDEZVOUS
 from coordexp.engine import versions
-from coordexp.engine.engine_process import die_with_parent, environment_kept
+from coordexp.engine.engine_process import environment_kept
 from coordexp.errors import ConfigError
 
 Result = Literal["ok", "failed", "skipped"]
@@ -218,8 +218,8 @@ def _read(report: Path) -> list[dict[str, Any]]:
 
 
 def _run_in_process(check: Check, settings: Settings, rank: int, count: int, report: Path, rendezvous: Path) -> None:
-    die_with_parent()
     os.setsid()
+    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
     log = os.open(report.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -246,6 +246,14 @@ def _run_in_process(check: Check, settings: Settings, rank: int, count: int, rep
     end.daemon = True
     end.start()
     sys.exit(exit_code)
+
+
+def _end_with_parent() -> None:
+    # The server that forked this process lives as long as it does, so its death is no signal.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)
 
 
 def _set_environment(check: Check, settings: Settings, rank: int, count: int, rendezvous: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from coordexp.doctor import CHECKS, SECTIONS, Check, Settings, diagnose, select
 from coordexp.doctor.check import compared
 from coordexp.errors import ConfigError
+from support.rollout_servers import all_gone
 
 ROWS = {"first": "machine", "second": "machine", "third": "machine"}
 # How a check ends → what its failed row says.
@@ -34,6 +38,26 @@ def test_a_check_that_does_not_end_well_is_a_failed_row_with_advice(name: str, t
     assert f"--only {name}" in second.advice
     assert third.result == "skipped" and "second" in third.figure
     assert [row.result for row in after] == ["ok", "ok", "failed"], "the next check runs; a row that is missing fails"
+
+
+def test_a_killed_doctor_leaves_no_process(tmp_path: Path) -> None:
+    check = "Check('hangs', {'first': 'machine', 'second': 'machine'}, 'support.broken_checks:hangs', needs=None)"
+    code = f"""
+import sys
+from pathlib import Path
+sys.path[:] = {sys.path!r}
+from coordexp.doctor import Check, Settings, diagnose
+list(diagnose([{check}], Settings(Path({str(tmp_path)!r}), gpus=0)))
+"""
+    doctor = subprocess.Popen([sys.executable, "-c", code])
+    pid = tmp_path / "pid"
+    deadline = time.monotonic() + 120
+    while not (pid.is_file() and pid.read_text()):
+        assert doctor.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    doctor.kill()
+    doctor.wait()
+    assert all_gone([int(pid.read_text())])
 
 
 def test_ranks_know_each_other(tmp_path: Path) -> None:
