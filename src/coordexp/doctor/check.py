@@ -87,10 +87,17 @@ class Check:
     needs: str | None = "models"
 
 
-def compared(check: str, error: float, limit: float, advice: str, note: str = "") -> Row:
+def measured(check: str, figure: str, **numbers: float) -> Row:
+    return Row(check, "ok", figure, numbers=numbers)
+
+
+def judged(check: str, is_ok: bool, figure: str, advice: str, **numbers: float) -> Row:
+    return Row(check, "ok" if is_ok else "failed", figure, advice, numbers)
+
+
+def compared(check: str, error: float, limit: float, advice: str, note: str) -> Row:
     """Ok if ``error`` is at most ``limit``; NaN fails."""
-    figure = f"{error:.1e}, allowed {limit:.0e}" + (f"; {note}" if note else "")
-    return Row(check, "ok" if error <= limit else "failed", figure, advice, {"error": error})
+    return judged(check, error <= limit, f"{error:.1e}, allowed {limit:.0e}; {note}", advice, error=error)
 
 
 def select(checks: Sequence[Check], only: Sequence[str]) -> tuple[Check, ...]:

@@ -22,7 +22,7 @@ from coordexp.config.schema import TunerConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import read_jsonl
-from coordexp.doctor.check import VISIBLE, Row, Settings
+from coordexp.doctor.check import VISIBLE, Row, Settings, judged, measured
 from coordexp.doctor.samples import config_of, model_of
 from coordexp.engine import build_backend
 from coordexp.engine.colocated import ColocatedBackend, ColocatedPusher, InProcessEngine
@@ -58,7 +58,7 @@ def colocated(settings: Settings) -> Iterator[Row]:
     started = time.perf_counter()
     config, learner, backend = _start(settings)
     with closing(backend):
-        yield Row("engine", "ok", f"started in {time.perf_counter() - started:.0f} s, with the repeat guard")
+        yield measured("engine", f"started in {time.perf_counter() - started:.0f} s, with the repeat guard")
         pushes = Pushes.often(backend.pusher, learner.model, CHANGE, backend.engine)
         yield pushes.row("ten pushes, full")
         lora = _load(config)
@@ -69,7 +69,7 @@ def colocated(settings: Settings) -> Iterator[Row]:
         if torch.cuda.is_available():
             sleep, wake = median(pushes.sleep_s), median(pushes.wake_s)
             figure = f"{sleep:.2f} s to sleep, {wake:.2f} s to wake; around each push above"
-            yield Row("sleep and wake", "ok", figure, numbers={"sleep_s": sleep, "wake_s": wake})
+            yield measured("sleep and wake", figure, sleep_s=sleep, wake_s=wake)
         else:
             yield Row("sleep and wake", "skipped", "vLLM does not sleep on CPUs")
 
@@ -80,11 +80,9 @@ def colocated(settings: Settings) -> Iterator[Row]:
         started = time.perf_counter()
         tokens = sum(len(rollout.response_token_ids) for rollout in backend.generate(many, SEEDS))
         speed = tokens / (time.perf_counter() - started)
-        yield Row(
-            "decoding", "ok", f"{speed:,.0f} tokens/s, {len(many)} answers at once", numbers={"tokens_per_s": speed}
-        )
+        yield measured("decoding", f"{speed:,.0f} tokens/s, {len(many)} answers at once", tokens_per_s=speed)
         rate = pushes.bytes_per_s
-        yield Row("push", "ok", f"{rate / 1e9:.2f} GB/s, checksums included", numbers={"bytes_per_s": rate})
+        yield measured("push", f"{rate / 1e9:.2f} GB/s, checksums included", bytes_per_s=rate)
 
 
 def tensor_parallel(settings: Settings) -> Iterator[Row]:
@@ -166,7 +164,7 @@ class Pushes:
 
     def row(self, check: str) -> Row:
         figure = f"{len(self.push_s)} checksums equal; {self.num_bytes / 1e6:,.0f} MB in {median(self.push_s):.2f} s"
-        return Row(check, "ok", figure, numbers={"bytes": self.num_bytes, "seconds": median(self.push_s)})
+        return measured(check, figure, bytes=self.num_bytes, seconds=median(self.push_s))
 
 
 def _config(settings: Settings, file: str, **keys: Any) -> RunConfig:
@@ -247,8 +245,8 @@ def _agreement(
             first = f"; first difference in {request.sample_id}, token {at}: vLLM {ours!r}, transformers {theirs!r}"
     same, far, total = (int(value) for value in distributed.all_reduce([same, far, total], "sum"))
     figure = f"{same} of {total} tokens equal in {dtype}, {total - same - far} near ties{first}"
-    result = "ok" if total and far <= FAR_SHARE * total else "failed"
-    return Row(check, result, figure, _ADVICE, {"equal": same / max(1, total), "far": far / max(1, total)})
+    is_near = total > 0 and far <= FAR_SHARE * total
+    return judged(check, is_near, figure, _ADVICE, equal=same / max(1, total), far=far / max(1, total))
 
 
 def _seconds(act: Any) -> float:

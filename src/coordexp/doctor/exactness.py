@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from coordexp.config.rollout import OffloadConfig
-from coordexp.doctor.check import Row, Settings, compared
+from coordexp.doctor.check import Row, Settings, compared, judged
 from coordexp.errors import CoordExpError
 from coordexp.modeling.attention import KERNELS, Segments, check_attention
 from coordexp.modeling.inputs import VisionTower, row_inputs, to_device
@@ -47,12 +47,11 @@ def kernels(settings: Settings) -> Iterator[Row]:
             yield compared(name, error, LIMIT[dtype], advice, "against float64, with gradients")
     error = head_error(device, *((512, 2048, 152_936) if device.type == "cuda" else (64, 256, 20_000)))
     advice = "do not train with training.bf16: true; report this table"
-    yield compared(
-        "language head", error, LIMIT[torch.bfloat16], advice, "bfloat16 against float32 logits, with gradients"
-    )
+    note = "bfloat16 against float32 logits, with gradients"
+    yield compared("language head", error, LIMIT[torch.bfloat16], advice, note)
     freed, problem = offload_there_and_back(device)
     figure = problem or f"{freed / 1e6:.0f} MB freed and filled again, bit for bit"
-    yield Row("offload and back", "failed" if problem else "ok", figure, NO_OFFLOAD)
+    yield judged("offload and back", problem is None, figure, NO_OFFLOAD)
 
 
 def attention_error(kernel: str, causal: bool, dtype: torch.dtype, device: torch.device) -> float:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from coordexp import distributed
-from coordexp.doctor.check import Row, Settings, compared
+from coordexp.doctor.check import Row, Settings, compared, measured
 from coordexp.doctor.exactness import NO_OFFLOAD, ROW_LIMIT, offload_of, packed_row_error
 from coordexp.doctor.samples import config_of, first_step, trainer_of
 from coordexp.training.loop import CoordExpTrainer
@@ -42,7 +42,7 @@ def reference(settings: Settings) -> Iterator[Row]:
         first_step(trainer)
         save_file(_gradients(trainer), _gradient_file(settings, head))
     where = "a GPU" if torch.cuda.is_available() else "the CPU"
-    yield Row("one process", "ok", f"gradients of a step on {where}, with which those of several are compared")
+    yield measured("one process", f"gradients of a step on {where}, with which those of several are compared")
 
 
 def gradients(settings: Settings, parallel: str) -> Iterator[Row]:

@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch.cuda import nccl
 
-from coordexp.doctor.check import Row, Settings
+from coordexp.doctor.check import Row, Settings, judged, measured
 from coordexp.engine import TESTED_VERSIONS, versions
 from coordexp.errors import ConfigError
 from coordexp.training.run import check_driver
@@ -29,43 +29,32 @@ NO_GPU = "no GPU is visible: everything runs on the CPU"
 def machine(settings: Settings) -> Iterator[Row]:
     """Rows of the section; the one named GPUs has the number of usable ones."""
     cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
-    yield Row(
-        "python", "ok", f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, {cores} cores"
-    )
-    yield _versions()
-    gpus = yield from _gpus(settings.gpus)
-    yield from _between_gpus(gpus)
-    needed = HOST_GB + HOST_GB_PER_GPU * gpus
-    enough = memory.available >= needed * GB
-    figure = f"{memory.available / GB:.1f} of {memory.total / GB:.1f} GB free, {needed} needed"
-    yield Row("host memory", "ok" if enough else "failed", figure, "end other programs, or use fewer GPUs")
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    is_limited = limit != resource.RLIM_INFINITY
-    figure = f"{limit / 2**20:.0f} MiB" if is_limited else "unlimited"
-    fails = is_limited and gpus > 1 and Path("/sys/class/infiniband").is_dir()
-    advice = "InfiniBand registers memory: raise it (ulimit -l unlimited; docker run --ulimit memlock=-1)"
-    yield Row("memlock", "failed" if fails else "ok", figure, advice)
-    shared = Path("/dev/shm")
-    if not shared.is_dir():
-        yield Row("/dev/shm", "failed", "there is none", "mount a tmpfs on /dev/shm")
-        return
-    free, needed = shutil.disk_usage(shared).free, SHM_GB * max(1, gpus)
-    figure = f"{free / GB:.1f} GB free, {needed} needed"
-    yield Row("/dev/shm", "ok" if free >= needed * GB else "failed", figure, "docker run --shm-size=16g, or --ipc=host")
-
-
-def _versions() -> Row:
+    system = f"{platform.system()} {platform.machine()}"
+    yield measured("python", f"Python {platform.python_version()}, {system}, {cores} cores")
     installed = versions()
-    listed = ", ".join(f"{name} {version}" for name, version in installed.items())
     others = [
         f"{name}=={TESTED_VERSIONS[name][0]}"
         for name, version in installed.items()
         if name in TESTED_VERSIONS and version.partition("+")[0] not in TESTED_VERSIONS[name]
     ]
-    advice = (
-        f"CoordExp uses undocumented parts of these packages; install the tested ones: pip install {' '.join(others)}"
-    )
-    return Row("versions", "failed" if others else "ok", listed, advice)
+    listed = ", ".join(f"{name} {version}" for name, version in installed.items())
+    advice = f"CoordExp uses undocumented parts of them; install the tested ones: pip install {' '.join(others)}"
+    yield judged("versions", not others, listed, advice)
+    gpus = yield from _gpus(settings.gpus)
+    yield from _between_gpus(gpus)
+    needed = HOST_GB + HOST_GB_PER_GPU * gpus
+    figure = f"{memory.available / GB:.1f} of {memory.total / GB:.1f} GB free, {needed} needed"
+    is_enough = memory.available >= needed * GB
+    yield judged("host memory", is_enough, figure, "end other programs, or use fewer GPUs")
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    is_limited = limit != resource.RLIM_INFINITY
+    matters = gpus > 1 and Path("/sys/class/infiniband").is_dir()
+    figure = f"{limit / 2**20:.0f} MiB" if is_limited else "unlimited"
+    advice = "InfiniBand registers memory: ulimit -l unlimited, or docker run --ulimit memlock=-1"
+    yield judged("memlock", not (is_limited and matters), figure, advice)
+    free, needed = shutil.disk_usage("/dev/shm").free, SHM_GB * max(1, gpus)
+    figure = f"{free / GB:.1f} GB free, {needed} needed"
+    yield judged("/dev/shm", free >= needed * GB, figure, "docker run --shm-size=16g, or --ipc=host")
 
 
 def _gpus(wanted: int | None) -> Iterator[Row]:
@@ -73,29 +62,28 @@ def _gpus(wanted: int | None) -> Iterator[Row]:
     try:
         check_driver()
     except ConfigError as error:
-        yield Row("GPUs", "failed", f"driver {_driver()}", str(error), {"usable_gpus": 0})
+        yield judged("GPUs", False, f"driver {_driver()}", str(error), usable_gpus=0)
         yield Row("GPU memory", "skipped", "torch cannot use the GPUs")
         return 0
     count = torch.cuda.device_count()
     if not count:
-        result, figure, advice = "skipped", NO_GPU, ""
-        if wanted or shutil.which("nvidia-smi"):
-            result, figure = "failed", f"none is visible to torch {torch.__version__} (CUDA {torch.version.cuda})"
+        if wanted or (wanted is None and shutil.which("nvidia-smi")):
+            figure = f"none is visible to torch {torch.__version__} (CUDA {torch.version.cuda})"
             advice = "see whether nvidia-smi lists one, CUDA_VISIBLE_DEVICES is right, and torch is a CUDA build"
-        yield Row("GPUs", result, figure, advice, {"usable_gpus": 0})
+            yield judged("GPUs", False, figure, advice, usable_gpus=0)
+        else:
+            yield Row("GPUs", "skipped", NO_GPU, numbers={"usable_gpus": 0})
         yield Row("GPU memory", "skipped", NO_GPU)
         return 0
     names = [torch.cuda.get_device_name(index) for index in range(count)]
     listed = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     figure = f"{listed}; driver {_driver()}, CUDA {torch.version.cuda} in torch"
-    enough = wanted is None or wanted <= count
-    yield Row(
-        "GPUs", "ok" if enough else "failed", figure, f"--gpus {wanted}: there are {count}", {"usable_gpus": count}
-    )
+    is_enough = wanted is None or wanted <= count
+    yield judged("GPUs", is_enough, figure, f"--gpus {wanted}: there are {count}", usable_gpus=count)
     memory = [torch.cuda.mem_get_info(index) for index in range(count)]
     figure = ", ".join(f"{free / GB:.0f} of {total / GB:.0f}" for free, total in memory) + " GB free"
     is_free = all(free >= FREE_SHARE * total for free, total in memory)
-    yield Row("GPU memory", "ok" if is_free else "failed", figure, "end the programs that nvidia-smi lists")
+    yield judged("GPU memory", is_free, figure, "end the programs that nvidia-smi lists")
     return count
 
 
@@ -104,9 +92,7 @@ def _driver() -> str:
         return "unknown (no nvidia-smi)"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     asked = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    return (
-        asked.stdout.splitlines()[0] if asked.returncode == 0 and asked.stdout else f"unknown ({asked.stdout.strip()})"
-    )
+    return asked.stdout.partition("\n")[0] if asked.returncode == 0 else f"unknown ({asked.stdout.strip()})"
 
 
 def _between_gpus(gpus: int) -> Iterator[Row]:
@@ -116,16 +102,12 @@ def _between_gpus(gpus: int) -> Iterator[Row]:
         pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
         direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
         through = "" if direct == len(pairs) else "; the others go through main memory, which is slower"
-        yield Row("P2P", "ok", f"{direct} of {len(pairs)} pairs{through}")
-    if not gpus:
-        yield Row("NCCL", "skipped", NO_GPU)
-        return
-    ours = ".".join(map(str, nccl.version()))
-    if "vllm" not in versions():
-        yield Row("NCCL", "ok", f"torch's {ours}; vLLM is not installed")
+        yield measured("P2P", f"{direct} of {len(pairs)} pairs{through}")
+    if not gpus or "vllm" not in versions():
+        yield Row("NCCL", "skipped", "vLLM for CUDA is not installed" if gpus else NO_GPU)
         return
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
-    theirs = NCCLLibrary().ncclGetVersion()
+    ours, theirs = ".".join(map(str, nccl.version())), NCCLLibrary().ncclGetVersion()
     advice = "unset VLLM_NCCL_SO_PATH and LD_LIBRARY_PATH, so that both load the one that torch was installed with"
-    yield Row("NCCL", "ok" if ours == theirs else "failed", f"torch's {ours}, vLLM's {theirs}", advice)
+    yield judged("NCCL", ours == theirs, f"torch's {ours}, vLLM's {theirs}", advice)

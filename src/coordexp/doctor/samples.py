@@ -14,7 +14,7 @@ from coordexp.checkpoints.describe import describe
 from coordexp.config import RunConfig, load_config
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, SceneSpec, write_scenes
-from coordexp.doctor.check import Row, Settings
+from coordexp.doctor.check import Row, Settings, measured
 from coordexp.modeling.load import load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.records import PackedRow
@@ -52,7 +52,7 @@ def models(settings: Settings) -> Iterator[Row]:
     size = sum(info.parameters.values())
     kind = "random weights" if settings.model is None else str(settings.model)
     figure = f"{kind}: {size / 1e6:.1f} M parameters, {info.layers} layers, hidden {info.hidden}"
-    yield Row("models", "ok", figure, numbers={"parameters": float(size)})
+    yield measured("models", figure, parameters=size)
 
 
 def model_of(settings: Settings) -> Path:

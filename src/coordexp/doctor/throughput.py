@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from coordexp.checkpoints.memory import check_memory
-from coordexp.doctor.check import Row, Settings
+from coordexp.doctor.check import Row, Settings, judged, measured
 from coordexp.doctor.samples import config_of, first_step, model_of, trainer_of
 
 WARM_UP, TIMED = 2, 4  # steps
@@ -53,7 +53,7 @@ def training(settings: Settings) -> Iterator[Row]:
             f"; {achieved / 1e12:.0f} TFLOP/s, {achieved / possible:.2f} of a large product's {possible / 1e12:.0f}"
         )
         numbers |= {"flops": achieved, "mfu": achieved / possible}
-    yield Row("training", "ok", figure, numbers=numbers)
+    yield measured("training", figure, **numbers)
     if not on_gpu:
         yield Row("peak memory", "skipped", "needs a GPU: the estimate is of a GPU's memory")
         return
@@ -62,8 +62,7 @@ def training(settings: Settings) -> Iterator[Row]:
     figure = f"{peak / 1e9:.1f} GB, estimated {estimate / 1e9:.1f} ({ratio:.2f} of it)"
     advice = "coordexp config check misjudges memory here: leave room, and report this table"
     is_near = MEMORY_RATIO[0] <= ratio <= MEMORY_RATIO[1]
-    numbers = {"peak_bytes": float(peak), "estimated_bytes": estimate}
-    yield Row("peak memory", "ok" if is_near else "failed", figure, advice, numbers)
+    yield judged("peak memory", is_near, figure, advice, peak_bytes=peak, estimated_bytes=estimate)
 
 
 def _products(model: Any, tokens: int, patches: int, scored: int) -> float:

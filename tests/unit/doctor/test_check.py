@@ -85,4 +85,8 @@ def test_every_row_is_in_a_section_of_the_table() -> None:
 
 
 def test_nan_fails() -> None:
-    assert [compared("a", error, 0.1, "").result for error in (0.1, 0.2, float("nan"))] == ["ok", "failed", "failed"]
+    assert [compared("a", error, 0.1, "", "").result for error in (0.1, 0.2, float("nan"))] == [
+        "ok",
+        "failed",
+        "failed",
+    ]
