@@ -15,7 +15,7 @@ import typer
 from coordexp.cli.console import check_checkpoint, open_console, say, vocabulary_of
 
 FAILED = 1
-WIDTH = 140  # of the table where there is no terminal
+WIDTH = 140  # of the table outside of a terminal
 STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim"}
 
 

@@ -57,7 +57,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. ``figure``: what was measured, or why not; ``advice``: what to do if it failed."""
+    """One line of the table. ``figure``: the measurement, or the reason for its absence; ``advice``: for a failed row."""
 
     check: str
     result: Result
@@ -109,7 +109,7 @@ def select(checks: Sequence[Check], only: Sequence[str]) -> tuple[Check, ...]:
     if unknown := [word for word in only if word not in known]:
         raise ConfigError(f"--only {unknown[0]}: no such section or check; choose from {', '.join(known)}")
     wanted = {checks[0].name, *only}
-    for check in reversed(checks):  # what it needs is before it
+    for check in reversed(checks):  # a check is after the one that it needs
         if not only or check.name in wanted or wanted & {*check.rows.values()}:
             wanted |= {check.name, check.needs or check.name}
     return tuple(check for check in checks if check.name in wanted)
@@ -194,7 +194,7 @@ def run(check: Check, settings: Settings) -> list[Row]:
 
 
 def _wait(processes: Sequence[BaseProcess], timeout_s: float) -> str | None:
-    """What went wrong, None if nothing. Returns when all have ended, or one has failed, or after ``timeout_s``."""
+    """The problem, None without one. Returns when all have ended, or one has failed, or after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while alive := [process for process in processes if process.exitcode is None]:
         if failed := [process for process in processes if process.exitcode]:

@@ -40,7 +40,7 @@ from coordexp.rollouts.learner import LearnerParts
 from coordexp.training.parallel import join_processes
 
 PUSHES = 10
-CHANGE, LORA_CHANGE = 1e-4, 1e-2  # standard deviation of what is added to trained weights before each push
+CHANGE, LORA_CHANGE = 1e-4, 1e-2  # standard deviation of the noise on trained weights before each push
 TOKENS = {True: 256, False: 32}  # of an answer, on a GPU and on a CPU
 AT_ONCE = {True: 64, False: 8}  # answers that are decoded together
 # A token is a near tie if its logit is not further from the best one, in standard deviations of the position's logits.

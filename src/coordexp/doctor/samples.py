@@ -1,4 +1,4 @@
-"""What the checks work on: models with random weights, generated scenes, and the real trainer over them."""
+"""Material of the checks: models with random weights, generated scenes, and the real trainer over them."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from coordexp.doctor.samples import config_of, first_step, model_of, trainer_of
 WARM_UP, TIMED = 2, 4  # steps
 ROW = {True: 12_000, False: 1024}  # tokens of a packed row, on a GPU and on a CPU
 SAMPLES = {True: 24, False: 8}  # of a step: more than fit
-MEMORY_RATIO = (0.75, 1.15)  # of the measured peak to the estimate; below, the estimate refuses what would fit
-MATRIX = 8192  # side of the matrices whose product shows what the GPU can do
+MEMORY_RATIO = (0.75, 1.15)  # of the measured peak to the estimate; below, runs that fit are refused
+MATRIX = 8192  # side of the matrices whose product shows the GPU's speed
 
 
 def training(settings: Settings) -> Iterator[Row]:
