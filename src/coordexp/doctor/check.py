@@ -57,7 +57,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. ``figure``: the measurement, or the reason for its absence; ``advice``: for a failed row."""
+    """One line of the table. ``figure``: the measurement, or why there is none; ``advice``: for a failed row."""
 
     check: str
     result: Result

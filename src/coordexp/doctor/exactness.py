@@ -120,8 +120,8 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def offload_there_and_back(device: torch.device) -> tuple[int, str | None]:
-    """Offload a small model with its optimizer. Returns: bytes that were freed meanwhile, and the problem, if
-    anything. On CPUs, where offload frees nothing, its storages are moved all the same."""
+    """Offload a small model with its optimizer. Returns: bytes that were freed meanwhile, and the problem, if there is
+    one. On CPUs, where offload frees nothing, its storages are moved all the same."""
     model = torch.nn.Sequential(torch.nn.Embedding(4096, 256), torch.nn.Linear(256, 4096)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
