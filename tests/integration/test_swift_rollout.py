@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from coordexp.config.rollout import SyncConfig
-from coordexp.engine.arguments import executor_on_cpu
+from coordexp.engine.arguments import executor_on_cpu, with_image_size
 from coordexp.engine.client import ServerClient
 from coordexp.engine.engine_process import has_gpu
 from coordexp.engine.push import ServerPusher
@@ -86,6 +86,15 @@ def assert_answers_as(client: ServerClient, learner: LoadedModel, version: int) 
     assert status is not None and [one["weight_version"] for one in status["workers"]] == [version] * WORKERS
     assert has_gpu() or {one["executor"] for one in status["workers"]} == {executor_on_cpu(1)}
     return answers
+
+
+def test_memory_is_profiled_on_the_largest_image_of_a_prompt(guarded: Guarded) -> None:
+    """And not on the processor's largest, as ms-swift would have it."""
+    server, config = guarded
+    limits = {"model": served_checkpoint(), "limit_mm_per_prompt": {"image": 1, "video": 0}}
+    wanted = with_image_size({**limits, "max_model_len": config["global_max_length"]})["limit_mm_per_prompt"]["image"]
+    profiled = [one["profiled_image"] for one in server.status()["workers"]]
+    assert profiled == [[wanted["width"], wanted["height"]]] * WORKERS
 
 
 # The order matters: on a server that has once received full weights, adapters no longer fit.

@@ -31,6 +31,7 @@ from coordexp.engine.arguments import (
     JoinRequest,
     activated_config,
     executor_on_cpu,
+    with_image_size,
     with_processors,
 )
 from coordexp.engine.engine_process import (
@@ -77,6 +78,10 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         self._takes_names = os.environ.get(NAMES_ENABLE) == "1"
         self._names: list[str] = []  # of the call under way
         engine_kwargs = with_processors(engine_kwargs or {}, self._guard is not None, self._takes_names)
+        model, limits = kwargs["model_id_or_path"], kwargs.get("limit_mm_per_prompt") or {}
+        if isinstance(limits.get("image"), int) and kwargs.get("max_model_len") and os.path.isdir(model):
+            sized = {"model": model, "max_model_len": kwargs["max_model_len"], "limit_mm_per_prompt": limits}
+            kwargs["limit_mm_per_prompt"] = with_image_size(sized)["limit_mm_per_prompt"]
         if not has_gpu():
             kwargs["distributed_executor_backend"] = executor_on_cpu(kwargs.get("tensor_parallel_size", 1))
         super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)

@@ -134,6 +134,7 @@ class WeightSyncExtension:
         runner = type(self.model_runner)
         known_tokens = processor_of(self, KnownTokensProcessor)
         on_gpu = torch.device(self.device).type == "cuda"
+        image = self.vllm_config.model_config.multimodal_config.limit_per_prompt.get("image")
         return {
             **self.receiver.report(),
             "pid": os.getpid(),
@@ -142,6 +143,8 @@ class WeightSyncExtension:
             "device_uuid": str(torch.cuda.get_device_properties(self.device).uuid) if on_gpu else None,
             "dtype": str(self.model_runner.model_config.dtype).removeprefix("torch."),
             "executor": str(self.vllm_config.parallel_config.distributed_executor_backend),
+            # On which vLLM has measured its memory.
+            "profiled_image": None if image is None else [image.width, image.height],
             "model_runner": f"{runner.__module__}.{runner.__name__}",
             "repeat_terminate": guard_report(self),
             "num_known_tokens": None if known_tokens is None else known_tokens.num_known,
