@@ -124,7 +124,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert Handle(forked(*by_file(answer, folder), log=log, behind=ENGINES)).wait(timeout=300) == 0, log.read_text()[
         -4000:
     ]
-    return json.loads((folder / "found.json").read_text())
+    return {**json.loads((folder / "found.json").read_text()), "log": log.read_text()}
 
 
 def test_the_guard_ends_answers_at_the_same_token(found: dict[str, Any]) -> None:
@@ -136,3 +136,8 @@ def test_the_guard_ends_answers_at_the_same_token(found: dict[str, Any]) -> None
 def test_answers_under_a_closed_list_are_the_same(found: dict[str, Any]) -> None:
     assert found["asynchronous, named"] == found["one after the other, named"]
     assert len({tuple(one) for one in found["asynchronous, named"]}) > 1
+
+
+def test_the_start_of_an_engine_is_announced_with_an_eta(found: dict[str, Any]) -> None:
+    assert found["log"].count("starting the vLLM engine on the ") == found["log"].count("ready after") == 3
+    assert "ETA" in found["log"]

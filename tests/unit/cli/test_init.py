@@ -142,6 +142,7 @@ def test_rates_and_target_width_fit_the_models_size(
             written, source = load_config(f"stage{stage}.yaml"), load_config(asset(file))
             assert written.training.learning_rate == source.training.learning_rate
             assert widths(written) == widths(source) == ({8.0} if parameters is None else {2.0})
+            assert written.training.gradient_checkpointing is (parameters is not None), "memory matters on a CPU too"
 
 
 def widths(run: RunConfig) -> set[float]:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from coordexp.objective import coord_math
 from coordexp.objective.coord_math import LOGIT_LIMIT, gaussian_targets, limit_logits
@@ -231,6 +232,16 @@ def functions() -> dict:
         "expected_position": lambda x: coord_math.expected_position(x[:, :10].softmax(-1)),
         "ciou": lambda x: coord_math.ciou_loss(boxes(x), true),
     }
+
+
+@pytest.mark.parametrize("name", functions())
+def test_neither_losses_nor_gradients_ask_the_device_for_numbers(name: str) -> None:
+    """On a GPU the host would wait for each. prod()'s backward does: it looks for zeros."""
+    x = torch.randn(2, 14, dtype=F64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        functions()[name](x).sum().backward()
+    asked = {"aten::item", "aten::nonzero", "aten::is_nonzero", "aten::masked_select"}
+    assert not asked & {event.name for event in trace.events()}  # pyright: ignore[reportOptionalIterable]
 
 
 @pytest.mark.parametrize("name", functions())

@@ -1,8 +1,9 @@
-"""Order of CUDA streams in a push by NCCL, with stand-ins for torch.cuda and vLLM's binding of NCCL."""
+"""Order of CUDA streams in weight pushes, with stand-ins for torch.cuda and vLLM's binding of NCCL."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from coordexp.weight_sync import group
 from coordexp.weight_sync.group import Communicator, GroupAddress, computed_by_now
+from coordexp.weight_sync.receiver import WeightReceiver
+from support.fused_model import FakeWeights, FusedModel
 
 GPU = torch.device("cuda", 0)
 Log = list[tuple[Any, ...]]
@@ -23,12 +26,16 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.log.append((self.name, "waits for", other.name))
 
+    def wait_event(self, event: Event) -> None:
+        self.log.append((self.name, "waits for", event.of))
+
 
 class Event:
     def __init__(self, log: Log) -> None:
         self.log = log
 
     def record(self, stream: Stream) -> None:
+        self.of = stream.name
         self.log.append((stream.name, "records"))
 
     def query(self) -> bool:
@@ -69,7 +76,14 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
         made.append(Stream(log, f"group {len(made)}"))
         return made[-1]
 
-    cuda = SimpleNamespace(Stream=stream, Event=lambda: Event(log), current_stream=lambda device: trainers)
+    main, loaders = threading.get_ident(), Stream(log, "loader")
+    cuda = SimpleNamespace(
+        Stream=stream,
+        Event=lambda: Event(log),
+        current_stream=lambda device: trainers if threading.get_ident() == main else loaders,
+        set_device=lambda device: None,
+        synchronize=lambda device: None,
+    )
     monkeypatch.setattr(torch, "cuda", cuda)
 
     def broadcast(part: Any, source: int, on: Stream) -> None:
@@ -99,6 +113,13 @@ def test_each_group_sends_on_a_stream_of_its_own_after_what_it_sends_is_computed
         assert log == [(name, "waits for", "trainer"), *each, *each]
 
 
-def test_another_thread_can_wait_for_what_this_one_computes(log: Log) -> None:
-    assert computed_by_now(GPU) is not None and log == [("trainer", "records")]
+def test_weights_of_this_process_are_loaded_after_they_are_computed(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread with a stream of its own. A merged adapter may still be on its way."""
+    source, model = FakeWeights(), FusedModel()
+    load = model.load_weights
+    monkeypatch.setattr(model, "load_weights", lambda named: log.append(("loader", "loads")) or load(named))
+    receiver = WeightReceiver(model, GPU, sharded=True)
+    receiver.take(list(source.values.items()))
+    receiver.commit(1, False, lambda: None)
+    assert log[:3] == [("trainer", "records"), ("loader", "waits for", "trainer"), ("loader", "loads")]
     assert computed_by_now(torch.device("cpu")) is None
