@@ -66,6 +66,10 @@ class RunStopped(CoordExpError):
         self.signal = signal
 
 
+class RunFinished(CoordExpError):
+    """The run in ``training.output_dir`` has trained all its steps and saved its model; there is nothing to do."""
+
+
 class RowLate(CoordExpError):
     """A packed row was not built in time: the machine swaps, or a driver hangs."""
 

@@ -20,7 +20,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ def dotted(keys: dict[str, Any]) -> list[str]:
 def train(config: str, data: Path, model: Path, output: Path, seed: int, arm: dict[str, Any]) -> float:
     """Train unless it is done. Returns: CPU seconds it took."""
     from coordexp.config import load_config
+    from coordexp.errors import RunFinished
     from coordexp.training.run import run_training
 
     done = output / "cpu_seconds.json"
@@ -109,7 +110,7 @@ def train(config: str, data: Path, model: Path, output: Path, seed: int, arm: di
     if "variant" in arm:
         sys.exit(f"{output.name}: the code of variant {arm['variant']} is in commit {VARIANTS_AT}; run this arm there")
     started = cpu_seconds()
-    with server(path) if arm.get("served") else nullcontext():
+    with server(path) if arm.get("served") else nullcontext(), suppress(RunFinished):
         run_training(load_config(path, arguments=dotted(arm.get("set", {}))), progress(), output.name, path)
     seconds = cpu_seconds() - started
     done.write_text(json.dumps(seconds))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,8 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
+from coordexp.checkpoints.folder import RESOLVED_CONFIG
+from coordexp.checkpoints.run_folder import SEAL
 from coordexp.config import RunConfig, load_config
 from coordexp.coords import TURN_END, serialize_objects
 from coordexp.data.dataset import RecordDataset, Sample
@@ -147,6 +150,17 @@ def train(config: RunConfig, backend: Any = None, on_built: Callable[[Any], None
         on_built(trainer)
     trainer.train(None if resume is None else str(resume))
     return trainer
+
+
+def forget_configuration(output_dir: Path) -> None:
+    """Leave checkpoints as an unknown program might have written them: without a configuration to compare with."""
+    for path in output_dir.rglob(RESOLVED_CONFIG):
+        path.unlink()
+        seal = path.with_name(SEAL)
+        if seal.is_file():
+            content = json.loads(seal.read_text())
+            del content["files"][RESOLVED_CONFIG]
+            seal.write_text(json.dumps(content))
 
 
 def step_lines(trainer: Any) -> list[dict[str, float]]:

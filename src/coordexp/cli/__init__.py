@@ -15,7 +15,7 @@ from coordexp.cli.data import data_app
 from coordexp.cli.model import model_app
 from coordexp.cli.run import config_app
 from coordexp.cli.usage import App
-from coordexp.errors import CoordExpError, RunStopped
+from coordexp.errors import CoordExpError, RunFinished, RunStopped
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -120,9 +120,9 @@ def _global_options(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command and exit: 0 done, 2 an error that the user can cure (no traceback), 128 + its number if a signal
-    ended it: 130 for Ctrl-C. Errors of the operating system (a full disk, a file in place of a folder, a port in use)
-    are the user's to cure. Any other exception is a bug and leaves with its traceback."""
+    """Run the command and exit: 0 done, or nothing left to do; 2 an error that the user can cure (no traceback); 128 +
+    its number if a signal ended it: 130 for Ctrl-C. Errors of the operating system (a full disk, a file in place of a
+    folder, a port in use) are the user's to cure. Any other exception is a bug and leaves with its traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     try:
@@ -133,6 +133,10 @@ def main(argv: list[str] | None = None) -> None:
         if distributed.is_main():
             typer.secho(str(stopped), err=True)
         sys.exit(128 + stopped.signal)
+    except RunFinished as finished:
+        if distributed.is_main():
+            typer.echo(str(finished))
+        sys.exit()
     except (CoordExpError, OSError) as error:
         if debug:
             raise

@@ -80,10 +80,10 @@ def counting(description: str) -> AbstractContextManager[Callable[[int, int], No
     return reporting(open_console(stderr=True), description)
 
 
-def refuse_filled(folder: Path) -> None:
-    """Raise DataError if the folder is not empty."""
+def refuse_filled(folder: Path, otherwise: str = "") -> None:
+    """Raise DataError if the folder is not empty. ``otherwise``: another way out of it."""
     if folder.is_dir() and any(folder.iterdir()):
-        raise DataError("the folder is not empty; name a new one", path=folder)
+        raise DataError(", ".join(["the folder is not empty; name a new one", *filter(None, [otherwise])]), path=folder)
 
 
 def check_checkpoint(path: Path) -> None:

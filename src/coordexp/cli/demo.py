@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from coordexp.checkpoints.run_folder import STATE
 from coordexp.cli.console import no_bars_in_log_files
 from coordexp.config import RunConfig, load_config
 from coordexp.data.files import asset
+from coordexp.errors import RunFinished
 
 START = "checkpoints/demo-incomplete"
 COMPLETION_THRESHOLD = 0.3  # least confidence of an added object
@@ -79,10 +82,12 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
         config, spent = configs[way.run], 0.0
         if way.run == "completed":
             spent = _complete(config, data["train"], data["completed"], console)
-        trainer = run_training(config, console, way.label, output / f"{way.run}.yaml")
         folder = Path(config.training.output_dir)
-        (folder / "log_history.json").write_text(json.dumps(trainer.state.log_history, indent=1))
-        steps = [line for line in trainer.state.log_history if "loss" in line]
+        with suppress(RunFinished):  # by an earlier demo in this folder
+            run_training(config, console, way.label, output / f"{way.run}.yaml")
+        history = json.loads((folder / STATE).read_text(encoding="utf-8"))["log_history"]
+        (folder / "log_history.json").write_text(json.dumps(history, indent=1))
+        steps = [line for line in history if "loss" in line]
         learning = sum(line["time/window_prepare_s"] + line["time/learner_s"] for line in steps)
         _, pictures[way.label] = answer_jsonl(config, console, f"evaluating: {way.label}", folder)
         results[way.key] = summarise(pictures[way.label], COUNTS_ONLY).figures | {

@@ -41,6 +41,7 @@ _USED_BY = {
     "classes": (_CONFIG,),
     "limit": (_CONFIG, _SAVED),
     "out": (_CONFIG, _SAVED),
+    "overwrite": (_CONFIG, _SAVED),
     "segm": (_CONFIG, _SAVED),
     "calibrate": (_CONFIG,),
     "print": (_CONFIG,),
@@ -56,8 +57,15 @@ class OfEvaluation:
     data: Annotated[Path | None, typer.Option(help="JSONL to evaluate on instead of custom.val_jsonl.")] = None
     limit: Limit = None
     out: Annotated[
-        Path | None, typer.Option(help="Folder of figures and answers [<output_dir>/evaluation, or none].")
+        Path | None,
+        typer.Option(
+            help="Folder of figures and answers [<output_dir>/evaluation, in a folder of its own if --model "
+            "is not the run's; none for saved predictions]."
+        ),
     ] = None
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the evaluation of something else in --out.")
+    ] = False
     constant_score: ConstantScore = None
     classes: Classes = None
     aliases: Annotated[
@@ -182,7 +190,7 @@ def _evaluate_model(console: Console, run: RunConfig, options: OfEvaluation, ren
         result = run_evaluation(
             run, console, model=options.model, data=options.data, limit=options.limit, output=options.out,
             constant_score=options.constant_score, rename=rename, segm=options.segm, classes=classes,
-            calibrate=options.calibrate,
+            calibrate=options.calibrate, overwrite=options.overwrite,
         )  # fmt: skip
     files = [*result.files, *_draw(options.sheet, {"prediction": result.answers})] if result.files else []
     if not options.as_json:
@@ -194,13 +202,15 @@ def _evaluate_model(console: Console, run: RunConfig, options: OfEvaluation, ren
 def _evaluate_saved(console: Console, source: Path, options: OfEvaluation, rename: Renaming) -> None:
     from coordexp.config.rollout import EvalDetectionConfig
     from coordexp.evaluation.answers import read_answers
-    from coordexp.evaluation.summary import summarise, write_summary
+    from coordexp.evaluation.summary import check_replaced, summarise, write_summary
 
+    about = {"predictions": str(source), "limit": options.limit, **rename.about}
+    if options.out is not None:
+        check_replaced(options.out, about, options.overwrite)
     saved = read_answers(source)[: options.limit]
     answers = rename(saved)
     figures = EvalDetectionConfig(use_segm=options.segm).scored(options.constant_score)
     summary = summarise(answers, figures, rename.note(saved, answers), with_confidences=True)
-    about = {"predictions": str(source), **rename.about}
     files = [] if options.out is None else write_summary(options.out, summary, answers, about, figures)
     files += _draw(options.sheet, {"prediction": answers})
     if not options.as_json:

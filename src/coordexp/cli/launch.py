@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from coordexp.cli.console import open_console, say
-from coordexp.cli.run import Arguments, ConfigFile, Print, print_config
+from coordexp.cli.run import Arguments, ConfigFile, Print, checked_start, print_config
 from coordexp.errors import ConfigError
 
 
@@ -51,6 +52,8 @@ def launch(
         print_config(config, given)
         return
     run = load_config(config, arguments=given)
+    if Path(run.model.model).is_dir():
+        run = checked_start(run)
     from rich.text import Text
 
     from coordexp.engine.engine_process import num_gpus

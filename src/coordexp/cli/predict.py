@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from coordexp.cli.console import no_bars_in_log_files, on_interrupt, open_console, say, say_written
+from coordexp.cli.console import no_bars_in_log_files, on_interrupt, open_console, refuse_filled, say, say_written
 from coordexp.cli.run import is_config, split_words
 from coordexp.errors import ConfigError, DataError
 
@@ -55,6 +55,7 @@ def predict(
     save_images: Annotated[
         bool, typer.Option("--save-images", help="Write each image with its objects drawn over it.")
     ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the answers in --out first.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON on stdout.")] = False,
 ) -> None:
     """Run a model on images.
@@ -81,11 +82,12 @@ def predict(
     if problems:
         raise DataError("\n".join(problems))
     if config is not None:
+        from coordexp.checkpoints.template import with_own_template
         from coordexp.config import load_config
         from coordexp.config.schema import AnswerConfig
 
         given = {} if max_new_tokens is None else {"rollout_matching.max_new_tokens": max_new_tokens}
-        run = AnswerConfig.of_run(load_config(config, given, arguments))
+        run = AnswerConfig.of_run(with_own_template(load_config(config, given, arguments), model))
     else:
         assert model is not None
         from coordexp.inference.session import PredictOptions, inference_config
@@ -107,6 +109,7 @@ def predict(
             run, console, source=images if len(images) > 1 else images[0], output=folder, model=model, limit=limit,
             score="token_probability" if constant_score is None else constant_score,
             skip_broken=True, save_images=save_images, classes=labels, min_confidence=min_confidence,
+            overwrite=overwrite,
         )  # fmt: skip
     if not as_json:
         from coordexp.geometry import pixel_box
@@ -172,6 +175,7 @@ def export(
         float | None, typer.Option(min=0, max=1, help="Leave out objects of a lower score, which only ranks them.")
     ] = None,
     scores: Annotated[bool, typer.Option("--scores", help="Append confidences to lines. For yolo.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
 ) -> None:
     """Write predictions as COCO, YOLO, VOC, LabelMe or CSV.
 
@@ -186,6 +190,8 @@ def export(
     for option, (value, user) in given.items():
         if value is not None and form != user:
             raise ConfigError(f"{option} has no use here; it belongs to {user}")
+    if not overwrite:
+        refuse_filled(out, "or add --overwrite")
     answers = read_answers(predictions)
     console = open_console()
     if min_score is not None:

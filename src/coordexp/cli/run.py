@@ -61,6 +61,18 @@ def print_config(config: Path, arguments: Sequence[str], plain: bool = False, on
     return explained.config
 
 
+def checked_start(run: RunConfig) -> RunConfig:
+    """``run`` with the prompt of its checkpoint. Raises, before torch is imported, as
+    :func:`~coordexp.checkpoints.run_folder.check_start` and
+    :func:`~coordexp.checkpoints.template.with_own_template`."""
+    from coordexp.checkpoints.run_folder import check_start, newest_checkpoint
+    from coordexp.checkpoints.template import with_own_template
+
+    run = with_own_template(run)
+    check_start(run, newest_checkpoint(run))
+    return run
+
+
 def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = False) -> None:
     """Train a model.
 
@@ -93,6 +105,7 @@ def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = F
         check_inputs(
             run.model.model, {custom.train_jsonl: custom.train_sample_limit, custom.val_jsonl: custom.val_sample_limit}
         )
+    run = checked_start(run)
     from coordexp.training.run import run_training
 
     no_bars_in_log_files()

@@ -9,11 +9,14 @@ others still run (see :mod:`coordexp.config.load`).
 from __future__ import annotations
 
 import importlib.util
+import netrc
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from coordexp.config.base import Problem, parse_dotted
 from coordexp.config.objective import PipelineConfig
@@ -356,6 +359,11 @@ def check_training_environment(config: RunConfig) -> None:
             problems.append(
                 f"training.report_to: '{name}' needs a package that is not installed here; install it, or write none"
             )
+    if "wandb" in training.report_to and importlib.util.find_spec("wandb") and not _can_use_wandb():
+        problems.append(
+            "training.report_to: wandb has no login on this machine; run wandb login, set WANDB_API_KEY, set "
+            "WANDB_MODE=offline to log into files, or write none"
+        )
     package = next((package for start, package in _PACKAGES.items() if training.optim.startswith(start)), None)
     if package is not None and importlib.util.find_spec(package) is None:
         problems.append(
@@ -366,6 +374,26 @@ def check_training_environment(config: RunConfig) -> None:
         problems.append("training.packing: needs the package binpacking; pip install binpacking, or write false")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _can_use_wandb() -> bool:
+    """Whether W&B has a key, or needs none. Without one its run would fail after the model is loaded."""
+    keys = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_DISABLED")
+    if any(os.environ.get(name) for name in keys) or os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
+        return True
+    import wandb
+
+    hosts = {urlsplit(url).hostname for url in (os.environ.get("WANDB_BASE_URL"), wandb.Settings().base_url) if url}
+    places = (os.environ.get("NETRC"), "~/.netrc", "~/_netrc", "wandb/settings", "~/.config/wandb/settings")
+    for path in (Path(place).expanduser() for place in places if place):
+        with suppress(OSError, netrc.NetrcParseError):
+            if path.name == "settings" and re.search(
+                r"^(api_key|mode) *= *(?!online)\S", path.read_text(), re.MULTILINE
+            ):
+                return True  # wandb offline, or a key in its own file
+            if path.name != "settings" and hosts & netrc.netrc(path).hosts.keys():
+                return True
+    return False
 
 
 def check_world_size(config: RunConfig, world_size: int) -> None:

@@ -47,9 +47,13 @@ class TemplateConfig(StrictModel):
     """The text around the image."""
 
     system: str | None = None
-    """system message; null sends none"""
+    """system message; null takes that of the run that wrote model.model, if one did, and else sends none"""
     prompt: str | None = None
-    """user text next to the image; null takes the built-in prompt"""
+    """user text next to the image; null takes that of the run that wrote model.model, if one did, and else the built-in
+    prompt"""
+    allow_prompt_change: bool = False
+    """use this prompt, system message and custom.object_field_order, nulls included, also if model.model was trained
+    with others; false refuses such a checkpoint"""
 
 
 class TunerConfig(StrictModel):
@@ -304,6 +308,10 @@ class TrainingConfig(StrictModel):
     """is more of metric_for_best_model better? null: yes, unless its name ends in loss"""
     resume_from_checkpoint: _Resume = None
     """null starts from model.model; true resumes from the newest checkpoint; or a checkpoint folder"""
+    resume_with_changes: bool = False
+    """resume although keys that change what is learned differ from the checkpoint's; the manifest records them"""
+    overwrite_output_dir: bool = False
+    """start a new run in an output_dir with the results of another one, whose model and checkpoints are deleted"""
     stop_within_s: Positive = 300.0
     """seconds that a run ended by Ctrl-C, SIGTERM or SIGUSR1 has to finish its step and save; then it ends without"""
 
@@ -348,7 +356,7 @@ class TrainingConfig(StrictModel):
 OWN_KEYS = {
     *("vit_lr", "aligner_lr", "coord_lr", "logging_dir", "master_weights", "effective_batch_size", "packing"),
     *("packing_buffer", "packing_min_fill_ratio", "packing_drop_last", "resume_from_checkpoint", "stop_within_s"),
-    "gradient_checkpointing_every",
+    *("gradient_checkpointing_every", "resume_with_changes", "overwrite_output_dir"),
 }
 
 

@@ -16,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from coordexp.config.rollout import EvalDetectionConfig
+from coordexp.data.files import read_json
+from coordexp.errors import DataError
 from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, write_answers
 from coordexp.evaluation.coco import AREAS, RECALLS_R, THRESHOLDS_T, average_precision, coco_shape, write_coco
 from coordexp.evaluation.confidence import Reliability, Threshold, best_thresholds, reliability
@@ -164,6 +166,28 @@ def _row(name: str, counts: Mapping[str, float], ap: float | None) -> GroupRow:
         mean_matched_iou=counts.get("matched_iou_sum", 0) / matched if matched else None,
         ap=ap,
     )
+
+
+def check_replaced(folder: Path, about: Mapping[str, object], overwrite: bool) -> None:
+    """Raise DataError if :func:`write_summary` would replace other answers or an evaluation of something else in
+    ``folder``; ``overwrite`` allows it."""
+    if overwrite or not folder.exists():
+        return
+    if not (folder / METRICS).is_file():
+        if (folder / PREDICTIONS).is_file():
+            raise DataError(
+                f"its {PREDICTIONS} is of no evaluation; name another folder with --out, or add --overwrite",
+                path=folder,
+            )
+        return
+    earlier, now = read_json(folder / METRICS), json.loads(json.dumps(about))
+    other = [name for name in now if earlier.get(name) != now[name]]
+    if other:
+        raise DataError(
+            f"holds an evaluation with another {other[0]} ({earlier.get(other[0])}, now {now[other[0]]}); name another "
+            "folder with --out, or add --overwrite",
+            path=folder,
+        )
 
 
 def write_summary(

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from coordexp import distributed
+from coordexp.checkpoints.template import with_own_template
 from coordexp.config import load_config
 from coordexp.config.base import default_of
 from coordexp.config.rollout import RolloutMatchingConfig
@@ -118,13 +119,14 @@ def completion_config(
     :func:`inference_config`."""
     if config is not None:
         values: dict[str, Any] = {} if model is None else {"model.model": str(model)}
-        values |= {} if prompt is None else {"template.prompt": prompt}
+        if prompt is not None:
+            values |= {"template.prompt": prompt, "template.allow_prompt_change": True}
         run = load_config(config, values, arguments)
         if run.rollout_matching is not None:
             values["rollout_matching.decoding.temperature"] = 0.0
             values |= {} if batch_size is None else {"rollout_matching.decode_batch_size": batch_size}
             run = load_config(config, values, arguments)
-        return AnswerConfig.of_run(run)
+        return AnswerConfig.of_run(with_own_template(run))
     if model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML")
     options = PredictOptions(

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +17,8 @@ from rich.console import Console
 from coordexp import distributed
 from coordexp.checkpoints.calibration import read_calibration, write_calibration
 from coordexp.checkpoints.folder import checkpoint_fingerprint
+from coordexp.checkpoints.run_folder import fingerprint
+from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.schema import AnswerConfig
 from coordexp.data.dataset import RecordDataset
@@ -38,11 +42,11 @@ from coordexp.evaluation.answers import (
 from coordexp.evaluation.coco import write_coco
 from coordexp.evaluation.confidence import at_least, calibrated, fit
 from coordexp.evaluation.drawing import save_drawings
-from coordexp.evaluation.summary import METRICS, Summary, summarise, write_summary
+from coordexp.evaluation.summary import METRICS, Summary, check_replaced, summarise, write_summary
 from coordexp.inference.session import checked_model, open_session, size_note
 from coordexp.records import ImageRecord, read_lines
 
-SETTINGS = "prediction.json"
+SETTINGS, DRAWINGS = "prediction.json", "images"
 Score = Literal["token_probability", "confidence"] | float
 
 
@@ -73,6 +77,7 @@ def run_prediction(
     save_images: bool = False,
     classes: Sequence[str] = (),
     min_confidence: float | None = None,
+    overwrite: bool = False,
 ) -> PredictionResult:
     """Answer every image of ``source`` (:func:`~coordexp.data.image_sources.find_images`) and write
     ``predictions.jsonl`` and COCO results to ``output``.
@@ -88,9 +93,10 @@ def run_prediction(
         save_images: draw each image with its answer too.
         classes: the only descriptions that answers may contain; empty for any.
         min_confidence: leave objects below out of everything but ``predictions.jsonl``.
+        overwrite: delete the answers in ``output`` first.
 
     Raises:
-        DataError: ``output`` has the answers of other settings, or an image cannot be read.
+        DataError: ``output`` has answers of other settings or for other images, or an image cannot be read.
     """
     check_backend(config.rollout_matching, bool(classes))
     sources = [source] if isinstance(source, Path) else list(source)
@@ -123,7 +129,7 @@ def run_prediction(
     distributed.join(use_cpu=config.use_cpu)
     with distributed.raise_on_all_ranks("coordexp predict"):
         if distributed.is_main():
-            _claim(output, settings)
+            _claim(output, settings, records, overwrite)
         known = _answered(output)
         todo = [index for index, record in enumerate(records) if record.sample_id not in known]
     rank = distributed.rank()
@@ -170,7 +176,7 @@ def run_prediction(
     has_polygons = any(obj.kind == "poly" for answer in answers for obj in answer.pred)
     files += write_coco(answers, output, None, segm=has_polygons)
     if save_images:
-        files += save_drawings(answers, output / "images")
+        files += save_drawings(answers, output / DRAWINGS)
     return PredictionResult(len(records), resumed, tuple(files), images.skipped, tuple(answers), left_out)
 
 
@@ -189,12 +195,16 @@ def _note(console: Console, images: FoundImages, preparation: ImagePreparation) 
         console.print(f"skipped {image}: {reason}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _claim(output: Path, settings: dict[str, Any]) -> None:
+def _claim(output: Path, settings: dict[str, Any], records: Sequence[ImageRecord], overwrite: bool) -> None:
     output.mkdir(parents=True, exist_ok=True)
-    path = output / SETTINGS
+    path, fix = output / SETTINGS, "name another folder with --out, or add --overwrite"
+    if path.is_file() and overwrite:
+        for old in (*_parts(output), path):
+            old.unlink()
+        shutil.rmtree(output / DRAWINGS, ignore_errors=True)
     if not path.is_file():
-        if any(output.iterdir()):
-            raise DataError(f"the folder is not empty and has no {SETTINGS}; name a new one", path=output)
+        if not overwrite and any(output.iterdir()):
+            raise DataError(f"the folder is not empty and has no {SETTINGS}; {fix}", path=output)
         write_atomically(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
         return
     earlier = json.loads(path.read_text(encoding="utf-8"))
@@ -202,7 +212,12 @@ def _claim(output: Path, settings: dict[str, Any]) -> None:
     if other:
         raise DataError(
             f"has answers made with another {', '.join(other)} ({earlier.get(other[0])!r}, now "
-            f"{settings.get(other[0])!r}); name a new folder, or continue with the same settings",
+            f"{settings.get(other[0])!r}); {fix}",
+            path=output,
+        )
+    if lost := _answered(output).keys() - {record.sample_id for record in records}:
+        raise DataError(
+            f"has answers for {len(lost)} images that are not among these {len(records)}, such as {min(lost)}; {fix}",
             path=output,
         )
 
@@ -255,21 +270,36 @@ def run_evaluation(
     segm: bool = False,
     classes: Sequence[str] = (),
     calibrate: bool = False,
+    overwrite: bool = False,
 ) -> EvaluationResult:
-    """Evaluate, and write figures and answers to ``output`` (``<training.output_dir>/evaluation``).
+    """Evaluate, and write figures and answers to ``output`` (None: :func:`evaluation_folder`).
 
     Predictions are scored by their tokens' probabilities unless ``constant_score`` is given. Under torchrun the images
     are spread over the ranks. ``rename`` gives predictions other descriptions; ``segm``: average precision of masks
     too; ``classes``: the only descriptions that answers may contain, empty for any; ``calibrate``: fit confidences to
-    what is right here, and store the calibration in the checkpoint's folder. Raises ConfigError, DataError,
-    CheckpointError or VocabError before weights are loaded.
+    what is right here, and store the calibration in the checkpoint's folder; ``overwrite``: also replace the evaluation
+    of something else. Raises ConfigError, DataError, CheckpointError or VocabError before weights are loaded.
     """
-    path = Path(model or config.model.model)
+    path, rename = Path(model or config.model.model), rename or Renaming()
+    config = with_own_template(config, path)
+    folder = output or evaluation_folder(config.training.output_dir, path)
+    source = data or config.custom.val_jsonl
+    about = {
+        "model": str(path),
+        "data": str(source),
+        "limit": config.custom.val_sample_limit if limit is None else limit,
+        "fingerprints": [fingerprint(one) for one in (path, source) if one is not None and one.exists()],
+        "prompt": config.template.prompt,
+        "system": config.template.system,
+        "score": "token_probability" if constant_score is None else "constant",
+        **({"classes": list(classes)} if classes else {}),
+        **rename.about,
+    }
+    check_replaced(folder, about, overwrite)
     jsonl, written = answer_jsonl(
         config, console, f"evaluating {path}", path, data, limit, scored=constant_score is None, classes=classes,
         calibrates=calibrate,
     )  # fmt: skip
-    rename = rename or Renaming()
     answers = rename(written)
     files: list[Path] = []
     if calibrate:
@@ -280,17 +310,21 @@ def run_evaluation(
     detection = resolved_rollout(config).eval_detection
     options = detection.model_copy(update={"use_segm": segm or detection.use_segm}).scored(constant_score)
     summary = summarise(answers, options, rename.note(written, answers), with_confidences=True)
-    folder = output or Path(config.training.output_dir) / "evaluation"
     if distributed.is_main():
-        about = {
-            "model": str(path),
-            "data": str(jsonl),
-            "score": "token_probability" if constant_score is None else "constant",
-            **({"classes": list(classes)} if classes else {}),
-            **rename.about,
-        }
         files += write_summary(folder, summary, answers, about, options)
     return EvaluationResult(summary, tuple(answers), jsonl, folder / METRICS, tuple(files))
+
+
+def evaluation_folder(output_dir: Path, model: Path) -> Path:
+    """Where the evaluation of ``model`` belongs in the folder of a run: ``evaluation`` for the run's own model, and a
+    folder in it for each other one."""
+    own, home = model.resolve(), output_dir.resolve()
+    if own == home:
+        return output_dir / "evaluation"
+    if own.is_relative_to(home):
+        return output_dir / "evaluation" / "-".join(own.relative_to(home).parts)
+    is_step = re.fullmatch(r"checkpoint-\d+", own.name)
+    return output_dir / "evaluation" / (f"{own.parent.name}-{own.name}" if is_step else own.name)
 
 
 def answer_jsonl(
@@ -307,6 +341,7 @@ def answer_jsonl(
 ) -> tuple[Path, list[ImageAnswer]]:
     """The dataset (None: ``custom.val_jsonl``), and all ranks' answers for it. Everything cheap is checked before
     weights are loaded. ``calibrates``: with raw confidences."""
+    config = with_own_template(config, model)
     answering = AnswerConfig.of_run(config)
     check_backend(answering.rollout_matching, bool(classes))
     jsonl = data or config.custom.val_jsonl

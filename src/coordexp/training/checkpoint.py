@@ -20,14 +20,13 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 from safetensors import SafetensorError
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coordexp import distributed
+from coordexp.checkpoints.run_folder import CHECKPOINT, SEAL, checkpoints_in
 from coordexp.data.files import PIECE_BYTES, checksums, flush_file, write_atomically
 from coordexp.errors import CheckpointError, DataError
 from coordexp.records import from_json
 
-SEAL = "complete.json"
 _WRITTEN_BY = re.compile(r"(?:rank|rng_state_|__)(\d+)(?:_\d+)?\.\w+$")
 
 
@@ -159,7 +158,7 @@ logger = logging.getLogger("coordexp")
 
 def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
     """The folder of the checkpoint of ``step``, named as transformers names it."""
-    return Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    return Path(output_dir) / f"{CHECKPOINT}-{step}"
 
 
 def is_complete(folder: Path) -> bool:
@@ -189,7 +188,7 @@ def resolve_resume(output_dir: str | Path, resume: bool | str | None) -> Path | 
         return _newest_whole(Path(output_dir))
     with distributed.raise_on_all_ranks("training.resume_from_checkpoint"):
         if problem := _problem_with(Path(resume), _local_share()):
-            older = (folder for folder in _checkpoints(Path(resume).parent) if folder != Path(resume))
+            older = (folder for folder in checkpoints_in(Path(resume).parent) if folder != Path(resume))
             whole = next((one for one in older if _problem_with(one, (0, 1)) is None), None)
             fix = "name a complete checkpoint-N folder" if whole is None else f"name {whole}, which is complete"
             raise CheckpointError(f"training.resume_from_checkpoint: {resume} {problem}; {fix}, or start a new run")
@@ -242,14 +241,15 @@ def readable(checkpoint: Path, *files: str) -> Iterator[None]:
 
 
 def warn_of_checkpoints_ahead(output_dir: str | Path, start: int, resume: bool | str | None) -> None:
-    """Warn of complete checkpoints of an earlier run beyond ``start``, the finished steps of this one: a later resume
-    would take them for its own.
+    """Warn of complete checkpoints beyond ``start``, the finished steps of a run that resumes from an older one that it
+    names: a later resume would take them for its own.
 
-    With ``resume`` True there are none: the newest complete one was taken, and each one skipped was logged.
+    With ``resume`` True there are none: the newest complete one was taken, and each one skipped was logged. A new run
+    starts in a folder without checkpoints.
     """
-    if resume is True or not distributed.is_main():
+    if not isinstance(resume, str) or not distributed.is_main():
         return
-    folders = [folder for folder in _checkpoints(Path(output_dir)) if _step_of(folder) > start]
+    folders = [folder for folder in checkpoints_in(Path(output_dir)) if _step_of(folder) > start]
     ahead = [folder.name for folder in folders if _problem_with(folder) is None]
     if ahead:
         logger.warning(
@@ -269,7 +269,7 @@ def delete_old(output_dir: Path, limit: int | None, *, newest: Path, best: Path 
     if limit is None:
         return
     kept = {newest} if best is None else {newest, best}
-    for folder in _checkpoints(output_dir):
+    for folder in checkpoints_in(output_dir):
         if folder in kept:
             continue
         whole = is_complete(folder)
@@ -284,7 +284,7 @@ def delete_old(output_dir: Path, limit: int | None, *, newest: Path, best: Path 
 
 def _newest_whole(output_dir: Path) -> Path | None:
     with distributed.raise_on_all_ranks(f"looking for checkpoints in {output_dir}"):
-        mine = {folder.name: [_problem_with(folder), (folder / SEAL).exists()] for folder in _checkpoints(output_dir)}
+        mine = {folder.name: [_problem_with(folder), (folder / SEAL).exists()] for folder in checkpoints_in(output_dir)}
     reports = distributed.gather_json(mine)
     absent = ["does not exist here; all processes must see the same training.output_dir", False]
     finished: list[str] = []
@@ -327,13 +327,6 @@ def _problem_with(folder: Path, share: tuple[int, int] | None = None) -> str | N
 def _local_share() -> tuple[int, int]:
     # This process's part of the reading that the ranks of its machine do together.
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _checkpoints(output_dir: Path) -> list[Path]:
-    """Checkpoint folders, of the most steps first."""
-    folders = [folder for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-             if folder.is_dir() and re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name)]  # fmt: skip
-    return sorted(folders, key=_step_of, reverse=True)
 
 
 def _step_of(folder: Path) -> int:

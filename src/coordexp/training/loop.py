@@ -50,7 +50,7 @@ class CoordExpTrainer:
     transformers' callbacks see its events by their usual names and may set its control flags; loggers are such
     callbacks. ``rollout_matching_cfg``: the resolved ``rollout_matching`` section, for plugins that read it.
     ``measured``: the figures of an evaluation; None for none. ``keep_checkpoints``: as ``training.save_total_limit``;
-    None keeps all.
+    None keeps all. ``on_answer``: gets the number of answers of an evaluation so far, and of all.
     """
 
     run: RunState
@@ -65,6 +65,7 @@ class CoordExpTrainer:
     measured: EvalDetectionConfig | None = COUNTS_ONLY
     scorer: TokenScorer | None = None
     keep_checkpoints: int | None = None
+    on_answer: Callable[[int, int], None] = lambda done, total: None
     stopped_by: int | None = field(default=None, init=False)
 
     def __post_init__(self, max_steps: int, callbacks: list[TrainerCallback]) -> None:
@@ -234,6 +235,7 @@ class CoordExpTrainer:
                     scorer=self.scorer,
                     on_progress=self._end_evaluation_on_signal,
                     bin_rule=self.run.loaded.preparation.bin_rule,
+                    on_answer=self.on_answer,
                 )
                 figures = summarise(answers, self.measured).figures
         metrics = {f"eval_rollout/{name}": value for name, value in figures.items()}
@@ -255,9 +257,10 @@ class CoordExpTrainer:
         if state.best_metric is None or sign * value > sign * state.best_metric:
             state.best_metric, state.best_global_step = value, state.global_step
 
-    def _end_evaluation_on_signal(self, *_: int) -> None:
+    def _end_evaluation_on_signal(self, done: int, total: int) -> None:
         """Between two batches of an evaluation, which changes nothing. In one process only: ranks must leave it
         together."""
+        self.on_answer(done, total)
         if distributed.world_size() == 1 and (number := self._signal()) is not None:
             raise RunStopped("asked to end during an evaluation", number)
 

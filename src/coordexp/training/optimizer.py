@@ -16,9 +16,11 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.optimization import GreedyLR
 from transformers.trainer_optimizer import is_optimizer_factory
 from transformers.trainer_pt_utils import get_parameter_names
+from transformers.trainer_utils import SchedulerType
 
 from coordexp import distributed
 from coordexp.checkpoints.folder import Part, part_of
+from coordexp.config.schema import TrainingConfig
 from coordexp.errors import CheckpointError, ConfigError
 
 _ORDER: tuple[Part, ...] = ("llm", "aligner", "vit", "coord")  # the first group's rate is the one that is logged
@@ -115,6 +117,21 @@ def build_scheduler(optimizer: Any, args: TrainingArguments, max_steps: int) -> 
         num_training_steps=max_steps,
         scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # pyright: ignore[reportArgumentType]
     )
+
+
+def check_schedule(training: TrainingConfig) -> None:
+    """Raise ConfigError, before the model is loaded, if the learning-rate schedule refuses its arguments."""
+    name, given = training.lr_scheduler_type, training.lr_scheduler_kwargs
+    if name not in [str(one.value) for one in SchedulerType]:
+        return  # an unknown name is reported elsewhere
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    try:
+        get_scheduler(name, optimizer, num_warmup_steps=1, num_training_steps=2, scheduler_specific_kwargs=given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"training.lr_scheduler_kwargs: {given} does not fit training.lr_scheduler_type: {name} "
+            f"({' '.join(str(error).split())}); write the arguments that it needs, or choose another schedule"
+        ) from error
 
 
 def needs_metric(scheduler: Any) -> bool:

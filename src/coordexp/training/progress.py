@@ -25,7 +25,9 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 import coordexp
 from coordexp import distributed
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
+from coordexp.checkpoints.run_folder import CURVES, MANIFEST, inputs_of, read_manifest
 from coordexp.config import RunConfig, resolved_yaml
+from coordexp.config.resume import Change
 from coordexp.data.files import write_atomically
 from coordexp.data.progress_bar import Lines, make_progress
 from coordexp.training.checkpoint import read_seal
@@ -33,25 +35,38 @@ from coordexp.training.checkpoint import read_seal
 if TYPE_CHECKING:
     from coordexp.training.loop import CoordExpTrainer
 
-MANIFEST = "run_manifest.json"
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "numpy", "scipy")
 
 
 def write_manifest(
-    config: RunConfig, config_path: str | Path | None, output_dir: Path, overrides: Sequence[str] = ()
+    config: RunConfig,
+    config_path: str | Path | None,
+    overrides: Sequence[str] = (),
+    resumed: tuple[Path, Sequence[Change]] | None = None,
 ) -> None:
-    """Write the resolved configuration, and a manifest with versions, commit and seed, into ``output_dir``."""
-    if not distributed.is_main():
-        return
+    """Write the resolved configuration, and a manifest with versions, commit, seed and fingerprints of model and data,
+    into ``training.output_dir``. ``resumed``: the checkpoint, and the keys that differ from its configuration; the
+    manifest lists every such resume."""
+    output_dir, now = config.training.output_dir, datetime.now(UTC).isoformat(timespec="seconds")
     output_dir.mkdir(parents=True, exist_ok=True)
+    resumes: list[dict[str, Any]] = []
+    if resumed is not None:
+        checkpoint, applied = resumed
+        changed = {one.key: {"was": one.was, "now": one.now} for one in applied}
+        resumes = [
+            *(read_manifest(checkpoint).get("resumes") or []),
+            {"at": now, "checkpoint": str(checkpoint), "step": read_seal(checkpoint).step, "changes": changed},
+        ]
     write_atomically(output_dir / RESOLVED_CONFIG, resolved_yaml(config))
     manifest = {
         "schema_version": 1,
-        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created_at": now,
         "command": sys.argv,
         "config_path": None if config_path is None else str(Path(config_path).resolve()),
         "overrides": list(overrides),
         "resolved_config": RESOLVED_CONFIG,
+        "inputs": inputs_of(config),
+        "resumes": resumes,
         "seed": config.training.seed,
         "world_size": distributed.world_size(),
         "coordexp": coordexp.__version__,
@@ -98,7 +113,7 @@ def set_up_loggers(
     for board in boards:
         # transformers would take the folder from the environment alone, else one by the clock for every start.
         if logging_dir is not None or board.logging_dir is None:
-            board.logging_dir = str(logging_dir or Path(str(trainer.args.output_dir)) / "runs")
+            board.logging_dir = str(logging_dir or Path(str(trainer.args.output_dir)) / CURVES)
         if resume is not None and distributed.is_main():
             from torch.utils.tensorboard import SummaryWriter
 
@@ -117,16 +132,22 @@ def _keep_our_names(logger: TrainerCallback) -> None:
     logger.on_log = on_log  # pyright: ignore[reportAttributeAccessIssue]
 
 
+# Metric → label, unit.
 _SHOWN = (
-    ("loss", "loss"),
-    ("rollout/match_rate", "match"),
-    ("rollout/parse_truncated_rate", "truncated"),
-    ("coord_diag/expected_bin_mae", "coord error"),
+    ("loss", "loss", ""),
+    ("rollout/match_rate", "match", ""),
+    ("rollout/parse_truncated_rate", "truncated", ""),
+    ("coord_diag/expected_bin_mae", "coord error", " bins"),
+)
+_EVALUATED = (
+    *(("f1", "F1"), ("precision", "precision"), ("recall", "recall"), ("AP", "AP"), ("AP50", "AP50")),
+    ("truncated_rate", "truncated"),
 )
 
 
 class RichProgress(TrainerCallback):
-    """One bar over the optimizer steps, with the figures one watches."""
+    """One bar over the optimizer steps, with the figures one watches; another while an evaluation runs, and a line with
+    its figures."""
 
     def __init__(self, console: Console, description: str) -> None:
         self._console = console
@@ -137,6 +158,9 @@ class RichProgress(TrainerCallback):
         self._lines: Lines | None = None
         self._first = 0
         self._other_bars = False
+        self._evaluation: Any = None  # the bar of an evaluation under way
+        self._evaluated = ""  # the figures of the last one
+        self._best: str | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -154,7 +178,7 @@ class RichProgress(TrainerCallback):
             self._progress.start()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        shown = [f"{label} {logs[name]:.3g}" for name, label in _SHOWN if logs and name in logs]
+        shown = [f"{label} {logs[name]:.3g}{unit}" for name, label, unit in _SHOWN if logs and name in logs]
         if shown:
             self._note = "  ".join(shown)
 
@@ -166,8 +190,48 @@ class RichProgress(TrainerCallback):
             done, total = state.global_step - self._first, state.max_steps - self._first
             self._lines.tell(text, done, total, self._note, always=done == total)
 
+    def answered(self, done: int, total: int) -> None:
+        """An evaluation has ``done`` of this rank's ``total`` answers."""
+        if self._progress is not None:
+            if self._evaluation is None:
+                self._evaluation = self._progress.add_task("evaluation", total=total, note="images")
+            self._progress.update(self._evaluation, completed=done, total=total)
+        elif self._lines is not None:
+            if done == 0:
+                self._lines = Lines(self._console)  # its time left follows from this evaluation alone
+            self._lines.tell(f"{self._description}: evaluation, {done}/{total} images", done, total)
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: Any, metrics: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
+        if self._progress is not None and self._evaluation is not None:
+            self._progress.remove_task(self._evaluation)
+            self._evaluation = None
+        found = {name.removeprefix("eval_rollout/"): value for name, value in (metrics or {}).items()}
+        figures = [f"{label} {found[name]:.3f}" for name, label in _EVALUATED if name in found]
+        if figures and self._lines is not None:
+            self._evaluated = f"evaluation after step {state.global_step}: {'  '.join(figures)}"
+            self._print(self._evaluated)
+
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if state.best_model_checkpoint not in (None, self._best):
+            self._best = state.best_model_checkpoint
+            self._print(self._best_line(args, state))
+
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.stop()
+        if self._evaluated:
+            self._print(f"last {self._evaluated}")
+        if self._best is not None:
+            loaded = args.load_best_model_at_end and state.global_step >= state.max_steps
+            self._print(self._best_line(args, state) + (", loaded" if loaded else ""))
+
+    def _best_line(self, args: Any, state: TrainerState) -> str:
+        return f"best checkpoint: {state.best_model_checkpoint}, {args.metric_for_best_model} {state.best_metric:.3f}"
+
+    def _print(self, text: str) -> None:
+        if self._lines is not None:  # the first rank's
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def stop(self) -> None:
         """Release the terminal, also after an error."""

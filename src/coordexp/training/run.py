@@ -23,8 +23,11 @@ from transformers.trainer_utils import align_special_tokens
 from coordexp import distributed
 from coordexp.checkpoints.folder import check_lengths, length_advice
 from coordexp.checkpoints.memory import check_memory
+from coordexp.checkpoints.run_folder import RECORDS, check_start, clear_results, newest_checkpoint
+from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
 from coordexp.config.checks import check_training_environment
+from coordexp.config.resume import Change
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import TrainingConfig
 from coordexp.data.class_list import class_list
@@ -33,7 +36,7 @@ from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.images import open_rgb
 from coordexp.data.preparation import preparation_of
 from coordexp.engine import check_backend
-from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost, RunStopped
+from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost, RunFinished, RunStopped
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.attention import check_attention
 from coordexp.modeling.inputs import PromptEncoder
@@ -50,7 +53,7 @@ from coordexp.training.batches import StepBatches
 from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.offload import build_offload
-from coordexp.training.optimizer import LearningRates, build_optimizer, build_scheduler
+from coordexp.training.optimizer import LearningRates, build_optimizer, build_scheduler, check_schedule
 from coordexp.training.parallel import (
     build_accelerator,
     check_parallel,
@@ -91,18 +94,23 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
 
     Raises:
         ConfigError, DataError, CheckpointError, VocabError, MissingDependency: a single mistake. ConfigError: several,
-            one per line.
+            one per line. RunFinished: nothing is left to do.
     """
     learners = distributed.world_size() if learners is None else learners
-    rollout = resolved_rollout(config)
     errors: list[CoordExpError] = []
 
     def attempt(act: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return act(*arguments)
+        except RunFinished:
+            raise
         except CoordExpError as error:
             errors.append(error)
 
+    config = attempt(with_own_template, config) or config
+    if not errors:
+        attempt(check_start, config, newest_checkpoint(config))
+    rollout = resolved_rollout(config)
     if distributed.is_main():
         for sentence in (*advice(config), *length_advice(config)):
             logger.warning(sentence)
@@ -112,6 +120,7 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
     attempt(_check_device, config, learners)
     attempt(check_parallel, config, learners)
     attempt(check_training_environment, config)
+    attempt(check_schedule, config.training)
     attempt(load_vocab, config.model.model)
     attempt(check_lengths, config)
     custom, wait_s = config.custom, config.training.ddp_timeout
@@ -150,8 +159,9 @@ def build_trainer(
     given["use_cpu"] = training.use_cpu or not torch.cuda.is_available()
     args: Any = TrainingArguments(**given)
     accelerator = build_accelerator(args)
-    resume = _resume_point(training)
-    write_manifest(config, config_path, Path(training.output_dir), overrides)
+    resume, applied = _resume_point(config)
+    for change in applied:
+        console.print(f"applied to the resumed run: {change}", highlight=False, markup=False, soft_wrap=True)
     set_seed(training.seed)
     loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
     # Checkpoints record both.
@@ -226,7 +236,13 @@ def build_trainer(
         scorer=TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id) if with_scores else None,
         keep_checkpoints=training.save_total_limit,
     )
-    trainer.add_callback(RichProgress(console, description))
+    progress = RichProgress(console, description)
+    trainer.add_callback(progress)
+    trainer.on_answer = progress.answered
+    with distributed.raise_on_all_ranks("training.output_dir"):
+        if distributed.is_main():  # not before everything was built: a start that failed leaves the folder as it was
+            clear_results(config, resume)
+            write_manifest(config, config_path, overrides, None if resume is None else (resume, applied))
     loggers = set_up_loggers(trainer, training.logging_dir, resume)
     if rollout.monitor_dump.enabled and distributed.is_main():
         pictures = RolloutPictures(
@@ -262,13 +278,17 @@ def _prepared_state(
     return RunState(loaded, model, optimizer, scheduler, accelerator, progress)
 
 
-def _resume_point(training: TrainingConfig) -> Path | None:
+def _resume_point(config: RunConfig) -> tuple[Path | None, tuple[Change, ...]]:
+    """The checkpoint to resume from, and the keys that differ from its configuration."""
+    training = config.training
     resume = resolve_resume(training.output_dir, training.resume_from_checkpoint)
     if resume is not None:
         check_resume(resume, training.packing)
+    with distributed.raise_on_all_ranks("training.output_dir"):
+        applied = check_start(config, resume) if distributed.is_main() else ()
     start = 0 if resume is None else read_seal(resume).step
     warn_of_checkpoints_ahead(training.output_dir, start, training.resume_from_checkpoint)
-    return resume
+    return resume, applied
 
 
 def _recorder(run: CheckedRun, task: Task | None) -> RolloutRecorder | None:
@@ -278,7 +298,7 @@ def _recorder(run: CheckedRun, task: Task | None) -> RolloutRecorder | None:
         return None
     matching, targets = task.rollouts.read.matching, task.targets
     settings = Settings(matching, targets.transport, targets.field_order, targets.policy, targets.weights)
-    folder = dump.out_dir or Path(run.config.training.output_dir) / "rollout_records"
+    folder = dump.out_dir or run.config.training.output_dir / RECORDS
     return RolloutRecorder(folder, distributed.rank(), settings, dump)
 
 
@@ -292,7 +312,8 @@ def run_training(
     """Check, build, train, and save the final model with its processor to ``training.output_dir``. Returns the trainer.
 
     ``config_path`` and ``overrides`` (``key.path=value``) say in the manifest what ``config`` was loaded from. Raises
-    RunStopped if a signal ended the run, with everything saved, ProcessesLost if another process of torchrun is gone.
+    RunStopped if a signal ended the run, with everything saved, ProcessesLost if another process of torchrun is gone,
+    RunFinished if all steps were trained before.
     """
     checked = check_run(config)
     set_allocator(checked.rollout)

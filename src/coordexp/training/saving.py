@@ -21,6 +21,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TR
 
 from coordexp import distributed
 from coordexp.checkpoints.calibration import write_calibration
+from coordexp.checkpoints.folder import RESOLVED_CONFIG
 from coordexp.config import RunConfig
 from coordexp.data.class_list import write_class_list
 from coordexp.data.dataset import RecordDataset
@@ -66,6 +67,8 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
             _note_best(run.progress, args, folder)
             if args.should_save:
                 run.progress.save_to_json(str(folder / TRAINER_STATE_NAME))
+                if (settings := folder.parent / RESOLVED_CONFIG).is_file():  # for whoever resumes from it or uses it
+                    shutil.copyfile(settings, folder / RESOLVED_CONFIG)
         seal_checkpoint(
             folder,
             step,
@@ -149,7 +152,10 @@ def load_progress(folder: Path) -> TrainerState:
 
 
 def load_optimizer(run: RunState, folder: Path) -> None:
-    """Optimizer, schedule and gradient scaler of a checkpoint into the run's prepared ones."""
+    """Optimizer, schedule and gradient scaler of a checkpoint into the run's prepared ones. Learning rates and other
+    settings of parameter groups stay as configured, in case the run is resumed with other ones."""
+    configured = [dict(group, params=None) for group in run.optimizer.param_groups]
+    base_lrs = list(getattr(run.scheduler, "base_lrs", ()))
     with readable(folder, OPTIMIZER_NAME, SCHEDULER_NAME):
         if run.is_fsdp:
             plugin, accelerator = run.accelerator.state.fsdp_plugin, run.accelerator
@@ -163,6 +169,15 @@ def load_optimizer(run: RunState, folder: Path) -> None:
         run.scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
         if (folder / SCALER_NAME).is_file() and run.accelerator.scaler is not None:
             run.accelerator.scaler.load_state_dict(torch.load(folder / SCALER_NAME, weights_only=True))
+    if not run.is_deepspeed:
+        for group, wanted in zip(run.optimizer.param_groups, configured, strict=True):
+            # The schedule's factor is the same, so a rate changes by the ratio of the peaks.
+            saved, peak = group.get("initial_lr"), wanted.get("initial_lr")
+            if saved is not None and peak is not None and saved != peak:
+                group["lr"], group["initial_lr"] = (group["lr"] / saved * peak if saved else peak), peak
+            group |= {name: wanted[name] for name in ("betas", "eps", "weight_decay") if name in wanted}
+        if base_lrs:
+            run.scheduler.base_lrs = base_lrs
 
 
 def load_rank_state(run: RunState, folder: Path) -> None:

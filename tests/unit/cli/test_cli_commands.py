@@ -28,8 +28,8 @@ def test_evaluate_writes_figures_and_one_line_per_image(
     outcome = run_cli(capsys, "evaluate", run)
     assert outcome.code == 0
     records = read_jsonl(tmp_path / "scenes.jsonl")
-    written = json.loads((tmp_path / "out1/evaluation/metrics.json").read_text())
-    lines = [json.loads(line) for line in (tmp_path / "out1/evaluation/predictions.jsonl").open(encoding="utf-8")]
+    written = json.loads((tmp_path / "out1/evaluation/model/metrics.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "out1/evaluation/model/predictions.jsonl").open(encoding="utf-8")]
 
     assert written["model"] == str(model) and written["data"] == str(tmp_path / "scenes.jsonl")
     assert written["metrics"].keys() >= detection_metrics({}).keys() | {"AP", "AP50", "AR100"}

@@ -123,4 +123,4 @@ def test_training_records_command_line_keys(tmp_path: Path, capsys: pytest.Captu
         capsys, "evaluate", run, f"training.output_dir={tmp_path / 'e'}", "custom.val_sample_limit=2", "--json"
     )
     assert shown.code == 0 and json.loads(shown.out)["metrics"]["images"] == 2
-    assert (tmp_path / "e" / "evaluation" / "metrics.json").is_file()
+    assert (tmp_path / "e" / "evaluation" / "model" / "metrics.json").is_file()

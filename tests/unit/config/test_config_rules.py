@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -275,6 +276,27 @@ def test_unknown_names_and_missing_packages_are_refused_when_a_run_starts(key: s
     config = parse_config(set_key(stage1(), f"training.{key}", value))
     with pytest.raises(ConfigError, match=rf"^training\.{key}: .*{words}"):
         check_training_environment(config)
+
+
+@pytest.mark.parametrize(
+    ("place", "text"), [(".netrc", "machine wandb.example login user password key\n"),
+                        ("wandb/settings", "[default]\nmode = offline\n")],
+)  # fmt: skip
+def test_wandb_needs_a_login(place: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    config = parse_config(set_key(stage1(), "training.report_to", "wandb"))
+    with pytest.raises(ConfigError, match=r"training\.report_to: .*wandb login.*WANDB_MODE"):
+        check_training_environment(config)
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text("[default]\nmode = online\n")
+    with pytest.raises(ConfigError, match="wandb"):
+        check_training_environment(config)
+    (tmp_path / place).write_text(text)
+    check_training_environment(config)
 
 
 def test_packing_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

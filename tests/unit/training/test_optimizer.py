@@ -18,7 +18,16 @@ from coordexp.config.schema import TunerConfig
 from coordexp.errors import CheckpointError, ConfigError
 from coordexp.modeling.adapter import tune
 from coordexp.training.optimizer import LearningRates, build_optimizer, parameter_groups, with_master_weights
-from support.tiny_run import load_tiny, run_config, same_weights, step_lines, tiny_checkpoint, train, weights
+from support.tiny_run import (
+    forget_configuration,
+    load_tiny,
+    run_config,
+    same_weights,
+    step_lines,
+    tiny_checkpoint,
+    train,
+    weights,
+)
 from support.tuned_models import lora
 from unit.training.test_resume import WAITING, Killed, figures, kill_at
 
@@ -195,6 +204,7 @@ def test_resume_requires_masters_exactly_where_they_were_saved(
 ) -> None:
     saving: dict[str, Any] = {"training__save_strategy": "steps", "training__save_steps": 1, "training__max_steps": 1}
     train(run_config(tmp_path, 1, "run", **saving, **before))
+    forget_configuration(tmp_path / "run")
     going_on = saving | {"training__max_steps": 2, "training__resume_from_checkpoint": True}
     with pytest.raises(CheckpointError, match=message):
         train(run_config(tmp_path, 1, "run", **going_on, **after))

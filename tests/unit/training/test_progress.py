@@ -35,6 +35,38 @@ def test_a_log_file_has_the_last_step_and_its_metrics() -> None:
     assert "9" not in line
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_evaluations_show_their_progress_and_figures(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordexp.data.progress_bar.LINE_EVERY_S", 0.0)  # every move is a line
+    file = io.StringIO()
+    progress = RichProgress(Console(file=file, force_terminal=terminal, width=200), "stage 1")
+    state: Any = SimpleNamespace(global_step=20, max_steps=20, is_world_process_zero=True, best_metric=0.4156,
+                                 best_model_checkpoint=None)  # fmt: skip
+    args: Any = SimpleNamespace(metric_for_best_model="rollout/f1", load_best_model_at_end=True)
+    progress.on_train_begin(args, state, None)
+    for done in range(4):
+        progress.answered(done, 3)
+    progress.on_evaluate(args, state, None, metrics={"eval_rollout/f1": 0.4156, "eval_rollout/AP": 0.2})
+    state.best_model_checkpoint = "run/checkpoint-20"
+    progress.on_save(args, state, None)
+    progress.on_train_end(args, state, None)
+    text = file.getvalue()
+    assert terminal or "evaluation, 2/3 images, eta" in text
+    assert text.count("evaluation after step 20: F1 0.416  AP 0.200") == 2  # when it ends, and at the end of the run
+    assert text.count("run/checkpoint-20, rollout/f1 0.416") == 2
+
+
+def test_coordinate_errors_have_a_unit() -> None:
+    file = io.StringIO()
+    progress = RichProgress(Console(file=file, width=200), "stage 1")
+    state: Any = SimpleNamespace(global_step=0, max_steps=1, is_world_process_zero=True, best_model_checkpoint=None)
+    progress.on_train_begin(None, state, None)  # type: ignore[arg-type]
+    progress.on_log(None, state, None, logs={"coord_diag/expected_bin_mae": 12.34})
+    state.global_step = 1
+    progress.on_step_end(None, state, None)
+    assert "coord error 12.3 bins" in file.getvalue()
+
+
 def test_a_resumed_run_continues_its_step_count() -> None:
     file = io.StringIO()
     run(Console(file=file, width=200), steps=2, first=40)

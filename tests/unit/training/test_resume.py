@@ -247,11 +247,12 @@ def test_an_unfinished_folder_of_the_same_step_is_replaced(tmp_path: Path) -> No
     assert not (left / "shards").exists() and resolve_resume("elsewhere", str(left)) == left
 
 
-def test_checkpoints_of_an_earlier_run_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    checkpoint(tmp_path / "run", 7)
+def test_later_checkpoints_than_the_named_one_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint(tmp_path, 3)
+    checkpoint(tmp_path, 7)
     with caplog.at_level(logging.WARNING, logger="coordexp"):
-        train(run_config(tmp_path, 1))
-    assert "holds checkpoint-7 of an earlier run, ahead of step 0" in caplog.text
+        warn_of_checkpoints_ahead(tmp_path, 3, str(tmp_path / "checkpoint-3"))
+    assert "holds checkpoint-7" in caplog.text and "ahead of step 3" in caplog.text
 
 
 def test_unusable_or_resumed_checkpoints_are_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -318,7 +319,8 @@ def test_a_waiting_sample_missing_in_the_dataset_is_an_error(tmp_path: Path) -> 
     saved = json.loads((tmp_path / "run" / "checkpoint-2" / "carry_buffer_rank0.json").read_text())
     first = min(int(data["sample_id"].rpartition(":")[2]) for data in saved)
     with pytest.raises(DataError, match="carry buffer holds sample"):
-        train(run_config(tmp_path, 1, **keys | {"custom__train_sample_limit": max(1, first - 1)}))
+        fewer = {"custom__train_sample_limit": max(1, first - 1), "training__resume_with_changes": True}
+        train(run_config(tmp_path, 1, **keys | fewer))
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,8 @@ def test_a_run_without_prefetch_ignores_saved_answers(
 ) -> None:
     ahead(training__max_steps=3, training__save_strategy="steps", training__save_steps=2)
     halfway = str(tmp_path / "run" / "checkpoint-2")
-    resumed = ahead(training__max_steps=4, training__resume_from_checkpoint=halfway, rollout_matching__rollouts_ahead=0)
+    keys = {"training__resume_from_checkpoint": halfway, "training__resume_with_changes": True}
+    resumed = ahead(training__max_steps=4, rollout_matching__rollouts_ahead=0, **keys)
     assert "holds answers for its next step" in caplog.text
     assert [line["rollout/staleness_steps"] for line in step_lines(resumed)] == [0, 1, 0, 0]
 
@@ -231,8 +232,9 @@ def test_a_run_without_prefetch_ignores_saved_answers(
 def test_saved_answers_to_other_samples_are_refused(ahead: Any, tmp_path: Path) -> None:
     ahead(training__max_steps=3, training__save_strategy="steps", training__save_steps=2)
     halfway = str(tmp_path / "run" / "checkpoint-2")
+    keys = {"training__resume_from_checkpoint": halfway, "training__resume_with_changes": True}
     with pytest.raises(CheckpointError, match="same data, batch size and seed"):
-        ahead(training__max_steps=4, training__resume_from_checkpoint=halfway, training__seed=7)
+        ahead(training__max_steps=4, training__seed=7, **keys)
 
 
 def waiting(version: int = 3, **keys: Any) -> SavedAnswers:

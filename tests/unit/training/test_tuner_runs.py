@@ -15,7 +15,7 @@ from coordexp.evaluation.summary import COUNTS_ONLY, summarise
 from coordexp.inference.prediction import answer_jsonl
 from coordexp.modeling.load import load_model
 from coordexp.training.run import check_run, run_training
-from support.tiny_run import load_tiny, run_config, step_lines, tiny_checkpoint, train, weights
+from support.tiny_run import forget_configuration, load_tiny, run_config, step_lines, tiny_checkpoint, train, weights
 from support.tuned_models import pushed, trained
 
 LORA: dict[str, Any] = {"tuner__train_type": "lora", "tuner__lora_rank": 4, "training__max_steps": 2}
@@ -53,6 +53,7 @@ def test_resuming_full_weights_as_adapters_is_refused(tmp_path: Path) -> None:
     train(run_config(tmp_path, 1, "full", **keys))
     written = tmp_path / "full" / "checkpoint-1"
     assert (written / "model.safetensors").stat().st_mode == (written / "config.json").stat().st_mode
+    forget_configuration(tmp_path / "full")
     config = run_config(
         tmp_path, 1, "lora", **LORA, training__resume_from_checkpoint=str(tmp_path / "full" / "checkpoint-1")
     )

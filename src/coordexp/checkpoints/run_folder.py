@@ -1,0 +1,232 @@
+"""The output folder of a run, read without torch: what a start may do there. Resume, refuse to, or overwrite."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from coordexp.checkpoints.folder import base_of, is_adapter_folder, read_object, settings_of_run
+from coordexp.config import RunConfig
+from coordexp.config.resume import FIXED, Change, changes
+from coordexp.errors import CheckpointError, ConfigError, RunFinished
+
+MANIFEST = "run_manifest.json"
+SEAL = "complete.json"  # the last file of a checkpoint: it is whole
+STATE = "trainer_state.json"  # next to a final model: the steps of a finished run
+CURVES, RECORDS = "runs", "rollout_records"  # folders of TensorBoard's files and of rollout records
+CHECKPOINT = "checkpoint"  # N steps are in checkpoint-N, as transformers names it
+_MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", STATE)
+_INPUTS = ("model.model", "custom.train_jsonl")
+
+
+def check_start(config: RunConfig, checkpoint: Path | None) -> tuple[Change, ...]:
+    """Check that a run may start in ``training.output_dir``, from ``checkpoint`` (None: from ``model.model``).
+
+    Returns:
+        The keys that differ from the checkpoint's configuration and are applied: harmless ones, and with
+        ``training.resume_with_changes`` all.
+
+    Raises:
+        RunFinished: all steps are trained and the model is saved.
+        ConfigError: other keys differ; or without a checkpoint, the folder has the results of another run; or it cannot
+            be written to.
+    """
+    training = config.training
+    for key, folder in (("training.output_dir", training.output_dir), ("training.logging_dir", training.logging_dir)):
+        if folder is not None:
+            _check_writable(key, folder)
+    applied = () if checkpoint is None else _check_changes(config, checkpoint)
+    if training.resume_from_checkpoint is True:
+        state = read_object(training.output_dir, STATE, "trainer state")
+        if checkpoint is None and state:
+            _check_changes(config, training.output_dir)
+        if _is_finished(config, state):
+            raise RunFinished(
+                f"{training.output_dir}: this run is finished: {state['global_step']} steps are trained and its model "
+                "is saved; nothing was done. Raise training.max_steps to train longer, or name another "
+                "training.output_dir to start again"
+            )
+    if checkpoint is not None and _is_own(checkpoint, training.output_dir):
+        return applied
+    found = results_in(training.output_dir)
+    if found and training.resume_from_checkpoint is True and (found[0] / SEAL).is_file():
+        return applied  # its checkpoints cannot be resumed from, and resolving them says why
+    if found and not training.overwrite_output_dir:
+        raise ConfigError(
+            f"training.output_dir: {training.output_dir} holds {_listed(found)} of an earlier run; name another "
+            "folder, continue that run with training.resume_from_checkpoint: true, or replace it with "
+            "training.overwrite_output_dir: true"
+        )
+    if found and any(_is_inside(one, training.output_dir) for one in _with_bases(Path(config.model.model))):
+        raise ConfigError(
+            f"training.overwrite_output_dir: would delete model.model, {config.model.model}, which is in "
+            "training.output_dir; name another folder"
+        )
+    return applied
+
+
+def newest_checkpoint(config: RunConfig) -> Path | None:
+    """The checkpoint that ``training.resume_from_checkpoint`` means, by its name and seal alone: files are not
+    checked."""
+    resume = config.training.resume_from_checkpoint
+    if resume is not True:
+        return None if not resume else Path(resume)
+    for folder in checkpoints_in(config.training.output_dir):
+        with suppress(CheckpointError):  # a damaged one is skipped, which resolving it reports
+            if read_object(folder, SEAL, "seal").get("resumable"):
+                return folder
+    return None
+
+
+def checkpoints_in(output_dir: Path) -> list[Path]:
+    """Checkpoint folders, of the most steps first."""
+    folders = [folder for folder in output_dir.glob(f"{CHECKPOINT}-*")
+               if folder.is_dir() and re.fullmatch(rf"{CHECKPOINT}-\d+", folder.name)]  # fmt: skip
+    return sorted(folders, key=lambda folder: int(folder.name.rpartition("-")[2]), reverse=True)
+
+
+def results_in(output_dir: Path) -> list[Path]:
+    """What a new run would replace: whole checkpoints and a model."""
+    found = [folder for folder in checkpoints_in(output_dir) if (folder / SEAL).is_file()]
+    return found + sorted(path for pattern in _MODEL_FILES for path in output_dir.glob(pattern))
+
+
+def clear_results(config: RunConfig, checkpoint: Path | None) -> None:
+    """With ``training.overwrite_output_dir``, delete the results of an earlier run, with its curves and records, before
+    a run writes its own: never before the run's own ``checkpoint``."""
+    output_dir = config.training.output_dir
+    if not config.training.overwrite_output_dir or (checkpoint is not None and _is_own(checkpoint, output_dir)):
+        return
+    for folder in (*checkpoints_in(output_dir), *(output_dir / name for name in (CURVES, RECORDS))):
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    for path in results_in(output_dir):
+        path.unlink()
+
+
+def fingerprint(path: Path) -> str:
+    """A short fingerprint of a file, or of a checkpoint with the models that its adapters are put on: the size of each
+    file and checksums of its first and last MiB, so that large files take no longer."""
+    files = [path]
+    if path.is_dir():
+        patterns = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer.json")
+        files = [file for place in _with_bases(path) for one in patterns for file in sorted(place.glob(one))]
+    return f"{zlib.crc32(b''.join(map(_ends, files))):08x}-{sum(file.stat().st_size for file in files)}"
+
+
+def inputs_of(config: RunConfig) -> dict[str, str]:
+    """The fingerprints of the model and the training data as they are now, by key."""
+    return {key: fingerprint(_input(config, key)) for key in _INPUTS}
+
+
+def _input(config: RunConfig, key: str) -> Path:
+    section, _, name = key.partition(".")
+    return Path(getattr(getattr(config, section), name))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of the run that wrote ``folder``, there or one folder above; empty without one."""
+    for place in (folder, folder.absolute().parent):
+        if (place / MANIFEST).is_file():
+            return read_object(place, MANIFEST, "manifest")
+    return {}
+
+
+def _check_changes(config: RunConfig, source: Path) -> tuple[Change, ...]:
+    earlier = settings_of_run(source)
+    if not earlier:
+        return ()
+    manifest = read_manifest(source)
+    found = list(_by_content(changes(earlier, config), config, manifest))
+    refused = [one for one in found if not one.harmless]
+    fixed = [one.key for one in refused if one.key in FIXED]
+    if not fixed and (not refused or config.training.resume_with_changes):
+        return tuple(found)
+    lines = "\n".join(f"  {one}" for one in refused)
+    overrides = manifest.get("overrides") or []
+    started = f"\nIt was started with {' '.join(overrides)}" if overrides else ""
+    kind = next((one for one in refused if one.key == "tuner.train_type"), None)
+    if kind is not None and kind.was == "lora":
+        further = (
+            f"Adapters cannot be continued as full training: merge them with coordexp model merge {source} FOLDER, and "
+            "start a new run from model.model: FOLDER"
+        )
+    elif fixed:
+        what = "All weights cannot be continued as adapters" if kind is not None else f"{fixed[0]} stays as it is"
+        further = f"{what}: start a new run from model.model: {source}"
+    else:
+        further = "To continue it with these changes on purpose, write training.resume_with_changes: true"
+    raise ConfigError(
+        f"training.resume_from_checkpoint: {source} was trained with another configuration\n{lines}{started}\n"
+        "To continue that run, restore these values. To start again, name another training.output_dir, without "
+        f"training.resume_from_checkpoint. {further}"
+    )
+
+
+def _by_content(found: Iterable[Change], config: RunConfig, manifest: Mapping[str, Any]) -> Iterator[Change]:
+    """``found``, with the model and the data by what they hold: a moved file is harmless, other content is not."""
+    recorded, inputs = manifest.get("inputs") or {}, inputs_of(config)
+    by_key = {one.key: one for one in found}
+    for key in _INPUTS:
+        path = str(_input(config, key))
+        moved = by_key.pop(key, None)
+        if key in recorded:
+            if recorded[key] != inputs[key]:
+                was = path if moved is None else moved.was
+                yield Change(key, f"{was} ({recorded[key]})", f"{path} ({inputs[key]}: other content)", False)
+            elif moved is not None:
+                yield replace(moved, harmless=True)
+        elif moved is not None:
+            yield replace(moved, harmless=Path(moved.was).resolve() == Path(path).resolve())
+    yield from by_key.values()
+
+
+def _is_finished(config: RunConfig, state: Mapping[str, Any]) -> bool:
+    if not state:
+        return False
+    training = config.training
+    if training.max_steps > 0:
+        return state["global_step"] >= training.max_steps
+    return (state.get("epoch") or 0) >= training.num_train_epochs
+
+
+def _check_writable(key: str, folder: Path) -> None:
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{key}: {folder}: {there} is a file, where a folder is needed; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key}: {folder}: {there} cannot be written to; name another folder")
+
+
+def _listed(found: list[Path], most: int = 3) -> str:
+    names = [path.name for path in found]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _with_bases(model: Path) -> Iterator[Path]:
+    yield model
+    while is_adapter_folder(model):
+        model = base_of(model)
+        yield model
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
+
+
+def _is_own(checkpoint: Path, output_dir: Path) -> bool:
+    return checkpoint.absolute().parent.resolve() == output_dir.resolve()
+
+
+def _ends(file: Path, size: int = 1 << 20) -> bytes:
+    with file.open("rb") as opened:
+        head = opened.read(size)
+        opened.seek(max(len(head), file.stat().st_size - size))
+        return head + opened.read(size)

@@ -1,0 +1,70 @@
+"""The prompt that a checkpoint was trained with, in every configuration that uses the checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from coordexp import distributed
+from coordexp.checkpoints.folder import settings_of_run
+from coordexp.config import RunConfig
+from coordexp.config.schema import DEFAULT_PROMPT
+from coordexp.errors import ConfigError
+
+logger = logging.getLogger("coordexp")
+
+_BUILT_IN = {"template.prompt": DEFAULT_PROMPT}  # what null means in the end
+
+
+def with_own_template(config: RunConfig, checkpoint: str | Path | None = None) -> RunConfig:
+    """``config`` with the prompt, system message and order of fields that ``checkpoint`` (None: ``model.model``) was
+    trained with, wherever ``config`` leaves them open. As it is if no run of CoordExp wrote the checkpoint, or with
+    ``template.allow_prompt_change``.
+
+    Raises:
+        ConfigError: ``config`` names others, with which the checkpoint would answer badly.
+    """
+    checkpoint = Path(checkpoint or config.model.model)
+    run = {} if config.template.allow_prompt_change else settings_of_run(checkpoint)
+    if not run:
+        return config
+    custom, template = config.custom, config.template
+    given_order = custom.object_field_order if "object_field_order" in custom.model_fields_set else None
+    taken: dict[str, Any] = {}
+    problems = []
+    for key, given in (
+        ("template.prompt", template.prompt),
+        ("template.system", template.system),
+        ("custom.object_field_order", given_order),
+    ):
+        section, _, name = key.partition(".")
+        if name not in (run.get(section) or {}):
+            continue  # an older version's run
+        own = run[section][name]
+        built_in = _BUILT_IN.get(key)
+        if given is None:
+            taken[key] = own
+            if own not in (None, built_in) and own != getattr(getattr(config, section), name):
+                _note(key, own, checkpoint)
+        elif given != (built_in if own is None else own):
+            problems.append(f"{key}: {given!r}, but {checkpoint} was trained with {own or built_in!r}")
+    if problems:
+        raise ConfigError(
+            "\n".join(problems)
+            + "\nWrite null or remove the key to take the checkpoint's own, or template.allow_prompt_change: true to "
+            "use another one on purpose"
+        )
+    values = {name: {key.partition(".")[2]: value for key, value in taken.items() if key.startswith(f"{name}.")}
+              for name in ("template", "custom")}  # fmt: skip
+    return config.model_copy(
+        update={
+            "template": template.model_copy(update=values["template"]),
+            "custom": custom.model_copy(update=values["custom"]),
+        }
+    )
+
+
+def _note(key: str, own: Any, checkpoint: Path) -> None:
+    if distributed.is_main():
+        logger.warning("%s: %r, with which %s was trained; the configuration names none", key, own, checkpoint)

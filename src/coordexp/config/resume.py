@@ -1,0 +1,110 @@
+"""Which keys a resumed run may change, and the differences between its configuration and the checkpoint's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+
+from coordexp.config.base import KeyPath, StrictModel, dotted, section_of
+from coordexp.config.schema import RunConfig
+from coordexp.config.source import dump_yaml
+
+# Keys and whole sections that change nothing of what the remaining steps learn, but how, where and how long they run
+# and what is written. Every other key is refused, so a new one is, until it is listed here.
+HARMLESS = (
+    *("model.attn_implementation", "model.fused_kernels"),
+    "template.allow_prompt_change",
+    "data.num_workers",
+    *("custom.val_jsonl", "custom.val_sample_limit"),
+    *("training.output_dir", "training.run_name", "training.use_cpu"),
+    *("training.max_steps", "training.num_train_epochs"),
+    *("training.gradient_checkpointing", "training.gradient_checkpointing_every"),
+    *("training.torch_empty_cache_steps", "training.full_determinism"),
+    *("training.ddp_backend", "training.ddp_bucket_cap_mb", "training.ddp_timeout"),
+    *("training.logging_dir", "training.logging_steps", "training.logging_first_step", "training.report_to"),
+    *("training.save_strategy", "training.save_steps", "training.save_total_limit", "training.save_only_model"),
+    *("training.save_on_each_node", "training.load_best_model_at_end", "training.stop_within_s"),
+    *("training.resume_from_checkpoint", "training.resume_with_changes", "training.overwrite_output_dir"),
+    *("training.eval_strategy", "training.eval_steps", "training.eval_delay", "training.eval_on_start"),
+    *("training.per_device_eval_batch_size", "training.packing_buffer", "training.packing_min_fill_ratio"),
+    *("fsdp.reshard_after_forward", "fsdp.cpu_offload", "fsdp.activation_checkpointing"),
+    "global_max_length",
+    *("rollout_matching.decode_batch_size", "rollout_matching.eval_detection", "rollout_matching.monitor_dump"),
+    *("rollout_matching.offload", "rollout_matching.vllm.server", "rollout_matching.vllm.sync"),
+    *("rollout_matching.vllm.tensor_parallel_size", "rollout_matching.vllm.gpu_memory_utilization"),
+    *("rollout_matching.vllm.max_model_len", "rollout_matching.vllm.max_num_seqs"),
+    *("rollout_matching.vllm.max_num_batched_tokens", "rollout_matching.vllm.cpu_offload_gb"),
+    *("rollout_matching.vllm.sleep_level", "rollout_matching.vllm.enforce_eager"),
+    "rollout_matching.vllm.async_scheduling",
+    *("rollout_matching.vllm.enable_prefix_caching", "rollout_matching.vllm.disable_custom_all_reduce"),
+    *("rollout_matching.vllm.enable_lora", "rollout_matching.vllm.max_lora_rank"),
+    *("rollout_matching.vllm.mm_encoder_tp_mode", "rollout_matching.vllm.limit_mm_per_prompt"),
+    "launch",
+)
+# Harmless ones that belong to a start and not to the run: not reported either.
+OF_THE_START = (
+    *("training.output_dir", "training.resume_from_checkpoint", "training.resume_with_changes"),
+    "training.overwrite_output_dir",
+)
+# Keys of what a checkpoint holds, which no permission changes: its weights, their kind, its optimizer and schedule.
+FIXED = (
+    *("model.model", "tuner.train_type", "custom.trainer_variant"),
+    *("training.optim", "training.optim_args", "training.master_weights", "training.lr_scheduler_type"),
+    *("deepspeed.enabled", "fsdp.enabled", "fsdp.state_dict_type"),
+)
+ABSENT = "(no such key)"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key with another value than in the checkpoint's configuration; both as YAML, or :data:`ABSENT`."""
+
+    key: str
+    was: str
+    now: str
+    harmless: bool
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.was} in the checkpoint, {self.now} now"
+
+
+def changes(earlier: Mapping[str, Any], config: RunConfig) -> Iterator[Change]:
+    """Every key of ``config`` that differs from ``earlier``, a checkpoint's ``resolved_config.yaml`` as plain data. A
+    key that ``earlier`` lacks, as an older version wrote it, counts as its default."""
+    harmless = HARMLESS if config.custom.trainer_variant is not None else (*HARMLESS, "rollout_matching")
+    now = config.model_dump(mode="json")
+    for path, was, is_now in _differences(_with_defaults(RunConfig, earlier), now, ()):
+        key = dotted(path)
+        if key not in OF_THE_START:
+            allowed = any(key == one or key.startswith(f"{one}.") for one in harmless)
+            yield Change(key, _shown(was), _shown(is_now), allowed)
+
+
+_NOTHING: Any = object()
+
+
+def _differences(was: Any, now: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any, Any]]:
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*now, *was]):
+            yield from _differences(was.get(key, _NOTHING), now.get(key, _NOTHING), (*path, key))
+    elif was != now:
+        yield path, was, now
+
+
+def _with_defaults(section: type[StrictModel], data: Mapping[str, Any]) -> dict[str, Any]:
+    whole = copy.deepcopy(dict(data))
+    for key, field in section.model_fields.items():
+        inner = section_of(field.annotation)
+        if key not in whole and not field.is_required():
+            whole[key] = to_jsonable_python(field.get_default(call_default_factory=True))
+        elif inner is not None and isinstance(whole.get(key), dict):
+            whole[key] = _with_defaults(inner, whole[key])
+    return whole
+
+
+def _shown(value: Any) -> str:
+    return ABSENT if value is _NOTHING else dump_yaml([value], flow=True)[1:-2]

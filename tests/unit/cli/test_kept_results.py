@@ -1,0 +1,134 @@
+"""No command replaces the results of another one unasked, and a checkpoint answers to the prompt that it knows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from coordexp.checkpoints.template import with_own_template
+from coordexp.config import RunConfig, load_config
+from coordexp.data.scenes import SPARSE, write_scenes
+from coordexp.errors import ConfigError
+from coordexp.evaluation.answers import read_answers, write_answers
+from coordexp.inference.prediction import evaluation_folder
+from support.cli_runs import Outcome, run_cli, write_run
+from support.scored_answers import random_answers
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_scenes(tmp_path / "data", 3, SPARSE, 5)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_predict_deletes_no_answers(tmp_path: Path, capsys: Capture, model: Path, data: Path) -> None:
+    run, out = write_run(tmp_path, 1, model), tmp_path / "out"
+
+    def predict(*options: object) -> Outcome:
+        return run_cli(capsys, "predict", run, data, "--out", out, *options)
+
+    assert predict("--limit", 2).code == 0
+    assert predict().code == 0 and len(read_answers(out)) == 3  # more images continue
+    before = files_of(out)
+    fewer = predict("--limit", 1)
+    assert fewer.code == 2 and "2 images" in fewer.err and "--overwrite" in fewer.err and files_of(out) == before
+    assert predict("--limit", 1, "--overwrite").code == 0 and len(read_answers(out)) == 1
+
+
+def test_evaluations_of_two_models_stay_apart(tmp_path: Path, capsys: Capture, model: Path, data: Path) -> None:
+    run = write_run(tmp_path, 1, model)
+    other, folder = shutil.copytree(model, tmp_path / "other"), tmp_path / "out1" / "evaluation"
+    for options in ((), ("--model", other)):
+        assert run_cli(capsys, "evaluate", run, "--limit", 1, *options).code == 0
+    found = {path.name: json.loads((path / "metrics.json").read_text()) for path in folder.iterdir()}
+    assert {name: content["model"] for name, content in found.items()} == {"model": str(model), "other": str(other)}
+    before = files_of(folder)
+    assert run_cli(capsys, "evaluate", run, "--limit", 1).code == 0  # the same evaluation again
+    refused = run_cli(capsys, "evaluate", run, "--limit", 2)
+    assert refused.code == 2 and "limit (1, now 2)" in refused.err and "--overwrite" in refused.err
+    assert files_of(folder) == before
+    assert run_cli(capsys, "evaluate", run, "--limit", 2, "--overwrite").code == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "folder"),
+    [
+        ("runs/a", "runs/a/evaluation"),
+        ("runs/a/checkpoint-4", "runs/a/evaluation/checkpoint-4"),
+        ("runs/b", "runs/a/evaluation/b"),
+        ("runs/b/checkpoint-4", "runs/a/evaluation/b-checkpoint-4"),
+    ],
+)
+def test_each_model_has_a_folder_for_its_evaluation(model: str, folder: str) -> None:
+    assert evaluation_folder(Path("runs/a"), Path(model)) == Path(folder)
+
+
+@pytest.mark.parametrize(
+    "argv", [("export", "csv", "saved", "--out", "filled"), ("evaluate", "saved", "--out", "filled")]
+)
+def test_a_folder_with_other_results_needs_overwrite(
+    argv: tuple[str, ...], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, seed in (("saved", 1), ("filled", 2)):
+        write_answers(random_answers(4, seed), tmp_path / folder / "predictions.jsonl")
+    before = files_of(tmp_path / "filled")
+    refused = run_cli(capsys, *argv)
+    assert refused.code == 2 and refused.err.startswith("error: filled: ") and "--overwrite" in refused.err
+    assert files_of(tmp_path / "filled") == before
+    assert run_cli(capsys, *argv, "--overwrite").code == 0
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(tmp_path: Path, model: Path) -> Path:
+    """A checkpoint of a run with a prompt of its own."""
+    folder = shutil.copytree(model, tmp_path / "trained")
+    keys = {"template__prompt": "Find it.", "custom__object_field_order": "geometry_first"}
+    run = write_run(tmp_path, 1, model, **keys)
+    shutil.copy(run, folder / "resolved_config.yaml")
+    return folder
+
+
+def configured(tmp_path: Path, model: Path, **keys: object) -> RunConfig:
+    return load_config(write_run(tmp_path, 2, model, **keys))
+
+
+def test_an_open_prompt_is_the_checkpoints_own(tmp_path: Path, trained: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = with_own_template(configured(tmp_path, trained))
+    assert (config.template.prompt, config.custom.object_field_order) == ("Find it.", "geometry_first")
+    assert "template.prompt: 'Find it.'" in caplog.text
+    assert with_own_template(config) == config and len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize(("key", "value"), [("template.prompt", "Hello"), ("custom.object_field_order", "desc_first")])
+@pytest.mark.parametrize("command", ["train", "evaluate", "predict"])
+def test_another_prompt_than_the_checkpoints_is_an_error(
+    command: str, key: str, value: str, tmp_path: Path, capsys: Capture, trained: Path, data: Path
+) -> None:
+    words = [f"{key}={value}"]
+    if command == "predict":
+        run = write_run(tmp_path, 2, trained, **{key.replace(".", "__"): value})
+        outcome = run_cli(capsys, command, run, data, "--out", tmp_path / "x")
+    else:
+        outcome = run_cli(capsys, command, write_run(tmp_path, 2, trained), *words)
+    assert outcome.code == 2 and f"{key}: '{value}'" in outcome.err and "template.allow_prompt_change" in outcome.err
+    assert not (tmp_path / "out2").exists() and not (tmp_path / "x").exists()
+
+
+def test_another_prompt_on_purpose_is_used(tmp_path: Path, trained: Path, model: Path) -> None:
+    keys = {"template__prompt": "Hello", "template__allow_prompt_change": True}
+    assert with_own_template(configured(tmp_path, trained, **keys)).template.prompt == "Hello"
+    assert with_own_template(configured(tmp_path, model, template__prompt="Hello")).template.prompt == "Hello"
+    with pytest.raises(ConfigError, match=r"template\.prompt"):
+        with_own_template(configured(tmp_path, model, template__prompt="Hello"), trained)
