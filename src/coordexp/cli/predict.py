@@ -190,9 +190,9 @@ def export(
     for option, (value, user) in given.items():
         if value is not None and form != user:
             raise ConfigError(f"{option} has no use here; it belongs to {user}")
+    answers = read_answers(predictions)
     if not overwrite:
         refuse_filled(out, "or add --overwrite")
-    answers = read_answers(predictions)
     console = open_console()
     if min_score is not None:
         kept = [replace(a, pred=tuple(o for o in a.pred if o.score is None or o.score >= min_score)) for a in answers]
