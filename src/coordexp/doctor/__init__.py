@@ -27,7 +27,8 @@ CHECKS = (
         _rows(
             "exactness",
             *("attention: packed, float32", "attention: packed, bfloat16", "attention: varlen, bfloat16"),
-            *("attention: flash, bfloat16", "language head, scores", "language head, gradients", "offload and back"),
+            *("attention: flash, bfloat16", "fused kernels, bfloat16", "language head, scores"),
+            *("language head, gradients", "offload and back"),
         ),
         "coordexp.doctor.exactness:kernels",
     ),

@@ -11,6 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from coordexp.config.rollout import OffloadConfig
 from coordexp.doctor.check import Row, Settings, compared, judged
+from coordexp.doctor.layers import fused_kernels
 from coordexp.errors import CoordExpError
 from coordexp.modeling.attention import KERNELS, Segments, check_attention
 from coordexp.modeling.inputs import VisionTower, row_inputs, to_device
@@ -33,7 +34,7 @@ NO_OFFLOAD = "set rollout_matching.offload.enabled: false, and report this table
 
 
 def kernels(settings: Settings) -> Iterator[Row]:
-    """Attention kernels, the chunked language head, and offload, each alone."""
+    """Attention kernels, fused layers, the chunked language head, and offload, each alone."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for kernel, dtypes in TYPES.items():
         advice = f"do not train with model.attn_implementation: {kernel}; try sdpa, and report this table"
@@ -46,6 +47,7 @@ def kernels(settings: Settings) -> Iterator[Row]:
                 continue
             error = max(attention_error(kernel, causal, dtype, device) for causal in (True, False))
             yield compared(name, error, LIMIT[dtype], advice, "against float64, with gradients")
+    yield fused_kernels()
     errors = head_errors(device, *((512, 2048, 152_936) if device.type == "cuda" else (64, 256, 20_000)))
     advice = "do not train with training.bf16: true; report this table"
     for name, error, limit in zip(("scores", "gradients"), errors, (SCORE_LIMIT, LIMIT[torch.bfloat16]), strict=True):
