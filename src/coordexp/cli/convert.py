@@ -12,6 +12,7 @@ import typer
 
 from coordexp.cli.console import counting, on_interrupt, open_console, with_options
 from coordexp.cli.usage import App
+from coordexp.errors import DataError
 
 convert_app = App("Convert other annotation formats to JSONL.")
 
@@ -73,7 +74,15 @@ def _converter(form: str, **fixed: Any) -> Callable[[Callable[..., None]], Calla
             unfinished = "no JSONL was written; the same command starts again"
             with counting("converting") as progress, on_interrupt(unfinished):
                 image_options = convert.ImageOptions(**given_options, name=given.pop("name"), progress=progress)
-                report = getattr(convert, f"convert_{form}")(**given, **fixed, options=image_options)
+                try:
+                    report = getattr(convert, f"convert_{form}")(**given, **fixed, options=image_options)
+                except DataError as error:
+                    source = next(given[name] for name in _SOURCES if name in given)
+                    command, name = convert.recognise(source) or (form, "")
+                    if command == form:
+                        raise
+                    instead = f"; read it with: coordexp data convert {command}" if command else ""
+                    raise DataError(f"{error}; {source} looks like {name}{instead}") from error
             console = open_console()
             console.print(convert.render_report(report))
             console.print(f"wrote {report.jsonl} and {report.path}", soft_wrap=True)
@@ -81,6 +90,9 @@ def _converter(form: str, **fixed: Any) -> Callable[[Callable[..., None]], Calla
         return with_options(run)
 
     return decorate
+
+
+_SOURCES = ("root", "annotations_json", "source", "folder", "table")  # the first argument of each converter
 
 
 @convert_app.add("voc", "coordexp data convert voc VOCdevkit/VOC2007 --out data/mine --split train --one-based")
@@ -209,3 +221,47 @@ def csv_command(
     name: FileName = None,
 ) -> None:
     """CSV (one box a line) to JSONL."""
+
+
+FoundImages = Annotated[Path | None, typer.Option("--images", help="Folder searched for the images [the file's own].")]
+
+
+@convert_app.add("cvat", "coordexp data convert cvat annotations.xml --images photos --out data/mine")
+@_converter("cvat")
+def cvat_command(
+    source: Annotated[Path, typer.Argument(help="XML of 'CVAT for images 1.1', or a folder with one.")],
+    out_dir: OutDir,
+    options: OfPolygons,
+    images_dir: FoundImages = None,
+    split: Annotated[str | None, typer.Option(help="A subset; all images when left out.")] = None,
+    geometry: OfShapes = "as_annotated",
+    name: FileName = None,
+) -> None:
+    """CVAT for images 1.1 (one XML) to JSONL."""
+
+
+@convert_app.add("labelstudio", "coordexp data convert labelstudio project.json --images photos --out data/mine")
+@_converter("labelstudio")
+def labelstudio_command(
+    source: Annotated[Path, typer.Argument(help="Label Studio's JSON or JSON-MIN, or a folder with one.")],
+    out_dir: OutDir,
+    options: OfPolygons,
+    images_dir: FoundImages = None,
+    geometry: OfShapes = "as_annotated",
+    name: FileName = None,
+) -> None:
+    """Label Studio (JSON, JSON-MIN) to JSONL."""
+
+
+@convert_app.add("via", "coordexp data convert via via_export.json --images photos --out data/mine")
+@_converter("via")
+def via_command(
+    source: Annotated[Path, typer.Argument(help="JSON of the VGG Image Annotator, or a folder with one.")],
+    out_dir: OutDir,
+    options: OfPolygons,
+    images_dir: FoundImages = None,
+    attribute: Annotated[str | None, typer.Option(help="Region attribute that holds the class.")] = None,
+    geometry: OfShapes = "as_annotated",
+    name: FileName = None,
+) -> None:
+    """VGG Image Annotator (JSON) to JSONL."""

@@ -5,6 +5,8 @@ from coordexp.data.convert.assemble import ImageOptions
 from coordexp.data.convert.coco import convert_coco, convert_panoptic
 from coordexp.data.convert.per_image import convert_labelme, convert_voc
 from coordexp.data.convert.per_line import convert_csv, convert_yolo
+from coordexp.data.convert.per_project import convert_cvat, convert_labelstudio, convert_via
+from coordexp.data.convert.recognise import recognise
 from coordexp.data.convert.shapes import ConversionReport, Note, Problem, SkipReason, render_report
 
 __all__ = [
@@ -15,9 +17,13 @@ __all__ = [
     "SkipReason",
     "convert_coco",
     "convert_csv",
+    "convert_cvat",
     "convert_labelme",
+    "convert_labelstudio",
     "convert_panoptic",
+    "convert_via",
     "convert_voc",
     "convert_yolo",
+    "recognise",
     "render_report",
 ]

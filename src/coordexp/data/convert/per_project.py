@@ -1,0 +1,358 @@
+"""Formats with one file for a whole project → JSONL: CVAT for images 1.1 (XML), Label Studio (JSON) and the VGG Image
+Annotator, VIA (JSON)."""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from coordexp.data.convert.assemble import ImageOptions, assemble
+from coordexp.data.convert.image_folder import ImageFolder
+from coordexp.data.convert.shapes import (
+    ConversionReport,
+    LeftOut,
+    ShapeGeometry,
+    SkipReason,
+    SourceImage,
+    SourceObject,
+    box_object,
+    check_choice,
+    check_folder,
+    declared_size,
+    ellipse_object,
+    finite_numbers,
+    number,
+    polygon_object,
+    turned_box,
+)
+from coordexp.data.files import read_json
+from coordexp.data.images import IMAGE_SUFFIXES
+from coordexp.errors import DataError
+
+
+def convert_cvat(
+    source: str | Path,
+    out_dir: str | Path,
+    *,
+    images_dir: str | Path | None = None,
+    split: str | None = None,
+    geometry: ShapeGeometry = "as_annotated",
+    options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
+) -> ConversionReport:
+    """Convert a "CVAT for images 1.1" file to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
+
+    Args:
+        source: the XML, or a folder with a single one, such as ``annotations.xml``.
+        images_dir: searched for the images; None: the XML's own folder.
+        split: the value of ``subset``; None takes all images.
+        geometry: ``bbox`` writes the bounds of polygons, ``poly`` boxes by their corners and ellipses by points. A
+            turned box is a polygon, or its bounds.
+    """
+    check_choice("geometry", geometry, ShapeGeometry)
+    file = _only_file(Path(source), ".xml")
+    try:
+        root = ET.parse(file).getroot()
+    except (ET.ParseError, OSError, ValueError, LookupError) as error:
+        raise DataError(f"broken XML: {error}", path=file) from error
+    nodes = root.findall("image")
+    if root.tag != "annotations" or not nodes:
+        raise DataError("no <annotations> with <image> in it; export the task as 'CVAT for images 1.1'", path=file)
+    subsets = sorted({node.get("subset", "") for node in nodes})
+    if split is not None:
+        nodes = [node for node in nodes if node.get("subset") == split]
+        if not nodes:
+            raise DataError(f"no image of the subset {split!r}; found: {', '.join(filter(None, subsets))}", path=file)
+    images = _image_folder(file, images_dir)
+    report = ConversionReport(Path(out_dir) / f"{options.name or split or file.stem}.jsonl")
+    sources = []
+    for node in nodes:
+        report.images_seen += 1
+        named = node.get("name", "")
+        path, shown = images.find(named)
+        shapes = [child for child in node if child.tag != "tag"]  # a tag is about the whole image
+        objects = []
+        for index, shape in enumerate(shapes):
+            with report.reading_object(shown, index):
+                objects.append(_cvat_shape(index, shape, geometry))
+        size = declared_size(*(number(node.get(side, "")) for side in ("width", "height")))
+        sources.append(SourceImage(shown, shown, path, size, tuple(objects), len(shapes)))
+    return assemble(sources, report, options)
+
+
+def _cvat_shape(index: int, node: ET.Element, geometry: ShapeGeometry) -> SourceObject:
+    desc = node.get("label", "")
+
+    def values(*names: str) -> tuple[float, ...]:
+        texts = [node.get(name, "") for name in names]
+        numbers = finite_numbers([number(text) for text in texts])
+        if numbers is None:
+            raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: {', '.join(names)} are {texts}, not numbers")
+        return numbers
+
+    turn = number(node.get("rotation", "0")) or 0.0
+    if node.tag == "box":
+        return turned_box(index, desc, values("xtl", "ytl", "xbr", "ybr"), turn, geometry)
+    if node.tag == "ellipse":
+        return ellipse_object(index, desc, values("cx", "cy", "rx", "ry"), turn, geometry)
+    if node.tag == "polygon":
+        text = node.get("points", "")
+        ring = finite_numbers([number(part) for part in re.split("[;,]", text)])
+        return polygon_object(index, desc, _checked_ring(ring, desc, text), geometry)
+    raise LeftOut(SkipReason.UNSUPPORTED_SHAPE, f"{desc}: a {node.tag}; boxes, polygons and ellipses are read")
+
+
+def convert_labelstudio(
+    source: str | Path,
+    out_dir: str | Path,
+    *,
+    images_dir: str | Path | None = None,
+    geometry: ShapeGeometry = "as_annotated",
+    options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
+) -> ConversionReport:
+    """Convert Label Studio's JSON or JSON-MIN to ``out_dir/{name}.jsonl``, its images in ``out_dir/images/{name}/``.
+
+    The first annotation of a task that was not cancelled counts. Tasks without one are left out: nobody looked at them.
+
+    Args:
+        source: the JSON, or a folder with a single one.
+        images_dir: searched for the images, by the end of their path or URL; None: the JSON's own folder.
+        geometry: as for :func:`convert_cvat`.
+    """
+    check_choice("geometry", geometry, ShapeGeometry)
+    file = _only_file(Path(source), ".json")
+    tasks = read_json(file)
+    if not isinstance(tasks, list) or not all(isinstance(task, dict) for task in tasks):
+        raise DataError("no list of tasks; export the project as JSON or JSON-MIN", path=file)
+    images = _image_folder(file, images_dir)
+    report = ConversionReport(Path(out_dir) / f"{options.name or file.stem}.jsonl")
+    sources = []
+    for at, task in enumerate(tasks):
+        report.images_seen += 1
+        data = task["data"] if isinstance(task.get("data"), dict) else task
+        link = _image_link(data)
+        if link is None:
+            report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"task {at} names no image")
+            continue
+        last = Path(link).name
+        # An upload gets eight characters in front of its name.
+        path, shown = images.find(link, str(task.get("file_upload") or last), re.sub(r"^[0-9a-f]{8}-", "", last))
+        results = _results_of(task)
+        if results is None:
+            report.skip_image(SkipReason.UNLABELLED, shown, f"task {at} has no annotation")
+            continue
+        names = {
+            result.get("id"): result["value"]["labels"]
+            for result in results
+            if result.get("type") == "labels" and isinstance(result["value"].get("labels"), list)
+        }
+        objects, count = [], 0
+        size = None
+        for result in results:
+            kind, value = str(result.get("type")), result["value"]
+            if kind == "labels" or not ({"x", "points", "rle"} & value.keys()):
+                continue  # a region's name, or an answer about the whole image
+            labels = value.get(kind) or names.get(result.get("id")) or [""]
+            width, height = (result.get(side, value.get(side)) for side in ("original_width", "original_height"))
+            size = size or declared_size(width, height)
+            for label in labels if isinstance(labels, list) else [labels]:
+                count += 1
+                with report.reading_object(shown, count - 1):
+                    objects.append(_labelstudio_shape(count - 1, str(label), kind, value, (width, height), geometry))
+        sources.append(SourceImage(shown, shown, path, size, tuple(objects), count))
+    return assemble(sources, report, options)
+
+
+def _image_link(data: dict[str, Any]) -> str | None:
+    # The path of the task's image: the part after `?d=` for local files, else that of the URL.
+    for value in [data.get("image"), *data.values()]:
+        if isinstance(value, str):
+            parts = urlsplit(value)
+            path = (parse_qs(parts.query).get("d") or [unquote(parts.path)])[0]
+            if Path(path).suffix.lower() in IMAGE_SUFFIXES:
+                return path
+    return None
+
+
+def _results_of(task: dict[str, Any]) -> list[dict[str, Any]] | None:
+    # The regions of a task, as JSON has them; None without an annotation. JSON-MIN has the values alone, by field.
+    annotations = task.get("annotations", task.get("completions"))
+    if isinstance(annotations, list):
+        done = [one for one in annotations if isinstance(one, dict) and not one.get("was_cancelled")]
+        found = done[0].get("result") if done else None
+        results = found if isinstance(found, list) else ([] if done else None)
+    else:
+        regions = [item for value in task.values() if isinstance(value, list) for item in value]
+        results = [
+            {"type": key, "value": region, **region}
+            for region in regions
+            if isinstance(region, dict)
+            for key in region
+            if key.endswith("labels")
+        ]
+        if not results and not any(key in task for key in ("annotator", "annotation_id", "lead_time")):
+            return None
+    if results is None:
+        return None
+    return [result for result in results if isinstance(result, dict) and isinstance(result.get("value"), dict)]
+
+
+def _labelstudio_shape(
+    index: int, desc: str, kind: str, value: dict[str, Any], size: tuple[Any, Any], geometry: ShapeGeometry
+) -> SourceObject:
+    sides = declared_size(*size)
+    if sides is None:
+        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: no original_width and original_height")
+    width, height = sides
+
+    def values(*names: str) -> tuple[float, ...]:
+        given = [value.get(name) for name in names]
+        numbers = finite_numbers(given)
+        if numbers is None:
+            raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: {', '.join(names)} are {given}, not numbers")
+        return tuple(v * side / 100 for v, side in zip(numbers, (width, height, width, height), strict=True))
+
+    turn = value.get("rotation") or 0.0
+    turn = float(turn) if isinstance(turn, int | float) else 0.0
+    if kind.startswith("rectangle"):
+        x, y, w, h = values("x", "y", "width", "height")
+        return turned_box(index, desc, (x, y, x + w, y + h), turn, geometry, about=(x, y))
+    if kind.startswith("ellipse"):
+        return ellipse_object(index, desc, values("x", "y", "radiusX", "radiusY"), turn, geometry)
+    if kind.startswith("polygon"):
+        points = value.get("points")
+        flat = None
+        if isinstance(points, list) and all(isinstance(point, list) and len(point) == 2 for point in points):
+            flat = [v for point in points for v in point]
+        ring = _checked_ring(finite_numbers(flat), desc, str(points))
+        shares = (width / 100, height / 100)
+        return polygon_object(index, desc, tuple(v * shares[at % 2] for at, v in enumerate(ring)), geometry)
+    raise LeftOut(SkipReason.UNSUPPORTED_SHAPE, f"{desc}: {kind}; rectangles, polygons and ellipses are read")
+
+
+_NAMES_OF_CLASSES = ("label", "labels", "class", "class_name", "name", "category", "type", "object")
+
+
+def convert_via(
+    source: str | Path,
+    out_dir: str | Path,
+    *,
+    images_dir: str | Path | None = None,
+    attribute: str | None = None,
+    geometry: ShapeGeometry = "as_annotated",
+    options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
+) -> ConversionReport:
+    """Convert VIA's JSON (annotations of 1.x and 2.x, or a project) to ``out_dir/{name}.jsonl`` with its images in
+    ``out_dir/images/{name}/``.
+
+    Args:
+        source: the JSON, or a folder with a single one.
+        images_dir: searched for the images; None: the JSON's own folder.
+        attribute: the region attribute that holds the class; None: the only one, or one of a usual name.
+        geometry: as for :func:`convert_cvat`.
+    """
+    check_choice("geometry", geometry, ShapeGeometry)
+    file = _only_file(Path(source), ".json")
+    content = read_json(file)
+    if isinstance(content, dict) and isinstance(content.get("_via_img_metadata"), dict):
+        content = content["_via_img_metadata"]
+    entries = list(content.values()) if isinstance(content, dict) else content
+    if not isinstance(entries, list) or not all(isinstance(e, dict) and "regions" in e for e in entries):
+        raise DataError("no images with 'regions'; export the annotations as JSON, or save the project", path=file)
+    regions_of = [_regions(entry) for entry in entries]
+    attribute = attribute or _class_attribute([region for regions in regions_of for region in regions], file)
+    images = _image_folder(file, images_dir)
+    report = ConversionReport(Path(out_dir) / f"{options.name or file.stem}.jsonl")
+    sources = []
+    for entry, regions in zip(entries, regions_of, strict=True):
+        report.images_seen += 1
+        path, shown = images.find(str(entry.get("filename") or ""))
+        objects = []
+        for index, region in enumerate(regions):
+            with report.reading_object(shown, index):
+                objects.append(_via_shape(index, region, attribute, geometry))
+        sources.append(SourceImage(shown, shown, path, None, tuple(objects), len(regions)))
+    return assemble(sources, report, options)
+
+
+def _regions(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    regions = entry["regions"]
+    listed = list(regions.values()) if isinstance(regions, dict) else regions  # VIA 1 numbers them
+    return [region if isinstance(region, dict) else {} for region in (listed if isinstance(listed, list) else [])]
+
+
+def _class_attribute(regions: Sequence[dict[str, Any]], file: Path) -> str:
+    given = (region.get("region_attributes") for region in regions)
+    names = sorted({name for attributes in given if isinstance(attributes, dict) for name in attributes})
+    usual = [name for wanted in _NAMES_OF_CLASSES for name in names if name.casefold() == wanted]
+    if len(names) == 1:
+        return names[0]
+    if not usual and names:
+        raise DataError(f"regions have the attributes {', '.join(names)}; name the class's with --attribute", path=file)
+    return usual[0] if usual else "label"
+
+
+def _via_shape(index: int, region: dict[str, Any], attribute: str, geometry: ShapeGeometry) -> SourceObject:
+    shape, attributes = (region.get(key) for key in ("shape_attributes", "region_attributes"))
+    shape = shape if isinstance(shape, dict) else {}
+    given = attributes.get(attribute, "") if isinstance(attributes, dict) else ""
+    if isinstance(given, dict):  # check boxes
+        given = next((name for name, is_on in given.items() if is_on), "")
+    desc, kind = str(given), shape.get("name")
+
+    def values(*names: str) -> tuple[float, ...]:
+        numbers = finite_numbers([shape.get(name) for name in names])
+        if numbers is None:
+            raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: {kind} without numbers {', '.join(names)}")
+        return numbers
+
+    if kind == "rect":
+        x, y, width, height = values("x", "y", "width", "height")
+        return box_object(index, desc, (x, y, x + width, y + height), geometry)
+    if kind == "circle":
+        x, y, radius = values("cx", "cy", "r")
+        return ellipse_object(index, desc, (x, y, radius, radius), 0.0, geometry)
+    if kind == "ellipse":
+        turn = shape.get("theta", 0.0)
+        degrees = math.degrees(turn) if isinstance(turn, int | float) else 0.0
+        return ellipse_object(index, desc, values("cx", "cy", "rx", "ry"), degrees, geometry)
+    if kind == "polygon":
+        xs, ys = shape.get("all_points_x"), shape.get("all_points_y")
+        flat = None
+        if isinstance(xs, list) and isinstance(ys, list) and len(xs) == len(ys):
+            flat = [v for point in zip(xs, ys, strict=True) for v in point]
+        return polygon_object(index, desc, _checked_ring(finite_numbers(flat), desc, str(shape)), geometry)
+    detail = f"{desc}: {kind!r} has no area; rect, circle, ellipse and polygon are read"
+    raise LeftOut(SkipReason.UNSUPPORTED_SHAPE, detail)
+
+
+def _only_file(source: Path, suffix: str) -> Path:
+    if source.is_dir():
+        files = list(_found(source, suffix))
+        if len(files) != 1:
+            names = ", ".join(file.relative_to(source).as_posix() for file in files[:5]) or "none"
+            raise DataError(f"{len(files)} files *{suffix} below this folder ({names}); name one of them", path=source)
+        return files[0]
+    if not source.is_file():
+        raise DataError("annotation file not found; check the path", path=source)
+    return source
+
+
+def _found(folder: Path, suffix: str) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob(f"*{suffix}")) if path.is_file())
+
+
+def _image_folder(file: Path, images_dir: str | Path | None) -> ImageFolder:
+    folder = file.parent if images_dir is None else Path(images_dir)
+    check_folder(folder, "images folder")
+    return ImageFolder(folder)
+
+
+def _checked_ring(ring: tuple[float, ...] | None, desc: str, given: str) -> tuple[float, ...]:
+    if ring is None or len(ring) < 6 or len(ring) % 2:
+        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: polygon {given[:80]}; expected 3 points or more")
+    return ring

@@ -1,0 +1,52 @@
+"""Which annotation format a file or folder has, for errors of a converter that cannot read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+_HEAD = 1 << 16  # bytes of a file that tell its format
+_FILES = 200  # looked at in a folder, before the search ends
+# Names by command of coordexp data convert; texts that are all in the head of such a file.
+_MARKS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
+    ".xml": [
+        ("cvat", "CVAT for images", ("<annotations", "<image ")),
+        ("", "CVAT for video, which no converter reads; export the task as 'CVAT for images 1.1'",
+         ("<annotations", "<track ")),
+        ("voc", "Pascal VOC", ("<annotation", "<bndbox")),
+    ],
+    ".json": [
+        ("via", "VIA", ("_via_img_metadata",)),
+        ("via", "VIA", ('"regions"', '"filename"', '"file_attributes"')),
+        ("labelme", "LabelMe", ('"shapes"', '"imagePath"')),
+        ("panoptic", "COCO panoptic", ('"segments_info"',)),
+        ("labelstudio", "Label Studio", ('"result"', '"annotations"')),
+        ("labelstudio", "Label Studio", ('"original_width"', "labels")),
+        ("coco", "COCO", ('"images"', '"file_name"')),
+    ],
+    ".csv": [("csv", "a table", ("image",))],
+    ".yaml": [("yolo", "YOLO", ("names",))],
+}  # fmt: skip
+
+
+def recognise(source: Path) -> tuple[str, str] | None:
+    """The command of ``coordexp data convert`` and the name of the format; ``""`` for one that no converter reads. None
+    if nothing is recognised."""
+    for path in islice(_candidates(source), _FILES):
+        try:
+            with path.open("rb") as file:
+                head = file.read(_HEAD).decode("utf-8", "replace")
+        except OSError:
+            continue
+        for command, name, marks in _MARKS[path.suffix.lower()]:
+            if all(mark in head for mark in marks):
+                return command, name
+    return None
+
+
+def _candidates(source: Path) -> Iterator[Path]:
+    if source.is_dir():
+        yield from (path for path in sorted(source.rglob("*")) if path.suffix.lower() in _MARKS and path.is_file())
+    elif source.is_file() and source.suffix.lower() in _MARKS:
+        yield source
