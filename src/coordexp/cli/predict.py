@@ -160,7 +160,8 @@ Format = Literal["coco", "yolo", "voc", "labelme", "csv"]
 def export(
     form: Annotated[Format, typer.Argument(metavar="FORMAT", help="coco, yolo, voc, labelme or csv.")],
     predictions: Annotated[
-        Path, typer.Argument(metavar="PREDICTIONS", help="A predictions.jsonl, or a folder with one.")
+        Path,
+        typer.Argument(metavar="PREDICTIONS|DATA.jsonl", help="A predictions.jsonl, a folder with one, or a dataset."),
     ],
     out: Annotated[Path, typer.Option(help="Folder of what is written.")],
     annotations: Annotated[
@@ -176,21 +177,37 @@ def export(
     ] = None,
     scores: Annotated[bool, typer.Option("--scores", help="Append confidences to lines. For yolo.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
+    fractions: Annotated[
+        bool, typer.Option("--fractions", help="Fractions of pixels instead of whole numbers. For voc.")
+    ] = False,
+    images: Annotated[
+        bool, typer.Option("--images", help="Place the images too, and use their pixels. Always for yolo.")
+    ] = False,
 ) -> None:
-    """Write predictions as COCO, YOLO, VOC, LabelMe or CSV.
+    """Write predictions or a dataset as COCO, YOLO, VOC, LabelMe or CSV.
 
     Coordinates are in pixels of the original images, scores are confidences if the predictions have them.
     """
     from coordexp.evaluation.answers import read_answers
     from coordexp.evaluation.confidence import at_least
-    from coordexp.evaluation.export import FORMATS, read_terms
+    from coordexp.evaluation.export import (
+        FORMATS,
+        IMAGE_FOLDERS,
+        dataset_answers,
+        is_dataset,
+        place_images,
+        read_terms,
+    )
 
     given = {"--annotations": (annotations, "coco"), "--classes": (classes, "yolo"),
-             "--scores": (scores or None, "yolo")}  # fmt: skip
+             "--scores": (scores or None, "yolo"), "--fractions": (fractions or None, "voc")}  # fmt: skip
     for option, (value, user) in given.items():
         if value is not None and form != user:
             raise ConfigError(f"{option} has no use here; it belongs to {user}")
-    answers = read_answers(predictions)
+    if is_dataset(predictions):
+        answers = dataset_answers(predictions, annotations=form == "coco")
+    else:
+        answers = read_answers(predictions)
     if not overwrite:
         refuse_filled(out, "or add --overwrite")
     console = open_console()
@@ -207,9 +224,13 @@ def export(
         replace(a, pred=tuple(o if o.confidence is None else replace(o, score=o.confidence) for o in a.pred))
         for a in answers
     ]
-    options = {"scores": scores} if form == "yolo" else {}
+    if images or form == "yolo":
+        answers, missing = place_images(answers, out / IMAGE_FOLDERS[form])
+        if missing:
+            say(console, f"note: {missing} images are missing, and were not placed next to the annotations")
+    options = {"yolo": {"scores": scores}, "voc": {"fractions": fractions}}.get(form, {})
     exported = FORMATS[form](answers, out, read_terms(annotations, classes), **options)
     for note in exported.notes:
         say(console, f"note: {note}")
-    say(console, f"{sum(len(answer.pred) for answer in answers)} objects in {len(answers)} images")
+    say(console, f"{sum(len(answer.pred or answer.gt or ()) for answer in answers)} objects in {len(answers)} images")
     say_written(console, exported.files)

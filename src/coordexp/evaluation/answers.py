@@ -114,6 +114,13 @@ class ImageAnswer:
         return tuple(obj for obj in self.gt if obj.soft is None)
 
 
+def original_image(record: ImageRecord) -> OriginalImage | None:
+    try:
+        return msgspec.convert(record.metadata.get("source"), OriginalImage)  # a converter's note
+    except msgspec.ValidationError:
+        return None  # metadata of the user's own
+
+
 def make_answer(
     record: ImageRecord,
     rollout: Rollout,
@@ -123,10 +130,6 @@ def make_answer(
 ) -> ImageAnswer:
     """``bin_rule``: the model's, None for the record's. Predictions are converted to the rule of the record's objects,
     if it has any."""
-    try:
-        original = msgspec.convert(record.metadata.get("source"), OriginalImage)  # a converter's note
-    except msgspec.ValidationError:
-        original = None  # metadata of the user's own
     model_rule = bin_rule or record.bin_rule
     rule = record.bin_rule if record.objects else model_rule
     size = (record.width, record.height)
@@ -145,7 +148,7 @@ def make_answer(
         repeat_terminated=rollout.repeat_terminated,
         num_tokens=len(rollout.response_token_ids),
         text=rollout.text,
-        original=original,
+        original=original_image(record),
         bin_rule=rule,
     )
 

@@ -1,6 +1,7 @@
-"""Predictions as COCO, YOLO, VOC, LabelMe or CSV, in pixels of the user's original images.
+"""Predictions and datasets as COCO, YOLO, VOC, LabelMe or CSV, in pixels of the user's original images.
 
-Images that a converter resized are written with the size and file name of their source. Names keep the numbers of the
+Images that a converter resized are written with the size and file name of their source, unless they are placed next to
+the annotations. Names keep the numbers of the
 user's own classes; other names get the next numbers, with a note.
 """
 
@@ -15,8 +16,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
 
+from coordexp.data.images import image_bytes
+from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import ImageAnswer, OriginalImage
+from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage, original_image
 from coordexp.evaluation.coco import to_coco
 from coordexp.geometry import pixel_box, pixel_ring
 
@@ -35,6 +38,61 @@ class Exported:
 
     files: Sequence[Path]
     notes: Sequence[str] = ()
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether ``path`` is a JSONL dataset, and not a file or folder of predictions."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as lines:
+        return b'"images"' in next((line for line in lines if line.strip()), b"")
+
+
+def dataset_answers(path: Path, *, annotations: bool) -> list[ImageAnswer]:
+    """The objects of a dataset as they are exported: as annotations (COCO), or in place of predictions, in which case
+    soft objects have their confidence as score. Raises DataError as :func:`~coordexp.data.jsonl.read_jsonl`."""
+    answers = []
+    for record in read_jsonl(path):
+        pred = [Detection(obj.desc, obj.kind, obj.bins, obj.soft) for obj in record.objects]
+        answer = ImageAnswer(
+            record.sample_id,
+            str(record.image),
+            record.width,
+            record.height,
+            record.objects if annotations else None,
+            () if annotations else tuple(pred),
+            original=original_image(record),
+            bin_rule=record.bin_rule,
+        )
+        answers.append(answer)
+    return answers
+
+
+IMAGE_FOLDERS = {"coco": "images", "yolo": "images", "voc": "JPEGImages", "labelme": "", "csv": "images"}
+
+
+def place_images(answers: Sequence[ImageAnswer], folder: Path) -> tuple[list[ImageAnswer], int]:
+    """Link or copy each image into ``folder`` under its original name. Returns the answers in the pixels of these
+    images, and the number of images that are missing."""
+    placed, missing = [], 0
+    for answer, _, name in _named(answers, ""):
+        target = folder / f"{name}{Path(answer.image).suffix}"
+        original = OriginalImage(target.relative_to(folder).as_posix(), answer.width, answer.height)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if not target.exists():
+                os.link(answer.image, target)
+            elif not target.samefile(answer.image):
+                raise DataError("exists already; name another folder", path=target)
+        except OSError:  # another file system, or an image in a shard
+            try:
+                target.write_bytes(image_bytes(Path(answer.image)))
+            except DataError:
+                missing += 1
+                placed.append(answer)
+                continue
+        placed.append(replace(answer, image=str(target), original=original))
+    return placed, missing
 
 
 def _number(names: Iterable[str], terms: UsersTerms, first: int) -> tuple[dict[str, int], list[str]]:
@@ -73,7 +131,13 @@ def export_coco(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) ->
         entry |= {"bbox": [round(value, 3) for value in entry["bbox"]], "area": round(entry["area"], 3)}
         if "segmentation" in entry:
             entry["segmentation"] = [[round(value, 3) for value in ring] for ring in entry["segmentation"]]
-    files = [_write_json(out / "results.json", data.results), _write_json(out / "dataset.json", data.ground_truth)]
+    softs = [obj.soft for answer in framed for obj in answer.gt or ()]
+    for annotation, soft in zip(data.ground_truth["annotations"], softs, strict=True):
+        annotation |= {} if soft is None else {"soft": soft}
+    if any(soft is not None for soft in softs):
+        notes.append("soft objects are crowds (iscrowd: 1), with their confidence in the field soft")
+    files = [_write_json(out / "results.json", data.results)] if data.results or not softs else []
+    files.append(_write_json(out / "dataset.json", data.ground_truth))
     return Exported(files, notes)
 
 
@@ -102,8 +166,9 @@ def export_yolo(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, sc
     return Exported(files, notes)
 
 
-def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
-    """``Annotations/NAME.xml``; coordinates count from 0, as ``coordexp data convert voc`` reads them."""
+def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, fractions: bool = False) -> Exported:
+    """``Annotations/NAME.xml``; coordinates count from 0, as ``coordexp data convert voc`` reads them. They are whole
+    numbers, which many readers need, unless ``fractions``."""
     files, polygons = [], 0
     for answer, frame, name in _named(answers, ".xml"):
         root = ElementTree.Element("annotation")
@@ -112,7 +177,8 @@ def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
         for detection in answer.pred:
             polygons += detection.kind == "poly"
             corners = pixel_box(detection, frame.width, frame.height, answer.bin_rule)
-            box = {key: f"{value:.2f}" for key, value in zip(("xmin", "ymin", "xmax", "ymax"), corners, strict=True)}
+            texts = [f"{value:.2f}" if fractions else str(round(value)) for value in corners]
+            box = dict(zip(("xmin", "ymin", "xmax", "ymax"), texts, strict=True))
             entry = {"name": detection.desc, "difficult": 0, "bndbox": box}
             if detection.score is not None:
                 entry["score"] = f"{detection.score:.6f}"
@@ -136,7 +202,8 @@ def export_labelme(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms)
     files = []
     for answer, frame, name in _named(answers, ".json"):
         path = out / name
-        here = os.path.relpath(answer.image, path.parent) if answer.original is None else frame.file
+        is_placed = answer.original is None or Path(answer.image).is_relative_to(out)
+        here = os.path.relpath(answer.image, path.parent) if is_placed else frame.file
         shapes = []
         for detection in answer.pred:
             ring = pixel_ring(detection, frame.width, frame.height, answer.bin_rule)

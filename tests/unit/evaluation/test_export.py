@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from coordexp.data import read_jsonl
-from coordexp.data.convert import ImageOptions, convert_csv, convert_labelme, convert_voc, convert_yolo
+from coordexp.data.convert import ImageOptions, convert_coco, convert_csv, convert_labelme, convert_voc, convert_yolo
+from coordexp.data.jsonl import write_jsonl
 from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage, make_answer, read_answers, write_answers
 from coordexp.geometry import pixel_box
 from coordexp.records import BinRule, GTObject, ImageRecord, ParsedRollout, PredictedObject, Rollout
@@ -128,7 +129,7 @@ def test_yolo_keeps_the_users_numbers(export: Any, tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines] == ["2", "3"] and "'kite' = 3" in shown.out
     assert float(lines[0].split()[-1]) == 0.75 and len(lines[0].split()) == 6
     (tmp_path / "data.yaml").write_text("names: {4: dog, 9: cat}\n", encoding="utf-8")
-    export("yolo", "--classes", tmp_path / "data.yaml")
+    export("yolo", "--classes", tmp_path / "data.yaml", "--overwrite")
     assert (tmp_path / "out" / "labels" / "b.txt").read_text().startswith("4 ")
 
 
@@ -187,3 +188,44 @@ def test_old_lines_of_predictions_have_the_old_rule(predictions: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "bin_rule"}) + "\n" for line in lines))
     assert {answer.bin_rule for answer in read_answers(path)} == {"pixel_centres"}
+
+
+@pytest.mark.parametrize("form", ["coco", "yolo", "voc", "labelme", "csv"])
+def test_a_dataset_is_exported_and_converted_back(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects = (
+        GTObject("cat", "bbox_2d", (0, 100, 999, 999)),
+        GTObject("dog", "bbox_2d", (333, 17, 501, 600)),
+        *(() if form == "voc" else (GTObject("dog", "poly", (10, 10, 800, 20, 400, 900)),) if form != "coco" else ()),
+    )
+    Image.new("RGB", (640, 480), "gray").save(tmp_path / "a.png")
+    source = {"source": {"file": "in/photo.png", "width": 1280, "height": 960}, "bin_rule": "pixel_edges"}
+    record = ImageRecord("d.jsonl:1", tmp_path / "a.png", 640, 480, objects, source)
+    write_jsonl([record], tmp_path / "d.jsonl")
+    out, options = tmp_path / "out", ImageOptions(resize=False, name="back")
+    fractions = ["--fractions"] if form == "voc" else []
+    shown = run_cli(capsys, "export", form, tmp_path / "d.jsonl", "--out", out, "--images", *fractions)
+    assert shown.code == 0 and f"{len(objects)} objects in 1 images" in shown.out
+    convert = {
+        "coco": lambda: convert_coco(out / "dataset.json", out / "images", tmp_path, options=options),
+        "yolo": lambda: convert_yolo(out, tmp_path, split="train", options=options),
+        "voc": lambda: convert_voc(out, tmp_path, options=options),
+        "labelme": lambda: convert_labelme(out, tmp_path, options=options),
+        "csv": lambda: convert_csv(out / "predictions.csv", tmp_path, images_dir=out / "images", options=options),
+    }[form]
+    (back,) = read_jsonl(convert().jsonl, check_images=True)
+    assert back.objects == objects and back.metadata["source"]["file"].endswith("photo.png")
+
+
+def test_a_dataset_is_exported_in_pixels_of_the_originals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    objects = (GTObject("cat", "bbox_2d", (0, 0, 999, 999)), GTObject("dog", "bbox_2d", (1, 2, 300, 400), 0.75))
+    source = {"source": {"file": "in/photo.png", "width": 1280, "height": 960}, "bin_rule": "pixel_edges"}
+    write_jsonl([ImageRecord("d.jsonl:1", tmp_path / "a.png", 640, 480, objects, source)], tmp_path / "d.jsonl")
+    for form in ("coco", "voc"):
+        assert run_cli(capsys, "export", form, tmp_path / "d.jsonl", "--out", tmp_path / form).code == 0
+    cat, dog = read(tmp_path / "coco" / "dataset.json")["annotations"]
+    assert cat["bbox"] == [0, 0, 1280, 960] and (dog["soft"], dog["iscrowd"]) == (0.75, 1)
+    assert not (tmp_path / "coco" / "results.json").exists()
+    xml = (tmp_path / "voc" / "Annotations" / "in" / "photo.xml").read_text()
+    assert "<xmax>1280</xmax>" in xml and "<xmax>384</xmax>" in xml and "<score>0.750000</score>" in xml
