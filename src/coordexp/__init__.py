@@ -13,7 +13,15 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_LAZY = {"Detections": "coordexp.inference.detections", "Detector": "coordexp.inference.detector"}
+_LAZY = {
+    "Detections": "coordexp.inference.detections",
+    "Detector": "coordexp.inference.detector",
+    "Run": "coordexp.api",
+    "convert": "coordexp.api",
+    "evaluate": "coordexp.api",
+    "parse_answer": "coordexp.inference.parse_answer",
+    "train": "coordexp.api",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ LAYERS: dict[str, int] = {
         8: "viewer",
         9: "training launch",
         10: "inference",
-        11: "doctor",
+        11: "api doctor",
         12: "cli",
         13: "__main__",
     }.items()

@@ -46,13 +46,23 @@ def export_command(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, such as a run's output_dir.")],
     out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
     dtype: Annotated[Dtype, typer.Option(help="Number type of the weights.")] = "bfloat16",
+    target: Annotated[
+        Literal["openai"] | None,
+        typer.Option("--for", help="openai: for vllm serve and others, which hide special tokens and resize images."),
+    ] = None,
 ) -> None:
     """Write a run's weights, tokenizer and processor alone."""
     check_checkpoint(checkpoint)
     refuse_filled(out)
     from coordexp.modeling.load import export_checkpoint
 
-    typer.echo(f"wrote {export_checkpoint(checkpoint, out, dtype)}")
+    typer.echo(f"wrote {export_checkpoint(checkpoint, out, dtype, for_openai=target is not None)}")
+    if target is not None:
+        from coordexp.checkpoints.folder import settings_of_run
+        from coordexp.config.schema import DEFAULT_PROMPT
+
+        prompt = (settings_of_run(checkpoint).get("template") or {}).get("prompt") or DEFAULT_PROMPT
+        typer.echo(f"the text of a request, after its image: {prompt}")
 
 
 @model_app.add("merge", "coordexp model merge outputs/stage1_lora checkpoints/stage1")

@@ -248,13 +248,21 @@ def _join_parts(output: Path, records: Sequence[ImageRecord]) -> tuple[list[Imag
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Figures and answers, on every rank; ``files`` is empty on ranks other than the first."""
+    """Figures (``metrics``, by name) and answers, on every rank; ``files`` is empty on ranks other than the first."""
 
     summary: Summary
     answers: tuple[ImageAnswer, ...]
     data: Path
     metrics_json: Path
     files: tuple[Path, ...]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.summary.figures
+
+    def __repr__(self) -> str:
+        f1, objects = self.metrics["f1"], int(self.metrics["gt_objects"])
+        return f"<Evaluation on {self.data}: {len(self.answers)} images, {objects} objects, F1 {f1:.3f}>"
 
 
 def run_evaluation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from coordexp.checkpoints.describe import too_few_rows
 from coordexp.checkpoints.folder import RESOLVED_CONFIG, Checkpoint, base_of, is_adapter_folder
 from coordexp.config.base import default_of
 from coordexp.config.schema import ModelConfig
-from coordexp.coords import CoordVocab
+from coordexp.coords import COORD_TOKENS, CoordVocab
 from coordexp.data.class_list import read_class_list, write_class_list
 from coordexp.data.files import give_ordinary_mode
 from coordexp.data.preparation import NO_RESIZE, ImagePreparation, read_preparation, write_preparation
@@ -143,9 +144,10 @@ def _read(source: Any, path: str | Path, what: str) -> Any:
         raise CheckpointError(f"{path}: its {what} cannot be read ({error}); restore the checkpoint's files") from error
 
 
-def export_checkpoint(checkpoint: Path, output: Path, dtype: str = DTYPE) -> Path:
+def export_checkpoint(checkpoint: Path, output: Path, dtype: str = DTYPE, for_openai: bool = False) -> Path:
     """Write all of ``checkpoint`` that inference reads: model, tokenizer, processor, chat template, image preparation,
-    class list, calibration. ``dtype``: of the weights.
+    class list, calibration. ``dtype``: of the weights. ``for_openai``: for a server that is not CoordExp's, as
+    :func:`adapt_for_openai`.
 
     The run's ``resolved_config.yaml`` is copied if there is one: it has the prompt. Attention is reset to transformers'
     default, so that the folder loads everywhere. Raises as :func:`load_model`.
@@ -155,7 +157,46 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: str = DTYPE) -> Pat
     resolved = checkpoint / RESOLVED_CONFIG
     if resolved.is_file():
         (output / resolved.name).write_bytes(resolved.read_bytes())
+    if for_openai:
+        adapt_for_openai(output, loaded.preparation)
     return output
+
+
+def adapt_for_openai(folder: Path, preparation: ImagePreparation) -> None:
+    """Let any server of an OpenAI-compatible API answer with the checkpoint in ``folder``.
+
+    Coordinate tokens become ordinary added tokens: servers leave special tokens out of their text. The processor gets
+    the limits of the training images' resize rule, so that the server resizes as training did. Raises CheckpointError
+    if that rule has another factor than the processor.
+    """
+    names = {"<|coord_*|>", *COORD_TOKENS}
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for token in content["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in names
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
+    for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        if not path.is_file():
+            continue
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        for key in ("extra_special_tokens", "additional_special_tokens"):
+            if isinstance(settings.get(key), list):
+                settings[key] = [
+                    one for one in settings[key] if (one if isinstance(one, str) else one["content"]) not in names
+                ]
+        for token in settings.get("added_tokens_decoder", {}).values():
+            token["special"] = token["special"] and token["content"] not in names
+        path.write_text(json.dumps(settings, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    if (rule := preparation.resize) is not None:
+        processor = load_processor(folder)
+        vision = processor.image_processor
+        if vision.patch_size * vision.merge_size != rule.factor:
+            raise CheckpointError(
+                f"{folder}: trained on images whose sides are multiples of {rule.factor}, but its processor makes them "
+                f"multiples of {vision.patch_size * vision.merge_size}; export without --for openai"
+            )
+        vision.size = {"shortest_edge": rule.min_pixels, "longest_edge": rule.max_pixels}
+        processor.save_pretrained(folder)
 
 
 def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype: str | None = None) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from rich.console import Console
-from transformers import TrainerState, TrainingArguments, enable_full_determinism, set_seed
+from transformers import TrainerCallback, TrainerState, TrainingArguments, enable_full_determinism, set_seed
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import align_special_tokens
 
@@ -148,8 +148,10 @@ def build_trainer(
     config_path: Path | None = None,
     overrides: Sequence[str] = (),
     backend: RolloutBackend | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> tuple[CoordExpTrainer, Path | None]:
-    """Load the model and join all parts. ``backend``: replaces the one that the configuration names.
+    """Load the model and join all parts. ``backend``: replaces the one that the configuration names. ``callbacks``:
+    besides those of the configuration.
 
     Returns: the trainer, and the checkpoint folder to resume from (None for a new run).
     """
@@ -231,7 +233,7 @@ def build_trainer(
         max_steps=max_steps,
         eval_dataset=val,
         rollout_matching_cfg=rollout_contract(config),
-        callbacks=[one() for one in get_reporting_integration_callbacks(args.report_to)],
+        callbacks=[*(one() for one in get_reporting_integration_callbacks(args.report_to)), *callbacks],
         measured=detection if detection.enabled else None,
         scorer=TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id) if with_scores else None,
         keep_checkpoints=training.save_total_limit,
@@ -308,7 +310,8 @@ def run_training(
     description: str = "train",
     config_path: Path | None = None,
     overrides: Sequence[str] = (),
-):
+    callbacks: Sequence[TrainerCallback] = (),
+) -> CoordExpTrainer:
     """Check, build, train, and save the final model with its processor to ``training.output_dir``. Returns the trainer.
 
     ``config_path`` and ``overrides`` (``key.path=value``) say in the manifest what ``config`` was loaded from. Raises
@@ -320,7 +323,7 @@ def run_training(
     try:
         join_processes(config)
         with only_run_in(Path(config.training.output_dir)):
-            trainer, resume = build_trainer(checked, console, description, config_path, overrides)
+            trainer, resume = build_trainer(checked, console, description, config_path, overrides, callbacks=callbacks)
             if resume is not None:
                 console.print(f"resuming from {resume}", highlight=False, markup=False, soft_wrap=True)
             _train(trainer, resume, config.training.stop_within_s)

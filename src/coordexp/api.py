@@ -1,0 +1,172 @@
+"""``coordexp.train``, ``coordexp.evaluate`` and ``coordexp.convert``: what these commands do, from Python.
+Everything heavy is imported by the call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coordexp.config import load_config
+from coordexp.config.checks import check_paths
+from coordexp.config.schema import RunConfig
+from coordexp.data.progress_bar import literal_console
+from coordexp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import TrainerCallback
+
+    from coordexp.data.convert import ConversionReport
+    from coordexp.inference.prediction import EvaluationResult
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished training run.
+
+    ``checkpoint``: the folder of its model, ready for ``Detector``. ``metrics``: the last value of everything that was
+    logged, by name. ``history``: every log line in order, with its ``step`` and ``epoch``. ``config``: as it was run.
+    """
+
+    checkpoint: Path
+    metrics: dict[str, float]
+    history: tuple[dict[str, float], ...]
+    config: RunConfig
+
+    def __repr__(self) -> str:
+        return f"<Run {self.checkpoint}: {len(self.history)} log lines, {len(self.metrics)} metrics>"
+
+
+def train(
+    config: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    quiet: bool = False,
+) -> Run:
+    """Train as ``coordexp train`` does.
+
+    Args:
+        config: the run's YAML.
+        overrides: keys on top of it, e.g. ``{"training.max_steps": 100}``.
+        callbacks: of transformers' ``TrainerCallback``; they see each step, log line, evaluation and save.
+        quiet: without a progress bar.
+
+    Raises:
+        CoordExpError: as the command; RunStopped if a signal ended the run, with everything saved.
+    """
+    run = load_config(config, overrides)
+    check_paths(
+        {"model.model": run.model.model},
+        {"custom.train_jsonl": run.custom.train_jsonl, "custom.val_jsonl": run.custom.val_jsonl},
+    )
+    from coordexp.modeling.load import no_progress_bars
+    from coordexp.training.run import run_training
+
+    given = tuple(f"{key}={value}" for key, value in (overrides or {}).items())
+    with no_progress_bars():
+        trainer = run_training(
+            run, _console(quiet), run.custom.trainer_variant or "stage 1", Path(config), given, callbacks=callbacks
+        )
+    history = tuple(dict(line) for line in trainer.state.log_history)
+    last = {name: value for line in history for name, value in line.items() if name not in ("step", "epoch")}
+    return Run(Path(run.training.output_dir), last, history, run)
+
+
+def evaluate(
+    config: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    model: str | Path | None = None,
+    data: str | Path | None = None,
+    limit: int | None = None,
+    out: str | Path | None = None,
+    classes: Sequence[str] = (),
+    calibrate: bool = False,
+    quiet: bool = False,
+) -> EvaluationResult:
+    """Evaluate a checkpoint as ``coordexp evaluate`` does, and write figures and answers.
+
+    Args:
+        config: a run's YAML; None takes the settings of ``model``'s own run.
+        overrides: keys on top of the YAML.
+        model: a checkpoint, instead of ``model.model``.
+        data: a JSONL, instead of ``custom.val_jsonl``.
+        limit: use only the first images.
+        out: folder of figures and answers, instead of ``<output_dir>/evaluation``.
+        classes: the only names that answers may contain; empty for any.
+        calibrate: fit confidences to what is right here, and store that in the checkpoint's folder.
+        quiet: without a progress bar.
+
+    Returns:
+        ``metrics`` by name, ``answers``, and ``summary`` with figures by class and thresholds.
+
+    Raises:
+        CoordExpError: as the command.
+    """
+    from coordexp.inference.session import check_classes, evaluation_config
+
+    checkpoint, jsonl = (None if path is None else Path(path) for path in (model, data))
+    if config is not None:
+        run = load_config(config, overrides)
+    elif checkpoint is None:
+        raise ConfigError("name a configuration or model= to evaluate")
+    elif overrides:
+        raise ConfigError("overrides belong to a configuration; name one")
+    else:
+        run = evaluation_config(checkpoint, jsonl)
+    check_paths({"model": checkpoint or run.model.model}, {"data": jsonl or run.custom.val_jsonl})
+    from coordexp.inference.prediction import run_evaluation
+    from coordexp.modeling.load import no_progress_bars
+
+    with no_progress_bars():
+        return run_evaluation(
+            run, _console(quiet), model=checkpoint, data=jsonl, limit=limit, output=None if out is None else Path(out),
+            classes=check_classes(classes), calibrate=calibrate,
+        )  # fmt: skip
+
+
+def convert(form: str, source: str | Path, out: str | Path, **options: Any) -> ConversionReport:
+    """Convert annotations to JSONL as ``coordexp data convert`` does.
+
+    Args:
+        form: a format's name, e.g. ``"coco"``, ``"voc"``, ``"yolo"``, ``"labelme"``, ``"csv"``, ``"lvis"``.
+        source: the file or folder that the command names first.
+        out: folder of the JSONL and its images.
+        options: those of the command, e.g. ``split="train"``, ``images_dir="photos"``, ``max_pixels=128 * 128``.
+
+    Returns:
+        The report: ``jsonl``, ``images``, ``objects``, ``objects_by_desc``, and everything left out, by reason.
+
+    Raises:
+        ConfigError: an unknown format or option. DataError: as the command.
+    """
+    from coordexp.data import convert as formats
+
+    known = {name.removeprefix("convert_"): getattr(formats, name) for name in formats.__all__ if "convert_" in name}
+    fixed = {"lvis": True} if form == "lvis" else {}
+    converter = known.get("coco" if form == "lvis" else form)
+    if converter is None:
+        raise ConfigError(f"convert: {form!r} is unknown; expected one of {', '.join(sorted([*known, 'lvis']))}")
+    of_images = {field.name for field in fields(formats.ImageOptions)}
+    parameters = inspect.signature(converter).parameters
+    first, *others = (name for name in parameters if name not in ("out_dir", "options"))
+    if unknown := options.keys() - of_images - set(others):
+        raise ConfigError(
+            f"convert: {form} has no option {', '.join(sorted(unknown))}; it has "
+            f"{', '.join(sorted({*others, *of_images} - {'progress'}))}"
+        )
+    if "images_dir" in others and parameters["images_dir"].default is inspect.Parameter.empty:
+        options.setdefault("images_dir", None)
+    image_options = formats.ImageOptions(**{name: value for name, value in options.items() if name in of_images})
+    own = {name: value for name, value in options.items() if name not in of_images}
+    return converter(**{first: source, "out_dir": out}, **own, **fixed, options=image_options)
+
+
+def _console(quiet: bool) -> Console:
+    from coordexp import distributed
+
+    return literal_console(stderr=False, quiet=quiet or not distributed.is_main())

@@ -1,0 +1,66 @@
+"""``coordexp.parse_answer``: what an OpenAI-compatible server wrote, in pixels of the image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from coordexp.coords import serialize_objects
+from coordexp.data.files import asset
+from coordexp.errors import ConfigError, DataError
+from coordexp.geometry import pixel_box
+from coordexp.inference.parse_answer import parse_answer, vocab_of
+from coordexp.modeling.load import export_checkpoint, load_processor
+from coordexp.records import GTObject
+
+OBJECTS = (GTObject("手提包", "bbox_2d", (10, 20, 300, 999)), GTObject("cat", "poly", (0, 0, 500, 0, 500, 500)))
+TEXT = serialize_objects(OBJECTS)
+
+
+@pytest.mark.parametrize(
+    "given", [TEXT, TEXT + "<|im_end|>", TEXT.replace('"<|coord_', "<|coord_").replace('|>"', "|>")]
+)
+def test_text_becomes_detections(given: str) -> None:
+    found = parse_answer(given, (640, 480))
+    assert found.names == ["手提包", "cat"] and found.problem is None and found[0].confidence is None
+    assert found[0].box == pixel_box(OBJECTS[0], 640, 480, "pixel_edges") and found.polygons[1] is not None
+    assert (found.width, found.height, found.text) == (640, 480, given.removesuffix("<|im_end|>"))
+
+
+def test_token_ids_need_their_tokenizer() -> None:
+    checkpoint = asset("checkpoints/demo-stage1")
+    ids = vocab_of(str(checkpoint)).encode(TEXT)
+    found = parse_answer(ids, Image.new("RGB", (640, 480)), checkpoint=checkpoint)
+    assert found.objects == parse_answer(TEXT, (640, 480), checkpoint=checkpoint).objects
+    assert found[0].box == pixel_box(OBJECTS[0], 640, 480, "pixel_centres"), "of data from before pixel edges"
+    assert "red circle" in found.classes and found.plot().size == (640, 480)
+    with pytest.raises(ConfigError, match="checkpoint"):
+        parse_answer(ids, (640, 480))
+
+
+def test_an_answer_that_is_not_whole_says_so(tmp_path: Path) -> None:
+    cut = parse_answer(TEXT[:-30], (640, 480))
+    assert cut.names == ["手提包"] and cut.truncated and "cut off" in (cut.problem or "")
+    prose = parse_answer("There is a cat. {}", (640, 480))
+    assert not prose and "not JSON" in (prose.problem or "")
+    empty = parse_answer("{}", (640, 480))
+    assert not empty and empty.problem is None
+    hidden = TEXT
+    for token in {f"<|coord_{k}|>" for obj in OBJECTS for k in obj.bins}:
+        hidden = hidden.replace(token, "")
+    with pytest.raises(DataError, match="skip_special_tokens"):
+        parse_answer(hidden, (640, 480))
+
+
+def test_a_checkpoint_exported_for_openai_keeps_its_coordinates(tmp_path: Path) -> None:
+    """Servers decode without special tokens, and resize by the processor's limits alone."""
+    folder = export_checkpoint(asset("checkpoints/demo-stage1"), tmp_path / "out", "float32", for_openai=True)
+    processor = load_processor(folder)
+    tokenizer = processor.tokenizer
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    assert ids == vocab_of(str(asset("checkpoints/demo-stage1"))).encode(TEXT), "the same tokens as in training"
+    text = tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True)
+    assert parse_answer(text, (640, 480)).objects == parse_answer(TEXT, (640, 480)).objects
+    assert dict(processor.image_processor.size) == {"shortest_edge": 16384, "longest_edge": 16384}

@@ -1,0 +1,52 @@
+"""``coordexp.convert``, ``coordexp.train`` and ``coordexp.evaluate``: the commands from Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import TrainerCallback
+
+from coordexp.api import convert, evaluate, train
+from coordexp.errors import ConfigError
+from support.cli_runs import small_checkpoint, write_run
+from support.one_scene import as_coco, as_labelme
+
+
+class Watching(TrainerCallback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.steps.append(state.global_step)
+
+
+def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"))
+    watching = Watching()
+    run = train(config, {"training.max_steps": 2, "training.logging_steps": 1}, callbacks=[watching])
+    assert watching.steps == [1, 2]
+    losses = [line["loss"] for line in run.history if "loss" in line]
+    assert len(losses) == 2 and run.metrics["loss"] == losses[-1]
+    assert run.config.training.max_steps == 2 and (run.checkpoint / "model.safetensors").is_file()
+    quiet = evaluate(config, model=run.checkpoint, limit=2, out=tmp_path / "figures", quiet=True)
+    assert quiet.metrics["images"] == len(quiet.answers) == 2 and (tmp_path / "figures" / "metrics.json").is_file()
+    own = evaluate(model=run.checkpoint, limit=2, out=tmp_path / "own", quiet=True)
+    assert [a.text for a in own.answers] == [a.text for a in quiet.answers], "with the run's own settings"
+    assert "Loading weights" not in capsys.readouterr().err
+    for wrong in ({}, {"model": run.checkpoint, "overrides": {"training.seed": 1}}):
+        with pytest.raises(ConfigError):
+            evaluate(**wrong)
+
+
+def test_convert_takes_the_options_of_the_command(tmp_path: Path) -> None:
+    labelme = convert(
+        "labelme", as_labelme(tmp_path / "in"), tmp_path / "out", name="mine", min_pixels=64 * 64, max_pixels=160 * 96
+    )
+    assert labelme.jsonl == tmp_path / "out" / "mine.jsonl" and labelme.objects == 4
+    annotations, images = as_coco(tmp_path / "coco")
+    assert convert("coco", annotations, tmp_path / "out", images_dir=images).objects == 4
+    with pytest.raises(ConfigError, match=r"'pascal'.*labelme.*voc"):
+        convert("pascal", tmp_path, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"splits.*split"):
+        convert("voc", tmp_path, tmp_path / "out", splits="train")
