@@ -90,13 +90,13 @@ def test_from_evaluate_to_predictions_and_exports(tmp_path: Path, capsys: pytest
         "training": {"output_dir": str(tmp_path / "out"), "max_steps": 1, "use_cpu": True},
         "global_max_length": 2048,
     }))  # fmt: skip
-    done = run_cli(capsys, "evaluate", run, "--calibrate")
+    done = run_cli(capsys, "evaluate", run, "--calibrate", "--out", tmp_path / "figures")
     assert done.code == 0, done.err
     assert str(model / CALIBRATION) in done.out and "confidence ≥" in done.out
-    evaluated = read_answers(tmp_path / "out" / "evaluation")
+    evaluated = read_answers(tmp_path / "figures")
     calibration = read_calibration(model)
     assert calibration is not None and calibration.objects >= 20
-    figures = json.loads((tmp_path / "out" / "evaluation" / "metrics.json").read_text())
+    figures = json.loads((tmp_path / "figures" / "metrics.json").read_text())
     best = figures["thresholds"][0]
     assert best["name"] == ALL and best["f1"] >= figures["metrics"]["f1"] - 0.02
 
