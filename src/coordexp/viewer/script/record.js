@@ -152,7 +152,7 @@ const says = (record, side, number) => {
   }
   const unmatched = renamed === null ? "unmatched" : `wrong name, annotated as ${record.gt[renamed].desc}`;
   const matched = partner === null ? unmatched : `matches ${record.gt[partner].desc}, IoU ${round(object.iou)}`;
-  const score = object.score === null ? "" : ` · score ${round(object.score)}`;
+  const score = object.score === null ? "" : ` · confidence ${round(object.score)}`;
   return `${object.name}: ${object.desc} · ${record.annotated ? matched : "not annotated"}${score}`;
 };
 
