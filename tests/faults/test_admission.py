@@ -33,6 +33,9 @@ class Engine:
         self.hangs = self.stalls = self.answers = False
         self.num_tokens = self.num_running = 0
 
+    def render(self, prompt: Any) -> Any:
+        return prompt
+
     async def num_sampled(self) -> list[int]:
         while self.hangs:
             await asyncio.sleep(0.01)

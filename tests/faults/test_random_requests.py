@@ -37,6 +37,9 @@ NAMES = (
 class Engine(SimpleNamespace):
     """Answers at once; its worker takes nothing."""
 
+    def render(self, prompt: Any) -> Any:
+        return prompt
+
     async def answer(self, prompt: Any, sampling: Any, names: Any) -> Any:
         answer = SimpleNamespace(token_ids=[3], text="a", finish_reason="stop")
         return SimpleNamespace(request_id="id", prompt_token_ids=[1, 2], outputs=[answer])

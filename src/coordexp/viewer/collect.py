@@ -26,8 +26,8 @@ _RECORDS = "rollout_records"
 @dataclass(frozen=True, slots=True)
 class ViewShape:
     """An object to draw. ``partner``: index of its match on the other side, or None. ``renamed``: index of the object
-    there that it covers under another name. ``soft``: its weight, if a model added it. ``score``: its confidence, or the
-    raw score if it has none."""
+    there that it covers under another name. ``soft``: its weight, if a model added it. ``score``: its
+    confidence, or the raw score if it has none."""
 
     desc: str
     kind: str

@@ -154,5 +154,5 @@ def test_a_run_that_cannot_fit_is_refused_with_a_size_that_fits() -> None:
     config = parse_config(content)
     need = check_memory(config).total
     assert check_memory(config, gpu_bytes=int(need)).total == need
-    with pytest.raises(ConfigError, match=r"GB for each trainer process .*training\.gradient_checkpointing: true \("):
+    with pytest.raises(ConfigError, match=r"GB for each trainer process.*training\.gradient_checkpointing: true \("):
         check_memory(config, gpu_bytes=int(need / 2))
