@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from coordexp.api import convert, evaluate, train
 from coordexp.errors import ConfigError
@@ -37,6 +37,16 @@ def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pyte
     for wrong in ({}, {"model": run.checkpoint, "overrides": {"training.seed": 1}}):
         with pytest.raises(ConfigError):
             evaluate(**wrong)
+
+
+def test_early_stopping_ends_a_run_that_does_not_improve(tmp_path: Path) -> None:
+    config = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"))
+    every_step = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    keys = {**every_step, "max_steps": 9, "learning_rate": 1e-9, "load_best_model_at_end": True}
+    keys["metric_for_best_model"] = "eval_rollout/f1"
+    overrides = {f"training.{name}": value for name, value in keys.items()}
+    run = train(config, overrides, callbacks=[EarlyStoppingCallback(2)], quiet=True)
+    assert max(line["step"] for line in run.history) == 3, "the first evaluation is the best, two more do not improve"
 
 
 def test_convert_takes_the_options_of_the_command(tmp_path: Path) -> None:

@@ -32,16 +32,19 @@ def blocks(language: str, pages: Sequence[Path] = PAGES) -> Iterator[tuple[Path,
 
 
 def commands() -> list[tuple[str, str]]:
-    """``coordexp …`` lines of shell blocks, comments cut off, also under torchrun; the README's too."""
+    """``coordexp …`` lines of shell blocks without comments and ``> FILE``, also under torchrun; the README's too."""
     found = blocks("bash", [*PAGES, ROOT / "README.md"])
-    lines = [(page.name, line.split(" #")[0].strip()) for page, text in found for line in text.splitlines()]
+    lines = [(page.name, re.split(" [#>] ?", line)[0].strip()) for page, text in found for line in text.splitlines()]
     lines = [
         (page, re.sub(r"^torchrun .*-m (?=coordexp )", "", line).removeprefix(".venv/bin/")) for page, line in lines
     ]
     return [(page, line) for page, line in lines if line.startswith("coordexp ")]
 
 
-@pytest.mark.parametrize("script", ["generate_config_reference.py", "generate_metrics.py", "draw_architecture.py"])
+@pytest.mark.parametrize(
+    "script",
+    ["generate_config_reference.py", "generate_cli_reference.py", "generate_metrics.py", "draw_architecture.py"],
+)
 def test_generated_page_is_current(script: str) -> None:
     done = subprocess.run([sys.executable, str(DOCS / script), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
