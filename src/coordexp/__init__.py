@@ -1,9 +1,8 @@
-"""CoordExp: detection by writing, taught by rollout matching.
+"""CoordExp: train Qwen3-VL to detect objects by writing JSON, first by SFT, then by rollout matching.
 
-Packages are stages, in the order in which data passes through them: config, data, rollouts, parsing, matching, targets,
-packing, modeling, objective, recording, evaluation, training, inference. Weights travel back through weight_sync to
-engine and servers.
-Records that cross a boundary live in :mod:`coordexp.records`.
+Each package is a stage. In the order in which data passes through them: config, data, rollouts, parsing, matching,
+targets, packing, modeling, objective, recording, evaluation, training, inference. ``engine`` contains everything about
+vLLM; ``weight_sync`` sends trained weights to it. Stages exchange the records of :mod:`coordexp.records`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """What is slow to import comes when it is asked for: ``import coordexp`` itself takes no time."""
+    """Import a public name when it is first used, because torch and transformers take seconds to import."""
     if name not in _LAZY:
         raise AttributeError(f"module 'coordexp' has no attribute {name!r}")
     return getattr(importlib.import_module(_LAZY[name]), name)

@@ -354,7 +354,7 @@ def image_problems(records: Iterable[ImageRecord], path: Path | None = None) -> 
 
 
 def raise_together(problems: Sequence[DataError], path: Path | None) -> None:
-    """Raise all problems as one DataError, the first 20 spelled out; nothing where there are none."""
+    """Raise all problems as one DataError, with the text of the first 20. Does nothing if there are none."""
     if not problems:
         return
     if len(problems) == 1:

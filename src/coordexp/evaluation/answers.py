@@ -373,9 +373,9 @@ def answer_samples(
 def share_out(positions: Sequence[int], world_size: int, batch_size: int) -> list[list[range]]:
     """The batches of each rank, from samples' ascending ``positions`` in a dataset.
 
-    A batch is a run of at most ``batch_size`` neighbours, so that each sample keeps the seed of its position; batches
-    are dealt in turn. All ranks get the same number, the last one perhaps empty: ranks may share an engine and have to
-    call it together.
+    A batch contains at most ``batch_size`` consecutive positions, because a sample's seed depends on its position.
+    Batches are assigned to ranks in turn. Every rank gets the same number, some perhaps empty, because ranks that share
+    an engine must call it together.
     """
     size = max(1, min(batch_size, -(-len(positions) // world_size)))  # a small set is spread over all ranks too
     batches: list[range] = []

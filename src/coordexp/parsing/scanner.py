@@ -127,7 +127,7 @@ def elements(array: Node, data: bytes) -> Sequence[Node]:
 
 
 def object_index(key: bytes) -> int | None:
-    """n of ``object_{n}``, else None. More than 18 digits is a runaway, not an index."""
+    """n of the key ``object_{n}``; None for other keys, and for more than 18 digits, which only a repetition writes."""
     match = _OBJECT_KEY.fullmatch(key)
     return int(match[1]) if match else None
 

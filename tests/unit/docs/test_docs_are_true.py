@@ -43,7 +43,13 @@ def commands() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     "script",
-    ["generate_config_reference.py", "generate_cli_reference.py", "generate_metrics.py", "draw_architecture.py"],
+    [
+        "generate_config_reference.py",
+        "generate_cli_reference.py",
+        "generate_metrics.py",
+        "draw_architecture.py",
+        "draw_matching.py",
+    ],
 )
 def test_generated_page_is_current(script: str) -> None:
     done = subprocess.run([sys.executable, str(DOCS / script), "--check"], capture_output=True, text=True)
