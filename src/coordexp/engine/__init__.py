@@ -1,7 +1,7 @@
 """Everything about vLLM: engine arguments, the worker extension and its logits processors, the colocated engine, and
 rollout servers with the client that the trainer talks to.
 
-A trainer that generates with transformers imports nothing from here but this file.
+A trainer that generates with transformers imports only this file of the package.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TESTED_VERSIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-@cache  # it takes milliseconds, and every push reads a server's status
+@cache  # takes milliseconds, and each push calls it
 def versions() -> Mapping[str, str]:
     """Installed versions of coordexp and of the packages that rollouts depend on, for logs and ``/status/``."""
     version_of = {}
@@ -44,8 +44,8 @@ def versions() -> Mapping[str, str]:
 
 
 def check_backend(config: RolloutMatchingConfig, closed_names: bool = False) -> None:
-    """Refuse a backend that cannot run here, before anything is loaded. ``closed_names``: answers will be held to a
-    closed list of class names.
+    """Refuse a backend that cannot run here, before anything is loaded. ``closed_names``: answers are limited to
+    a list of class names.
 
     Raises:
         MissingDependency: vLLM is not installed. RolloutError, ConfigError: servers do not answer, or are too few; a
@@ -72,8 +72,8 @@ def check_backend(config: RolloutMatchingConfig, closed_names: bool = False) -> 
 
 
 def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:
-    """The backend that the resolved ``config`` names. Engines start with the first sync of weights. ``names``: a closed
-    list of descriptions, empty for any."""
+    """Build the backend of the resolved ``config``. Engines start with the first weight push. ``names``: the allowed
+    labels, empty for any."""
     options = decoding_options(config)
     if config.rollout_backend == "hf":
         from coordexp.rollouts.hf import HFBackend

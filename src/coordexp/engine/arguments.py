@@ -1,5 +1,5 @@
-"""How vLLM's engines are started: their arguments, and the environment variables that switch the repeat guard on in a
-server, which its launcher sets. Imports no torch and no vLLM."""
+"""Arguments of vLLM's engines, and the environment variables by which a launcher enables a server's repeat guard.
+Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coordexp.config.base import dotted, problems_from
 from coordexp.config.rollout import RepeatTerminateConfig, VLLMConfig
 from coordexp.errors import RolloutError
 
-# Classes by name: importing them would import vLLM.
+# Names of classes, because importing them would import vLLM.
 EXTENSION = "coordexp.engine.worker.WeightSyncExtension"
 KNOWN_TOKENS_PROCESSOR = "coordexp.engine.logits_processors:KnownTokensProcessor"
 NAMES_PROCESSOR = "coordexp.engine.logits_processors:AllowedLabelsProcessor"
@@ -28,8 +28,8 @@ _DRAFTED = 32  # tokens at most: from the last coordinate of a box to the first 
 NAMES_KEY = "coordexp_names"
 REQUEST_KEY = "coordexp_request_id"
 
-NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift rollout take such lists
-NAMES_STATUS = "closed_names"  # of each worker in a server's /status/: whether it applies them
+NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift rollout accept such lists
+NAMES_STATUS = "closed_names"  # key of a worker's status: whether it applies them
 
 # The whole section rollout_matching.repeat_terminate as JSON, in one variable or in a file that a variable names.
 ENABLE = "COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION"
@@ -45,8 +45,8 @@ TOKENS_PER_STEP_ON_GPU = 16_384
 
 
 class JoinRequest(BaseModel):
-    """Weight group to join, to both kinds of servers. ``token``: required from every member that connects; the last two
-    fields are not ms-swift's. ``coordexp serve`` uses a host and ranks of its own."""
+    """Asks a server (either kind) to join a weight group. ``token``: required from every member that connects; the last
+    two fields are not ms-swift's. ``coordexp serve`` uses its own host and ranks."""
 
     host: str = ""
     port: int = Field(ge=1, le=65535)
@@ -57,7 +57,8 @@ class JoinRequest(BaseModel):
 
 
 class CommitRequest(BaseModel):
-    """End of a push, to both kinds of servers. ms-swift's clients send nothing: the server counts versions itself."""
+    """Ends a push, on either kind of server. ms-swift's clients send no body; the server then counts versions
+    itself."""
 
     weight_version: int | None = None
     learner_id: str | None = Field(default=None, max_length=64)
@@ -65,12 +66,12 @@ class CommitRequest(BaseModel):
 
 
 def section_arguments(vllm: VLLMConfig, *, gpu: bool) -> dict[str, Any]:
-    """The resolved section ``rollout_matching.vllm`` as vLLM's ``EngineArgs``; keys that are null are left to vLLM."""
-    assert vllm.dtype is not None and vllm.max_model_len is not None, "resolved_rollout() settles every null"
+    """The resolved section ``rollout_matching.vllm`` as vLLM's ``EngineArgs``; null keys take vLLM's defaults."""
+    assert vllm.dtype is not None and vllm.max_model_len is not None, "resolved_rollout() replaces every null"
     # All other keys have vLLM's names.
     ours = {"mode", "sleep_level", "enable_lora", "max_lora_rank", "server", "sync"}
     arguments = vllm.model_dump(exclude=ours, exclude_none=True)
-    if gpu:  # vLLM's 2,048 for engines that are started like ours read 64 prompts of 850 tokens in 27 steps
+    if gpu:  # with vLLM's default of 2,048, 64 prompts of 850 tokens take 27 steps
         arguments.setdefault("max_num_batched_tokens", TOKENS_PER_STEP_ON_GPU)
     if vllm.enable_lora:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": vllm.max_lora_rank}
@@ -84,7 +85,7 @@ def own_arguments(model: Path, guarded: bool, holds_names: bool = False, drafts:
         "generation_config": "vllm",  # the YAML decides, not the checkpoint's generation_config.json
         "seed": 0,
         "disable_log_stats": True,
-        # It keeps processed images for requests to come, is emptied with every push, and allows one thread only.
+        # This cache of processed images is emptied by every push, and restricts processing to one thread.
         "mm_processor_cache_gb": 0,
     }
     if not drafts:
@@ -103,7 +104,7 @@ def with_processors(arguments: Mapping[str, Any], guarded: bool, holds_names: bo
     """An engine's arguments with our worker extension and logits processors."""
     ours = [KNOWN_TOKENS_PROCESSOR]
     ours += [NAMES_PROCESSOR] if holds_names else []
-    ours += [GUARD_PROCESSOR] if guarded else []  # the last: its end of the turn is final
+    ours += [GUARD_PROCESSOR] if guarded else []  # last, because nothing may change the end of turn that it forces
     processors = [*(arguments.get("logits_processors") or []), *ours]
     return {**arguments, "worker_extension_cls": EXTENSION, "logits_processors": processors}
 
@@ -112,8 +113,8 @@ def with_image_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """An engine's arguments with the side in pixels of the largest square image that a prompt can hold: one of
     ``max_model_len`` tokens, resized as the checkpoint says its training images were.
 
-    vLLM profiles its memory on an image of the processor's largest size, 4096 x 4096 for Qwen3-VL, unless it is given
-    another: over an hour on a CPU, and on a GPU memory that no image uses. Larger images are answered all the same.
+    By default vLLM profiles its memory with an image of the processor's largest size, 4096 x 4096 for Qwen3-VL. That
+    takes over an hour on a CPU, and reserves memory on a GPU that no image uses. Larger images still work.
     """
     from coordexp.data.preparation import read_preparation
 
@@ -131,19 +132,20 @@ def with_image_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def executor_on_cpu(tensor_parallel_size: int) -> str:
-    """``distributed_executor_backend`` of an engine on CPUs, by the name that its core process imports."""
+    """``distributed_executor_backend`` of an engine on CPUs, as a class path that the core process imports."""
     name = "CoreExecutor" if tensor_parallel_size == 1 else "WorkersExecutor"
     return f"coordexp.engine.cpu_patches.{name}"
 
 
 def activation_environment(config: RepeatTerminateConfig) -> dict[str, str]:
-    """The variables that make a server guard its answers exactly as ``config`` says; none when it is disabled."""
+    """The variables that configure a server's repeat guard as in ``config``; empty if it is disabled."""
     return {ENABLE: "1", CONFIG_JSON: config.model_dump_json()} if config.enabled else {}
 
 
 def activated_config(environment: Mapping[str, str]) -> RepeatTerminateConfig | None:
     """The guard's configuration in a server's environment; None if the guard is off. Raises RolloutError for a missing
-    or incomplete one: no defaults are filled in, because thresholds other than the trainer's give other answers."""
+    or incomplete one: no defaults are filled in, because other thresholds than the trainer's would give other
+    answers."""
     switch = environment.get(ENABLE, "0")
     if switch not in ("0", "1"):
         raise RolloutError(f"{ENABLE}={switch!r}: write 1 to guard answers against repetition, or 0")

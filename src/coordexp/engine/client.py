@@ -1,5 +1,5 @@
-"""HTTP client of one rollout server, ``coordexp serve`` or ``swift rollout``: every call has a deadline, and an error
-names the URL, the answer and a remedy. Torch-free."""
+"""HTTP client of one rollout server, ``coordexp serve`` or ``swift rollout``: every call has a timeout, and an error
+names the URL, the answer and a fix. Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STALL_KEYS = ("engine_silent_s", "engine_tokenless_s")  # of /health/ and /statu
 # Size of an answer to /infer/: a prompt of 32,768 tokens and its text; for each new token its id, text and JSON.
 _BYTES_OF_PROMPT, _BYTES_OF_TOKEN = 1 << 19, 64
 
-# A machine that vanishes without a word is noticed after about two minutes, also where a read has no deadline.
+# A machine that disappears is noticed after about two minutes, even by reads without a timeout.
 _KEEPALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(
@@ -39,8 +39,8 @@ _KEEPALIVE = [
 
 
 def api_key_from_environment(variable: str | None) -> str | None:
-    """The bearer token in the environment variable that the configuration names, if any. Raises ConfigError for one
-    that is not set, or holds what no HTTP header can."""
+    """The bearer token in the environment variable that the configuration names, if any. Raises ConfigError if the
+    variable is not set, or contains characters that an HTTP header cannot."""
     if variable is None:
         return None
     token = os.environ.get(variable, "").strip()
@@ -68,8 +68,8 @@ class ServerClient:
         infer_timeout_s: float | None,
         api_key: str | None,
     ) -> None:
-        """``timeout_s``: deadline of everything but ``/infer/``; ``infer_timeout_s``: of that, None or <= 0 waits on.
-        ``api_key`` is never part of a message."""
+        """``timeout_s``: of all calls except ``/infer/``; ``infer_timeout_s``: of ``/infer/``, None or <= 0 for none.
+        ``api_key`` never appears in a message."""
         self.base_url = base_url.rstrip("/")
         self.group_port = group_port
         self.timeout_s = timeout_s
@@ -77,10 +77,10 @@ class ServerClient:
         self._world_size: int | None = None
         self._http = httpx.Client(
             headers={
-                "Accept-Encoding": "identity",  # a few bytes could unpack to any number
+                "Accept-Encoding": "identity",  # compressed answers could unpack to any size
                 **({} if api_key is None else {"Authorization": f"Bearer {api_key}"}),
             },
-            # trust_env would send requests to a proxy, and .netrc's passwords along.
+            # trust_env would use proxies and passwords of .netrc.
             transport=DeadlineTransport(_KEEPALIVE),
             trust_env=False,
             follow_redirects=False,
@@ -94,7 +94,7 @@ class ServerClient:
         return self.base_url
 
     def health(self, timeout_s: float | None = None) -> None:
-        """Raises RolloutError for a server that is not up or has a dead engine."""
+        """Raises RolloutError if the server is not up or its engine is dead."""
         self.engine_stall_seconds(timeout_s)
 
     def engine_stall_seconds(self, timeout_s: float | None = None) -> float:
@@ -107,7 +107,7 @@ class ServerClient:
 
     def wait_until_healthy(self, timeout_s: float | None = None) -> None:
         """Wait for a server that is still starting, by default the client's own timeout. Raises the last attempt's
-        RolloutError; a server that refuses the token is not waited for."""
+        RolloutError; raises at once if the server refuses the token."""
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         while True:
             left = deadline - time.monotonic()
@@ -193,7 +193,7 @@ class ServerClient:
     def update_flattened_params(
         self, metadatas: Sequence[Mapping[str, Any]], timeout_s: float, peft_config: Mapping[str, Any] | None = None
     ) -> None:
-        """Announce one bucket of weights, or an adapter with its ``peft_config``; bytes follow in the weight group."""
+        """Announce a bucket of weights, or an adapter with its ``peft_config``; bytes follow in the weight group."""
         endpoint, payload = "/update_flattened_params/", {"metadatas": metadatas}
         if peft_config is not None:
             endpoint, payload = "/update_adapter_flattened_param/", {**payload, "peft_config": peft_config}
@@ -202,7 +202,8 @@ class ServerClient:
     def commit_weights(
         self, weights: WeightVersion, wants_checksum: bool, timeout_s: float
     ) -> list[dict[str, Any]] | None:
-        """End a push: layouts, caches and version together. Each worker's report; None from a server that has none."""
+        """End a push: finalise layouts, empty caches, set the version. Returns each worker's report, None if the server
+        sends none."""
         reply = self._call(
             "POST",
             "/process_weights_after_loading/",
@@ -229,8 +230,8 @@ class ServerClient:
         wants_json: bool = True,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Any:
-        # The answer's JSON, or None if it is other text and wants_json is False. Without timeout_s the client's own
-        # deadline holds, or none with no_deadline; for connecting, sending and every byte of the answer together.
+        # Returns the answer's JSON; None if it is not JSON and wants_json is False. timeout_s covers connecting,
+        # sending and the whole answer. By default it is the client's own, or none with no_deadline.
         url = f"{self.base_url}{endpoint}"
         where = f"{method} {url}"
         read_s = timeout_s if timeout_s is not None else None if no_deadline else self.timeout_s
@@ -290,8 +291,8 @@ def _excerpt(body: bytes | bytearray) -> str:
     return repr(body[: 4 * EXCERPT].decode("utf-8", errors="replace")[:EXCERPT])
 
 
-# httpx's timeouts are per chunk: a server that sends a byte now and then would be waited for without end. So
-# connections know the deadline of the call that they serve.
+# httpx's timeouts apply to each chunk, so a server that sends a byte now and then would never time out. Therefore
+# connections check the deadline of the current call.
 
 _SEND_BYTES = 1 << 16
 _of_thread = threading.local()
@@ -299,7 +300,7 @@ _of_thread = threading.local()
 
 @contextmanager
 def deadline(seconds: float | None) -> Iterator[None]:
-    """All reads and writes of this thread's connections together end within ``seconds``; None sets no end."""
+    """Limit all reads and writes of this thread's connections to ``seconds`` in total; None for no limit."""
     _of_thread.end = None if seconds is None else time.monotonic() + seconds
     try:
         yield

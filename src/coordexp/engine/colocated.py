@@ -1,9 +1,9 @@
 """Rollouts by a vLLM engine inside each trainer process, on the trainer's own device.
 
-The engine starts at the first :meth:`~ColocatedBackend.sync_weights`, inside the offload context, and is loaded from
-the trainer's memory before every round: all weights, or the adapter alone while that works. With
-``tensor_parallel_size`` T > 1, T neighbouring ranks share one model: each of them gives the engine the requests of all
-T, and keeps the answers to its own.
+The engine starts at the first :meth:`~ColocatedBackend.sync_weights`, inside the offload context. Before every round it
+gets its weights from the trainer's memory: all weights, or only the adapter if vLLM supports it. With
+``tensor_parallel_size`` T > 1, T neighbouring ranks share one model. Each submits the requests of all T, and keeps the
+answers to its own.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ ENGINE_AT_FAULT = (
     "that this one was tested with"
 )
 AHEAD = 16  # requests that may wait with their processed images: megabytes each, in main memory
-PREPARE_S = 600.0  # far beyond what any image needs: a file system that hangs
+PREPARE_S = 600.0  # far more than any image needs; exceeded if the file system hangs
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request to the engine, of any rank of the tensor-parallel group. JSON can hold it. ``image_grid_thw`` is the
-    trainer's, None if unknown."""
+    """One request to the engine, of any rank of the tensor-parallel group; JSON-serialisable. ``image_grid_thw``: as
+    the trainer computed it, None if unknown."""
 
     request_id: str
     seed: int
@@ -86,7 +86,7 @@ class Prompt:
 
 
 class InProcessEngine:
-    """A vLLM engine of which this process holds one worker. Every method that touches weights or memory is collective
+    """A vLLM engine with one worker, in this process. Every method that touches weights or memory is collective
     over the ranks that started their engines together."""
 
     def __init__(self, arguments: Mapping[str, Any], max_in_flight: int) -> None:
@@ -95,7 +95,7 @@ class InProcessEngine:
         self.vllm: Any = None
         environment = {
             "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for what --json prints
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for the output of --json
             PLUGINS: needed_plugins(),
             **os.environ,  # variables that are set already are kept
         }
@@ -106,7 +106,7 @@ class InProcessEngine:
         self._can_sleep = bool(arguments.get("enable_sleep_mode"))
 
     def commit(self, version: int, *, wants_checksum: bool) -> dict[str, Any]:
-        """End a push, and drop everything that was computed with the old weights; returns the worker's report."""
+        """End a push and empty all caches of the old weights. Returns the worker's report."""
         with _named("the push of weights failed"):
             report = self.ask_worker(lambda worker: worker.process_weights_after_loading(version, wants_checksum))
         if not self.vllm.reset_prefix_cache():
@@ -122,8 +122,8 @@ class InProcessEngine:
         sampling_of: Callable[[Prompt], Any],
         lora_request: Any = None,
     ) -> Iterator[Any]:
-        """vLLM's ``RequestOutput`` of each prompt as it finishes. The next prompt is admitted as soon as one has ended:
-        the schedule depends on the prompts alone, so all ranks of one model run the same."""
+        """vLLM's ``RequestOutput`` of each prompt as it finishes. A new prompt is added whenever one finishes. The
+        schedule depends only on the prompts, so all ranks of one model run the same one."""
 
         def timeout_error(prompt: Prompt) -> RolloutError:
             return RolloutError(
@@ -175,7 +175,7 @@ class InProcessEngine:
         return self.vllm.collective_rpc(question)[0]
 
     def sleep(self, level: int) -> None:
-        """Give device memory back until :meth:`wake_up`; 1 keeps the weights on the host."""
+        """Release device memory until :meth:`wake_up`. Level 1 keeps a copy of the weights in main memory."""
         # Level 2 drops more than the weights: vLLM restores only registered buffers, and its Qwen3-VL adds
         # deepstack_input_embeds, plain tensors that must be zero at text positions, to the hidden states of every step.
         if level and self._can_sleep:
@@ -183,13 +183,13 @@ class InProcessEngine:
                 self.vllm.sleep(level)
 
     def wake_up(self, parts: Sequence[str]) -> None:
-        """Take memory again for ``parts`` of ``weights`` and ``kv_cache``, if they sleep."""
+        """Allocate memory again for ``parts`` (``weights``, ``kv_cache``) of a sleeping engine."""
         if self._can_sleep and self.vllm.is_sleeping():
             with _named("the engine could not wake up"):
                 self.vllm.wake_up(list(parts))
 
     def close(self) -> None:
-        """End the engine; the trainer's process group stays. Safe to call twice."""
+        """End the engine, and keep the trainer's process group. Safe to call twice."""
         engine, self.vllm = self.vllm, None
         if engine is None:
             return
@@ -208,13 +208,13 @@ class InProcessEngine:
         with _named(prompt.name):
             (rendered,) = self.vllm.renderer.render_cmpl([parse_model_prompt(self.vllm.model_config, content)])
         (image,) = rendered["mm_kwargs"]["image"]
-        # Other numbers of tokens show in the prompt's ids.
+        # A different number of tokens would show in the prompt's ids; a different grid of as many tokens would not.
         if prompt.image_grid_thw is not None:
             ours, seen = list(prompt.image_grid_thw), image["image_grid_thw"].data.flatten().tolist()
             if ours != seen and math.prod(ours) == math.prod(seen):
                 raise AlignmentError(
                     f"{prompt.name}: its image_grid_thw is {seen} in vLLM and {ours} in the trainer, so the image was "
-                    f"turned or resized on the way; {ENGINE_AT_FAULT}"
+                    f"turned or resized in between; {ENGINE_AT_FAULT}"
                 )
         return rendered
 
@@ -283,7 +283,7 @@ class ColocatedBackend(RolloutBackend):
                 learner.checkpoint, config.repeat_terminate.enabled, bool(names), config.decoding.skip_forced_tokens
             ),
             "max_num_seqs": self._cap,
-            # Ranks are started by torchrun, and each takes the device that torchrun gave it.
+            # torchrun starts the ranks and assigns their devices.
             "distributed_executor_backend": "external_launcher" if distributed.world_size() > 1 else "uni",
             "enable_sleep_mode": vllm.sleep_level > 0 and has_gpu(),  # nothing to gain on a CPU
             # Weights are replaced before the first answer, but 'dummy' would randomise buffers too, which none covers.
@@ -298,7 +298,7 @@ class ColocatedBackend(RolloutBackend):
         self._seeds: dict[str, list[int]] = {}
 
     def start_engine(self) -> InProcessEngine:
-        """The engine, guarding its answers exactly as configured. Raises MissingDependency, RolloutError."""
+        """Start the engine, with the repeat guard as configured. Raises MissingDependency, RolloutError."""
         # vLLM's import sets variables, which the trainer's children would inherit.
         with environment_kept(activation_environment(self._repeat_terminate)):
             require("vllm", "rollout_matching.rollout_backend: vllm")
@@ -316,9 +316,9 @@ class ColocatedBackend(RolloutBackend):
         return engine
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
-        """Every request is a call of its own to the engine, with its own seed. Collective where T > 1."""
+        """Submits each request separately, with its own seed. A collective call if T > 1."""
         if self.engine is None:
-            raise RolloutError("the colocated engine has no weights yet; call sync_weights before asking it")
+            raise RolloutError("the colocated engine has no weights yet; call sync_weights before generate_window")
         requests = {
             f"{distributed.rank()}-{r}-{i}": (r, i, request)
             for r, one in enumerate(rounds)

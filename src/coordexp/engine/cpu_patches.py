@@ -29,8 +29,8 @@ def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 # vLLM's processes spin on their shared-memory queues for a second after each message. With a GPU that is cheap; on a
 # CPU it takes a core from the trainer that pushes weights to them. So a reader spins for the length of a decoding step,
-# then sleeps for ever longer, and after a second waits for the writer's notification. Notifications alone would not do
-# while messages are frequent: ZeroMQ may drop them.
+# then sleeps for growing intervals, and after a second waits for the writer's notification. Notifications alone are not
+# enough while messages are frequent, because ZeroMQ may drop them.
 
 SPIN_S = 0.02  # a decoding step of a small model is shorter
 BACKOFF_S = 1.0
@@ -48,7 +48,7 @@ class _SleepingCondition(shm_broadcast.SpinCondition):
         self._waiting_since = None
 
     def wait(self, timeout_ms: int | None = None) -> None:
-        # It may return early: the caller looks and waits again.
+        # It may return early; the caller then checks the queue and waits again.
         now = time.monotonic()
         self._waiting_since = self._waiting_since or now
         waited_s = now - self._waiting_since

@@ -1,8 +1,9 @@
-"""Decoding that skips forced tokens: vLLM's speculative decoding with drafts that the answer's grammar writes.
+"""Decoding that skips forced tokens: vLLM's speculative decoding with drafts from the answer's grammar.
 
-:class:`AnswerDrafter` proposes the tokens that come next; the model checks all of them in one forward pass, so answers
-are those of ordinary decoding. vLLM takes no logits processors together with drafts, so :func:`install` applies ours to
-every drafted position, before vLLM's model runner samples. vLLM imports this module in each engine process.
+:class:`AnswerDrafter` proposes the tokens that come next; the model verifies all of them in one forward pass, so
+answers equal those of ordinary decoding. vLLM does not support logits processors together with drafts, so
+:func:`install` applies ours to every drafted position, before vLLM's model runner samples. vLLM imports this module in
+each engine process.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class AnswerDrafter:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts of all rows of the batch; empty for a row that sampled nothing, because its prompt is not read yet."""
+        """Drafts of all rows of the batch; empty for a row that has not sampled yet because its prompt is still being
+        read."""
         drafts: list[list[int]] = []
         for row, sampled in enumerate(sampled_token_ids):
             length = int(num_tokens_no_spec[row])
@@ -65,8 +67,8 @@ class AnswerDrafter:
         return drafts
 
     def _state(self, row: int, ids: np.ndarray) -> AnswerState | None:
-        # Requests move to other rows when one ends, so this row's answer is compared with the one followed here. Equal
-        # answers have equal states.
+        # Requests may move to other rows, so compare this row's answer with the one that its state has read. Equal
+        # answers have equal states, so it does not matter whose state it was.
         followed = self._rows.get(row)
         if followed is None or not followed.is_prefix_of(ids):
             starts = np.flatnonzero(ids == self._turn_start)
@@ -128,7 +130,7 @@ class DraftedMasks:
         output = sample(logits, metadata)
         for index, position, trigger, guard in ends:
             assert self.guard is not None
-            # Earlier tokens of the draft may have been refused, or the answer may have ended before.
+            # The model may have rejected earlier tokens of the draft, or ended the answer before.
             taken = output.sampled_token_ids[index, : position + 1].tolist()
             if len(taken) == position + 1 and taken[-1] == self.guard.eos_id and self.guard.eos_id not in taken[:-1]:
                 self.guard.keep_trigger(guard, trigger)

@@ -1,5 +1,5 @@
-"""Processes of vLLM engines: their environment, how they end, what an engine in this process must not change, and how
-``swift rollout``'s workers report progress."""
+"""Processes of vLLM engines: their environment and end, settings that an engine in this process must not change, and
+the heartbeat of ``swift rollout``'s workers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def image_threads(num_engines: int = 1) -> int:
 
 
 def engine_environment(given: Mapping[str, str], *, gpu: bool) -> dict[str, str]:
-    """``given`` (usually ``os.environ``), completed with what engine processes need; variables that are set stay."""
+    """``given`` (usually ``os.environ``), plus the variables that engine processes need. Existing values are kept."""
     needed = _EVERYWHERE if gpu else _EVERYWHERE | _ON_CPU
     return {**needed, **given}
 
@@ -185,7 +185,7 @@ def settings_kept() -> Iterator[None]:
 
 @contextmanager
 def default_group_kept(is_trainers: bool) -> Iterator[None]:
-    """vLLM ends with ``destroy_process_group()``. Let it destroy the default group only if vLLM made it."""
+    """vLLM calls ``destroy_process_group()`` at its end. Let it destroy the default group only if vLLM created it."""
     import torch.distributed as dist
 
     if not is_trainers:
@@ -228,7 +228,8 @@ class SharedHeartbeat:
         return cls(path)
 
     def forget_name(self) -> None:
-        """Call it when all workers have the page: it then disappears with the last process."""
+        """Remove the page's file name. Call it when all workers have mapped the page, which lives until the last one
+        ends."""
         Path(os.environ[HEARTBEAT_PATH]).unlink(missing_ok=True)
 
     def record_step(self, worker: int) -> None:

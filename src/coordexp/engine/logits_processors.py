@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
 
 Processor = TypeVar("Processor", bound=LogitsProcessor)
-_KEPT_RULES = 8  # of as many lists of names; each holds the vocabulary's bytes in order
-_MAX_TRIGGERS = 65_536  # if a client leaves, those of its requests are never fetched
+_KEPT_RULES = 8  # the latest lists of names; each rule keeps a sorted copy of the vocabulary
+_MAX_TRIGGERS = 65_536  # triggers of a client that disconnected are never fetched
 # With asynchronous scheduling, the newest token of an answer is -1 until vLLM has it from the device. vLLM 0.32 writes
 # it there before it calls a processor.
 _TOO_EARLY = (
@@ -56,7 +56,7 @@ def processor_of(worker: Any, kind: type[Processor]) -> Processor | None:
 
 
 class KnownTokensProcessor(LogitsProcessor):
-    """Makes every id at or beyond the tokenizer's length impossible. Checkpoints pad their language head to a round
+    """Masks every id at or beyond the tokenizer's length. Checkpoints pad their language head to a round
     number of rows; an id of such a row has no text. ``num_sampled`` counts every token that the engine draws."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -105,7 +105,7 @@ class _NamesRow:
 
 
 class AllowedLabelsProcessor(LogitsProcessor):
-    """Makes every description outside a request's closed list impossible; before the repeat guard."""
+    """Masks every description outside a request's allowed labels. Must come before the repeat guard."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._vocab = CoordVocab.from_tokenizer(AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer))
@@ -148,7 +148,7 @@ class AllowedLabelsProcessor(LogitsProcessor):
             return None
         if names not in self._rules:
             if len(self._rules) >= _KEPT_RULES:
-                self._rules.pop(next(iter(self._rules)))  # rows that still follow it hold it themselves
+                self._rules.pop(next(iter(self._rules)))  # rows that use it keep their own reference
             self._rules[names] = AllowedLabels(names, self._vocab.pieces, self._vocab.eos_id)
         return _NamesRow(self._rules[names], answer)
 
@@ -163,7 +163,8 @@ class _GuardRow:
 
 
 class RepeatTerminateProcessor(LogitsProcessor):
-    """Ends answers that repeat themselves: after its verdict a row may only end. Configured by the environment."""
+    """Ends answers that repeat themselves: after a trigger, only the end of turn is possible. Configured by the
+    environment."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -201,7 +202,7 @@ class RepeatTerminateProcessor(LogitsProcessor):
         return logits
 
     def end(self, logits: torch.Tensor, rows: Sequence[int]) -> None:
-        """Leave the end of the turn alone possible in these rows, in place."""
+        """Mask everything but the end of turn in these rows, in place."""
         if rows:
             logits[rows] = -torch.inf
             logits[rows, self.eos_id] = 0.0
@@ -215,7 +216,7 @@ class RepeatTerminateProcessor(LogitsProcessor):
         return _GuardRow(request_id, answer, RepeatGuard(self.config, self._reader))
 
     def has_verdict(self, row: _GuardRow) -> bool:
-        """Whether the guard ends the answer now; then the trigger is kept."""
+        """Whether the guard ends the answer now; if so, stores the trigger."""
         if not self.read(row) or row.guard.trigger is None:
             return False
         self.keep_trigger(row, row.guard.trigger)
@@ -253,6 +254,6 @@ def guard_of_worker(worker: Any) -> RepeatTerminateProcessor | None:
 
 
 def guard_report(worker: Any) -> dict[str, Any]:
-    """The guard that a worker applies, for the trainer to compare with its configuration; JSON can hold it."""
+    """The guard that a worker applies, JSON-serialisable, for the trainer to compare with its configuration."""
     guard = guard_of_worker(worker) if activated_config(os.environ) is not None else None
     return {"active": guard is not None, "config": None if guard is None else guard.config.model_dump()}

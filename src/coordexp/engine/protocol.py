@@ -1,5 +1,5 @@
-"""Calls of ``/infer/`` in ms-swift's format (``RolloutInferRequest``, ``RequestConfig``), strictly read: requests and
-answers as the trainer writes and reads them, and requests as ``coordexp serve`` reads them and gives them to vLLM."""
+"""Calls of ``/infer/`` in ms-swift's format (``RolloutInferRequest``, ``RequestConfig``), parsed strictly: the
+trainer writes requests and reads answers; ``coordexp serve`` reads requests and passes them to vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from coordexp.rollouts.backend import DecodingOptions, response_tokens
 from coordexp.weight_sync import WeightVersion
 
 IMAGE_MARK = "<image>"
-ENVELOPE = "coordexp"  # the key next to the answer, for what our own server and plugin add
+ENVELOPE = "coordexp"  # the key next to the answer, with the fields that our server and plugin add
 TRIGGERED = "repeat_terminate_triggered"  # 0 or 1, required from every guarded server
 ACTIVE = "repeat_terminate_active"
 _EXCERPT = 300
@@ -34,7 +34,7 @@ MAX_REQUESTS = 4096
 MAX_IMAGE_BYTES = 64 << 20
 MAX_IMAGE_PIXELS = 36_000_000  # a few kilobytes of PNG can hold any number, and each pixel needs about 30 bytes here
 LONGEST_PATH = 4096
-# Compressed formats that every reader opens in the same way: bitmaps and TIFF would be longer than a PNG of them.
+# Compressed formats that every reader decodes alike. Bitmaps and TIFF would be larger than a PNG.
 _COMPRESSED = {"JPEG": "jpeg", "MPO": "jpeg", "PNG": "png", "WEBP": "webp"}
 
 
@@ -144,12 +144,12 @@ def read_answer(
     if place is not None and envelope.get("uuid") != str(place):
         raise RolloutError(
             f"{where}: request {place} of the call got the answer to request {str(envelope.get('uuid'))[:40]}: answers "
-            "were exchanged on the way"
+            "were exchanged"
         )
     if place is not None and not {"weight_version", "learner_id"} <= envelope.keys():
         raise RolloutError(
             f"{where}: the answer does not report its weight_version and learner_id, and this server's answers do; "
-            "another process answers in its place. Look for what listens at base_url"
+            "another process answers instead; check which one listens at base_url"
         )
     return Rollout(
         sample_id=request.sample_id,
@@ -304,7 +304,7 @@ class PromptBuilder:
         num_images = sum(part["type"] == "image" for part in parts)
         if len(request.images) != num_images:
             raise RequestRefused(
-                400, f"the messages have {num_images} images, but {len(request.images)} came along in 'images'"
+                400, f"the messages have {num_images} images, but {len(request.images)} are in 'images'"
             )
         if num_images > self.max_images:
             raise RequestRefused(
@@ -312,7 +312,9 @@ class PromptBuilder:
             )
         texts = [*(message["role"] for message in messages), *(part.get("text", "") for part in parts)]
         if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
-            raise RequestRefused(400, "a message holds half a character (a lone surrogate); send whole ones")
+            raise RequestRefused(
+                400, "a message contains a lone surrogate, which is no valid character; send valid Unicode"
+            )
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if not request.images:
             return {"prompt": text}

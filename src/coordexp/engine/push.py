@@ -1,5 +1,5 @@
-"""The trainer's side of a weight push, and its way to rollout servers (``colocated`` has the way into an engine of this
-process). ``WeightReceiver`` is the other end of both."""
+"""The trainer's side of a weight push, and the push to rollout servers (``colocated`` has the one into an engine of
+this process). ``WeightReceiver`` receives both."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ logger = logging.getLogger("coordexp")
 Named = list[tuple[str, torch.Tensor]]
 Mode = Literal["full", "adapter"]
 THREAD = "weight-push"
-CAUSE_S = 5.0  # how long a failed broadcast waits for the server's own account of it
-# Raised by engines, peft's reader and vLLM for an adapter that they cannot take.
+CAUSE_S = 5.0  # how long a failed broadcast waits for the server's error message
+# Raised by engines, peft and vLLM if they cannot use an adapter.
 _ADAPTER_ERRORS = (CoordExpError, RuntimeError, ValueError, TypeError, KeyError, OSError)
 
 
@@ -53,11 +53,11 @@ class WeightPusher(ABC):
     """Pushes the trainer's weights to its engines. :meth:`push` is collective: every rank calls it, and an error on one
     rank is raised on all. Not for several threads at once."""
 
-    converts = True  # to the engines' number type before sending; otherwise only where a checksum needs it
+    converts = True  # to the engines' dtype before sending; if False, only for checksums
 
     def __init__(self, source: WeightSource, config: SyncConfig) -> None:
         self.mode: Mode = config.settled_mode
-        self.fallbacks: list[str] = []  # why adapters are pushed no more: empty, or one text
+        self.fallbacks: list[str] = []  # why adapters are no longer pushed: empty, or one reason
         self.learner_id: str | None = None
         self.has_engines = True  # False on ranks that only take part in gathering weights
         self._source = source
@@ -66,8 +66,8 @@ class WeightPusher(ABC):
         self.compared = False  # whether a full push has been compared yet
 
     def push(self, version: int) -> PushReport:
-        """Make the trainer's current weights, as ``version``, those of every engine. After a RolloutError an engine's
-        answers are refused until a push succeeds."""
+        """Push the trainer's current weights to every engine, as ``version``. After a RolloutError, engines refuse to
+        answer until a push succeeds."""
         weights, fallback = WeightVersion(version, self.learner_id), None
         if self.mode == "adapter":
             try:
@@ -90,7 +90,7 @@ class WeightPusher(ABC):
 
     @abstractmethod
     def _begin(self, mode: Mode) -> torch.dtype | None:
-        """Reach every engine; returns the number type of their weights, None if unknown."""
+        """Connect to every engine. Returns the dtype of their weights, None if unknown."""
 
     @abstractmethod
     def _send(self, tensors: Named, peft_config: Mapping[str, Any] | None = None) -> None:
@@ -99,11 +99,11 @@ class WeightPusher(ABC):
 
     @abstractmethod
     def _commit(self, weights: WeightVersion, expected: str | None) -> bool:
-        """Let every engine take the weights over, with the ``expected`` checksum. Returns whether that was checked."""
+        """Let every engine use the new weights. Returns whether the ``expected`` checksum was compared."""
 
     @abstractmethod
     def _abort(self) -> None:
-        """Give the push up; the next one starts afresh."""
+        """Abort the push; the next one starts over."""
 
     def _push_full(self, weights: WeightVersion, fallback: str | None) -> PushReport:
         started = time.monotonic()
@@ -114,7 +114,7 @@ class WeightPusher(ABC):
         num_bytes = num_tensors = 0
         with self._whole_source() as named, self._aborting():
             dtype = self._begin("full")
-            # A rank without engines leaves reading to _whole_source, which keeps no bucket in memory.
+            # On a rank without engines, _whole_source reads the tensors and keeps none in memory.
             for bucket in in_buckets(named, self._config.bucket_mb << 20) if self.has_engines else ():
                 if self.converts or compares:
                     bucket = [(name, _converted(tensor, dtype)) for name, tensor in bucket]
@@ -159,7 +159,7 @@ class WeightPusher(ABC):
             try:
                 yield named
             finally:
-                if self._source.collective:  # the other ranks wait for a failed push to read the rest too
+                if self._source.collective:  # gathering is collective: read the rest after a failure too
                     for _ in named:
                         pass
 
@@ -173,7 +173,7 @@ class WeightPusher(ABC):
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    # Fewer bytes, and comparable with what the engine holds.
+    # Fewer bytes to send, and checksums are comparable with the engine's.
     tensor = tensor.detach()
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
@@ -189,7 +189,7 @@ class ServerPusher(WeightPusher):
     def __init__(self, clients: Sequence[ServerClient], source: WeightSource, config: SyncConfig) -> None:
         """``clients``: the servers; none on ranks that only take part in gathering ``source``."""
         super().__init__(source, config)
-        self.learner_id = secrets.token_hex(8)  # of this process alone; nothing that is computed depends on it
+        self.learner_id = secrets.token_hex(8)  # unique to this process; no computation depends on it
         self.has_engines = bool(clients)
         self.links = [ServerLink(client) for client in clients]
         self._deadline = float("inf")
@@ -202,9 +202,9 @@ class ServerPusher(WeightPusher):
 
     def _begin(self, mode: Mode) -> torch.dtype | None:
         wait_for_all(self._on_each(lambda link: link.open()))
-        self._deadline = time.monotonic() + self._config.timeout_s  # reaching servers has a deadline of its own
+        self._deadline = time.monotonic() + self._config.timeout_s  # connecting has its own timeout
         for link in self.links:
-            if mode == "adapter" and link.base_overwritten:  # an adapter belongs on the checkpoint's own weights
+            if mode == "adapter" and link.base_overwritten:  # an adapter needs the checkpoint's own weights as its base
                 raise RolloutError(
                     f"{link}: it holds full weights of an earlier push, where an adapter would count twice; restart it"
                 )
@@ -248,7 +248,7 @@ class ServerPusher(WeightPusher):
 
 
 class ServerLink:
-    """One server as a pusher sees it: its client, this side of its weight group, and what its workers reported."""
+    """The pusher's connection to one server: client, weight group, and the workers' reported state."""
 
     def __init__(self, client: ServerClient) -> None:
         self._client = client
@@ -263,8 +263,8 @@ class ServerLink:
         return str(self._client)
 
     def open(self) -> None:
-        """Join a weight group with the server's workers, if there is none yet; they leave that of an earlier trainer.
-        Raises RolloutError also if another trainer has pushed since this one did."""
+        """Join a weight group with the server's workers, if there is none yet; they leave the group of an earlier
+        trainer. Raises RolloutError also if another trainer has pushed since this one did."""
         status = self._client.status()
         workers = [] if status is None else status["workers"]
         self.verifiable = bool(workers)

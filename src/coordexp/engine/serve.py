@@ -150,7 +150,7 @@ def prepare_environment(repeat_terminate: RepeatTerminateConfig, *, gpu: bool) -
 
 def run_server(options: ServeOptions, *, gpu: bool) -> None:
     """Serve until SIGTERM or SIGINT. Raises RolloutError: a taken port, or an engine unlike the configuration."""
-    listener = _listener(options.host, options.port)  # before the engine: a taken port shows at once
+    listener = _listener(options.host, options.port)  # before the engine starts, so a port in use is reported at once
     require("vllm", "coordexp serve")
     # Nothing else handles signals while the engine starts. SystemExit runs the clean-up that ends it.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -161,7 +161,7 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
     from coordexp.modeling.load import load_processor
 
     checkpoint = Checkpoint.open(options.model)
-    options = replace(options, model=checkpoint.base)  # adapters arrive with the learner's first push
+    options = replace(options, model=checkpoint.base)  # adapters come with the trainer's first push
     prompts = PromptBuilder(load_processor(checkpoint), options.max_images)
     engine = ServedEngine.start(options, gpu)
     with listener:

@@ -1,8 +1,8 @@
 """The rollout endpoints of ``coordexp serve``: ms-swift's paths and payloads.
 
-Unlike ms-swift: errors reach the client, ``/health/`` asks the engine, an update replies when its bytes have arrived,
-and ``/process_weights_after_loading/`` commits a push. After a push that failed, the server answers nothing until a
-whole one has succeeded.
+Unlike ms-swift: errors reach the client, ``/health/`` checks the engine, an update replies when its bytes have arrived,
+and ``/process_weights_after_loading/`` commits a push. After a failed push, the server refuses requests until a push
+succeeds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STALLED_S = 120.0  # after which /health/ reports a hung engine; a learner uses 
 class WeightLock:
     """Answers and pushes exclude each other. Used from one event loop.
 
-    ready → (first bucket) updating → (commit) ready. A failure in between leads to broken, until a whole push.
+    ready → (first bucket) updating → (commit) ready. After a failure in between it is broken, until a push succeeds.
     """
 
     wait_s: float
@@ -61,10 +61,10 @@ class WeightLock:
     async def answering(self) -> AsyncIterator[WeightVersion]:
         """Yields the version of the weights, fixed while inside. RequestRefused: a push is running, or has failed."""
         if self.updating:
-            raise RequestRefused(409, "weights are being pushed; ask again when the push has ended")
+            raise RequestRefused(409, "weights are being pushed; send the request again after the push")
         if self.broken is not None:
             raise RequestRefused(
-                409, f"the last push of weights failed half-way ({self.broken}); push them again before asking"
+                409, f"the last push of weights failed half-way ({self.broken}); push them again first"
             )
         self.num_answering += 1
         self._idle.clear()
@@ -122,7 +122,7 @@ class TensorRequest(BaseModel):
 
 
 class RolloutServer:
-    """State of a server, and its rollout endpoints: each method that :meth:`app` lists is one."""
+    """State of a server, and its rollout endpoints: the methods that :meth:`app` lists."""
 
     def __init__(self, options: ServeOptions, engine: ServedEngine, prompts: PromptBuilder) -> None:
         self.options = options
@@ -225,9 +225,9 @@ class RolloutServer:
         self,
         requests: Annotated[list[InferRequest], Body(alias="infer_requests")],
         config: Annotated[RequestConfig, Body(alias="request_config", default_factory=RequestConfig)],
-        raw_request: Request,  # by which vLLM's decorator cancels this when the client hangs up
+        raw_request: Request,  # vLLM's decorator uses it to cancel this call if the client disconnects
     ) -> list[dict[str, Any]]:
-        """One answer per request, in order, all from the same weights: a push waits until they are given."""
+        """Returns one answer per request, in order, all from the same weights; a push waits for them."""
         if len(requests) > MAX_REQUESTS:
             raise RequestRefused(413, f"{len(requests)} requests in one call; at most {MAX_REQUESTS}")
         labels = [request.allowed_labels() for request in requests]
@@ -286,7 +286,7 @@ class RolloutServer:
                 400, f"this server's group has {num_workers} workers and a learner, not {request.world_size}"
             )
         async with self._group_lock:
-            self.lock.fail("another learner took the server over in the middle of a push")
+            self.lock.fail("another trainer took over the server during a push")
             self._timeout_s = request.timeout_s
             self._group_open = False
             await self.engine.workers(
@@ -305,7 +305,7 @@ class RolloutServer:
 
     async def close_communicator(self) -> dict[str, str]:
         async with self._group_lock:
-            self.lock.fail("the learner left in the middle of a push")
+            self.lock.fail("the trainer disconnected during a push")
             self._group_open = False
             await self.engine.workers("close_communicator", timeout_s=self._timeout_s + 30)
         return {"message": "weight group closed"}

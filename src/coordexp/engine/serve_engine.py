@@ -69,7 +69,7 @@ class ServedEngine:
             arguments["distributed_executor_backend"] = "uni"  # vLLM would start a worker process per rank
         done = threading.Event()
 
-        def end_at_deadline() -> None:  # vLLM waits for its processes without one, but notices that they have ended
+        def end_at_deadline() -> None:  # vLLM has no timeout for its processes, but notices if they end
             if not done.wait(options.ready_s):
                 while not done.wait(0.1):
                     for child in multiprocessing.active_children():
@@ -92,7 +92,7 @@ class ServedEngine:
         return cls(llm, options.world_size, guarded, options.closed_names)
 
     def render(self, prompt: Mapping[str, Any]) -> Any:
-        """A prompt with its images in the form that engines take. Several threads may call it at the same time."""
+        """Process a prompt and its images for the engines. Thread-safe."""
         (rendered,) = self.llm.renderer.render_cmpl([parse_model_prompt(self.llm.model_config, prompt)])
         return rendered
 
@@ -142,7 +142,7 @@ class ServedEngine:
         for cache in caches:
             what = f"reset_{cache}_cache"
             if await _in_time(what, getattr(self.llm, what)(), RPC_S) is False:
-                raise RolloutError(f"an engine kept its {cache} cache, as if requests were running")
+                raise RolloutError(f"an engine could not empty its {cache} cache because requests are running")
 
     async def check_health(self) -> None:
         await self.llm.check_health()
@@ -166,8 +166,8 @@ async def _in_time(what: str, call: Awaitable[Result], timeout_s: float | None) 
 
 @dataclass(slots=True)
 class Heartbeat:
-    """Requests each engine's token count every few seconds. The HTTP server may answer although an engine hangs,
-    and to a client that looks like a long answer."""
+    """Reads each engine's token count every few seconds. If an engine hangs, the HTTP server may still respond, and to
+    a client the hang looks like a long answer."""
 
     engine: ServedEngine
     every_s: float = HEARTBEAT_S

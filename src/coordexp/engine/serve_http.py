@@ -1,4 +1,4 @@
-"""The HTTP side of ``coordexp serve``: who may send what, the form of errors, and vLLM's OpenAI endpoints."""
+"""The HTTP side of ``coordexp serve``: access control, error replies, and vLLM's OpenAI endpoints."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ OPENAI_PATHS = {"/v1/models": "GET", "/v1/chat/completions": "POST", "/v1/comple
 
 
 class Admission:
-    """ASGI middleware: checks the token, and that bodies are announced, not too large and arrive in time.
+    """ASGI middleware: checks the token, and that bodies have a Content-Length, are not too large and arrive in time.
 
-    Without a token it refuses what a web page can make a browser send: requests with an Origin, and requests for a host
-    name that is not this server's, which the page's own name server could resolve to here.
+    Without a token it refuses requests that a web page can make a browser send: those with an Origin header, and those
+    to another host name, which the page's own name server could resolve to this machine.
     """
 
     def __init__(self, app: Any, api_key: str | None, host: str, body_s: float) -> None:
@@ -64,7 +64,7 @@ class Admission:
                 receive = await self._whole_body(request)
         except RequestRefused as error:
             reply = refusal(error.status, str(error))
-            reply.headers["Connection"] = "close"  # the body may still be on its way
+            reply.headers["Connection"] = "close"  # the body may still arrive
             await reply(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -89,7 +89,7 @@ class Admission:
             ) from None
 
     async def _whole_body(self, request: Request) -> Any:
-        # Read it; returns a ``receive`` that replays it.
+        # Read the body. Returns a ``receive`` that replays it.
         length = request.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()):
             raise RequestRefused(411, "Content-Length is required")
@@ -102,7 +102,7 @@ class Admission:
                 while not messages or messages[-1].get("more_body"):
                     messages.append(await request.receive())
         except TimeoutError as error:
-            raise RequestRefused(408, f"of {num_bytes} bytes that were announced not all came in time") from error
+            raise RequestRefused(408, f"the body of {num_bytes} bytes did not arrive in time") from error
         messages.reverse()
 
         async def replay() -> Any:
@@ -131,7 +131,7 @@ async def reply_to_error(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestRefused):
         status = error.status
     elif isinstance(error, VLLMValidationError):
-        status = 400  # so that a learner does not try again
+        status = 400  # so that the trainer does not retry
     else:
         status = 503 if isinstance(error, EngineDeadError) else 500
     return refusal(status, str(error) if ours else f"{type(error).__name__}: {error}")
@@ -151,7 +151,7 @@ async def openai_routes(server: RolloutServer) -> list[Route]:
 
 
 class LockedEngine:
-    """The engine as vLLM's OpenAI handlers use it: a push waits for its answers, and they use the pushed adapter."""
+    """Wraps the engine for vLLM's OpenAI handlers: a push waits for answers, and answers use the pushed adapter."""
 
     def __init__(self, server: RolloutServer) -> None:
         self._server = server
@@ -168,7 +168,7 @@ class LockedEngine:
         sampling_params.skip_special_tokens = False  # coordinate tokens may be special tokens
         outputs: asyncio.Queue[Any] = asyncio.Queue()
 
-        # In a task of its own: a client that reads its stream slowly must not make a push wait.
+        # In a separate task, so that a client that reads its stream slowly does not delay a push.
         async def decode() -> None:
             try:
                 async with self._server.lock.answering():

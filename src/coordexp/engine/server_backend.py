@@ -39,7 +39,7 @@ from coordexp.weight_sync import WeightVersion
 
 logger = logging.getLogger("coordexp")
 Reply = TypeVar("Reply")
-WATCH_S = 30.0  # after so long without any answer, the servers that owe one are checked for signs of life
+WATCH_S = 30.0  # seconds without any answer after which servers with open requests are checked
 SIGN_OF_LIFE_S = 5.0
 RETRY_WAIT_S = 1.0
 
@@ -64,10 +64,9 @@ def make_clients(config: RolloutMatchingConfig) -> tuple[ServerClient, ...]:
 def check_servers(config: RolloutMatchingConfig, trainer_world_size: int, closed_names: bool = False) -> None:
     """Wait until every server is up, and check that it can serve this run, before any model is loaded.
 
-    Raises:
-        RolloutError: a server does not answer within ``server.timeout_s``, does not guard its answers as configured, or
-            takes no such list. ConfigError: too few devices for the ranks, or one that server and trainer would share.
-            MissingDependency: weights could not be pushed to GPUs.
+    Raises: RolloutError: a server does not answer within ``server.timeout_s``, has another repeat guard than
+    configured, or does not support allowed labels. ConfigError: too few devices for the ranks, or one that server and
+    trainer would share. MissingDependency: weights could not be pushed to GPUs.
     """
     clients = make_clients(config)
     try:
@@ -99,7 +98,7 @@ def world_sizes(clients: Sequence[ServerClient]) -> tuple[int, ...]:
 
 
 def _check_gpus(client: ServerClient, theirs: Sequence[str | None]) -> None:
-    # Can NCCL carry weights from this process to a server's GPUs, named by their UUIDs?
+    # Check that NCCL can send weights from this process to the server's GPUs, given by their UUIDs.
     import torch
 
     if not torch.cuda.is_available():
@@ -122,7 +121,7 @@ def _check_gpus(client: ServerClient, theirs: Sequence[str | None]) -> None:
 
 
 def check_names(client: ServerClient, status: Mapping[str, Any] | None) -> None:
-    """Raises RolloutError if a server takes no closed list of class names: it would ignore one silently."""
+    """Raises RolloutError if a server does not support allowed labels: it would ignore them silently."""
     workers = [] if status is None else status["workers"]
     if not workers or not all(one.get(NAMES_STATUS) for one in workers):
         raise RolloutError(
@@ -143,7 +142,7 @@ def in_flight(
 
     The posts of one server start in their order, while their requests fit into its slots; ``watch(servers)`` is called
     when none has finished for ``watch_s`` seconds, with the servers that owe replies. The first failure of any post or
-    of ``watch`` is raised; posts still under way then end by themselves, in threads that no exit waits for.
+    of ``watch`` is raised; running posts then end in background threads, which do not delay an exit.
     """
     waiting = [deque(post for post in posts if post.server == server) for server in range(len(slots))]
     free = list(slots)
@@ -170,8 +169,8 @@ def in_flight(
 
 
 class LivenessWatch:
-    """Gives up on a server that owes answers and shows no sign of life for ``timeout_s``: of the process that answers
-    HTTP, or of its engine. (TCP keep-alive notices a dead process or machine.)"""
+    """Raises ServerTimeout if a server with open requests shows no activity for ``timeout_s``, in its HTTP process or
+    in its engine. (TCP keep-alive notices a dead process or machine.)"""
 
     def __init__(self, clients: Mapping[int, ServerClient], timeout_s: float) -> None:
         self._clients = clients
@@ -230,19 +229,19 @@ class ServerBackend(RolloutBackend):
                 check_names(client, status)
         self._ours = [(status or {}).get("server") == "coordexp serve" for status in statuses]
         # Servers that answer /health/ while they decode, and mark each answer with its weights and its request: ours,
-        # and ms-swift's with our plugin. A plain ms-swift does not, so its silence means nothing.
+        # and ms-swift's with our plugin. A plain ms-swift does not, so it cannot be watched.
         self._reports = [
             ours or STALL_KEYS[0] in (status or {}) for ours, status in zip(self._ours, statuses, strict=True)
         ]
-        # ms-swift decodes one call after the other, so the small calls of many micro-steps would decode alone. Greedy
-        # answers depend on no seed, so there such calls share a post.
+        # ms-swift decodes one call after the other, so the small calls of many micro-steps would not be batched.
+        # Greedy answers do not depend on seeds, so these calls are sent together.
         joinable = [index for index, ours in enumerate(self._ours) if not ours]
         self._joined = frozenset(joinable if options.temperature == 0 else ())
         self._weights: WeightVersion | None = None
         self._last_push: Mapping[str, Any] = {}
         self._calls: list[dict[str, Any]] = []
         self._metrics: Counter[str] = Counter()
-        self._lock = threading.Lock()  # guards the metrics, which call threads count in
+        self._lock = threading.Lock()  # protects the metrics, which several threads update
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         """As :meth:`RolloutBackend.generate_window`; may be iterated in another thread, while the trainer trains. The
@@ -296,7 +295,7 @@ class ServerBackend(RolloutBackend):
         return chunk_size(self._decode_batch_size, self._world_sizes, distributed.world_size())
 
     def sync_weights(self, version: int) -> None:
-        distributed.barrier()  # every rank has its answers of the old weights
+        distributed.barrier()  # until every rank has its answers from the old weights
         self._weights = None  # no answers between old and new weights
         report = self._pusher.push(version)  # by rank 0; if weights are sharded, all ranks gather while it sends
         if distributed.is_main():

@@ -59,7 +59,7 @@ CPU_DEVICES = 64  # ms-swift counts GPUs; a CPU machine runs as many workers as 
 
 
 class CoordExpRolloutOutput(RolloutOutput):
-    """ms-swift's answer with the envelope's second key; nothing of the first is touched."""
+    """ms-swift's answer plus our envelope in a second key."""
 
     coordexp: dict[str, Any] = Field(default_factory=dict)
 
@@ -76,7 +76,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         self._guard = activated_config(os.environ)
         self._weights = WeightVersion()
         self._takes_names = os.environ.get(NAMES_ENABLE) == "1"
-        self._names: list[str] = []  # of the call under way
+        self._names: list[str] = []  # of the current call
         engine_kwargs = with_processors(engine_kwargs or {}, self._guard is not None, self._takes_names)
         model, limits = kwargs["model_id_or_path"], kwargs.get("limit_mm_per_prompt") or {}
         if isinstance(limits.get("image"), int) and kwargs.get("max_model_len") and os.path.isdir(model):
@@ -90,7 +90,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         try:
             check_processors(self.coordexp_status(), self._guard, self._takes_names)
         except BaseException:
-            engine.engine_core.shutdown()  # or its process lives on, and swift's, which waits for it, with it
+            engine.engine_core.shutdown()  # otherwise its process, and swift's, which waits for it, would not end
             raise
 
     def infer(self, infer_requests: list[Any], *args: Any, **kwargs: Any) -> list[RolloutOutput]:
@@ -117,7 +117,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
             enveloped.append(CoordExpRolloutOutput(**fields, coordexp=envelope))
         return enveloped
 
-    # The HTTP process calls the next four by name.
+    # The HTTP process calls the next four methods by name.
 
     def coordexp_infer(self, **arguments: Any) -> dict[str, Any]:
         return _outcome(lambda: self.infer(**arguments))
@@ -157,7 +157,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
 
 
 def _field(request: Any, name: str) -> Any:
-    # In either form that ms-swift gives to its engines; None if it is missing.
+    # ms-swift passes requests as dicts or objects. None if the field is missing.
     return request.get(name) if isinstance(request, dict) else getattr(request, name, None)
 
 
@@ -165,19 +165,19 @@ def _outcome(act: Callable[[], Any]) -> dict[str, Any]:
     # ms-swift's loop would log an error and return None.
     try:
         return {"result": act()}
-    except Exception as error:  # this process's edge: the HTTP process answers with status 500
+    except Exception as error:  # reported by the HTTP process, with status 500
         logger.exception("a request to this rollout worker failed")
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 class CoordExpEndpoints:
-    """Methods that take the place of :class:`SwiftRolloutDeploy`'s, or are added to it; ``self`` is one of those."""
+    """Methods that replace those of :class:`SwiftRolloutDeploy`, or are added to it; ``self`` is an instance of it."""
 
     args: Any
     connections: list[Any]
     processes: list[Any]
     coordexp_heartbeat: SharedHeartbeat
-    coordexp_busy: dict[int, float]  # workers that have something to answer, and since when
+    coordexp_busy: dict[int, float]  # worker with open requests → time of their call
 
     async def health(self) -> dict[str, Any]:
         dead = [index for index, process in enumerate(self.processes) if not process.is_alive()]
@@ -228,7 +228,7 @@ class CoordExpEndpoints:
         return [output for part in replies for output in part]
 
     async def init_communicator(self, request: JoinRequest) -> dict[str, str]:
-        # Returns once every worker has joined: the trainer joins meanwhile.
+        # Returns after every worker has joined; the trainer joins at the same time.
         per_engine = self.args.vllm_tensor_parallel_size
         world_size = request.world_size if request.first_rank is not None else per_engine * len(self.connections) + 1
         first = request.first_rank or 0
@@ -252,7 +252,7 @@ class CoordExpEndpoints:
 
 
 def install() -> None:
-    """Make this process, ms-swift's HTTP process or one of its workers, a guarded one. Raises RolloutError."""
+    """Patch this process, ms-swift's HTTP process or one of its workers. Raises RolloutError."""
     activated_config(os.environ)
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0").lower() not in ("0", "false"):
         raise RolloutError(
@@ -268,7 +268,7 @@ def install() -> None:
             for name in ("get_device_count", "get_physical_device_count"):
                 if hasattr(module, name):
                     setattr(module, name, lambda *_: CPU_DEVICES)
-    if multiprocessing.parent_process() is not None:  # a rollout worker: engines are its own
+    if multiprocessing.parent_process() is not None:  # a rollout worker, which owns its engine
         set_engine_owner()
         skip_main_reimport()
         if os.environ.get(DIE_WITH_PARENT) == "1":
@@ -299,7 +299,7 @@ def install() -> None:
             yield
             for connection, process in zip(self.connections, self.processes, strict=True):
                 if process.is_alive():
-                    connection.send({"type": "shutdown"})  # ms-swift waits ten seconds for it, but never says so
+                    connection.send({"type": "shutdown"})  # ms-swift waits for this message, but never sends it
 
     for name in ("health", "status", "infer", "init_communicator", "process_weights_after_loading"):
         setattr(server, name, getattr(CoordExpEndpoints, name))

@@ -29,8 +29,8 @@ drafting.install()  # before vLLM's model runner samples
 logger = logging.getLogger(__name__)
 ADAPTER_ID = 1
 ADAPTER_NAME = "coordexp"
-ADAPTER_PATH = "adapter-in-memory"  # vLLM wants one; it is never read
-CALL = "coordexp_call"  # the method by which our server calls the others
+ADAPTER_PATH = "adapter-in-memory"  # vLLM requires a path; it is never read
+CALL = "coordexp_call"  # the method through which our server calls all others
 RESULT, FAILURE = "result", "failure"
 
 
@@ -51,7 +51,7 @@ class WeightSyncExtension:
 
     @property
     def receiver(self) -> WeightReceiver:
-        """This worker's receiving end; created at its first use, when the model is loaded."""
+        """This worker's receiver of weights; created at its first use, after the model is loaded."""
         if self._weight_receiver is None:
             sharded = self.vllm_config.parallel_config.world_size > 1
             self._weight_receiver = WeightReceiver(self.model_runner.model, torch.device(self.device), sharded=sharded)
@@ -67,8 +67,8 @@ class WeightSyncExtension:
         token: str = "",
         listen_host: str = "",
     ) -> None:
-        """Join a weight group (see :class:`GroupAddress`), of which the trainer is the last member. ``first_rank``: of
-        this engine's first worker; by default by its data-parallel rank."""
+        """Join a weight group (see :class:`GroupAddress`), whose last member is the trainer. ``first_rank``: rank of
+        this engine's first worker, by default computed from its data-parallel rank."""
         from vllm.distributed.parallel_state import get_world_group
 
         if first_rank is None:
@@ -81,7 +81,7 @@ class WeightSyncExtension:
         self.receiver.close()
 
     def update_flattened_params(self, metadatas: list[dict[str, Any]]) -> None:
-        """Receive one bucket of full weights, under the names of the plain checkpoint."""
+        """Receive one bucket of full weights, under the checkpoint's tensor names."""
         self.receiver.receive(metadatas)
 
     def update_named_param(self, name: str, dtype: str, shape: Sequence[int]) -> None:
@@ -90,7 +90,7 @@ class WeightSyncExtension:
         self.receiver.receive([bucket])
 
     def update_adapter_flattened_param(self, peft_config: dict[str, Any], metadatas: list[dict[str, Any]]) -> None:
-        """Receive a LoRA adapter under PEFT's names; it replaces the one before."""
+        """Receive a LoRA adapter under PEFT's names; it replaces the previous one."""
         self._take_adapter(peft_config, self.receiver.receive_adapter(metadatas))
 
     def take_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -117,7 +117,8 @@ class WeightSyncExtension:
         return list(self.receiver.layout.parameters)
 
     def coordexp_call(self, method: str, args: Sequence[Any]) -> dict[str, Any]:
-        """Call ``method``: its result, or the text of its error, which vLLM would wrap in a message of its own."""
+        """Call ``method``. Returns its result, or the text of its error, which vLLM would otherwise hide in its own
+        message."""
         try:
             return {RESULT: getattr(self, method)(*args)}
         except Exception as error:  # the edge of this process: the server reports it
@@ -143,7 +144,7 @@ class WeightSyncExtension:
             "device_uuid": str(torch.cuda.get_device_properties(self.device).uuid) if on_gpu else None,
             "dtype": str(self.model_runner.model_config.dtype).removeprefix("torch."),
             "executor": str(self.vllm_config.parallel_config.distributed_executor_backend),
-            # On which vLLM has measured its memory.
+            # The image size with which vLLM profiled its memory.
             "profiled_image": None if image is None else [image.width, image.height],
             "model_runner": f"{runner.__module__}.{runner.__name__}",
             "repeat_terminate": guard_report(self),

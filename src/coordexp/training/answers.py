@@ -59,7 +59,7 @@ class AnswerReader:
     matching: MatchingConfig
 
     def __call__(self, sample: Sample, rollout: Rollout) -> MatchedAnswer:
-        """Check the prompt, parse, match. Raises AlignmentError for an answer to other prompt tokens than ours."""
+        """Check the prompt, parse, match. Raises AlignmentError if the answer has other prompt tokens."""
         request = sample.request
         check_prompt(sample.record.sample_id, request.prompt_token_ids, rollout.prompt_token_ids, self.vocab.decode)
         parsed = parse_rollout(rollout.response_token_ids, self.vocab, ended=not rollout.truncated)
@@ -92,7 +92,7 @@ class TargetOptions:
         )
 
     def corrected(self, answer: MatchedAnswer, policy: TargetPolicy, complete: bool) -> SampleOutcome:
-        """The answer with its target: corrected, with what it missed appended; AppendError if that is impossible."""
+        """Build the target: found objects corrected, missed ones appended. Raises AppendError if that is impossible."""
         record = answer.sample.record
         try:
             target = build_target(
@@ -116,9 +116,9 @@ class TargetOptions:
 def decide_policy(policy: TargetPolicy, answers: Sequence[MatchedAnswer]) -> tuple[TargetPolicy, bool]:
     """The step's target policy, and whether annotations are taken as complete.
 
-    With ``complete_above`` they are if at least that share of all predicted objects, on all ranks, matches an
-    annotation; then unmatched objects are wrong rather than unannotated. A match with soft ground truth, which is not
-    an annotation, does not count. A collective call with ``complete_above``.
+    With ``complete_above`` they are, if at least that share of the predicted objects of all ranks matches an
+    annotation. Unmatched predictions then count as wrong instead of unannotated. A match with soft ground truth, which
+    is not an annotation, does not count. A collective call with ``complete_above``.
     """
     if policy.complete_above is None:
         return policy, False
@@ -132,7 +132,7 @@ def decide_policy(policy: TargetPolicy, answers: Sequence[MatchedAnswer]) -> tup
 
 
 def rollout_metrics(outcomes: Sequence[SampleOutcome], counted: Mapping[str, float], step: int) -> dict[str, float]:
-    """Counts of the step's answers. ``counted``: by the backend."""
+    """Metrics of the step's answers. ``counted``: the backend's metrics."""
     lengths = [len(outcome.rollout.response_token_ids) for outcome in outcomes]
     oldest = min((outcome.rollout.weight_version for outcome in outcomes), default=step)
     return {
@@ -149,7 +149,7 @@ class StepAnswers:
     """All answers of one step on this rank.
 
     ``by_micro_step``: in the order of the samples. ``rollout_s``: from the first request to the last answer.
-    ``read_s``: parsing and matching. ``report``, ``counted``: the backend's account of them.
+    ``read_s``: seconds of parsing and matching. ``report``, ``counted``: the backend's log entry and metrics.
     """
 
     by_micro_step: Sequence[Sequence[MatchedAnswer]]
@@ -160,7 +160,7 @@ class StepAnswers:
 
     @property
     def all(self) -> list[MatchedAnswer]:
-        """Those of all micro-steps, in order."""
+        """The answers of all micro-steps, in order."""
         return [answer for answers in self.by_micro_step for answer in answers]
 
 
@@ -175,9 +175,9 @@ class PendingAnswers:
 
 @dataclass(frozen=True, slots=True)
 class SavedAnswers:
-    """The queue's content as a checkpoint keeps it, on this rank: rollouts by micro-step, in order.
+    """The queue's answers on this rank, as stored in a checkpoint. ``rounds``: rollouts by micro-step, in order.
 
-    ``step``: finished steps when they are trained on. ``version``: of the weights that wrote them.
+    ``step``: the step that trains on them, counted from 0. ``version``: of the weights that wrote them.
     """
 
     step: int
@@ -190,12 +190,14 @@ class SavedAnswers:
     def __post_init__(self) -> None:
         versions = {rollout.weight_version for one in self.rounds for rollout in one}
         if versions - {self.version}:
-            raise ValueError(f"answers of weights {sorted(versions)} among those requested of weights {self.version}")
+            raise ValueError(f"answers have weight versions {sorted(versions)}; all must have version {self.version}")
 
 
 @dataclass(eq=False)
 class RolloutQueue:
-    """``content``: the answers for the next step, with ``ahead``; set it to restore a step's start or a checkpoint.
+    """Requests answers, and with ``ahead`` holds those of the next step.
+
+    ``content``: the answers of the next step; assign it to undo a step or to restore a checkpoint.
     ``decode_metric``: the 0/1 metric that names the decoding mode."""
 
     backend: RolloutBackend
@@ -207,9 +209,9 @@ class RolloutQueue:
     _pushed_at: int | None = None  # the step that pushed its weights for its own answers
 
     def take(self, batches: MicroBatches, step: int, metrics: MutableMapping[str, float]) -> StepAnswers:
-        """The answers for the step after ``step`` finished ones. A collective call; adds to ``metrics``. Raises on all
-        ranks the first error of one: RolloutError of the backend, AlignmentError, CheckpointError for saved answers to
-        other samples."""
+        """Return the answers of step ``step``, counted from 0. A collective call; adds to ``metrics``. All ranks raise
+        the first error of any rank: RolloutError of the backend, AlignmentError, CheckpointError if saved answers are
+        for other samples."""
         content, self.content = self.content, None
         with distributed.raise_on_all_ranks(f"rollouts of step {step + 1}"):
             started = time.perf_counter()
@@ -231,9 +233,8 @@ class RolloutQueue:
         return answers
 
     def submit(self, batches: MicroBatches, step: int, metrics: MutableMapping[str, float]) -> None:
-        """Push the weights that the step after ``step`` finished ones begins with, and request the answers of the step
-        after it, to ``batches``. A collective call; adds to ``metrics``. Raises RolloutError if the weights did not
-        arrive."""
+        """Push the weights with which step ``step`` (counted from 0) begins, and request the answers of step ``step`` +
+        1 for ``batches``. A collective call; adds to ``metrics``. Raises RolloutError if the push fails."""
         assert self.content is None, "answers that no step took"
         if self._pushed_at != step:
             started = time.perf_counter()
@@ -245,13 +246,13 @@ class RolloutQueue:
         self.content = PendingAnswers(step + 1, step, future)
 
     def wait(self) -> None:
-        """Return once no request is in progress: before weights are pushed or a checkpoint is written. Each request has
-        its own deadline; an error is raised by :meth:`take`, in its own step."""
+        """Wait until no request is in progress. Call it before a weight push or a checkpoint. Each request has its own
+        timeout. :meth:`take` raises errors, in the step that needs the answers."""
         if isinstance(self.content, PendingAnswers):
             wait([self.content.future])
 
     def saved(self) -> SavedAnswers | None:
-        """What a checkpoint keeps, after :meth:`wait`; None if the queue is empty or its answers failed."""
+        """Return the content for a checkpoint, after :meth:`wait`; None if the queue is empty or the request failed."""
         content = self.content
         if not isinstance(content, PendingAnswers):
             return content
@@ -288,7 +289,7 @@ class RolloutQueue:
                 rollout_s = time.perf_counter() - started
                 done = {place: future.result() for place, future in reading.items()}
             except BaseException:
-                reader.shutdown(cancel_futures=True)  # the first failure ends the step: the rest is of no use
+                reader.shutdown(cancel_futures=True)  # the first failure ends the step, so pending work is useless
                 raise
         by_micro_step = [[done[i, k][0] for k in range(len(batch))] for i, batch in enumerate(batches)]
         return StepAnswers(by_micro_step, rollout_s, sum(seconds for _, seconds in done.values()))

@@ -22,11 +22,11 @@ MicroBatches = list[list[Sample]]
 
 @dataclass(eq=False)
 class StepBatches:
-    """Reads the micro-batches of one optimizer step after the other, and on request one step ahead.
+    """Reads the micro-batches of each optimizer step in order. :meth:`peek` reads one step ahead.
 
-    An epoch's order is a permutation seeded by ``seed + epoch``. It is filled up with its own beginning until every
-    rank has equally many batches; rank r takes batches r, r + W, … Reading draws no global random number, so a resumed
-    run reads what an uninterrupted one would.
+    An epoch's order is a permutation seeded by ``seed + epoch``. It is padded with its own beginning so that
+    every rank has the same number of batches; rank r of W takes batches r, r + W, … Reading does not use the global
+    random state, so a resumed run reads the same samples as an uninterrupted one.
 
     ``batch_size``: samples of a micro-batch. ``accumulation_steps``: micro-batches of an optimizer step; the last step
     of an epoch may have fewer.
@@ -46,7 +46,7 @@ class StepBatches:
         self.start(0)
 
     def start(self, step: int) -> None:
-        """The next :meth:`take` gives the batches of the step after ``step`` finished ones."""
+        """Continue at step ``step``, counted from 0: the next :meth:`take` returns its batches."""
         self._next_step = step
         self._loader: Iterator[Any] | None = None
         self._ahead: MicroBatches | None = None
@@ -63,8 +63,8 @@ class StepBatches:
         return taken
 
     def peek(self) -> MicroBatches | None:
-        """What :meth:`take` will give next; None where it will raise instead, in the step that needs the samples. A
-        collective call."""
+        """Read the next step's micro-batches ahead; the next :meth:`take` returns them. None if reading fails:
+        :meth:`take` then raises the error, in the step that needs the samples. A collective call."""
         if self._ahead is None and self._failure is None:
             try:
                 self._ahead = self._read()
@@ -73,7 +73,7 @@ class StepBatches:
         return self._ahead
 
     def epoch_after(self, steps: int) -> float:
-        """Epochs that ``steps`` finished steps are."""
+        """Convert ``steps`` finished steps to epochs."""
         epoch, steps_in_epoch = divmod(steps, self.steps_per_epoch)
         return epoch + min(1.0, steps_in_epoch * self.accumulation_steps / self.batches_per_epoch)
 
@@ -101,7 +101,7 @@ class StepBatches:
             batch_sampler=batches[distributed.rank() :: ranks][first_batch:],
             num_workers=self.num_workers,
             collate_fn=list,
-            generator=torch.Generator(),  # its own: starting workers must not move torch's global state
+            generator=torch.Generator(),  # starting workers would otherwise draw from torch's global random state
             worker_init_fn=_leave_process_group,
         )
         return iter(loader)
@@ -114,7 +114,7 @@ def _leave_process_group(worker: int) -> None:
 
 
 def _owning_memory(sample: Sample) -> Sample:
-    """Copy what a loader process shares: each such tensor keeps a file open, and segments may wait by the hundred."""
+    """Copy tensors shared with a loader process: each keeps a file open, and hundreds of segments may wait."""
     inputs = {
         name: value.clone() if value.is_shared() else value for name, value in sample.request.model_inputs.items()
     }
@@ -126,7 +126,7 @@ class ChannelSchedule:
     """Which steps of a two-channel run are Channel-A and which Channel-B; ``b_ratio`` is exact.
 
     * **Channel-A** reads the ground truth and needs no rollout. Its segments may wait in a carry buffer, also through
-      Channel-B steps: they are written from ground truth, so waiting does not age them.
+      Channel-B steps: they come from ground truth and do not depend on the weights.
     * **Channel-B** takes every sample of its step through rollout, match and target, and trains on all of them in that
       step, in as many packed rows as they need. Nothing is carried: the next Channel-B step has other weights.
     """
@@ -147,11 +147,11 @@ class ChannelSchedule:
         return cls(ratio)
 
     def channel(self, step: int) -> Channel:
-        """The channel of the optimizer step that is taken after ``step`` steps."""
+        """The channel of optimizer step ``step``, counted from 0."""
         return "B" if self.b_steps_before(step + 1) > self.b_steps_before(step) else "A"
 
     def b_steps_before(self, step: int) -> int:
-        """How many of the steps 0 … step − 1 are Channel-B: ⌊step · b⌋, in whole numbers."""
+        """The number of Channel-B steps among 0 … step − 1: ⌊step · b⌋, computed in integers."""
         return step * self.b_ratio.numerator // self.b_ratio.denominator
 
     def realised(self, step: int) -> float:

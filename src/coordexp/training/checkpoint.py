@@ -49,15 +49,15 @@ class Seal:
 
 
 def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool, shared: bool) -> None:
-    """Mark a checkpoint as complete, once every rank has arrived and the disk holds everything. A collective call.
-    ``writes``: this rank writes the seal; ``shared``: all ranks write to one file system, otherwise each rank that
-    seals sees the files of its own machine alone."""
+    """Mark a checkpoint as complete, after all ranks have written their files and the files are on disk. A collective
+    call. ``writes``: this rank writes the seal; ``shared``: all ranks write to one file system; otherwise a rank that
+    seals sees only the files of its own machine."""
     where = f"sealing {folder}"
     with distributed.raise_on_all_ranks(where):
         sizes = _sizes(folder)
     mine = sorted(sizes) if writes else []
     if shared:
-        # A network file system may show a rank the others' files late, but its own at once.
+        # On a network file system a rank may see the files of other ranks late.
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         gathered = distributed.gather_json([sizes, local])
         seen = [part for part, _ in gathered]
@@ -70,7 +70,7 @@ def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool, s
             sums |= part
     with distributed.raise_on_all_ranks(where):
         if writes:
-            # A file whose name the disk does not hold is lost with its folder's last page.
+            # Flush folders too: a file whose directory entry is not on disk is lost in a power loss.
             for one in [*(path for path in folder.rglob("*") if path.is_dir()), folder, folder.parent]:
                 flush_file(one)
             files = {name: SealedFile(size, tuple(sums[name])) for name, size in sizes.items()}
@@ -80,7 +80,7 @@ def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool, s
 
 def read_seal(folder: Path) -> Seal:
     """The seal of a checkpoint whose files all exist, in their sizes; contents are not checked. Raises CheckpointError,
-    whose text continues a path, if there is no seal or a listed file is missing."""
+    whose text is written to follow a path, if there is no seal or a listed file is missing."""
     if not folder.is_dir():
         raise CheckpointError("is not a folder")
     try:
@@ -220,7 +220,7 @@ def check_resume(checkpoint: Path, packing: bool) -> None:
     if distributed.is_main():
         logger.warning(
             "%s was written by %d processes and is resumed by %d: the order of samples changes, random states and "
-            "the current log line start afresh",
+            "the current log line are reset",
             checkpoint,
             written,
             now,
@@ -312,8 +312,8 @@ def _newest_whole(output_dir: Path) -> Path | None:
 
 
 def _problem_with(folder: Path, share: tuple[int, int] | None = None) -> str | None:
-    # Why training cannot resume from `folder`, to be read after its name; None if it can. `share`: the part of its
-    # contents to check too, (0, 1) for all.
+    # The reason why training cannot resume from `folder`, written to follow its name; None if it can. `share`: the part
+    # of the contents to check, (0, 1) for all; None checks only names and sizes.
     try:
         if not read_seal(folder).resumable:
             return "holds the model alone (training.save_only_model: true)"
@@ -325,7 +325,7 @@ def _problem_with(folder: Path, share: tuple[int, int] | None = None) -> str | N
 
 
 def _local_share() -> tuple[int, int]:
-    # This process's part of the reading that the ranks of its machine do together.
+    # The ranks of a machine share the reading: (this process's part, number of parts).
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

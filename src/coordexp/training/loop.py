@@ -45,12 +45,12 @@ logger = logging.getLogger("coordexp")
 
 @dataclass(eq=False, kw_only=True)
 class CoordExpTrainer:
-    """Runs optimizer steps until ``max_steps``, and everything around them.
+    """The training loop: optimizer steps until ``max_steps``, logs, evaluation, checkpoints.
 
-    transformers' callbacks see its events by their usual names and may set its control flags; loggers are such
-    callbacks. ``rollout_matching_cfg``: the resolved ``rollout_matching`` section, for plugins that read it.
-    ``measured``: the figures of an evaluation; None for none. ``keep_checkpoints``: as ``training.save_total_limit``;
-    None keeps all. ``on_answer``: gets the number of answers of an evaluation so far, and of all.
+    It calls transformers' callbacks at their usual events, and they may set its control flags. Loggers are callbacks.
+    ``rollout_matching_cfg``: the resolved ``rollout_matching`` section, for plugins that read it. ``measured``: the
+    figures that an evaluation computes; None: none. ``keep_checkpoints``: as ``training.save_total_limit``; None keeps
+    all. ``on_answer``: gets the number of answers of an evaluation so far, and of all.
     """
 
     run: RunState
@@ -72,7 +72,7 @@ class CoordExpTrainer:
         run, step, batches = self.run, self.step, self.batches
         self._drift: DriftWatch | None = None
         self._last_update: dict[str, Any] = {}
-        self._saved: tuple[int, Path] | None = None  # the last whole checkpoint of this run: its step and folder
+        self._saved: tuple[int, Path] | None = None  # step and folder of this run's last complete checkpoint
         self._signal: Callable[[], int | None] = lambda: None
         self.control = TrainerControl()
         self.callback_handler = CallbackHandler(
@@ -95,13 +95,13 @@ class CoordExpTrainer:
         return self.run.progress
 
     def add_callback(self, callback: TrainerCallback) -> None:
-        """Have ``callback`` see the run's events too."""
+        """Add a callback."""
         self.callback_handler.add_callback(callback)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | None = None, signal: Callable[[], int | None] | None = None) -> None:
-        """Train up to ``max_steps``, from the start or from a whole checkpoint's folder.
+        """Train up to ``max_steps``, from the start or from a complete checkpoint's folder.
 
         ``signal``: returns the number of a stop signal, None if there is none. After a signal the current step is
         finished and saved, and ``stopped_by`` is its number. Raises RunStopped for a signal during an evaluation;
@@ -141,7 +141,7 @@ class CoordExpTrainer:
             epoch_ends = (step + 1) % self.batches.steps_per_epoch == 0 or step + 1 == self.state.max_steps
             if epoch_ends or self.control.should_training_stop or self.control.should_epoch_stop:
                 self._notify("on_epoch_end")
-                if self.stopped_by is not None:  # all of it is saved already
+                if self.stopped_by is not None:  # the code above has saved already
                     self.control.should_save = self.control.should_evaluate = False
                 losses += self._log_evaluate_save()
             if self.control.should_training_stop:
@@ -175,7 +175,8 @@ class CoordExpTrainer:
         return state.global_step
 
     def _log_evaluate_save(self) -> list[float]:
-        """Do what the control flags ask for. Returns: the mean loss of the steps that were logged, once for each."""
+        """Log, evaluate and save as the control flags say. Returns the logged mean loss, repeated once per step it
+        covers."""
         losses = []
         if self.control.should_log and self.run.sums.steps:
             steps = self.run.sums.steps
@@ -221,7 +222,7 @@ class CoordExpTrainer:
         if self.measured is not None:
             where = f"evaluation after step {self.state.global_step}"
             if self.run.queue is not None:
-                self.run.queue.wait()  # its answers are of the weights before this push
+                self.run.queue.wait()  # the answers in progress need the weights before this push
             with (
                 self._saving_on_error(where),
                 distributed.raise_on_all_ranks(where),
@@ -320,7 +321,7 @@ class CoordExpTrainer:
         if not step:
             return
         if not together:
-            logger.error("rank %d: the processes lost each other, so nothing more is saved", distributed.rank())
+            logger.error("rank %d: the other processes cannot be reached, so nothing more is saved", distributed.rank())
         elif self._saved is None or self._saved[0] != step:
             self.save_checkpoint()
         if self._saved is not None and distributed.is_main():

@@ -78,9 +78,9 @@ def parameter_groups(
 def build_optimizer(
     model: torch.nn.Module, args: TrainingArguments, rates: LearningRates, *, master_weights: bool
 ) -> torch.optim.Optimizer:
-    """The optimizer that ``args.optim`` names, over groups of ours: each part of the model has its own learning rate.
-    ``master_weights``: it steps float32 copies of the weights. Raises ConfigError if an optimizer that makes its own
-    groups would get several learning rates."""
+    """The optimizer that ``args.optim`` names, over our parameter groups: each part of the model has its own learning
+    rate. ``master_weights``: it steps float32 copies of the weights. Raises ConfigError if an optimizer that makes its
+    own groups would get several learning rates."""
     # Weight decay as in transformers: all but biases and norms.
     never = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
     groups = parameter_groups(model, rates, args.weight_decay, get_parameter_names(model, [torch.nn.LayerNorm], never))
@@ -143,11 +143,11 @@ STATE_KEY = "master_weights"  # in a checkpoint's optimizer state: master weight
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """What :func:`with_master_weights` adds to an optimizer: its parameters are float32 copies of the model's.
+    """Mixin of :func:`with_master_weights`: the optimizer's parameters are float32 copies of the model's.
 
-    Forward, backward and clipping see the model's own weights and gradients; :meth:`step` gives each master its
-    weight's gradient in float32, and each weight its master, rounded to nearest. Memory in bytes a parameter: 4 for the
-    master and 4 for its gradient: while a step is taken or, after :meth:`sum_in_float32`, instead of the weight's 2.
+    Forward, backward and clipping use the model's own weights and gradients. :meth:`step` copies each gradient to its
+    master in float32, steps the masters, and rounds each master into its weight. Memory per parameter: 4 bytes for the
+    master and 4 for its gradient, the latter only during the step, or always after :meth:`sum_in_float32`.
     """
 
     def __init__(self, params: Iterable[Mapping[str, Any]], **arguments: Any) -> None:
@@ -160,14 +160,14 @@ class MasterWeights(torch.optim.Optimizer):
         self._sums: torch.dtype | None = None  # what gradients are summed in; None: in the weights' own type
 
     def sum_in_float32(self) -> None:
-        """From now on let autograd add up the gradients of several backward passes in float32, each as it comes. Not
-        under DDP, which exchanges gradients in the weights' type and refuses others."""
+        """Let autograd accumulate gradients of several backward passes in float32. Not under DDP, which exchanges
+        gradients in the weights' type and refuses others."""
         self._sums = torch.float32
         for weight in self._weights:
             weight.grad_dtype = self._sums
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One step of the masters; weights without a gradient stay."""
+        """Step the masters. Weights without a gradient do not change."""
         moved = [(master, weight) for master, weight in self._pairs() if weight.grad is not None]
         for master, weight in moved:
             assert weight.grad is not None and self._sums in (None, weight.grad.dtype), "sums in another type"
@@ -188,13 +188,13 @@ class MasterWeights(torch.optim.Optimizer):
                 weight.grad.detach_().zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, with the masters under :data:`STATE_KEY`."""
+        """The optimizer's state, with the masters under :data:`STATE_KEY`."""
         masters = {number: master for number, (master, _) in enumerate(self._pairs())}
         return {**super().state_dict(), STATE_KEY: masters}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What :meth:`state_dict` gave, in an optimizer of the same weights. Raises CheckpointError for no masters,
-        those of other weights, or of the same ones at another step."""
+        """Load a state from :meth:`state_dict`. Raises CheckpointError if it has no masters, if their shapes differ
+        from the model's, or if the model's weights are not these masters rounded."""
         saved: Any = state_dict.get(STATE_KEY)
         if saved is None:
             raise CheckpointError(
@@ -215,14 +215,14 @@ class MasterWeights(torch.optim.Optimizer):
                     )
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each master with its weight, in the order in which torch counts parameters."""
+        """Pairs of (master, weight), in the order in which torch numbers parameters."""
         masters = (master for group in self.param_groups for master in group["params"])
         return zip(masters, self._weights, strict=True)
 
 
 @cache
 def with_master_weights(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """``optimizer_class``, stepping float32 masters of the weights that it is given."""
+    """A subclass of ``optimizer_class`` that steps float32 masters of the given weights."""
     return type(f"{optimizer_class.__name__}WithMasterWeights", (MasterWeights, optimizer_class), {})
 
 

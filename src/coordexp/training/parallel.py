@@ -32,8 +32,8 @@ logger = logging.getLogger("coordexp")
 
 
 def check_parallel(config: RunConfig, world_size: int) -> None:
-    """Check the sections ``fsdp`` and ``deepspeed`` before anything is loaded. Raises ConfigError for sharding over one
-    process, and DeepSpeed on a CPU, with a file that is none, or by ZeRO-3; MissingDependency without DeepSpeed."""
+    """Check the sections ``fsdp`` and ``deepspeed`` before anything is loaded. Raises ConfigError for FSDP with one
+    process, for DeepSpeed on a CPU, with a missing file or with ZeRO-3; MissingDependency without DeepSpeed."""
     if config.fsdp.enabled and world_size == 1:
         raise ConfigError(
             "fsdp.enabled: shards the learner over the processes of torchrun, and there is only this one; start "
@@ -84,8 +84,8 @@ def parallel_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def set_allocator(rollout: RolloutMatchingConfig) -> None:
-    """Let CUDA's allocator grow its segments, because packed rows of changing lengths fragment fixed ones. A setting of
-    the user's stays. Not next to a colocated engine, whose sleep mode has an allocator of its own.
+    """Let CUDA's allocator grow its segments, because packed rows of changing lengths fragment fixed ones. A value that
+    the user set is kept. Not used next to a colocated engine, whose sleep mode has its own allocator.
 
     Call it before the first tensor on a GPU.
     """
@@ -94,7 +94,7 @@ def set_allocator(rollout: RolloutMatchingConfig) -> None:
 
 
 def build_accelerator(args: TrainingArguments) -> Accelerator:
-    """accelerate's part: it wraps the model for several processes and mixed precision, as in ``args``.
+    """Build the Accelerator that wraps the model for several processes and mixed precision, as in ``args``.
 
     The step scales its losses itself, so accelerate must not divide by accumulation steps.
     """
@@ -194,7 +194,7 @@ def lost_each_other(error: BaseException) -> bool:
 
 @contextmanager
 def only_run_in(output_dir: Path) -> Iterator[None]:
-    """Hold ``output_dir`` for this run. A collective call; raises ConfigError if another process trains into the
+    """Lock ``output_dir`` for this run. A collective call; raises ConfigError if another process trains into the
     folder. A left-over lock file locks nothing."""
     with ExitStack() as held:
         with distributed.raise_on_all_ranks("training.output_dir"):

@@ -1,5 +1,5 @@
-"""Output of a run: its manifest, a progress bar with ETA (lines, if not on a terminal), the metrics of TensorBoard, W&B
-and other loggers by our names and in one curve across resumes, and a warning of drifting rollouts."""
+"""Output of a run: the manifest, a progress bar (lines, if not on a terminal), loggers such as TensorBoard and W&B
+(same metric names, one curve across resumes), and a warning when rollouts drift."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ _EVALUATED = (
 
 
 class RichProgress(TrainerCallback):
-    """One bar over the optimizer steps, with the figures one watches; another while an evaluation runs, and a line with
-    its figures."""
+    """A progress bar of the optimizer steps with the main figures, one of a running evaluation, and a line with each
+    evaluation's figures."""
 
     def __init__(self, console: Console, description: str) -> None:
         self._console = console
@@ -191,7 +191,7 @@ class RichProgress(TrainerCallback):
             self._lines.tell(text, done, total, self._note, always=done == total)
 
     def answered(self, done: int, total: int) -> None:
-        """An evaluation has ``done`` of this rank's ``total`` answers."""
+        """Show that an evaluation has ``done`` of this rank's ``total`` answers."""
         if self._progress is not None:
             if self._evaluation is None:
                 self._evaluation = self._progress.add_task("evaluation", total=total, note="images")
@@ -254,7 +254,8 @@ _RATES = {
 
 
 class DriftWatch:
-    """Sees every logged line of a run, in order."""
+    """Warns when the rates of truncated answers or of repeated objects rise. Call :meth:`observe` with each log
+    line."""
 
     def __init__(self) -> None:
         self._first: Counter[str] = Counter()
@@ -262,7 +263,7 @@ class DriftWatch:
         self._warned: set[str] = set()
 
     def replay(self, lines: Iterable[Mapping[str, float]]) -> None:
-        """Take in the lines that a resumed run logged before it stopped; nothing is warned of again."""
+        """Read the lines that a resumed run logged before it stopped, without warning again."""
         for line in lines:
             self.observe(line, None)
 

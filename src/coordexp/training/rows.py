@@ -1,7 +1,7 @@
-"""The packed rows of a step: which segments share one, their tensors, and the numbers that they leave on the device.
+"""The packed rows of a step: which segments share a row, the row's tensors, and its metrics on the device.
 
-Building a row's tensors is work for the host alone: joining and casting pixels, positions, masks and, for a GPU,
-page-locked copies. It takes about as long as a small model's forward and backward (``benchmarks/learner_rows.py``), so
+Building a row's tensors is CPU work: joining and casting pixels, positions, masks and, for a GPU, page-locked
+copies. It takes about as long as a small model's forward and backward (``benchmarks/learner_rows.py``), so
 a second thread builds the next row while one computes. That thread draws no random number and calls no other rank.
 """
 
@@ -27,7 +27,7 @@ from coordexp.targets import empty_target
 
 logger = logging.getLogger("coordexp")
 
-ROW_DEADLINE_S = 600.0  # far beyond what any row needs: a machine that swaps, or a driver that hangs
+ROW_DEADLINE_S = 600.0  # far more than any row needs; exceeded if the machine swaps or a driver hangs
 
 
 class RowLayout:
@@ -52,7 +52,7 @@ class RowLayout:
     def __call__(
         self, segments: Sequence[Sequence[Segment]], step: int, metrics: MutableMapping[str, float]
     ) -> list[PackedRow]:
-        """The rows of the step after ``step`` finished ones, in the order in which they are trained on. Raises
+        """The rows of step ``step`` (counted from 0), in training order. Raises
         AlignmentError, SegmentTooLong, CarryBufferOverflow."""
         if self._capacity is None:
             return [build_row(new) for new in segments if new or not self.drain]
@@ -86,7 +86,8 @@ class RowLayout:
         return [build_row(one) for one in chosen]
 
     def _foresee_overflow(self, buffer: CarryBuffer, step: int) -> None:
-        """Warn once when the buffer is half full and filling, long before :class:`CarryBufferOverflow` ends the run."""
+        """Warn once when the buffer is more than half full and growing, long before :class:`CarryBufferOverflow` ends
+        the run."""
         waiting, most = len(buffer), buffer.max_segments
         if self._first_waiting is None:
             self._first_waiting = (step, waiting)
@@ -106,8 +107,8 @@ class RowLayout:
 
 
 def blank_row(batches: Sequence[Sequence[Sample]]) -> PackedRow:
-    """The step's shortest prompt without an answer. It runs through every weight and supervises nothing: a rank with
-    fewer rows than another runs it, so that each gradient exchange has its counterpart on every rank."""
+    """The step's shortest prompt without an answer. It uses every weight and supervises nothing. A rank with
+    fewer rows than the others runs it, so that all ranks exchange gradients equally often."""
     sample = min((sample for batch in batches for sample in batch), key=lambda one: len(one.request.prompt_token_ids))
     return build_row([segment_of(sample, empty_target(sample.record.sample_id))])
 
@@ -120,8 +121,8 @@ def segment_of(sample: Sample, target: TrainingTarget) -> Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBuilder:
-    """How rows become tensors: read off the model before its first forward, since a wrapper may show other parameters
-    within one. ``device``: where the rows will go."""
+    """Builds the tensors of rows. Create it before the model's first forward, because a wrapper may expose other
+    parameters during a forward. ``device``: the device that the rows will be moved to."""
 
     rope_index: RopeIndex
     tower: VisionTower
@@ -144,7 +145,7 @@ class RowBuilder:
         )
 
     def __call__(self, row: PackedRow, objective: RowObjective) -> RowTensors:
-        """On the CPU, page-locked for a GPU."""
+        """Returns tensors on the CPU, in page-locked memory if the device is a GPU."""
         inputs = row_inputs(row, self.rope_index, self.image_token_id, self.attention, self.dtype, self.tower)
         supervision = SupervisionTensors.from_row(row)
         queries = objective.queries(supervision)
@@ -161,11 +162,11 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class PrefetchedRows:
-    """Iterates over the tensors of ``rows``; the next row is built meanwhile. Use it as a context: leaving it ends the
-    thread. ``build_s``, ``wait_s``: seconds of building, and of waiting for it."""
+    """Iterates over the tensors of ``rows``; a thread builds the next row meanwhile. As a context manager, it ends the
+    thread on exit. ``build_s``, ``wait_s``: seconds of building, and of waiting for it."""
 
     def __init__(self, build: Callable[[PackedRow], RowTensors], rows: Sequence[PackedRow]) -> None:
-        """The first row is begun at once."""
+        """Starts building the first row."""
         self.build_s = self.wait_s = 0.0
 
         def timed(row: PackedRow) -> tuple[RowTensors, float]:
@@ -201,7 +202,8 @@ class PrefetchedRows:
 
 @dataclass(frozen=True, slots=True)
 class RowMetrics:
-    """One row: its share of the loss and of each term, and how many scored positions were broken or clamped."""
+    """Metrics of one row: its share of the loss and of each term, and its numbers of non-finite and clamped
+    positions."""
 
     shares: Mapping[str, float]
     num_scored: int
@@ -215,7 +217,8 @@ class RowMetrics:
 
 
 class DeviceMetrics:
-    """Numbers of a step's rows, left on the device so that the host can run ahead of it."""
+    """Metrics of a step's rows. They stay on the device until :meth:`sync`, so the host does not wait after each
+    row."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[tuple[str, ...], int, torch.Tensor]] = []

@@ -86,15 +86,15 @@ class CheckedRun:
 
 
 def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up: bool = True) -> CheckedRun:
-    """Read data and tokenizer, query the rollout servers: find every mistake that can be found before the model loads.
+    """Read data and tokenizer, query the rollout servers: report every mistake that can be found before the model
+    loads.
 
     Args:
         learners: number of trainer processes; None for this process's own world.
         servers_are_up: false before a launch, when no server runs yet.
 
-    Raises:
-        ConfigError, DataError, CheckpointError, VocabError, MissingDependency: a single mistake. ConfigError: several,
-            one per line. RunFinished: nothing is left to do.
+    Raises: ConfigError, DataError, CheckpointError, VocabError, MissingDependency: a single mistake. ConfigError:
+    several, one per line. RunFinished: nothing is left to do.
     """
     learners = distributed.world_size() if learners is None else learners
     errors: list[CoordExpError] = []
@@ -133,7 +133,7 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
     for key, path, records in (("train_jsonl", custom.train_jsonl, train), ("val_jsonl", custom.val_jsonl, val)):
         if records and not any(record.objects for record in records):
             errors.append(DataError(f"custom.{key}: {path}: no image has an object; convert the annotations again"))
-    messages = dict.fromkeys(map(str, errors))  # one broken checkpoint fails several checks alike
+    messages = dict.fromkeys(map(str, errors))  # one broken checkpoint may fail several checks with the same message
     if len(messages) > 1:
         raise ConfigError("\n".join(messages))
     if errors:
@@ -150,7 +150,7 @@ def build_trainer(
     backend: RolloutBackend | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> tuple[CoordExpTrainer, Path | None]:
-    """Load the model and join all parts. ``backend``: replaces the one that the configuration names. ``callbacks``:
+    """Load the model and build the trainer. ``backend``: replaces the one that the configuration names. ``callbacks``:
     besides those of the configuration.
 
     Returns: the trainer, and the checkpoint folder to resume from (None for a new run).
@@ -190,7 +190,7 @@ def build_trainer(
     if max_steps < 0:
         max_steps = math.ceil(args.num_train_epochs * batches.steps_per_epoch)
 
-    # Read off the model before it is wrapped: a wrapper may show other parameters within a forward.
+    # Before the model is wrapped: a wrapper may expose other parameters during a forward.
     build_row = RowBuilder.from_model(loaded, accelerator.device)
     offload = build_offload(loaded.model, rollout)
     state = _prepared_state(training, args, accelerator, loaded, max_steps)
@@ -242,7 +242,7 @@ def build_trainer(
     trainer.add_callback(progress)
     trainer.on_answer = progress.answered
     with distributed.raise_on_all_ranks("training.output_dir"):
-        if distributed.is_main():  # not before everything was built: a start that failed leaves the folder as it was
+        if distributed.is_main():  # after everything is built: a failed start does not change the folder
             clear_results(config, resume)
             write_manifest(config, config_path, overrides, None if resume is None else (resume, applied))
     loggers = set_up_loggers(trainer, training.logging_dir, resume)

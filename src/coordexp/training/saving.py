@@ -67,7 +67,7 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
             _note_best(run.progress, args, folder)
             if args.should_save:
                 run.progress.save_to_json(str(folder / TRAINER_STATE_NAME))
-                if (settings := folder.parent / RESOLVED_CONFIG).is_file():  # for whoever resumes from it or uses it
+                if (settings := folder.parent / RESOLVED_CONFIG).is_file():  # for a resume, and for predictions
                     shutil.copyfile(settings, folder / RESOLVED_CONFIG)
         seal_checkpoint(
             folder,
@@ -82,7 +82,7 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
 def save_model(run: RunState, folder: Path, *, writes: bool) -> None:
     """The model, or its adapter, with its processor. A collective call if the model is sharded.
 
-    ``writes``: whether this rank writes; of a sharded model every rank gives its part.
+    ``writes``: whether this rank writes. If the model is sharded, every rank contributes its part.
     """
     state_dict = None
     if run.is_fsdp:
@@ -99,7 +99,7 @@ def save_model(run: RunState, folder: Path, *, writes: bool) -> None:
         save_adapter(model, folder, state_dict)
     else:
         if state_dict is not None and model.config.tie_word_embeddings:
-            # Gathered from shards, a tied head is a tensor of its own, which no plain checkpoint holds.
+            # A tied head gathered from shards is a separate tensor, which an ordinary checkpoint does not contain.
             ties = model.all_tied_weights_keys or {}
             state_dict = {name: value for name, value in state_dict.items() if name not in ties}
         model.save_pretrained(folder, state_dict=state_dict)
@@ -107,13 +107,13 @@ def save_model(run: RunState, folder: Path, *, writes: bool) -> None:
     processor.save_pretrained(folder)
     write_preparation(run.loaded.preparation, folder)
     write_class_list(run.loaded.classes, folder)
-    write_calibration(None, folder)  # one in the folder belongs to earlier weights
+    write_calibration(None, folder)  # removes the calibration of earlier weights
 
 
 def load_weights(run: RunState, folder: Path) -> None:
     """Load a checkpoint's weights or adapter into the model. CheckpointError: unreadable, or of another model."""
     with readable(folder, "config.json", SAFETENSORS):
-        if (folder / "config.json").is_file():  # not needed here; but no checkpoint with a broken one is resumed from
+        if (folder / "config.json").is_file():  # not needed here, but a damaged file must fail the resume
             json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if run.is_fsdp:
             plugin = run.accelerator.state.fsdp_plugin
@@ -161,7 +161,7 @@ def load_optimizer(run: RunState, folder: Path) -> None:
             plugin, accelerator = run.accelerator.state.fsdp_plugin, run.accelerator
             load_fsdp_optimizer(plugin, accelerator, run.optimizer, run.model, str(folder), adapter_only=True)
         elif not run.is_deepspeed:  # whose engine loads its optimizer with the weights
-            # On one device via main memory: on it, old and new state would need room at the same time.
+            # A single device loads via main memory: otherwise it would have to hold old and new state at the same time.
             several = distributed.world_size() > 1 and run.accelerator.device.type != "cpu"
             device = run.accelerator.device if several else "cpu"
             state = torch.load(folder / OPTIMIZER_NAME, map_location=device, weights_only=True)
@@ -182,7 +182,7 @@ def load_optimizer(run: RunState, folder: Path) -> None:
 
 def load_rank_state(run: RunState, folder: Path) -> None:
     """This rank's random states, and its metrics of the unfinished log line. With another number of processes both
-    start afresh."""
+    are reset."""
     if read_seal(folder).world_size != distributed.world_size():
         return
     with readable(folder, _rank_file(folder, "log_line").name):
@@ -192,7 +192,7 @@ def load_rank_state(run: RunState, folder: Path) -> None:
 
 
 def has_broken_weight(model: torch.nn.Module) -> bool:
-    """Whether a weight is NaN or infinite; of a sharded one, this rank's part."""
+    """Whether any weight is NaN or infinite; if sharded, in this rank's part."""
     for weight in model.parameters():
         local: Any = weight.to_local() if isinstance(weight, DTensor) else weight
         if not bool(torch.isfinite(local).all()):

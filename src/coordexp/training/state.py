@@ -1,4 +1,4 @@
-"""Everything that training changes."""
+"""The state of a run: everything that training changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from coordexp.training.answers import RolloutQueue
 
 @dataclass(slots=True)
 class RunState:
-    """The state that a checkpoint must hold so that a resumed run equals one that never stopped.
+    """The state that a checkpoint needs so that a resumed run equals an uninterrupted one.
 
     ``model``, ``optimizer``: as accelerate prepared them; ``loaded.model`` is the bare model. ``progress``: steps,
     log history and best metric. ``sums``: this rank's metrics of the log line under way. ``buffer``: segments that
@@ -38,21 +38,21 @@ class RunState:
 
     @property
     def shards(self) -> bool:
-        """FSDP or DeepSpeed: all ranks hold parts, and save and load together."""
+        """Whether FSDP or DeepSpeed shards the model: all ranks then save and load together."""
         return self.is_fsdp or self.is_deepspeed
 
     @property
     def is_fsdp(self) -> bool:
-        """The model is sharded by FSDP2."""
+        """Whether FSDP2 shards the model."""
         return getattr(self.accelerator.state, "fsdp_plugin", None) is not None
 
     @property
     def is_deepspeed(self) -> bool:
-        """The model is a DeepSpeed engine."""
+        """Whether the model is a DeepSpeed engine."""
         return getattr(self.accelerator.state, "deepspeed_plugin", None) is not None
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy what a step changes before it changes the weights.
+        """Copy everything that a step changes before its weight update.
 
         Returns: a function that undoes a failed step, its gradients included; a resumed run then repeats the same step.
         """
@@ -73,7 +73,8 @@ class RunState:
 
 
 def random_states() -> dict[str, Any]:
-    """Python's, NumPy's, torch's and this device's, in types that ``torch.load(weights_only=True)`` reads."""
+    """The random states of Python, NumPy, torch and this device, in types that ``torch.load(weights_only=True)``
+    reads."""
     name, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -84,7 +85,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Continue with what :func:`random_states` returned."""
+    """Restore states from :func:`random_states`."""
     random.setstate(states["python"])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

@@ -9,9 +9,9 @@
     row      -> loss, gradient    one forward and one backward a row; gradients are exchanged with the last row
              -> new weights       clipping, optimizer, learning-rate schedule
 
-Stage 1, rollout matching, Channel-A, Channel-B and rollouts one step ahead differ in their :class:`Task` alone.
+Stage 1, rollout matching, Channel-A, Channel-B and rollouts one step ahead differ only in their :class:`Task`.
 
-Errors: code that may fail on one rank alone runs inside :func:`coordexp.distributed.raise_on_all_ranks`, so that all
+Errors: code that may fail on a single rank runs inside :func:`coordexp.distributed.raise_on_all_ranks`, so that all
 ranks raise the same error and none waits for another. The weights change only in :meth:`TrainStep.update`.
 """
 
@@ -64,8 +64,8 @@ class PreparedStep:
 def prepare_step(
     task: Task, samples: MicroBatches, step: int, metrics: MutableMapping[str, float], rollout_log: RolloutLog
 ) -> PreparedStep:
-    """Samples → rows of the step after ``step`` finished ones, and its totals. A collective call; adds to ``metrics``.
-    Raises on all ranks AlignmentError, AppendError, SegmentTooLong, CarryBufferOverflow, RolloutError."""
+    """Build the rows of step ``step`` (counted from 0) and its totals. A collective call; adds to ``metrics``. Raises
+    on all ranks AlignmentError, AppendError, SegmentTooLong, CarryBufferOverflow, RolloutError."""
     where = f"step {step + 1}"
 
     # Answers, parsed and matched; then what the whole step decides about them.
@@ -121,8 +121,8 @@ def prepare_step(
 class TrainStep:
     """Trains on one step's samples: :meth:`accumulate` the gradient, then :meth:`update` the weights.
 
-    ``schedule``: chooses between the tasks of two channels; None where there is one task. Public while a step is under
-    way: ``prepared``, and ``outcomes``, its answers with their records.
+    ``schedule``: chooses between the tasks of two channels; None where there is one task. ``prepared`` and ``outcomes``
+    (answers with their records) belong to the current step.
     """
 
     run: RunState
@@ -140,11 +140,11 @@ class TrainStep:
     outcomes: list[tuple[ImageRecord, SampleOutcome]] = field(default_factory=list)
 
     def task_of(self, step: int) -> Task:
-        """The task of the step after ``step`` finished ones."""
+        """The task of step ``step``, counted from 0."""
         return self.tasks[None if self.schedule is None else self.schedule.channel(step)]
 
     def accumulate(self, batches: StepBatches, step: int) -> None:
-        """Everything of the step after ``step`` finished ones up to its gradient. A collective call."""
+        """Run step ``step`` (counted from 0) up to its gradient. A collective call."""
         where, task, run = f"step {step + 1}", self.task_of(step), self.run
         metrics: defaultdict[str, float] = defaultdict(float)
         samples = batches.take()
@@ -153,7 +153,7 @@ class TrainStep:
         records = [sample.record for batch in samples for sample in batch]
         self.outcomes = list(zip(records, prepared.outcomes, strict=True)) if task.rollouts is not None else []
         with PrefetchedRows(lambda row: self.build_row(row, task.objective), prepared.rows) as rows:
-            self._ask_ahead(batches, step, metrics)
+            self._request_ahead(batches, step, metrics)
             if self.recorder is not None and prepared.outcomes:
                 self.recorder.offer(step, self.logging_steps, samples, prepared.outcomes)
                 metrics |= self.recorder.take_counters()
@@ -165,7 +165,7 @@ class TrainStep:
             # Forward and backward, row by row.
             started, forward_s, on_device = time.perf_counter(), 0.0, DeviceMetrics()
             run.model.train()
-            # Sharded ranks exchange within every forward: one that fails alone has lost the others already.
+            # Sharded ranks communicate in every forward, so a rank that fails alone has already lost contact.
             with nullcontext(lambda: None) if run.shards else distributed.raise_on_all_ranks(where) as agree:
                 for number, row in enumerate(rows, start=1):
                     is_last = number == len(prepared.rows)
@@ -179,7 +179,7 @@ class TrainStep:
                         self._record_losses(row, scores, step)
                         forward_s += time.perf_counter() - begun
                         if is_last:
-                            agree()  # before gradients are exchanged: afterwards an error of one rank comes too late
+                            agree()  # an error of one rank must reach the others before they exchange gradients
                         # DDP and FSDP average over ranks, and the sum is wanted.
                         run.accelerator.backward(result.loss * distributed.world_size())
             with distributed.raise_on_all_ranks(where):
@@ -208,8 +208,8 @@ class TrainStep:
         run.optimizer.zero_grad()
         return {"grad_norm": norm, "learning_rate": rate}  # a tensor stays on its device until it is logged
 
-    def _ask_ahead(self, batches: StepBatches, step: int, metrics: MutableMapping[str, float]) -> None:
-        """With ``rollouts_ahead``: have the next step's answers written, by these weights, while this step trains."""
+    def _request_ahead(self, batches: StepBatches, step: int, metrics: MutableMapping[str, float]) -> None:
+        """With ``rollouts_ahead``: request the next step's answers from the current weights, while this step trains."""
         if self.last_step is not None and step + 1 >= self.last_step:
             return
         queue = self.task_of(step + 1).rollouts
@@ -240,7 +240,7 @@ class TrainStep:
                 {"train/nonfinite_positions_total": row.nonfinite, "train/clamped_positions_total": row.clamped}
             )
             # The objective replaces NaN and infinity, so that one broken logit cannot erase a step. That must not hide
-            # a model that is broken altogether: its loss would look finite for ever.
+            # a diverged model, whose loss would look finite.
             if row.all_broken:
                 raise TrainingDiverged(
                     f"step {step + 1}: every supervised position has NaN or infinite logits; {TrainingDiverged.ADVICE}"

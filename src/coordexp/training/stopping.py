@@ -21,10 +21,10 @@ _AT_ONCE_S = 5.0  # for cleaning up after a second signal
 
 
 class StopSignals:
-    """Notes the first stop signal while the context is open.
+    """Records the first stop signal while the context is open; ``asked`` is its number.
 
-    ``asked`` is its number. Signals are read by a thread: the main thread may be inside a library that does not return
-    to Python, waiting for another process, and then the deadline must count all the same.
+    Signals are read by a thread: the main thread may be inside a library that does not return
+    to Python, waiting for another process, and the deadline must still apply.
     """
 
     def __init__(self, within_s: float, last_saved: Callable[[], str]) -> None:
@@ -69,7 +69,7 @@ class StopSignals:
         self._ends = []
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        """In the main thread, between two of its instructions."""
+        """The signal handler. Python runs it in the main thread."""
         if self.asked is None or self.asked not in _ENDING:
             self.asked = number
         elif number == signal.SIGINT:
@@ -110,7 +110,7 @@ _open: StopSignals | None = None
 
 
 def _leave_signals_to_the_parent() -> None:
-    """In a forked child (one that loads data): Ctrl-C reaches it too, and must not take the step under way down."""
+    """In a forked child (one that loads data): Ctrl-C reaches it too, and must not end the current step."""
     if _open is not None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which a program started from here would inherit
@@ -122,7 +122,7 @@ os.register_at_fork(after_in_child=_leave_signals_to_the_parent)
 
 
 def _say(text: str) -> None:
-    """Past every buffer and lock: the main thread may hold them."""
+    """Write to stderr without Python's buffers and locks, which the main thread may hold."""
     prefix = f"rank {distributed.rank()}: " if distributed.world_size() > 1 else ""
     os.write(2, f"\n{prefix}{text}\n".encode())
 

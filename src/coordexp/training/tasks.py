@@ -30,8 +30,8 @@ def build_tasks(
     backend: RolloutBackend,
     buffer: CarryBuffer | None,
 ) -> tuple[Mapping[Channel | None, Task], ChannelSchedule | None]:
-    """The tasks of ``custom.trainer_variant``, and the schedule that chooses between two of them. ``buffer``: segments
-    that wait; None without packing."""
+    """The tasks of ``custom.trainer_variant``, and the schedule that chooses between two of them. ``buffer``: waiting
+    segments; None without packing."""
     variant, min_fill_ratio = config.custom.trainer_variant, config.training.packing_min_fill_ratio
     capacity = None if buffer is None else buffer.capacity
     carrying = RowLayout(buffer, capacity=capacity, min_fill_ratio=min_fill_ratio)
@@ -74,7 +74,7 @@ def build_tasks(
     objective_a = RowObjective(
         build_pipeline(two.pipeline, "A", decode=two.coord_decode_mode),
         vocab.coord_token_ids,
-        None if self_context.iterations == 1 else self_context,  # one forward has nothing to feed back
+        None if self_context.iterations == 1 else self_context,  # a single forward has no self-context
     )
     tasks: dict[Channel | None, Task] = {
         "A": Task(objective_a, carrying, from_truth, channel="A"),

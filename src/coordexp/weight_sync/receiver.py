@@ -237,7 +237,7 @@ class WeightReceiver:
         self._group = None
         self._loading, self._buffers = [], []
         if self.state.open:
-            self.state.failure = "the learner left in the middle of a push"
+            self.state.failure = "the trainer disconnected during a push"
         self.state.open = False
 
     @contextmanager

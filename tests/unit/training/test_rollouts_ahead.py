@@ -252,7 +252,7 @@ def test_answers_survive_a_round_trip(tmp_path: Path) -> None:
 
 
 def test_answers_of_other_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match="answers of weights"):
+    with pytest.raises(ValueError, match="weight versions"):
         waiting(version=2)
 
 
