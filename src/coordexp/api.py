@@ -96,7 +96,8 @@ def evaluate(
         model: a checkpoint, instead of ``model.model``.
         data: a JSONL, instead of ``custom.val_jsonl``.
         limit: use only the first images.
-        out: folder of figures and answers, instead of ``<output_dir>/evaluation``.
+        out: folder of figures and answers. None: ``<output_dir>/evaluation``, or ``evaluation/NAME`` in it
+            for a ``model`` that the run did not write.
         classes: the only names that answers may contain; empty for any.
         calibrate: fit confidences to what is right here, and store that in the checkpoint's folder.
         quiet: without a progress bar.

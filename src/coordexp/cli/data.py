@@ -103,14 +103,13 @@ def check_command(
             console.print(f"wrote {sheet}", soft_wrap=True)
         if not check.errors:
             noted = sum(check.counts().values())
-            notes = f"; {noted} findings above are worth a look" if noted else ""
+            notes = f"; {noted} finding{'s' * (noted != 1)} above to look at" if noted else ""
             console.print(f"sound: training accepts {check.path}{notes}", soft_wrap=True)
     if check.errors:
         first = next(problem for problem in check.problems if problem.finding in ERRORS)
+        count = f"{check.errors} finding{'s' * (check.errors != 1)}"
         raise DataError(
-            f"{check.errors} findings for which training refuses it; the first: {first.where}: {first.finding}: "
-            f"{first.detail}",
-            path=jsonl,
+            f"training refuses it for {count}; the first: {first.where}: {first.finding}: {first.detail}", path=jsonl
         )
 
 

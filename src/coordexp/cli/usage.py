@@ -1,5 +1,5 @@
-"""How the command line reads and explains itself: help in groups with examples, spellings of earlier versions and of
-other tools, and hints for what does not exist."""
+"""How the command line reads and explains itself: help in groups with examples, ``--config`` as other tools
+spell it, and hints for what does not exist."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # typer has no public name for the base class of its usage errors.
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
-
-# Spellings of earlier versions and their successors. None: the value is the first argument.
-_RENAMED = {"--output": "--out", "--config": None}
 
 # Words that do not exist, by the command after which they were typed -> what to write instead.
 _HINTS = {
@@ -61,7 +58,8 @@ def _examples(lines: Sequence[str]) -> str:
 
 
 class Command(TyperCommand):
-    """A command that accepts earlier spellings and has a hint for an option that is a key of the configuration."""
+    """A command that accepts ``--config FILE`` for its first argument, and has a hint for an option that is a key of the
+    configuration."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         arguments = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
@@ -75,8 +73,6 @@ class Command(TyperCommand):
             option, equals, value = word.partition("=")
             if option in options or not word.startswith("--") or word == "--":
                 words.append(word)
-            elif option in _RENAMED and (new := _RENAMED[option]) in options:
-                words.append(f"{new}{equals}{value}")
             elif option == "--config" and has_config:
                 path = value if equals else next(rest, None)
                 if not path:

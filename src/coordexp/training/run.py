@@ -52,7 +52,7 @@ from coordexp.rollouts.learner import LearnerParts
 from coordexp.training.batches import StepBatches
 from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
 from coordexp.training.loop import CoordExpTrainer
-from coordexp.training.offload import build_offload
+from coordexp.training.offload import LearnerOffload, build_offload
 from coordexp.training.optimizer import LearningRates, build_optimizer, build_scheduler, check_schedule
 from coordexp.training.parallel import (
     build_accelerator,
@@ -165,15 +165,7 @@ def build_trainer(
     for change in applied:
         console.print(f"applied to the resumed run: {change}", highlight=False, markup=False, soft_wrap=True)
     set_seed(training.seed)
-    loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
-    # Checkpoints record both.
-    loaded = replace(loaded, preparation=preparation_of(run.train), classes=class_list(run.train))
-    tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
-    if wants_fused(config.model, accelerator.device.type):
-        fuse_layers(loaded.model, liger_kernels())
-        if distributed.is_main():
-            console.print(f"fused kernels: liger-kernel {version('liger-kernel')} (model.fused_kernels)")
-    align_special_tokens(loaded.model, loaded.processor)
+    loaded = _tuned_model(run, accelerator, console)
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     ordering = config.custom.object_ordering
     rule = loaded.preparation.bin_rule
@@ -198,16 +190,7 @@ def build_trainer(
         owner = "DeepSpeed" if state.is_deepspeed else "FSDP" if state.is_fsdp else None
         offload.bind(lambda: state.optimizer, sharded_by=owner)
     if backend is None:
-        parts = LearnerParts(
-            model=loaded.model,
-            vocab=loaded.vocab,
-            image_token_id=loaded.image_token_id,
-            weights=LearnerWeights(loaded.model) if offload is None else LearnerWeights(loaded.model, offload.current),
-            checkpoint=loaded.checkpoint.base,
-            open_image=open_rgb,
-            offload=nullcontext if offload is None else offload.away,
-        )
-        backend = build_backend(rollout, parts)
+        backend = build_backend(rollout, _learner_parts(loaded, offload))
     state.buffer = build_buffer(config, train, resume)
     tasks, schedule = build_tasks(config, rollout, loaded.vocab, backend, state.buffer)
     with_rollouts = next((task for task in tasks.values() if task.rollouts is not None), None)
@@ -255,6 +238,32 @@ def build_trainer(
         trainer.add_callback(pictures)
     (enable_full_determinism if args.full_determinism else set_seed)(training.seed)
     return trainer, resume
+
+
+def _tuned_model(run: CheckedRun, accelerator: Accelerator, console: Console) -> LoadedModel:
+    config = run.config
+    loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
+    # Checkpoints record both.
+    loaded = replace(loaded, preparation=preparation_of(run.train), classes=class_list(run.train))
+    tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
+    if wants_fused(config.model, accelerator.device.type):
+        fuse_layers(loaded.model, liger_kernels())
+        if distributed.is_main():
+            console.print(f"fused kernels: liger-kernel {version('liger-kernel')} (model.fused_kernels)")
+    align_special_tokens(loaded.model, loaded.processor)
+    return loaded
+
+
+def _learner_parts(loaded: LoadedModel, offload: LearnerOffload | None) -> LearnerParts:
+    return LearnerParts(
+        model=loaded.model,
+        vocab=loaded.vocab,
+        image_token_id=loaded.image_token_id,
+        weights=LearnerWeights(loaded.model) if offload is None else LearnerWeights(loaded.model, offload.current),
+        checkpoint=loaded.checkpoint.base,
+        open_image=open_rgb,
+        offload=nullcontext if offload is None else offload.away,
+    )
 
 
 def _prepared_state(

@@ -109,7 +109,7 @@ def test_evaluate_a_checkpoint_by_its_own_settings(
 ) -> None:
     data = write_run(tmp_path, 1, model).parent / "scenes.jsonl"
     keys = ("rollout_matching.max_new_tokens=8", "rollout_matching.decode_batch_size=2")
-    done = run_cli(capsys, "evaluate", "--model", model, "--data", data, "--output", tmp_path / "figures", *keys)
+    done = run_cli(capsys, "evaluate", "--model", model, "--data", data, "--out", tmp_path / "figures", *keys)
     assert done.code == 0 and (tmp_path / "figures" / "metrics.json").is_file()
     lines = (tmp_path / "figures" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 4 and all(json.loads(line)["truncated"] for line in lines), "8 tokens are too few"
