@@ -58,8 +58,8 @@ def _examples(lines: Sequence[str]) -> str:
 
 
 class Command(TyperCommand):
-    """A command that accepts ``--config FILE`` for its first argument, and has a hint for an option that is a key of the
-    configuration."""
+    """A command that accepts ``--config FILE`` for its first argument, and has a hint for an option that is a key of
+    the configuration."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         arguments = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
