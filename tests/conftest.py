@@ -37,6 +37,8 @@ FIRST = (
     "tests/integration/test_colocated_adapters.py",
     "tests/integration/test_torchrun.py",
     "tests/integration/test_predict_in_vllm.py",
+    "tests/integration/test_openai_server.py",
+    "tests/integration/test_skipped_tokens.py",
     "tests/integration/test_swift_rollout.py",
     "tests/integration/test_launch_swift.py",
     "tests/integration/test_server_faults.py",

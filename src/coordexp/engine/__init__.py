@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ from coordexp.rollouts.backend import RolloutBackend, decoding_options
 
 if TYPE_CHECKING:
     from coordexp.rollouts.learner import LearnerParts
+
+logger = logging.getLogger("coordexp")
 
 TESTED_VERSIONS: dict[str, tuple[str, ...]] = {
     "vllm": ("0.32.0",),
@@ -86,6 +89,11 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: S
             learner.image_token_id,
             config.repeat_terminate,
             names,
+        )
+    if config.decoding.skip_forced_tokens and options.temperature > 0:
+        logger.warning(
+            "rollout_matching.decoding.skip_forced_tokens: answers are sampled from the same distribution as without "
+            "it, but a seed gives other samples"
         )
     if config.vllm.mode == "server":
         from coordexp.engine.server_backend import ServerBackend

@@ -17,6 +17,7 @@ from vllm.model_executor.layers import utils as linear_layers
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.sample import rejection_sampler
 
 # vLLM packs each linear weight into a private layout and empties the parameter. New weights could then not be loaded,
 # and a tied language head would keep its old packed copy. So linear layers compute from their plain weights. The patch
@@ -96,7 +97,20 @@ def _init_unnamed(self: Any) -> int:
     return handle
 
 
+# With drafts vLLM repeats each request's temperature, top_p and top_k for its drafted positions. Its kernel for CPUs
+# writes them to an integer copy that is dropped, so sampling would use uninitialised memory. Greedy decoding does not
+# read them.
+
+
+def _expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+
 if current_platform.is_cpu():
+    rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
     linear_layers.dispatch_cpu_unquantized_gemm = _plain_linear
     shm_broadcast.SpinCondition = _SleepingCondition
     _SharedMemory.make_group_name = staticmethod(_group_name_of_run)

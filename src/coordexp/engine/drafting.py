@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -98,6 +98,14 @@ class _Followed:
         self._read = ids[self._begin :].astype(np.int64)
 
 
+class _MaskedRow(NamedTuple):
+    """One request: its answer (a list that vLLM extends), and its rows of both processors, which read that list."""
+
+    answer: list[int]
+    names: Any
+    guard: Any
+
+
 class DraftedMasks:
     """Our logits processors, for batches in which each request has the logits of several positions."""
 
@@ -107,19 +115,19 @@ class DraftedMasks:
         guarded = activated_config(os.environ) is not None
         self.guard = RepeatTerminateProcessor(vllm_config, device, False) if guarded else None
         self.processors = [one for one in (self.known_tokens, self.names, self.guard) if one is not None]
-        self._rows: dict[str, tuple[Any, Any]] = {}  # of the requests of the last batch: names, guard
+        self._rows: dict[str, _MaskedRow] = {}  # of the requests of the last batch
 
     def sample(self, runner: Any, logits: torch.Tensor, metadata: Any, sample: Any) -> Any:
         """Mask ``logits`` in place (one row per position), and sample by ``sample(logits, metadata)``."""
         batch = runner.input_batch
         self.known_tokens.apply(logits)
-        self._rows = {name: self._rows.get(name) or self._new(runner.requests[name]) for name in batch.req_ids}
+        self._rows = {name: self._row(name, runner.requests[name]) for name in batch.req_ids}
         ends = []  # (request, position in its draft, trigger, row)
         first = 0
         for index, name in enumerate(batch.req_ids):
             count = 0 if metadata is None else metadata.num_draft_tokens[index]
             draft = batch.spec_token_ids[index][:count]
-            names, guard = self._rows[name]
+            names, guard = self._rows[name].names, self._rows[name].guard
             rows = logits[first : first + count + 1]
             if names is not None:
                 self.names.mask_rows(rows, names, draft)
@@ -136,10 +144,14 @@ class DraftedMasks:
                 self.guard.keep_trigger(guard, trigger)
         return output
 
-    def _new(self, request: Any) -> tuple[Any, Any]:
-        params, answer = request.sampling_params, request.output_token_ids
+    def _row(self, name: str, request: Any) -> _MaskedRow:
+        # vLLM may give a request another list of tokens, as when it resumes a preempted one: rows begin again then.
+        row, answer = self._rows.get(name), request.output_token_ids
+        if row is not None and row.answer is answer:
+            return row
+        params = request.sampling_params
         guard = None if self.guard is None else self.guard.new_row(params, None, answer)
-        return self.names.new_row(params, None, answer), guard
+        return _MaskedRow(answer, self.names.new_row(params, None, answer), guard)
 
     def _end_of(self, row: Any, draft: Sequence[int]) -> tuple[int, Any] | None:
         # The first position at which the guard ends the answer, if the draft up to it is taken.

@@ -56,8 +56,9 @@ def processor_of(worker: Any, kind: type[Processor]) -> Processor | None:
 
 
 class KnownTokensProcessor(LogitsProcessor):
-    """Masks every id at or beyond the tokenizer's length. Checkpoints pad their language head to a round
-    number of rows; an id of such a row has no text. ``num_sampled`` counts every token that the engine draws."""
+    """Masks every id at or beyond the tokenizer's length. Checkpoints pad their language head to a round number of
+    rows; an id of such a row has no text. ``num_sampled`` counts the positions that it masked: one for each token that
+    the engine samples, and with drafts one more for each drafted token, accepted or not."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.num_known = len(AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer))

@@ -127,7 +127,7 @@ class WeightSyncExtension:
             return {FAILURE: str(error).strip() or f"{type(error).__name__}; is this the learner's model?"}
 
     def coordexp_beat(self) -> int:
-        """Heartbeat: number of tokens that this worker has sampled since its start."""
+        """Heartbeat: number of positions, accepted drafts or not, that this worker has sampled at since its start."""
         known_tokens = processor_of(self, KnownTokensProcessor)
         return 0 if known_tokens is None else known_tokens.num_sampled
 

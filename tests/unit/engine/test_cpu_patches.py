@@ -1,4 +1,5 @@
-"""Patches of vLLM on CPUs: waiting processes sleep, and each run has its own shared memory names."""
+"""Patches of vLLM on CPUs: waiting processes sleep, each run has its own shared memory names, and drafted positions
+are sampled at their request's temperature."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is what is patched")
 
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
 
 from coordexp.engine import cpu_patches
 
@@ -49,6 +52,15 @@ def test_shared_memory_has_a_unique_name_and_is_removed(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     assert [worker.communicate(timeout=240)[0].splitlines()[-1:] for worker in workers] == [[b"[3.0]"]] * 2
+
+
+def test_each_drafted_position_has_its_requests_temperature() -> None:
+    temperatures = torch.tensor([1.5, 0.0, 0.7])
+    ends = torch.tensor([2, 3, 3], dtype=torch.int32)  # two drafted tokens, one, none
+    expanded = rejection_sampler.expand_batch_to_tokens(temperatures, ends, 3, replace_from=0, replace_to=1)
+    assert torch.equal(expanded, torch.tensor([1.5, 1.5, 1.0]))
+    top_k = torch.tensor([20, 0, 5], dtype=torch.int32)
+    assert rejection_sampler.expand_batch_to_tokens(top_k, ends, 3).tolist() == [20, 20, 0]
 
 
 @pytest.fixture
