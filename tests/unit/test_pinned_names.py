@@ -58,7 +58,7 @@ PINNED: dict[str, dict[str, list[str]]] = {
         ],
         "vllm.v1.worker.gpu_model_runner": ["GPUModelRunner._sample"],
         "vllm.v1.worker.gpu_input_batch": ["InputBatch: self.spec_token_ids"],
-        "vllm.v1.sample.rejection_sampler": ["expand_batch_to_tokens"],
+        "vllm.v1.sample.rejection_sampler": ["expand_batch_to_tokens", "_rejection_random_sample"],
         "vllm.v1.spec_decode.metadata": ["SpecDecodeMetadata: num_draft_tokens"],
         "vllm.v1.engine.exceptions": ["EngineDeadError"],
         "vllm.exceptions": ["VLLMValidationError", "VLLMError"],

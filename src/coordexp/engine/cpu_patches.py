@@ -109,8 +109,25 @@ def _expand_batch_to_tokens(
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
+# A request whose cache lacks only its last token is padded with drafts of id -1, which must be rejected. The kernel for
+# CPUs compares their random number with the probability in front of the position's own, so give them a number that none
+# reaches.
+_random_sample = rejection_sampler._rejection_random_sample
+
+
+def _rejection_random_sample(
+    sampled: torch.Tensor, ends: torch.Tensor, draft: torch.Tensor, draft_probs: None, probs: torch.Tensor,
+    bonus: torch.Tensor, recovered: torch.Tensor, uniform: torch.Tensor, *rest: Any,
+) -> None:  # fmt: skip
+    uniform = uniform.masked_fill(draft < 0, torch.inf)
+    _random_sample(sampled, ends, draft.clamp(min=0), draft_probs, probs, bonus, recovered, uniform, *rest)
+
+
+_rejection_random_sample.register_warmup = _random_sample.register_warmup  # pyright: ignore[reportFunctionMemberAccess]
+
 if current_platform.is_cpu():
     rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+    rejection_sampler._rejection_random_sample = _rejection_random_sample  # pyright: ignore[reportAttributeAccessIssue]
     linear_layers.dispatch_cpu_unquantized_gemm = _plain_linear
     shm_broadcast.SpinCondition = _SleepingCondition
     _SharedMemory.make_group_name = staticmethod(_group_name_of_run)

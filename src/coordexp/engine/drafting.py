@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import wraps
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -126,7 +127,7 @@ class DraftedMasks:
         first = 0
         for index, name in enumerate(batch.req_ids):
             count = 0 if metadata is None else metadata.num_draft_tokens[index]
-            draft = batch.spec_token_ids[index][:count]
+            draft = list(takewhile(lambda token: token >= 0, batch.spec_token_ids[index][:count]))  # vLLM pads with -1
             names, guard = self._rows[name].names, self._rows[name].guard
             rows = logits[first : first + count + 1]
             if names is not None:

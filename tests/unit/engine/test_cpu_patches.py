@@ -63,6 +63,19 @@ def test_each_drafted_position_has_its_requests_temperature() -> None:
     assert rejection_sampler.expand_batch_to_tokens(top_k, ends, 3).tolist() == [20, 20, 0]
 
 
+def test_padding_of_a_draft_is_rejected() -> None:
+    """Two drafted tokens and two of padding; all tokens have one, the last of the vocabulary, for certain."""
+    current_platform.register_triton_kernel_overrides()  # as workers do
+    probs = torch.eye(8)[[7, 7, 7, 7]]
+    drafts, ends = torch.tensor([7, 7, -1, -1], dtype=torch.int32), torch.tensor([2, 4], dtype=torch.int32)
+    recovered, sampled = torch.full_like(drafts, 5), torch.full((2, 3), -1, dtype=torch.int32)
+    rejection_sampler._rejection_random_sample(
+        sampled, ends, drafts, None, probs, torch.tensor([[6], [6]]), recovered,
+        torch.full((4,), 0.5, dtype=torch.float64), torch.tensor([False, False]), 2, None,
+    )  # fmt: skip
+    assert sampled.tolist() == [[7, 7, 6], [5, -1, -1]]
+
+
 @pytest.fixture
 def queue_pair() -> tuple[Any, Any]:
     """vLLM's queue, once written and read: from then on it expects the next message at once."""
