@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -106,6 +106,11 @@ def _type(field: FieldInfo) -> str:
 
 def _bounded(annotation: Any, metadata: Sequence[Any]) -> str:
     bounds = [text for entry in metadata for part in _parts(entry) if (text := _bound(part))]
+    written = next(
+        (one.json_schema_input_type for one in metadata if isinstance(one, BeforeValidator)), PydanticUndefined
+    )
+    if written is not PydanticUndefined:
+        return _type_name(written)
     return " ".join([_type_name(annotation), ", ".join(bounds)]).rstrip()
 
 
@@ -123,7 +128,8 @@ def _type_name(annotation: Any) -> str:
         names = [_type_name(part) for part in get_args(annotation)]
         return " | ".join(dict.fromkeys(names))
     if origin is tuple:
-        return f"list of {_type_name(get_args(annotation)[0])}"
+        items = _type_name(get_args(annotation)[0])
+        return f"list of ({items})" if " | " in items else f"list of {items}"
     if origin is dict:
         return "mapping"
     if annotation is type(None):

@@ -61,7 +61,7 @@ def train(
     run = load_config(config, overrides)
     check_paths(
         {"model.model": run.model.model},
-        {"custom.train_jsonl": run.custom.train_jsonl, "custom.val_jsonl": run.custom.val_jsonl},
+        run.custom.data_paths,
     )
     from coordexp.modeling.load import no_progress_bars
     from coordexp.training.run import run_training

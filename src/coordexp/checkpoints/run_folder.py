@@ -23,7 +23,8 @@ STATE = "trainer_state.json"  # next to a final model: the steps of a finished r
 CURVES, RECORDS = "runs", "rollout_records"  # folders of TensorBoard's files and of rollout records
 CHECKPOINT = "checkpoint"  # N steps are in checkpoint-N, as transformers names it
 _MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", STATE)
-_INPUTS = ("model.model", "custom.train_jsonl")
+_MODEL, _DATA = "model.model", "custom.train_jsonl"  # the inputs of a run
+_WEIGHT = re.compile(r" x [^ ]+")  # of a file, after its fingerprint
 
 
 def check_start(config: RunConfig, checkpoint: Path | None) -> tuple[Change, ...]:
@@ -122,13 +123,11 @@ def fingerprint(path: Path) -> str:
 
 
 def inputs_of(config: RunConfig) -> dict[str, str]:
-    """The fingerprints of the model and the training data as they are now, by key."""
-    return {key: fingerprint(_input(config, key)) for key in _INPUTS}
-
-
-def _input(config: RunConfig, key: str) -> Path:
-    section, _, name = key.partition(".")
-    return Path(getattr(getattr(config, section), name))
+    """The fingerprints of the model and the training data as they are now, by key; of several files with weights."""
+    files = config.custom.train_jsonl
+    weights = [f" x {file.weight!r}" if file.weight != 1 else "" for file in files]
+    data = " + ".join(fingerprint(file.path) + weight for file, weight in zip(files, weights, strict=True))
+    return {_MODEL: fingerprint(Path(config.model.model)), _DATA: data}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -174,17 +173,19 @@ def _by_content(found: Iterable[Change], config: RunConfig, manifest: Mapping[st
     """``found``, with the model and the data by what they hold: a moved file is harmless, other content is not."""
     recorded, inputs = manifest.get("inputs") or {}, inputs_of(config)
     by_key = {one.key: one for one in found}
-    for key in _INPUTS:
-        path = str(_input(config, key))
+    paths = {_MODEL: config.model.model, _DATA: ", ".join(str(file.path) for file in config.custom.train_jsonl)}
+    for key, path in paths.items():
         moved = by_key.pop(key, None)
         if key in recorded:
             if recorded[key] != inputs[key]:
-                was = path if moved is None else moved.was
-                yield Change(key, f"{was} ({recorded[key]})", f"{path} ({inputs[key]}: other content)", False)
+                was, now = (path, path) if moved is None else (moved.was, moved.now)
+                same_files = _WEIGHT.sub("", recorded[key]) == _WEIGHT.sub("", inputs[key])
+                what = "other weights" if same_files else "other content"
+                yield Change(key, f"{was} ({recorded[key]})", f"{now} ({inputs[key]}: {what})", False)
             elif moved is not None:
                 yield replace(moved, harmless=True)
         elif moved is not None:
-            yield replace(moved, harmless=Path(moved.was).resolve() == Path(path).resolve())
+            yield replace(moved, harmless=Path(moved.was).resolve() == Path(moved.now).resolve())
     yield from by_key.values()
 
 

@@ -94,7 +94,7 @@ def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = F
             "model.model": run.model.model,
             **({"training.resume_from_checkpoint": resume} if isinstance(resume, str) else {}),
         },
-        {"custom.train_jsonl": run.custom.train_jsonl, "custom.val_jsonl": run.custom.val_jsonl},
+        run.custom.data_paths,
     )
     console = open_console()
     if distributed.world_size() == 1:  # what needs no torch is refused before its import, which takes seconds
@@ -102,9 +102,8 @@ def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = F
 
         custom = run.custom
         check_not_running(Path(run.training.output_dir))
-        check_inputs(
-            run.model.model, {custom.train_jsonl: custom.train_sample_limit, custom.val_jsonl: custom.val_sample_limit}
-        )
+        limits: dict[Path | None, int | None] = {file.path: custom.train_sample_limit for file in custom.train_jsonl}
+        check_inputs(run.model.model, {**limits, custom.val_jsonl: custom.val_sample_limit})
     run = checked_start(run)
     from coordexp.training.run import run_training
 

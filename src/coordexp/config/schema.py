@@ -4,11 +4,13 @@ keys, which :func:`coordexp.config.load_config` applies."""
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from coordexp.config.base import Count, FilePath, ListOf, NonNegative, Positive, Probability, Share, StrictModel
+from coordexp.config.datasets import TrainFiles
 from coordexp.config.rollout import FIELD_ORDER, RolloutMatchingConfig, Stage2ABConfig, resolved_rollout
 
 
@@ -109,6 +111,9 @@ class DataConfig(StrictModel):
     """processes that read and encode samples; 0 reads in the trainer's own"""
     augment: AugmentConfig | None = None
     """random views of training images and their objects; null = images as they are"""
+    repeat_threshold: Share | None = None
+    """repeat images of rare classes (LVIS's t): an epoch has an image max(1, sqrt(t / f)) times, f being the share of
+    images with its rarest class; null repeats nothing"""
 
 
 class CoordSoftCEW1Config(StrictModel):
@@ -141,12 +146,12 @@ class CustomConfig(StrictModel):
     trainer_variant: Literal["stage2_rollout_aligned", "stage2_two_channel"] | None = None
     """null trains stage 1 (plain SFT), 'stage2_rollout_aligned' by rollout matching, 'stage2_two_channel' by rollout
     matching on some steps and self-context on the others"""
-    train_jsonl: FilePath
-    """JSONL of the training samples"""
+    train_jsonl: TrainFiles
+    """JSONL of the training samples; or a list of such files, each a path, or a path with a weight"""
     val_jsonl: FilePath | None = None
     """JSONL of the validation samples; null evaluates nothing"""
     train_sample_limit: Count | None = None
-    """use only the first N training samples; null = all"""
+    """use only the first N training samples, of each file; null = all"""
     val_sample_limit: Count | None = None
     """use only the first N validation samples; null = all"""
     object_field_order: Literal["desc_first", "geometry_first"] = FIELD_ORDER
@@ -155,6 +160,13 @@ class CustomConfig(StrictModel):
     """objects of an answer from top to bottom then left to right, shuffled again each epoch, or as in the file"""
     coord_soft_ce_w1: CoordSoftCEW1Config | None = None
     """coordinate loss of stage 1; null = off. Stage 2 declares its losses in a pipeline instead"""
+
+    @property
+    def data_paths(self) -> dict[str, Path | None]:
+        """Every JSONL of the run, by its key."""
+        many = len(self.train_jsonl) > 1
+        train = {f"train_jsonl[{at}]" if many else "train_jsonl": file.path for at, file in enumerate(self.train_jsonl)}
+        return {f"custom.{key}": path for key, path in {**train, "val_jsonl": self.val_jsonl}.items()}
 
 
 def _one_as_list(value: object) -> object:

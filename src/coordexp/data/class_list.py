@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from coordexp.data.dataset_cache import CachedRecords
+from coordexp.data.joined import distinct_descs
 from coordexp.errors import CheckpointError
 from coordexp.records import ImageRecord
 
@@ -17,10 +17,7 @@ MOST = 10_000  # more distinct descriptions are free text, not classes
 
 def class_list(records: Sequence[ImageRecord]) -> tuple[str, ...]:
     """The distinct descriptions of ``records`` in alphabetical order; empty if there are more than :data:`MOST`."""
-    if isinstance(records, CachedRecords):
-        names = records.distinct_descs()
-    else:
-        names = {obj.desc for record in records for obj in record.objects}
+    names = distinct_descs(records)
     return tuple(sorted(names)) if len(names) <= MOST else ()
 
 

@@ -16,6 +16,7 @@ from coordexp.config.base import default_of
 from coordexp.config.schema import AugmentConfig, CustomConfig
 from coordexp.data.dataset_cache import CachedRecords
 from coordexp.data.images import open_rgb
+from coordexp.data.joined import JoinedRecords
 from coordexp.data.jsonl import ObjectOrdering, order_objects
 from coordexp.data.polygons import canonical_ring, shape_area
 from coordexp.errors import DataError
@@ -23,7 +24,7 @@ from coordexp.geometry import bins_in_rule
 from coordexp.records import BIN_RULE, NUM_BINS, BinRule, GTObject, ImageRecord, RolloutRequest
 
 _ORDERING: ObjectOrdering = default_of(CustomConfig, "object_ordering")
-_EPOCH = "@epoch"  # of a view's sample id, behind its record's
+_EPOCH, _REPEAT = "@epoch", "."  # of a view's sample id, after its record's: s:1@epoch2.1 is the first repeat
 LEFT_OUT = "augment_left_out"  # key of a view's metadata: the number of objects of which too little is left
 _LAST = NUM_BINS - 1
 _GREY = (114, 114, 114)  # beyond the image's edge
@@ -45,6 +46,8 @@ class RecordDataset:
     ``encode(record)`` returns the prompt; with ``augment`` also ``encode(record, image)``, for an image that is in no
     file. ``ordering: random`` shuffles a record's objects by (seed, epoch, its index), the same on every rank; with
     ``augment`` a sample is a view of its record, drawn by the same three. Outside of training the epoch is 0.
+    Indices from ``len(records)`` on are an epoch's repeats: index k is record ``k % len(records)`` again, in an order
+    and a view of its own.
     ``bin_rule``: objects of records of the other rule are converted to it; None leaves each record as it is.
     """
 
@@ -69,32 +72,33 @@ class RecordDataset:
 
     def record(self, index: int) -> ImageRecord:
         """A record as the first epoch orders its objects, not augmented."""
-        record = self.records[index]
+        record = self.records[index % len(self.records)]
         if self.bin_rule is not None and record.bin_rule != self.bin_rule:
             record = _in_rule(record, self.bin_rule)
         return replace(record, objects=order_objects(record.objects, self.ordering, self._shuffle(0, index)))
 
     def request_of(self, sample_id: str) -> RolloutRequest:
         """The prompt of a sample of any epoch. Raises DataError if the dataset does not contain its record."""
-        name, _, epoch = sample_id.rpartition(_EPOCH) if self.augment is not None else (sample_id, "", "0")
-        if isinstance(self.records, CachedRecords):
+        name, _, drawn = sample_id.rpartition(_EPOCH) if self.augment is not None else (sample_id, "", "0")
+        epoch, _, repeat = drawn.partition(_REPEAT)
+        if isinstance(self.records, CachedRecords | JoinedRecords):
             index = self.records.index_of(name)
         else:
             self._places = self._places or {record.sample_id: at for at, record in enumerate(self.records)}
             index = self._places.get(name)
-        if index is None or not epoch.isdecimal():
+        if index is None or not epoch.isdecimal() or not (repeat or "0").isdecimal():
             raise DataError(
                 f"the checkpoint's carry buffer holds sample {sample_id}, which custom.train_jsonl does not; resume "
                 "with the same data and the same data.augment"
             )
-        return self._sample(index, int(epoch)).request
+        return self._sample(index + int(repeat or 0) * len(self.records), int(epoch)).request
 
     def _sample(self, index: int, epoch: int) -> Sample:
         if self.augment is not None:
             record, image = self.view(index, epoch)
             return Sample(record, self.encode(record, image))
         record = self.record(index)
-        if self.ordering == "random" and epoch:
+        if self.ordering == "random" and (epoch or index >= len(self.records)):
             record = replace(record, objects=order_objects(record.objects, "random", self._shuffle(epoch, index)))
         return Sample(record, self.encode(record))
 
@@ -106,7 +110,8 @@ class RecordDataset:
         objects, left_out = view.objects(record.objects, self.augment.min_visible)
         image = view.image(open_rgb(record.image, expected_size=(record.width, record.height)))
         ordered = order_objects(objects, self.ordering, self._shuffle(epoch, index))
-        name, metadata = f"{record.sample_id}{_EPOCH}{epoch}", {**record.metadata, LEFT_OUT: left_out}
+        repeat = f"{_REPEAT}{index // len(self.records)}" if index >= len(self.records) else ""
+        name, metadata = f"{record.sample_id}{_EPOCH}{epoch}{repeat}", {**record.metadata, LEFT_OUT: left_out}
         return replace(record, sample_id=name, objects=ordered, metadata=metadata), image
 
     def _shuffle(self, epoch: int, index: int) -> random.Random:

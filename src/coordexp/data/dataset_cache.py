@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -37,7 +37,7 @@ from coordexp.data.jsonl import (
     read_jsonl,
 )
 from coordexp.errors import DataError
-from coordexp.records import ImageRecord
+from coordexp.records import BinRule, ImageRecord
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,9 +139,21 @@ class CachedRecords(Sequence[ImageRecord]):
         column = self.table[PREPARED]
         return [self[index] for index in sorted(column.index(value).as_py() for value in column.unique())]
 
+    def bin_rules(self) -> Counter[BinRule]:
+        """The number of records of each bin rule."""
+        counts: Counter[BinRule] = Counter()
+        for counted in self.table[PREPARED].value_counts().to_pylist():
+            counts[json.loads(counted["values"])[1]] += counted["counts"]
+        return counts
+
     def distinct_descs(self) -> set[str]:
         """The distinct descriptions of all objects."""
         return {desc for chunk in self.table[_DESCS].chunks for desc in chunk.flatten().unique().to_pylist()}
+
+    def descs_by_record(self) -> Iterator[frozenset[str]]:
+        """The distinct descriptions of each record's objects."""
+        for chunk in self.table[_DESCS].chunks:
+            yield from map(frozenset, chunk.to_pylist())
 
 
 def _key(path: Path) -> str:

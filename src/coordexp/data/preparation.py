@@ -15,8 +15,9 @@ from typing import Any, get_args
 
 from PIL import Image
 
-from coordexp.data.dataset_cache import PREPARED, CachedRecords
+from coordexp.data.dataset_cache import PREPARED
 from coordexp.data.images import ResizeRule
+from coordexp.data.joined import distinct_preparations, pixel_areas
 from coordexp.errors import CheckpointError, DataError
 from coordexp.records import BIN_RULE, BinRule, ImageRecord
 
@@ -55,14 +56,9 @@ def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
     """The preparation to store with a model trained on ``records``. Its resize rule is the one that all share, or None;
     its bin rule ``pixel_edges`` if some record has that. Raises DataError for a record whose ``metadata.prepared`` is
     not a rule."""
-    if isinstance(records, CachedRecords):
-        distinct, seen = records.distinct_preparations(), records.pixel_areas()
-    else:
-        areas = [record.width * record.height for record in records]
-        distinct, seen = records, (min(areas), max(areas)) if areas else None
     rules: set[ResizeRule | None] = set()
     bin_rules: set[BinRule] = set()
-    for record in distinct:
+    for record in distinct_preparations(records):
         bin_rules.add(record.bin_rule)
         written = record.metadata.get(PREPARED)
         try:
@@ -73,7 +69,7 @@ def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
                 "remove the key"
             ) from error
     bin_rule: BinRule = "pixel_edges" if "pixel_edges" in bin_rules else "pixel_centres"
-    return ImagePreparation(rules.pop() if len(rules) == 1 else None, seen, bin_rule)
+    return ImagePreparation(rules.pop() if len(rules) == 1 else None, pixel_areas(records), bin_rule)
 
 
 def read_preparation(folder: str | Path) -> ImagePreparation:

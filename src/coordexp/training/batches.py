@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from coordexp import distributed
 from coordexp.config.objective import Channel
 from coordexp.data.dataset import RecordDataset, Sample
+from coordexp.data.epochs import EpochPlan
 
 MicroBatches = list[list[Sample]]
 
@@ -24,9 +25,10 @@ MicroBatches = list[list[Sample]]
 class StepBatches:
     """Reads the micro-batches of each optimizer step in order. :meth:`peek` reads one step ahead.
 
-    An epoch's order is a permutation seeded by ``seed + epoch``. It is padded with its own beginning so that
-    every rank has the same number of batches; rank r of W takes batches r, r + W, … Reading does not use the global
-    random state, so a resumed run reads the same samples as an uninterrupted one.
+    An epoch's order is a permutation seeded by ``seed + epoch``, of each record once or of the samples that ``plan``
+    names. It is padded with its own beginning so that every rank has the same number of batches; rank r of W takes
+    batches r, r + W, … Reading does not use the global random state, so a resumed run reads the same samples as an
+    uninterrupted one.
 
     ``batch_size``: samples of a micro-batch. ``accumulation_steps``: micro-batches of an optimizer step; the last step
     of an epoch may have fewer.
@@ -38,9 +40,11 @@ class StepBatches:
     accumulation_steps: int
     seed: int
     num_workers: int
+    plan: EpochPlan | None = None
 
     def __post_init__(self) -> None:
-        batches = math.ceil(len(self.dataset) / self.batch_size)
+        self.samples_per_epoch = len(self.dataset) if self.plan is None else self.plan.size
+        batches = math.ceil(self.samples_per_epoch / self.batch_size)
         self.batches_per_epoch = math.ceil(batches / distributed.world_size())
         self.steps_per_epoch = max(1, math.ceil(self.batches_per_epoch / self.accumulation_steps))
         self.start(0)
@@ -90,7 +94,11 @@ class StepBatches:
 
     def _open_epoch(self, epoch: int, first_batch: int) -> Iterator[list[Sample]]:
         self.dataset.set_epoch(epoch)  # before a loader's workers start: views and orders depend on it
-        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        order = torch.randperm(self.samples_per_epoch, generator=generator).tolist()
+        if self.plan is not None:
+            places = self.plan.places(epoch)
+            order = [places[at] for at in order]
         ranks, size = distributed.world_size(), self.batch_size
         if ranks > 1:
             wanted = self.batches_per_epoch * ranks * size

@@ -27,13 +27,16 @@ from coordexp.checkpoints.run_folder import RECORDS, check_start, clear_results,
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
 from coordexp.config.checks import check_training_environment
+from coordexp.config.datasets import TrainFile
 from coordexp.config.resume import Change
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import TrainingConfig
 from coordexp.data.class_list import class_list
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
+from coordexp.data.epochs import EpochPlan, describe_epoch, plan_epochs
 from coordexp.data.images import open_rgb
+from coordexp.data.joined import DataPart, JoinedRecords, bin_rules
 from coordexp.data.preparation import preparation_of
 from coordexp.engine import check_backend
 from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost, RunFinished, RunStopped
@@ -125,12 +128,14 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
     attempt(check_lengths, config)
     custom, wait_s = config.custom, config.training.ddp_timeout
     read = partial(open_records, wait_s=wait_s)
-    train: Any = attempt(partial(read, limit=custom.train_sample_limit), custom.train_jsonl)
+    opened = [attempt(partial(read, limit=custom.train_sample_limit), file.path) for file in custom.train_jsonl]
+    train: Any = None if None in opened else _joined(custom.train_jsonl, opened)
     val: Any = []
     if custom.val_jsonl is not None:
         val = attempt(partial(read, limit=custom.val_sample_limit), custom.val_jsonl)
-    attempt(partial(check_images, wait_s=wait_s), train or (), val or ())
-    for key, path, records in (("train_jsonl", custom.train_jsonl, train), ("val_jsonl", custom.val_jsonl, val)):
+    attempt(partial(check_images, wait_s=wait_s), *(records or () for records in opened), val or ())
+    paths = ", ".join(str(file.path) for file in custom.train_jsonl)
+    for key, path, records in (("train_jsonl", paths, train), ("val_jsonl", custom.val_jsonl, val)):
         if records and not any(record.objects for record in records):
             errors.append(DataError(f"custom.{key}: {path}: no image has an object; convert the annotations again"))
     messages = dict.fromkeys(map(str, errors))  # one broken checkpoint may fail several checks with the same message
@@ -138,7 +143,19 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
         raise ConfigError("\n".join(messages))
     if errors:
         raise errors[0]
+    rules = bin_rules(train)
+    if len(rules) > 1 and distributed.is_main():
+        counted = ", ".join(f"{count:,} lines have {rule}" for rule, count in rules.most_common())
+        logger.warning(f"custom.train_jsonl: both bin rules occur: {counted}; all are read as pixel_edges")
     return CheckedRun(config, rollout, train, val)
+
+
+def _joined(files: Sequence[TrainFile], opened: Sequence[Sequence[ImageRecord]]) -> Sequence[ImageRecord]:
+    if len(files) == 1 and files[0].weight == 1:
+        return opened[0]
+    return JoinedRecords(
+        [DataPart(file.path, records, file.weight) for file, records in zip(files, opened, strict=True)]
+    )
 
 
 def build_trainer(
@@ -177,6 +194,7 @@ def build_trainer(
         accumulation_steps=args.gradient_accumulation_steps,
         seed=training.seed,
         num_workers=config.data.num_workers,
+        plan=_epoch_plan(run, console),
     )
     max_steps = args.max_steps
     if max_steps < 0:
@@ -238,6 +256,15 @@ def build_trainer(
         trainer.add_callback(pictures)
     (enable_full_determinism if args.full_determinism else set_seed)(training.seed)
     return trainer, resume
+
+
+def _epoch_plan(run: CheckedRun, console: Console) -> EpochPlan | None:
+    threshold = run.config.data.repeat_threshold
+    plan = plan_epochs(run.train, threshold, run.config.training.seed)
+    if plan is not None and distributed.is_main():
+        for line in describe_epoch(run.train, plan, threshold):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return plan
 
 
 def _tuned_model(run: CheckedRun, accelerator: Accelerator, console: Console) -> LoadedModel:

@@ -43,7 +43,8 @@ def test_the_written_configuration_is_valid(
     assert done.code == 0 and f"next: coordexp train stage{stage}.yaml" in done.out
     assert run_cli(capsys, "config", "check", f"stage{stage}.yaml").code == 0
     run = load_config(f"stage{stage}.yaml")
-    assert (run.custom.train_jsonl, run.custom.val_jsonl) == (data / "train.jsonl", data / "val.jsonl")
+    assert [file.path for file in run.custom.train_jsonl] == [data / "train.jsonl"]
+    assert run.custom.val_jsonl == data / "val.jsonl"
     assert (run.model.model, run.training.use_cpu, run.training.bf16) == (str(DEMO), where == "--cpu", where == "--gpu")
     in_bfloat16 = where == "--gpu" and (stage == 1 or importlib.util.find_spec("vllm") is not None)
     assert (run.model.dtype == "bfloat16") == (run.training.master_weights == "float32") == in_bfloat16
@@ -160,7 +161,8 @@ def test_parts_of_data_split_are_found(data: Path, capsys: pytest.CaptureFixture
     for named in (data, data / "all.train.jsonl"):
         assert run_cli(capsys, "init", named, "--model", DEMO, "--overwrite").code == 0
         found = load_config("stage1.yaml").custom
-        assert (found.train_jsonl, found.val_jsonl) == (data / "all.train.jsonl", data / "all.val.jsonl")
+        assert [file.path for file in found.train_jsonl] == [data / "all.train.jsonl"]
+        assert found.val_jsonl == data / "all.val.jsonl"
 
 
 def test_without_validation_data_nothing_is_evaluated(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

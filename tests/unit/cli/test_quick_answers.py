@@ -47,6 +47,16 @@ def test_all_missing_paths_are_named_at_once(
     assert [name for name in named if name not in outcome.err] == []
 
 
+def test_each_of_several_missing_files_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").touch()
+    outcome = run_cli(
+        capsys, "train", run, f"custom.train_jsonl=[{tmp_path}/a.jsonl, b.jsonl, {{path: c.jsonl, weight: 2}}]"
+    )
+    assert outcome.code == 2
+    assert "custom.train_jsonl[1]: b.jsonl: file not found" in outcome.err
+    assert "custom.train_jsonl[2]: c.jsonl: file not found" in outcome.err and "train_jsonl[0]" not in outcome.err
+
+
 def test_an_option_is_named_instead_of_the_path_it_replaces(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = run_cli(capsys, "evaluate", run, "--model", "elsewhere", "--data", run.parent)
     assert outcome.code == 2

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from coordexp.config import ConfigError, RunConfig, load_config, parse_config
+from coordexp.config.load import resolved_yaml
 from coordexp.config.source import read_document
 from support.config_samples import set_key, stage1, stage2, write_yaml
 
@@ -241,3 +243,27 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
     merged.write_text(merged.read_text() + "  seed: 5\n")
     assert load_config(path).training.seed == 3
     assert load_config(merged).training.seed == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "weights", "written"),
+    [
+        ("a.jsonl", {"a.jsonl": 1}, "a.jsonl"),
+        (["a.jsonl"], {"a.jsonl": 1}, "a.jsonl"),
+        ([{"path": "a.jsonl"}], {"a.jsonl": 1}, "a.jsonl"),
+        ([{"path": "a.jsonl", "weight": 2}], {"a.jsonl": 2}, [{"path": "a.jsonl", "weight": 2.0}]),
+        (
+            [{"path": "a.jsonl", "weight": 0.5}, "b.jsonl"],
+            {"a.jsonl": 0.5, "b.jsonl": 1},
+            [{"path": "a.jsonl", "weight": 0.5}, {"path": "b.jsonl", "weight": 1.0}],
+        ),
+    ],
+)
+def test_training_data_is_a_path_or_a_list_with_weights(
+    given: Any, weights: dict[str, float], written: Any, tmp_path: Path
+) -> None:
+    config = load_config(write_yaml(tmp_path, set_key(stage1(), "custom.train_jsonl", given)))
+    assert {str(file.path): file.weight for file in config.custom.train_jsonl} == weights
+    assert yaml.safe_load(resolved_yaml(config))["custom"]["train_jsonl"] == written
+    (tmp_path / "again.yaml").write_text(resolved_yaml(config))
+    assert load_config(tmp_path / "again.yaml") == config

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from decimal import ROUND_FLOOR, Decimal, localcontext
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coordexp.data.dataset import RecordDataset
+from coordexp.data.epochs import EpochPlan
 from coordexp.records import ImageRecord, RolloutRequest
 from coordexp.training.batches import ChannelSchedule, StepBatches
 
@@ -86,6 +90,16 @@ def batches_from(step: int) -> StepBatches:
     return batches
 
 
+def planned_from(step: int) -> StepBatches:
+    """Seven records of two files; an epoch has the first four one and a half times, the others twice."""
+    factors_N = np.array([1.5, 1.5, 1.5, 1.5, 2.0, 2.0, 2.0])
+    dataset = RecordDataset(RECORDS, request)
+    plan = EpochPlan(factors_N, [4, 3], 3)
+    batches = StepBatches(dataset, batch_size=2, accumulation_steps=2, seed=3, num_workers=0, plan=plan)
+    batches.start(step)
+    return batches
+
+
 def ids(step_batches: list[list[str]]) -> list[str]:
     return [sample_id for batch in step_batches for sample_id in batch]
 
@@ -102,9 +116,22 @@ def test_each_epoch_is_a_permutation_seeded_by_seed_and_epoch() -> None:
         assert ids(taken(batches)) + ids(taken(batches)) == [f"s{i}" for i in order]
 
 
-def test_reading_from_any_step_continues_the_order() -> None:
-    whole = batches_from(0)
+def test_a_weighted_epoch_has_the_samples_of_its_plan_in_a_new_order() -> None:
+    batches = planned_from(0)
+    assert batches.steps_per_epoch == 3  # twelve samples, four per step
+    epochs = [[one for _ in range(3) for one in ids(taken(batches))] for _ in range(2)]
+    for seen in epochs:
+        counts = Counter(seen)
+        assert [counts[f"s{k}"] for k in (4, 5, 6)] == [2, 2, 2]
+        assert sorted(counts[f"s{k}"] for k in range(4)) == [1, 1, 2, 2]
+    assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
+    assert batches.epoch_after(3) == 1.0
+
+
+@pytest.mark.parametrize("batches_at", [batches_from, planned_from], ids=["plain", "weighted"])
+def test_reading_from_any_step_continues_the_order(batches_at: Callable[[int], StepBatches]) -> None:
+    whole = batches_at(0)
     steps = [taken(whole) for _ in range(5)]
     for first in range(5):
-        later = batches_from(first)
+        later = batches_at(first)
         assert [taken(later) for _ in range(first, 5)] == steps[first:]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
 from coordexp.config import load_config
 from coordexp.data import dataset_cache
 from coordexp.data.files import VARIABLE
-from coordexp.errors import CheckpointError, DataError
+from coordexp.data.jsonl import read_jsonl, write_jsonl
+from coordexp.errors import CheckpointError, ConfigError, DataError
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment
 from coordexp.training import saving
@@ -30,6 +34,7 @@ from coordexp.training.checkpoint import (
 )
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.progress import MANIFEST
+from coordexp.training.run import build_trainer, check_run
 from coordexp.training.saving import load_carry_buffer, segment_from_json, segment_to_json
 from support.tiny_run import (
     Killed,
@@ -39,6 +44,7 @@ from support.tiny_run import (
     load_tiny,
     run_config,
     same_weights,
+    tiny_scenes,
     train,
     weights,
 )
@@ -112,6 +118,62 @@ def test_cached_records_make_the_same_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert list((tmp_path / "cache").rglob("*.arrow"))
     assert figures(mapped) == figures(plain) and waiting(mapped) == waiting(plain) != []
     assert same_weights(weights(mapped.model), weights(plain.model))
+
+
+def test_a_resumed_run_on_weighted_files_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    """Two files of one name, fractional weights, repeats of a rare class, views: killed within the second epoch."""
+    new, old = tmp_path / "new" / "train.jsonl", tmp_path / "old" / "train.jsonl"
+    scenes = read_jsonl(tiny_scenes())
+    write_jsonl(scenes[:4], new)
+    write_jsonl(scenes[4:], old)
+    keys = WAITING | {
+        "custom__train_jsonl": [{"path": str(new), "weight": 2}, {"path": str(old), "weight": 0.5}],
+        "custom__object_ordering": "random",
+        "data__repeat_threshold": 0.4,
+        "data__augment": {"horizontal_flip": 0.5, "scale": [0.6, 1.5]},
+        "training__logging_steps": 1,
+    }
+    whole = train(run_config(tmp_path, 1, "whole", **keys))
+    assert whole.batches.samples_per_epoch > 4 * 2 + 8 / 2, "no class was rare enough"
+    config = run_config(tmp_path, 1, "killed", training__resume_from_checkpoint=True, data__num_workers=1, **keys)
+    with pytest.raises(Killed):
+        train(config, on_built=kill_at(5))
+    resumed = train(config)
+    assert figures(resumed) == figures(whole)
+    assert waiting(resumed) == waiting(whole) != []
+    assert same_weights(weights(resumed.model), weights(whole.model))
+    assert {one["sample_id"].split(":")[0] for one in waiting(whole)} <= {"new/train.jsonl", "old/train.jsonl"}
+
+
+def test_other_weights_are_another_run(tmp_path: Path) -> None:
+    files = [{"path": str(tiny_scenes()), "weight": 2}]
+    keys = {"training__save_strategy": "steps", "training__save_steps": 1, "training__resume_from_checkpoint": True}
+    train(run_config(tmp_path, 1, **keys, training__max_steps=1, custom__train_jsonl=files))
+    files[0]["weight"] = 3
+    with pytest.raises(ConfigError, match=r"custom\.train_jsonl: .*weight: 2\.0.*weight: 3\.0.*: other weights"):
+        train(run_config(tmp_path, 1, **keys, training__max_steps=2, custom__train_jsonl=files))
+    with pytest.raises(ConfigError, match=r"data\.repeat_threshold: null in the checkpoint, 0\.9 now"):
+        train(run_config(tmp_path, 1, **keys, training__max_steps=2, data__repeat_threshold=0.9))
+
+
+def test_lines_of_both_bin_rules_are_counted_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    scenes = read_jsonl(tiny_scenes())
+    write_jsonl([replace(one, metadata={}) for one in scenes[:5]], tmp_path / "old.jsonl")
+    write_jsonl([replace(one, metadata={"bin_rule": "pixel_edges"}) for one in scenes[5:]], tmp_path / "new.jsonl")
+    files = [str(tmp_path / "old.jsonl"), str(tmp_path / "new.jsonl")]
+    check_run(run_config(tmp_path, 1, custom__train_jsonl=files[:1]))
+    assert "bin rule" not in caplog.text
+    check_run(run_config(tmp_path, 1, custom__train_jsonl=files))
+    assert "7 lines have pixel_edges, 5 lines have pixel_centres; all are read as pixel_edges" in caplog.text
+
+
+def test_the_log_of_a_run_says_what_an_epoch_has(tmp_path: Path) -> None:
+    config = run_config(tmp_path, 1, custom__train_jsonl=[{"path": str(tiny_scenes()), "weight": 1.5}])
+    console = Console(file=io.StringIO(), width=200)
+    trainer, _ = build_trainer(check_run(config), console)
+    assert trainer.batches.samples_per_epoch == 18
+    said = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "an epoch has 18 samples of 12 records\n  scenes.jsonl: 12 records, weight 1.5: 18 samples\n" in said
 
 
 def test_resuming_a_finished_run_does_nothing(tmp_path: Path) -> None:

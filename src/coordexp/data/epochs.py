@@ -1,0 +1,120 @@
+"""How often an epoch has each record: weights of files, and repeats of the images with rare classes.
+
+The *factor* of a record is the number of its samples per epoch on average: the weight of its file times its repeat
+factor. An epoch has every record ``floor(factor)`` times; the fractions decide which records it has once more.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from coordexp.data.joined import JoinedRecords, descs_by_record, parts_of
+from coordexp.records import ImageRecord
+
+_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, modulo 1, fill the unit interval evenly
+_DIGITS = 6  # to which the sum of fractions is exact
+_RAREST = 5  # classes named in the log
+
+
+class EpochPlan:
+    """The records of each epoch, as a function of the factors, the seed and the epoch alone.
+
+    ``size``: the number of samples, the same in every epoch.
+    """
+
+    def __init__(self, factors_N: np.ndarray, lengths: Sequence[int], seed: int) -> None:
+        """``factors_N``: the factor of each record, above 0. ``lengths``: the number of records of each file. Each
+        file's fractions add up to its share of an epoch within one sample."""
+        assert len(factors_N) == sum(lengths) and factors_N.min() > 0, "one factor above 0 for each record"
+        self.factors_N = factors_N
+        self._whole_N = np.floor(factors_N).astype(np.int64)
+        fractions_N = factors_N - self._whole_N
+        order: list[int] = []  # shuffled within each file, so that neighbours in a file are not drawn together
+        for length in lengths:
+            part = list(range(len(order), len(order) + length))
+            random.Random(f"epochs:{seed}:{len(order)}").shuffle(part)
+            order += part
+        self._order_F = np.array([at for at in order if fractions_N[at] > 0], np.int64)
+        self._sums_F = np.cumsum(fractions_N[self._order_F])
+        total = round(float(self._sums_F[-1]), _DIGITS) if len(self._order_F) else 0.0
+        if len(self._order_F):
+            self._sums_F *= total / self._sums_F[-1]
+        self.size = int(self._whole_N.sum()) + math.ceil(total)
+
+    def counts(self, epoch: int) -> np.ndarray:
+        """How often the epoch has each record: its factor rounded down or up."""
+        counts_N = self._whole_N.copy()
+        if len(self._order_F):
+            # Fractions end to end on a line, and ticks at a distance of 1 on it: a record is drawn if a tick is in its
+            # interval. Each epoch moves the ticks, so that over epochs every record gets its share.
+            ticks_F = np.floor(self._sums_F + epoch * _GOLDEN % 1.0).astype(np.int64)
+            drawn_F = np.diff(ticks_F, prepend=0)
+            if counts_N.sum() + drawn_F.sum() < self.size:  # a sum with a fraction gives one sample more or less
+                drawn_F[np.flatnonzero(drawn_F == 0)[0]] = 1
+            counts_N[self._order_F] += drawn_F
+        return counts_N
+
+    def places(self, epoch: int) -> list[int]:
+        """The samples of an epoch, not yet shuffled: record k, and ``k + n · len(factors)`` for its n-th repeat."""
+        counts_N = self.counts(epoch)
+        rounds = [np.flatnonzero(counts_N > n) + n * len(counts_N) for n in range(int(counts_N.max()))]
+        return np.concatenate(rounds).tolist()
+
+
+def plan_epochs(records: Sequence[ImageRecord], repeat_threshold: float | None, seed: int) -> EpochPlan | None:
+    """The plan of a training dataset; None if an epoch has each record once."""
+    weights_N = _weights(records)
+    if repeat_threshold is not None:
+        weights_N = weights_N * _repeat_factors(records, weights_N, class_factors(records, repeat_threshold))
+    if (weights_N == 1).all():
+        return None
+    return EpochPlan(weights_N, [len(part) for part in parts_of(records)], seed)
+
+
+def class_factors(records: Sequence[ImageRecord], threshold: float) -> dict[str, float]:
+    """The repeat factor of each class as in LVIS: ``max(1, sqrt(threshold / f))``, ``f`` being the share of images with
+    the class. Images count by the weight of their file."""
+    weights_N = _weights(records)
+    sums: defaultdict[str, float] = defaultdict(float)
+    for weight, descs in zip(weights_N.tolist(), descs_by_record(records), strict=True):
+        for desc in descs:
+            sums[desc] += weight
+    total = float(weights_N.sum())
+    return {desc: max(1.0, math.sqrt(threshold * total / weight)) for desc, weight in sums.items()}
+
+
+def describe_epoch(records: Sequence[ImageRecord], plan: EpochPlan, repeat_threshold: float | None) -> Iterator[str]:
+    """What an epoch has, in lines for the log."""
+    lengths = [len(part) for part in parts_of(records)]
+    yield f"an epoch has {plan.size:,} samples of {len(records):,} records"
+    sums = np.add.reduceat(plan.factors_N, [0, *accumulate(lengths)][:-1])
+    if isinstance(records, JoinedRecords):
+        for name, part, samples in zip(records.names, records.parts, sums, strict=True):
+            yield f"  {name}: {len(part.records):,} records, weight {part.weight:g}: {samples:,.0f} samples"
+    if repeat_threshold is not None:
+        factors = class_factors(records, repeat_threshold)
+        rare = sorted((desc for desc in factors if factors[desc] > 1), key=lambda desc: (-factors[desc], desc))
+        repeated_N = plan.factors_N / _weights(records)
+        named = ", ".join(f"{desc} x {factors[desc]:.2f}" for desc in rare[:_RAREST])
+        further = f" and {len(rare) - _RAREST} more" if len(rare) > _RAREST else ""
+        yield (
+            f"  repeat_threshold {repeat_threshold:g}: {int((repeated_N > 1).sum()):,} records with {len(rare)} rare "
+            f"classes are repeated{f' ({named}{further})' if rare else ''}"
+        )
+
+
+def _weights(records: Sequence[ImageRecord]) -> np.ndarray:
+    if not isinstance(records, JoinedRecords):
+        return np.ones(len(records))
+    return np.concatenate([np.full(len(part.records), part.weight) for part in records.parts])
+
+
+def _repeat_factors(records: Sequence[ImageRecord], weights_N: np.ndarray, factors: dict[str, float]) -> np.ndarray:
+    found = (max((factors[desc] for desc in descs), default=1.0) for descs in descs_by_record(records))
+    return np.fromiter(found, float, len(weights_N))
