@@ -22,6 +22,29 @@ _DIGITS = 6  # to which the sum of fractions is exact
 _RAREST = 5  # classes named in the log
 
 
+class _Fractions:
+    # A file's records with a fraction. Their fractions are laid end to end on a line with ticks at a distance of 1; a
+    # record is drawn if a tick is in its interval. Each epoch moves the ticks. `size`: records drawn per epoch.
+
+    def __init__(self, records_F: np.ndarray, fractions_F: np.ndarray) -> None:
+        self.records_F = records_F
+        self._ends_F = np.cumsum(fractions_F)
+        total = round(float(self._ends_F[-1]), _DIGITS)
+        self._ends_F *= total / self._ends_F[-1]
+        self.size = math.ceil(total)
+        # Equal fractions: from a record's middle to the next one's, so that each has its turn before any has a second.
+        same = float(fractions_F[0]) if (fractions_F == fractions_F[0]).all() else None
+        self._first, self._step = (0.0, _GOLDEN) if same is None else (same / 2, same)
+
+    def drawn(self, epoch: int) -> np.ndarray:
+        ticks_F = np.floor(self._ends_F + (self._first + epoch * self._step) % 1.0).astype(np.int64)
+        drawn_F = np.diff(ticks_F, prepend=0)
+        if drawn_F.sum() < self.size:  # a sum that is not whole gives one record more or less
+            left = np.flatnonzero(drawn_F == 0)
+            drawn_F[left[epoch % len(left)]] = 1
+        return drawn_F
+
+
 class EpochPlan:
     """The records of each epoch, as a function of the factors, the seed and the epoch alone.
 
@@ -29,35 +52,27 @@ class EpochPlan:
     """
 
     def __init__(self, factors_N: np.ndarray, lengths: Sequence[int], seed: int) -> None:
-        """``factors_N``: the factor of each record, above 0. ``lengths``: the number of records of each file. Each
-        file's fractions add up to its share of an epoch within one sample."""
+        """``factors_N``: the factor of each record, above 0. ``lengths``: the number of records of each file, whose
+        fractions add up to its share of an epoch, rounded up."""
         assert len(factors_N) == sum(lengths) and factors_N.min() > 0, "one factor above 0 for each record"
         self.factors_N = factors_N
         self._whole_N = np.floor(factors_N).astype(np.int64)
-        fractions_N = factors_N - self._whole_N
-        order: list[int] = []  # shuffled within each file, so that neighbours in a file are not drawn together
+        self._files = []
+        start = 0
         for length in lengths:
-            part = list(range(len(order), len(order) + length))
-            random.Random(f"epochs:{seed}:{len(order)}").shuffle(part)
-            order += part
-        self._order_F = np.array([at for at in order if fractions_N[at] > 0], np.int64)
-        self._sums_F = np.cumsum(fractions_N[self._order_F])
-        total = round(float(self._sums_F[-1]), _DIGITS) if len(self._order_F) else 0.0
-        if len(self._order_F):
-            self._sums_F *= total / self._sums_F[-1]
-        self.size = int(self._whole_N.sum()) + math.ceil(total)
+            order = list(range(start, start + length))  # shuffled: neighbours in a file are often alike
+            random.Random(f"epochs:{seed}:{start}").shuffle(order)
+            fractions_L = (factors_N - self._whole_N)[order]
+            if (fractions_L > 0).any():
+                self._files.append(_Fractions(np.array(order)[fractions_L > 0], fractions_L[fractions_L > 0]))
+            start += length
+        self.size = int(self._whole_N.sum()) + sum(file.size for file in self._files)
 
     def counts(self, epoch: int) -> np.ndarray:
         """How often the epoch has each record: its factor rounded down or up."""
         counts_N = self._whole_N.copy()
-        if len(self._order_F):
-            # Fractions end to end on a line, and ticks at a distance of 1 on it: a record is drawn if a tick is in its
-            # interval. Each epoch moves the ticks, so that over epochs every record gets its share.
-            ticks_F = np.floor(self._sums_F + epoch * _GOLDEN % 1.0).astype(np.int64)
-            drawn_F = np.diff(ticks_F, prepend=0)
-            if counts_N.sum() + drawn_F.sum() < self.size:  # a sum with a fraction gives one sample more or less
-                drawn_F[np.flatnonzero(drawn_F == 0)[0]] = 1
-            counts_N[self._order_F] += drawn_F
+        for file in self._files:
+            counts_N[file.records_F] += file.drawn(epoch)
         return counts_N
 
     def places(self, epoch: int) -> list[int]:
