@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from support.rollout_servers import PlainServer
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 _CACHE = tempfile.TemporaryDirectory(prefix="coordexp-tests-cache-")
 os.environ["COORDEXP_CACHE"] = _CACHE.name
 
+
+# A busy machine is no failure.
+settings.register_profile("default", deadline=None)
 
 pytest.register_assert_rewrite("support.guarded_server")
 

@@ -110,8 +110,8 @@ def voc_command(
         str | None, typer.Option(help="A name in ImageSets/Main, or of a part; every annotation when left out.")
     ] = None,
     name: SplitName = None,
-    annotations_dir: Annotated[str, typer.Option(help="Folder of the XML files.")] = "Annotations",
-    images_dir: Annotated[str, typer.Option(help="Folder of the images.")] = "JPEGImages",
+    annotations_dir: Annotated[str, typer.Option("--annotations", help="Folder of the XML files.")] = "Annotations",
+    images_dir: Annotated[str, typer.Option("--images", help="Folder of the images.")] = "JPEGImages",
     one_based: Annotated[bool, typer.Option(help="Coordinates count from 1, as in Pascal VOC itself.")] = False,
     skip_difficult: Annotated[bool, typer.Option(help="Leave out objects that are marked difficult.")] = False,
 ) -> None:

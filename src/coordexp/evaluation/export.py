@@ -223,13 +223,17 @@ def export_labelme(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms)
 
 
 def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
-    """``predictions.csv``: a line per object; ``polygon`` holds ``x y`` pairs, empty for a box."""
-    path = out / "predictions.csv"
+    """``objects.csv``: a line per object; ``polygon`` holds ``x y`` pairs, empty for a box. Images placed in ``out``
+    are named from there."""
+    path = out / "objects.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["image", "width", "height", "name", "score", "x1", "y1", "x2", "y2", "polygon"])
         for answer, frame, _ in _named(answers, ""):
+            image = frame.file
+            if answer.original is not None and Path(answer.image).is_relative_to(out):
+                image = Path(answer.image).relative_to(out).as_posix()
             for detection in answer.pred:
                 box = [f"{side:.2f}" for side in pixel_box(detection, frame.width, frame.height, answer.bin_rule)]
                 ring = (
@@ -239,7 +243,7 @@ def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
                 )
                 points = " ".join(f"{x:.2f} {y:.2f}" for x, y in ring)
                 score = "" if detection.score is None else f"{detection.score:.6f}"
-                writer.writerow([frame.file, frame.width, frame.height, detection.desc, score, *box, points])
+                writer.writerow([image, frame.width, frame.height, detection.desc, score, *box, points])
     return Exported([path])
 
 

@@ -102,4 +102,8 @@ def make_server(
         def log_message(self, format: str, *args: Any) -> None:
             """Log nothing."""
 
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        error.filename = f"127.0.0.1:{port}"  # which the socket's error does not name
+        raise

@@ -49,7 +49,7 @@ def at(config: Any, path: str) -> Any:
     return config
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(where=st.sampled_from(KEYS), change=st.sampled_from(["drop", "rename", "retype"]), value=ODD)
 def test_any_change_is_valid_or_an_error_naming_the_key(where: tuple[str, str], change: str, value: Any) -> None:
     name, path = where
@@ -81,7 +81,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(prompt=TEXT, free=st.dictionaries(TEXT, ANYTHING, max_size=3))
 def test_resolved_yaml_loads_back_unchanged(tmp_path_factory: Any, prompt: str, free: dict[str, Any]) -> None:
     """Texts that look like something else, and the one free mapping, come through a file unchanged."""
@@ -102,7 +102,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=14))
 def test_any_text_loads_or_is_one_clear_error(tmp_path_factory: Any, pieces: list[str]) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"

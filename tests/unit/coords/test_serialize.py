@@ -89,7 +89,7 @@ DESCS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 BOXES = st.tuples(*[st.integers(0, 999)] * 4)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     descs=st.lists(DESCS, max_size=4),
     box=BOXES,

@@ -39,7 +39,7 @@ def test_encode_and_decode_agree_with_the_tokenizer(make_vocab, make_tokenizer, 
 
 
 @both
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_decode_agrees_with_the_tokenizer_for_any_ids(make_vocab, make_tokenizer, data) -> None:
     vocab, tokenizer = make_vocab(), make_tokenizer()
@@ -119,7 +119,7 @@ SCENES = st.lists(st.builds(lambda desc, shape: GTObject(desc, *shape), DESCS, S
 
 
 @both
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(scene=SCENES, order=st.sampled_from(["desc_first", "geometry_first"]), start=st.integers(1, 2000))
 def test_encode_answer_agrees_with_the_tokenizer(make_vocab, make_tokenizer, scene, order, start):
     vocab, tokenizer = make_vocab(), make_tokenizer()

@@ -231,7 +231,7 @@ def test_vertices_with_the_smallest_triangles_are_removed_first() -> None:
     assert simplify_ring(SQUARE_WITH_NOTCH, 7) == SQUARE_WITH_NOTCH
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 999), st.integers(0, 999)), min_size=3, max_size=40), st.integers(3, 12))
 def test_simplified_rings_keep_the_order_of_vertices(points: list[tuple[int, int]], cap: int) -> None:
     bins = tuple(value for point in points for value in point)

@@ -125,7 +125,11 @@ def test_yolo_folders(tmp_path: Path, folder: str) -> None:
         ("data.yaml", b"train: images\nnames: [cat]\nchannels: 10\n", "channels: images of 3 channels are read"),
         ("data.yaml", b"train: images\nnames: [cat]\nmasks_dir: m\n", "masks_dir: labels are masks"),
         ("data.yaml", b"train: nowhere\nnames: [cat]\n", "'nowhere' is neither a folder nor a list"),
-        ("data.yaml", b"train: images\nval: images\nnames: [cat]\n", "no split None; found: train, val"),
+        (
+            "data.yaml",
+            b"train: images\nval: images\nnames: [cat]\n",
+            "several splits; found: train, val; name one with --split",
+        ),
         ("data.yaml", b"train: images\nnames: 3\n", "names must be a list"),
         ("data.yaml", b"train: [\n", "not readable as YAML"),
         ("data.yaml", b"just text", "expected a mapping"),
@@ -264,6 +268,17 @@ def test_voc_folders_in_any_case_and_depth(tmp_path: Path, home: str, annotation
         assert report.notes == {"folders_found": 1} and annotations in report.problems[0].detail
     with pytest.raises(DataError, match="'val'"):
         convert_voc(tmp_path / "in", tmp_path / "out", split="val")
+
+
+@pytest.mark.parametrize("annotations", ["annots", "labels/xml"])
+def test_voc_folders_of_any_names(tmp_path: Path, annotations: str) -> None:
+    paint(tmp_path / "in" / "photos" / "a.jpg")
+    voc_xml(tmp_path / "in", "a", voc_object("cat", *PIXELS), folder=annotations)
+    report = convert_voc(tmp_path / "in", tmp_path / "out", options=SMALL)
+    assert told(report) == {"a.jpg": [CAT]} and report.notes == {"folders_found": 1}
+    paint(tmp_path / "in" / "more" / "a.jpg")
+    with pytest.raises(DataError):
+        convert_voc(tmp_path / "in", tmp_path / "other", options=SMALL)
 
 
 def test_several_voc_folders_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -248,7 +248,6 @@ def test_random_order_without_a_generator_and_unknown_orders_are_refused() -> No
         order_objects(OBJECTS, "center")  # type: ignore[arg-type]
 
 
-@settings(deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -213,7 +213,7 @@ SIDES = st.sampled_from((1, 30, 150, 800))
 ANSWERS = st.builds(answered, st.lists(OBJECTS, max_size=6), st.lists(FOUND, max_size=9), size=st.tuples(SIDES, SIDES))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(ANSWERS, min_size=1, max_size=4), st.sampled_from(("bbox", "segm")), st.data())
 def test_any_answers(answers: list[ImageAnswer], iou_type: IouType, data: st.DataObject) -> None:
     """Coarse bins and three scores: shapes coincide, compete and tie all the time; some are soft."""

@@ -113,7 +113,7 @@ def test_from_evaluate_to_predictions_and_exports(tmp_path: Path, capsys: pytest
 
     done = run_cli(capsys, "export", "csv", tmp_path / "p", "--out", tmp_path / "csv", "--min-confidence", least)
     assert done.code == 0, done.err
-    with (tmp_path / "csv" / "predictions.csv").open() as file:
+    with (tmp_path / "csv" / "objects.csv").open() as file:
         scores = [float(row["score"]) for row in csv.DictReader(file)]
     assert scores == pytest.approx([obj.confidence for one in kept for obj in one.pred], abs=1e-5)
 

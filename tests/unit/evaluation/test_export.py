@@ -112,7 +112,7 @@ def test_exports_read_back(form: str, export: Any, tmp_path: Path) -> None:
         report = convert_voc(out, tmp_path / "back", options=options)
         assert "1 polygons are written as their bounds" in shown.out
     elif form == "csv":
-        report = convert_csv(out / "predictions.csv", tmp_path / "back", images_dir=out, options=options)
+        report = convert_csv(out / "objects.csv", tmp_path / "back", images_dir=out, options=options)
     else:
         report = convert_labelme(out, tmp_path / "back", images_dir=out, options=options)
     found = {Path(name).name: rows for name, rows in objects(report.jsonl).items()}
@@ -135,7 +135,7 @@ def test_yolo_keeps_the_users_numbers(export: Any, tmp_path: Path) -> None:
 
 def test_csv_has_a_line_per_object(export: Any, tmp_path: Path) -> None:
     export("csv", "--min-score", 0.6)
-    with (tmp_path / "out" / "predictions.csv").open(encoding="utf-8", newline="") as file:
+    with (tmp_path / "out" / "objects.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["image"], row["name"], row["score"]) for row in rows] == [
         ("in/a.png", "cat", "0.750000"),
@@ -212,7 +212,7 @@ def test_a_dataset_is_exported_and_converted_back(
         "yolo": lambda: convert_yolo(out, tmp_path, split="train", options=options),
         "voc": lambda: convert_voc(out, tmp_path, options=options),
         "labelme": lambda: convert_labelme(out, tmp_path, options=options),
-        "csv": lambda: convert_csv(out / "predictions.csv", tmp_path, images_dir=out / "images", options=options),
+        "csv": lambda: convert_csv(out / "objects.csv", tmp_path, options=options),
     }[form]
     (back,) = read_jsonl(convert().jsonl, check_images=True)
     assert back.objects == objects and back.metadata["source"]["file"].endswith("photo.png")

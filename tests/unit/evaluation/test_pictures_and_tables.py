@@ -62,7 +62,7 @@ def test_confusion_matrix() -> None:
     }  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 1000), st.integers(1, 4), st.booleans())
 def test_every_object_is_counted_once(seed: int, most: int, soft: bool) -> None:
     answers = random_answers(6, seed)

@@ -191,7 +191,7 @@ def test_shapes_without_a_raster_fall_back_to_exact_iou(a, b, expected):
     assert mask_iou(b, a) == pytest.approx(expected, abs=1e-12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ordered_boxes, ordered_boxes, st.sampled_from([256, 256, 256, 2, 64, 333]))
 def test_boxes_equal_their_raster(a, b, resolution):
     mask_a, mask_b = raster(a, resolution), raster(b, resolution)
@@ -200,7 +200,7 @@ def test_boxes_equal_their_raster(a, b, resolution):
     assert mask_iou(a, b, resolution) == pytest.approx(mask_iou(as_poly(a), as_poly(b), resolution), abs=1e-12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(BIN, BIN), min_size=3, max_size=9), st.lists(st.tuples(BIN, BIN), min_size=3, max_size=9))
 def test_iou_is_symmetric_bounded_and_one_with_itself(first, second):
     a, b = poly(*itertools.chain(*first)), poly(*itertools.chain(*second))
@@ -209,7 +209,7 @@ def test_iou_is_symmetric_bounded_and_one_with_itself(first, second):
     assert mask_iou(a, b) == pytest.approx(mask_iou(b, a), abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(BIN, BIN), min_size=3, max_size=7), st.lists(st.tuples(BIN, BIN), min_size=3, max_size=7))
 def test_exact_fallback_agrees_with_a_fine_raster(first, second):
     a, b = poly(*itertools.chain(*first)), poly(*itertools.chain(*second))
@@ -252,7 +252,7 @@ SHAPES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(SHAPES, SHAPES, st.sampled_from([256, 64, 7]))
 def test_pairs_equal_counted_pixels(first, second, resolution):
     pairs = list(itertools.product(range(len(first)), range(len(second))))[::-1]

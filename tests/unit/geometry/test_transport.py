@@ -58,7 +58,7 @@ def test_targets_are_continuous_while_shapes_move_apart(cost, direction):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(POINTS, POINTS, st.integers(-999, 999), st.integers(-999, 999))
 def test_targets_are_continuous_in_the_predicted_shape(pred, gt, dx, dy):
     there = np.array(pred) + np.array([dx, dy])
@@ -76,7 +76,7 @@ def test_order_of_ground_truth_points_does_not_matter():
     np.testing.assert_allclose(barycentric_targets(SQUARE, turned), barycentric_targets(SQUARE, SHIFTED))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(POINTS, POINTS, st.sampled_from(["l1", "l2"]), st.sampled_from([7.1, 10.0, 100.0]), st.sampled_from([1, 30]))
 def test_multiplicative_and_logarithmic_form_agree(pred, gt, cost, epsilon, iters):
     arguments = {"cost": cost, "epsilon": epsilon, "iters": iters}
@@ -87,7 +87,7 @@ def test_multiplicative_and_logarithmic_form_agree(pred, gt, cost, epsilon, iter
     np.testing.assert_allclose(multiplied, added, atol=1e-7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(POINTS, POINTS), max_size=5), st.sampled_from([0.5, 10.0]), st.sampled_from([13, 128]))
 def test_batch_equals_single_calls(pairs, epsilon, at_once):
     """Some problems share a kernel, some are too far spread for it: none may touch another."""
@@ -98,7 +98,7 @@ def test_batch_equals_single_calls(pairs, epsilon, at_once):
         np.testing.assert_allclose(found, barycentric_targets(pred, gt, epsilon=epsilon), atol=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(POINTS, POINTS, st.sampled_from(["l1", "l2"]), st.sampled_from([0.1, 1.0, 10.0, 100.0]))
 def test_targets_are_within_the_ground_truth(pred, gt, cost, epsilon):
     got = barycentric_targets(pred, gt, cost=cost, epsilon=epsilon)

@@ -56,7 +56,7 @@ BOXES = st.lists(st.tuples(*[st.integers(0, 6)] * 4), min_size=1, max_size=9).ma
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(BOXES, BOXES, st.integers(1, 5))
 def test_candidates_without_overlap_are_dropped_from_the_top_k(pred, ground_truth, k):
     chosen, iou = top_k_candidates(pred, ground_truth, k)
@@ -175,7 +175,7 @@ def shape_at(x, y, w, h, is_box):
 
 # Two shapes that one prediction touches equally, the nearer one listed last: the lower index still wins.
 @example([shape_at(0, 0, 1, 1, False)], [shape_at(0, 1, 1, 2, False), shape_at(0, 1, 1, 1, False)], 0.0, (1.0, 1.0), 2)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(CROWDS, CROWDS, st.sampled_from([0.0, 0.05, 0.3]), st.sampled_from([(1.0, 1.0), (0.3, 0.4)]), st.integers(1, 6))
 def test_the_assignment_is_optimal_and_prefers_lower_indices(predicted, ground_truth, gate, costs, k):
     """Against one square problem over all shapes, with every top-k candidate in it."""

@@ -74,7 +74,7 @@ def test_a_128_pixel_image_is_64_tokens(loaded: LoadedModel, tmp_path: Path) -> 
     assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(max_size=40))
 def test_any_text_survives_the_tokenizer(vocab: CoordVocab, text: str) -> None:
     clean = text.encode("utf-8", errors="ignore").decode()

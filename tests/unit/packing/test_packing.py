@@ -91,7 +91,7 @@ def by_brute_force(lengths, capacity):
     return min(fitting, key=lambda chosen: (-sum(lengths[i] for i in chosen), len(chosen), chosen))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.integers(1, 60).flatmap(
         lambda cap: st.tuples(st.lists(st.integers(1, cap), min_size=1, max_size=9), st.just(cap))
@@ -233,7 +233,7 @@ def test_a_saved_state_must_fit_the_new_limits():
 
 
 @pytest.mark.scenario("Carry buffer preserves segments without splitting")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(2, 10), min_size=1, max_size=20))
 def test_draining_yields_every_segment_whole_and_once_within_capacity(lengths):
     """One segment more arrives after the first row."""
@@ -309,7 +309,7 @@ def test_a_row_needs_a_segment():
         build_row([])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.permutations([FIRST, SECOND, make_segment("third", 5, prompt_len=2), FIRST]))
 def test_each_segment_reads_the_same_alone_and_packed(segments):
     row = build_row(segments)

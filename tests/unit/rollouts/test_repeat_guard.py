@@ -109,7 +109,7 @@ def test_object_keys_in_text(text: str, keys_seen: int) -> None:
         assert (trigger is not None) == (keys_seen > limit)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     ids=st.lists(st.integers(0, 2), max_size=40),
     keys=st.builds(
@@ -124,7 +124,7 @@ def test_guard_equals_a_rescan(ids: list[int], keys: Keys) -> None:
     assert first_trigger(ids, keys) == rescanned(ids, keys)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     text=st.lists(st.sampled_from(['"', "object_", "obj", "ect_", "7", ":", " ", "\\", "x", '"object_1":'])),
     cuts=st.lists(st.integers(1, 5), min_size=1),

@@ -34,7 +34,7 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
 
 
 @given(st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), min_size=1, max_size=8))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_bucket_arrives_unchanged(kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
     sent = [(f"t{index}", tensor(shape, dtype, index)) for index, (shape, dtype) in enumerate(kinds)]
     infos = read_infos([asdict(info) for info in describe(sent)])

@@ -150,6 +150,9 @@ def _read(file: Path, images_dir: Path, geometry: str, crowds: str) -> dict[str,
     check_choice("geometry", geometry, InstanceGeometry)
     check_choice("crowds", crowds, Crowds)
     check_folder(images_dir, "images folder")
+    if file.is_dir():
+        names = ", ".join(sorted(one.name for one in file.glob("*.json"))[:5]) or "none here"
+        raise DataError(f"is a folder; name the JSON file of the annotations ({names})", path=file)
     if not file.is_file():
         raise DataError("annotation file not found; check the path", path=file)
     coco = read_json(file)

@@ -61,7 +61,8 @@ def convert_voc(
 
     Args:
         root: the folder with ``Annotations``, ``JPEGImages`` and ``ImageSets/Main``, in any case and at any depth; or
-            one with XML files next to their images, such as Roboflow's exports.
+            one with XML files next to their images, such as Roboflow's exports; or one with a folder of XML files and
+            a folder of images, of any names.
         split: a name in ``ImageSets/Main`` (``train`` …), in its order, or of a folder of XML files next to
             images. None takes every XML, by file name.
         annotations_dir, images_dir: other folder names, relative to ``root``, or absolute.
@@ -125,7 +126,8 @@ def _find_folders(
 ) -> tuple[Path, Path, Path | None, str]:
     # The folder of the XML files, that of the images, the split's file (None: every annotation), and a note that says
     # which folders were found instead of the named ones: the same names in another case or deeper below `root`
-    # (`images` for `JPEGImages` too), else a folder with XML files next to their images, `root` or its part `split`.
+    # (`images` for `JPEGImages` too), else a folder with XML files next to their images, `root` or its part `split`;
+    # without a split also the only two folders of `root` that hold XML files and images.
     if not root.is_dir():
         raise DataError("no such folder; check the path", path=root)
     homes = [(root, root / annotations, root / images)]
@@ -161,6 +163,8 @@ def _find_folders(
                 )
             raise DataError(f"no split {split!r} (no file {split_file}); found: {known}", path=root)
         return xml_dir, image_dir, split_file, note
+    if split is None and (pair := _only_pair(root)) is not None:
+        return *pair, None, f"annotations in {pair[0]}, images in {pair[1]}"
     # XML files next to images: Roboflow's ``train``, labelImg's only folder. The part may be deeper.
     beside, level = ([root] if split is None else []), [root]
     while level and not beside and split is not None:
@@ -173,10 +177,18 @@ def _find_folders(
         part = "" if split is None else f" in a folder called {split}"
         raise DataError(
             f"no folder {root / annotations} with {images} next to it, here or deeper, and no XML files next "
-            f"to images{part}; name the folders with --annotations-dir and --images-dir",
+            f"to images{part}; name the folders with --annotations and --images",
             path=root,
         )
     return beside[0], beside[0], None, f"XML files next to their images in {beside[0]}"
+
+
+def _only_pair(root: Path) -> tuple[Path, Path] | None:
+    # The only folder of `root` with XML files and no images, and the only one with images and no XML files.
+    holds = [(one, bool(files_below(one, (".xml",))), bool(files_below(one, IMAGE_SUFFIXES))) for one in _folders(root)]
+    annotations = [one for one, xml, images in holds if xml and not images]
+    images = [one for one, xml, images in holds if images and not xml]
+    return (annotations[0], images[0]) if len(annotations) == len(images) == 1 else None
 
 
 def _below(home: Path, name: Path) -> Path | None:

@@ -207,7 +207,8 @@ def _read_layout(source: Path, split: str | None) -> _Layout:
     if split is None and len(splits) == 1:
         split = next(iter(splits))
     if split not in splits:
-        raise DataError(f"no split {split!r}; found: {', '.join(splits) or 'none'}; choose one with split", path=source)
+        missing = "has several splits" if split is None else f"no split {split!r}"
+        raise DataError(f"{missing}; found: {', '.join(splits) or 'none'}; name one with --split", path=source)
     base = source.parent / str(content.get("path") or "")
     if not base.is_dir():  # exports keep the path of the machine that wrote them
         base = source.parent
