@@ -25,7 +25,8 @@ OfShapes = Annotated[
     Literal["as_annotated", "bbox", "poly"], typer.Option(help="Polygons as they are, their bounds, or polygons only.")
 ]
 OfCrowds = Annotated[
-    Literal["leave_out", "keep"], typer.Option(help="Leave groups (iscrowd) out, or keep each as one object.")
+    Literal["leave_out", "keep"],
+    typer.Option(help="Leave groups (iscrowd, IsGroupOf) out, or keep each as one object."),
 ]
 OfBoxes = Annotated[
     Literal["auto", "xywh", "xyxy"],
@@ -206,11 +207,19 @@ def panoptic_command(
     """COCO panoptic (a JSON, and PNGs of segments) to JSONL."""
 
 
-@convert_app.add("csv", "coordexp data convert csv boxes.csv --images photos --out data/mine")
+@convert_app.add(
+    "csv",
+    "coordexp data convert csv boxes.csv --images photos --out data/mine",
+    "coordexp data convert csv train.csv --images train --desc wheat --columns bbox=box --out data/wheat",
+)
 @_converter("csv")
 def csv_command(
     table: Annotated[
-        Path, typer.Argument(help="CSV with a header: image, name, xmin, ymin, xmax, ymax; or a folder of Roboflow's.")
+        Path,
+        typer.Argument(
+            help="CSV with a header: image, name, and xmin, ymin, xmax, ymax, or x, y, w, h, or bbox; or a folder of "
+            "Roboflow's."
+        ),
     ],
     out_dir: OutDir,
     options: OfPolygons,
@@ -218,9 +227,41 @@ def csv_command(
         Path | None, typer.Option("--images", help="Folder that image names start in; the table's own.")
     ] = None,
     geometry: OfShapes = "as_annotated",
+    columns: Annotated[
+        str | None,
+        typer.Option(metavar="MEANING=HEADER,…", help="Columns by their headers, e.g. image=img,name=species,x1=left."),
+    ] = None,
+    desc: Annotated[str | None, typer.Option(help="Name of all objects, for a table without names.")] = None,
+    boxes: OfBoxes = "auto",
+    normalised: Annotated[
+        bool, typer.Option("--normalised", help="Coordinates are shares of the image's sides, 0 to 1.")
+    ] = False,
     name: FileName = None,
 ) -> None:
-    """CSV (one box a line) to JSONL."""
+    """CSV (one box a line), such as Kaggle's, to JSONL."""
+
+
+@convert_app.add(
+    "openimages",
+    "coordexp data convert openimages validation-annotations-bbox.csv --images validation --out data/oi",
+)
+@_converter("openimages")
+def openimages_command(
+    table: Annotated[Path, typer.Argument(help="CSV of boxes; only the images that are there are read.")],
+    out_dir: OutDir,
+    options: OfImages,
+    images_dir: Annotated[
+        Path | None, typer.Option("--images", help="Folder searched for ImageID.jpg; the table's own.")
+    ] = None,
+    classes: Annotated[Path | None, typer.Option(help="CSV of class descriptions [the one next to the table].")] = None,
+    labels: Annotated[
+        Path | None,
+        typer.Option(help="CSV of labels of whole images: verified classes go into metadata.image_labels."),
+    ] = None,
+    crowds: OfCrowds = "leave_out",
+    name: FileName = None,
+) -> None:
+    """Open Images (CSV of boxes and of labels) to JSONL."""
 
 
 FoundImages = Annotated[Path | None, typer.Option("--images", help="Folder searched for the images [the file's own].")]

@@ -3,11 +3,13 @@ or if nothing is usable. Torch-free."""
 
 from coordexp.data.convert.assemble import ImageOptions
 from coordexp.data.convert.coco import convert_coco, convert_panoptic
+from coordexp.data.convert.open_images import convert_openimages
 from coordexp.data.convert.per_image import convert_labelme, convert_voc
-from coordexp.data.convert.per_line import convert_csv, convert_yolo
 from coordexp.data.convert.per_project import convert_cvat, convert_labelstudio, convert_via
 from coordexp.data.convert.recognise import recognise
 from coordexp.data.convert.shapes import ConversionReport, Note, Problem, SkipReason, render_report
+from coordexp.data.convert.table import convert_csv
+from coordexp.data.convert.yolo import convert_yolo
 
 __all__ = [
     "ConversionReport",
@@ -20,6 +22,7 @@ __all__ = [
     "convert_cvat",
     "convert_labelme",
     "convert_labelstudio",
+    "convert_openimages",
     "convert_panoptic",
     "convert_via",
     "convert_voc",

@@ -229,7 +229,8 @@ def _prepare_records(
                     continue
                 report.note(Note.EMPTIED_IMAGE, source.annotation, None, f"{lost}; it is an empty image now")
             metadata: dict[str, Any] = {
-                "source": {"file": source.file, "width": prepared.frame[0], "height": prepared.frame[1]}
+                **source.metadata,
+                "source": {"file": source.file, "width": prepared.frame[0], "height": prepared.frame[1]},
             }
             metadata[BIN_RULE] = CONVERTED
             if options.rule is not None:

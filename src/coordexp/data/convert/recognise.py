@@ -25,7 +25,10 @@ _MARKS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
         ("labelstudio", "Label Studio", ('"original_width"', "labels")),
         ("coco", "COCO", ('"images"', '"file_name"')),
     ],
-    ".csv": [("csv", "a table", ("image",))],
+    ".csv": [
+        ("openimages", "Open Images", ("ImageID", "LabelName", "XMin", "YMax")),
+        *(("csv", "a table of boxes", (mark,)) for mark in ("image", "bbox", "xmin", "x_min", "filename")),
+    ],
     ".yaml": [("yolo", "YOLO", ("names",))],
 }  # fmt: skip
 

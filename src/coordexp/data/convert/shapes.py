@@ -7,7 +7,7 @@ import heapq
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -78,6 +78,8 @@ class Note(StrEnum):
     EXIF_APPLIED = "exif_applied"  # rotated upright by EXIF; the annotation's size is ambiguous
     NO_LABEL_FILE = "no_label_file"  # YOLO's way to say: no objects
     FILENAME_MISMATCH = "filename_mismatch"  # the annotation names another image than its own file name does
+    UNBOXED_CLASS = "unboxed_class"  # Open Images: a class that people saw in the image, without a box
+    IGNORED_LABEL = "ignored_label"  # Open Images: labels of whole images that no person verified; once per file
     CLIPPED = "clipped"  # reached over the image's edge
     COLLAPSED_BINS = "collapsed_bins"  # thinner than one norm1000 bin
     MULTIPART_POLYGON = "multipart_polygon"  # the largest part was kept
@@ -254,7 +256,8 @@ class SourceObject:
 class SourceImage:
     """An image with its sound-looking objects. ``file`` names it in the report and below ``images/`` in the output;
     ``declared_size`` is the ``(width, height)`` in its annotation, None without one. ``embedded`` returns the bytes of
-    an image that is in no file. ``num_annotated``: objects in its annotation, with those that cannot be used."""
+    an image that is in no file. ``num_annotated``: objects in its annotation, with those that cannot be used.
+    ``metadata`` is added to the record's."""
 
     file: str
     annotation: str
@@ -263,6 +266,7 @@ class SourceImage:
     objects: tuple[SourceObject, ...]
     num_annotated: int
     embedded: Callable[[], bytes] | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_choice(what: str, given: str, known: Any) -> None:

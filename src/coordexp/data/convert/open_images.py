@@ -1,0 +1,202 @@
+"""Open Images' CSV files → JSONL: boxes, class descriptions and labels of whole images."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coordexp.data.convert.assemble import ImageOptions, assemble
+from coordexp.data.convert.shapes import (
+    ConversionReport,
+    Crowds,
+    LeftOut,
+    Note,
+    Problem,
+    SkipReason,
+    SourceImage,
+    SourceObject,
+    check_choice,
+    check_folder,
+    files_below,
+    finite_numbers,
+    number,
+)
+from coordexp.data.files import read_text
+from coordexp.data.images import IMAGE_SUFFIXES, read_header
+from coordexp.errors import DataError
+
+IMAGE_LABELS = "image_labels"  # key of a record's metadata: classes that people verified, in lists present and absent
+_BOXES = ("ImageID", "LabelName", "XMin", "XMax", "YMin", "YMax")
+_LABELS = ("ImageID", "LabelName", "Confidence")
+
+
+@dataclass
+class _Image:
+    objects: list[SourceObject] = field(default_factory=list)
+    num_annotated: int = 0
+    boxed: set[str] = field(default_factory=set)
+    present: set[str] = field(default_factory=set)
+    absent: set[str] = field(default_factory=set)
+
+
+def convert_openimages(
+    table: str | Path,
+    out_dir: str | Path,
+    *,
+    images_dir: str | Path | None = None,
+    classes: str | Path | None = None,
+    labels: str | Path | None = None,
+    crowds: Crowds = "leave_out",
+    options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
+) -> ConversionReport:
+    """Convert Open Images' boxes to ``out_dir/{name}.jsonl`` with their images in ``out_dir/images/{name}/``.
+
+    Only images that are in ``images_dir`` are read; the boxes of all others are counted together.
+
+    Args:
+        table: the CSV of boxes, such as ``validation-annotations-bbox.csv``.
+        images_dir: searched for ``ImageID.jpg`` at any depth; None: the table's own folder.
+        classes: the CSV of class descriptions, ``/m/011k07,Tortoise``; None: the one next to the table.
+        labels: the CSV of labels of whole images. Classes that people verified are written into each record's
+            ``metadata.image_labels`` as ``present`` and ``absent``.
+        crowds: boxes of groups (``IsGroupOf``): leave them out, or keep each as one object.
+    """
+    path = Path(table)
+    check_choice("crowds", crowds, Crowds)
+    folder = path.parent if images_dir is None else Path(images_dir)
+    check_folder(folder, "images folder")
+    names = _read_classes(_class_descriptions(path) if classes is None else Path(classes))
+    files = {file.stem: file for file in files_below(folder, IMAGE_SUFFIXES)}
+    sizes: dict[str, tuple[int, int] | None] = {}
+    report = ConversionReport(Path(out_dir) / f"{options.name or path.stem}.jsonl")
+    images: dict[str, _Image] = {}
+    elsewhere: dict[str, int] = defaultdict(int)  # boxes by image that is not in the folder
+    for line, row in _rows(path, _BOXES):
+        name = row["ImageID"]
+        if name not in files:
+            elsewhere[name] += 1
+            continue
+        if name not in images:
+            images[name] = _Image()
+            sizes[name] = _size(files[name])
+        image = images[name]
+        image.num_annotated += 1
+        image.boxed.add(row["LabelName"])
+        with report.reading_object(files[name].name, line):
+            image.objects.append(_box(line, row, names, sizes[name] or (1, 1), crowds))
+    only_labelled = _read_labels(Path(labels), names, images, files, report) if labels is not None else set()
+    report.images_seen = len(images) + len(elsewhere) + len(only_labelled)
+    if elsewhere:
+        lost = sum(elsewhere.values())
+        report.objects_seen += lost
+        report.skipped_images[SkipReason.MISSING_IMAGE.value] += len(elsewhere)
+        report.skipped_objects[SkipReason.IMAGE_SKIPPED.value] += lost
+        some = ", ".join(list(elsewhere)[:3])
+        detail = f"{len(elsewhere)} images, with {lost} objects, are not in {folder}: {some}, …"
+        report.problems.append(Problem(SkipReason.MISSING_IMAGE.value, path.name, None, detail))
+    for name in sorted(only_labelled):
+        report.skip_image(SkipReason.UNLABELLED, files[name].name, "has labels of the whole image, but no boxes")
+    sources = []
+    for name, image in images.items():
+        file = files[name].relative_to(folder).as_posix()
+        metadata: dict[str, Any] = {}
+        if labels is not None:
+            metadata[IMAGE_LABELS] = {
+                "present": sorted(names[label] for label in image.present),
+                "absent": sorted(names[label] for label in image.absent),
+            }
+            if unboxed := sorted(names[label] for label in image.present - image.boxed):
+                report.note(Note.UNBOXED_CLASS, file, None, f"seen by people, without a box: {', '.join(unboxed)}")
+        sources.append(
+            SourceImage(
+                file, file, files[name], sizes[name], tuple(image.objects), image.num_annotated, metadata=metadata
+            )
+        )
+    return assemble(sources, report, options)
+
+
+def _rows(path: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
+    # The lines after the header, each with its number from 1; read one by one, because the training set has millions.
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file, restval="", restkey="more")
+            header = [cell.strip() for cell in rows.fieldnames or ()]
+            missing = [name for name in needed if name not in header]
+            if missing:
+                seen = ", ".join(header)[:160]
+                raise DataError(f"no column {', '.join(missing)} in the header {seen!r}", path=path, line=1)
+            rows.fieldnames = header
+            for row in rows:
+                yield rows.line_num, row
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"cannot be read: {error}", path=path) from error
+
+
+def _box(line: int, row: dict[str, str], names: dict[str, str], size: tuple[int, int], crowds: Crowds) -> SourceObject:
+    desc = names.get(row["LabelName"])
+    if desc is None:
+        raise LeftOut(SkipReason.UNKNOWN_CATEGORY, f"class {row['LabelName']} has no description")
+    if row.get("IsGroupOf", "").strip() == "1" and crowds == "leave_out":
+        raise LeftOut(SkipReason.CROWD, f"{desc}: the box of a group")
+    texts = [row[side] for side in ("XMin", "YMin", "XMax", "YMax")]
+    box = finite_numbers([number(text) for text in texts])
+    if box is None or max(map(abs, box)) > 2:  # a little beyond 1 is an object at the edge
+        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: {texts}; expected shares of the image, 0..1")
+    return SourceObject(line, desc, "bbox_2d", tuple(value * size[at % 2] for at, value in enumerate(box)))
+
+
+def _size(path: Path) -> tuple[int, int] | None:
+    try:
+        return read_header(path).size
+    except DataError:
+        return None  # assembling reports it
+
+
+def _class_descriptions(table: Path) -> Path:
+    found = [path for path in sorted(table.parent.glob("*.csv")) if "class-descriptions" in path.name]
+    if len(found) != 1:
+        seen = "none" if not found else ", ".join(path.name for path in found)
+        raise DataError(
+            f"boxes name classes by ids such as /m/011k07; give the CSV of their descriptions with --classes (found "
+            f"next to the table: {seen})",
+            path=table,
+        )
+    return found[0]
+
+
+def _read_classes(path: Path) -> dict[str, str]:
+    rows = [row for row in csv.reader(read_text(path).splitlines()) if row]
+    if rows and rows[0][0].strip() == "LabelName":
+        rows = rows[1:]
+    if not rows or any(len(row) != 2 for row in rows):
+        raise DataError("expected two columns, e.g. /m/011k07,Tortoise", path=path)
+    return {label.strip(): name.strip() for label, name in rows}
+
+
+def _read_labels(
+    path: Path, names: dict[str, str], images: dict[str, _Image], files: dict[str, Path], report: ConversionReport
+) -> set[str]:
+    # Adds the classes that people saw or did not see to `images`; returns the images of the folder that have no boxes.
+    without_boxes: set[str] = set()
+    guessed = unknown = 0
+    for _, row in _rows(path, _LABELS):
+        name, label = row["ImageID"], row["LabelName"]
+        confidence = number(row["Confidence"])
+        if name not in files:
+            continue
+        if confidence not in (0.0, 1.0) or row.get("Source", "").strip() == "machine":
+            guessed += 1
+        elif label not in names:
+            unknown += 1
+        elif name in images:
+            (images[name].present if confidence == 1.0 else images[name].absent).add(label)
+        else:
+            without_boxes.add(name)
+    if guessed or unknown:
+        detail = f"{guessed} guesses of machines and {unknown} labels of classes without a description are not used"
+        report.note(Note.IGNORED_LABEL, path.name, None, detail)
+    return without_boxes

@@ -1,0 +1,203 @@
+"""Tables of boxes as Kaggle and Open Images have them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordexp.data import read_jsonl
+from coordexp.data.convert import convert_csv, convert_openimages
+from coordexp.errors import DataError
+from coordexp.geometry import pixel_box
+from coordexp.records import GTObject
+from support.annotation_folders import KEEP, SMALL, paint
+from support.cli_runs import run_cli
+
+# On a 40 x 24 image: the pixels 10 to 30 and 6 to 18; and a box to the right and bottom border.
+INNER = GTObject("cat", "bbox_2d", (250, 250, 749, 749))
+BORDER = GTObject("cat", "bbox_2d", (500, 500, 999, 999))
+
+
+def table(folder: Path, *lines: str) -> Path:
+    for name in ("a", "b"):
+        paint(folder / "photos" / f"{name}.jpg")
+    (folder / "t.csv").write_text("\n".join(lines), encoding="utf-8")
+    return folder / "t.csv"
+
+
+def converted(folder: Path, *lines: str, **options: Any) -> list[list[GTObject]]:
+    report = convert_csv(table(folder, *lines), folder / "out", images_dir=folder / "photos", options=KEEP, **options)
+    return [list(record.objects) for record in read_jsonl(report.jsonl)]
+
+
+# header, a line for each of the two boxes
+SHAPES = [
+    ("image_id,class,x,y,w,h", "a,cat,10,6,20,12", "a,cat,20,12,20,12"),
+    ("img,label,x_min,y_min,width,height", "a.jpg,cat,10,6,20,12", "a.jpg,cat,20,12,20,12"),
+    ("filename,class,x,y,width,height,image_width,image_height", "a.jpg,cat,10,6,20,12,40,24",
+     "a.jpg,cat,20,12,20,12,40,24"),
+    ("image_id,width,height,bbox,source,label", 'a,40,24,"[10.0, 6.0, 20.0, 12.0]",x,cat',
+     'a,40,24,"[20, 12, 20, 12]",y,cat'),
+    ("image_id,bbox,label", "a,10 6 20 12,cat", "a,(20 12 20 12),cat"),
+    ("image,name,x0,y0,x1,y1", "a,cat,10,6,30,18", "a,cat,20,12,40,24"),
+    ("image,name,cx,cy,w,h", "a,cat,20,12,20,12", "a,cat,30,18,20,12"),
+    ("Image ID,Class Name,X Min,Y Min,X Max,Y Max", "a,cat,10,6,30,18", "a,cat,20,12,40,24"),
+    ("path,category,left,top,right,bottom", "photos/a.jpg,cat,10,6,30,18", "photos/a.jpg,cat,20,12,40,24"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("header", "inner", "border"), SHAPES, ids=[header for header, *_ in SHAPES])
+def test_boxes_are_read_by_the_names_in_the_header(header: str, inner: str, border: str, tmp_path: Path) -> None:
+    assert converted(tmp_path, header, inner, border) == [[INNER, BORDER]]
+
+
+def test_shares_are_read_on_request_and_refused_without(tmp_path: Path) -> None:
+    lines = ("image,name,cx,cy,w,h", "a,cat,0.5,0.5,0.5,0.5", "a,cat,0.75,0.75,0.5,0.5")
+    with pytest.raises(DataError, match=r"at most 0\.75.*--normalised"):
+        converted(tmp_path, *lines)
+    assert converted(tmp_path, *lines, normalised=True) == [[INNER, BORDER]]
+
+
+def test_one_class_and_several_boxes_in_a_cell(tmp_path: Path) -> None:
+    lines = ("image_id,boxes", 'a,"[[10, 6, 20, 12], [20, 12, 20, 12]]"', 'b,""')
+    with pytest.raises(DataError, match=r"no column 'name'.*image_id, boxes.*--desc"):
+        converted(tmp_path, *lines)
+    assert converted(tmp_path, *lines, desc="cat") == [[INNER, BORDER], []]
+    report = convert_csv(
+        tmp_path / "t.csv", tmp_path / "more", images_dir=tmp_path / "photos", desc="cat", options=KEEP
+    )
+    assert (report.images, report.objects) == (2, 2)
+
+
+def test_numbers_that_are_no_box_are_counted(tmp_path: Path) -> None:
+    path = table(
+        tmp_path, "image_id,bbox,label", "a,10 6 20 12,cat", "a,10 6 20,cat", "a,1 2 3 4 5 6 7 8,cat", "b,nan,cat"
+    )
+    report = convert_csv(path, tmp_path / "out", images_dir=tmp_path / "photos", options=SMALL)
+    assert (report.objects, report.objects_seen) == (1, 4)
+    assert report.skipped == {"malformed_geometry": 3, "emptied_image": 1}
+
+
+AMBIGUOUS = [
+    (("image,class,label,x,y,w,h", "a,1,cat,10,6,20,12"), r"may be the name, and differ: 'class', 'label'.*name=class",
+     "name=label"),
+    (("image,filename,label,x,y,w,h", "7,a.jpg,cat,10,6,20,12"), r"the image.*'image', 'filename'", "image=filename"),
+    (("image,label,x,y,w,h,bbox", "a,cat,1,1,1,1,10 6 20 12"),
+     r"several columns may be the box: \(x, y, w, h\), \(bbox\)", "bbox=bbox"),
+    (("photo,art,l,t,r,b", "a,cat,10,6,30,18"), r"no column 'image'.*photo, art, l, t, r, b",
+     "image=photo,name=art,x1=l,y1=t,x2=r,y2=b"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lines", "says", "columns"), AMBIGUOUS, ids=[columns for *_, columns in AMBIGUOUS])
+def test_unclear_headers_are_refused_and_settled(
+    lines: tuple[str, ...], says: str, columns: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=rf"t\.csv:1: .*{says}"):
+        converted(tmp_path, *lines)
+    assert converted(tmp_path, *lines, columns=columns) == [[INNER]]
+
+
+def test_columns_of_equal_content_are_one(tmp_path: Path) -> None:
+    assert converted(tmp_path, "image,file_name,label,class,x,y,w,h", "a,a,cat,cat,10,6,20,12") == [[INNER]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"), [("colour=x", "unknown meaning; use image, name"), ("image=imag", "no column 'imag'")]
+)
+def test_a_wrong_choice_of_columns_is_refused(columns: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=says):
+        converted(tmp_path, "image,label,x,y,w,h", "a,cat,10,6,20,12", columns=columns)
+
+
+def test_corners_in_place_of_sizes_are_refused(tmp_path: Path) -> None:
+    lines = ("image_id,bbox,label", *["a,25 15 39 23,cat"] * 10)
+    with pytest.raises(DataError, match="--boxes xyxy"):
+        converted(tmp_path, *lines)
+    (objects,) = converted(tmp_path, *lines[:2], boxes="xyxy")
+    assert pixel_box(objects[0], 40, 24, "pixel_edges") == pytest.approx((25, 15, 39, 23), abs=0.02)
+
+
+# -- Open Images -------------------------------------------------------------------------------------------------------
+
+BOXES = """ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax,IsOccluded,IsTruncated,IsGroupOf,IsDepiction,IsInside
+a,xclick,/m/1,1,0.25,0.75,0.25,0.75,0,0,0,0,0
+a,xclick,/m/1,1,0.5,1.0,0.5,1.0,1,0,0,0,0
+a,xclick,/m/2,1,0.1,0.9,0.1,0.9,0,0,1,0,0
+b,xclick,/m/9,1,0.1,0.9,0.1,0.9,0,0,0,0,0
+b,xclick,/m/2,1,0,0.5,0,0.5,0,0,0,0,0
+gone,xclick,/m/1,1,0,0.5,0,0.5,0,0,0,0,0
+gone,xclick,/m/1,1,0,0.5,0,0.5,0,0,0,0,0
+far,xclick,/m/1,1,0,0.5,0,0.5,0,0,0,0,0
+"""
+LABELS = """ImageID,Source,LabelName,Confidence
+a,verification,/m/1,1
+a,verification,/m/2,1
+a,verification,/m/3,1
+b,crowdsource-verification,/m/1,0
+b,machine,/m/3,0.7
+b,verification,/m/9,1
+c,verification,/m/1,1
+gone,verification,/m/1,1
+"""
+
+
+def open_images(folder: Path) -> Path:
+    for name in "abc":
+        paint(folder / "photos" / f"{name}.jpg")
+    (folder / "val-bbox.csv").write_text(BOXES)
+    (folder / "class-descriptions-boxable.csv").write_text('/m/1,cat\n/m/2,dog\n/m/3,"Ball, small"\n')
+    (folder / "labels.csv").write_text(LABELS)
+    return folder / "val-bbox.csv"
+
+
+def test_open_images(tmp_path: Path) -> None:
+    path = open_images(tmp_path)
+    report = convert_openimages(path, tmp_path / "out", labels=tmp_path / "labels.csv", options=SMALL)
+    first, second = read_jsonl(report.jsonl, check_images=True)
+    assert first.objects == (INNER, BORDER) and second.objects == (GTObject("dog", "bbox_2d", (0, 0, 500, 500)),)
+    assert first.metadata["image_labels"] == {"present": ["Ball, small", "cat", "dog"], "absent": []}
+    assert second.metadata["image_labels"] == {"present": [], "absent": ["cat"]}
+    assert report.skipped_objects == {"crowd": 1, "unknown_category": 1, "image_skipped": 3}
+    assert report.skipped_images == {"missing_image": 2, "unlabelled": 1}
+    assert (report.images_seen, report.objects_seen) == (5, 8)
+    assert report.notes == {"unboxed_class": 1, "ignored_label": 1}
+    said = {problem.reason: problem.detail for problem in report.problems}
+    assert "Ball, small" in said["unboxed_class"] and "1 guesses" in said["ignored_label"]
+
+
+def test_groups_of_open_images_are_kept_on_request(tmp_path: Path) -> None:
+    report = convert_openimages(open_images(tmp_path), tmp_path / "out", crowds="keep", options=SMALL)
+    first, _ = read_jsonl(report.jsonl)
+    assert first.objects[2] == GTObject("dog", "bbox_2d", (100, 100, 899, 899))
+    assert "image_labels" not in first.metadata
+
+
+def test_open_images_without_names_is_refused(tmp_path: Path) -> None:
+    path = open_images(tmp_path)
+    (tmp_path / "class-descriptions-boxable.csv").unlink()
+    with pytest.raises(DataError, match="--classes"):
+        convert_openimages(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("form", "named"), [("coco", "openimages"), ("voc", "openimages"), ("csv", "openimages")])
+def test_open_images_are_recognised(form: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = open_images(tmp_path)
+    for other in ("class-descriptions-boxable.csv", "labels.csv"):
+        (tmp_path / other).unlink()
+    failed = run_cli(capsys, "data", "convert", form, tmp_path if form == "voc" else path, "--out", tmp_path / "out")
+    assert failed.code == 2 and f"Open Images; read it with: coordexp data convert {named}" in failed.err
+
+
+def test_tables_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = table(tmp_path, "img_id,box", 'a,"[10, 6, 20, 12]"')
+    done = run_cli(
+        capsys, "data", "convert", "csv", path, "--images", tmp_path / "photos", "--out", tmp_path / "out",
+        "--columns", "image=img_id", "--desc", "cat", "--no-resize",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    (line,) = (tmp_path / "out" / "t.jsonl").read_text().splitlines()
+    assert json.loads(line)["objects"] == [{"desc": "cat", "bbox_2d": list(INNER.bins)}]
