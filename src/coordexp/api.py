@@ -87,6 +87,7 @@ def evaluate(
     classes: Sequence[str] = (),
     calibrate: bool = False,
     quiet: bool = False,
+    answers: int = 1,
 ) -> EvaluationResult:
     """Evaluate a checkpoint as ``coordexp evaluate`` does, and write figures and answers.
 
@@ -101,6 +102,7 @@ def evaluate(
         classes: the only names that answers may contain; empty for any.
         calibrate: fit confidences to what is right here, and store that in the checkpoint's folder.
         quiet: without a progress bar.
+        answers: per image, merged into one; ``by_answers`` then has figures of one, merged and best answers.
 
     Returns:
         ``metrics`` by name, ``answers``, and ``summary`` with figures by class and thresholds.
@@ -126,7 +128,7 @@ def evaluate(
     with no_progress_bars():
         return run_evaluation(
             run, _console(quiet), model=checkpoint, data=jsonl, limit=limit, output=None if out is None else Path(out),
-            classes=check_classes(classes), calibrate=calibrate,
+            classes=check_classes(classes), calibrate=calibrate, answers=answers,
         )  # fmt: skip
 
 

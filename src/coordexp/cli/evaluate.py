@@ -21,7 +21,7 @@ from coordexp.cli.console import (
     say_written,
     with_options,
 )
-from coordexp.cli.predict import Classes, ConstantScore, Limit, ModelOption
+from coordexp.cli.predict import Answers, Classes, ConstantScore, Limit, ModelOption
 from coordexp.cli.run import Print, is_config, print_config, split_words
 from coordexp.errors import ConfigError, DataError
 
@@ -44,6 +44,7 @@ _USED_BY = {
     "overwrite": (_CONFIG, _SAVED),
     "segm": (_CONFIG, _SAVED),
     "calibrate": (_CONFIG,),
+    "answers": (_CONFIG,),
     "print": (_CONFIG,),
     "resamples": (_RUNS,),
 }
@@ -78,6 +79,7 @@ class OfEvaluation:
     embedding_threshold: Annotated[
         float | None, typer.Option(min=-1, max=1, help="Least cosine similarity of --embedder [0.7].")
     ] = None
+    answers: Answers = 1
     calibrate: Annotated[
         bool,
         typer.Option("--calibrate", help="Fit confidences to what is right here; stored in the checkpoint's folder."),
@@ -151,10 +153,16 @@ def evaluate(
         )
     # An option without effect is a misunderstanding.
     kind = _RUNS if options.compare is not None else _SAVED if run is None else _CONFIG
-    unused = [f"--{name}" for name, users in _USED_BY.items() if getattr(options, name) and kind not in users]
+    unused = [
+        f"--{name}"
+        for name, users in _USED_BY.items()
+        if getattr(options, name) != getattr(OfEvaluation, name) and kind not in users
+    ]
     if unused or (arguments and kind != _CONFIG):
         users = _USED_BY[unused[0][2:]] if unused else (_CONFIG,)
         raise ConfigError(f"{[*unused, 'KEY=VALUE'][0]} has no use here; it belongs to {' or '.join(users)}")
+    if options.calibrate and options.answers > 1:
+        raise ConfigError("--calibrate fits single answers; leave out --answers")
     if options.calibrate and options.constant_score is not None:
         raise ConfigError("--calibrate needs the predictions' own confidences; leave out --constant-score")
     threshold = _THRESHOLD if options.embedding_threshold is None else options.embedding_threshold
@@ -169,15 +177,19 @@ def evaluate(
     if options.compare is not None:
         _compare(console, options.compare, options, rename)
     elif run is not None:
-        _evaluate_model(console, run, options, rename)
+        _evaluate_model(console, run, options, rename, arguments)
     elif source is not None:
         _evaluate_saved(console, source, options, rename)
 
 
-def _evaluate_model(console: Console, run: RunConfig, options: OfEvaluation, rename: Renaming) -> None:
-    from coordexp.inference.session import read_classes
+def _evaluate_model(
+    console: Console, run: RunConfig, options: OfEvaluation, rename: Renaming, arguments: Sequence[str]
+) -> None:
+    from coordexp.config.schema import AnswerConfig
+    from coordexp.inference.session import read_classes, with_several_answers
 
     classes = read_classes(options.classes)
+    with_several_answers(AnswerConfig.of_run(run), options.answers, arguments)  # mistakes show at once
     from coordexp import distributed
 
     if distributed.world_size() == 1:
@@ -190,11 +202,11 @@ def _evaluate_model(console: Console, run: RunConfig, options: OfEvaluation, ren
         result = run_evaluation(
             run, console, model=options.model, data=options.data, limit=options.limit, output=options.out,
             constant_score=options.constant_score, rename=rename, segm=options.segm, classes=classes,
-            calibrate=options.calibrate, overwrite=options.overwrite,
+            calibrate=options.calibrate, overwrite=options.overwrite, answers=options.answers,
         )  # fmt: skip
     files = [*result.files, *_draw(options.sheet, {"prediction": result.answers})] if result.files else []
     if not options.as_json:
-        _show(console, result.summary, f"{options.model or run.model.model} on {result.data}", files)
+        _show(console, result.summary, f"{options.model or run.model.model} on {result.data}", files, result.by_answers)
     elif not console.quiet:
         typer.echo(result.metrics_json.read_text(encoding="utf-8"), nl=False)
 
@@ -220,11 +232,20 @@ def _evaluate_saved(console: Console, source: Path, options: OfEvaluation, renam
     typer.echo(json.dumps({**about, "metrics": summary.figures, **fields}, ensure_ascii=False))
 
 
-def _show(console: Console, summary: Summary, title: str, files: Sequence[Path]) -> None:
+def _show(
+    console: Console,
+    summary: Summary,
+    title: str,
+    files: Sequence[Path],
+    by_answers: Mapping[str, Mapping[str, float]] | None = None,
+) -> None:
+    from coordexp.evaluation.several_answers import answers_table
     from coordexp.evaluation.summary import summary_tables
 
     for table in summary_tables(summary, title):
         console.print(table)
+    if by_answers:
+        console.print(answers_table(by_answers))
     for note in summary.notes:
         say(console, f"note: {note}")
     counts = {name: int(summary.figures[name]) for name in ("images", "gt_objects", "pred_objects", "matched_objects")}

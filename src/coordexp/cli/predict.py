@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from coordexp.cli.console import no_bars_in_log_files, on_interrupt, open_console, refuse_filled, say, say_written
 from coordexp.cli.run import is_config, split_words
 from coordexp.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from coordexp.config.schema import AnswerConfig
+    from coordexp.inference.prediction import PredictionResult
 
 ModelOption = Annotated[Path | None, typer.Option(help="Checkpoint to use instead of model.model.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N images.")]
@@ -37,6 +43,10 @@ Classes = Annotated[
 MinConfidence = Annotated[
     float | None, typer.Option(min=0, max=1, help="Leave out objects of a lower confidence: evaluate prints good ones.")
 ]
+Answers = Annotated[
+    int,
+    typer.Option(min=1, help="Answers per image, merged; the first is greedy, others are sampled, at 0.7 by default."),
+]
 _SHOWN = 20  # images whose objects are printed
 
 
@@ -51,6 +61,7 @@ def predict(
     constant_score: ConstantScore = None,
     classes: Classes = None,
     min_confidence: MinConfidence = None,
+    answers: Answers = 1,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer [the run's own].")] = None,
     save_images: Annotated[
         bool, typer.Option("--save-images", help="Write each image with its objects drawn over it.")
@@ -81,23 +92,13 @@ def predict(
         problems.append(f"--model: {model}: no such folder; nothing is downloaded")
     if problems:
         raise DataError("\n".join(problems))
-    if config is not None:
-        from coordexp.checkpoints.template import with_own_template
-        from coordexp.config import load_config
-        from coordexp.config.schema import AnswerConfig
+    run = _configuration(config, model, max_new_tokens, arguments)
+    from coordexp.inference.session import read_classes, with_several_answers
 
-        given = {} if max_new_tokens is None else {"rollout_matching.max_new_tokens": max_new_tokens}
-        run = AnswerConfig.of_run(with_own_template(load_config(config, given, arguments), model))
-    else:
-        assert model is not None
-        from coordexp.inference.session import PredictOptions, inference_config
-
-        run = inference_config(model, PredictOptions(max_new_tokens=max_new_tokens), arguments)
-    if min_confidence is not None and constant_score is not None:
+    run = with_several_answers(run, answers, arguments)
+    if min_confidence is not None and constant_score is not None and answers == 1:
         raise ConfigError("--min-confidence needs confidences; leave out --constant-score")
     check_paths({"--model": model} if model is not None else {"model.model": run.model.model})
-    from coordexp.inference.session import read_classes
-
     labels = read_classes(classes)
     folder = out or _new_folder(Path("outputs/predict"))
     console = open_console(stderr=as_json)
@@ -109,41 +110,66 @@ def predict(
             run, console, source=images if len(images) > 1 else images[0], output=folder, model=model, limit=limit,
             score="token_probability" if constant_score is None else constant_score,
             skip_broken=True, save_images=save_images, classes=labels, min_confidence=min_confidence,
-            overwrite=overwrite,
+            overwrite=overwrite, answers=answers,
         )  # fmt: skip
     if not as_json:
-        from coordexp.geometry import pixel_box
-
-        for answer in result.answers[:_SHOWN]:
-            objects = []
-            for obj in answer.pred:
-                box = ", ".join(f"{side:.0f}" for side in pixel_box(obj, answer.width, answer.height, answer.bin_rule))
-                number = obj.score if obj.confidence is None else obj.confidence
-                objects.append(f"{obj.desc}{'' if number is None else f' {number:.2f}'} ({box})")
-            problem = "" if answer.problem is None else f" [{answer.problem}]"
-            say(console, f"{answer.sample_id}: {'; '.join(objects) or 'nothing found'}{problem}")
-        if len(result.answers) > _SHOWN:
-            say(console, f"… and {len(result.answers) - _SHOWN} more images")
-        incomplete = sum(answer.problem is not None for answer in result.answers)
-        if incomplete:
-            cut = sum(answer.truncated for answer in result.answers)
-            say(
-                console,
-                f"note: {incomplete} answers are incomplete, {cut} of them cut off; the reasons are in brackets",
-            )
-        if result.left_out:
-            say(console, f"{result.left_out} objects of a confidence below {min_confidence:g} are left out")
-        resumed = f", {result.resumed} of them by an earlier run" if result.resumed else ""
-        skipped = f"; {len(result.skipped)} could not be read and were skipped" if result.skipped else ""
-        say(console, f"{result.images} images answered{resumed}{skipped}")
-        say_written(console, result.files)
+        _print(console, result, min_confidence)
     elif not console.quiet:
-        broken = [{"image": image, "reason": reason} for image, reason in result.skipped]
-        files = [str(path) for path in result.files]
-        problems = {answer.sample_id: answer.problem for answer in result.answers if answer.problem is not None}
-        fields = {"images": result.images, "resumed": result.resumed, "skipped": broken, "problems": problems,
-                  "left_out": result.left_out, "files": files}  # fmt: skip
-        typer.echo(json.dumps(fields))
+        _print_json(result)
+
+
+def _configuration(
+    config: Path | None, model: Path | None, max_new_tokens: int | None, arguments: list[str]
+) -> AnswerConfig:
+    if config is None:
+        from coordexp.inference.session import PredictOptions, inference_config
+
+        assert model is not None
+        return inference_config(model, PredictOptions(max_new_tokens=max_new_tokens), arguments)
+    from coordexp.checkpoints.template import with_own_template
+    from coordexp.config import load_config
+    from coordexp.config.schema import AnswerConfig
+
+    given = {} if max_new_tokens is None else {"rollout_matching.max_new_tokens": max_new_tokens}
+    return AnswerConfig.of_run(with_own_template(load_config(config, given, arguments), model))
+
+
+def _print(console: Console, result: PredictionResult, min_confidence: float | None) -> None:
+    from coordexp.geometry import pixel_box
+
+    for answer in result.answers[:_SHOWN]:
+        objects = []
+        for obj in answer.pred:
+            box = ", ".join(f"{side:.0f}" for side in pixel_box(obj, answer.width, answer.height, answer.bin_rule))
+            number = obj.score if obj.confidence is None else obj.confidence
+            share = "" if obj.answers is None else f" {obj.answers}/{answer.num_answers}"
+            objects.append(f"{obj.desc}{'' if number is None else f' {number:.2f}'}{share} ({box})")
+        problem = "" if answer.problem is None else f" [{answer.problem}]"
+        say(console, f"{answer.sample_id}: {'; '.join(objects) or 'nothing found'}{problem}")
+    if len(result.answers) > _SHOWN:
+        say(console, f"… and {len(result.answers) - _SHOWN} more images")
+    incomplete = sum(answer.problem is not None for answer in result.answers)
+    if incomplete:
+        cut = sum(answer.truncated for answer in result.answers)
+        say(
+            console,
+            f"note: {incomplete} answers are incomplete, {cut} of them cut off; the reasons are in brackets",
+        )
+    if result.left_out:
+        say(console, f"{result.left_out} objects of a confidence below {min_confidence:g} are left out")
+    resumed = f", {result.resumed} of them by an earlier run" if result.resumed else ""
+    skipped = f"; {len(result.skipped)} could not be read and were skipped" if result.skipped else ""
+    say(console, f"{result.images} images answered{resumed}{skipped}")
+    say_written(console, result.files)
+
+
+def _print_json(result: PredictionResult) -> None:
+    broken = [{"image": image, "reason": reason} for image, reason in result.skipped]
+    files = [str(path) for path in result.files]
+    problems = {answer.sample_id: answer.problem for answer in result.answers if answer.problem is not None}
+    fields = {"images": result.images, "resumed": result.resumed, "skipped": broken, "problems": problems,
+              "left_out": result.left_out, "files": files}  # fmt: skip
+    typer.echo(json.dumps(fields))
 
 
 def _new_folder(path: Path) -> Path:

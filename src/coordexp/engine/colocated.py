@@ -71,7 +71,7 @@ PREPARE_S = 600.0  # far more than any image needs; exceeded if the file system 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One request to the engine, of any rank of the tensor-parallel group; JSON-serialisable. ``image_grid_thw``: as
-    the trainer computed it, None if unknown."""
+    the trainer computed it, None if unknown. ``greedy``: whatever the temperature."""
 
     request_id: str
     seed: int
@@ -79,6 +79,7 @@ class Prompt:
     image: str
     image_grid_thw: Sequence[int] | None
     token_ids: Sequence[int]  # one placeholder per image: vLLM expands it, and the result is compared afterwards
+    greedy: bool = False
 
     @property
     def name(self) -> str:
@@ -340,6 +341,7 @@ class ColocatedBackend(RolloutBackend):
                     str(request.image),
                     None if grid is None else grid.flatten().tolist(),
                     ids,
+                    rounds[r].greedy,
                 )
             )
         self._seeds = {str(one.seeds.micro_step_idx): [one.seeds.seed_of(i) for i in range(len(one.requests))]
@@ -428,7 +430,7 @@ class ColocatedBackend(RolloutBackend):
         names = {NAMES_KEY: list(self._names)} if self._names else {}
         return SamplingParams(
             max_tokens=options.max_new_tokens,
-            temperature=options.temperature,
+            temperature=0.0 if prompt.greedy else options.temperature,
             top_p=options.top_p,
             top_k=options.top_k,
             repetition_penalty=options.repetition_penalty,

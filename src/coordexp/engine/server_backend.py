@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -348,10 +348,11 @@ class ServerBackend(RolloutBackend):
         # Runs in a thread of its own.
         client, ours = self._clients[post.server], self._ours[post.server]
         requests = [rounds[round_idx].requests[index] for round_idx, index in _places(post)]
+        greedy = rounds[post.calls[0].round_idx].greedy  # of the whole post: calls are joined only at temperature 0
         payload = infer_payload(
             requests,
             _seed_of(post, rounds),
-            self._options,
+            replace(self._options, temperature=0.0) if greedy else self._options,
             lambda path: image_source(path, self._server.images, self._learner.preparation, ours),
             tagged=self._reports[post.server],
             names=self._names,

@@ -36,7 +36,7 @@ from coordexp.records import (
     read_lines,
     to_json,
 )
-from coordexp.rollouts.backend import DatasetSeeds, RolloutBackend, Seeds
+from coordexp.rollouts.backend import DatasetSeeds, RolloutBackend, RolloutRound, Seeds
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -50,13 +50,14 @@ _SHOWN = 60  # characters of an answer that is not JSON
 @dataclass(frozen=True, slots=True)
 class Detection:
     """A predicted object. ``score`` (to rank) and ``confidence`` (the probability that it is right) are None
-    if it was not scored."""
+    if it was not scored. ``answers``: number of the image's answers that contain it, None for a single answer."""
 
     desc: str
     kind: GeometryKind
     bins: tuple[int, ...]
     score: float | None = None
     confidence: float | None = None
+    answers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ class OriginalImage:
 @dataclass(frozen=True, slots=True)
 class ImageAnswer:
     """``gt`` is None for an image without annotations; ``dropped`` counts unusable entries by reason; ``original`` is
-    None if the image is the user's own; ``bin_rule`` is that of ``gt`` and ``pred``."""
+    None if the image is the user's own; ``bin_rule`` is that of ``gt`` and ``pred``. ``num_answers`` above 1: several
+    answers merged by :func:`~coordexp.evaluation.several_answers.merge_answers`."""
 
     sample_id: str
     image: str
@@ -86,6 +88,7 @@ class ImageAnswer:
     text: str = ""
     original: OriginalImage | None = None
     bin_rule: BinRule = "pixel_centres"
+    num_answers: int = 1
 
     @property
     def num_dropped(self) -> int:
@@ -94,6 +97,8 @@ class ImageAnswer:
     @property
     def problem(self) -> str | None:
         """Why the answer may lack objects, in a few words; None for a complete and sound one."""
+        if self.num_answers > 1:
+            return self._problem_of_several()
         if self.repeat_terminated:
             return f"stopped after {self.num_tokens} tokens because it repeated itself"
         if self.truncated:
@@ -105,6 +110,17 @@ class ImageAnswer:
             text = self.text.strip()
             return f"not JSON ({reasons}): {text if len(text) <= _SHOWN else text[:_SHOWN] + '…'!r}"
         return f"{self.num_dropped} entries could not be read ({reasons})"
+
+    def _problem_of_several(self) -> str | None:
+        several = f"{self.num_answers} answers"
+        if self.repeat_terminated:
+            return f"at least one of {several} was stopped because it repeated itself"
+        if self.truncated:
+            return f"at least one of {several} was cut off; allow more with --max-new-tokens or max_new_tokens="
+        if not self.dropped:
+            return None
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped.items())
+        return f"{self.num_dropped} entries of {several} could not be read ({reasons})"
 
     @property
     def truth(self) -> tuple[GTObject, ...]:
@@ -166,6 +182,7 @@ class _Object(msgspec.Struct):
     soft: float | None = None
     score: float | None = None
     confidence: float | None = None
+    answers: int | None = None
 
     def shape(self) -> tuple[GeometryKind, _Bins]:
         if (self.bbox_2d is UNSET) == (self.poly is UNSET):
@@ -195,10 +212,13 @@ def to_line(answer: ImageAnswer) -> str:
     line["pred"] = [
         {"desc": obj.desc, obj.kind: obj.bins, "score": obj.score}
         | ({} if obj.confidence is None else {"confidence": obj.confidence})
+        | ({} if obj.answers is None else {"answers": obj.answers})
         for obj in answer.pred
     ]
     if answer.original is None:
         del line["original"]
+    if answer.num_answers == 1:
+        del line["num_answers"]
     return to_json(line).decode()
 
 
@@ -207,7 +227,7 @@ def from_line(text: str | bytes, *, path: Path | None = None, line: int | None =
     read = from_json(_Line, text, "a line of predictions", path=path, line=line)
     try:
         gt = None if read.gt is None else tuple(GTObject(o.desc, *o.shape(), o.soft or None) for o in read.gt)
-        pred = tuple(Detection(o.desc, *o.shape(), o.score, o.confidence) for o in read.pred)
+        pred = tuple(Detection(o.desc, *o.shape(), o.score, o.confidence, o.answers) for o in read.pred)
     except ValueError as error:
         raise DataError(f"not a line of predictions: {error}", path=path, line=line) from error
     same = {one.name: getattr(read, one.name) for one in fields(ImageAnswer)}
@@ -352,17 +372,32 @@ def answer_samples(
     scorer: TokenScorer | None = None,
     on_answer: Callable[[int], None] | None = None,
     bin_rule: BinRule | None = None,
+    count: int = 1,
 ) -> list[ImageAnswer]:
     """Generate, parse and, with a ``scorer``, score, in the order of ``samples``. ``on_answer`` is called with the
-    number of answers so far, except for the last one, which is finished when this returns. ``bin_rule``: as for
-    :func:`make_answer`. Raises AlignmentError if the
+    number of answered samples so far, except for the last one, which is finished when this returns. ``bin_rule``: as
+    for :func:`make_answer`. ``count``: answers per sample, which follow each other; the first of several is greedy, the
+    others are sampled, each from a request of its own. Raises AlignmentError if the
     backend answered another prompt than ours, e.g. to an image of another size, and the backend's RolloutError."""
     from coordexp.modeling.inputs import check_prompt  # imports torch, which saved answers do without
 
-    before_last = None if on_answer is None else lambda n: on_answer(min(n, len(samples) - 1))
-    rollouts = backend.generate([sample.request for sample in samples], seeds, on_answer=before_last)
+    before_last = None if on_answer is None else lambda n: on_answer(min(n // count, len(samples) - 1))
+    requests = tuple(sample.request for sample in samples)
+    if count == 1:
+        rollouts = backend.generate(requests, seeds, on_answer=before_last)
+    else:
+        assert isinstance(seeds, DatasetSeeds), "several answers have seeds of their own only outside of training"
+        rounds = [
+            RolloutRound(requests, replace(seeds, answer=k, micro_step_idx=k), greedy=k == 0) for k in range(count)
+        ]
+        found: dict[tuple[int, int], Rollout] = {}
+        for one in backend.generate_window(rounds):
+            found[one.index, one.round_idx] = one.rollout
+            if before_last is not None:
+                before_last(len(found))
+        rollouts = [found[place] for place in sorted(found)]
     answers = []
-    for sample, rollout in zip(samples, rollouts, strict=True):
+    for sample, rollout in zip([sample for sample in samples for _ in range(count)], rollouts, strict=True):
         check_prompt(sample.record.sample_id, sample.request.prompt_token_ids, rollout.prompt_token_ids, vocab.decode)
         parsed = parse_rollout(rollout.response_token_ids, vocab, ended=not rollout.truncated)
         scores = None if scorer is None else scorer.score(sample.request, rollout, parsed)
@@ -400,36 +435,45 @@ def answer_batches(
     on_progress: Callable[[int, int], None] | None = None,
     on_answer: Callable[[int, int], None] | None = None,
     bin_rule: BinRule | None = None,
+    count: int = 1,
 ) -> Iterator[list[ImageAnswer]]:
     """This rank's answers for ``positions`` of ``dataset``, batch by batch: only one batch's images are in memory.
+    With ``count`` answers per sample, which follow each other, a batch has that many times fewer samples.
 
     Sampling depends on ``seed`` and a sample's position, not on ranks, batches or the training step. Both callbacks get
     (samples answered, samples of this rank): ``on_progress`` before the first batch and after each was consumed, where
     it may raise; ``on_answer`` within batches, where it must not.
     """
-    batches = share_out(positions, distributed.world_size(), backend.batch_size)[distributed.rank()]
+    size = samples_of_batch(backend, count)
+    batches = share_out(positions, distributed.world_size(), size)[distributed.rank()]
     done, total = 0, sum(len(batch) for batch in batches)
     if on_progress is not None and total:
         on_progress(0, total)  # a bar knows its length before the first batch, and its ETA after it
     for batch in batches:
         samples = [dataset[index] for index in batch]
         within = None if on_answer is None else lambda n, done=done: on_answer(done + n, total)
-        yield answer_samples(samples, backend, vocab, DatasetSeeds(seed, batch.start), scorer, within, bin_rule)
+        yield answer_samples(samples, backend, vocab, DatasetSeeds(seed, batch.start), scorer, within, bin_rule, count)
         done += len(batch)
         if on_progress is not None:
             on_progress(done, total)
 
 
+def samples_of_batch(backend: RolloutBackend, count: int) -> int:
+    """Samples that the backend answers at once if each gets ``count`` answers."""
+    return max(1, backend.batch_size // count)
+
+
 def answer_dataset(
-    dataset: RecordDataset, backend: RolloutBackend, vocab: CoordVocab, **options: Any
+    dataset: RecordDataset, backend: RolloutBackend, vocab: CoordVocab, *, count: int = 1, **options: Any
 ) -> list[ImageAnswer]:
-    """The answers of all ranks, on every rank, in the order of ``dataset``. A collective call; ``options`` as for
-    :func:`answer_batches`."""
+    """The answers of all ranks, on every rank, in the order of ``dataset``, ``count`` per sample. A collective call;
+    ``options`` as for :func:`answer_batches`."""
     positions = range(len(dataset))
     with distributed.raise_on_all_ranks("evaluation"):
-        batches = list(answer_batches(dataset, positions, backend, vocab, **options))
+        batches = list(answer_batches(dataset, positions, backend, vocab, count=count, **options))
     parts = distributed.gather_json([to_line(answer) for answer in chain.from_iterable(batches)])
-    placed: dict[int, str] = {}
-    for share, part in zip(share_out(positions, len(parts), backend.batch_size), parts, strict=True):
-        placed.update(zip(chain.from_iterable(share), part, strict=True))
-    return [from_line(placed[position]) for position in positions]
+    placed: dict[tuple[int, int], str] = {}
+    for share, part in zip(share_out(positions, len(parts), samples_of_batch(backend, count)), parts, strict=True):
+        places = [(position, k) for position in chain.from_iterable(share) for k in range(count)]
+        placed.update(zip(places, part, strict=True))
+    return [from_line(placed[place]) for place in sorted(placed)]

@@ -11,7 +11,7 @@ import numpy as np
 
 from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.geometry import aabbs, mask_iou_pairs, overlapping_boxes
-from coordexp.matching import MatchingConfig, assign_pairs, duplicate_indices
+from coordexp.matching import DescribedShape, MatchingConfig, assign_pairs, duplicate_indices
 from coordexp.records import NUM_BINS, GTObject, PredictedObject
 
 IOU_THRESHOLD = 0.5
@@ -78,7 +78,7 @@ def ignored_predictions(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -
 
 
 def assigner(
-    predicted: Sequence[Detection | PredictedObject], truth: Sequence[GTObject], threshold: float
+    predicted: Sequence[Detection | PredictedObject], truth: Sequence[DescribedShape], threshold: float
 ) -> Callable[[bool], list[tuple[int, int, float]]]:
     """A function of "equal descriptions only" that returns the assigned (pred_idx, gt_idx, iou), by prediction.
 

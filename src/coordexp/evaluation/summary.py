@@ -247,10 +247,12 @@ def text_table(title: str, first: str, *numbers: str) -> Table:
     return table
 
 
-def figures_table(columns: Mapping[str, Mapping[str, float]], title: str) -> Table:
-    """One row per figure, one column per run; in each row the best run is bold."""
+def figures_table(
+    columns: Mapping[str, Mapping[str, float]], title: str, rows: Mapping[str, tuple[str, bool | None]] = FIGURES
+) -> Table:
+    """One row per figure of ``rows``, one column per run; in each row the best run is bold."""
     table = text_table(title, "", *columns)
-    for key, (label, more_is_better) in FIGURES.items():
+    for key, (label, more_is_better) in rows.items():
         values = [run[key] for run in columns.values()]
         best = None if more_is_better is None or len(values) < 2 else (max if more_is_better else min)(values)
         table.add_row(label, *(Text(f"{value:.3f}", "bold" if value == best else "") for value in values))

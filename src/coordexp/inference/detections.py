@@ -28,13 +28,15 @@ _NOTEBOOK = 800  # pixels of the longer side of a picture in a notebook
 class FoundObject:
     """One object. ``box`` is (x1, y1, x2, y2) and ``polygon`` its vertices (None if the model wrote a box), both in
     pixels of the given image. ``confidence``: the probability that the object is right; ``score``: its rank among
-    others, for average precision. Both are 0..1, or None if it was not scored."""
+    others, for average precision. Both are 0..1, or None if it was not scored. ``answers``: number of the image's
+    answers that contain the object, None for a single answer."""
 
     name: str
     score: float | None
     box: tuple[float, float, float, float]
     polygon: tuple[tuple[float, float], ...] | None = None
     confidence: float | None = None
+    answers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -154,6 +156,7 @@ class Detections:
         """The image, its size, its objects in pixels, and what may be missing, as text."""
         objects = [
             {"name": o.name, "confidence": o.confidence, "score": o.score, "box": o.box, "polygon": o.polygon}
+            | ({} if o.answers is None else {"answers": o.answers})
             for o in self.objects
         ]
         fields = {"image": self.source, "width": self.width, "height": self.height, "objects": objects,
@@ -221,9 +224,8 @@ def as_detections(answer: ImageAnswer, image: Image.Image | None = None, classes
     objects = []
     for obj in answer.pred:
         polygon = pixel_ring(obj, width, height, answer.bin_rule) if obj.kind == "poly" else None
-        objects.append(
-            FoundObject(obj.desc, obj.score, pixel_box(obj, width, height, answer.bin_rule), polygon, obj.confidence)
-        )
+        box = pixel_box(obj, width, height, answer.bin_rule)
+        objects.append(FoundObject(obj.desc, obj.score, box, polygon, obj.confidence, obj.answers))
     return Detections(
         source=answer.sample_id if image is not None else answer.image,
         width=width,

@@ -19,7 +19,8 @@ from coordexp.data.image_sources import find_images
 from coordexp.data.images import open_rgb, shape_problem
 from coordexp.engine import check_backend
 from coordexp.errors import ConfigError, DataError, DetectorClosed
-from coordexp.evaluation.answers import ImageAnswer, answer_samples
+from coordexp.evaluation.answers import ImageAnswer, answer_samples, samples_of_batch
+from coordexp.evaluation.several_answers import merge_all
 from coordexp.inference.detections import Detections, as_detections, without_answer
 from coordexp.inference.session import (
     BATCH_SIZE,
@@ -32,6 +33,7 @@ from coordexp.inference.session import (
     inference_config,
     open_session,
     size_note,
+    with_several_answers,
 )
 from coordexp.modeling.load import no_progress_bars
 from coordexp.records import ImageRecord
@@ -63,6 +65,8 @@ class Detector:
         scores: bool = True,
         classes: Sequence[str] = (),
         seed: int = SEED,
+        answers: int = 1,
+        temperature: float | None = None,
     ) -> None:
         """
         Args:
@@ -73,6 +77,10 @@ class Detector:
             max_new_tokens: longest answer; it, ``prompt`` and ``dtype`` are the run's own if None.
             classes: the only names that answers may contain; empty for any.
             scores: False skips the forward pass that scores an answer.
+            seed: of sampled answers.
+            answers: per image, merged into one; the first is greedy, the others are sampled. Objects have ``answers``,
+                the number of answers that contain them, which their confidence includes.
+            temperature: of sampled answers; None is 0.7.
 
         Raises:
             ConfigError: a device that this machine lacks, or another impossible option.
@@ -80,12 +88,17 @@ class Detector:
             MissingDependency: vLLM is not installed.
         """
         device = None if device is None else str(device)
-        options = PredictOptions(backend, batch_size, max_new_tokens, prompt, dtype, device, seed)
-        config = inference_config(model, options)
+        if temperature is not None and not 0 < temperature < float("inf"):
+            raise ConfigError(f"temperature: {temperature:g} makes no sampled answers; give a number above 0, or None")
+        if temperature is not None and answers == 1:
+            raise ConfigError(f"temperature: {temperature:g}, but a single answer is greedy; give answers= too")
+        options = PredictOptions(backend, batch_size, max_new_tokens, prompt, dtype, device, seed, temperature or 0.0)
+        config = with_several_answers(inference_config(model, options), answers)
         check_device(device, backend)
         check_backend(config.rollout_matching, bool(classes))
         allowed = check_classes(classes)
         self._seed = seed
+        self._answers = answers
         self._scores = scores
         self._allowed = allowed
         self._open = ExitStack()
@@ -149,7 +162,7 @@ class Detector:
         """
         if self._session is None:
             raise DetectorClosed("the detector is closed; make a new one")
-        if min_confidence is not None and not self._scores:
+        if min_confidence is not None and not self._scores and self._answers == 1:
             raise ConfigError("min_confidence: this detector was made with scores=False; leave one of them out")
         session = self._session
         if prompt is not None:
@@ -208,7 +221,7 @@ class Detector:
             warnings.warn(note, stacklevel=3)
         scorer, rule = session.scorer if self._scores else None, session.preparation.bin_rule
         answers: dict[str, ImageAnswer] = {}
-        todo, size = list(records.values()), session.backend.batch_size
+        todo, size = list(records.values()), samples_of_batch(session.backend, self._answers)
         for start in range(0, len(todo), size):
             batch = []
             for record in todo[start : start + size]:
@@ -220,8 +233,10 @@ class Detector:
                     errors[record.sample_id] = str(error)
             seeds = DatasetSeeds(self._seed, start)
             if batch:
-                answered = answer_samples(batch, session.backend, session.vocab, seeds, scorer, None, rule)
-                answers |= {answer.sample_id: answer for answer in answered}
+                answered = answer_samples(
+                    batch, session.backend, session.vocab, seeds, scorer, None, rule, self._answers
+                )
+                answers |= {answer.sample_id: answer for answer in merge_all(answered, self._answers)}
         return answers
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 from coordexp import distributed
-from coordexp.checkpoints.calibration import read_calibration, write_calibration
+from coordexp.checkpoints.calibration import Calibration, read_calibration, write_calibration
 from coordexp.checkpoints.folder import checkpoint_fingerprint
 from coordexp.checkpoints.run_folder import fingerprint
 from coordexp.checkpoints.template import with_own_template
@@ -42,8 +42,9 @@ from coordexp.evaluation.answers import (
 from coordexp.evaluation.coco import write_coco
 from coordexp.evaluation.confidence import at_least, calibrated, fit
 from coordexp.evaluation.drawing import save_drawings
+from coordexp.evaluation.several_answers import merge_all, side_by_side
 from coordexp.evaluation.summary import METRICS, Summary, check_replaced, summarise, write_summary
-from coordexp.inference.session import checked_model, open_session, size_note
+from coordexp.inference.session import checked_model, open_session, size_note, with_several_answers
 from coordexp.records import ImageRecord, read_lines
 
 SETTINGS, DRAWINGS = "prediction.json", "images"
@@ -78,6 +79,7 @@ def run_prediction(
     classes: Sequence[str] = (),
     min_confidence: float | None = None,
     overwrite: bool = False,
+    answers: int = 1,
 ) -> PredictionResult:
     """Answer every image of ``source`` (:func:`~coordexp.data.image_sources.find_images`) and write
     ``predictions.jsonl`` and COCO results to ``output``.
@@ -94,10 +96,13 @@ def run_prediction(
         classes: the only descriptions that answers may contain; empty for any.
         min_confidence: leave objects below out of everything but ``predictions.jsonl``.
         overwrite: delete the answers in ``output`` first.
+        answers: per image, merged into one (:func:`~coordexp.evaluation.several_answers.merge_answers`).
 
     Raises:
+        ConfigError: as :func:`~coordexp.inference.session.with_several_answers`.
         DataError: ``output`` has answers of other settings or for other images, or an image cannot be read.
     """
+    config = with_several_answers(config, answers)
     check_backend(config.rollout_matching, bool(classes))
     sources = [source] if isinstance(source, Path) else list(source)
     images = find_images(sources, limit=limit, skip_broken=skip_broken)
@@ -106,26 +111,7 @@ def run_prediction(
     preparation = read_preparation(path)
     calibration = read_calibration(path) if score == "token_probability" else None
     _note(console, images, preparation)
-    rollout = config.rollout_matching
-    settings = {  # everything that an answer depends on
-        "model": str(path.resolve()),
-        "fingerprint": checkpoint_fingerprint(path),
-        "source": str(sources[0].resolve()) if len(sources) == 1 else [str(one.resolve()) for one in sources],
-        "dtype": config.model.dtype,
-        "prompt": config.template.prompt,
-        "system": config.template.system,
-        "seed": config.seed,
-        "backend": rollout.rollout_backend,
-        "max_new_tokens": rollout.max_new_tokens,
-        "decoding": rollout.decoding.model_dump(mode="json"),
-        "num_beams": rollout.num_beams,
-        "repetition_penalty": rollout.repetition_penalty,
-        "repeat_terminate": rollout.repeat_terminate.model_dump(mode="json"),
-        "score": score,
-        **({"classes": list(classes)} if classes else {}),
-        **({} if preparation.resize is None else {"resize": asdict(preparation.resize)}),
-        **({} if calibration is None else {"calibration": asdict(calibration)}),
-    }
+    settings = _settings(config, path, sources, score, classes, preparation, calibration, answers)
     distributed.join(use_cpu=config.use_cpu)
     with distributed.raise_on_all_ranks("coordexp predict"):
         if distributed.is_main():
@@ -143,7 +129,7 @@ def run_prediction(
         if scorer is not None and score == "confidence":
             scorer = replace(scorer, calibration=None)  # fitted on annotations that count as complete
         # Seeded by the images' positions in the source: an interrupted run answers as a whole one does.
-        for answers in answer_batches(
+        for batch in answer_batches(
             RecordDataset(records, session.encoder.encode, "file", config.seed),
             todo,
             session.backend,
@@ -153,31 +139,69 @@ def run_prediction(
             on_progress=on_progress,
             on_answer=on_progress,
             bin_rule=session.preparation.bin_rule,
+            count=answers,
         ):
-            lines = []
-            for answer in answers:
-                pred = answer.pred
-                if score == "confidence":
-                    pred = tuple(replace(obj, score=obj.confidence) for obj in pred)
-                elif scorer is None:
-                    pred = tuple(replace(obj, score=score) for obj in pred)
-                gt = answer.gt if answer.sample_id in images.annotated else None
-                lines.append(to_line(replace(answer, pred=pred, gt=gt)) + "\n")
+            merged = merge_all(batch, answers)
+            lines = [to_line(_finished(answer, score, images.annotated)) + "\n" for answer in merged]
             if lines:
                 append_line(part, "".join(lines).encode("utf-8"))
     distributed.barrier()
     resumed = len(records) - len(todo)
     if not distributed.is_main():
         return PredictionResult(len(records), resumed, (), images.skipped)
-    answers, files = _join_parts(output, records)
+    whole, files = _join_parts(output, records)
     left_out = 0
     if min_confidence is not None:
-        answers, left_out = at_least(answers, min_confidence)
-    has_polygons = any(obj.kind == "poly" for answer in answers for obj in answer.pred)
-    files += write_coco(answers, output, None, segm=has_polygons)
+        whole, left_out = at_least(whole, min_confidence)
+    has_polygons = any(obj.kind == "poly" for answer in whole for obj in answer.pred)
+    files += write_coco(whole, output, None, segm=has_polygons)
     if save_images:
-        files += save_drawings(answers, output / DRAWINGS)
-    return PredictionResult(len(records), resumed, tuple(files), images.skipped, tuple(answers), left_out)
+        files += save_drawings(whole, output / DRAWINGS)
+    return PredictionResult(len(records), resumed, tuple(files), images.skipped, tuple(whole), left_out)
+
+
+def _settings(
+    config: AnswerConfig,
+    model: Path,
+    sources: Sequence[Path],
+    score: Score,
+    classes: Sequence[str],
+    preparation: ImagePreparation,
+    calibration: Calibration | None,
+    answers: int,
+) -> dict[str, Any]:
+    # Everything that an answer depends on.
+    rollout = config.rollout_matching
+    return {
+        "model": str(model.resolve()),
+        "fingerprint": checkpoint_fingerprint(model),
+        "source": str(sources[0].resolve()) if len(sources) == 1 else [str(one.resolve()) for one in sources],
+        "dtype": config.model.dtype,
+        "prompt": config.template.prompt,
+        "system": config.template.system,
+        "seed": config.seed,
+        "backend": rollout.rollout_backend,
+        "max_new_tokens": rollout.max_new_tokens,
+        "decoding": rollout.decoding.model_dump(mode="json"),
+        "num_beams": rollout.num_beams,
+        "repetition_penalty": rollout.repetition_penalty,
+        "repeat_terminate": rollout.repeat_terminate.model_dump(mode="json"),
+        "score": score,
+        **({} if answers == 1 else {"answers": answers}),
+        **({"classes": list(classes)} if classes else {}),
+        **({} if preparation.resize is None else {"resize": asdict(preparation.resize)}),
+        **({} if calibration is None else {"calibration": asdict(calibration)}),
+    }
+
+
+def _finished(answer: ImageAnswer, score: Score, annotated: Collection[str]) -> ImageAnswer:
+    # With the scores that were asked for, and without annotations that the source does not have.
+    pred = answer.pred
+    if score == "confidence":
+        pred = tuple(replace(obj, score=obj.confidence) for obj in pred)
+    elif not isinstance(score, str):
+        pred = tuple(replace(obj, score=score) for obj in pred)
+    return replace(answer, pred=pred, gt=answer.gt if answer.sample_id in annotated else None)
 
 
 def _note(console: Console, images: FoundImages, preparation: ImagePreparation) -> None:
@@ -248,13 +272,16 @@ def _join_parts(output: Path, records: Sequence[ImageRecord]) -> tuple[list[Imag
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Figures (``metrics``, by name) and answers, on every rank; ``files`` is empty on ranks other than the first."""
+    """Figures (``metrics``, by name) and answers, on every rank; ``files`` is empty on ranks other than the first. With
+    several answers per image both are of the merged ones, and ``by_answers`` has the figures of
+    :func:`~coordexp.evaluation.several_answers.side_by_side`."""
 
     summary: Summary
     answers: tuple[ImageAnswer, ...]
     data: Path
     metrics_json: Path
     files: tuple[Path, ...]
+    by_answers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -279,6 +306,7 @@ def run_evaluation(
     classes: Sequence[str] = (),
     calibrate: bool = False,
     overwrite: bool = False,
+    answers: int = 1,
 ) -> EvaluationResult:
     """Evaluate, and write figures and answers to ``output`` (None: :func:`evaluation_folder`).
 
@@ -286,8 +314,11 @@ def run_evaluation(
     are spread over the ranks. ``rename`` gives predictions other descriptions; ``segm``: average precision of masks
     too; ``classes``: the only descriptions that answers may contain, empty for any; ``calibrate``: fit confidences to
     what is right here, and store the calibration in the checkpoint's folder; ``overwrite``: also replace the evaluation
-    of something else. Raises ConfigError, DataError, CheckpointError or VocabError before weights are loaded.
+    of something else; ``answers``: per image, merged into one. Raises ConfigError, DataError, CheckpointError
+    or VocabError before weights are loaded.
     """
+    if calibrate and answers > 1:
+        raise ConfigError("calibrate: a calibration is fitted to single answers; leave out answers")
     path, rename = Path(model or config.model.model), rename or Renaming()
     config = with_own_template(config, path)
     folder = output or evaluation_folder(config.training.output_dir, path)
@@ -301,26 +332,31 @@ def run_evaluation(
         "system": config.template.system,
         "score": "token_probability" if constant_score is None else "constant",
         **({"classes": list(classes)} if classes else {}),
+        **({} if answers == 1 else {"answers": answers}),
         **rename.about,
     }
-    check_replaced(folder, about, overwrite)
+    check_replaced(folder, {"answers": None, **about}, overwrite)
     jsonl, written = answer_jsonl(
         config, console, f"evaluating {path}", path, data, limit, scored=constant_score is None, classes=classes,
-        calibrates=calibrate,
+        calibrates=calibrate, answers=answers,
     )  # fmt: skip
-    answers = rename(written)
+    single = rename(written)  # before they are merged, which compares descriptions
     files: list[Path] = []
     if calibrate:
-        calibration = fit(answers, str(jsonl))
-        answers = calibrated(answers, calibration)
+        calibration = fit(single, str(jsonl))
+        single = calibrated(single, calibration)
         if distributed.is_main():
             files.append(write_calibration(calibration, path))
     detection = resolved_rollout(config).eval_detection
     options = detection.model_copy(update={"use_segm": segm or detection.use_segm}).scored(constant_score)
-    summary = summarise(answers, options, rename.note(written, answers), with_confidences=True)
+    by_answers = {} if answers == 1 else side_by_side(single, answers, options)
+    if by_answers:
+        about["by_answers"] = by_answers
+    merged = merge_all(single, answers)
+    summary = summarise(merged, options, rename.note(written, single), with_confidences=True)
     if distributed.is_main():
-        files += write_summary(folder, summary, answers, about, options)
-    return EvaluationResult(summary, tuple(answers), jsonl, folder / METRICS, tuple(files))
+        files += write_summary(folder, summary, merged, about, options)
+    return EvaluationResult(summary, tuple(merged), jsonl, folder / METRICS, tuple(files), by_answers)
 
 
 def evaluation_folder(output_dir: Path, model: Path) -> Path:
@@ -346,11 +382,12 @@ def answer_jsonl(
     scored: bool = False,
     classes: Sequence[str] = (),
     calibrates: bool = False,
+    answers: int = 1,
 ) -> tuple[Path, list[ImageAnswer]]:
     """The dataset (None: ``custom.val_jsonl``), and all ranks' answers for it. Everything cheap is checked before
-    weights are loaded. ``calibrates``: with raw confidences."""
+    weights are loaded. ``calibrates``: with raw confidences; ``answers``: of each image, which follow each other."""
     config = with_own_template(config, model)
-    answering = AnswerConfig.of_run(config)
+    answering = with_several_answers(AnswerConfig.of_run(config), answers)
     check_backend(answering.rollout_matching, bool(classes))
     jsonl = data or config.custom.val_jsonl
     if jsonl is None:
@@ -365,7 +402,7 @@ def answer_jsonl(
     ):
         seed = config.training.seed
         scorer = replace(session.scorer, calibration=None) if calibrates else session.scorer
-        answers = answer_dataset(
+        answered = answer_dataset(
             RecordDataset(records, session.encoder.encode, config.custom.object_ordering, seed),
             session.backend,
             session.vocab,
@@ -374,5 +411,6 @@ def answer_jsonl(
             on_answer=on_progress,
             scorer=scorer if scored else None,
             bin_rule=session.preparation.bin_rule,
+            count=answers,
         )
-    return Path(jsonl), answers
+    return Path(jsonl), answered

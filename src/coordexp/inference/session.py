@@ -36,12 +36,14 @@ _DTYPE = "float32"  # every device supports it, and answers do not depend on rou
 
 BATCH_SIZE = 8  # images answered at once
 SEED: int = default_of(TrainingConfig, "seed")
+SAMPLING_TEMPERATURE = 0.7  # of further answers, if the configuration decodes greedily
+_TEMPERATURE_KEY = "rollout_matching.decoding.temperature"
 Backend = Literal["hf", "vllm"]
 
 
 @dataclass(frozen=True, slots=True)
 class PredictOptions:
-    """Options of a caller; None takes the value of the checkpoint's own run."""
+    """Options of a caller; None takes the value of the checkpoint's own run. ``temperature``: 0 is greedy."""
 
     backend: Backend = "hf"
     batch_size: int = BATCH_SIZE
@@ -50,6 +52,7 @@ class PredictOptions:
     dtype: str | None = None
     device: str | None = None
     seed: int = SEED
+    temperature: float = 0.0
 
 
 def inference_config(model: str | Path, options: PredictOptions, arguments: Sequence[str] = ()) -> AnswerConfig:
@@ -81,6 +84,8 @@ def inference_config(model: str | Path, options: PredictOptions, arguments: Sequ
         # One engine per process. Compiling its kernels takes minutes on a CPU, and saves little there.
         engine = {"tensor_parallel_size": 1, "enforce_eager": not has_gpu()}
         rollout["vllm"] = engine | {"max_model_len": longest, "dtype": dtype}
+    if options.temperature:
+        rollout["decoding"] = {"temperature": options.temperature}
     if "repeat_terminate" in decoding:
         rollout["repeat_terminate"] = decoding["repeat_terminate"]
     data = {
@@ -114,6 +119,31 @@ def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] =
     )
     apply_arguments(document, arguments)
     return validate(document, str(model))
+
+
+def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence[str] = ()) -> AnswerConfig:
+    """``config`` for ``answers`` answers per image: the first is greedy, and further ones need a temperature, which is
+    :data:`SAMPLING_TEMPERATURE` if the configuration has none. Raises ConfigError for fewer than one, or for further
+    ones with beam search or with a temperature of 0 among ``arguments`` (``key.path=value``)."""
+    if answers < 1:
+        raise ConfigError(f"answers: {answers} is less than 1; give a number of answers per image")
+    rollout = config.rollout_matching
+    if answers == 1:
+        return config
+    if rollout.num_beams > 1:
+        raise ConfigError(
+            f"answers: {answers}, but rollout_matching.num_beams is {rollout.num_beams} and beam search always finds "
+            "the same answer; leave one of them out"
+        )
+    if rollout.decoding.temperature > 0:
+        return config
+    if any(argument.partition("=")[0] == _TEMPERATURE_KEY for argument in arguments):
+        raise ConfigError(
+            f"{_TEMPERATURE_KEY}: 0 makes all {answers} answers the same; give a temperature above 0, such as "
+            f"{SAMPLING_TEMPERATURE:g}, or leave out answers"
+        )
+    decoding = rollout.decoding.model_copy(update={"temperature": SAMPLING_TEMPERATURE})
+    return config.model_copy(update={"rollout_matching": rollout.model_copy(update={"decoding": decoding})})
 
 
 def read_classes(given: str | None) -> tuple[str, ...]:

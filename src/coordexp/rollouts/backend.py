@@ -60,15 +60,18 @@ class SeedContext:
 @dataclass(frozen=True, slots=True)
 class DatasetSeeds:
     """Seeds of answers outside of training steps: request i is sample ``first`` + i (< 2^30) of its data set, and its
-    seed, in 1 … 2^31 - 1, depends only on the run's seed and that index, not on batches, ranks or resuming."""
+    seed, in 1 … 2^31 - 1, depends only on the run's seed, that index and ``answer``, the number of the answer among
+    several of a sample, not on batches, ranks or resuming."""
 
     training_seed: int
     first: int
     micro_step_idx: int = 0
+    answer: int = 0
 
     def seed_of(self, req_idx: int) -> int:
         # Within a call engines count up from the first request's seed, so neighbours must have neighbouring seeds.
-        return 1 + _stable_hash(f"data set:{self.training_seed}") % 2**30 + self.first + req_idx
+        further = f":{self.answer}" if self.answer else ""
+        return 1 + _stable_hash(f"data set:{self.training_seed}{further}") % 2**30 + self.first + req_idx
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +99,12 @@ def decoding_options(config: RolloutMatchingConfig) -> DecodingOptions:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRound:
-    """The requests of one micro-step, in the data loader's order, with the place in the run that seeds them."""
+    """The requests of one micro-step, in the data loader's order, with the place in the run that seeds them.
+    ``greedy``: decode these greedily, whatever the backend's temperature."""
 
     requests: tuple[RolloutRequest, ...]
     seeds: Seeds
+    greedy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

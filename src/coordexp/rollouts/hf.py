@@ -25,12 +25,12 @@ from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Request ``index`` of round ``round_idx``, and the seed that it samples by."""
+    """Request ``index`` of round ``round_idx``, and the seed that it samples by; None for a greedy answer."""
 
     round_idx: int
     index: int
     request: RolloutRequest
-    seed: int
+    seed: int | None
 
 
 class HFBackend:
@@ -91,7 +91,7 @@ class HFBackend:
             firsts = {start: one.seeds.seed_of(start) for start in range(0, len(one.requests), size)}
             self._seeds += firsts.values()
             wanted += [
-                _Wanted(round_idx, index, request, firsts[index // size * size] + index % size)
+                _Wanted(round_idx, index, request, None if one.greedy else firsts[index // size * size] + index % size)
                 for index, request in enumerate(one.requests)
             ]
         return [wanted[start : start + size] for start in range(0, len(wanted), size)]
@@ -195,22 +195,24 @@ class HFBackend:
 
 
 class PerSequenceSampler(LogitsProcessor):
-    """Samples each row with its own seed and masks all other tokens, so that greedy ``generate`` returns the sample.
-    Must be the last processor that changes scores."""
+    """Samples each row with its own seed and masks all other tokens, so that greedy ``generate`` returns the sample. A
+    row without a seed stays greedy. Must be the last processor that changes scores."""
 
-    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
-        self._streams = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+    def __init__(self, seeds: Sequence[int | None], device: torch.device) -> None:
+        self._streams = [None if seed is None else torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         probabilities = scores.float().softmax(-1)
         drawn = [
-            torch.multinomial(row, 1, generator=stream)
+            row.argmax(-1, keepdim=True) if stream is None else torch.multinomial(row, 1, generator=stream)
             for row, stream in zip(probabilities, self._streams, strict=True)
         ]
         return torch.full_like(scores, -torch.inf).scatter(1, torch.stack(drawn), 0.0)
 
 
-def sampling_processors(options: DecodingOptions, seeds: Sequence[int], device: torch.device) -> list[LogitsProcessor]:
+def sampling_processors(
+    options: DecodingOptions, seeds: Sequence[int | None], device: torch.device
+) -> list[LogitsProcessor]:
     """Processors that make greedy ``generate`` sample, in transformers' order; none for temperature 0."""
     if options.temperature <= 0:
         return []

@@ -42,6 +42,67 @@ def test_an_interrupted_prediction_resumes(tmp_path: Path, capsys: pytest.Captur
     assert other.code == 2 and "another score" in other.err
 
 
+def test_several_answers_are_predicted_and_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, model = write_scenes(tmp_path, 3, SPARSE, 77), asset("checkpoints/demo-stage1")
+    out, asked = tmp_path / "out", ("predict", data, "--model", asset("checkpoints/demo-stage1"))
+    assert run_cli(capsys, *asked, "--out", out, "--answers", "3", "--limit", "2").code == 0
+    done = run_cli(capsys, *asked, "--out", out, "--answers", "3")
+    assert done.code == 0 and "3 images answered, 2 of them by an earlier run" in done.out and " 3/3 (" in done.out
+    settings = json.loads((out / "prediction.json").read_text())
+    assert (settings["answers"], settings["decoding"]["temperature"]) == (3, 0.7)
+    merged = read_answers(out)
+    assert all(answer.num_answers == 3 and answer.text.count("\n") == 2 for answer in merged)
+    other = run_cli(capsys, *asked, "--out", out)
+    assert other.code == 2 and "another answers" in other.err
+
+    figures = tmp_path / "figures"
+    done = run_cli(capsys, "evaluate", "--model", model, "--data", data, "--out", figures, "--answers", "3")
+    assert done.code == 0 and "several answers per image" in done.out
+    saved = json.loads((figures / "metrics.json").read_text())
+    assert saved["answers"] == 3 and list(saved["by_answers"]) == ["one", "union", "majority", "oracle"]
+    assert saved["by_answers"]["union"]["f1"] == saved["metrics"]["f1"]
+    recall = {name: column["recall"] for name, column in saved["by_answers"].items()}
+    assert recall["one"] <= recall["oracle"]
+    assert [a.text for a in read_answers(figures)] == [a.text for a in merged], "the same seeds"
+    single = run_cli(capsys, "evaluate", "--model", model, "--data", data, "--out", figures)
+    assert single.code == 2 and "another answers" in single.err
+    alone = tmp_path / "alone"
+    assert run_cli(capsys, "evaluate", "--model", model, "--data", data, "--out", alone).code == 0
+    figures_of_one = json.loads((alone / "metrics.json").read_text())
+    assert "answers" not in figures_of_one and figures_of_one["metrics"]["f1"] == saved["by_answers"]["one"]["f1"]
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate", "complete"])
+def test_impossible_numbers_of_answers_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    data, model, out = write_scenes(tmp_path, 1, SPARSE, 77), asset("checkpoints/demo-stage1"), tmp_path / "out.jsonl"
+    asked: tuple[Any, ...] = {
+        "predict": ("predict", data, "--model", model, "--out", out),
+        "evaluate": ("evaluate", "--model", model, "--data", data, "--out", out),
+        "complete": ("data", "complete", data, "--model", model, "--out", out),
+    }[command]
+    greedy = run_cli(capsys, *asked, "--answers", "2", "rollout_matching.decoding.temperature=0")
+    beams = ("rollout_matching.decode_mode=beam", "rollout_matching.num_beams=2")
+    for refused, reason in (
+        (run_cli(capsys, *asked, "--answers", "0"), "--answers"),
+        (greedy, "temperature: 0 makes all 2 answers the same"),
+        (run_cli(capsys, *asked, "--answers", "2", *beams), "beam search"),
+    ):
+        assert refused.code == 2 and reason in refused.err and "Traceback" not in refused.err
+    assert len(greedy.err.splitlines()) == 1 and not out.exists()
+
+
+def test_several_answers_have_no_use_for_saved_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_answers(random_answers(3, 1), tmp_path / "predictions.jsonl")
+    refused = run_cli(capsys, "evaluate", tmp_path, "--answers", "2")
+    assert refused.code == 2 and "--answers has no use here" in refused.err
+    model = asset("checkpoints/demo-stage1")
+    data = write_scenes(tmp_path / "scenes", 1, SPARSE, 77)
+    refused = run_cli(capsys, "evaluate", "--model", model, "--data", data, "--answers", "2", "--calibrate")
+    assert refused.code == 2 and "--calibrate fits single answers" in refused.err
+
+
 def test_predict_with_allowed_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, data = tmp_path / "out", write_scenes(tmp_path, 2, SPARSE, 77)
     asked = ("predict", data, "--model", asset("checkpoints/demo-stage1"), "--constant-score", "1.0")

@@ -142,6 +142,19 @@ def test_only_greedy_calls_to_ms_swift_share_a_post(
         assert call["request_config"]["seed"] == SeedContext(1, 2, first, 0).seed_of(0)
 
 
+@pytest.mark.parametrize("status", [OURS, SWIFTS, None], ids=["ours", "with our plugin", "without"])
+def test_greedy_rounds_are_greedy_on_servers(fakes: list[FakeRolloutServer], status: dict[str, Any] | None) -> None:
+    rounds = [RolloutRound(requests_(2, 2 * k), DatasetSeeds(1, 0, k, k), greedy=k == 0) for k in range(3)]
+    for fake in fakes:
+        fake.status = status
+    with backend_of(fakes, decoding__temperature=0.7) as backend:
+        backend.sync_weights(0)
+        assert len(list(backend.generate_window(rounds))) == 6
+    asked = [(number, call["request_config"]["temperature"]) for fake in fakes for call in fake.calls
+             for number in numbers(call)]  # fmt: skip
+    assert sorted(asked) == [(0, 0.0), (1, 0.0), (2, 0.7), (3, 0.7), (4, 0.7), (5, 0.7)]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("status", [OURS, SWIFTS, None], ids=["ours", "with our plugin", "without"])
 def test_the_log_describes_each_call(

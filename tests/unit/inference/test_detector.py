@@ -260,3 +260,45 @@ def test_supervision_gets_its_fields(detections: Detections, monkeypatch: pytest
     assert detections[1:].to_supervision(["dog", "kite"]).class_id.tolist() == [1]
     assert list(found.data["class_name"]) == ["cat", "kite"]
     assert found.mask.shape == (2, 101, 200) and found.mask[0].all() and 0.4 < found.mask[1].mean() < 0.6
+
+
+def test_several_answers_are_merged(detector: Detector, scenes: Path) -> None:
+    model, images = asset("checkpoints/demo-stage1"), sorted(scenes.rglob("*.png"))
+    runs: list[list[Detections]] = []
+    for batch_size in (4, 9):
+        with Detector(model, device="cpu", batch_size=batch_size, answers=3, temperature=1.0) as several:
+            runs.append(several.predict(images))
+    single = detector.predict(images)
+    # Deterministic, whatever the batch; scores are sums in floating point.
+    assert [found.text for found in runs[0]] == [found.text for found in runs[1]]
+    assert [[obj.answers for obj in found] for found in runs[0]] == [
+        [obj.answers for obj in found] for found in runs[1]
+    ]
+    for found, one in zip(runs[0], single, strict=True):
+        texts = found.text.split("\n")
+        assert len(texts) == found.answer.num_answers == 3
+        assert texts[0] == one.text, "the first answer is the greedy one"
+        assert [obj.box for obj in found[: len(one)]] == [obj.box for obj in one]
+        assert all(obj.answers in (1, 2, 3) and 0 <= (obj.confidence or 0) <= 1 for obj in found)
+        assert json.loads(found.to_json())["objects"][0]["answers"] == found[0].answers
+        assert "answers" not in json.loads(one.to_json())["objects"][0]
+    assert any(obj.answers not in (None, 3) for found in runs[0] for obj in found), "samples differ"
+
+
+def test_shares_are_confidences_without_scores(scenes: Path) -> None:
+    with Detector(asset("checkpoints/demo-stage1"), device="cpu", scores=False, answers=2) as several:
+        found = several.predict(sorted(scenes.rglob("*.png"))[0], min_confidence=0.75)
+    assert len(found) and {obj.confidence for obj in found} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"answers": 0}, "answers: 0 is less than 1"),
+        ({"answers": 2, "temperature": 0}, "temperature: 0 makes no sampled answers"),
+        ({"temperature": 0.5}, "a single answer is greedy; give answers="),
+    ],
+)
+def test_impossible_answers_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Detector(asset("checkpoints/demo-stage1"), **options)

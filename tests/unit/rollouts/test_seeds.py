@@ -40,3 +40,10 @@ def test_neighbours_in_a_data_set_have_neighbouring_seeds():
     ]
     assert len({DatasetSeeds(training_seed, 0).seed_of(0) for training_seed in range(100)}) == 100
     assert all(1 <= DatasetSeeds(training_seed, 2**30 - 1).seed_of(0) <= MAX_SEED for training_seed in range(100))
+
+
+def test_each_answer_of_a_sample_has_its_own_seed() -> None:
+    assert DatasetSeeds(42, 7, answer=0).seed_of(0) == DatasetSeeds(42, 7).seed_of(0)
+    seeds = [DatasetSeeds(42, 7, answer=k).seed_of(0) for k in range(64)]
+    assert len(set(seeds)) == 64 and all(1 <= seed <= MAX_SEED for seed in seeds)
+    assert DatasetSeeds(42, 7, answer=5).seed_of(2) == DatasetSeeds(42, 9, answer=5).seed_of(0)

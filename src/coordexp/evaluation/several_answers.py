@@ -1,0 +1,132 @@
+"""Several answers of one image: merged into one, the objects that most of them contain, the best of them; and figures
+of all of these side by side. Torch-free.
+
+Objects of different answers are the same object if their descriptions are equal and their mask IoU is at least 0.5,
+assigned one to one. For an object that n of K answers contain,
+
+    confidence = sqrt(n / K) · its mean confidence in those n answers
+
+with each confidence calibrated if the checkpoint has a calibration. The score is computed from scores in the same way.
+The square root, because the probability of an object's tokens already says how often sampling finds it. Objects without
+a confidence get the share n / K.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rich.table import Table
+from rich.text import Text
+
+from coordexp.config.rollout import EvalDetectionConfig
+from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.coco import average_precision
+from coordexp.evaluation.detection import IOU_THRESHOLD, assigner, count_image, detection_metrics, sum_counts
+from coordexp.evaluation.summary import figures_table
+
+ONE, UNION, MAJORITY, ORACLE = "one", "union", "majority", "oracle"
+_ROWS: dict[str, tuple[str, bool | None]] = {
+    "precision": ("precision", True),
+    "recall": ("recall", True),
+    "f1": ("F1 @ IoU 0.5", True),
+    "mean_matched_iou": ("mean matched IoU", True),
+    "AP": ("AP", True),
+    "AP50": ("AP50", True),
+    "duplicate_rate": ("duplicate rate", False),
+    "pred_per_image": ("objects / image", None),
+}
+
+
+def merge_answers(answers: Sequence[ImageAnswer]) -> ImageAnswer:
+    """One answer with every object of several answers for the same image, once, as the first answer that contains it
+    has it. ``text`` has a line per answer; the other fields count all answers. A single answer is returned as it is."""
+    first, count = answers[0], len(answers)
+    if count == 1:
+        return first
+    found: list[list[Detection]] = []  # the same object in different answers
+    for answer in answers:
+        pairs = assigner(answer.pred, [same[0] for same in found], IOU_THRESHOLD)(True)
+        known = {i: j for i, j, _ in pairs}
+        for i, obj in enumerate(answer.pred):
+            if i in known:
+                found[known[i]].append(obj)
+            else:
+                found.append([obj])
+    dropped: Counter[str] = Counter()
+    for answer in answers:
+        dropped.update(answer.dropped)
+    return replace(
+        first,
+        pred=tuple(_merged(same, count) for same in found),
+        dropped=dict(dropped),
+        truncated=any(answer.truncated for answer in answers),
+        repeat_terminated=any(answer.repeat_terminated for answer in answers),
+        num_tokens=sum(answer.num_tokens for answer in answers),
+        text="\n".join(answer.text for answer in answers),
+        num_answers=count,
+    )
+
+
+def _merged(same: Sequence[Detection], count: int) -> Detection:
+    share = len(same) / count
+    scores = [obj.score for obj in same if obj.score is not None]
+    confidences = [obj.confidence for obj in same if obj.confidence is not None]
+    score = math.sqrt(share) * sum(scores) / len(same) if len(scores) == len(same) else None
+    confidence = math.sqrt(share) * sum(confidences) / len(same) if len(confidences) == len(same) else share
+    return replace(same[0], score=score, confidence=confidence, answers=len(same))
+
+
+def merge_all(answers: Sequence[ImageAnswer], count: int) -> list[ImageAnswer]:
+    """:func:`merge_answers` of every ``count`` neighbours."""
+    return [merge_answers(answers[start : start + count]) for start in range(0, len(answers), count)]
+
+
+def of_majority(merged: ImageAnswer) -> ImageAnswer:
+    """A merged answer with the objects that more than half of the answers contain."""
+    kept = tuple(obj for obj in merged.pred if 2 * (obj.answers or 1) > merged.num_answers)
+    return replace(merged, pred=kept)
+
+
+def best_answer(answers: Sequence[ImageAnswer]) -> ImageAnswer:
+    """The answer of one image that finds most annotated objects; of those the one with the fewest predictions, then the
+    first. Its choice uses the annotations, so its recall is a bound, not a result. Raises DataError without them."""
+    counts = [count_image(answer).counts for answer in answers]
+    best = max(range(len(answers)), key=lambda k: (counts[k]["matched"], -counts[k]["pred"], -k))
+    return answers[best]
+
+
+def side_by_side(
+    answers: Sequence[ImageAnswer], count: int, options: EvalDetectionConfig
+) -> dict[str, dict[str, float]]:
+    """Figures of the first of every ``count`` neighbours, of all of them merged, of the objects that a majority
+    contains, and of the best answer of each image; with average precision if ``options`` asks for it."""
+    merged = merge_all(answers, count)
+    groups = [answers[start : start + count] for start in range(0, len(answers), count)]
+    columns: Mapping[str, Sequence[ImageAnswer]] = {
+        ONE: [group[0] for group in groups],
+        UNION: merged,
+        MAJORITY: [of_majority(answer) for answer in merged],
+        ORACLE: [best_answer(group) for group in groups],
+    }
+    threshold = options.f1ish_iou_thrs[0]
+    figures = {}
+    for name, column in columns.items():
+        figures[name] = detection_metrics(sum_counts(count_image(answer, threshold).counts for answer in column))
+        if options.metrics != "f1ish":
+            coco = average_precision(column, "bbox", options.iou_thrs, options.fixed_score).figures
+            figures[name] |= {key: coco[key] for key in ("AP", "AP50") if key in coco}
+    return figures
+
+
+def answers_table(figures: Mapping[str, Mapping[str, float]]) -> Table:
+    """:func:`side_by_side` for the terminal."""
+    rows = {name: row for name, row in _ROWS.items() if all(name in column for column in figures.values())}
+    table = figures_table(figures, "several answers per image", rows)
+    table.caption = Text(
+        "one: the greedy answer; union: all merged; majority: objects in more than half of them; oracle: of each image "
+        "the answer that finds most annotated objects, a bound"
+    )
+    return table
