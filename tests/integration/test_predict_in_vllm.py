@@ -103,6 +103,23 @@ def test_detector_with_a_colocated_engine(own: Own) -> None:
     assert pixels.boxes.tolist() == found[0].boxes.tolist()
 
 
+def test_several_answers_of_an_engine(own: Own) -> None:
+    """The first is the greedy one; the others are sampled, and the same whatever is answered next to them."""
+    images = sorted((own.folder / "images").rglob("*.png"))[:4]
+    text_of = {Path(answer.image).name: answer.text for answer in own.answers}
+    with Detector(
+        DEMO, backend="vllm", prompt=KEYS["template__prompt"], max_new_tokens=128, batch_size=6, dtype="float32",
+        answers=3, temperature=1.0,
+    ) as detector:  # fmt: skip
+        found = detector.predict(images)
+        again = detector.predict(images[:1])
+    texts = [(one.text, *one.answer.further_texts) for one in found]
+    assert [answers[0] for answers in texts] == [text_of[path.name] for path in images]
+    assert all(len(answers) == 3 for answers in texts) and any(len(set(answers)) == 3 for answers in texts)
+    assert again[0].answer.further_texts == found[0].answer.further_texts
+    assert all(obj.answers in (1, 2, 3) for one in found for obj in one)
+
+
 def test_allowed_labels_in_both_engines(own: Own) -> None:
     given: dict[str, Any] = {"prompt": KEYS["template__prompt"], "max_new_tokens": 128, "classes": NAMES}
     images = sorted((own.folder / "images").rglob("*.png"))[:4]

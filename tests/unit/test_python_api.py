@@ -33,6 +33,9 @@ def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pyte
     assert quiet.metrics["images"] == len(quiet.answers) == 2 and (tmp_path / "figures" / "metrics.json").is_file()
     own = evaluate(model=run.checkpoint, limit=2, out=tmp_path / "own", quiet=True)
     assert [a.text for a in own.answers] == [a.text for a in quiet.answers], "with the run's own settings"
+    several = evaluate(model=run.checkpoint, limit=2, out=tmp_path / "several", quiet=True, answers=2)
+    assert several.answers[0].text == own.answers[0].text and several.answers[0].num_answers == 2
+    assert several.by_answers["one"]["f1"] == own.metrics["f1"] and not own.by_answers
     assert "Loading weights" not in capsys.readouterr().err
     for wrong in ({}, {"model": run.checkpoint, "overrides": {"training.seed": 1}}):
         with pytest.raises(ConfigError):

@@ -55,6 +55,7 @@ app.add(
     "predict",
     "coordexp predict photos --model outputs/stage1 --save-images",
     "coordexp predict photos 'frames/*.png' --model outputs/stage1 --out outputs/answers --classes cat,dog",
+    "coordexp predict photos --model outputs/stage1 --answers 8 --min-confidence 0.3",
     section=_USE,
 )(predict.predict)
 app.add(

@@ -72,8 +72,8 @@ class OriginalImage:
 @dataclass(frozen=True, slots=True)
 class ImageAnswer:
     """``gt`` is None for an image without annotations; ``dropped`` counts unusable entries by reason; ``original`` is
-    None if the image is the user's own; ``bin_rule`` is that of ``gt`` and ``pred``. ``num_answers`` above 1: several
-    answers merged by :func:`~coordexp.evaluation.several_answers.merge_answers`."""
+    None if the image is the user's own; ``bin_rule`` is that of ``gt`` and ``pred``. ``further_texts``: of the other
+    answers, if several are merged (:func:`~coordexp.evaluation.several_answers.merge_answers`)."""
 
     sample_id: str
     image: str
@@ -88,7 +88,11 @@ class ImageAnswer:
     text: str = ""
     original: OriginalImage | None = None
     bin_rule: BinRule = "pixel_centres"
-    num_answers: int = 1
+    further_texts: tuple[str, ...] = ()
+
+    @property
+    def num_answers(self) -> int:
+        return 1 + len(self.further_texts)
 
     @property
     def num_dropped(self) -> int:
@@ -217,8 +221,8 @@ def to_line(answer: ImageAnswer) -> str:
     ]
     if answer.original is None:
         del line["original"]
-    if answer.num_answers == 1:
-        del line["num_answers"]
+    if not answer.further_texts:
+        del line["further_texts"]
     return to_json(line).decode()
 
 

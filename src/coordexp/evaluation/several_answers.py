@@ -42,7 +42,7 @@ _ROWS: dict[str, tuple[str, bool | None]] = {
 
 def merge_answers(answers: Sequence[ImageAnswer]) -> ImageAnswer:
     """One answer with every object of several answers for the same image, once, as the first answer that contains it
-    has it. ``text`` has a line per answer; the other fields count all answers. A single answer is returned as it is."""
+    has it. ``text`` is that of the first; counts are those of all answers. A single answer is returned as it is."""
     first, count = answers[0], len(answers)
     if count == 1:
         return first
@@ -65,8 +65,7 @@ def merge_answers(answers: Sequence[ImageAnswer]) -> ImageAnswer:
         truncated=any(answer.truncated for answer in answers),
         repeat_terminated=any(answer.repeat_terminated for answer in answers),
         num_tokens=sum(answer.num_tokens for answer in answers),
-        text="\n".join(answer.text for answer in answers),
-        num_answers=count,
+        further_texts=tuple(answer.text for answer in answers[1:]),
     )
 
 

@@ -51,7 +51,7 @@ def test_several_answers_are_predicted_and_evaluated(tmp_path: Path, capsys: pyt
     settings = json.loads((out / "prediction.json").read_text())
     assert (settings["answers"], settings["decoding"]["temperature"]) == (3, 0.7)
     merged = read_answers(out)
-    assert all(answer.num_answers == 3 and answer.text.count("\n") == 2 for answer in merged)
+    assert all(answer.num_answers == 3 for answer in merged)
     other = run_cli(capsys, *asked, "--out", out)
     assert other.code == 2 and "another answers" in other.err
 
@@ -63,7 +63,8 @@ def test_several_answers_are_predicted_and_evaluated(tmp_path: Path, capsys: pyt
     assert saved["by_answers"]["union"]["f1"] == saved["metrics"]["f1"]
     recall = {name: column["recall"] for name, column in saved["by_answers"].items()}
     assert recall["one"] <= recall["oracle"]
-    assert [a.text for a in read_answers(figures)] == [a.text for a in merged], "the same seeds"
+    again = [(answer.text, answer.further_texts) for answer in read_answers(figures)]
+    assert again == [(answer.text, answer.further_texts) for answer in merged], "the same seeds"
     single = run_cli(capsys, "evaluate", "--model", model, "--data", data, "--out", figures)
     assert single.code == 2 and "another answers" in single.err
     alone = tmp_path / "alone"

@@ -88,7 +88,7 @@ def test_confidence_combines_share_and_tokens() -> None:
 def test_a_single_answer_is_unchanged() -> None:
     one = answer(box(0, 0), box(0, 0))
     assert merge_answers([one]) is one and merge_all([one, one], 1) == [one, one]
-    assert "answers" not in to_line(one)
+    assert "answers" not in to_line(one) and "further" not in to_line(one)
 
 
 def test_a_merged_answer_counts_all_of_them_and_survives_its_file() -> None:
@@ -99,7 +99,7 @@ def test_a_merged_answer_counts_all_of_them_and_survives_its_file() -> None:
         ]
     )
     assert (dict(merged.dropped), merged.truncated, merged.num_tokens) == ({"bad_json": 3, "no_desc": 1}, True, 10)
-    assert merged.text == '{"a"\n{}'
+    assert (merged.text, merged.further_texts) == ('{"a"', ("{}",))
     assert merged.problem is not None and "one of 2 answers was cut off" in merged.problem
     assert replace(merged, truncated=False).problem == (
         "4 entries of 2 answers could not be read (bad_json 3, no_desc 1)"

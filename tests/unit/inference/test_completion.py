@@ -102,7 +102,7 @@ def test_a_fixed_weight_and_the_thresholds_are_kept_with_the_record(tmp_path: Pa
 
 def test_only_what_a_majority_of_the_answers_contains_is_added() -> None:
     found = [replace(box(300, 100 * n), answers=n) for n in (1, 2, 3, 4)]
-    done, counts = completed(record(CUP), *found, num_answers=4)
+    done, counts = completed(record(CUP), *found, further_texts=("{}",) * 3)
     assert [outcome.value for outcome in done.outcomes] == ["no_majority", "no_majority", "added", "added"]
     assert counts.outcomes["no_majority"] == 2
     (entry,) = done.record.metadata["completion"]

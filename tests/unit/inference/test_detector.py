@@ -270,14 +270,13 @@ def test_several_answers_are_merged(detector: Detector, scenes: Path) -> None:
             runs.append(several.predict(images))
     single = detector.predict(images)
     # Deterministic, whatever the batch; scores are sums in floating point.
-    assert [found.text for found in runs[0]] == [found.text for found in runs[1]]
+    assert [found.answer.further_texts for found in runs[0]] == [found.answer.further_texts for found in runs[1]]
     assert [[obj.answers for obj in found] for found in runs[0]] == [
         [obj.answers for obj in found] for found in runs[1]
     ]
     for found, one in zip(runs[0], single, strict=True):
-        texts = found.text.split("\n")
-        assert len(texts) == found.answer.num_answers == 3
-        assert texts[0] == one.text, "the first answer is the greedy one"
+        assert len(found.answer.further_texts) == 2 and found.answer.num_answers == 3
+        assert found.text == one.text, "the first answer is the greedy one"
         assert [obj.box for obj in found[: len(one)]] == [obj.box for obj in one]
         assert all(obj.answers in (1, 2, 3) and 0 <= (obj.confidence or 0) <= 1 for obj in found)
         assert json.loads(found.to_json())["objects"][0]["answers"] == found[0].answers
