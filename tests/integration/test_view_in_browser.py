@@ -274,6 +274,20 @@ def test_tokens_have_roles_and_losses(run_page: Browser) -> None:
     assert "0.5 nats, the target's worst" in run_page.text("#legend")
 
 
+def test_forced_tokens_are_dimmed(run_page: Browser) -> None:
+    run_page.choose("#colour", "choice")
+    opacity = run_page.run(
+        "return ['.whole', '.forced'].map(c => getComputedStyle(document.querySelector('#rollout ' + c)).opacity)"
+    )
+    assert float(opacity[0]) == 1.0 > float(opacity[1])
+    forced, tokens = run_page.count("#rollout .forced"), run_page.count("#rollout span")
+    assert 0 < forced < tokens and run_page.count("#rollout .whole.forced") == 0
+    legend = run_page.text("#legend")
+    assert f"decided by the model: {tokens - forced} of {tokens}" in legend and f"forced by JSON: {forced}" in legend
+    run_page.press("c")
+    assert run_page.count("#record.by-choice") == run_page.count("#record.by-loss") == 0
+
+
 def test_the_slider_changes_the_step_and_curves_are_drawn(run_page: Browser) -> None:
     assert run_page.count("#list button") == 4 and run_page.text("#step-name") == "all"
     run_page.press("]", "]")

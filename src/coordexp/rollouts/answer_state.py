@@ -7,12 +7,15 @@ coordinates, the kind of geometry, whether a polygon goes on, and whether anothe
 Coordinates are added tokens, so the text between two of them is tokenized on its own. Each such text is one of a few
 patterns with at most one name in it. Its last tokens may depend on a decision that is still open (``}`` and ``}}`` may
 each be one token), so the forced tokens are those that all possible texts share.
+
+A state gives up at the first token that is not canonical. The repeat guard and allowed labels have to read any text,
+also of a degenerate answer, so they have scanners of their own.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -208,6 +211,19 @@ class AnswerState:
             self._ids, self._bytes = [], b""
             return True
         return False
+
+
+def forced_positions(grammar: AnswerGrammar, token_ids: Sequence[int]) -> Iterator[int]:
+    """Positions of an answer's tokens that the tokens before them leave no choice about."""
+    state, ahead = grammar.start(), ()
+    for at, token_id in enumerate(token_ids):
+        ahead = ahead or state.forced()
+        if ahead[:1] == (token_id,):
+            yield at
+            ahead = ahead[1:]
+        else:
+            ahead = ()
+        state.push(token_id)
 
 
 def _fits(text: str, pattern: _Pattern) -> bool:

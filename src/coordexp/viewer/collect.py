@@ -15,6 +15,7 @@ from coordexp.errors import DataError
 from coordexp.evaluation.answers import PREDICTIONS, Detection, ImageAnswer, read_answers
 from coordexp.evaluation.detection import IOU_THRESHOLD, assigner, match_answer
 from coordexp.records import GTObject, PredictedObject, TokenRole
+from coordexp.rollouts.answer_state import AnswerGrammar, forced_positions
 
 if TYPE_CHECKING:
     from coordexp.recording.rollout_record import RolloutRecord
@@ -42,11 +43,13 @@ class ViewShape:
 
 @dataclass(frozen=True, slots=True)
 class ViewTokens:
-    """Tokens with runs of (role, count), and losses of some positions in nats."""
+    """Tokens with runs of (role, count), and losses of some positions in nats. ``forced``: runs of (first position,
+    count) that JSON leaves no choice about."""
 
     pieces: tuple[str, ...]
     roles: tuple[tuple[str, int], ...]
     loss: tuple[tuple[int, float], ...] = ()
+    forced: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,8 @@ def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 10
 
         rollouts = read_records(recorded)
         rollouts.sort(key=lambda record: (record.where.global_step, record.where.rank, record.where.sample_idx))
-        records += [_from_record(record, vocab) for record in rollouts]
+        grammar = None if vocab is None else AnswerGrammar(vocab)
+        records += [_from_record(record, grammar) for record in rollouts]
     folders = (source, source / "evaluation")
     if any((folder / PREDICTIONS).is_file() for folder in folders) or not (recorded or source.is_dir()):
         records += [_from_answer(answer) for answer in read_answers(source)]
@@ -181,12 +185,14 @@ def rollout_records_at(source: Path) -> Path | None:
     return next((folder for folder in folders if any(folder.glob("rollouts_rank*.jsonl"))), None)
 
 
-def _from_record(record: RolloutRecord, vocab: CoordVocab | None) -> ViewRecord:
+def _from_record(record: RolloutRecord, grammar: AnswerGrammar | None) -> ViewRecord:
     losses = [loss for _, loss in record.token_loss or ()]
     rollout = target = None
-    if vocab is not None:
-        rollout = _rollout_tokens(record, vocab)
-        target = ViewTokens(_pieces(record.target.token_ids, vocab), record.target.roles, record.token_loss or ())
+    if grammar is not None:
+        rollout = _rollout_tokens(record, grammar)
+        target = ViewTokens(
+            _pieces(record.target.token_ids, grammar.vocab), record.target.roles, record.token_loss or ()
+        )
     gt, pred = _shapes(
         record.ground_truth,
         [(obj, f"object_{obj.index}", None) for obj in record.parse.objects],
@@ -247,7 +253,7 @@ def _shapes(
     return tuple(gt), tuple(pred)
 
 
-def _rollout_tokens(record: RolloutRecord, vocab: CoordVocab) -> ViewTokens:
+def _rollout_tokens(record: RolloutRecord, grammar: AnswerGrammar) -> ViewTokens:
     # The answer's own tokens with the roles that the match gives them; tokens after the cut have none. In a rewritten
     # answer the target has other tokens, with the same roles for the same reasons.
     import numpy as np
@@ -262,7 +268,13 @@ def _rollout_tokens(record: RolloutRecord, vocab: CoordVocab) -> ViewTokens:
         mark_matched(roles_T, [(record.parse.objects[p.pred_idx], record.ground_truth[p.gt_idx]) for p in pairs])
     roles = [TokenRole(role).name for role in roles_T.tolist()]
     own = [*roles[:kept], *[BEHIND_CUT] * (len(record.response_token_ids) - kept)]
-    return ViewTokens(_pieces(record.response_token_ids, vocab), token_runs(own))
+    runs: list[tuple[int, int]] = []
+    for at in forced_positions(grammar, record.response_token_ids):
+        if runs and sum(runs[-1]) == at:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((at, 1))
+    return ViewTokens(_pieces(record.response_token_ids, grammar.vocab), token_runs(own), forced=tuple(runs))
 
 
 def _pieces(token_ids: Sequence[int], vocab: CoordVocab) -> tuple[str, ...]:

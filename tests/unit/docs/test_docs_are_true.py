@@ -48,6 +48,7 @@ def commands() -> list[tuple[str, str]]:
         "generate_cli_reference.py",
         "generate_metrics.py",
         "draw_architecture.py",
+        "draw_forced_tokens.py",
         "draw_matching.py",
     ],
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coordexp.coords import CoordVocab, FieldOrder, serialize_objects
 from coordexp.records import GTObject
-from coordexp.rollouts.answer_state import AnswerGrammar, AnswerState
+from coordexp.rollouts.answer_state import AnswerGrammar, AnswerState, forced_positions
 from support.answers import tiny_vocab
 from support.qwen_tokenizer import qwen_vocab
 
@@ -69,6 +69,18 @@ def test_only_decisions_are_left(grammar: AnswerGrammar, order: FieldOrder) -> N
             state.push(token)
             at += 1
     assert decided / len(objects) <= 9 + len(vocab.encode("cat"))
+
+
+def test_positions_of_forced_tokens(grammar: AnswerGrammar) -> None:
+    """What separates two coordinates is forced; names, coordinates and all of another text are not."""
+    vocab = grammar.vocab
+    ids = vocab.encode(serialize_objects([GTObject("cat", "bbox_2d", (1, 2, 3, 4))])[:-1])
+    forced = set(forced_positions(grammar, [*ids, *vocab.encode(" and a dog")]))
+    coordinates = [at for at, token in enumerate(ids) if vocab.bin_of(token) is not None]
+    assert len(coordinates) == 4 and forced >= set(range(coordinates[0], coordinates[3])) - set(coordinates)
+    decided = "".join(vocab.piece(token) for at, token in enumerate(ids) if at not in forced)
+    assert "cat" in decided and all(f"<|coord_{k}|>" in decided for k in (1, 2, 3, 4))
+    assert max(forced) < len(ids)
 
 
 def steps(ids: list[int], grammar: AnswerGrammar, limit: int) -> int:

@@ -30,7 +30,8 @@ const setThreshold = () => {
   refresh();
 };
 const switchColour = () => {
-  byId("colour").value = byId("colour").value === "role" ? "loss" : "role";
+  const colour = byId("colour");
+  colour.selectedIndex = (colour.selectedIndex + 1) % colour.length;
   legend();
 };
 const KEYS = {

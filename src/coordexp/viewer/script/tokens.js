@@ -1,4 +1,4 @@
-// The tokens of the answer and of the target, coloured by role or by loss.
+// The tokens of the answer and of the target, coloured by role, by loss or by whether the model had a choice.
 
 // Role → its name on the page, and what it means.
 const ROLES = {
@@ -41,6 +41,7 @@ const tokens = (box, content, text) => {
   const worst = Math.max(1e-9, ...loss.values());
   const nodes = [];
   const starts = entryStarts(content.pieces);
+  const forced = new Set(content.forced.flatMap(([first, count]) => Array.from({ length: count }, (_, k) => first + k)));
   let at = 0;
   for (const [role, count] of content.roles) {
     for (let k = 0; k < count; k += 1, at += 1) {
@@ -48,6 +49,7 @@ const tokens = (box, content, text) => {
       node.className = role;
       if (starts.has(at) && nodes.length) nodes.push(document.createElement("br"));
       if (content.pieces[at].startsWith("<|coord_")) node.classList.add("whole");
+      if (forced.has(at)) node.classList.add("forced");
       node.textContent = content.pieces[at].replaceAll("\n", "↵\n");
       node.dataset.at = at;
       if (loss.has(at)) {
@@ -67,9 +69,16 @@ const lossLegend = () => {
   return [el("span", { class: "plain" }, "0"), el("span", { class: "scale" }),
     el("span", { class: "plain" }, `${round(Math.max(...losses))} nats, the target's worst; uncoloured: no loss`)];
 };
+const choiceLegend = () => {
+  const { pieces, forced } = current?.rollout ?? { pieces: [], forced: [] };
+  const dimmed = forced.reduce((sum, [, count]) => sum + count, 0);
+  return [el("span", { class: "decided", title: "names, coordinates, the kind of shape, and whether another object follows" },
+    `decided by the model: ${pieces.length - dimmed} of ${pieces.length}`),
+    el("span", { class: "forced", title: "all valid answers have this token here" }, `forced by JSON: ${dimmed}`)];
+};
 const legend = () => {
-  const byLoss = byId("colour").value === "loss";
-  byId("record").classList.toggle("by-loss", byLoss);
+  const by = byId("colour").value;
+  for (const name of ["loss", "choice"]) byId("record").classList.toggle(`by-${name}`, by === name);
   const roles = Object.entries(ROLES).map(([role, [name, title]]) => el("span", { class: role, title: `${role}: ${title}` }, name));
-  byId("legend").replaceChildren(...(byLoss ? lossLegend() : roles));
+  byId("legend").replaceChildren(...(by === "loss" ? lossLegend() : by === "choice" ? choiceLegend() : roles));
 };
