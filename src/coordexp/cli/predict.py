@@ -77,19 +77,22 @@ def predict(
     """
     names, arguments = split_words(words)
     config = Path(names.pop(0)) if names and is_config(names[0]) else None
-    images = [Path(name) for name in names]
+    from coordexp.data.image_sources import as_path, is_pattern
+
+    images = [as_path(name) for name in names]
     if not images:
         raise ConfigError("name images: files, folders, patterns or datasets")
     if config is None and model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML before the images")
     from coordexp.config.checks import check_paths
-    from coordexp.data.image_sources import is_pattern
 
     # Report everything that is missing at once, before anything heavy is imported.
     missing = [str(path) for path in images if not path.exists() and not is_pattern(path)]
     problems = [f"no such image, folder or dataset: {', '.join(missing)}"] if missing else []
     if model is not None and not model.is_dir():
         problems.append(f"--model: {model}: no such folder; nothing is downloaded")
+    if out is not None and out.exists() and not out.is_dir():
+        problems.append(f"--out: {out}: is a file; name a folder")
     if problems:
         raise DataError("\n".join(problems))
     run = _configuration(config, model, max_new_tokens, arguments)
@@ -158,7 +161,7 @@ def _print(console: Console, result: PredictionResult, min_confidence: float | N
     if result.left_out:
         say(console, f"{result.left_out} objects of a confidence below {min_confidence:g} are left out")
     resumed = f", {result.resumed} of them by an earlier run" if result.resumed else ""
-    skipped = f"; {len(result.skipped)} could not be read and were skipped" if result.skipped else ""
+    skipped = f"; {len(result.skipped)} skipped, which could not be read" if result.skipped else ""
     say(console, f"{result.images} images answered{resumed}{skipped}")
     say_written(console, result.files)
 

@@ -15,6 +15,7 @@ from coordexp.records import ImageRecord
 
 _GLOB = re.compile(r"[*?\[]")
 _PRINTF = re.compile(r"%0?\d*d")  # frame_%05d.png, as video tools name frames
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _WORKERS = 4
 _FRAMES = "ffmpeg -i FILE frame_%05d.png"
 # Files in a folder of images that are counted, named and skipped, and why.
@@ -106,6 +107,13 @@ def _size(path: Path) -> tuple[int, int]:
     if (problem := shape_problem(*header.size)) is not None:
         raise DataError(problem, path=path)
     return header.size
+
+
+def as_path(given: str | Path) -> Path:
+    """Raises DataError for an address."""
+    if _ADDRESS.match(str(given)):
+        raise DataError(f"{given}: is an address; nothing is downloaded: save the image and give its file")
+    return Path(given)
 
 
 def is_pattern(path: Path) -> bool:

@@ -140,7 +140,8 @@ def summarise(
         shown = ", ".join(f"{desc!r} ({count})" for desc, count in unknown.most_common(5))
         found.append(
             f"{unknown.total()} predictions have a description that is annotated nowhere: {shown}; they are wrong in "
-            "F1, and unseen by average precision, which knows only annotated classes. An alias table can map them"
+            "F1, and unseen by average precision, which knows only annotated classes. --classes allows only the names "
+            "that you list, --aliases maps one name to another"
         )
     return Summary(
         figures,

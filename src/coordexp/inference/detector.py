@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from coordexp.data.dataset import Sample
-from coordexp.data.image_sources import find_images
+from coordexp.data.image_sources import as_path, find_images
 from coordexp.data.images import open_rgb, shape_problem
 from coordexp.engine import check_backend
 from coordexp.errors import ConfigError, DataError, DetectorClosed
@@ -41,8 +40,6 @@ from coordexp.rollouts import DatasetSeeds
 
 ImageLike = str | Path | Image.Image | np.ndarray | bytes
 """A file, a PIL image, an array (height, width, 3) or (height, width) of uint8 in RGB, or an image file's bytes."""
-
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 class Detector:
@@ -243,13 +240,6 @@ class Detector:
 def is_image(given: object) -> bool:
     """Whether ``given`` is one image, not several: text is a path, which may name several."""
     return isinstance(given, Image.Image | np.ndarray | bytes)
-
-
-def as_path(given: str | Path) -> Path:
-    """Raises DataError for an address."""
-    if _ADDRESS.match(str(given)):
-        raise DataError(f"{given}: is an address; nothing is downloaded: save the image and give its file")
-    return Path(given)
 
 
 def collect(

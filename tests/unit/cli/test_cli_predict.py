@@ -193,6 +193,8 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     [
         (("predict", "a.jpg"), "with --model"),
         (("predict", "run.yaml"), "name images"),
+        (("predict", "https://example.org/a.jpg", "--model", "m"), "https://example.org/a.jpg: is an address"),
+        (("predict", "saved", "--model", "m", "--out", "saved/predictions.jsonl"), "predictions.jsonl: is a file"),
         (("evaluate",), ""),
         (("evaluate", "saved", "--compare", "saved", "saved"), ""),
         (("evaluate", "saved", "training.seed=3"), "KEY=VALUE has no use here; it belongs to a configuration"),
@@ -212,7 +214,7 @@ def test_missing_arguments_and_options_without_effect_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], complaint: str
 ) -> None:
     write_answers(random_answers(3, 1), tmp_path / "predictions.jsonl")
-    outcome = run_cli(capsys, *(tmp_path if word == "saved" else word for word in argv))
+    outcome = run_cli(capsys, *(word.replace("saved", str(tmp_path)) for word in argv))
     assert outcome.code == 2 and complaint in outcome.err
 
 
@@ -268,7 +270,7 @@ def test_predict_images_without_a_configuration(
         (tmp_path / "photos" / name).write_text("not read")
     shown = run_cli(capsys, "predict", "photos", "--model", model, "--save-images")
     assert shown.code == 0, shown.err
-    assert "2 images answered; 6 could not be read and were skipped" in shown.out
+    assert "2 images answered; 6 skipped, which could not be read" in shown.out
     for name, reason in (("c.jpg", "cannot identify"), ("thin.png", "3000x12"), ("moving.gif", "2 frames"),
                          ("clip.mp4", "ffmpeg"), ("phone.HEIC", "coordexp[heif]"), ("raw.dng", "JPEG")):  # fmt: skip
         assert re.search(rf"^skipped {re.escape(name)}: .*{re.escape(reason)}", shown.out, re.M), name
