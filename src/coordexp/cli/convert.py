@@ -264,6 +264,25 @@ def openimages_command(
     """Open Images (CSV of boxes and of labels) to JSONL."""
 
 
+@convert_app.add("dota", "coordexp data convert dota DOTA/train --out data/dota --name train")
+@_converter("dota")
+def dota_command(
+    folder: Annotated[Path, typer.Argument(help="Folder with labelTxt and images.")],
+    out_dir: OutDir,
+    options: OfPolygons,
+    labels_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the text files [the one that starts with labelTxt].")
+    ] = None,
+    images_dir: Annotated[
+        Path | None, typer.Option("--images", help="Folder searched for the images [images next to the labels].")
+    ] = None,
+    skip_difficult: Annotated[bool, typer.Option(help="Leave out objects that are marked difficult.")] = False,
+    geometry: OfShapes = "as_annotated",
+    name: FolderName = None,
+) -> None:
+    """DOTA (rotated boxes, a text file per image) to JSONL."""
+
+
 FoundImages = Annotated[Path | None, typer.Option("--images", help="Folder searched for the images [the file's own].")]
 
 

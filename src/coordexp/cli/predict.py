@@ -183,11 +183,11 @@ def _new_folder(path: Path) -> Path:
 
 
 # The keys of coordexp.evaluation.export.FORMATS.
-Format = Literal["coco", "yolo", "voc", "labelme", "csv"]
+Format = Literal["coco", "yolo", "yolo-obb", "voc", "labelme", "csv", "dota"]
 
 
 def export(
-    form: Annotated[Format, typer.Argument(metavar="FORMAT", help="coco, yolo, voc, labelme or csv.")],
+    form: Annotated[Format, typer.Argument(metavar="FORMAT", help="coco, yolo, yolo-obb, voc, labelme, csv or dota.")],
     predictions: Annotated[
         Path,
         typer.Argument(metavar="PREDICTIONS|DATA.jsonl", help="A predictions.jsonl, a folder with one, or a dataset."),
@@ -213,7 +213,7 @@ def export(
         bool, typer.Option("--images", help="Place the images too, and use their pixels. Always for yolo.")
     ] = False,
 ) -> None:
-    """Write predictions or a dataset as COCO, YOLO, VOC, LabelMe or CSV.
+    """Write predictions or a dataset as COCO, YOLO, YOLO-OBB, VOC, LabelMe, CSV or DOTA.
 
     Coordinates are in pixels of the original images, scores are confidences if the predictions have them.
     """
@@ -222,20 +222,28 @@ def export(
     from coordexp.evaluation.export import (
         FORMATS,
         IMAGE_FOLDERS,
+        completed_objects,
         dataset_answers,
         is_dataset,
         place_images,
         read_terms,
     )
 
-    given = {"--annotations": (annotations, "coco"), "--classes": (classes, "yolo"),
-             "--scores": (scores or None, "yolo"), "--fractions": (fractions or None, "voc")}  # fmt: skip
-    for option, (value, user) in given.items():
-        if value is not None and form != user:
-            raise ConfigError(f"{option} has no use here; it belongs to {user}")
+    yolo = ("yolo", "yolo-obb")
+    given = {
+        "--annotations": (annotations, ("coco",)),
+        "--classes": (classes, yolo),
+        "--scores": (scores or None, yolo),
+        "--fractions": (fractions or None, ("voc",)),
+    }
+    for option, (value, users) in given.items():
+        if value is not None and form not in users:
+            raise ConfigError(f"{option} has no use here; it belongs to {' and '.join(users)}")
     if is_dataset(predictions):
         answers = dataset_answers(predictions, annotations=form == "coco")
+        completed = completed_objects(predictions)
     else:
+        completed = {}
         answers = read_answers(predictions)
     if not overwrite:
         refuse_filled(out, "or add --overwrite")
@@ -253,12 +261,16 @@ def export(
         replace(a, pred=tuple(o if o.confidence is None else replace(o, score=o.confidence) for o in a.pred))
         for a in answers
     ]
-    if images or form == "yolo":
+    if images or form in yolo:
         answers, missing = place_images(answers, out / IMAGE_FOLDERS[form])
         if missing:
             say(console, f"note: {missing} images are missing, and were not placed next to the annotations")
-    options = {"yolo": {"scores": scores}, "voc": {"fractions": fractions}}.get(form, {})
-    exported = FORMATS[form](answers, out, read_terms(annotations, classes), **options)
+    options = {"coco": {"completed": completed}, "voc": {"fractions": fractions}, "yolo": {"scores": scores}}
+    options["yolo-obb"] = options["yolo"]
+    exported = FORMATS[form](answers, out, read_terms(annotations, classes), **options.get(form, {}))
+    if completed and form != "coco":
+        count = sum(map(len, completed.values()))
+        say(console, f"note: {form} cannot say which model added {count} completed objects; coco can")
     for note in exported.notes:
         say(console, f"note: {note}")
     say(console, f"{sum(len(answer.pred or answer.gt or ()) for answer in answers)} objects in {len(answers)} images")

@@ -29,3 +29,41 @@ def canonical_ring(bins: Sequence[int]) -> tuple[int, ...]:
         ring.reverse()
     start = min(range(len(ring)), key=lambda at: (ring[at][1], ring[at][0]), default=0)
     return tuple(value for point in ring[start:] + ring[:start] for value in point)
+
+
+def smallest_rectangle(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The four corners of the rotated rectangle of least area around ``points``, clockwise on the screen. One of its
+    sides is on a side of their convex hull. Without area, the corners coincide in pairs."""
+    hull = _convex_hull(points)
+    best: tuple[float, list[tuple[float, float]]] | None = None
+    for at, (x, y) in enumerate(hull):
+        dx, dy = x - hull[at - 1][0], y - hull[at - 1][1]
+        length = math.hypot(dx, dy) or 1.0
+        ux, uy = (dx / length, dy / length) if dx or dy else (1.0, 0.0)
+        along = [px * ux + py * uy for px, py in hull]
+        across = [py * ux - px * uy for px, py in hull]
+        (a1, a2), (b1, b2) = (min(along), max(along)), (min(across), max(across))
+        area = (a2 - a1) * (b2 - b1)
+        if best is None or area < best[0]:
+            corners = ((a1, b1), (a2, b1), (a2, b2), (a1, b2))
+            best = area, [(a * ux - b * uy, a * uy + b * ux) for a, b in corners]
+    assert best is not None, "a shape has points"
+    return best[1]
+
+
+def _convex_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    # Andrew's monotone chain.
+    ordered = sorted(set(points))
+    if len(ordered) < 3:
+        return ordered
+    hull: list[tuple[float, float]] = []
+    for chain in (ordered, ordered[::-1]):
+        side: list[tuple[float, float]] = []
+        for x, y in chain:
+            while len(side) > 1 and (
+                (side[-1][0] - side[-2][0]) * (y - side[-2][1]) <= (side[-1][1] - side[-2][1]) * (x - side[-2][0])
+            ):
+                side.pop()
+            side.append((x, y))
+        hull += side[:-1]
+    return hull

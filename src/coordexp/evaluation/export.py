@@ -1,8 +1,7 @@
-"""Predictions and datasets as COCO, YOLO, VOC, LabelMe or CSV, in pixels of the user's original images.
+"""Predictions and datasets as COCO, YOLO, VOC, LabelMe, CSV or DOTA, in pixels of the user's original images.
 
 Images that a converter resized are written with the size and file name of their source, unless they are placed next to
-the annotations. Names keep the numbers of the
-user's own classes; other names get the next numbers, with a note.
+the annotations. Names keep the numbers of the user's own classes; other names get the next numbers, with a note.
 """
 
 from __future__ import annotations
@@ -18,10 +17,13 @@ from xml.etree import ElementTree
 
 from coordexp.data.images import image_bytes
 from coordexp.data.jsonl import read_jsonl
+from coordexp.data.polygons import smallest_rectangle
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage, original_image
 from coordexp.evaluation.coco import to_coco
 from coordexp.geometry import pixel_box, pixel_ring
+
+_COMPLETION = "completion"  # key of a record's metadata, which coordexp.inference.completion writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,26 @@ def dataset_answers(path: Path, *, annotations: bool) -> list[ImageAnswer]:
     return answers
 
 
-IMAGE_FOLDERS = {"coco": "images", "yolo": "images", "voc": "JPEGImages", "labelme": "", "csv": "images"}
+Provenance = Mapping[str, Mapping[int, Mapping[str, Any]]]
+"""How objects were completed: by sample id, then by the object's index, the model with its fingerprint and score."""
+
+
+def completed_objects(path: Path) -> dict[str, dict[int, dict[str, Any]]]:
+    """The provenance of a dataset's soft objects, as ``coordexp data complete`` writes it; empty without any."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for record in read_jsonl(path):
+        entries = record.metadata.get(_COMPLETION)
+        for entry in entries if isinstance(entries, list) else ():
+            origin = {key: value for key, value in entry.items() if key not in ("added", "refused")}
+            for added in entry.get("added", ()):
+                index = added["object"]
+                if index < len(record.objects) and record.objects[index].soft is not None:  # it may have been removed
+                    found.setdefault(record.sample_id, {})[index] = {**origin, "score": added["score"]}
+    return found
+
+
+IMAGE_FOLDERS = {"coco": "images", "yolo": "images", "yolo-obb": "images", "voc": "JPEGImages", "labelme": "",
+                 "csv": "images", "dota": "images"}  # fmt: skip
 
 
 def place_images(answers: Sequence[ImageAnswer], folder: Path) -> tuple[list[ImageAnswer], int]:
@@ -107,8 +128,11 @@ def _number(names: Iterable[str], terms: UsersTerms, first: int) -> tuple[dict[s
     return number, [f"{len(further)} predicted names are not among the given ones; they get the next ids: {listed}"]
 
 
-def export_coco(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
-    """COCO's ``results.json``, and ``dataset.json``: images, categories, and annotations where they are known."""
+def export_coco(
+    answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, completed: Provenance | None = None
+) -> Exported:
+    """COCO's ``results.json``, and ``dataset.json``: images, categories, and annotations where they are known.
+    ``completed`` is written into the field ``completion`` of these objects' annotations."""
     known = [obj.desc for answer in answers for obj in (*(answer.gt or ()), *answer.pred)]
     number, notes = _number(known, terms, 1)
     by_name: dict[str, list[int]] = {}
@@ -132,8 +156,12 @@ def export_coco(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) ->
         if "segmentation" in entry:
             entry["segmentation"] = [[round(value, 3) for value in ring] for ring in entry["segmentation"]]
     softs = [obj.soft for answer in framed for obj in answer.gt or ()]
-    for annotation, soft in zip(data.ground_truth["annotations"], softs, strict=True):
+    origins = [
+        (completed or {}).get(answer.sample_id, {}).get(at) for answer in framed for at in range(len(answer.gt or ()))
+    ]
+    for annotation, soft, origin in zip(data.ground_truth["annotations"], softs, origins, strict=True):
         annotation |= {} if soft is None else {"soft": soft}
+        annotation |= {} if origin is None else {"completion": dict(origin)}
     if any(soft is not None for soft in softs):
         notes.append("soft objects are crowds (iscrowd: 1), with their confidence in the field soft")
     files = [_write_json(out / "results.json", data.results)] if data.results or not softs else []
@@ -141,16 +169,21 @@ def export_coco(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) ->
     return Exported(files, notes)
 
 
-def export_yolo(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, scores: bool = False) -> Exported:
+def export_yolo(
+    answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, scores: bool = False, rotated: bool = False
+) -> Exported:
     """``labels/NAME.txt`` (``class cx cy w h`` or ``class x y x y …``; shares of a side), and ``data.yaml`` with the
-    names. ``scores`` appends each object's score, as trackers expect and trainers do not."""
+    names. ``scores`` appends each object's score, as trackers expect and trainers do not. ``rotated``: every object is
+    a rotated box, ``class x1 y1 x2 y2 x3 y3 x4 y4``."""
     number, notes = _number((obj.desc for answer in answers for obj in answer.pred), terms, 0)
-    files = []
+    files, framed = [], 0
     for answer, frame, name in _named(answers, ".txt"):
         lines = []
         for detection in answer.pred:
-            if detection.kind == "poly":
+            if rotated or detection.kind == "poly":
                 ring = pixel_ring(detection, frame.width, frame.height, answer.bin_rule)
+                if rotated and len(ring) != 4:
+                    ring, framed = smallest_rectangle(ring), framed + 1
                 values = [share for x, y in ring for share in (x / frame.width, y / frame.height)]
             else:
                 x1, y1, x2, y2 = pixel_box(detection, frame.width, frame.height, answer.bin_rule)
@@ -163,7 +196,38 @@ def export_yolo(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, sc
     by_number = sorted(number.items(), key=lambda item: item[1])
     named = "".join(f"  {k}: {json.dumps(name, ensure_ascii=False)}\n" for name, k in by_number)
     files.append(_write(out / "data.yaml", f"path: .\ntrain: images\nval: images\nnames:\n{named}"))
-    return Exported(files, notes)
+    return Exported(files, [*notes, *_rectangles(framed)])
+
+
+def export_yolo_obb(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, scores: bool = False) -> Exported:
+    """As :func:`export_yolo`, every object as a rotated box."""
+    return export_yolo(answers, out, terms, scores, rotated=True)
+
+
+def export_dota(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
+    """``labelTxt/NAME.txt``: ``x1 y1 x2 y2 x3 y3 x4 y4 class difficult`` in pixels. Spaces of class names become ``_``,
+    because DOTA's readers split lines at spaces."""
+    files, framed, names = [], 0, set()
+    for answer, frame, name in _named(answers, ".txt"):
+        lines = []
+        for detection in answer.pred:
+            ring = pixel_ring(detection, frame.width, frame.height, answer.bin_rule)
+            if len(ring) != 4:
+                ring, framed = smallest_rectangle(ring), framed + 1
+            names |= {detection.desc} if " " in detection.desc else set()
+            corners = " ".join(f"{value:.2f}" for point in ring for value in point)
+            lines.append(f"{corners} {'_'.join(detection.desc.split())} 0\n")
+        files.append(_write(out / "labelTxt" / name, "".join(lines)))
+    spaced = (
+        [f"{len(names)} names have spaces, which are written as _: {', '.join(sorted(names)[:8])}"] if names else []
+    )
+    return Exported(files, [*spaced, *_rectangles(framed)])
+
+
+def _rectangles(count: int) -> list[str]:
+    if not count:
+        return []
+    return [f"{count} polygons do not have four points; each is written as the smallest rotated rectangle around it"]
 
 
 def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, fractions: bool = False) -> Exported:
@@ -250,9 +314,11 @@ def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
 FORMATS: dict[str, Callable[..., Exported]] = {
     "coco": export_coco,
     "yolo": export_yolo,
+    "yolo-obb": export_yolo_obb,
     "voc": export_voc,
     "labelme": export_labelme,
     "csv": export_csv,
+    "dota": export_dota,
 }
 
 

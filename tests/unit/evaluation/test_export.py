@@ -11,10 +11,19 @@ import pytest
 from PIL import Image
 
 from coordexp.data import read_jsonl
-from coordexp.data.convert import ImageOptions, convert_coco, convert_csv, convert_labelme, convert_voc, convert_yolo
+from coordexp.data.convert import (
+    ImageOptions,
+    convert_coco,
+    convert_csv,
+    convert_dota,
+    convert_labelme,
+    convert_voc,
+    convert_yolo,
+)
 from coordexp.data.jsonl import write_jsonl
 from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage, make_answer, read_answers, write_answers
 from coordexp.geometry import pixel_box
+from coordexp.inference.completion import PROVENANCE
 from coordexp.records import BinRule, GTObject, ImageRecord, ParsedRollout, PredictedObject, Rollout
 from support.cli_runs import Outcome, run_cli
 
@@ -146,7 +155,7 @@ def test_csv_has_a_line_per_object(export: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
-    [(("csv", "--classes", "x"), "--classes has no use here; it belongs to yolo"),
+    [(("csv", "--classes", "x"), "--classes has no use here; it belongs to yolo and yolo-obb"),
      (("voc", "--scores"), "--scores has no use here"),
      (("coco", "--annotations", "none.json"), "none.json"), (("yolo", "--classes", "none.txt"), "none.txt")],
 )  # fmt: skip
@@ -216,6 +225,72 @@ def test_a_dataset_is_exported_and_converted_back(
     }[form]
     (back,) = read_jsonl(convert().jsonl, check_images=True)
     assert back.objects == objects and back.metadata["source"]["file"].endswith("photo.png")
+
+
+# Boxes to every border, a quadrilateral, a turned box, and a triangle, which needs a rectangle around it.
+ROTATED = (
+    GTObject("cat", "bbox_2d", (0, 0, 999, 999)),
+    GTObject("cat", "bbox_2d", (333, 17, 999, 600)),
+    GTObject("dog", "poly", (500, 0, 999, 500, 500, 999, 0, 500)),
+    GTObject("dog", "poly", (17, 31, 400, 40, 390, 333, 20, 300)),
+)
+TRIANGLE = GTObject("dog", "poly", (100, 100, 700, 100, 400, 150))
+
+
+@pytest.mark.parametrize("form", ["dota", "yolo-obb"])
+@pytest.mark.parametrize("size", [(640, 480), (4000, 3000), (97, 61)])
+def test_rotated_boxes_are_exported_and_converted_back(
+    form: str, size: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("RGB", size, "gray").save(tmp_path / "a.png")
+    source = {"source": {"file": "in/photo.png", "width": size[0], "height": size[1]}, "bin_rule": "pixel_edges"}
+    record = ImageRecord("d.jsonl:1", tmp_path / "a.png", *size, (*ROTATED, TRIANGLE), source)
+    write_jsonl([record], tmp_path / "d.jsonl")
+    out = tmp_path / "out"
+    shown = run_cli(capsys, "export", form, tmp_path / "d.jsonl", "--out", out, "--images")
+    assert shown.code == 0 and "1 polygons do not have four points" in shown.out
+    options = ImageOptions(resize=False, name="back")
+    if form == "dota":
+        report = convert_dota(out, tmp_path, options=options)
+    else:
+        report = convert_yolo(out, tmp_path, split="train", options=options)
+    assert not report.skipped and not report.notes
+    (back,) = read_jsonl(report.jsonl, check_images=True)
+    assert back.metadata["source"]["file"] == "in/photo.png"
+    *same, rectangle = back.objects
+    corners = [(x1, y1, x2, y1, x2, y2, x1, y2) for x1, y1, x2, y2 in (obj.bins for obj in ROTATED[:2])]
+    assert [obj.bins for obj in same] == [*corners, *(obj.bins for obj in ROTATED[2:])]
+    assert {obj.kind for obj in back.objects} == {"poly"} and [obj.desc for obj in same] == [o.desc for o in ROTATED]
+    assert near(rectangle.bins, (100, 100, 700, 100, 700, 150, 100, 150))
+
+
+def test_dota_names_have_no_spaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (64, 48), "gray").save(tmp_path / "a.png")
+    objects = (GTObject("red cup", "bbox_2d", (0, 0, 500, 500)),)
+    write_jsonl([ImageRecord("d.jsonl:1", tmp_path / "a.png", 64, 48, objects)], tmp_path / "d.jsonl")
+    shown = run_cli(capsys, "export", "dota", tmp_path / "d.jsonl", "--out", tmp_path / "out")
+    assert "1 names have spaces, which are written as _: red cup" in shown.out
+    (line,) = (tmp_path / "out" / "labelTxt" / "a.txt").read_text().splitlines()
+    assert line.endswith(" red_cup 0")
+
+
+def test_completed_objects_keep_their_provenance_in_coco(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    objects = (
+        GTObject("cat", "bbox_2d", (0, 0, 999, 999)),
+        GTObject("dog", "bbox_2d", (1, 2, 300, 400), 0.75),
+        GTObject("cup", "bbox_2d", (5, 5, 300, 400), 1.0),
+    )
+    entry = {"model": "outputs/stage1", "fingerprint": "abc", "threshold": 0.5, "refused": {"too_small": 2},
+             "added": [{"object": 1, "score": 0.7512}, {"object": 9, "score": 0.6}]}  # fmt: skip
+    metadata = {PROVENANCE: [entry], "bin_rule": "pixel_edges"}
+    Image.new("RGB", (64, 48), "gray").save(tmp_path / "a.png")
+    write_jsonl([ImageRecord("d.jsonl:1", tmp_path / "a.png", 64, 48, objects, metadata)], tmp_path / "d.jsonl")
+    run_cli(capsys, "export", "coco", tmp_path / "d.jsonl", "--out", tmp_path / "coco")
+    cat, dog, cup = read(tmp_path / "coco" / "dataset.json")["annotations"]
+    assert dog["completion"] == {"model": "outputs/stage1", "fingerprint": "abc", "threshold": 0.5, "score": 0.7512}
+    assert "completion" not in cat and "completion" not in cup
+    shown = run_cli(capsys, "export", "yolo", tmp_path / "d.jsonl", "--out", tmp_path / "yolo")
+    assert "note: yolo cannot say which model added 1 completed objects; coco can" in shown.out
 
 
 def test_a_dataset_is_exported_in_pixels_of_the_originals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

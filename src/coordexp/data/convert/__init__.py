@@ -3,6 +3,7 @@ or if nothing is usable. Torch-free."""
 
 from coordexp.data.convert.assemble import ImageOptions
 from coordexp.data.convert.coco import convert_coco, convert_panoptic
+from coordexp.data.convert.dota import convert_dota
 from coordexp.data.convert.open_images import convert_openimages
 from coordexp.data.convert.per_image import convert_labelme, convert_voc
 from coordexp.data.convert.per_project import convert_cvat, convert_labelstudio, convert_via
@@ -20,6 +21,7 @@ __all__ = [
     "convert_coco",
     "convert_csv",
     "convert_cvat",
+    "convert_dota",
     "convert_labelme",
     "convert_labelstudio",
     "convert_openimages",

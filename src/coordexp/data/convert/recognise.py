@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -30,7 +31,11 @@ _MARKS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
         *(("csv", "a table of boxes", (mark,)) for mark in ("image", "bbox", "xmin", "x_min", "filename")),
     ],
     ".yaml": [("yolo", "YOLO", ("names",))],
+    ".txt": [],
 }  # fmt: skip
+_DOTA = re.compile(r"(imagesource:.*|gsd:.*|\s*(-?[\d.]+(e[+-]?\d+)?\s+){8}[^\s\d.]\S*( .*)?)", re.IGNORECASE)
+_YOLO = re.compile(r"\s*\d+((\s+-?[\d.]+(e-?\d+)?){2}){2,}\s*", re.IGNORECASE)
+_LINES = {("dota", "DOTA"): _DOTA, ("yolo", "YOLO"): _YOLO}  # by the first line of a text file
 
 
 def recognise(source: Path) -> tuple[str, str] | None:
@@ -42,6 +47,10 @@ def recognise(source: Path) -> tuple[str, str] | None:
                 head = file.read(_HEAD).decode("utf-8", "replace")
         except OSError:
             continue
+        if path.suffix.lower() == ".txt":
+            line = next(iter(head.split("\n")), "").strip("\r")
+            if found := next((named for named, form in _LINES.items() if form.fullmatch(line)), None):
+                return found
         for command, name, marks in _MARKS[path.suffix.lower()]:
             if all(mark in head for mark in marks):
                 return command, name

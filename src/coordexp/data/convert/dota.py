@@ -1,0 +1,115 @@
+"""DOTA → JSONL: a text file per image with an object a line, the four corners of a rotated box in pixels, the class and
+whether it is difficult: ``x1 y1 x2 y2 x3 y3 x4 y4 small-vehicle 0``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coordexp.data.convert.assemble import ImageOptions, assemble
+from coordexp.data.convert.image_folder import ImageFolder
+from coordexp.data.convert.shapes import (
+    ConversionReport,
+    LeftOut,
+    ShapeGeometry,
+    SkipReason,
+    SourceImage,
+    SourceObject,
+    check_choice,
+    check_folder,
+    files_below,
+    finite_numbers,
+    number,
+    polygon_object,
+)
+from coordexp.data.images import IMAGE_SUFFIXES, read_header
+from coordexp.errors import DataError
+
+_HEAD = ("imagesource:", "gsd:")  # lines of DOTA's own files before the objects
+
+
+def convert_dota(
+    folder: str | Path,
+    out_dir: str | Path,
+    *,
+    labels_dir: str | Path | None = None,
+    images_dir: str | Path | None = None,
+    skip_difficult: bool = False,
+    geometry: ShapeGeometry = "as_annotated",
+    options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
+) -> ConversionReport:
+    """Convert DOTA's labels to ``out_dir/{name}.jsonl`` with their images in ``out_dir/images/{name}/``. Rotated boxes
+    are polygons of four points.
+
+    Args:
+        folder: with ``labelTxt`` and ``images``.
+        labels_dir: folder of the text files; None: the only one below ``folder`` whose name starts with ``labelTxt``,
+            or ``folder`` itself.
+        images_dir: searched for the images; None: ``images`` next to the labels.
+        skip_difficult: leave out objects that are marked difficult.
+        geometry: ``bbox`` writes the bounds of rotated boxes.
+    """
+    root = Path(folder)
+    check_choice("geometry", geometry, ShapeGeometry)
+    check_folder(root, "folder")
+    labels = _labels_folder(root) if labels_dir is None else Path(labels_dir)
+    check_folder(labels, "folder of labels")
+    if images_dir is None:
+        beside = labels.parent / "images"
+        place = beside if beside.is_dir() else labels if labels == root else labels.parent
+    else:
+        place = Path(images_dir)
+    check_folder(place, "images folder")
+    report = ConversionReport(Path(out_dir) / f"{options.name or root.absolute().name}.jsonl")
+    images = ImageFolder(place)
+    unlabelled = {path.relative_to(place).with_suffix(""): path for path in files_below(place, IMAGE_SUFFIXES)}
+    by_place = dict(unlabelled)
+    sources: list[SourceImage] = []
+    for path in files_below(labels, (".txt",)):
+        report.images_seen += 1
+        image = by_place.get(path.relative_to(labels).with_suffix("")) or images.find(path.stem)[0]
+        file = image.relative_to(place).as_posix() if image.is_file() else path.name
+        unlabelled.pop(image.relative_to(place).with_suffix(""), None)
+        objects: list[SourceObject] = []
+        lines = [line for line in _text(path).splitlines() if line.strip() and not line.lower().startswith(_HEAD)]
+        for index, line in enumerate(lines):
+            with report.reading_object(path.name, index):
+                objects.append(_read_line(index, line, skip_difficult, geometry))
+        sources.append(SourceImage(file, path.name, image, _size(image), tuple(objects), len(lines)))
+    for name, image in unlabelled.items():
+        report.images_seen += 1
+        report.skip_image(SkipReason.MISSING_ANNOTATION, image.name, f"no file {labels / name}.txt")
+    return assemble(sources, report, options)
+
+
+def _labels_folder(root: Path) -> Path:
+    named = sorted(path for path in root.rglob("*") if path.is_dir() and path.name.lower().startswith("labeltxt"))
+    if len(named) > 1:
+        raise DataError(f"several folders of labels: {', '.join(map(str, named))}; choose with --labels-dir", path=root)
+    if not named and not any(root.glob("*.txt")):
+        raise DataError("no folder labelTxt, and no text files; name the folder of labels with --labels-dir", path=root)
+    return named[0] if named else root
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8-sig", errors="replace")  # invalid numbers are counted line by line
+
+
+def _size(image: Path) -> tuple[int, int] | None:
+    try:
+        return read_header(image).size
+    except DataError:
+        return None  # assembling reports it
+
+
+def _read_line(index: int, line: str, skip_difficult: bool, geometry: ShapeGeometry) -> SourceObject:
+    parts = line.split()
+    corners = finite_numbers([number(text) for text in parts[:8]])
+    if corners is None or len(parts) < 9:
+        raise LeftOut(
+            SkipReason.MALFORMED_GEOMETRY, f"{line[:80]!r}: expected 'x1 y1 x2 y2 x3 y3 x4 y4 class difficult'"
+        )
+    has_mark = len(parts) > 9 and parts[-1].isdecimal()
+    desc = " ".join(parts[8:-1] if has_mark else parts[8:])
+    if has_mark and skip_difficult and parts[-1] != "0":
+        raise LeftOut(SkipReason.DIFFICULT, f"{desc}: difficult {parts[-1]}")
+    return polygon_object(index, desc, corners, geometry)
