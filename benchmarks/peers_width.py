@@ -28,12 +28,12 @@ from rich.table import Table
 PROMPT = "Detect every object."
 VARIANT = Path(__file__).with_name("peers_variant.py")
 SOURCES = Path(__file__).parents[1] / "src"
-GROUP = 2  # answers per prompt, the fewest that GRPO can compare
 
 
 @dataclass(frozen=True)
 class Variant:
-    """``one_by_one``: micro-steps of one sample, so nothing is padded; else all images of a step at once."""
+    """``one_by_one``: micro-steps of one sample, so nothing is padded; else all images of a step at once. ``group``:
+    answers per prompt."""
 
     family: str
     kind: str  # sft; own: training on the model's own answers
@@ -41,6 +41,7 @@ class Variant:
     one_by_one: bool = False
     masters: bool = False
     tuners: tuple[str, ...] = ("lora", "full")
+    group: int = 1
 
 
 # ms-swift's packing and padding-free need flash attention, so a GPU; TRL 1.16 refuses both for images. Batches of one
@@ -54,8 +55,13 @@ VARIANTS = {
     "swift-sft": Variant("swift", "sft", "ms-swift, padded batch"),
     "swift-sft-one": Variant("swift", "sft", "ms-swift, batches of one", one_by_one=True),
     "coordexp-stage2": Variant("coordexp", "own", "CoordExp stage 2, one answer"),
-    "trl-grpo": Variant("trl", "own", f"TRL GRPO, {GROUP} answers"),
-    "swift-grpo": Variant("swift", "own", f"ms-swift GRPO, {GROUP} answers"),
+    "coordexp-stage2-one": Variant("coordexp", "own", "CoordExp stage 2, a row per sample", one_by_one=True),
+    "trl-grpo-2": Variant("trl", "own", "TRL GRPO, 2 answers", group=2),
+    "trl-grpo-2-one": Variant("trl", "own", "TRL GRPO, 2 answers, one by one", one_by_one=True, group=2),
+    "trl-grpo-4": Variant("trl", "own", "TRL GRPO, 4 answers", group=4),
+    "swift-grpo-2": Variant("swift", "own", "ms-swift GRPO, 2 answers", group=2),
+    "swift-grpo-2-one": Variant("swift", "own", "ms-swift GRPO, 2 answers, one by one", one_by_one=True, group=2),
+    "swift-grpo-4": Variant("swift", "own", "ms-swift GRPO, 4 answers", group=4),
 }
 
 
@@ -66,9 +72,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--layers", type=positive, default=4, help="of its language model [4]; vision tower in proportion")
     add("--photos", type=Path, metavar="DATA.jsonl", help="annotated photographs, by `coordexp data convert`")
+    add("--max-objects", type=positive, help="of a chosen photograph, for short answers [any number]")
     add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="these alone [all]")
     add("--tuners", nargs="+", choices=("lora", "full"), default=["lora", "full"], help="[lora full]")
     add("--rounds", type=positive, default=2, help="of all variants, in alternating order [2]")
+    add("--answer-tokens", type=positive, help="tokens of every generated answer [mean of the annotated ones]")
     add("--at-once", type=positive, default=1, help="variants at a time; CPU seconds are each process's own [1]")
     add("--trl-python", default=sys.executable, help="Python of an environment with a newer TRL [this one]")
 
@@ -81,7 +89,7 @@ def compare(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="coordexp-peers-") as name:
         folder = Path(name)
         write_checkpoint(folder / "checkpoint", options.shape, options.layers, coord_tokens=True)
-        work = write_samples(folder, options.photos, options.images)
+        work = write_samples(folder, options.photos, options.images, options.answer_tokens, options.max_objects)
         settings = {**vars(options), "threads": threads, "work": work["shown"]}
         print_machine(console, where, shape=options.shape, layers=options.layers, **work["shown"])
         with ThreadPoolExecutor(options.at_once, "variant") as pool:
@@ -109,8 +117,11 @@ def is_of(name: str, tuner: str, kind: str) -> bool:
     return tuned == tuner and VARIANTS[variant].kind == kind
 
 
-def write_samples(folder: Path, photos: Path, count: int) -> dict[str, Any]:
-    """``count`` photographs as CoordExp's JSONL and as conversations; the tokens that every variant must train on."""
+def write_samples(
+    folder: Path, photos: Path, count: int, answer_tokens: int | None = None, max_objects: int | None = None
+) -> dict[str, Any]:
+    """``count`` photographs as CoordExp's JSONL and as conversations; the tokens that every variant must train on.
+    ``answer_tokens``: of every generated answer, instead of the annotated ones' mean."""
     from transformers import AutoProcessor
 
     from coordexp.coords import serialize_objects
@@ -124,9 +135,13 @@ def write_samples(folder: Path, photos: Path, count: int) -> dict[str, Any]:
     processor.chat_template = processor.tokenizer.chat_template = template
     processor.save_pretrained(folder / "checkpoint")
     encoder = PromptEncoder(processor, PROMPT, None)
-    numbered = list(enumerate(read_jsonl(photos)))
+    numbered = [
+        (number, record)
+        for number, record in enumerate(read_jsonl(photos))
+        if max_objects is None or len(record.objects) <= max_objects
+    ]
     if len(numbered) < count:
-        raise SystemExit(f"{photos}: {len(numbered)} images, --images {count} needs more")
+        raise SystemExit(f"{photos}: {len(numbered)} images that can be chosen, --images {count} needs more")
     chosen = random.Random(0).sample(numbered, count)
     written = photos.read_text(encoding="utf-8").splitlines()
     sequences, answers = [], []
@@ -143,12 +158,13 @@ def write_samples(folder: Path, photos: Path, count: int) -> dict[str, Any]:
             messages = [user, {"role": "assistant", "content": answer}]
             theirs.write(json.dumps({"messages": messages, "images": [str(record.image)]}) + "\n")
     lengths = [len(ids) for ids, _ in sequences]
+    answer_tokens = answer_tokens or round(statistics.mean(answers))
     return {
         "sequences": sequences,
-        "answer_tokens": round(statistics.mean(answers)),
+        "answer_tokens": answer_tokens,
         "shown": {
             "images": count, "tokens": sum(lengths), "padded tokens": max(lengths) * count,
-            "supervised": sum(answers), "generated per answer": round(statistics.mean(answers)),
+            "supervised": sum(answers), "generated per answer": answer_tokens,
         },
     }  # fmt: skip
 
@@ -158,9 +174,9 @@ def specification(
 ) -> dict[str, Any]:
     """All that a variant's process gets, see peers_variant.py."""
     variant = VARIANTS[name]
-    group = GROUP if variant.kind == "own" and variant.family != "coordexp" else 1
+    group = variant.group
     # A group's answers are further micro-steps of the same size, not a larger batch.
-    batch, accumulation = (1, options.images) if variant.one_by_one else (options.images, group)
+    batch, accumulation = (1, options.images * group) if variant.one_by_one else (options.images, group)
     return {
         "name": name, "family": variant.family, "kind": variant.kind, "tuner": tuner, "masters": variant.masters,
         "checkpoint": str(folder / "checkpoint"), "data": str(folder / "photos.jsonl"),
@@ -196,9 +212,14 @@ def measure(
         tail = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         return {"why": f"ended with {ended.returncode}: {tail[-1][-400:] if tail else 'no output'}"}
     found = json.loads(Path(spec["result"]).read_text())
+    if set(found["answer_tokens"]) - {spec["answer_tokens"]}:
+        return {"why": f"answers of {found['answer_tokens']} tokens, not {spec['answer_tokens']}"}
     marks = found.pop("marks")
     first, last = marks[options.warmup], marks[options.warmup + options.steps]
     images = options.images * options.steps
+    generating = found.pop("generate_s")[options.warmup : options.warmup + options.steps]
+    if generating:
+        found["generate_cpu_s"] = sum(generating) / images
     return {"wall_s": (last[0] - first[0]) / images, "cpu_s": (last[1] - first[1]) / images, **found}
 
 
@@ -209,6 +230,8 @@ def summarise(results: dict[str, Any]) -> None:
         if done:
             row["cpu_s"] = statistics.median(one["cpu_s"] for one in done)
             row["peak_gb"] = statistics.median(one["peak_gb"] for one in done)
+            if "generate_cpu_s" in done[0]:
+                row["generate_cpu_s"] = statistics.median(one["generate_cpu_s"] for one in done)
     for name, row in results.items():
         variant, _, tuner = name.partition(" ")
         base = results.get(f"coordexp-{'sft' if VARIANTS[variant].kind == 'sft' else 'stage2'} {tuner}", {})
@@ -219,7 +242,7 @@ def summarise(results: dict[str, Any]) -> None:
 
 def table(title: str, rows: dict[str, Any]) -> Table:
     """One row a variant: medians, ratios, the first round's losses; or why it has none."""
-    columns = ("variant", "CPU s/image", "ratio", "rounds", "peak GB", "ratio", "losses", "tokens an answer")
+    columns = ("variant", "CPU s/image", "ratio", "rounds", "generation", "peak GB", "ratio", "losses", "answer")
     shown = Table(*columns, title=title)
     for row in rows.values():
         done = [one for one in row["rounds"] if "why" not in one]
@@ -231,6 +254,7 @@ def table(title: str, rows: dict[str, Any]) -> Table:
             f"{row['cpu_s']:.2f}",
             f"{row.get('cpu_ratio', 1):.2f}",
             " ".join(f"{one['cpu_s']:.2f}" for one in done),
+            f"{row['generate_cpu_s']:.2f}" if "generate_cpu_s" in row else "-",
             f"{row['peak_gb']:.2f}",
             f"{row.get('memory_ratio', 1):.2f}",
             " ".join(f"{loss:.4f}" for loss in done[0]["losses"]),

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,3 +170,14 @@ def test_first_difference_of_prompts_is_named(reported: tuple[int, ...], at: str
     with pytest.raises(AlignmentError) as caught:
         check_prompt("scene 7", (1, 2, 3), reported, str)
     assert at in str(caught.value) and str(caught.value).startswith("scene 7: ")
+
+
+def test_head_gets_the_last_position_of_a_prompt_with_plain_strides() -> None:
+    model: Any = load_model(tiny_checkpoint()).model
+    strides: list[tuple[int, ...]] = []
+    model.lm_head.register_forward_pre_hook(lambda head, args: strides.append(args[0].stride()))
+    for rows in (1, 2):
+        ids_BL = torch.arange(5).repeat(rows, 1)
+        model.generate(input_ids=ids_BL, max_new_tokens=1, do_sample=False, eos_token_id=None)
+    hidden = model.config.text_config.hidden_size
+    assert strides == [(hidden, hidden, 1)] * 2
