@@ -83,8 +83,10 @@ docs: setup
 docs-serve: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
+# Scripts with a main(); the others are their modules. full_size.py is run by hand.
+BENCHMARKS = $(filter-out benchmarks/full_size.py, $(shell grep -l '^def main\b' benchmarks/*.py))
 bench: setup
-	@set -e; for script in $(filter-out benchmarks/full_size.py, $(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
 
 clean:
 	rm -rf $(VENV) build dist outputs .pytest_cache .ruff_cache .hypothesis

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # scripts import the tests' helpers, as `support`
 
 PACKAGES = ("coordexp", "torch", "transformers", "numpy", "scipy", "pycocotools", "binpacking", "tokenizers")
 SCHEMA_VERSION = 1

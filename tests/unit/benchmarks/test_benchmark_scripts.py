@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import math
+import os
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,6 +96,44 @@ def test_benchmark_runs_and_writes_figures(name: str, run: Run) -> None:
         assert [(row["batch"], row["equal_to_first"]) for row in results] == [(1, 1), (2, 2)]
     if name == "step":
         assert sum(stage["share"] for stage in results["stages"].values()) == pytest.approx(1)
+
+
+def scripts() -> list[str]:
+    """Names of the scripts that have a ``main``, without their modules."""
+    found = []
+    for path in sorted(BENCHMARKS.glob("*.py")):
+        statements = ast.parse(path.read_text(encoding="utf-8")).body
+        if any(isinstance(one, ast.FunctionDef) and one.name == "main" for one in statements):
+            found.append(path.stem)
+    return found
+
+
+def test_make_bench_runs_every_script_but_full_size_and_no_module() -> None:
+    command = ["make", "--dry-run", "bench"]
+    shown = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True, check=True).stdout
+    listed = [Path(word).stem for word in shown.split("for script in ")[1].split(";")[0].split()]
+    assert {"step", "decode", "weight_push"} < set(listed) and "reporting" not in listed
+    assert sorted(listed) == [name for name in scripts() if name != "full_size"]
+
+
+def test_decode_runs_without_a_pythonpath(tmp_path: Path) -> None:
+    model, figures = small_checkpoint(tmp_path / "model"), tmp_path / "decode.json"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "decode.py"),
+        "--no-engine",
+        "--model",
+        str(model),
+        "--json",
+        str(figures),
+    ]
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
+    passes = {
+        (row["tokenizer"], row["objects"], row["names"]): row for row in json.loads(figures.read_text())["results"]
+    }
+    assert {name for name, _, _ in passes} == {"demo", "Qwen"}
+    assert all(row["passes_per_box"] < row["tokens_per_box"] for row in passes.values())
 
 
 def test_peers_at_width_train_on_the_same_samples_packed_and_one_by_one(run: Run, tmp_path: Path) -> None:
