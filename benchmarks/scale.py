@@ -3,7 +3,8 @@
 Counted exactly: bytes of a push, requests, bytes of images. Assumed, and yours to set: how fast a GPU decodes and
 learns, what the network carries. With S server and L learner machines of G GPUs, and B images a step:
 
-  decode  max(tokens / one sequence's speed, B tokens / (S G speed of a GPU))
+  decode  max(p tokens / one sequence's speed, B tokens / (S G speed of a GPU)), with p forward passes per token: 1, or
+          fewer with ``skip_forced_tokens``, which a full GPU gains nothing by, as it computes the skipped tokens too
   push    S P bytes / the first learner machine's network     each server is sent the weights by itself
   learn   6 N B (image and prompt and answer tokens) / (L G FLOP/s)
   images  B bytes of an image / the learner machines' network, as base64
@@ -28,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--answer", type=positive, default=500, help="tokens of an answer [500]")
     flags.add_argument("--context", type=positive, default=1200, help="tokens of image and prompt [1200]")
     flags.add_argument("--sequence-speed", type=float, default=120.0, help="tokens/s of one answer [120, assumed]")
+    flags.add_argument(
+        "--passes", type=float, default=0.24, help="forward passes per token with skip_forced_tokens [0.24, decode.py]"
+    )
     flags.add_argument("--gpu-speed", type=float, default=8000.0, help="tokens/s of a GPU, full [8000, assumed]")
     flags.add_argument("--flops", type=float, default=4e14, help="FLOP/s of a learner's GPU [4e14, assumed]")
     flags.add_argument("--network", type=float, default=40e9, help="bytes/s of a machine's network [40e9, assumed]")
@@ -48,9 +52,9 @@ def step(gpus: int, options: Any) -> dict[str, float]:
     one_machine = gpus == 8
     width = 1 if one_machine else 8
     weights = 2 * options.parameters
-    decode = max(
-        options.answer / options.sequence_speed, images * options.answer / (servers * width * options.gpu_speed)
-    )
+    alone = options.answer / options.sequence_speed
+    full = images * options.answer / (servers * width * options.gpu_speed)
+    decode, skipping = max(alone, full), max(options.passes * alone, full)
     push = servers * weights / (options.nvlink if one_machine else options.network)
     tokens = images * (options.context + options.answer)
     learn = 6 * options.parameters * tokens / (learners * width * options.flops)
@@ -60,6 +64,8 @@ def step(gpus: int, options: Any) -> dict[str, float]:
         "images": images, "server_gpus": servers * width, "learner_gpus": learners * width,
         "decode_s": decode, "push_s": push, "learn_s": learn, "images_s": carry,
         "step_s": push + carry + decode + learn, "ahead_s": push + carry + max(decode, learn),
+        "skipping_decode_s": skipping, "skipping_step_s": push + carry + skipping + learn,
+        "skipping_ahead_s": push + carry + max(skipping, learn),
         "push_gb": servers * weights / 1e9, "images_gb": sent / 1e9,
     }  # fmt: skip
 
@@ -71,7 +77,11 @@ def table(results: dict[str, dict[str, float]]) -> Table:
         "images of a step": ("images", ".0f"), "GPUs that write": ("server_gpus", ".0f"),
         "GPUs that learn": ("learner_gpus", ".0f"), "decoding, s": ("decode_s", ".2f"), "push, s": ("push_s", ".2f"),
         "images, s": ("images_s", ".3f"), "learning, s": ("learn_s", ".2f"), "a step, s": ("step_s", ".2f"),
-        "a step with rollouts_ahead: 1, s": ("ahead_s", ".2f"), "sent by the first learner, GB": ("push_gb", ".0f"),
+        "a step with rollouts_ahead: 1, s": ("ahead_s", ".2f"),
+        "decoding with skip_forced_tokens, s": ("skipping_decode_s", ".2f"),
+        "a step with it, s": ("skipping_step_s", ".2f"),
+        "a step with it and rollouts_ahead: 1, s": ("skipping_ahead_s", ".2f"),
+        "sent by the first learner, GB": ("push_gb", ".0f"),
         "images sent, GB": ("images_gb", ".2f"),
     }  # fmt: skip
     for label, (key, shape) in lines.items():

@@ -94,6 +94,8 @@ def test_benchmark_runs_and_writes_figures(name: str, run: Run) -> None:
         assert all(pool["ratios"]["oldest-first"]["fill"] >= 1 for pool in results["pool"])
     if name == "rollouts":
         assert [(row["batch"], row["equal_to_first"]) for row in results] == [(1, 1), (2, 2)]
+    if name == "scale":
+        assert all(row["skipping_step_s"] < row["step_s"] for row in results.values())
     if name == "step":
         assert sum(stage["share"] for stage in results["stages"].values()) == pytest.approx(1)
 
