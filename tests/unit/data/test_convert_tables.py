@@ -54,6 +54,40 @@ def test_boxes_are_read_by_the_names_in_the_header(header: str, inner: str, bord
     assert converted(tmp_path, header, inner, border) == [[INNER, BORDER]]
 
 
+SIZE = (97, 61)
+PIXELS = [(0, 0, 97, 61), (0, 0, 1, 1), (96, 60, 97, 61), (0.4, 12.25, 33.3, 61), (50, 0, 97, 7.5), (13, 17, 64, 49)]
+
+
+def in_columns(kind: str, box: tuple[float, ...]) -> str:
+    x1, y1, x2, y2 = box
+    w, h, cx, cy = x2 - x1, y2 - y1, (x1 + x2) / 2, (y1 + y2) / 2
+    texts = {
+        "x1,y1,x2,y2": f"{x1},{y1},{x2},{y2}",
+        "x,y,w,h": f"{x1},{y1},{w},{h}",
+        "bbox": f'"[{x1}, {y1}, {w}, {h}]"',
+        "cx,cy,w,h": f"{cx},{cy},{w},{h}",
+        "shares": f"{x1 / 97},{y1 / 61},{x2 / 97},{y2 / 61}",
+    }
+    return texts[kind]
+
+
+@pytest.mark.parametrize("kind", ["x1,y1,x2,y2", "x,y,w,h", "bbox", "cx,cy,w,h", "shares"])
+def test_boxes_come_back_within_half_a_bin(kind: str, tmp_path: Path) -> None:
+    """Also those to the borders, and of a pixel."""
+    paint(tmp_path / "photos" / "odd.png", SIZE)
+    header = "x1,y1,x2,y2" if kind == "shares" else kind
+    lines = [f"image,name,{header}", *(f"odd,cat,{in_columns(kind, box)}" for box in PIXELS)]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    report = convert_csv(
+        tmp_path / "t.csv", tmp_path / "out", images_dir=tmp_path / "photos", normalised=kind == "shares", options=KEEP
+    )
+    (record,) = read_jsonl(report.jsonl)
+    for obj, box in zip(record.objects, PIXELS, strict=True):
+        for at, (found, given) in enumerate(zip(pixel_box(obj, *SIZE, "pixel_edges"), box, strict=True)):
+            assert abs(found - given) <= SIZE[at % 2] / 999 / 2 + 1e-6
+    assert record.objects[0].bins == (0, 0, 999, 999)
+
+
 def test_shares_are_read_on_request_and_refused_without(tmp_path: Path) -> None:
     lines = ("image,name,cx,cy,w,h", "a,cat,0.5,0.5,0.5,0.5", "a,cat,0.75,0.75,0.5,0.5")
     with pytest.raises(DataError, match=r"at most 0\.75.*--normalised"):
@@ -103,6 +137,13 @@ def test_unclear_headers_are_refused_and_settled(
 
 def test_columns_of_equal_content_are_one(tmp_path: Path) -> None:
     assert converted(tmp_path, "image,file_name,label,class,x,y,w,h", "a,a,cat,cat,10,6,20,12") == [[INNER]]
+
+
+def test_columns_that_differ_in_a_single_line_are_refused(tmp_path: Path) -> None:
+    lines = ("image,label,class,x,y,w,h", "a,cat,cat,10,6,20,12", "a,cat,dog,20,12,20,12")
+    with pytest.raises(DataError, match="may be the name, and differ"):
+        converted(tmp_path, *lines)
+    assert converted(tmp_path, *lines, columns={"name": "label"}) == [[INNER, BORDER]]
 
 
 @pytest.mark.parametrize(
