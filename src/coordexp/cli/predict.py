@@ -213,7 +213,7 @@ def export(
         bool, typer.Option("--images", help="Place the images too, and use their pixels. Always for yolo.")
     ] = False,
 ) -> None:
-    """Write predictions or a dataset as COCO, YOLO, YOLO-OBB, VOC, LabelMe, CSV or DOTA.
+    """Write predictions or a dataset in another format: COCO, YOLO, VOC, …
 
     Coordinates are in pixels of the original images, scores are confidences if the predictions have them.
     """
