@@ -213,7 +213,7 @@ def export(
         bool, typer.Option("--images", help="Place the images too, and use their pixels. Always for yolo.")
     ] = False,
 ) -> None:
-    """Write predictions or a dataset in another format: COCO, YOLO, VOC, …
+    """Write predictions or a dataset as COCO, YOLO, VOC, DOTA or others.
 
     Coordinates are in pixels of the original images, scores are confidences if the predictions have them.
     """
