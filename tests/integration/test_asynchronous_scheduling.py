@@ -35,6 +35,7 @@ KEYS: dict[str, Any] = {
     "rollout_matching__repeat_terminate": GUARD,
     "rollout_matching__max_new_tokens": GUARDED_TOKENS,
     "rollout_matching__decode_batch_size": 12,
+    "rollout_matching__decoding__skip_forced_tokens": False,
 }
 # So little room in the cache that requests are preempted and start again.
 CROWDED = {"block_size": 32, "num_gpu_blocks_override": 17, "enable_prefix_caching": False}

@@ -101,13 +101,15 @@ def answers(
             return Counted(backend.generate(requests, seeds), steps, sum(preemptions.values()))
 
 
-@pytest.mark.parametrize("labels", [(), LABELS], ids=["any label", "allowed labels"])
+@pytest.mark.parametrize(
+    ("labels", "penalty"), [((), 1.0), (LABELS, 1.1)], ids=["any label", "allowed labels, repetition penalty"]
+)
 def test_answers_are_those_of_transformers(
-    labels: tuple[str, ...], loaded: LoadedModel, requests_: list[RolloutRequest], tmp_path: Path
+    labels: tuple[str, ...], penalty: float, loaded: LoadedModel, requests_: list[RolloutRequest], tmp_path: Path
 ) -> None:
-    plain = answers(loaded, requests_, tmp_path / "hf", labels).rollouts
-    keys: dict[str, Any] = {**COLOCATED, "rollout_matching__decoding__skip_forced_tokens": True}
-    skipping, steps, _ = answers(loaded, requests_, tmp_path / "vllm", labels, **keys)
+    keys: dict[str, Any] = {"rollout_matching__repetition_penalty": penalty}
+    plain = answers(loaded, requests_, tmp_path / "hf", labels, **keys).rollouts
+    skipping, steps, _ = answers(loaded, requests_, tmp_path / "vllm", labels, **COLOCATED, **keys)
     assert [one.response_token_ids for one in skipping] == [one.response_token_ids for one in plain]
     assert [one.repeat_terminated for one in skipping] == [one.repeat_terminated for one in plain]
     assert {one.repeat_terminated for one in plain} == {False, True}
@@ -121,7 +123,6 @@ def test_answers_with_a_full_cache_are_the_same(
 ) -> None:
     """vLLM takes the cache of an answer away when it is full, and computes that answer's tokens again later."""
     keys: dict[str, Any] = {**COLOCATED, "rollout_matching__decode_batch_size": 12}
-    keys |= {"rollout_matching__decoding__skip_forced_tokens": True}
     keys["rollout_matching__repeat_terminate"] = {**GUARD, "max_object_keys": 8}
     crowded = requests_of(loaded, write_scenes(tmp_path, 12, SPECS["crowd"], seed=5))
     ample = answers(loaded, crowded, tmp_path / "ample", LABELS, **keys)

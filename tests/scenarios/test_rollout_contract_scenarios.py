@@ -50,7 +50,7 @@ def test_trainer_is_given_the_normalised_contract(tmp_path: Path) -> None:
     trainer = built(config)
     contract = trainer.rollout_matching_cfg
     assert contract["rollout_backend"] == "hf"
-    assert contract["decoding"] == {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "skip_forced_tokens": False}
+    assert contract["decoding"] == {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "skip_forced_tokens": None}
     assert (contract["repeat_terminate"]["ngram_size"], contract["repeat_terminate"]["min_new_tokens"]) == (8, 256)
     assert [server["group_port"] for server in contract["vllm"]["server"]["servers"]] == [51216, 51217]
     assert (contract["packing_enabled"], contract["packing_length"], contract["packing_buffer"]) == (True, 512, 99)
@@ -155,6 +155,7 @@ GUARD = {"enabled": True, "ngram_size": 8}
 def colocated(folder: Path, **repeat_terminate: Any) -> Any:
     config = server_config(folder, checkpoint=tiny_checkpoint())
     config = set_key(config, "rollout_matching.vllm", {"mode": "colocate", "tensor_parallel_size": 1})
+    config = set_key(config, "rollout_matching.decoding.skip_forced_tokens", False)  # then arguments name the guard
     return load_config(write_yaml(folder, set_key(config, "rollout_matching.repeat_terminate", repeat_terminate)))
 
 

@@ -337,7 +337,6 @@ def guarded_config(folder: Path, server: str, **keys: Any) -> dict[str, Any]:
         folder,
         launch={"server": server, "wait_s": 240.0},
         rollout_matching__repeat_terminate=GUARD,
-        rollout_matching__decoding__skip_forced_tokens=server == "coordexp",
         rollout_matching__max_new_tokens=GUARDED_TOKENS,
         **keys,
     )

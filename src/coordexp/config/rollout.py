@@ -92,9 +92,10 @@ class DecodingConfig(StrictModel):
     """nucleus mass in (0, 1]; 1 keeps every token"""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """number of most likely tokens kept, >= 1; -1 keeps every token"""
-    skip_forced_tokens: bool = False
-    """vLLM: write tokens that JSON leaves no choice about without a forward pass each. Greedy answers are the same; a
-    seed gives other samples of the same distribution. Not for swift rollout"""
+    skip_forced_tokens: bool | None = None
+    """write tokens that JSON leaves no choice about without a forward pass each; null = in greedy answers of vLLM,
+    which are the same. true: samples too, which have the same distribution but differ for a seed. Not for transformers
+    and swift rollout"""
 
 
 class RepeatTerminateConfig(StrictModel):
@@ -378,6 +379,14 @@ class RolloutMatchingConfig(StrictModel):
     def is_served(self) -> bool:
         """Whether servers answer, with weights of their own."""
         return self.rollout_backend == "vllm" and self.vllm.mode == "server"
+
+    @property
+    def skips_forced_tokens(self) -> bool:
+        """``decoding.skip_forced_tokens`` of engines that CoordExp starts; null skips if that changes no answer and no
+        other key excludes it."""
+        if self.decoding.skip_forced_tokens is not None:
+            return self.decoding.skip_forced_tokens
+        return self.rollout_backend == "vllm" and self.decoding.temperature == 0 and not self.vllm.async_scheduling
 
 
 class ScheduleConfig(StrictModel):

@@ -27,6 +27,9 @@ from coordexp.rollouts.answer_state import AnswerGrammar, AnswerState
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# Logits of so many positions take 0.8 GB with Qwen's vocabulary, for which vLLM reserves no memory. Above a few hundred
+# tokens a step, further ones are no longer free on a GPU.
+MOST_DRAFTED = 512
 TURN_START = "<|im_start|>"
 _HEADER = "assistant\n"
 
@@ -54,8 +57,8 @@ class AnswerDrafter:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts of all rows of the batch; empty for a row that has not sampled yet because its prompt is still being
-        read."""
+        """Drafts of all rows of the batch, ``MOST_DRAFTED`` tokens in all; empty for a row that has not sampled yet
+        because its prompt is still being read."""
         drafts: list[list[int]] = []
         for row, sampled in enumerate(sampled_token_ids):
             length = int(num_tokens_no_spec[row])
@@ -65,6 +68,8 @@ class AnswerDrafter:
                 continue
             state = self._state(row, token_ids_cpu[row, :length])
             drafts.append(list(state.draft(room)) if state is not None else [])
+        if sum(map(len, drafts)) > MOST_DRAFTED:
+            return [draft[: MOST_DRAFTED // len(drafts)] for draft in drafts]
         return drafts
 
     def _state(self, row: int, ids: np.ndarray) -> AnswerState | None:

@@ -123,6 +123,11 @@ RULES = [
     (stage2(), {REPEAT: {"enabled": True, "max_consecutive_token_repeats": 0, "ngram_size": 0, "ngram_repeats": 0}},
      f"{REPEAT}.enabled", "no threshold is set"),
     # the engine, its servers, its weights
+    (stage2(), {f"{RM}.decoding.skip_forced_tokens": True}, f"{RM}.decoding.skip_forced_tokens", "transformers"),
+    (vllm(**SERVER), {f"{RM}.decoding.skip_forced_tokens": True, "launch.server": "swift"},
+     f"{RM}.decoding.skip_forced_tokens", "launch.server: coordexp"),
+    (vllm(), {f"{RM}.decoding.skip_forced_tokens": True, f"{VLLM}.async_scheduling": True},
+     f"{RM}.decoding.skip_forced_tokens", "async_scheduling: true is not possible"),
     (vllm(), {f"{VLLM}.mode": "server"}, f"{VLLM}.server", "vllm.mode: colocate or rollout_backend: hf"),
     (vllm(**SERVER),
      {f"{VLLM}.server.servers": [*SERVERS["servers"], {"base_url": "http://a:8000/", "group_port": 51217}]},

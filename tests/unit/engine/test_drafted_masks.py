@@ -1,27 +1,53 @@
-"""The repeat guard over drafted positions, next to vLLM's model runner."""
+"""Drafts of a whole batch, and the repeat guard over drafted positions, next to vLLM's model runner."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from coordexp.config.rollout import RepeatTerminateConfig
+from coordexp.coords import serialize_objects
 from coordexp.engine.arguments import REQUEST_KEY, activation_environment
+from coordexp.records import GTObject
+from support.answers import tiny_vocab
 from support.tiny_run import tiny_checkpoint
 
 pytest.importorskip("vllm", reason="the masks are applied in vLLM's model runner")
 
 from vllm import SamplingParams
 
-from coordexp.engine.drafting import DraftedMasks
+from coordexp.engine.drafting import MOST_DRAFTED, TURN_START, AnswerDrafter, DraftedMasks
 
 SETTINGS = RepeatTerminateConfig(
     enabled=True, min_new_tokens=0, max_consecutive_token_repeats=3, ngram_size=0, ngram_repeats=0
 )
 VOCAB = 2000
+
+
+def test_drafts_of_a_large_batch_are_shortened() -> None:
+    checkpoint = str(tiny_checkpoint())
+    vocab = tiny_vocab()
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(tokenizer=checkpoint, max_model_len=500),
+        speculative_config=SimpleNamespace(num_speculative_tokens=32),
+    )
+    answer = serialize_objects([GTObject("cat", "bbox_2d", (1, 2, 3, 4))])[:-1]
+    ids = np.array(vocab.encode(f"{TURN_START}assistant\n{answer}"))
+    sampled = [int(ids[-1])]
+
+    def drafts(rows: int) -> list[list[int]]:
+        batch = np.tile(np.pad(ids, (0, 40)), (rows, 1))
+        return AnswerDrafter(config).propose([sampled] * rows, np.full(rows, len(ids)), batch)
+
+    (alone,) = drafts(1)
+    assert vocab.decode(alone).startswith(', "object_2": {')
+    crowd = drafts(MOST_DRAFTED // len(alone) * 2)
+    assert 0 < sum(map(len, crowd)) <= MOST_DRAFTED
+    assert all(draft == alone[: len(draft)] and draft for draft in crowd)
 
 
 def guarded(masks: DraftedMasks, answer: list[int], draft: list[int]) -> list[int]:

@@ -53,6 +53,11 @@ def test_engines_on_gpus_read_many_prompts_in_a_step(
     assert engine.get("max_num_batched_tokens") == tokens
 
 
+def test_a_server_skips_forced_tokens_unless_its_engine_is_to_schedule_asynchronously(tmp_path: Path) -> None:
+    assert options_of(tmp_path).skip_forced_tokens
+    assert not options_of(tmp_path, async_scheduling=True).skip_forced_tokens
+
+
 def test_adapter_engines_get_the_lora_rank(tmp_path: Path) -> None:
     engine = options_of(tmp_path, enable_lora=True, max_lora_rank=16).engine
     assert (engine["enable_lora"], engine["max_loras"], engine["max_lora_rank"]) == (True, 1, 16)

@@ -15,11 +15,11 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.files import asset
 from coordexp.data.images import open_rgb
 from coordexp.engine import check_backend
-from coordexp.engine.arguments import GUARD_PROCESSOR, KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, NAMES_STATUS
+from coordexp.engine.arguments import DRAFTER, GUARD_PROCESSOR, KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, NAMES_STATUS
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.engine.engine_process import has_gpu
 from coordexp.engine.server_backend import check_servers
-from coordexp.errors import RolloutError
+from coordexp.errors import ConfigError, RolloutError
 from coordexp.inference.session import PredictOptions, inference_config
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
@@ -44,7 +44,8 @@ def test_answers_are_returned_in_the_order_of_their_requests(order: list[int]) -
 
 
 def test_allowed_labels_are_applied_before_the_guard(loaded: LoadedModel) -> None:
-    guarded = resolved(rollout_backend="vllm", repeat_terminate={"enabled": True})
+    every_token = {"skip_forced_tokens": False}
+    guarded = resolved(rollout_backend="vllm", repeat_terminate={"enabled": True}, decoding=every_token)
     backend = build_backend(guarded, parts(loaded), ["cat"])
     assert isinstance(backend, ColocatedBackend)
     arguments = backend.engine_arguments
@@ -107,6 +108,30 @@ def parts(loaded: LoadedModel) -> LearnerParts:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("keys", "skips"),
+    [
+        ({}, True),
+        ({"decoding": {"skip_forced_tokens": False}}, False),
+        # Samples would depend on the cache, so that a seed alone no longer decides them.
+        ({"decoding": {"temperature": 0.5}}, False),
+        ({"decoding": {"temperature": 0.5, "skip_forced_tokens": True}}, True),
+        ({"vllm": {"async_scheduling": True}}, False),
+        ({"vllm": {"async_scheduling": False}}, True),
+        ({"rollout_backend": "hf"}, False),
+    ],
+    ids=str,
+)
+def test_forced_tokens_are_skipped_where_that_changes_no_answer(keys: dict[str, Any], skips: bool) -> None:
+    config = resolved(**{"rollout_backend": "vllm", **keys})
+    assert config.skips_forced_tokens is skips
+
+
+def test_transformers_does_not_skip_silently(loaded: LoadedModel) -> None:
+    with pytest.raises(ConfigError, match="transformers decodes every token"):
+        build_backend(section(decoding={"skip_forced_tokens": True}), parts(loaded))
+
+
 def test_hf_backend_is_built_from_the_section(loaded: LoadedModel) -> None:
     config = section(decode_batch_size=5, max_new_tokens=3)
     check_backend(config)
@@ -128,7 +153,7 @@ def test_colocated_engine_has_the_contracts_defaults(loaded: LoadedModel) -> Non
     assert arguments["max_num_seqs"] == 12  # decode_batch_size for each device
     assert arguments["enable_prefix_caching"] and not arguments["enable_sleep_mode"]
     assert not {"enable_lora", "kv_cache_dtype"} & arguments.keys()
-    assert arguments["logits_processors"] == [KNOWN_TOKENS_PROCESSOR]
+    assert arguments["speculative_config"]["model"] == DRAFTER and "logits_processors" not in arguments
     backend.close()  # nothing was started
 
 
@@ -143,6 +168,7 @@ def test_colocated_engine_has_the_contracts_defaults(loaded: LoadedModel) -> Non
         ({"max_num_seqs": 500}, {"max_num_seqs": 12}),
         ({"max_num_batched_tokens": 4096}, {"max_num_batched_tokens": 4096}),
         ({"async_scheduling": False}, {"async_scheduling": False}),
+        ({"async_scheduling": True}, {"async_scheduling": True, "logits_processors": [KNOWN_TOKENS_PROCESSOR]}),
         ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}),
         ({"sleep_level": 1}, {"enable_sleep_mode": has_gpu()}),  # refused by vLLM on a CPU
         ({"enforce_eager": True, "cpu_offload_gb": 2.0}, {"enforce_eager": True, "cpu_offload_gb": 2.0}),
