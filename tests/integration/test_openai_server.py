@@ -15,9 +15,10 @@ import httpx
 import pytest
 from PIL import Image
 
-from coordexp import Detector, parse_answer
+from coordexp import Detector
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
+from coordexp.inference.parse_answer import parse_answer
 from support.cli_runs import run_cli
 from support.ports import free_ports
 from support.rollout_servers import RunningServer, end, serving_environment, tail
