@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from coordexp.api import convert, evaluate, train
+import coordexp
+from coordexp import convert, evaluate, train
 from coordexp.errors import ConfigError
 from support.cli_runs import small_checkpoint, write_run
 from support.one_scene import as_coco, as_labelme
@@ -19,6 +21,12 @@ class Watching(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         self.steps.append(state.global_step)
+
+
+def test_editors_and_type_checkers_see_every_public_name() -> None:
+    stub = ast.parse(Path(coordexp.__file__).with_suffix(".pyi").read_text())
+    names = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert names | {"__version__"} == set(dir(coordexp))
 
 
 def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
