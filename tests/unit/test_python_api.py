@@ -10,7 +10,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 import coordexp
 from coordexp import convert, evaluate, train
-from coordexp.errors import ConfigError
+from coordexp.errors import ConfigError, DataError
 from support.cli_runs import small_checkpoint, write_run
 from support.one_scene import as_coco, as_labelme
 
@@ -44,6 +44,10 @@ def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pyte
     several = evaluate(model=run.checkpoint, limit=2, out=tmp_path / "several", quiet=True, answers=2)
     assert several.answers[0].text == own.answers[0].text and several.answers[0].num_answers == 2
     assert several.by_answers["one"]["f1"] == own.metrics["f1"] and not own.by_answers
+    evaluate(model=run.checkpoint, limit=2, out=tmp_path / "named", quiet=True, classes=["cat"])
+    for other in ({}, {"classes": ["dog"]}, {"classes": ["cat"], "limit": 1}, {"classes": ["cat"], "answers": 2}):
+        with pytest.raises(DataError, match="holds an evaluation with another"):
+            evaluate(**{"model": run.checkpoint, "limit": 2, "out": tmp_path / "named", "quiet": True, **other})
     assert "Loading weights" not in capsys.readouterr().err
     for wrong in ({}, {"model": run.checkpoint, "overrides": {"training.seed": 1}}):
         with pytest.raises(ConfigError):

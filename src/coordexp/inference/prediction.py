@@ -335,7 +335,7 @@ def run_evaluation(
         **({} if answers == 1 else {"answers": answers}),
         **rename.about,
     }
-    check_replaced(folder, {"answers": None, **about}, overwrite)
+    check_replaced(folder, {"classes": None, "answers": None, **about}, overwrite)
     jsonl, written = answer_jsonl(
         config, console, f"evaluating {path}", path, data, limit, scored=constant_score is None, classes=classes,
         calibrates=calibrate, answers=answers,
