@@ -78,12 +78,6 @@ def inference_config(model: str | Path, options: PredictOptions, arguments: Sequ
         "decode_batch_size": options.batch_size,
         "max_new_tokens": min(answer, max(1, longest // 2)) if options.max_new_tokens is None else answer,
     }
-    if options.backend == "vllm":
-        from coordexp.engine.engine_process import has_gpu
-
-        # One engine per process. Compiling its kernels takes minutes on a CPU, and saves little there.
-        engine = {"tensor_parallel_size": 1, "enforce_eager": not has_gpu()}
-        rollout["vllm"] = engine | {"max_model_len": longest, "dtype": dtype}
     if options.temperature:
         rollout["decoding"] = {"temperature": options.temperature}
     if "repeat_terminate" in decoding:
@@ -98,7 +92,21 @@ def inference_config(model: str | Path, options: PredictOptions, arguments: Sequ
     }
     document = Document(data)
     apply_arguments(document, arguments)
-    return parse_section(AnswerConfig, document.data, str(folder))
+    return _with_engine(parse_section(AnswerConfig, document.data, str(folder)))
+
+
+def _with_engine(config: AnswerConfig) -> AnswerConfig:
+    rollout = config.rollout_matching
+    if rollout.rollout_backend != "vllm":
+        return config
+    from coordexp.engine.engine_process import has_gpu
+
+    # One engine per process. Compiling its kernels takes minutes on a CPU, and saves little there.
+    engine = {"tensor_parallel_size": 1, "enforce_eager": not has_gpu()}
+    engine |= {"max_model_len": config.global_max_length, "dtype": config.model.dtype}
+    missing = {name: value for name, value in engine.items() if name not in rollout.vllm.model_fields_set}
+    vllm = rollout.vllm.model_copy(update=missing)
+    return config.model_copy(update={"rollout_matching": rollout.model_copy(update={"vllm": vllm})})
 
 
 def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] = ()) -> RunConfig:

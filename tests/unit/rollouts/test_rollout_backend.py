@@ -15,7 +15,14 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.files import asset
 from coordexp.data.images import open_rgb
 from coordexp.engine import check_backend
-from coordexp.engine.arguments import DRAFTER, GUARD_PROCESSOR, KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, NAMES_STATUS
+from coordexp.engine.arguments import (
+    DRAFTER,
+    GUARD_PROCESSOR,
+    KNOWN_TOKENS_PROCESSOR,
+    NAMES_PROCESSOR,
+    NAMES_STATUS,
+    section_arguments,
+)
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.engine.engine_process import has_gpu
 from coordexp.engine.server_backend import check_servers
@@ -70,10 +77,15 @@ def test_server_without_allowed_labels_is_refused(
             build_backend(config, parts(loaded), ["cat"])
 
 
-def test_detector_starts_an_engine_per_process() -> None:
-    config = inference_config(asset("checkpoints/demo-stage1"), PredictOptions(backend="vllm")).rollout_matching
-    check_backend(config)
-    assert config.vllm.tensor_parallel_size == 1
+@pytest.mark.parametrize("by_option", [True, False])
+def test_an_engine_per_process_for_a_checkpoint_alone(by_option: bool) -> None:
+    options = PredictOptions(backend="vllm" if by_option else "hf")
+    keys = ["global_max_length=512", *([] if by_option else ["rollout_matching.rollout_backend=vllm"])]
+    config = inference_config(asset("checkpoints/demo-stage1"), options, keys)
+    engine = config.rollout_matching.vllm
+    check_backend(config.rollout_matching)
+    assert (engine.tensor_parallel_size, engine.max_model_len, engine.dtype) == (1, 512, config.model.dtype)
+    assert section_arguments(engine, gpu=False)["max_model_len"] == 512
 
 
 def section(**keys: Any) -> RolloutMatchingConfig:
