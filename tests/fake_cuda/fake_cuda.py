@@ -27,8 +27,10 @@ def load_hooks() -> None:
     torch = Path(spec.origin).parent
     if (torch / "lib" / "libtorch_cuda.so").exists():
         return
-    version = f"{importlib.metadata.version('torch')}-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}"
-    library = Path(tempfile.gettempdir()) / f"coordexp-fake-cuda-{os.getuid()}-{version}.so"
+    # The library is linked to the torch in this folder, which another checkout may remove.
+    built_from = b"\0".join([SOURCE.read_bytes(), importlib.metadata.version("torch").encode(), bytes(torch)])
+    name = f"coordexp-fake-cuda-{os.getuid()}-{hashlib.sha256(built_from).hexdigest()[:16]}.so"
+    library = Path(tempfile.gettempdir()) / name
     if not library.exists():
         includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
         libraries = [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-lc10", "-ltorch_cpu"]

@@ -28,13 +28,14 @@ from coordexp.training.rows import RowBuilder
 from support.config_samples import pipeline
 from support.tiny_run import gt_segments, load_tiny, nearly_right, row_of, tiny_samples
 from support.torchrun import torchrun
+from support.tuned_models import untied_checkpoint
 
 PIPELINE = build_pipeline(PipelineConfig.model_validate(pipeline()), channel="B")
 
 
-def load_double(attention: str = "packed") -> LoadedModel:
-    """The tiny model, sharpened, in float64; the same in every process."""
-    loaded = load_tiny(attention=attention, sharpen=2.0)
+def load_double(checkpoint: Path | None = None) -> LoadedModel:
+    """The tiny model, or that of ``checkpoint``, sharpened, in float64; the same in every process."""
+    loaded = load_tiny(sharpen=2.0, checkpoint=checkpoint)
     loaded.model.double()
     return loaded
 
@@ -100,15 +101,18 @@ CASES = {
     "fsdp2: halves": ("fsdp2", [[[0, 1, 2]], [[3, 4, 5]]]),
     "fsdp2: shuffled, two rows each": ("fsdp2", [[[5, 2], [0]], [[1], [4, 3]]]),
 }
+UNTIED = {f"{wrapper}: untied head": (wrapper, [[[0, 1, 2]], [[3, 4, 5]]]) for wrapper in ("ddp", "fsdp2")}
 
 
 def leave_gradients(folder: Path) -> None:
-    loaded = load_double()  # before there are ranks, of which only the first would write the tiny checkpoint
-    segments = mixed_segments(loaded)
+    # Before there are ranks, of which only the first would write the tiny checkpoints.
+    tied, untied = load_double(), load_double(untied_checkpoint())
+    segments = mixed_segments(tied)
     dist.init_process_group("gloo")
     me, world = distributed.rank(), distributed.world_size()
     losses = {}
-    for name, (wrapper, split) in CASES.items():
+    for name, (wrapper, split) in (CASES | UNTIED).items():
+        loaded = untied if name in UNTIED else tied
         mine = [[segments[index] for index in row] for row in split[me]]
         local = count_terms(segment.target for row in mine for segment in row)
         summed = distributed.all_reduce(tuple(local.values()), "sum")
@@ -167,3 +171,12 @@ def test_two_ranks_have_the_same_gradient_as_one(
     found = torch.load(together / f"{case}.pt")
     assert len(found) > 50
     assert furthest(found, gradient) < 1e-9
+
+
+@pytest.mark.parametrize("case", ["halves", "untied head"])
+def test_fsdp2_and_ddp_have_the_same_gradient_bit_for_bit(case: str, together: Path) -> None:
+    """With a row per rank and step; with more, FSDP2 adds up ranks before rows, and DDP rows before ranks."""
+    by_ddp, by_fsdp2 = (torch.load(together / f"{wrapper}: {case}.pt") for wrapper in ("ddp", "fsdp2"))
+    assert ("lm_head.weight" in by_ddp) == (case == "untied head")
+    assert by_ddp.keys() == by_fsdp2.keys()
+    assert [name for name in by_ddp if not torch.equal(by_ddp[name], by_fsdp2[name])] == []

@@ -74,9 +74,12 @@ def tiny_scenes() -> Path:
     return folder / "scenes.jsonl"
 
 
-def load_tiny(dtype: str = "float32", attention: str = "packed", sharpen: float = 1.0) -> LoadedModel:
-    """The tiny model; ``sharpen`` multiplies its matrices, so that greedy answers are unambiguous."""
-    loaded = load_model(tiny_checkpoint(), dtype, attention)
+def load_tiny(
+    dtype: str = "float32", attention: str = "packed", sharpen: float = 1.0, checkpoint: Path | None = None
+) -> LoadedModel:
+    """The tiny model, or that of ``checkpoint``; ``sharpen`` multiplies its matrices, so that greedy answers are
+    unambiguous."""
+    loaded = load_model(checkpoint or tiny_checkpoint(), dtype, attention)
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             if parameter.ndim >= 2:
