@@ -25,18 +25,12 @@ from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.evaluation.coco import average_precision
 from coordexp.evaluation.detection import IOU_THRESHOLD, assigner, count_image, detection_metrics, sum_counts
-from coordexp.evaluation.summary import figures_table
+from coordexp.evaluation.summary import FIGURES, figures_table
 
 ONE, UNION, MAJORITY, ORACLE = "one", "union", "majority", "oracle"
-_ROWS: dict[str, tuple[str, bool | None]] = {
-    "precision": ("precision", True),
-    "recall": ("recall", True),
-    "f1": ("F1 @ IoU 0.5", True),
-    "mean_matched_iou": ("mean matched IoU", True),
-    "AP": ("AP", True),
-    "AP50": ("AP50", True),
-    "duplicate_rate": ("duplicate rate", False),
-    "pred_per_image": ("objects / image", None),
+_ROWS = {
+    name: FIGURES.get(name, (name, True))
+    for name in ("precision", "recall", "f1", "mean_matched_iou", "AP", "AP50", "duplicate_rate", "pred_per_image")
 }
 
 

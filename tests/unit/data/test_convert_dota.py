@@ -69,6 +69,13 @@ def test_several_folders_of_labels_are_named(tmp_path: Path) -> None:
         convert_dota(tmp_path / "val" / "images", tmp_path / "out")
 
 
+def test_names_of_another_encoding_are_refused(tmp_path: Path) -> None:
+    folder = dota(tmp_path / "train")
+    (folder / "labelTxt-v1.0" / "P0002.txt").write_bytes("1 1 9 1 9 9 1 9 bâteau 0\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"P0002.txt: not UTF-8"):
+        convert_dota(folder, tmp_path / "out", options=SMALL)
+
+
 @pytest.mark.parametrize(
     ("label", "named"),
     [

@@ -10,7 +10,6 @@ from pathlib import Path
 from coordexp.data.files import read_text
 from coordexp.errors import DataError
 
-_BOX = ("bbox", "box", "bounding_box", "bboxes", "boxes")
 # The accepted names of each column, in lower case and with underscores.
 NAMES = {
     "image": ("image", "filename", "file_name", "file", "path", "image_path", "image_name", "image_id", "imageid",
@@ -27,7 +26,7 @@ NAMES = {
     "cy": ("cy", "y_center", "center_y", "yc", "y_centre", "centre_y", "ycenter"),
     "w": ("w", "box_width", "bbox_width", "bbox_w", "box_w"),
     "h": ("h", "box_height", "bbox_height", "bbox_h", "box_h"),
-    "bbox": _BOX,
+    "bbox": ("bbox", "box", "bounding_box", "bboxes", "boxes"),
     "polygon": ("polygon",),
     "width": ("image_width", "img_width"),  # of the image; and width and height, unless they are the box's
     "height": ("image_height", "img_height"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
-from coordexp.data.convert.image_folder import ImageFolder
+from coordexp.data.convert.image_folder import ImageFolder, size_of_image
 from coordexp.data.convert.shapes import (
     ConversionReport,
     LeftOut,
@@ -21,7 +21,8 @@ from coordexp.data.convert.shapes import (
     number,
     polygon_object,
 )
-from coordexp.data.images import IMAGE_SUFFIXES, read_header
+from coordexp.data.files import read_text
+from coordexp.data.images import IMAGE_SUFFIXES
 from coordexp.errors import DataError
 
 _HEAD = ("imagesource:", "gsd:")  # lines of DOTA's own files before the objects
@@ -70,11 +71,11 @@ def convert_dota(
         file = image.relative_to(place).as_posix() if image.is_file() else path.name
         unlabelled.pop(image.relative_to(place).with_suffix(""), None)
         objects: list[SourceObject] = []
-        lines = [line for line in _text(path).splitlines() if line.strip() and not line.lower().startswith(_HEAD)]
+        lines = [line for line in read_text(path).splitlines() if line.strip() and not line.lower().startswith(_HEAD)]
         for index, line in enumerate(lines):
             with report.reading_object(path.name, index):
                 objects.append(_read_line(index, line, skip_difficult, geometry))
-        sources.append(SourceImage(file, path.name, image, _size(image), tuple(objects), len(lines)))
+        sources.append(SourceImage(file, path.name, image, size_of_image(image), tuple(objects), len(lines)))
     for name, image in unlabelled.items():
         report.images_seen += 1
         report.skip_image(SkipReason.MISSING_ANNOTATION, image.name, f"no file {labels / name}.txt")
@@ -88,17 +89,6 @@ def _labels_folder(root: Path) -> Path:
     if not named and not any(root.glob("*.txt")):
         raise DataError("no folder labelTxt, and no text files; name the folder of labels with --labels-dir", path=root)
     return named[0] if named else root
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8-sig", errors="replace")  # invalid numbers are counted line by line
-
-
-def _size(image: Path) -> tuple[int, int] | None:
-    try:
-        return read_header(image).size
-    except DataError:
-        return None  # assembling reports it
 
 
 def _read_line(index: int, line: str, skip_difficult: bool, geometry: ShapeGeometry) -> SourceObject:

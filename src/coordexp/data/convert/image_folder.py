@@ -7,7 +7,8 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from coordexp.data.convert.shapes import files_below, unsafe_file_name, with_slashes
-from coordexp.data.images import IMAGE_SUFFIXES
+from coordexp.data.images import IMAGE_SUFFIXES, read_header
+from coordexp.errors import DataError
 
 
 class ImageFolder:
@@ -46,6 +47,14 @@ class ImageFolder:
     @cached_property
     def _by_stem(self) -> dict[str, list[Path]]:
         return _grouped((path.stem, path) for path in self._files)
+
+
+def size_of_image(path: Path) -> tuple[int, int] | None:
+    """Width and height; None for a file that cannot be read, which assembling reports with all that leaves with it."""
+    try:
+        return read_header(path).size
+    except DataError:
+        return None
 
 
 def _grouped(pairs: Iterable[tuple[str, Path]]) -> dict[str, list[Path]]:

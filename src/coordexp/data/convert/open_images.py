@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
+from coordexp.data.convert.image_folder import size_of_image
 from coordexp.data.convert.shapes import (
     ConversionReport,
     Crowds,
@@ -26,7 +27,7 @@ from coordexp.data.convert.shapes import (
     number,
 )
 from coordexp.data.files import read_text
-from coordexp.data.images import IMAGE_SUFFIXES, read_header
+from coordexp.data.images import IMAGE_SUFFIXES
 from coordexp.errors import DataError
 
 IMAGE_LABELS = "image_labels"  # key of a record's metadata: classes that people verified, in lists present and absent
@@ -82,7 +83,7 @@ def convert_openimages(
             continue
         if name not in images:
             images[name] = _Image()
-            sizes[name] = _size(files[name])
+            sizes[name] = size_of_image(files[name])
         image = images[name]
         image.num_annotated += 1
         image.boxed.add(row["LabelName"])
@@ -95,8 +96,8 @@ def convert_openimages(
         report.objects_seen += lost
         report.skipped_images[SkipReason.MISSING_IMAGE.value] += len(elsewhere)
         report.skipped_objects[SkipReason.IMAGE_SKIPPED.value] += lost
-        some = ", ".join(list(elsewhere)[:3])
-        detail = f"{len(elsewhere)} images, with {lost} objects, are not in {folder}: {some}, …"
+        some = ", ".join(list(elsewhere)[:3]) + (", …" if len(elsewhere) > 3 else "")
+        detail = f"{len(elsewhere)} images, with {lost} objects, are not in {folder}: {some}"
         report.problems.append(Problem(SkipReason.MISSING_IMAGE.value, path.name, None, detail))
     for name in sorted(only_labelled):
         report.skip_image(SkipReason.UNLABELLED, files[name].name, "has labels of the whole image, but no boxes")
@@ -147,13 +148,6 @@ def _box(line: int, row: dict[str, str], names: dict[str, str], size: tuple[int,
     if box is None or max(map(abs, box)) > 2:  # a little beyond 1 is an object at the edge
         raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: {texts}; expected shares of the image, 0..1")
     return SourceObject(line, desc, "bbox_2d", tuple(value * size[at % 2] for at, value in enumerate(box)))
-
-
-def _size(path: Path) -> tuple[int, int] | None:
-    try:
-        return read_header(path).size
-    except DataError:
-        return None  # assembling reports it
 
 
 def _class_descriptions(table: Path) -> Path:

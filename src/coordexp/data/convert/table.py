@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.columns import SHAPES, read_table
-from coordexp.data.convert.image_folder import ImageFolder
+from coordexp.data.convert.image_folder import ImageFolder, size_of_image
 from coordexp.data.convert.shapes import (
     BoxFields,
     ConversionReport,
@@ -30,7 +30,6 @@ from coordexp.data.convert.shapes import (
     unsafe_file_name,
     with_slashes,
 )
-from coordexp.data.images import read_header
 from coordexp.errors import DataError
 
 ROBOFLOW = "_annotations.csv"
@@ -127,10 +126,7 @@ class _TableImages:
         """The size in the table or else of the image itself; None if it cannot be read, which assembling reports."""
         _, image, declared = self.found[named]
         if declared is None and named not in self._sizes:
-            try:
-                self._sizes[named] = read_header(image).size
-            except DataError:
-                self._sizes[named] = None
+            self._sizes[named] = size_of_image(image)
         return declared or self._sizes[named]
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 import yaml
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
+from coordexp.data.convert.image_folder import size_of_image
 from coordexp.data.convert.shapes import (
     BoxFields,
     ConversionReport,
@@ -31,7 +32,7 @@ from coordexp.data.convert.shapes import (
     with_slashes,
 )
 from coordexp.data.files import read_text
-from coordexp.data.images import IMAGE_SUFFIXES, read_header
+from coordexp.data.images import IMAGE_SUFFIXES
 from coordexp.errors import DataError
 
 Unlabelled = Literal["skip", "empty"]  # leave an image without a label file out, or take it as one without objects
@@ -110,10 +111,7 @@ def convert_yolo(
                 continue
             detail = f"no file {label}; read as an image without objects, --unlabelled skip leaves it out"
             report.note(Note.NO_LABEL_FILE, file, None, detail)
-        try:
-            size = read_header(path).size
-        except DataError:
-            size = None  # assembling names the reason, with all that leaves with it
+        size = size_of_image(path)
         lines, objects = _lines_of(label), []
         for index, line in enumerate(lines):
             with report.reading_object(file, index):
