@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -93,9 +93,9 @@ class DecodingConfig(StrictModel):
     top_k: Annotated[int, Field(ge=-1)] = -1
     """number of most likely tokens kept, >= 1; -1 keeps every token"""
     skip_forced_tokens: bool | None = None
-    """write tokens that JSON leaves no choice about without a forward pass each; null = in greedy answers of vLLM,
-    which are the same. true: samples too, which have the same distribution but differ for a seed. Not for transformers
-    and swift rollout"""
+    """write tokens that JSON leaves no choice about without a forward pass each; null = where answers stay the same:
+    with transformers, and in greedy answers of vLLM. true: vLLM's samples too, which have the same distribution but
+    differ for a seed. Not for beam search, swift rollout, and transformers with fsdp or deepspeed"""
 
 
 class RepeatTerminateConfig(StrictModel):
@@ -382,11 +382,13 @@ class RolloutMatchingConfig(StrictModel):
 
     @property
     def skips_forced_tokens(self) -> bool:
-        """``decoding.skip_forced_tokens`` of engines that CoordExp starts; null skips if that changes no answer and no
-        other key excludes it."""
+        """``decoding.skip_forced_tokens`` of transformers and of engines that CoordExp starts; null skips if that
+        changes no answer and no other key excludes it."""
         if self.decoding.skip_forced_tokens is not None:
             return self.decoding.skip_forced_tokens
-        return self.rollout_backend == "vllm" and self.decoding.temperature == 0 and not self.vllm.async_scheduling
+        if self.rollout_backend == "hf":
+            return self.num_beams == 1
+        return self.decoding.temperature == 0 and not self.vllm.async_scheduling
 
 
 class ScheduleConfig(StrictModel):
@@ -428,4 +430,7 @@ def resolved_rollout(config: RunConfig) -> RolloutMatchingConfig:
         "max_lora_rank": vllm.adapter_rank(config.tuner.lora_rank),
         "sync": vllm.sync.model_copy(update={"mode": vllm.sync.resolved(vllm.enable_lora)}),
     }
-    return rollout.model_copy(update={"vllm": vllm.model_copy(update=engine)})
+    update: dict[str, Any] = {"vllm": vllm.model_copy(update=engine)}
+    if rollout.rollout_backend == "hf" and config.shards_learner:
+        update["decoding"] = rollout.decoding.model_copy(update={"skip_forced_tokens": False})
+    return rollout.model_copy(update=update)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.errors import ConfigError, MissingDependency, RolloutError
+from coordexp.errors import MissingDependency, RolloutError
 from coordexp.rollouts.backend import RolloutBackend, decoding_options
 
 if TYPE_CHECKING:
@@ -76,14 +76,9 @@ def check_backend(config: RolloutMatchingConfig, closed_names: bool = False) -> 
 
 def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:
     """Build the backend of the resolved ``config``. Engines start with the first weight push. ``names``: the allowed
-    labels, empty for any. Raises ConfigError if the backend cannot skip forced tokens and ``config`` says so."""
+    labels; empty for any."""
     options = decoding_options(config)
     if config.rollout_backend == "hf":
-        if config.skips_forced_tokens:
-            raise ConfigError(
-                "rollout_matching.decoding.skip_forced_tokens: transformers decodes every token; remove this key, or "
-                "use vLLM"
-            )
         from coordexp.rollouts.hf import HFBackend
 
         return HFBackend(
@@ -94,6 +89,7 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: S
             learner.image_token_id,
             config.repeat_terminate,
             names,
+            skip_forced_tokens=config.skips_forced_tokens,
         )
     if config.skips_forced_tokens and options.temperature > 0:
         logger.warning(

@@ -13,14 +13,30 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.coords import CoordVocab
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.allowed_labels import START, AllowedLabels, NextTokens, ScanState, rows_by_state
+from coordexp.rollouts.answer_state import AnswerGrammar
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, response_tokens
+from coordexp.rollouts.hf_drafting import DraftedAnswer, decode
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
+
+# Whether the repeat guard ended the answer of a row of the batch, given without its end token.
+Stopped = Callable[[int, Sequence[int]], bool]
+
+
+def _never_stopped(row: int, response: Sequence[int]) -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +65,10 @@ class HFBackend:
         image_token_id: int,
         repeat_terminate: RepeatTerminateConfig | None = None,
         names: Sequence[str] = (),
+        skip_forced_tokens: bool = False,
     ) -> None:
-        """``repeat_terminate``: the repeat guard, if enabled. ``names``: allowed descriptions; empty for any."""
+        """``repeat_terminate``: the repeat guard, if enabled. ``names``: allowed descriptions; empty for any.
+        ``skip_forced_tokens``: not possible with beam search."""
         self._model = model
         self._vocab = vocab
         self._options = options
@@ -63,6 +81,7 @@ class HFBackend:
         self._names = AllowedLabels(names, vocab.pieces, vocab.eos_id) if names else None
         counts_keys = self._guard is not None and self._guard.max_object_keys is not None
         self._key_reader = ObjectKeyReader(vocab.pieces) if counts_keys else None
+        self._grammar = AnswerGrammar(vocab) if skip_forced_tokens else None
 
     def generate(
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
@@ -97,8 +116,42 @@ class HFBackend:
         return [wanted[start : start + size] for start in range(0, len(wanted), size)]
 
     def _generate_batch(self, batch: Sequence[_Wanted], on_ended: Callable[[int], None] | None) -> list[Rollout]:
-        options, vocab, eos_id = self._options, self._vocab, self._vocab.eos_id
-        requests = [one.request for one in batch]
+        vocab, requests, seeds = self._vocab, [one.request for one in batch], [one.seed for one in batch]
+        prompt = self._prompt(requests)
+        # transformers reads missing arguments from the checkpoint's generation_config: an n-gram ban or a minimum
+        # length would leak into the run.
+        was_training = {module: module.training for module in self._model.modules()}
+        of_checkpoint, self._model.generation_config = self._model.generation_config, GenerationConfig()
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                if self._grammar is None:
+                    answers, stopped = self._decode(prompt, seeds, on_ended)
+                else:
+                    answers, stopped = self._decode_by_drafts(self._grammar, prompt, seeds, on_ended)
+        finally:
+            self._model.generation_config = of_checkpoint
+            for module, training in was_training.items():
+                module.training = training
+
+        rollouts = []
+        for row, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+            reason = "stop" if vocab.eos_id in answer else "length"  # padding follows an end, so it is cut off too
+            tokens = response_tokens(answer, reason, vocab, request.sample_id)
+            rollout = Rollout(
+                sample_id=request.sample_id,
+                prompt_token_ids=request.prompt_token_ids,
+                response_token_ids=tokens.token_ids,
+                text=vocab.decode(tokens.token_ids),
+                truncated=tokens.truncated,
+                repeat_terminated=tokens.ended and stopped(row, tokens.token_ids),
+                weight_version=self._version,
+            )
+            rollouts.append(rollout)
+        return rollouts
+
+    def _prompt(self, requests: Sequence[RolloutRequest]) -> dict[str, torch.Tensor]:
+        # The model's arguments.
         device = next(self._model.parameters()).device
         longest = max(len(request.prompt_token_ids) for request in requests)
         ids_BL = torch.full((len(requests), longest), self._pad_id, dtype=torch.int64)
@@ -108,7 +161,20 @@ class HFBackend:
             mask_BL[row, longest - len(request.prompt_token_ids) :] = 1
         pixels = torch.cat([request.model_inputs["pixel_values"] for request in requests])
         grids = torch.cat([request.model_inputs["image_grid_thw"] for request in requests])
+        return {
+            "input_ids": ids_BL.to(device),
+            "attention_mask": mask_BL.to(device),
+            "mm_token_type_ids": (ids_BL == self._image_token_id).int().to(device),
+            "pixel_values": pixels.to(device, self._model.dtype),
+            "image_grid_thw": grids.to(device),
+        }
 
+    def _processors(
+        self, prompt: Mapping[str, torch.Tensor], seeds: Sequence[int | None]
+    ) -> tuple[list[LogitsProcessor], RepetitionStopProcessor | None]:
+        # For one batch, with the repeat guard's among them.
+        options, eos_id = self._options, self._vocab.eos_id
+        longest, device = prompt["input_ids"].shape[1], prompt["input_ids"].device
         processors: list[LogitsProcessor] = []
         if self._names is not None:
             processors.append(AllowedLabelsProcessor(self._names, eos_id, longest))
@@ -118,56 +184,58 @@ class HFBackend:
                 lambda: RepeatGuard(settings, self._key_reader), eos_id, longest, options.num_beams
             )
             processors.append(guard)
-        processors += sampling_processors(options, [one.seed for one in batch], device)
+        return [*processors, *sampling_processors(options, seeds, device)], guard
+
+    def _decode(
+        self,
+        prompt: Mapping[str, torch.Tensor],
+        seeds: Sequence[int | None],
+        on_ended: Callable[[int], None] | None,
+    ) -> tuple[list[list[int]], Stopped]:
+        options, eos_id, longest = self._options, self._vocab.eos_id, prompt["input_ids"].shape[1]
+        processors, guard = self._processors(prompt, seeds)
         if on_ended is not None and options.num_beams == 1:
             processors.append(FinishedCallback(eos_id, longest, on_ended))
         arguments: dict[str, Any] = {"logits_processor": processors} if processors else {}
         # Checkpoints may have more embedding rows than the tokenizer has tokens; their ids decode to nothing.
-        if unknown := range(len(vocab), self._model.config.text_config.vocab_size):
+        if unknown := range(len(self._vocab), self._model.config.text_config.vocab_size):
             arguments["suppress_tokens"] = list(unknown)
-        # transformers reads missing arguments from the checkpoint's generation_config: an n-gram ban or a minimum
-        # length would leak into the run.
-        was_training = {module: module.training for module in self._model.modules()}
-        of_checkpoint, self._model.generation_config = self._model.generation_config, GenerationConfig()
-        self._model.eval()
-        try:
-            with torch.no_grad():
-                output_BT = self._model.generate(
-                    input_ids=ids_BL.to(device),
-                    attention_mask=mask_BL.to(device),
-                    mm_token_type_ids=(ids_BL == self._image_token_id).int().to(device),
-                    pixel_values=pixels.to(device, self._model.dtype),
-                    image_grid_thw=grids.to(device),
-                    max_new_tokens=options.max_new_tokens,
-                    do_sample=False,  # a processor samples
-                    num_beams=options.num_beams,
-                    num_return_sequences=1,
-                    repetition_penalty=options.repetition_penalty,
-                    eos_token_id=eos_id,
-                    pad_token_id=self._pad_id,
-                    use_cache=True,
-                    **arguments,
-                )
-        finally:
-            self._model.generation_config = of_checkpoint
-            for module, training in was_training.items():
-                module.training = training
+        output_BT = self._model.generate(
+            **prompt,
+            max_new_tokens=options.max_new_tokens,
+            do_sample=False,  # a processor samples
+            num_beams=options.num_beams,
+            num_return_sequences=1,
+            repetition_penalty=options.repetition_penalty,
+            eos_token_id=eos_id,
+            pad_token_id=self._pad_id,
+            use_cache=True,
+            **arguments,
+        )
+        return output_BT[:, longest:].tolist(), guard.stopped if guard is not None else _never_stopped
 
-        rollouts = []
-        for row, (request, answer) in enumerate(zip(requests, output_BT[:, longest:].tolist(), strict=True)):
-            reason = "stop" if eos_id in answer else "length"  # padding follows an end, so it is cut off too
-            tokens = response_tokens(answer, reason, vocab, request.sample_id)
-            rollout = Rollout(
-                sample_id=request.sample_id,
-                prompt_token_ids=request.prompt_token_ids,
-                response_token_ids=tokens.token_ids,
-                text=vocab.decode(tokens.token_ids),
-                truncated=tokens.truncated,
-                repeat_terminated=tokens.ended and guard is not None and guard.stopped(row, tokens.token_ids),
-                weight_version=self._version,
-            )
-            rollouts.append(rollout)
-        return rollouts
+    def _decode_by_drafts(
+        self,
+        grammar: AnswerGrammar,
+        prompt: Mapping[str, torch.Tensor],
+        seeds: Sequence[int | None],
+        on_ended: Callable[[int], None] | None,
+    ) -> tuple[list[list[int]], Stopped]:
+        options, vocab = self._options, self._vocab
+        answers, guards = [], []
+        for ids_L, seed in zip(prompt["input_ids"], seeds, strict=True):
+            processors, guard = self._processors(prompt, [seed])
+            if options.repetition_penalty != 1.0:
+                processors.insert(0, RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
+            answers.append(DraftedAnswer(grammar.start(), ids_L, vocab.eos_id, options.max_new_tokens, processors))
+            guards.append(guard)
+        decode(self._model, prompt, answers, len(vocab), on_ended)
+
+        def stopped(row: int, response: Sequence[int]) -> bool:
+            guard = guards[row]
+            return guard is not None and guard.stopped(0, response)
+
+        return [answer.tokens for answer in answers], stopped
 
     @property
     def batch_size(self) -> int:

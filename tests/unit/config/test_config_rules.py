@@ -123,7 +123,10 @@ RULES = [
     (stage2(), {REPEAT: {"enabled": True, "max_consecutive_token_repeats": 0, "ngram_size": 0, "ngram_repeats": 0}},
      f"{REPEAT}.enabled", "no threshold is set"),
     # the engine, its servers, its weights
-    (stage2(), {f"{RM}.decoding.skip_forced_tokens": True}, f"{RM}.decoding.skip_forced_tokens", "transformers"),
+    (stage2(), {f"{RM}.decoding.skip_forced_tokens": True, f"{RM}.decode_mode": "beam", f"{RM}.num_beams": 2},
+     f"{RM}.decoding.skip_forced_tokens", "beam search decodes every token"),
+    (stage2(), {f"{RM}.decoding.skip_forced_tokens": True, "fsdp.enabled": True},
+     f"{RM}.decoding.skip_forced_tokens", "as many forward passes on every rank"),
     (vllm(**SERVER), {f"{RM}.decoding.skip_forced_tokens": True, "launch.server": "swift"},
      f"{RM}.decoding.skip_forced_tokens", "launch.server: coordexp"),
     (vllm(), {f"{RM}.decoding.skip_forced_tokens": True, f"{VLLM}.async_scheduling": True},

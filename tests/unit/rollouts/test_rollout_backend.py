@@ -26,7 +26,7 @@ from coordexp.engine.arguments import (
 from coordexp.engine.colocated import ColocatedBackend
 from coordexp.engine.engine_process import has_gpu
 from coordexp.engine.server_backend import check_servers
-from coordexp.errors import ConfigError, RolloutError
+from coordexp.errors import RolloutError
 from coordexp.inference.session import PredictOptions, inference_config
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
@@ -130,7 +130,10 @@ def parts(loaded: LoadedModel) -> LearnerParts:
         ({"decoding": {"temperature": 0.5, "skip_forced_tokens": True}}, True),
         ({"vllm": {"async_scheduling": True}}, False),
         ({"vllm": {"async_scheduling": False}}, True),
-        ({"rollout_backend": "hf"}, False),
+        ({"rollout_backend": "hf"}, True),
+        ({"rollout_backend": "hf", "decoding": {"temperature": 0.5}}, True),
+        ({"rollout_backend": "hf", "decoding": {"skip_forced_tokens": False}}, False),
+        ({"rollout_backend": "hf", "decode_mode": "beam", "num_beams": 2}, False),
     ],
     ids=str,
 )
@@ -139,9 +142,11 @@ def test_forced_tokens_are_skipped_where_that_changes_no_answer(keys: dict[str, 
     assert config.skips_forced_tokens is skips
 
 
-def test_transformers_does_not_skip_silently(loaded: LoadedModel) -> None:
-    with pytest.raises(ConfigError, match="transformers decodes every token"):
-        build_backend(section(decoding={"skip_forced_tokens": True}), parts(loaded))
+@pytest.mark.parametrize("wrapper", ["fsdp", "deepspeed"])
+def test_transformers_decodes_every_token_with_sharded_weights(wrapper: str) -> None:
+    """All ranks need the same number of forward passes."""
+    section = {"enabled": True} | ({"config": {}} if wrapper == "deepspeed" else {})
+    assert not resolved_rollout(parse_config(stage2() | {wrapper: section})).skips_forced_tokens
 
 
 def test_hf_backend_is_built_from_the_section(loaded: LoadedModel) -> None:

@@ -1,0 +1,176 @@
+"""Decoding with transformers' model that skips forced tokens: a forward pass reads a draft of an answer's next tokens.
+
+Each pass reads an answer's last token and a draft of those that follow (:mod:`coordexp.rollouts.answer_state`). The
+next tokens are then chosen one after the other from the pass's logits, as ordinary decoding chooses them, up to and
+including the first that differs from the draft. So answers, samples of a seed included, are those of ordinary decoding
+up to rounding in the logits: the draft decides only how many tokens a pass yields.
+
+The answers of a batch advance by different numbers of tokens, so each has a length of its own in the cache.
+
+B sequences, S tokens of the padded prompt, T positions of a pass, L columns of the cache, H key heads, D dimensions of
+a head, V tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+from coordexp.rollouts.answer_state import AnswerState
+
+MOST_DRAFTED = 32  # tokens of one answer
+# Positions of a pass, of all answers: their logits take 0.3 GB in float32 with Qwen's vocabulary.
+MOST_POSITIONS = 512
+_SPARE = 128  # columns by which the cache grows
+
+
+class DraftedAnswer:
+    """One sequence of a batch: its tokens so far, and the draft that the next pass reads.
+
+    ``processors`` change the scores of the next token, with this sequence alone as their batch; the most likely token
+    is then taken. ``prompt_ids``: (S,), padded, for processors. ``tokens`` includes the end of the turn.
+    """
+
+    def __init__(
+        self,
+        state: AnswerState,
+        prompt_ids: torch.Tensor,
+        eos_id: int,
+        max_new_tokens: int,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        self.tokens: list[int] = []
+        self.draft: tuple[int, ...] = ()
+        self.ended = False
+        self._state = state
+        self._eos_id = eos_id
+        self._max_new_tokens = max_new_tokens
+        self._processors = processors
+        self._prompt_length = len(prompt_ids)
+        self._ids = torch.cat([prompt_ids, prompt_ids.new_empty(max_new_tokens)]) if processors else prompt_ids
+
+    def read(self, logits_TV: torch.Tensor, most_likely: Sequence[int]) -> None:
+        """Choose tokens from a pass over the last token and the draft, until one differs from the draft."""
+        for at, drafted in enumerate((*self.draft, None)):
+            token = self._choose(logits_TV[at]) if self._processors else most_likely[at]
+            if self._processors:
+                self._ids[self._prompt_length + len(self.tokens)] = token
+            self.tokens.append(token)
+            self._state.push(token)
+            self.ended = token == self._eos_id or len(self.tokens) == self._max_new_tokens
+            if self.ended or token != drafted:
+                return
+
+    def propose(self, limit: int) -> None:
+        """Draft the next tokens, at most ``limit``."""
+        # The token after the draft is chosen too.
+        self.draft = self._state.draft(max(0, min(limit, self._max_new_tokens - len(self.tokens) - 1)))
+
+    def _choose(self, logits_V: torch.Tensor) -> int:
+        scores_1V = logits_V.float()[None]
+        ids_1L = self._ids[None, : self._prompt_length + len(self.tokens)]
+        for processor in self._processors:
+            scores_1V = processor(ids_1L, scores_1V)  # pyright: ignore[reportArgumentType]
+        return int(scores_1V.argmax())
+
+
+def decode(
+    model: Any,
+    prompt: Mapping[str, torch.Tensor],
+    answers: Sequence[DraftedAnswer],
+    known: int,
+    on_ended: Callable[[int], None] | None = None,
+) -> None:
+    """Decode ``answers`` to their ends.
+
+    ``prompt``: the model's arguments for a batch of prompts, padded on the left. ``known``: tokens of the tokenizer;
+    rows of the head beyond are never chosen. ``on_ended`` is called with the number of ended answers whenever it grows.
+    """
+    positions_3BS, _ = model.model.get_rope_index(
+        prompt["input_ids"],
+        image_grid_thw=prompt["image_grid_thw"],
+        attention_mask=prompt["attention_mask"],
+        mm_token_type_ids=prompt["mm_token_type_ids"],
+    )
+    outputs = model(**prompt, position_ids=positions_3BS, use_cache=True, logits_to_keep=1)
+    cache = RaggedCache(outputs.past_key_values, prompt["attention_mask"].bool())
+    first_B = positions_3BS.amax((0, 2)) + 1  # position of each answer's first token
+    num_prompt, device = prompt["input_ids"].shape[1], first_B.device
+    running = list(answers)
+    while True:
+        logits_BTV = outputs.logits
+        logits_BTV[..., known:] = -torch.inf
+        for answer, logits_TV, best in zip(running, logits_BTV, logits_BTV.argmax(-1).tolist(), strict=True):
+            answer.read(logits_TV, best)
+        rows = [row for row, answer in enumerate(running) if not answer.ended]
+        if len(rows) < len(running):
+            if on_ended is not None:
+                on_ended(len(answers) - len(rows))
+            if not rows:
+                return
+            running = [running[row] for row in rows]
+            cache.keep(rows)
+            first_B = first_B[rows]
+        for answer in running:
+            answer.propose(min(MOST_DRAFTED, MOST_POSITIONS // len(running) - 1))
+        width = 1 + max(len(answer.draft) for answer in running)
+        # Fill shorter drafts up with any token: nothing sees it, because it is later than all that is read.
+        tokens = [[*answer.tokens[-1:], *answer.draft, *[0] * (width - 1 - len(answer.draft))] for answer in running]
+        done_B1 = torch.tensor([[len(answer.tokens) - 1] for answer in running], device=device)  # in the cache
+        steps_T = torch.arange(width, device=device)
+        outputs = model(
+            input_ids=torch.tensor(tokens, device=device),
+            attention_mask=cache.open([num_prompt + len(answer.tokens) - 1 for answer in running], width),
+            position_ids=(first_B[:, None] + done_B1 + steps_T).expand(3, -1, -1),
+            past_key_values=cache,
+            use_cache=True,
+        )
+
+
+class RaggedCache:
+    """Keys and values of sequences that have different lengths. Columns beyond a sequence's length are overwritten.
+
+    Not a transformers' Cache, which counts one length for all: the model calls nothing but :meth:`update`, because it
+    gets positions and a whole mask.
+    """
+
+    def __init__(self, prompts: Any, visible_BS: torch.Tensor) -> None:
+        """``prompts``: transformers' cache after a pass over padded prompts. ``visible_BS``: False at the padding."""
+        self._layers: list[list[torch.Tensor]] = [
+            [layer.keys, layer.values] for layer in prompts.layers
+        ]  # (B, H, L, D)
+        self._visible_BL = visible_BS
+        self._used = visible_BS.shape[1]
+        self._columns_BT = torch.empty(0, 0, dtype=torch.int64)
+
+    def open(self, lengths: Sequence[int], width: int) -> torch.Tensor:
+        """Prepare for a pass over ``width`` tokens of each sequence, after its first ``lengths`` columns. Returns the
+        mask of the pass: (B, 1, T, L), True at columns that a token sees."""
+        visible_BL, device = self._visible_BL, self._visible_BL.device
+        self._used = max(lengths) + width
+        if (missing := self._used - visible_BL.shape[1]) > 0:
+            grown = visible_BL.new_ones(len(visible_BL), missing + _SPARE)
+            visible_BL = self._visible_BL = torch.cat([visible_BL, grown], dim=1)
+        self._columns_BT = torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device)
+        earlier_BTL = torch.arange(self._used, device=device) <= self._columns_BT[:, :, None]
+        return (visible_BL[:, None, : self._used] & earlier_BTL)[:, None]
+
+    def update(
+        self, key_BHTD: torch.Tensor, value_BHTD: torch.Tensor, layer: int, *_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a layer's new keys and values; all of them up to the longest sequence."""
+        held, rows_B1 = self._layers[layer], torch.arange(len(key_BHTD), device=key_BHTD.device)[:, None]
+        for k, new_BHTD in enumerate((key_BHTD, value_BHTD)):
+            batch, heads, columns, dim = held[k].shape
+            if (missing := self._visible_BL.shape[1] - columns) > 0:
+                held[k] = torch.cat([held[k], held[k].new_zeros(batch, heads, missing, dim)], dim=2)
+            held[k][rows_B1, :, self._columns_BT] = new_BHTD.transpose(1, 2)
+        return held[0][:, :, : self._used], held[1][:, :, : self._used]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all sequences but these."""
+        self._visible_BL = self._visible_BL[rows]
+        self._layers = [[keys[rows], values[rows]] for keys, values in self._layers]
