@@ -28,15 +28,11 @@ from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.allowed_labels import START, AllowedLabels, NextTokens, ScanState, rows_by_state
 from coordexp.rollouts.answer_state import AnswerGrammar
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, response_tokens
-from coordexp.rollouts.hf_drafting import DraftedAnswer, decode
+from coordexp.rollouts.hf_drafting import DraftedAnswer, DraftedDecoding
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 
 # Whether the repeat guard ended the answer of a row of the batch, given without its end token.
 Stopped = Callable[[int, Sequence[int]], bool]
-
-
-def _never_stopped(row: int, response: Sequence[int]) -> bool:
-    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +121,25 @@ class HFBackend:
         self._model.eval()
         try:
             with torch.no_grad():
-                if self._grammar is None:
-                    answers, stopped = self._decode(prompt, seeds, on_ended)
-                else:
-                    answers, stopped = self._decode_by_drafts(self._grammar, prompt, seeds, on_ended)
+                arguments, stopped = self._arguments(prompt, seeds, on_ended)
+                output_BT = self._model.generate(
+                    **prompt,
+                    **arguments,
+                    max_new_tokens=self._options.max_new_tokens,
+                    do_sample=False,  # a processor samples
+                    num_beams=self._options.num_beams,
+                    num_return_sequences=1,
+                    eos_token_id=vocab.eos_id,
+                    pad_token_id=self._pad_id,
+                    use_cache=True,
+                )
         finally:
             self._model.generation_config = of_checkpoint
             for module, training in was_training.items():
                 module.training = training
 
         rollouts = []
+        answers = output_BT[:, prompt["input_ids"].shape[1] :].tolist()
         for row, (request, answer) in enumerate(zip(requests, answers, strict=True)):
             reason = "stop" if vocab.eos_id in answer else "length"  # padding follows an end, so it is cut off too
             tokens = response_tokens(answer, reason, vocab, request.sample_id)
@@ -186,56 +191,50 @@ class HFBackend:
             processors.append(guard)
         return [*processors, *sampling_processors(options, seeds, device)], guard
 
-    def _decode(
+    def _arguments(
         self,
         prompt: Mapping[str, torch.Tensor],
         seeds: Sequence[int | None],
         on_ended: Callable[[int], None] | None,
-    ) -> tuple[list[list[int]], Stopped]:
-        options, eos_id, longest = self._options, self._vocab.eos_id, prompt["input_ids"].shape[1]
+    ) -> tuple[dict[str, Any], Stopped]:
+        # How ``generate`` chooses tokens: by drafts, or by processors.
+        options, vocab, penalty = self._options, self._vocab, self._options.repetition_penalty
+        if self._grammar is not None:
+            return self._drafts(self._grammar, prompt, seeds, on_ended)
         processors, guard = self._processors(prompt, seeds)
         if on_ended is not None and options.num_beams == 1:
-            processors.append(FinishedCallback(eos_id, longest, on_ended))
-        arguments: dict[str, Any] = {"logits_processor": processors} if processors else {}
+            processors.append(FinishedCallback(vocab.eos_id, prompt["input_ids"].shape[1], on_ended))
+        arguments: dict[str, Any] = {"repetition_penalty": penalty}
+        if processors:
+            arguments["logits_processor"] = processors
         # Checkpoints may have more embedding rows than the tokenizer has tokens; their ids decode to nothing.
-        if unknown := range(len(self._vocab), self._model.config.text_config.vocab_size):
+        if unknown := range(len(vocab), self._model.config.text_config.vocab_size):
             arguments["suppress_tokens"] = list(unknown)
-        output_BT = self._model.generate(
-            **prompt,
-            max_new_tokens=options.max_new_tokens,
-            do_sample=False,  # a processor samples
-            num_beams=options.num_beams,
-            num_return_sequences=1,
-            repetition_penalty=options.repetition_penalty,
-            eos_token_id=eos_id,
-            pad_token_id=self._pad_id,
-            use_cache=True,
-            **arguments,
-        )
-        return output_BT[:, longest:].tolist(), guard.stopped if guard is not None else _never_stopped
+        return arguments, lambda row, response: guard is not None and guard.stopped(row, response)
 
-    def _decode_by_drafts(
+    def _drafts(
         self,
         grammar: AnswerGrammar,
         prompt: Mapping[str, torch.Tensor],
         seeds: Sequence[int | None],
         on_ended: Callable[[int], None] | None,
-    ) -> tuple[list[list[int]], Stopped]:
+    ) -> tuple[dict[str, Any], Stopped]:
+        # The processors of each row see that row alone, as often as it gets a token.
         options, vocab = self._options, self._vocab
-        answers, guards = [], []
+        answers: list[DraftedAnswer] = []
+        guards: list[RepetitionStopProcessor | None] = []
         for ids_L, seed in zip(prompt["input_ids"], seeds, strict=True):
             processors, guard = self._processors(prompt, [seed])
             if options.repetition_penalty != 1.0:
                 processors.insert(0, RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
             answers.append(DraftedAnswer(grammar.start(), ids_L, vocab.eos_id, options.max_new_tokens, processors))
             guards.append(guard)
-        decode(self._model, prompt, answers, len(vocab), on_ended)
 
         def stopped(row: int, response: Sequence[int]) -> bool:
             guard = guards[row]
             return guard is not None and guard.stopped(0, response)
 
-        return [answer.tokens for answer in answers], stopped
+        return {"custom_generate": DraftedDecoding(answers, len(vocab), self._pad_id, on_ended)}, stopped
 
     @property
     def batch_size(self) -> int:

@@ -13,7 +13,7 @@ a head, V tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,57 +77,72 @@ class DraftedAnswer:
         return int(scores_1V.argmax())
 
 
-def decode(
-    model: Any,
-    prompt: Mapping[str, torch.Tensor],
-    answers: Sequence[DraftedAnswer],
-    known: int,
-    on_ended: Callable[[int], None] | None = None,
-) -> None:
-    """Decode ``answers`` to their ends.
+class DraftedDecoding:
+    """``custom_generate`` of transformers' ``generate``: decodes ``answers``, one per row of the batch, to their ends.
 
-    ``prompt``: the model's arguments for a batch of prompts, padded on the left. ``known``: tokens of the tokenizer;
-    rows of the head beyond are never chosen. ``on_ended`` is called with the number of ended answers whenever it grows.
+    ``generate`` prepares the prompt's pass; of its processors and stopping criteria none is used. ``known``: number of
+    the tokenizer's tokens; rows of the head beyond are never chosen. ``on_ended`` is called with the number of ended
+    answers whenever it grows.
     """
-    positions_3BS, _ = model.model.get_rope_index(
-        prompt["input_ids"],
-        image_grid_thw=prompt["image_grid_thw"],
-        attention_mask=prompt["attention_mask"],
-        mm_token_type_ids=prompt["mm_token_type_ids"],
-    )
-    outputs = model(**prompt, position_ids=positions_3BS, use_cache=True, logits_to_keep=1)
-    cache = RaggedCache(outputs.past_key_values, prompt["attention_mask"].bool())
-    first_B = positions_3BS.amax((0, 2)) + 1  # position of each answer's first token
-    num_prompt, device = prompt["input_ids"].shape[1], first_B.device
-    running = list(answers)
-    while True:
-        logits_BTV = outputs.logits
-        logits_BTV[..., known:] = -torch.inf
-        for answer, logits_TV, best in zip(running, logits_BTV, logits_BTV.argmax(-1).tolist(), strict=True):
-            answer.read(logits_TV, best)
-        rows = [row for row, answer in enumerate(running) if not answer.ended]
-        if len(rows) < len(running):
-            if on_ended is not None:
-                on_ended(len(answers) - len(rows))
-            if not rows:
-                return
-            running = [running[row] for row in rows]
-            cache.keep(rows)
-            first_B = first_B[rows]
-        for answer in running:
-            answer.propose(min(MOST_DRAFTED, MOST_POSITIONS // len(running) - 1))
-        width = 1 + max(len(answer.draft) for answer in running)
-        # Fill shorter drafts up with any token: nothing sees it, because it is later than all that is read.
-        tokens = [[*answer.tokens[-1:], *answer.draft, *[0] * (width - 1 - len(answer.draft))] for answer in running]
-        done_B1 = torch.tensor([[len(answer.tokens) - 1] for answer in running], device=device)  # in the cache
-        steps_T = torch.arange(width, device=device)
-        outputs = model(
-            input_ids=torch.tensor(tokens, device=device),
-            attention_mask=cache.open([num_prompt + len(answer.tokens) - 1 for answer in running], width),
-            position_ids=(first_B[:, None] + done_B1 + steps_T).expand(3, -1, -1),
-            past_key_values=cache,
-            use_cache=True,
-        )
+
+    def __init__(
+        self, answers: Sequence[DraftedAnswer], known: int, pad_id: int, on_ended: Callable[[int], None] | None = None
+    ) -> None:
+        self._answers = answers
+        self._known = known
+        self._pad_id = pad_id
+        self._on_ended = on_ended
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **prepared: Any,
+    ) -> torch.Tensor:
+        """``prepared``: further arguments of the model. Returns prompts and answers, padded: (B, L)."""
+        outputs = model(input_ids=input_ids, **prepared)
+        mask_BS = prepared["attention_mask"]  # None without padding
+        visible_BS = torch.ones_like(input_ids, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
+        self._decode(model, outputs, visible_BS, prepared["position_ids"][1:])
+        longest = max(len(answer.tokens) for answer in self._answers)
+        rows = [[*one.tokens, *[self._pad_id] * (longest - len(one.tokens))] for one in self._answers]
+        return torch.cat([input_ids, torch.tensor(rows, device=input_ids.device)], dim=1)
+
+    def _decode(self, model: Any, outputs: Any, visible_BS: torch.Tensor, positions_3BS: torch.Tensor) -> None:
+        cache = RaggedCache(outputs.past_key_values, visible_BS)
+        first_B = positions_3BS.amax((0, 2)) + 1  # position of each answer's first token
+        num_prompt, device, running = visible_BS.shape[1], visible_BS.device, list(self._answers)
+        while True:
+            logits_BTV = outputs.logits
+            logits_BTV[..., self._known :] = -torch.inf
+            for answer, logits_TV, best in zip(running, logits_BTV, logits_BTV.argmax(-1).tolist(), strict=True):
+                answer.read(logits_TV, best)
+            rows = [row for row, answer in enumerate(running) if not answer.ended]
+            if len(rows) < len(running):
+                if self._on_ended is not None:
+                    self._on_ended(len(self._answers) - len(rows))
+                if not rows:
+                    return
+                running = [running[row] for row in rows]
+                cache.keep(rows)
+                first_B = first_B[rows]
+            for answer in running:
+                answer.propose(min(MOST_DRAFTED, MOST_POSITIONS // len(running) - 1))
+            width = 1 + max(len(answer.draft) for answer in running)
+            # Fill shorter drafts up with any token: nothing sees it, because it is later than all that is read.
+            tokens = [[one.tokens[-1], *one.draft, *[0] * (width - 1 - len(one.draft))] for one in running]
+            done = [len(answer.tokens) - 1 for answer in running]  # tokens of each answer in the cache
+            steps_BT = torch.tensor(done, device=device)[:, None] + torch.arange(width, device=device)
+            outputs = model(
+                input_ids=torch.tensor(tokens, device=device),
+                attention_mask=cache.open([num_prompt + one for one in done], width),
+                position_ids=(first_B[:, None] + steps_BT).expand(3, -1, -1),
+                past_key_values=cache,
+                use_cache=True,
+            )
 
 
 class RaggedCache:
