@@ -133,7 +133,7 @@ def test_weights_changed_in_transit_are_detected(
     receiver.in_place = InPlaceTargets(receiver.layout, enabled=True)
     backend.pusher.compared = False
     with (
-        pytest.raises(RolloutError, match=r"checksum .* its answers would not be the learner's"),
+        pytest.raises(RolloutError, match=r"checksum .* its answers would not be the trainer's"),
         rollout_session(backend, 3),
     ):
         pass

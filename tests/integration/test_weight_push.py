@@ -231,7 +231,7 @@ def test_a_refused_request_names_its_reason(
 def test_only_the_configured_group_can_be_opened(server: RunningServer, client: ServerClient) -> None:
     with pytest.raises(ServerRefused, match=r"400.*group_port"):
         client_to(server.base_url, server.group_port + 1).init_communicator(2, 0, 5.0)
-    with pytest.raises(ServerRefused, match=r"400.*1 workers and a learner, not 5"):
+    with pytest.raises(ServerRefused, match=r"400.*1 workers and a trainer, not 5"):
         client.init_communicator(5, 0, 5.0)
     with pytest.raises(ServerRefused, match=r"409.*no push is under way"):
         client.commit_weights(WeightVersion(9), False, 5.0)

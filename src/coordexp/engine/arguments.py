@@ -22,13 +22,13 @@ NAMES_PROCESSOR = "coordexp.engine.logits_processors:AllowedLabelsProcessor"
 GUARD_PROCESSOR = "coordexp.engine.logits_processors:RepeatTerminateProcessor"
 
 DRAFTER = "coordexp.engine.drafting.AnswerDrafter"
-_DRAFTED = 32  # tokens at most: from the last coordinate of a box to the first of the next one, with a short name
+_DRAFTED = 32  # most tokens of a draft: from the last coordinate of a box to the first of the next, with a short name
 
-# Keys of a request's SamplingParams.extra_args: its closed list of class names, and its id.
+# Keys of a request's SamplingParams.extra_args: its allowed labels, and its id.
 NAMES_KEY = "coordexp_names"
 REQUEST_KEY = "coordexp_request_id"
 
-NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift rollout accept such lists
+NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift rollout accept allowed labels
 NAMES_STATUS = "closed_names"  # key of a worker's status: whether it applies them
 
 # The whole section rollout_matching.repeat_terminate as JSON, in one variable or in a file that a variable names.
@@ -45,8 +45,8 @@ TOKENS_PER_STEP_ON_GPU = 16_384
 
 
 class JoinRequest(BaseModel):
-    """Asks a server (either kind) to join a weight group. ``token``: required from every member that connects; the last
-    two fields are not ms-swift's. ``coordexp serve`` uses its own host and ranks."""
+    """Asks a server (either kind) to join a weight group. ``token``: every member that connects must send it. Requests
+    of ms-swift lack the last two fields. ``coordexp serve`` ignores ``host`` and ``first_rank``."""
 
     host: str = ""
     port: int = Field(ge=1, le=65535)
@@ -85,12 +85,12 @@ def own_arguments(model: Path, guarded: bool, holds_names: bool = False, drafts:
         "generation_config": "vllm",  # the YAML decides, not the checkpoint's generation_config.json
         "seed": 0,
         "disable_log_stats": True,
-        # This cache of processed images is emptied by every push, and restricts processing to one thread.
+        # Disabled, because every push empties this cache of processed images, and it limits processing to one thread.
         "mm_processor_cache_gb": 0,
     }
     if not drafts:
         return with_processors(arguments, guarded, holds_names)
-    # vLLM takes no logits processors together with drafts; the drafter's module applies ours.
+    # vLLM refuses logits processors together with drafts; the drafter's module applies ours.
     speculative = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": _DRAFTED}
     return {
         **arguments,
@@ -110,11 +110,11 @@ def with_processors(arguments: Mapping[str, Any], guarded: bool, holds_names: bo
 
 
 def with_image_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """An engine's arguments with the side in pixels of the largest square image that a prompt can hold: one of
-    ``max_model_len`` tokens, resized as the checkpoint says its training images were.
+    """An engine's arguments with the size of the image that vLLM profiles its memory with: the largest square that fits
+    into ``max_model_len`` tokens and into the resize rule of the checkpoint's training images.
 
-    By default vLLM profiles its memory with an image of the processor's largest size, 4096 x 4096 for Qwen3-VL. That
-    takes over an hour on a CPU, and reserves memory on a GPU that no image uses. Larger images still work.
+    By default vLLM takes the processor's largest size, 4096 x 4096 for Qwen3-VL. Profiling with it takes over an hour
+    on a CPU, and reserves memory on a GPU that no image uses. Larger images still work.
     """
     from coordexp.data.preparation import read_preparation
 
@@ -186,7 +186,7 @@ def check_guard(workers: Sequence[Mapping[str, Any]], wanted: RepeatTerminateCon
     disabled: not at all)."""
     expected = wanted.model_dump() if wanted is not None and wanted.enabled else None
     if not workers:
-        raise RolloutError("the server's status names no worker, so it is unknown whether repeat_terminate is active")
+        raise RolloutError("the server's status lists no workers, so it is unknown whether repeat_terminate is active")
     for number, status in enumerate(workers):
         guard = status.get("repeat_terminate") or {"active": False, "config": None}
         if guard["active"] != (expected is not None) or guard["config"] != expected:

@@ -47,11 +47,11 @@ def api_key_from_environment(variable: str | None) -> str | None:
     if not token:
         raise ConfigError(
             f"rollout_matching.vllm.server.api_key_env: the environment variable {variable} is not set; export it for "
-            "the learner and the servers, or remove the key"
+            "the trainer and the servers, or remove the key"
         )
     if not (token.isascii() and token.isprintable()):
         raise ConfigError(
-            f"the token in {variable} holds characters that no HTTP header can carry; use printable ASCII"
+            f"the token in {variable} contains characters that an HTTP header cannot; use printable ASCII"
         )
     return token
 
@@ -128,7 +128,7 @@ class ServerClient:
             size = reply.get("world_size") if isinstance(reply, Mapping) else None
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ServerRefused(
-                    f"GET {self.base_url}{endpoint}: {str(reply)[:EXCERPT]!r} holds no positive world_size; is this a "
+                    f"GET {self.base_url}{endpoint}: {str(reply)[:EXCERPT]!r} has no positive world_size; is this a "
                     "rollout server?"
                 )
             self._world_size = size
@@ -148,23 +148,23 @@ class ServerClient:
 
     def infer(self, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Answers to ``payload["infer_requests"]``, one object each, in their order."""
-        asked = len(payload["infer_requests"])
+        num_requests = len(payload["infer_requests"])
         config = payload.get("request_config")
         tokens = config.get("max_tokens") if isinstance(config, Mapping) else None
-        of_answer = _BYTES_OF_PROMPT + _BYTES_OF_TOKEN * (tokens if isinstance(tokens, int) else 1 << 14)
+        answer_bytes = _BYTES_OF_PROMPT + _BYTES_OF_TOKEN * (tokens if isinstance(tokens, int) else 1 << 14)
         reply = self._call(
             "POST",
             "/infer/",
             payload,
             timeout_s=self._infer_timeout_s,
             no_deadline=True,
-            max_bytes=MAX_ANSWER_BYTES + asked * of_answer,
+            max_bytes=MAX_ANSWER_BYTES + num_requests * answer_bytes,
         )
         where = f"POST {self.base_url}/infer/"
         if not isinstance(reply, list):
-            raise ServerRefused(f"{where}: a list of answers was due, not {str(reply)[:EXCERPT]!r}")
-        if len(reply) != asked:
-            raise ServerRefused(f"{where}: {len(reply)} answers to {asked} requests; look into the server's log")
+            raise ServerRefused(f"{where}: expected a list of answers, got {str(reply)[:EXCERPT]!r}")
+        if len(reply) != num_requests:
+            raise ServerRefused(f"{where}: {len(reply)} answers to {num_requests} requests; see the server's log")
         for index, item in enumerate(reply):
             if not isinstance(item, dict):
                 raise ServerRefused(f"{where}: answer {index} is {str(item)[:EXCERPT]!r}, not an object")
@@ -193,7 +193,7 @@ class ServerClient:
     def update_flattened_params(
         self, metadatas: Sequence[Mapping[str, Any]], timeout_s: float, peft_config: Mapping[str, Any] | None = None
     ) -> None:
-        """Announce a bucket of weights, or an adapter with its ``peft_config``; bytes follow in the weight group."""
+        """Announce a bucket of weights, or an adapter with its ``peft_config``; the weight group carries the bytes."""
         endpoint, payload = "/update_flattened_params/", {"metadatas": metadatas}
         if peft_config is not None:
             endpoint, payload = "/update_adapter_flattened_param/", {**payload, "peft_config": peft_config}
@@ -262,7 +262,8 @@ class ServerClient:
             raise ServerUnreachable(f"{where}: not a URL ({error}); check base_url") from error
         except httpx.HTTPError as error:
             raise ServerUnreachable(
-                f"{where}: the connection broke ({type(error).__name__}: {error}); it may have died, see its log"
+                f"{where}: the connection broke ({type(error).__name__}: {error}); the server may have died: see its "
+                "log"
             ) from error
         try:
             content = json.loads(body)
@@ -291,21 +292,21 @@ def _excerpt(body: bytes | bytearray) -> str:
     return repr(body[: 4 * EXCERPT].decode("utf-8", errors="replace")[:EXCERPT])
 
 
-# httpx's timeouts apply to each chunk, so a server that sends a byte now and then would never time out. Therefore
-# connections check the deadline of the current call.
+# httpx's timeouts apply to each chunk, so a server that sends a byte now and then would never time out. So connections
+# limit each read and write to what is left until the current call's deadline.
 
 _SEND_BYTES = 1 << 16
-_of_thread = threading.local()
+_this_thread = threading.local()  # ``end``: deadline of the call that this thread is in, None for none
 
 
 @contextmanager
 def deadline(seconds: float | None) -> Iterator[None]:
     """Limit all reads and writes of this thread's connections to ``seconds`` in total; None for no limit."""
-    _of_thread.end = None if seconds is None else time.monotonic() + seconds
+    _this_thread.end = None if seconds is None else time.monotonic() + seconds
     try:
         yield
     finally:
-        _of_thread.end = None
+        _this_thread.end = None
 
 
 class DeadlineTransport(httpx.HTTPTransport):
@@ -345,7 +346,7 @@ class _Stream:
 
 
 def _left(timeout: float | None, error: type[Exception]) -> float | None:
-    end = getattr(_of_thread, "end", None)
+    end = getattr(_this_thread, "end", None)
     if end is None:
         return timeout
     left = end - time.monotonic()

@@ -2,8 +2,8 @@
 
 The engine starts at the first :meth:`~ColocatedBackend.sync_weights`, inside the offload context. Before every round it
 gets its weights from the trainer's memory: all weights, or only the adapter if vLLM supports it. With
-``tensor_parallel_size`` T > 1, T neighbouring ranks share one model. Each submits the requests of all T, and keeps the
-answers to its own.
+``tensor_parallel_size`` T > 1, T neighbouring ranks share one model: each submits the requests of all T, in the same
+order, and keeps the answers to its own.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ ENGINE_AT_FAULT = (
     "that this one was tested with"
 )
 AHEAD = 16  # requests that may wait with their processed images: megabytes each, in main memory
-PREPARE_S = 600.0  # far more than any image needs; exceeded if the file system hangs
+PREPARE_S = 600.0  # far more than an image needs, so only a hanging file system exceeds it
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One request to the engine, of any rank of the tensor-parallel group; JSON-serialisable. ``image_grid_thw``: as
-    the trainer computed it, None if unknown. ``greedy``: whatever the temperature."""
+    the trainer computed it, None if unknown. ``greedy``: ignore the configured temperature."""
 
     request_id: str
     seed: int
     sample_id: str
     image: str
     image_grid_thw: Sequence[int] | None
-    token_ids: Sequence[int]  # one placeholder per image: vLLM expands it, and the result is compared afterwards
+    token_ids: Sequence[int]  # one placeholder per image: vLLM expands it; the trainer compares the expanded ids later
     greedy: bool = False
 
     @property
@@ -92,7 +92,7 @@ class InProcessEngine:
 
     def __init__(self, arguments: Mapping[str, Any], max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
-        self._found_group = dist.is_initialized()
+        self._trainer_has_group = dist.is_initialized()
         self.vllm: Any = None
         environment = {
             "VLLM_LOGGING_LEVEL": "WARNING",
@@ -100,7 +100,7 @@ class InProcessEngine:
             PLUGINS: needed_plugins(),
             **os.environ,  # variables that are set already are kept
         }
-        # A second process per engine would not share the trainer's memory.
+        # A separate engine process could not read the trainer's memory.
         environment = engine_environment(environment, gpu=has_gpu()) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         with settings_kept(), environment_kept(environment), _named("the engine could not be started"):
             self.vllm = _start(arguments)
@@ -194,7 +194,7 @@ class InProcessEngine:
         engine, self.vllm = self.vllm, None
         if engine is None:
             return
-        with settings_kept(), environment_kept(), default_group_kept(self._found_group):
+        with settings_kept(), environment_kept(), default_group_kept(self._trainer_has_group):
             engine.engine_core.shutdown()
 
     def _render(self, prompt: Prompt, open_image: Callable[[Path], Any]) -> Any:
@@ -209,7 +209,7 @@ class InProcessEngine:
         with _named(prompt.name):
             (rendered,) = self.vllm.renderer.render_cmpl([parse_model_prompt(self.vllm.model_config, content)])
         (image,) = rendered["mm_kwargs"]["image"]
-        # A different number of tokens would show in the prompt's ids; a different grid of as many tokens would not.
+        # Another number of image tokens is found later, in the prompt's ids; another grid of as many tokens only here.
         if prompt.image_grid_thw is not None:
             ours, seen = list(prompt.image_grid_thw), image["image_grid_thw"].data.flatten().tolist()
             if ours != seen and math.prod(ours) == math.prod(seen):
@@ -229,7 +229,7 @@ def _start(arguments: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    # vLLM's errors (bad input, too little memory, a broken engine) become RolloutErrors.
+    # Turn vLLM's errors (bad input, too little memory, a broken engine) into RolloutErrors that name ``what``.
     from vllm.exceptions import VLLMError
 
     try:
@@ -248,7 +248,7 @@ class ColocatedPusher(WeightPusher):
         return self.engine.ask_worker(lambda worker: worker.model_runner.model_config.dtype)
 
     def _send(self, tensors: Named, peft_config: Mapping[str, Any] | None = None) -> None:
-        if peft_config is not None:  # raises vLLM's own errors, after which full weights are pushed
+        if peft_config is not None:  # without _named: the caller handles vLLM's own errors, by pushing full weights
             self.engine.ask_worker(lambda worker: worker.take_adapter(dict(peft_config), tensors))
             return
         with _named("the push of weights failed"):
@@ -269,7 +269,7 @@ class ColocatedBackend(RolloutBackend):
     def __init__(
         self, config: RolloutMatchingConfig, learner: LearnerParts, options: DecodingOptions, names: Sequence[str] = ()
     ) -> None:
-        """``options``: those of ``config``. ``names``: the closed list of descriptions; empty for any."""
+        """``options``: those of ``config``. ``names``: the allowed labels, empty for any."""
         self._config = vllm = config.vllm
         self._repeat_terminate = config.repeat_terminate
         self._options = options
@@ -286,15 +286,15 @@ class ColocatedBackend(RolloutBackend):
             "max_num_seqs": self._cap,
             # torchrun starts the ranks and assigns their devices.
             "distributed_executor_backend": "external_launcher" if distributed.world_size() > 1 else "uni",
-            "enable_sleep_mode": vllm.sleep_level > 0 and has_gpu(),  # nothing to gain on a CPU
-            # Weights are replaced before the first answer, but 'dummy' would randomise buffers too, which none covers.
+            "enable_sleep_mode": vllm.sleep_level > 0 and has_gpu(),  # on a CPU it would save nothing
+            # The first push replaces all weights, but not buffers, which load_format 'dummy' would randomise too.
             "load_format": "auto",
             "skip_mm_profiling": False,
         }
         self.pusher = ColocatedPusher(learner.weights, vllm.sync)
         self.engine: Any = None
         self._num_fallbacks = 0  # since the metrics were last taken
-        self._borrowed = ExitStack()
+        self._offloaded = ExitStack()  # open while the trainer's state is off the device
         self._version = 0
         self._seeds: dict[str, list[int]] = {}
 
@@ -328,6 +328,7 @@ class ColocatedBackend(RolloutBackend):
         prompts = []
         for request_id, (r, i, request) in requests.items():
             grid = request.model_inputs.get("image_grid_thw")
+            # Collapse each image's run of placeholders to one.
             ids = [
                 token
                 for token, run in groupby(request.prompt_token_ids)
@@ -375,7 +376,7 @@ class ColocatedBackend(RolloutBackend):
 
     def sync_weights(self, version: int) -> None:
         try:
-            self._borrowed.enter_context(self._learner.offload())
+            self._offloaded.enter_context(self._learner.offload())
             with distributed.raise_on_all_ranks("starting the colocated engine"):
                 if self.engine is None:
                     self.engine = self.pusher.engine = self.start_engine()
@@ -395,7 +396,7 @@ class ColocatedBackend(RolloutBackend):
             if self.engine is not None:
                 self.engine.sleep(self._config.sleep_level)
         finally:
-            self._borrowed.close()
+            self._offloaded.close()
 
     def last_report(self) -> Mapping[str, Any]:
         return {
@@ -417,7 +418,7 @@ class ColocatedBackend(RolloutBackend):
         return {"rollout/repeat_terminate_active": float(self._repeat_terminate.enabled), **fallbacks}
 
     def close(self) -> None:
-        self._borrowed.close()
+        self._offloaded.close()
         engine, self.engine = self.engine, None
         if engine is not None:
             engine.close()

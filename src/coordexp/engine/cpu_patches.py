@@ -61,9 +61,9 @@ class _SleepingCondition(shm_broadcast.SpinCondition):
             super().wait(IDLE_MS if timeout_ms is None else min(IDLE_MS, timeout_ms))
 
 
-# On CPUs vLLM starts a process for the worker even of an engine with one worker, to bind its threads to cores. We do
-# not bind them. The process would cost another import of vLLM per start and two passes through a queue per decoding
-# step, so the worker runs in the engine's core process, as it does with a GPU.
+# On CPUs vLLM starts a worker process even if an engine has one worker, to bind its threads to cores. We do not bind
+# them. The process would cost another import of vLLM per start and two passes through a queue per decoding step, so
+# the worker runs in the engine's core process, as it does with a GPU.
 
 
 class CoreExecutor(UniProcExecutor): ...
@@ -73,7 +73,7 @@ class WorkersExecutor(MultiprocExecutor):
     """vLLM's own; importing it from this module patches the core process."""
 
 
-# Workers of a tensor-parallel CPU engine add their results in memory that all of them map, under a name in /dev/shm.
+# Workers of a tensor-parallel CPU engine sum their results in shared memory, under a name in /dev/shm.
 # Under torchrun that name is the same for every run (-tp:0-[0-1]-cpushm_0), and vLLM refuses one that exists
 # (errno 17): a killed run would stop every later start. So our name contains the process that started the workers, and
 # is removed when all of them have mapped the memory, which stays until they end.
@@ -109,9 +109,9 @@ def _expand_batch_to_tokens(
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
-# A request whose cache lacks only its last token is padded with drafts of id -1, which must be rejected. The kernel for
-# CPUs compares their random number with the probability in front of the position's own, so give them a number that none
-# reaches.
+# If a request's cache lacks only its last token, vLLM pads its draft with ids of -1, which must be rejected. The kernel
+# for CPUs takes -1 as an index, and compares a random number with the probability that it finds there. An infinite
+# random number makes it reject the draft.
 _random_sample = rejection_sampler._rejection_random_sample
 
 

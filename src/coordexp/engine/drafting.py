@@ -27,8 +27,8 @@ from coordexp.rollouts.answer_state import AnswerGrammar, AnswerState
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Logits of so many positions take 0.8 GB with Qwen's vocabulary, for which vLLM reserves no memory. Above a few hundred
-# tokens a step, further ones are no longer free on a GPU.
+# Tokens of all drafts of a step. Their logits take 0.8 GB with Qwen's vocabulary, and vLLM reserves no memory for them.
+# Above a few hundred tokens per step, a GPU also needs time for each further one.
 MOST_DRAFTED = 512
 TURN_START = "<|im_start|>"
 _HEADER = "assistant\n"
@@ -45,10 +45,10 @@ class AnswerDrafter:
         self._max_len = vllm_config.model_config.max_model_len
         self._turn_start = tokenizer.convert_tokens_to_ids(TURN_START)
         self._header = np.array(vocab.encode(_HEADER))
-        self._rows: dict[int, _Followed] = {}
+        self._rows: dict[int, _TrackedAnswer] = {}
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """Nothing to load; vLLM calls it."""
+        """Required by vLLM; there is nothing to load."""
 
     def propose(
         self,
@@ -57,8 +57,8 @@ class AnswerDrafter:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts of all rows of the batch, ``MOST_DRAFTED`` tokens in all; empty for a row that has not sampled yet
-        because its prompt is still being read."""
+        """Drafts of all rows of the batch, at most ``MOST_DRAFTED`` tokens in total. A row that has not sampled a token
+        yet, because its prompt is being processed, gets an empty draft."""
         drafts: list[list[int]] = []
         for row, sampled in enumerate(sampled_token_ids):
             length = int(num_tokens_no_spec[row])
@@ -75,19 +75,19 @@ class AnswerDrafter:
     def _state(self, row: int, ids: np.ndarray) -> AnswerState | None:
         # Requests may move to other rows, so compare this row's answer with the one that its state has read. Equal
         # answers have equal states, so it does not matter whose state it was.
-        followed = self._rows.get(row)
-        if followed is None or not followed.is_prefix_of(ids):
+        tracked = self._rows.get(row)
+        if tracked is None or not tracked.is_prefix_of(ids):
             starts = np.flatnonzero(ids == self._turn_start)
             begin = int(starts[-1]) + 1 + len(self._header) if len(starts) else -1
             if begin < 0 or not np.array_equal(ids[begin - len(self._header) : begin], self._header):
                 return None
-            followed = self._rows[row] = _Followed(begin, self._grammar.start())
-        followed.read(ids)
-        return followed.state
+            tracked = self._rows[row] = _TrackedAnswer(begin, self._grammar.start())
+        tracked.read(ids)
+        return tracked.state
 
 
-class _Followed:
-    """The answer of one row, and how much of it its state has read."""
+class _TrackedAnswer:
+    """The answer of one row as far as it was read, with the state after that."""
 
     def __init__(self, begin: int, state: AnswerState) -> None:
         self._begin = begin
@@ -144,14 +144,14 @@ class DraftedMasks:
         output = sample(logits, metadata)
         for index, position, trigger, guard in ends:
             assert self.guard is not None
-            # The model may have rejected earlier tokens of the draft, or ended the answer before.
+            # Report the trigger only if the draft was accepted up to here and the answer had not ended before.
             taken = output.sampled_token_ids[index, : position + 1].tolist()
             if len(taken) == position + 1 and taken[-1] == self.guard.eos_id and self.guard.eos_id not in taken[:-1]:
                 self.guard.keep_trigger(guard, trigger)
         return output
 
     def _row(self, name: str, request: Any) -> _MaskedRow:
-        # vLLM may give a request another list of tokens, as when it resumes a preempted one: rows begin again then.
+        # vLLM may replace a request's list of tokens, as when it resumes a preempted one; its rows then start over.
         row, answer = self._rows.get(name), request.output_token_ids
         if row is not None and row.answer is answer:
             return row
@@ -160,7 +160,7 @@ class DraftedMasks:
         return _MaskedRow(answer, self.names.new_row(params, None, answer), guard)
 
     def _end_of(self, row: Any, draft: Sequence[int]) -> tuple[int, Any] | None:
-        # The first position at which the guard ends the answer, if the draft up to it is taken.
+        # The first position at which the guard ends the answer, if the draft up to there is accepted; its trigger.
         assert self.guard is not None
         if not self.guard.read(row):
             return None

@@ -1,5 +1,5 @@
-"""Processes of vLLM engines: their environment and end, settings that an engine in this process must not change, and
-the heartbeat of ``swift rollout``'s workers."""
+"""Processes of vLLM engines: their environment, how they end with their owner, the trainer's settings that an engine in
+its process must not change, and the heartbeat of ``swift rollout``'s workers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def die_with_parent() -> None:
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() == 1:  # it ended before the request
+    if os.getppid() == 1:  # the parent ended before prctl was called
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -123,7 +123,7 @@ def die_with_owner() -> None:
     def watch() -> None:
         select.select([handle], [], [])  # a pidfd turns readable when its process ends
         for process in relatives:
-            with suppress(psutil.NoSuchProcess):  # psutil kills no other process that has got the number since
+            with suppress(psutil.NoSuchProcess):  # psutil does not kill another process that reuses the pid
                 process.kill()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -145,8 +145,7 @@ def skip_main_reimport() -> None:
 
 @contextmanager
 def environment_kept(needed: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Inside, the environment holds ``needed`` too; afterwards it is restored. (vLLM keeps the variables that it has
-    read during its start.)"""
+    """Add ``needed`` to the environment, and restore it afterwards. (vLLM reads its variables once, at its start.)"""
     before = dict(os.environ)
     os.environ.update(needed or {})
     try:
@@ -159,6 +158,7 @@ def environment_kept(needed: Mapping[str, str] | None = None) -> Iterator[None]:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
+    """Restore afterwards: torch's threads, precision and dtype, all random states, the CUDA device and its stream."""
     import torch
 
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
@@ -208,7 +208,7 @@ def default_group_kept(is_trainers: bool) -> Iterator[None]:
 # step of its engine, and the HTTP process reads it. (Here, because importing ms-swift patches transformers' trainers.)
 
 HEARTBEAT_PATH = "COORDEXP_SWIFT_HEARTBEAT"  # the page's file, for the workers
-# End of the last step, by the clock that all processes share; number of steps.
+# time.monotonic() at the end of the last step, a clock that all processes of a machine share; number of steps.
 _ENTRY = np.dtype([("stepped_at", "<f8"), ("num_steps", "<u8")])
 
 
@@ -261,7 +261,7 @@ def with_heartbeat(step: Callable[..., Any], worker: int) -> Callable[..., Any]:
 
 class SerializeRequests:
     """ASGI middleware: one request at a time, as ms-swift's pipes to its workers require, except ``/health/``.
-    (ms-swift itself blocks its event loop while it waits for a worker, and the probe with it.)"""
+    (ms-swift itself blocks its event loop while it waits for a worker, so health checks would wait too.)"""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -276,7 +276,8 @@ class SerializeRequests:
 
 
 def seeded_by_place(config: Any, sizes: Sequence[int]) -> list[Any]:
-    """``config`` for each worker, which counts its own requests from 0; ``sizes``: number of requests of each."""
+    """``config`` for each worker, with the seed of its first request: workers add only the index within their own
+    requests. ``sizes``: number of requests of each worker."""
     if config is None or config.seed is None:
         return [config] * len(sizes)
     return [replace(config, seed=config.seed + sum(sizes[:index])) for index in range(len(sizes))]

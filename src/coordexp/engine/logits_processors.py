@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
 
 Processor = TypeVar("Processor", bound=LogitsProcessor)
-_KEPT_RULES = 8  # the latest lists of names; each rule keeps a sorted copy of the vocabulary
-_MAX_TRIGGERS = 65_536  # triggers of a client that disconnected are never fetched
+_KEPT_RULES = 8  # most lists of labels in memory; each has a sorted copy of the vocabulary
+_MAX_TRIGGERS = 65_536  # most triggers in memory; those of a client that disconnected are never fetched
 # With asynchronous scheduling, the newest token of an answer is -1 until vLLM has it from the device. vLLM 0.32 writes
 # it there before it calls a processor.
 _TOO_EARLY = (
@@ -81,17 +81,17 @@ def check_processors(
     """Raises RolloutError unless every worker (of a server's ``/status/``) applies the logits processors that it was
     started with; vLLM may drop them silently."""
     check_guard(workers, guard)
-    loose = [number for number, status in enumerate(workers) if status["num_known_tokens"] is None]
-    if loose:
+    unmasked = [number for number, status in enumerate(workers) if status["num_known_tokens"] is None]
+    if unmasked:
         raise RolloutError(
-            f"workers {loose} dropped the logits processor {KNOWN_TOKENS_PROCESSOR}, so they could answer with ids "
+            f"workers {unmasked} dropped the logits processor {KNOWN_TOKENS_PROCESSOR}, so they could answer with ids "
             "outside the tokenizer's vocabulary; install tested versions of vLLM and ms-swift, and set no other model "
             "runner"
         )
     if holds_names and not all(status[NAMES_STATUS] for status in workers):
         raise RolloutError(
-            f"an engine dropped the logits processor {NAMES_PROCESSOR}, so its descriptions would not be held to "
-            "the list of class names; install a tested version of vLLM, and set no other model runner"
+            f"an engine dropped the logits processor {NAMES_PROCESSOR}, so it would ignore the list of class names; "
+            "install a tested version of vLLM, and set no other model runner"
         )
 
 
@@ -199,7 +199,7 @@ class RepeatTerminateProcessor(LogitsProcessor):
         process_dict_updates(self._rows, batch_update, self.new_row)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:  # (rows, V)
-        self.end(logits, [index for index, row in self._rows.items() if self.has_verdict(row)])
+        self.end(logits, [index for index, row in self._rows.items() if self.ends_now(row)])
         return logits
 
     def end(self, logits: torch.Tensor, rows: Sequence[int]) -> None:
@@ -216,7 +216,7 @@ class RepeatTerminateProcessor(LogitsProcessor):
         request_id = (params.extra_args or {}).get(REQUEST_KEY)
         return _GuardRow(request_id, answer, RepeatGuard(self.config, self._reader))
 
-    def has_verdict(self, row: _GuardRow) -> bool:
+    def ends_now(self, row: _GuardRow) -> bool:
         """Whether the guard ends the answer now; if so, stores the trigger."""
         if not self.read(row) or row.guard.trigger is None:
             return False

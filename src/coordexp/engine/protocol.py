@@ -32,9 +32,9 @@ ACTIVE = "repeat_terminate_active"
 _EXCERPT = 300
 MAX_REQUESTS = 4096
 MAX_IMAGE_BYTES = 64 << 20
-MAX_IMAGE_PIXELS = 36_000_000  # a few kilobytes of PNG can hold any number, and each pixel needs about 30 bytes here
+MAX_IMAGE_PIXELS = 36_000_000  # a PNG of a few kilobytes can have more, and each takes about 30 bytes here
 LONGEST_PATH = 4096
-# Compressed formats that every reader decodes alike. Bitmaps and TIFF would be larger than a PNG.
+# Compressed formats that every reader decodes to equal pixels. Bitmaps and TIFF would be larger than a PNG.
 _COMPRESSED = {"JPEG": "jpeg", "MPO": "jpeg", "PNG": "png", "WEBP": "webp"}
 
 
@@ -46,8 +46,10 @@ def infer_payload(
     tagged: bool = False,
     names: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The JSON body of one ``/infer/`` call. ``source_of``: see :func:`image_source`; ``tagged``: each request carries
-    its place, which servers that mark their answers repeat; ``names``: the closed list of descriptions, empty for any.
+    """The JSON body of one ``/infer/`` call.
+
+    ``source_of``: see :func:`image_source`. ``tagged``: number the requests (``uuid``); our servers return the number
+    with each answer. ``names``: the allowed labels, empty for any.
     """
 
     def content(parts: str | Sequence[Mapping[str, Any]]) -> str:
@@ -56,7 +58,7 @@ def infer_payload(
         for part in [{"type": "text", "text": parts}] if isinstance(parts, str) else parts:
             if part["type"] == "text" and IMAGE_MARK in part["text"]:
                 raise RolloutError(
-                    f"a prompt's text holds {IMAGE_MARK!r}, which rollout servers read as an image; reword "
+                    f"a prompt's text contains {IMAGE_MARK!r}, which rollout servers read as an image; reword "
                     "template.prompt or template.system"
                 )
             text += IMAGE_MARK if part["type"] == "image" else part["text"]
@@ -96,9 +98,11 @@ def read_answer(
     max_new_tokens: int | None = None,
     place: int | None = None,
 ) -> Rollout:
-    """One item of a server's reply → a rollout that can be trained on. ``weights``: the expected ones; ``guarded``: the
-    configuration switches the repeat guard on; ``place``: of the request in its call, for servers that mark each answer
-    with its request and its weights. Raises RolloutError if a part is missing, malformed, or not the expected one."""
+    """One item of a server's reply → a rollout that can be trained on.
+
+    ``weights``: the expected ones. ``guarded``: the configuration enables the repeat guard. ``place``: index of the
+    request in its call, for servers that return it and their weight version with each answer. Raises RolloutError if a
+    part is missing, malformed or unexpected."""
     where, response = f"{where}, {request.sample_id}", item.get("response", item)
     try:
         (choice,) = response["choices"]
@@ -107,8 +111,8 @@ def read_answer(
         finish_reason = choice["finish_reason"]
     except (KeyError, TypeError, ValueError) as error:
         raise RolloutError(
-            f"{where}: token ids of prompt and answer and one finish reason are due ({type(error).__name__}: {error}), "
-            f"not {str(response)[:_EXCERPT]}; the server must honour return_details"
+            f"{where}: expected token ids of prompt and answer and one finish reason "
+            f"({type(error).__name__}: {error}), got {str(response)[:_EXCERPT]}; the server must support return_details"
         ) from error
     if not prompt_ids:
         raise RolloutError(f"{where}: the server reports that the prompt had no tokens; update the server")
@@ -121,7 +125,7 @@ def read_answer(
     # A plain ms-swift sends no envelope: its weights cannot be checked, and it cannot be used with the guard.
     envelope = {} if item.get(ENVELOPE) is None else item[ENVELOPE]
     if not isinstance(envelope, Mapping):
-        raise RolloutError(f"{where}: {ENVELOPE!r} holds {str(envelope)[:_EXCERPT]}, not an object")
+        raise RolloutError(f"{where}: {ENVELOPE!r} is {str(envelope)[:_EXCERPT]}, not an object")
     answered_by = WeightVersion(
         envelope.get("weight_version", weights.version), envelope.get("learner_id", weights.learner_id)
     )
@@ -179,14 +183,14 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 def image_source(path: Path, images: Literal["path", "base64"], preparation: ImagePreparation, ours: bool) -> str:
-    """The form in which an image is sent: an absolute path, or a data URL of its file's own bytes. It is encoded again
-    only if the server would otherwise show its model other pixels than the trainer's. (Plain base64 would be ambiguous:
-    that of every JPEG begins like a path, ``/9j/``.)
+    """How to send an image: as an absolute path, or as a data URL of its file's own bytes. The image is encoded again
+    only if the server's model would otherwise see other pixels than the trainer's. (Plain base64 would be ambiguous:
+    every JPEG's begins like a path, ``/9j/``.)
 
     Args:
         images: whether the server sees the trainer's files. preparation: how the trainer resizes an image.
         ours: the server opens images as the trainer does (``coordexp serve``): turned as EXIF says, transparency on
-            white, out of tar files. Others do none of it.
+            white, out of tar files. Other servers do none of this.
     """
     if ours and images == "path" and preparation.resize is None:
         return str(path)
@@ -204,7 +208,7 @@ def image_source(path: Path, images: Literal["path", "base64"], preparation: Ima
     return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
 
 
-# The server's side.
+# From here on, the server's side.
 
 
 def envelope_of(weights: WeightVersion, guarded: bool, triggered: bool, uuid: str | None) -> dict[str, Any]:
@@ -313,7 +317,7 @@ class PromptBuilder:
         texts = [*(message["role"] for message in messages), *(part.get("text", "") for part in parts)]
         if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
             raise RequestRefused(
-                400, "a message contains a lone surrogate, which is no valid character; send valid Unicode"
+                400, "a message contains a lone surrogate, which is not a valid character; send valid Unicode"
             )
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if not request.images:
@@ -347,7 +351,7 @@ def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 def open_image(source: str) -> Image.Image:
     """An image as the learner's encoder opens it: upright RGB of the file's own pixels. Raises RequestRefused."""
     if source.startswith(("http://", "https://")):
-        raise RequestRefused(400, "images by http(s) are not fetched here; send a path or base64")
+        raise RequestRefused(400, "images from http(s) addresses are not fetched; send a path or base64")
     # The base64 of every JPEG starts like a path: /9j/.
     is_jpeg = source.startswith("/9j/") and (len(source) > LONGEST_PATH or not os.path.exists(source))
     try:

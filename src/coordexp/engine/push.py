@@ -1,5 +1,5 @@
-"""The trainer's side of a weight push, and the push to rollout servers (``colocated`` has the one into an engine of
-this process). ``WeightReceiver`` receives both."""
+"""The trainer's side of weight pushes: the base class, and pushes to rollout servers. (Pushes into an engine of the
+trainer's own process are in ``colocated``.) The engines' side is ``WeightReceiver``."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class PushReport:
 
 class WeightPusher(ABC):
     """Pushes the trainer's weights to its engines. :meth:`push` is collective: every rank calls it, and an error on one
-    rank is raised on all. Not for several threads at once."""
+    rank is raised on all. Not thread-safe."""
 
-    converts = True  # to the engines' dtype before sending; if False, only for checksums
+    converts = True  # whether to convert weights to the engines' dtype before sending; for checksums they always are
 
     def __init__(self, source: WeightSource, config: SyncConfig) -> None:
         self.mode: Mode = config.settled_mode
@@ -134,7 +134,10 @@ class WeightPusher(ABC):
         started = time.monotonic()
         adapter = self._source.adapter()
         if adapter is None:
-            raise RolloutError("the learner trains no adapter (tuner.train_type is full)")
+            raise RolloutError(
+                "rollout_matching.vllm.sync.mode is adapter, but the trainer trains no adapter (tuner.train_type is "
+                "full); write sync.mode: full"
+            )
         if adapter.outside_llm:
             raise RolloutError(
                 "the adapter reaches the vision tower or the aligner, where vLLM would ignore it; freeze them "
@@ -206,7 +209,8 @@ class ServerPusher(WeightPusher):
         for link in self.links:
             if mode == "adapter" and link.base_overwritten:  # an adapter needs the checkpoint's own weights as its base
                 raise RolloutError(
-                    f"{link}: it holds full weights of an earlier push, where an adapter would count twice; restart it"
+                    f"{link}: an earlier push of full weights already contains the adapter, so it would be applied "
+                    "twice; restart the server"
                 )
         dtypes = {link.dtype for link in self.links if link.dtype is not None}
         if len(dtypes) > 1:
@@ -293,7 +297,7 @@ class ServerLink:
             self._rank = rank = client.world_size()  # the last one
             address = GroupAddress(client.host, client.group_port, rank, rank + 1, client.timeout_s, token)
             client.close_communicator(timeout_s=client.timeout_s)
-            # Otherwise this side could meet the members of the old group: its store still holds their keys.
+            # Until the old group's port is free, this rank could join the old group's store, which has stale keys.
             wait_until_free(address, client.timeout_s)
             announced = in_background(lambda: client.init_communicator(rank + 1, 0, client.timeout_s, token), THREAD)
             joined = in_background(lambda: join(address, device), THREAD)
@@ -307,18 +311,19 @@ class ServerLink:
         peft_config: Mapping[str, Any] | None = None,
         computed: torch.cuda.Event | None = None,
     ) -> None:
-        """Send a bucket of weights, or an adapter if ``peft_config`` is given, when ``computed`` has happened."""
+        """Send a bucket of weights, or an adapter if ``peft_config`` is given, once the GPU has reached the event
+        ``computed``."""
         group = self._group
         if group is None:
             raise RolloutError(f"{self}: the weight group is closed")
         payload = [asdict(info) for info in describe(tensors)]
-        # The server answers when all bytes have arrived, so they are broadcast meanwhile; whichever side fails first
-        # ends the other one's wait.
+        # The server replies when all bytes have arrived, so announce the bucket in a thread and broadcast meanwhile. If
+        # either side fails, the other stops waiting.
         announced = in_background(
             lambda: self._client.update_flattened_params(payload, seconds_left(), peft_config), THREAD
         )
 
-        def check() -> None:  # called again and again by the broadcast; raises what ends it
+        def check() -> None:  # the broadcast polls it; an exception ends the broadcast
             seconds_left()
             if announced.done():
                 announced.result()
@@ -344,8 +349,8 @@ class ServerLink:
         reports = self._client.commit_weights(weights, expected is not None, timeout_s)
         if self.verifiable and (not isinstance(reports, list) or len(reports) != self._client.world_size()):
             raise RolloutError(
-                f"{self}: the push was to end with a report of each of its {self._client.world_size()} workers, and "
-                f"ended with {str(reports)[:200]}: it is unknown which weights it has. Restart the server"
+                f"{self}: expected a report of each of its {self._client.world_size()} workers after the push, got "
+                f"{str(reports)[:200]}, so it is unknown which weights it has; restart the server"
             )
         if reports is None:
             self._client.reset_caches(timeout_s=timeout_s)
@@ -360,7 +365,7 @@ class ServerLink:
             held = WeightVersion(report["weight_version"], report["learner_id"])
             if held != weights or report["failure"] is not None:
                 raise RolloutError(
-                    f"{where}: it holds {held} after {weights} was pushed "
+                    f"{where}: it has {held} after {weights} was pushed "
                     f"({report['failure'] or 'no error was reported'})"
                 )
             check_checksum(where, report["checksum"], expected)
@@ -382,6 +387,6 @@ class ServerLink:
 def check_checksum(where: str, held: str | None, expected: str | None) -> None:
     if expected is not None and held != expected:
         raise RolloutError(
-            f"{where}: the checksum of its weights is {held}, the learner's {expected}; its answers would not be the "
-            "learner's"
+            f"{where}: the checksum of its weights is {held}, the trainer's {expected}; its answers would not be the "
+            "trainer's"
         )

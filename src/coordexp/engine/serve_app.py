@@ -40,14 +40,15 @@ from coordexp.errors import CoordExpError
 from coordexp.weight_sync import WeightVersion
 
 Result = TypeVar("Result")
-STALLED_S = 120.0  # after which /health/ reports a hung engine; a learner uses its own server.timeout_s
+STALLED_S = 120.0  # after which /health/ reports a hung engine; trainers use their own server.timeout_s
 
 
 @dataclass(slots=True)
 class WeightLock:
-    """Answers and pushes exclude each other. Used from one event loop.
+    """Mutual exclusion of answers and pushes, within one event loop.
 
-    ready → (first bucket) updating → (commit) ready. After a failure in between it is broken, until a push succeeds.
+    States: ready → (first bucket) updating → (commit) ready. If a push fails, the state is ``broken`` until a push
+    succeeds.
     """
 
     wait_s: float
@@ -130,7 +131,7 @@ class RolloutServer:
         self.lock = WeightLock(options.push_wait_s)
         self.heartbeat = Heartbeat(engine)
         self._prompts = prompts
-        # vLLM would process one image at a time.
+        # Threads, because vLLM itself would process one image at a time.
         self._images = ThreadPoolExecutor(image_threads(options.data_parallel_size), thread_name_prefix="images")
         self._group_open = False
         self._group_lock = asyncio.Lock()  # one action on the weight group at a time
@@ -234,7 +235,7 @@ class RolloutServer:
         if any(labels) and not self.engine.closed_names:
             raise RequestRefused(
                 400,
-                "this server takes no closed list of class names; start it with "
+                "this server does not accept a list of class names; start it with "
                 "rollout_matching.vllm.server.closed_names: true",
             )
         async with self.lock.answering() as weights:
@@ -283,7 +284,7 @@ class RolloutServer:
             raise RequestRefused(400, f"this server's group_port is {options.group_port}, not {request.port}")
         if request.world_size != num_workers + 1:
             raise RequestRefused(
-                400, f"this server's group has {num_workers} workers and a learner, not {request.world_size}"
+                400, f"this server's group has {num_workers} workers and a trainer, not {request.world_size} members"
             )
         async with self._group_lock:
             self.lock.fail("another trainer took over the server during a push")
@@ -294,7 +295,7 @@ class RolloutServer:
                 options.advertised_host,
                 request.port,
                 request.world_size,
-                None,  # each worker knows its rank
+                None,  # first_rank: each worker computes its own rank
                 request.timeout_s,
                 request.token,
                 "" if options.host == options.advertised_host else options.host,

@@ -69,7 +69,8 @@ class ServedEngine:
             arguments["distributed_executor_backend"] = "uni"  # vLLM would start a worker process per rank
         done = threading.Event()
 
-        def end_at_deadline() -> None:  # vLLM has no timeout for its processes, but notices if they end
+        # vLLM waits for its engine processes without a timeout, but raises an error if they end.
+        def end_at_deadline() -> None:
             if not done.wait(options.ready_s):
                 while not done.wait(0.1):
                     for child in multiprocessing.active_children():
@@ -121,8 +122,8 @@ class ServedEngine:
         return final
 
     async def workers(self, method: str, *args: Any, timeout_s: float = RPC_S) -> list[Any]:
-        """Call ``method`` on every worker of every rank at once; results in rank order. Raises RolloutError if one does
-        not answer in time or fails."""
+        """Call ``method`` on every worker of every rank at once; results in rank order. Raises RolloutError if a worker
+        fails or does not answer in time."""
         answers = list(chain.from_iterable(await self._all_ranks(CALL, method, list(args), timeout_s=timeout_s)))
         for answer in answers:
             if FAILURE in answer:
@@ -189,7 +190,7 @@ class Heartbeat:
         while True:
             try:
                 num_tokens = await self.engine.num_sampled()
-            except Exception as error:  # check_health reports a dead engine; here its silence grows
+            except Exception as error:  # keep probing: engine_silent_s grows, and check_health reports a dead engine
                 logger.warning("an engine does not answer: %s: %s", type(error).__name__, error)
             else:
                 self._heard_at = now = time.monotonic()

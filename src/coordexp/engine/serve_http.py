@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 2 << 30
+# A body may take this long, plus its size at the slowest accepted speed.
 BODY_S = 30.0
 SLOWEST_BYTES_S = 1 << 20
 OPEN_PATHS = {"/health", "/health/"}  # for probes without a token
@@ -117,7 +118,7 @@ def refusal(status: int, message: str) -> JSONResponse:
 
 
 async def reply_to_invalid(_: Request, error: Exception) -> JSONResponse:
-    # FastAPI's own reply repeats the input, which JSON may not be able to hold (NaN).
+    # FastAPI's own reply repeats the input, which may not be valid JSON (NaN).
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])

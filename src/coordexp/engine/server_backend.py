@@ -1,4 +1,4 @@
-"""Rollouts by servers, ``coordexp serve`` or ``swift rollout``, one or many, and the checks of them before a run.
+"""Rollouts by one or several servers (``coordexp serve`` or ``swift rollout``), and their checks before a run.
 
 Requests of a whole optimizer step are distributed over the servers, micro-step after micro-step, and sent as soon as
 the receiving devices have room: at most ``decode_batch_size`` sequences on each, over all ranks.
@@ -40,7 +40,7 @@ from coordexp.weight_sync import WeightVersion
 logger = logging.getLogger("coordexp")
 Reply = TypeVar("Reply")
 WATCH_S = 30.0  # seconds without any answer after which servers with open requests are checked
-SIGN_OF_LIFE_S = 5.0
+PROBE_S = 5.0  # timeout of such a check
 RETRY_WAIT_S = 1.0
 
 
@@ -97,14 +97,14 @@ def world_sizes(clients: Sequence[ServerClient]) -> tuple[int, ...]:
     return tuple(client.world_size() for client in clients)
 
 
-def _check_gpus(client: ServerClient, theirs: Sequence[str | None]) -> None:
-    # Check that NCCL can send weights from this process to the server's GPUs, given by their UUIDs.
+def _check_gpus(client: ServerClient, server_uuids: Sequence[str | None]) -> None:
+    # Check that NCCL can send weights from this process's GPU to the server's GPUs.
     import torch
 
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"{client.base_url}: its weights are on GPUs and this trainer has none, so no group can hold both; train "
-            "on a GPU, or start the server on the CPU"
+            f"{client.base_url}: the server is on GPUs and this trainer is not, so weights cannot be pushed; train on "
+            "a GPU, or start the server on the CPU"
         )
     if importlib.util.find_spec("vllm") is None:
         raise MissingDependency(
@@ -112,7 +112,7 @@ def _check_gpus(client: ServerClient, theirs: Sequence[str | None]) -> None:
             "trainer needs too; pip install 'coordexp[vllm]' where it trains"
         )
     own = str(torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).uuid)
-    if own in theirs:
+    if own in server_uuids:
         raise ConfigError(
             f"{client.base_url}: it and this trainer are on the same GPU ({own}), where NCCL cannot connect them; give "
             "each a device of its own (launch.server_devices, launch.learner_devices, CUDA_VISIBLE_DEVICES), or share "
@@ -125,7 +125,7 @@ def check_names(client: ServerClient, status: Mapping[str, Any] | None) -> None:
     workers = [] if status is None else status["workers"]
     if not workers or not all(one.get(NAMES_STATUS) for one in workers):
         raise RolloutError(
-            f"{client.base_url}: this server would not hold descriptions to the list of class names; start it with "
+            f"{client.base_url}: this server would ignore the allowed labels (the list of class names); start it with "
             f"rollout_matching.vllm.server.closed_names: true (swift rollout: {NAMES_ENABLE}=1 and CoordExp's plugin), "
             "or write rollout_backend: hf, or vllm.mode: colocate"
         )
@@ -141,8 +141,8 @@ def in_flight(
     """``(post, ask(post))`` of every post, in the order in which they finish.
 
     The posts of one server start in their order, while their requests fit into its slots; ``watch(servers)`` is called
-    when none has finished for ``watch_s`` seconds, with the servers that owe replies. The first failure of any post or
-    of ``watch`` is raised; running posts then end in background threads, which do not delay an exit.
+    when none has finished for ``watch_s`` seconds, with the servers whose replies are missing. The first failure of any
+    post or of ``watch`` is raised; running posts then end in background threads, which do not delay an exit.
     """
     waiting = [deque(post for post in posts if post.server == server) for server in range(len(slots))]
     free = list(slots)
@@ -182,7 +182,7 @@ class LivenessWatch:
             client, heard_at = self._clients[server], self.heard_at[server]
             left_s = self._timeout_s - (time.monotonic() - heard_at)
             try:
-                stall_seconds = client.engine_stall_seconds(timeout_s=max(0.5, min(SIGN_OF_LIFE_S, left_s)))
+                stall_seconds = client.engine_stall_seconds(timeout_s=max(0.5, min(PROBE_S, left_s)))
             except ServerTimeout as error:
                 silent_s = time.monotonic() - heard_at
                 if silent_s >= self._timeout_s:
@@ -205,8 +205,8 @@ class ServerBackend(RolloutBackend):
     def __init__(
         self, config: RolloutMatchingConfig, learner: LearnerParts, options: DecodingOptions, names: Sequence[str] = ()
     ) -> None:
-        """Wait for the servers; rank 0 opens groups for weights with its first push. ``names``: the closed list of
-        descriptions; empty for any."""
+        """Wait for the servers; rank 0 opens groups for weights with its first push. ``names``: the allowed labels,
+        empty for any."""
         from coordexp.engine.push import ServerPusher
 
         server = config.vllm.server
@@ -228,8 +228,8 @@ class ServerBackend(RolloutBackend):
             for client, status in zip(self._clients, statuses, strict=True):
                 check_names(client, status)
         self._ours = [(status or {}).get("server") == "coordexp serve" for status in statuses]
-        # Servers that answer /health/ while they decode, and mark each answer with its weights and its request: ours,
-        # and ms-swift's with our plugin. A plain ms-swift does not, so it cannot be watched.
+        # Servers that answer /health/ while they decode, and return each answer with its weight version and request:
+        # ours, and ms-swift's with our plugin. A plain ms-swift does neither, so its liveness cannot be watched.
         self._reports = [
             ours or STALL_KEYS[0] in (status or {}) for ours, status in zip(self._ours, statuses, strict=True)
         ]
@@ -263,7 +263,7 @@ class ServerBackend(RolloutBackend):
         if not posts:
             return iter(())
         if self._weights is None:
-            raise RolloutError("the servers have no weights of this run yet; call sync_weights before asking them")
+            raise RolloutError("the servers have no weights of this run yet; call sync_weights before generate_window")
         return self._answers(posts, rounds, self._weights)
 
     def _answers(
@@ -275,7 +275,7 @@ class ServerBackend(RolloutBackend):
         for post, items in in_flight(posts, self._slots, lambda post: self._ask(post, rounds), watch.check, watch_s):
             watch.heard_at[post.server] = time.monotonic()
             where = f"{self._clients[post.server].base_url}/infer/"
-            stamped = self._reports[post.server]
+            tagged = self._reports[post.server]
             for place, ((round_idx, index), item) in enumerate(zip(_places(post), items, strict=True)):
                 request = rounds[round_idx].requests[index]
                 rollout = read_answer(
@@ -286,7 +286,7 @@ class ServerBackend(RolloutBackend):
                     self._guarded,
                     where,
                     max_new_tokens=self._options.max_new_tokens,
-                    place=place if stamped else None,
+                    place=place if tagged else None,
                 )
                 yield IndexedRollout(round_idx, index, rollout)
 
@@ -362,17 +362,17 @@ class ServerBackend(RolloutBackend):
             try:
                 return client.infer(payload)
             except (ServerUnreachable, ServerRefused) as error:
-                # A dropped connection or an error inside the server may pass; a refused request stays refused.
-                stays = isinstance(error, ServerRefused) and (error.status or 0) < 500
-                if stays or attempt >= self._server.retries:
+                # A dropped connection or an error inside the server may be temporary; a refusal (4xx) is final.
+                is_final = isinstance(error, ServerRefused) and (error.status or 0) < 500
+                if is_final or attempt >= self._server.retries:
                     raise
                 attempt += 1
                 logger.warning("retry %d of %d: %s", attempt, self._server.retries, error)
                 with self._lock:
                     self._metrics["rollout/server_retries_total"] += 1
             time.sleep(RETRY_WAIT_S)
-            # The server may have been restarted, with the weights on disk. Its answers must then report their weights,
-            # which ms-swift's own do not.
+            # The server may have restarted, with the weights of its folder instead of the pushed ones. Answers that
+            # report their weight version reveal that; those of a plain ms-swift do not.
             if client.status() is None:
                 raise ServerRefused(
                     f"{client.base_url}: the connection broke, and this server does not report which weights it has; "

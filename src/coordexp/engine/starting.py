@@ -1,4 +1,4 @@
-"""Lines on stderr about the start of vLLM's engines, which takes seconds to minutes. Imports no vLLM."""
+"""Progress lines on stderr while vLLM's engines start, which takes seconds to minutes. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SETTINGS = ("dtype", "tensor_parallel_size", "data_parallel_size", "max_model_l
 
 @contextmanager
 def announced_start(arguments: Mapping[str, Any], *, gpu: bool) -> Iterator[None]:
-    """Around a start with these engine arguments, on the first rank: print that it begins, with the duration of the
-    last one like it on this machine, and how long it took. Prints no second line after an error."""
+    """Print on rank 0 that an engine with these arguments starts, with the duration of the last such start on this
+    machine, and after the block how long it took. After an error the second line is left out."""
     if not distributed.is_main():
         yield
         return
@@ -42,6 +42,6 @@ def announced_start(arguments: Mapping[str, Any], *, gpu: bool) -> Iterator[None
 def _durations(file: Path) -> dict[str, float]:
     try:
         found = read_json(file)
-    except DataError:  # none yet; or a broken file, which the next start replaces: an ETA must not end a run
+    except DataError:  # no file yet, or a broken one, which the next start replaces: a missing ETA must not fail a run
         return {}
     return found if isinstance(found, dict) else {}

@@ -1,5 +1,5 @@
-"""CoordExp inside ``swift rollout``: ms-swift's engine class is replaced by a subclass (repeat guard, trigger flags,
-our worker extension), and of its HTTP endpoints those that would answer 200 after an error."""
+"""CoordExp inside ``swift rollout``. Replaces ms-swift's engine class by a subclass (repeat guard, trigger flags, our
+worker extension), and those of its HTTP endpoints that would reply 200 after an error."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class CoordExpVllmEngine(GRPOVllmEngine):
     def __init__(self, *args: Any, engine_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if kwargs.get("use_async_engine"):
             raise RolloutError(
-                "the CoordExp plugin needs ms-swift's synchronous engine (--vllm_use_async_engine false): the other "
-                "reports for its first engine only, so triggers and failures of the rest would be lost"
+                "the CoordExp plugin needs ms-swift's synchronous engine (--vllm_use_async_engine false): the "
+                "asynchronous one reports only its first engine's triggers and failures"
             )
         self._guard = activated_config(os.environ)
         self._weights = WeightVersion()
@@ -95,13 +95,13 @@ class CoordExpVllmEngine(GRPOVllmEngine):
 
     def infer(self, infer_requests: list[Any], *args: Any, **kwargs: Any) -> list[RolloutOutput]:
         """ms-swift's answers, each with our envelope."""
-        # The closed list of class names that the requests have, the same one in all of them; empty for any.
+        # The allowed labels, the same in all requests of a call; empty for any.
         lists = [(_field(request, "data_dict") or {}).get(NAMES_KEY) or [] for request in infer_requests]
         names = lists[0] if lists else []
         if not are_labels(names) or any(one != names for one in lists):
             raise RolloutError(f"data_dict.{NAMES_KEY} must be a list of names, none empty, the same in all requests")
         if names and not self._takes_names:
-            raise RolloutError(f"this server takes no closed list of class names; start it with {NAMES_ENABLE}=1")
+            raise RolloutError(f"this server does not accept a list of class names; start it with {NAMES_ENABLE}=1")
         self._names = list(names)
         outputs = super().infer(infer_requests, *args, **kwargs)
         ids = [str(one.response.id) for one in outputs]
@@ -117,7 +117,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
             enveloped.append(CoordExpRolloutOutput(**fields, coordexp=envelope))
         return enveloped
 
-    # The HTTP process calls the next four methods by name.
+    # The HTTP process calls the next four methods by name, through ms-swift's pipe.
 
     def coordexp_infer(self, **arguments: Any) -> dict[str, Any]:
         return _outcome(lambda: self.infer(**arguments))
@@ -143,7 +143,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         return super()._add_request(inputs, generation_config, request_id, adapter_request=adapter_request)
 
     def _get_grpo_lora_request(self, adapter_request: Any = None) -> Any:
-        # The adapter that was pushed last; ms-swift looks for one with a number of its own.
+        # The adapter that was pushed last; ms-swift would look for an id of its own.
         from vllm.lora.request import LoRARequest
 
         engine: Any = self.engine
@@ -152,7 +152,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         return LoRARequest(worker.ADAPTER_NAME, worker.ADAPTER_ID, worker.ADAPTER_PATH)
 
     def _workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        engine: Any = self.engine  # of the two kinds that ms-swift knows, the synchronous one
+        engine: Any = self.engine  # the synchronous one of ms-swift's two kinds
         return engine.collective_rpc(method, args=args, kwargs=kwargs)
 
 
@@ -186,8 +186,8 @@ class CoordExpEndpoints:
         return {"status": "ok", **_heartbeat(self)}
 
     async def status(self) -> dict[str, Any]:
-        asked = await _ask(self.connections, "coordexp_status", [{}] * len(self.connections))
-        workers = [one for statuses in asked for one in statuses]
+        replies = await _call_workers(self.connections, "coordexp_status", [{}] * len(self.connections))
+        workers = [one for statuses in replies for one in statuses]
         return {
             "server": "swift rollout",
             "model": str(self.args.model),
@@ -211,8 +211,8 @@ class CoordExpEndpoints:
         use_tqdm: bool | None = None,
     ) -> list[RolloutOutput]:
         """Like ms-swift's own, with four differences: a worker's error reaches the client; a worker without requests is
-        not called (ms-swift lets it answer a placeholder, at full length); request i has the call's seed + i, whichever
-        worker answers it; ``/health/`` reports the workers' progress meanwhile."""
+        not called (ms-swift makes it generate a full-length answer to a placeholder); request i has the call's seed
+        + i on any worker; ``/health/`` reports the workers' progress meanwhile."""
         chunks = swift_rollout.chunk_list(infer_requests, len(self.connections))
         busy = [(connection, chunk) for connection, chunk in zip(self.connections, chunks, strict=True) if chunk]
         configs = seeded_by_place(request_config, [len(chunk) for _, chunk in busy])
@@ -220,9 +220,10 @@ class CoordExpEndpoints:
             {"infer_requests": chunk, "request_config": config, "use_tqdm": use_tqdm}
             for (_, chunk), config in zip(busy, configs, strict=True)
         ]
-        self.coordexp_busy = dict.fromkeys(range(len(busy)), time.monotonic())  # the first ones: chunk_list fills them
+        self.coordexp_busy = dict.fromkeys(range(len(busy)), time.monotonic())  # chunk_list fills the first workers
         try:
-            replies = _results(await _ask([connection for connection, _ in busy], "coordexp_infer", arguments))
+            connections = [connection for connection, _ in busy]
+            replies = _results(await _call_workers(connections, "coordexp_infer", arguments))
         finally:
             self.coordexp_busy = {}
         return [output for part in replies for output in part]
@@ -242,12 +243,12 @@ class CoordExpEndpoints:
             }
             for index in range(len(self.connections))
         ]
-        _results(await _ask(self.connections, "coordexp_call", arguments))
+        _results(await _call_workers(self.connections, "coordexp_call", arguments))
         return {"message": "communicator open"}
 
     async def process_weights_after_loading(self, request: CommitRequest | None = None) -> dict[str, Any]:
         commit = (request or CommitRequest()).model_dump()
-        replies = await _ask(self.connections, "coordexp_commit", [commit] * len(self.connections))
+        replies = await _call_workers(self.connections, "coordexp_commit", [commit] * len(self.connections))
         return {"message": "weights committed", "reports": [one for part in _results(replies) for one in part]}
 
 
@@ -256,8 +257,8 @@ def install() -> None:
     activated_config(os.environ)
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0").lower() not in ("0", "false"):
         raise RolloutError(
-            "VLLM_USE_V2_MODEL_RUNNER is set: vLLM's second model runner takes another kind of logits processor, which "
-            "the repeat guard is not; set it to 0"
+            "VLLM_USE_V2_MODEL_RUNNER is set: vLLM's second model runner does not support the repeat guard's kind of "
+            "logits processor; set it to 0"
         )
     gpu = has_gpu()
     complete_environment(gpu=gpu)
@@ -284,7 +285,7 @@ def install() -> None:
         parser.add_argument("--port", type=int, default=self.args.port)
         port = parser.parse_known_args(sys.argv[1:])[0].port
         if port != self.args.port:
-            raise RolloutError(f"port {port} is taken; ms-swift would listen on {self.args.port} instead, unnoticed")
+            raise RolloutError(f"port {port} is taken; ms-swift would silently use {self.args.port}. Choose another")
         self.args.api_key = self.args.api_key or os.environ.get(SERVER_API_KEY)
         self.coordexp_heartbeat = SharedHeartbeat.create(self.num_connections)
         self.coordexp_busy = {}
@@ -313,8 +314,9 @@ def _heartbeat(server: Any) -> dict[str, Any]:
     return {"engine_silent_s": round(page.silent_s(server.coordexp_busy), 1), "num_steps": page.num_steps()}
 
 
-async def _ask(connections: Sequence[Any], method: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
-    """Call ``method`` of these workers' engines; :class:`SerializeRequests` keeps answers to other requests apart."""
+async def _call_workers(connections: Sequence[Any], method: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
+    """Call ``method`` of these workers' engines. The pipes carry one call at a time; :class:`SerializeRequests` ensures
+    that."""
 
     def exchange() -> list[Any]:
         for connection, kwargs in zip(connections, arguments, strict=True):

@@ -1,4 +1,4 @@
-"""The worker extension, which vLLM mixes into its worker class (``worker_extension_cls``) in every kind of engine."""
+"""The worker extension: methods that vLLM adds to its worker class (``worker_extension_cls``) in all of our engines."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class WeightSyncExtension:
     vllm_config: Any
     _weight_receiver: WeightReceiver | None = None
 
+    # Not __init__, which is that of vLLM's worker.
     def __new__(cls, *args: Any, **kwargs: Any) -> WeightSyncExtension:
         if os.environ.get(DIE_WITH_PARENT) == "1":
             die_with_parent()
@@ -67,8 +68,8 @@ class WeightSyncExtension:
         token: str = "",
         listen_host: str = "",
     ) -> None:
-        """Join a weight group (see :class:`GroupAddress`), whose last member is the trainer. ``first_rank``: rank of
-        this engine's first worker, by default computed from its data-parallel rank."""
+        """Join a weight group (see :class:`GroupAddress`); its last member is the trainer. ``first_rank``: rank of this
+        engine's first worker, by default computed from its data-parallel rank."""
         from vllm.distributed.parallel_state import get_world_group
 
         if first_rank is None:
@@ -95,7 +96,7 @@ class WeightSyncExtension:
 
     def take_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Replace the LoRA adapter by one from this process's memory; ``tensors`` are not changed."""
-        # vLLM multiplies an adapter's scale into the tensors that it is given, and these are the trainer's own.
+        # Copies, because vLLM multiplies the adapter's scale into its tensors in place, and these are the trainer's.
         self._take_adapter(peft_config, [(name, tensor.clone()) for name, tensor in tensors])
 
     def process_weights_after_loading(
@@ -124,7 +125,7 @@ class WeightSyncExtension:
         except Exception as error:  # the edge of this process: the server reports it
             logger.exception("%s failed", method)
             # vLLM raises assertions without a message where sizes do not fit.
-            return {FAILURE: str(error).strip() or f"{type(error).__name__}; is this the learner's model?"}
+            return {FAILURE: str(error).strip() or f"{type(error).__name__}; is this the trainer's model?"}
 
     def coordexp_beat(self) -> int:
         """Heartbeat: number of positions, accepted drafts or not, that this worker has sampled at since its start."""

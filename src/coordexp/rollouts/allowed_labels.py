@@ -1,6 +1,6 @@
 """Constrained decoding of descriptions: which tokens may come next if every description is one of a list of labels.
 
-Torch-free. Works on the bytes that tokens write: a small scanner follows the answer's JSON, and inside a description a
+Torch-free. Works on the bytes that tokens write: a small scanner reads the answer's JSON, and inside a description a
 token is allowed if its bytes continue a label, or end it and continue as JSON. So any tokens may spell a label.
 """
 

@@ -1,15 +1,15 @@
-"""Follows a canonical answer token by token, and says which tokens come next. Torch-free.
+"""Reads a canonical answer token by token, and predicts the tokens that come next. Torch-free.
 
-A canonical answer is the text of :func:`coordexp.coords.serialize_objects`, in the tokens that the tokenizer gives it.
-Most of them are decided by the ones before: keys, quotes, brackets and the next index. Decisions are names,
-coordinates, the kind of geometry, whether a polygon goes on, and whether another object follows.
+A canonical answer is the text of :func:`coordexp.coords.serialize_objects`, as the tokenizer splits it. Most of its
+tokens are forced, i.e. determined by the tokens before: keys, quotes, brackets and the next index. The model decides
+names, coordinates, the kind of geometry, whether a polygon continues, and whether another object follows.
 
-Coordinates are added tokens, so the text between two of them is tokenized on its own. Each such text is one of a few
-patterns with at most one name in it. Its last tokens may depend on a decision that is still open (``}`` and ``}}`` may
-each be one token), so the forced tokens are those that all possible texts share.
+Coordinates are added tokens, so the text between two of them is tokenized separately. Each such text is one of a few
+patterns that contain at most one name. Its last tokens may depend on a decision that is still open (``}`` and ``}}``
+may each be one token), so the forced tokens are the common beginning of all possible texts.
 
-A state gives up at the first token that is not canonical. The repeat guard and allowed labels have to read any text,
-also of a degenerate answer, so they have scanners of their own.
+After the first token that is not canonical, nothing is predicted any more. The repeat guard and allowed labels must
+read any text, degenerate answers too, so they have scanners of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from functools import lru_cache
 from coordexp.coords import CoordVocab, FieldOrder
 from coordexp.records import GEOMETRY_KINDS, GeometryKind
 
-# Beginnings of names that tokenizers treat differently: tokens that all of them share do not depend on the name.
+# Names that begin in ways that tokenizers treat differently. Tokens that are equal for all of them are taken to be the
+# same for any name.
 _BEGINNINGS = ("a", "Z", "7", "é", "龘", "-", "_", "(", "🙂", '\\"')
 _MAX_REMEMBERED = 50_000  # drafts, and texts between coordinates
 _BOX, _MIN_POLY = 4, 6  # coordinates
@@ -45,8 +46,8 @@ class _Pattern:
 
 @lru_cache(maxsize=4096)
 def _patterns(order: FieldOrder | None, kind: GeometryKind | None, count: int, index: int) -> tuple[_Pattern, ...]:
-    """What may follow after ``count`` coordinates of object ``index``, of ``kind``; index 0 at the answer's start. The
-    more probable one first: more coordinates of a polygon, another object of the same kind, the end."""
+    """The patterns that may follow ``count`` coordinates of object ``index``, of ``kind``; index 0 at the answer's
+    start. The most probable first: more coordinates of a polygon, another object of the same kind, the end."""
     patterns = []
     if index and (kind == "poly" or count < _BOX):
         patterns.append(_Pattern('", "', None))
@@ -70,7 +71,7 @@ class AnswerGrammar:
 
     def __init__(self, vocab: CoordVocab) -> None:
         self.vocab = vocab
-        self.drafts: OrderedDict[Hashable, tuple[int, ...] | str] = OrderedDict()  # by what a state depends on
+        self.drafts: OrderedDict[Hashable, tuple[int, ...] | str] = OrderedDict()  # see AnswerState.draft
         self._known: OrderedDict[str, tuple[int, ...]] = OrderedDict()
 
     def start(self) -> AnswerState:
@@ -111,7 +112,7 @@ class AnswerState:
         vocab = self._grammar.vocab
         ends = token_id == vocab.eos_id
         if ends or vocab.bin_of(token_id) is not None:
-            self.is_canonical = self._cross(ends)
+            self.is_canonical = self._close_text(ends)
             return
         self._ids.append(token_id)
         self._bytes += vocab.pieces[token_id] if token_id < len(vocab.pieces) else b""
@@ -120,29 +121,27 @@ class AnswerState:
         """The tokens with which every canonical continuation begins; ``()`` where the next token is a decision."""
         if not self.is_canonical:
             return ()
-        done, text = len(self._ids), self._text()
+        text = self._text()
         shared: tuple[int, ...] | None = None
         for pattern in self._open():
             name = _name_in(text, pattern)
             if name is not None and not name[1]:
                 return ()  # inside a name
             names = [name[0]] if name is not None else _BEGINNINGS if pattern.after is not None else [""]
-            for one in names:
-                ids = self._grammar.tokens(pattern.before + one + (pattern.after or ""))
-                if list(ids[:done]) == self._ids:
-                    ids = (*ids, self._grammar.vocab.eos_id) if pattern.ends else ids
-                    shared = ids[done:] if shared is None else _common(shared, ids[done:])
+            shared = self._shared_tokens(pattern, names, shared)
         return shared or ()
 
     def draft(self, limit: int) -> tuple[int, ...]:
-        """Up to ``limit`` tokens that probably come next: the forced ones, and guesses beyond decisions.
+        """Up to ``limit`` tokens that probably come next: forced ones, and guesses of decisions.
 
-        Guesses depend on the answer alone: another object follows, of the same kind; a name that two objects in a row
-        have is repeated; and a name that begins like an earlier one is that one.
+        Guesses depend only on the answer: another object of the same kind follows; after two objects with one name, the
+        next one has it too; a name that begins like an earlier one is completed to it.
         """
         if not self.is_canonical:
             return ()
         repeated = self.names[-1] if len(self.names) > 1 and self.names[-1] == self.names[-2] else None
+        # All that a draft depends on. Inside a name it also depends on the answer's names, so only the name's beginning
+        # is remembered then.
         key = (self._order, self._kind, self._count, self._index, tuple(self._ids), repeated)
         drafts = self._grammar.drafts
         found = drafts.get(key)
@@ -157,8 +156,7 @@ class AnswerState:
         return found[:limit]
 
     def _guess(self, name: str | None) -> tuple[int, ...]:
-        # The most probable text that fits; without a name, as far as no name matters.
-        done = len(self._ids)
+        # Tokens of the most probable text that fits; with ``name`` None, only those that are the same for any name.
         for pattern in self._open():
             written = _name_in(self._text(), pattern)
             if written is not None and written[1]:
@@ -167,18 +165,25 @@ class AnswerState:
                 names = [""]
             else:
                 names = _BEGINNINGS if name is None else [name]
-            shared: tuple[int, ...] | None = None
-            for one in names:
-                ids = self._grammar.tokens(pattern.before + one + (pattern.after or ""))
-                if list(ids[:done]) == self._ids:
-                    ids = (*ids, self._grammar.vocab.eos_id) if pattern.ends else ids
-                    shared = ids[done:] if shared is None else _common(shared, ids[done:])
-            if shared:
+            if shared := self._shared_tokens(pattern, names):
                 return shared
         return ()
 
+    def _shared_tokens(
+        self, pattern: _Pattern, names: Sequence[str], shared: tuple[int, ...] | None = None
+    ) -> tuple[int, ...] | None:
+        # The tokens after the current ones with which ``shared`` and the pattern with each of the names begin; None for
+        # no such text.
+        done = len(self._ids)
+        for name in names:
+            ids = self._grammar.tokens(pattern.before + name + (pattern.after or ""))
+            if list(ids[:done]) == self._ids:
+                ids = (*ids, self._grammar.vocab.eos_id) if pattern.ends else ids
+                shared = ids[done:] if shared is None else _common(shared, ids[done:])
+        return shared
+
     def _name_begun(self) -> str | None:
-        # The part of a name that the text ends with.
+        # The beginning of a name at the end of the text; None outside a name.
         for pattern in self._open():
             written = _name_in(self._text(), pattern)
             if written is not None and not written[1]:
@@ -194,8 +199,8 @@ class AnswerState:
         patterns = _patterns(self._order, self._kind, self._count, self._index)
         return [pattern for pattern in patterns if _fits(text, pattern)]
 
-    def _cross(self, ends: bool) -> bool:
-        # The text is complete: a coordinate or the end of the turn follows. False if no pattern is.
+    def _close_text(self, ends: bool) -> bool:
+        # A coordinate, or the end of the turn, ends the text: apply the pattern that it matches. False if none does.
         text = self._text()
         for pattern in self._open():
             name = _name_in(text, pattern)
@@ -214,7 +219,7 @@ class AnswerState:
 
 
 def forced_positions(grammar: AnswerGrammar, token_ids: Sequence[int]) -> Iterator[int]:
-    """Positions of an answer's tokens that the tokens before them leave no choice about."""
+    """Positions of an answer's forced tokens, i.e. those that the tokens before them determine."""
     state, ahead = grammar.start(), ()
     for at, token_id in enumerate(token_ids):
         ahead = ahead or state.forced()
@@ -236,7 +241,7 @@ def _fits(text: str, pattern: _Pattern) -> bool:
 
 
 def _name_in(text: str, pattern: _Pattern) -> tuple[str, bool] | None:
-    """The name that ``text`` contains or begins, and whether it is complete; None before a name."""
+    """The name in ``text``, or its beginning, and whether it is complete; None if no name has begun."""
     if pattern.after is None or len(text) <= len(pattern.before) or not text.startswith(pattern.before):
         return None
     start = at = len(pattern.before)

@@ -1,5 +1,5 @@
-"""The interface of rollout backends, seeds that depend only on the place in the run, and trimming of an engine's tokens
-to the answer. Torch-free."""
+"""The interface of rollout backends, seeds that depend only on the position in the run, and the cut of an engine's
+tokens at the end of the answer. Torch-free."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Seeds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SeedContext:
-    """Place of a round of rollouts in the run; with a request's index it determines that call's seed."""
+    """Position of a round of rollouts in the run; with a request's index it determines the call's seed."""
 
     training_seed: int
     global_step: int
@@ -59,9 +59,9 @@ class SeedContext:
 
 @dataclass(frozen=True, slots=True)
 class DatasetSeeds:
-    """Seeds of answers outside of training steps: request i is sample ``first`` + i (< 2^30) of its data set, and its
-    seed, in 1 … 2^31 - 1, depends only on the run's seed, that index and ``answer``, the number of the answer among
-    several of a sample, not on batches, ranks or resuming."""
+    """Seeds of answers outside of training steps. Request i is sample ``first`` + i (< 2^30) of its dataset. Its seed
+    (1 … 2^31 - 1) depends only on the run's seed, that index and ``answer`` (which of several answers of the sample);
+    not on batches, ranks or resuming."""
 
     training_seed: int
     first: int
@@ -69,7 +69,7 @@ class DatasetSeeds:
     answer: int = 0
 
     def seed_of(self, req_idx: int) -> int:
-        # Within a call engines count up from the first request's seed, so neighbours must have neighbouring seeds.
+        # Servers give request i of a call the call's seed plus i, so consecutive samples need consecutive seeds.
         further = f":{self.answer}" if self.answer else ""
         return 1 + _stable_hash(f"data set:{self.training_seed}{further}") % 2**30 + self.first + req_idx
 
@@ -93,14 +93,14 @@ def decoding_options(config: RolloutMatchingConfig) -> DecodingOptions:
         max_new_tokens=config.max_new_tokens,
         num_beams=config.num_beams,
         repetition_penalty=config.repetition_penalty,
-        **config.decoding.model_dump(exclude={"skip_forced_tokens"}),  # a matter of the engine
+        **config.decoding.model_dump(exclude={"skip_forced_tokens"}),  # backends get it separately
     )
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRound:
-    """The requests of one micro-step, in the data loader's order, with the place in the run that seeds them.
-    ``greedy``: decode these greedily, whatever the backend's temperature."""
+    """The requests of one micro-step, in the data loader's order, with their seeds. ``greedy``: decode these greedily
+    even if the backend samples."""
 
     requests: tuple[RolloutRequest, ...]
     seeds: Seeds
@@ -214,7 +214,7 @@ class WeightSource(Protocol):
         ...
 
     def adapter(self) -> AdapterWeights | None:
-        """The adapter alone; None where there is none."""
+        """The adapter alone; None if there is none."""
         ...
 
 
@@ -234,8 +234,8 @@ def response_tokens(
     """Cut ``generated``, token ids as the engine returned them, at its first end of turn.
 
     Without an end token, the engine's finish reason decides: ``length`` means truncated, and ``stop`` means that the
-    engine does not return the end token. Raises RolloutError, naming the request as ``where``, if an id is none of the
-    tokenizer's, or the engine ended the answer for another reason.
+    engine does not return the end token. Raises RolloutError, which names the request as ``where``, if an id is outside
+    the tokenizer's vocabulary, or the engine ended the answer for another reason.
     """
     if unknown := [token for token in generated if not 0 <= token < len(vocab)]:
         raise RolloutError(

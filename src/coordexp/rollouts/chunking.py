@@ -12,7 +12,7 @@ from coordexp.errors import ConfigError
 def split_requests(n: int, world_sizes: Sequence[int]) -> list[range]:
     """One contiguous range of ``range(n)`` per server, in proportion to its world size (rollout devices, >= 1).
 
-    Server i takes the next ``ceil(n * s_i / sum(s))`` requests, or what is left of them; late servers may get none.
+    Server i takes the next ``ceil(n * s_i / sum(s))`` requests, or what is left of them; the last servers may get none.
     """
     if n < 0:
         raise ValueError(f"the number of requests cannot be negative, got {n}")
@@ -26,19 +26,19 @@ def split_requests(n: int, world_sizes: Sequence[int]) -> list[range]:
 
 
 def chunk_size(decode_batch_size: int, server_world_sizes: Sequence[int], learner_world_size: int) -> int:
-    """Requests that one learner rank may have in flight: ``floor(decode_batch_size * S / W)`` for S rollout devices of
+    """Requests that one trainer rank may have in flight: ``floor(decode_batch_size * S / W)`` for S rollout devices of
     all servers and W training ranks, which all send at once. Raises ConfigError if that is 0: some rank could not send
     a single request."""
     if decode_batch_size < 1:
         raise ConfigError(f"rollout_matching.decode_batch_size must be at least 1, got {decode_batch_size}")
     if learner_world_size < 1:
-        raise ValueError(f"the learner has at least 1 rank, got {learner_world_size}")
+        raise ValueError(f"learner_world_size must be at least 1, got {learner_world_size}")
     total = _total(server_world_sizes)
     slots = decode_batch_size * total
     if slots < learner_world_size:
         raise ConfigError(
             f"rollout_matching.decode_batch_size {decode_batch_size} on {total} rollout devices allows {slots} "
-            f"requests at a time, fewer than the {learner_world_size} learner ranks that ask at once; increase the "
+            f"requests at a time, fewer than the {learner_world_size} learner ranks that send at once; increase the "
             "rollout servers' world size, reduce the learner's world size, or increase "
             f"rollout_matching.decode_batch_size to at least {-(-learner_world_size // total)}"
         )
@@ -84,7 +84,7 @@ class Post:
 def plan_calls(round_sizes: Sequence[int], slots: Sequence[int]) -> list[list[Call]]:
     """The calls of a whole window on one rank, in batches of at most ``sum(slots)`` requests, in order.
 
-    The window's requests, round after round of ``round_sizes``, are cut into batches; each is dealt to the servers
+    The window's requests, round after round of ``round_sizes``, are cut into batches; each is split over the servers
     contiguously, in proportion to this rank's slots there (:func:`server_slots`). A call ends where its round ends: its
     seed belongs to a micro-step.
     """

@@ -17,7 +17,8 @@ from coordexp.rollouts.backend import WeightSource
 class LearnerParts:
     """``model``: the bare model, no DDP wrapper. ``checkpoint``: a plain folder with the configuration, tokenizer and
     processor for an engine. ``open_image``: opens and prepares an image (``preparation`` is a part of that), for
-    engines that open images themselves. ``offload``: moves the learner out of a colocated engine's way.
+    engines that open images themselves. ``offload``: inside its context, the trainer's state is off the device, which
+    a colocated engine then uses.
     """
 
     model: Any

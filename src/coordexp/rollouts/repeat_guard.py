@@ -1,7 +1,8 @@
 """Decides when an answer repeats itself and must end, token by token and in the same way in every engine.
 
-Pure and torch-free. The cost per token does not grow with the answer: a run is a counter, and "the last n-gram occurred
-r times" is a counter too: then the answer equals itself, shifted by n, for n * (r - 1) tokens.
+Pure and torch-free. The cost per token does not grow with the answer, because both rules need only a counter. For
+n-grams it counts the latest tokens that equal the token n positions before: from n * (r - 1) on, the last n tokens have
+occurred r times in a row.
 """
 
 from __future__ import annotations
@@ -90,23 +91,23 @@ _SPACES = frozenset(b" \t\n\r")
 
 
 class ObjectKeyReader:
-    """Counts ``"object_N":`` in a text that arrives token by token. Tokens may hold any part of a key, or several keys.
+    """Counts ``"object_N":`` in a text that arrives token by token. A token may contain any part of a key, or several.
 
-    An escaped quote inside a description begins no key. In valid JSON that makes the count exact; in an answer with
-    quotes that no longer pair up, as in degenerate tails, keys are still counted.
+    An escaped quote inside a description does not begin a key. In valid JSON that makes the count exact; in an
+    answer with unpaired quotes, as in degenerate tails, keys are still counted.
     """
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         """``pieces[token_id]``: the bytes that a token writes (:attr:`coordexp.coords.CoordVocab.pieces`)."""
         self._pieces = pieces
-        # A handful of states times the tokens in use: each pair is walked once.
+        # (state, token) → result. There are few states, and an answer uses few different tokens.
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
     def read(self, state: int, token_id: int) -> tuple[int, int]:
         """The state after ``token_id``, and how many keys it completed."""
         if (state, token_id) not in self._known:
             after, keys = state, 0
-            # Ids beyond the tokenizer's own write nothing: checkpoints pad their vocabulary.
+            # Ids beyond the tokenizer's have no text: checkpoints pad their vocabulary.
             for byte in self._pieces[token_id] if token_id < len(self._pieces) else b"":
                 after = _after(after, byte)
                 if after < 0:

@@ -1,5 +1,5 @@
-"""Writes a checkpoint of a run, and loads one back: weights, optimizer, schedule, progress, random states, and what is
-pending between two steps (carry buffer, answers one step ahead, the log line under way)."""
+"""Saves and loads checkpoints of a run: weights, optimizer, schedule, progress, random states, and the state between
+two steps (carry buffer, answers for the next step, sums of the unfinished log line)."""
 
 from __future__ import annotations
 
@@ -36,18 +36,22 @@ from coordexp.training.checkpoint import checkpoint_folder, is_complete, read_se
 from coordexp.training.offload import held_by
 from coordexp.training.state import RunState, random_states, set_random_states
 
+logger = logging.getLogger("coordexp")
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> Path:
-    """Write the checkpoint of the finished steps, and seal it once all of it is on the disk. A collective call.
-    ``last_saved``: a sentence about the newest checkpoint there is, for errors. Raises CheckpointError on all ranks."""
+    """Write the checkpoint of the finished steps, and seal it when everything is on the disk. A collective call.
+
+    ``last_saved``: a sentence about the newest finished checkpoint, for error messages. Raises CheckpointError on all
+    ranks."""
     step = run.progress.global_step
     folder = checkpoint_folder(str(args.output_dir), step)
     answers = _answers_on_all_ranks(run)
     with distributed.raise_on_all_ranks(f"making room for {folder}"):
         if args.should_save and folder.exists():
             shutil.rmtree(folder)  # left unfinished, or of an earlier run: its files would mix with the new ones
+    # By identity, so that tied weights count once.
     tensors = {id(one): one for one in (*run.loaded.model.parameters(), *held_by(run.optimizer))}
     needed_bytes = sum(one.numel() * one.element_size() for one in tensors.values())
     with writing(folder, needed_bytes, last_saved):
@@ -58,7 +62,7 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
             if answers is not None:
                 save_answers(answers, folder)
             write_atomically(_rank_file(folder, "log_line"), json.dumps(run.sums.state_dict()))
-        # Sharded ranks write in turns that one alone cannot leave; otherwise each writes its own.
+        # Saving shards is collective, so a rank that failed inside could not report its error to the others here.
         with nullcontext() if run.shards else distributed.raise_on_all_ranks(f"saving to {folder}"):
             save_model(run, folder, writes=args.should_save)
             if not args.save_only_model:
@@ -111,7 +115,8 @@ def save_model(run: RunState, folder: Path, *, writes: bool) -> None:
 
 
 def load_weights(run: RunState, folder: Path) -> None:
-    """Load a checkpoint's weights or adapter into the model. CheckpointError: unreadable, or of another model."""
+    """Load a checkpoint's weights or adapter into the model. Raises CheckpointError if they are unreadable, or of
+    another model."""
     with readable(folder, "config.json", SAFETENSORS):
         if (folder / "config.json").is_file():  # not needed here, but a damaged file must fail the resume
             json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -152,16 +157,16 @@ def load_progress(folder: Path) -> TrainerState:
 
 
 def load_optimizer(run: RunState, folder: Path) -> None:
-    """Optimizer, schedule and gradient scaler of a checkpoint into the run's prepared ones. Learning rates and other
-    settings of parameter groups stay as configured, in case the run is resumed with other ones."""
+    """Load a checkpoint's optimizer, schedule and gradient scaler into those of the run. Learning rates and other
+    settings of parameter groups stay as configured: a run may be resumed with other values."""
     configured = [dict(group, params=None) for group in run.optimizer.param_groups]
     base_lrs = list(getattr(run.scheduler, "base_lrs", ()))
     with readable(folder, OPTIMIZER_NAME, SCHEDULER_NAME):
         if run.is_fsdp:
             plugin, accelerator = run.accelerator.state.fsdp_plugin, run.accelerator
             load_fsdp_optimizer(plugin, accelerator, run.optimizer, run.model, str(folder), adapter_only=True)
-        elif not run.is_deepspeed:  # whose engine loads its optimizer with the weights
-            # A single device loads via main memory: otherwise it would have to hold old and new state at the same time.
+        elif not run.is_deepspeed:  # load_weights has loaded DeepSpeed's optimizer too
+            # On a single device, load via main memory: the device has no room for the old and the new state at once.
             several = distributed.world_size() > 1 and run.accelerator.device.type != "cpu"
             device = run.accelerator.device if several else "cpu"
             state = torch.load(folder / OPTIMIZER_NAME, map_location=device, weights_only=True)
@@ -171,7 +176,7 @@ def load_optimizer(run: RunState, folder: Path) -> None:
             run.accelerator.scaler.load_state_dict(torch.load(folder / SCALER_NAME, weights_only=True))
     if not run.is_deepspeed:
         for group, wanted in zip(run.optimizer.param_groups, configured, strict=True):
-            # The schedule's factor is the same, so a rate changes by the ratio of the peaks.
+            # A rate is its peak times the schedule's factor, which is kept: scale the rate by new peak / saved peak.
             saved, peak = group.get("initial_lr"), wanted.get("initial_lr")
             if saved is not None and peak is not None and saved != peak:
                 group["lr"], group["initial_lr"] = (group["lr"] / saved * peak if saved else peak), peak
@@ -239,8 +244,6 @@ def _random_file() -> str:
     return "rng_state.pth" if distributed.world_size() == 1 else f"rng_state_{distributed.rank()}.pth"
 
 
-logger = logging.getLogger("coordexp")
-
 # Fields of a target that are arrays: number type, shape.
 _ARRAYS = {
     "roles_T": (np.uint8, (-1,)),
@@ -258,8 +261,8 @@ def segment_to_json(segment: Segment) -> dict[str, Any]:
 
 
 def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRequest]) -> Segment:
-    """Rebuild a segment; ``encode`` gives the sample's prompt and image tensors by its id. Raises CheckpointError if
-    the prompt is no longer the one that was saved, or an earlier version of CoordExp saved it."""
+    """Rebuild a segment; ``encode`` returns the prompt and image tensors of a sample id. Raises CheckpointError if the
+    prompt differs from the saved one, or an earlier version of CoordExp saved the segment."""
     target = data["target"]
     if "weights" not in target:
         raise CheckpointError(
@@ -286,8 +289,8 @@ def save_carry_buffer(buffer: CarryBuffer, folder: Path) -> None:
 
 
 def load_carry_buffer(buffer: CarryBuffer, checkpoint: Path, encode: Callable[[str], RolloutRequest]) -> None:
-    """Fill ``buffer`` as it was when ``checkpoint`` was written. Raises CheckpointError if that holds no buffer for
-    this rank, or an unreadable one; DataError if a waiting sample is no longer in the dataset."""
+    """Restore ``buffer`` from ``checkpoint``. Raises CheckpointError if the checkpoint has no buffer for this rank, or
+    an unreadable one; DataError if a waiting sample is no longer in the dataset."""
     path = _rank_file(checkpoint, "carry_buffer")
     if not path.is_file():
         raise CheckpointError(
@@ -307,7 +310,7 @@ def save_answers(answers: SavedAnswers, folder: Path) -> None:
 
 
 def load_answers(checkpoint: Path, step: int) -> SavedAnswers | None:
-    """This rank's answers for the step after ``checkpoint``, which was written after ``step`` steps; None if it holds
+    """This rank's answers for the step after ``checkpoint``, which was written after ``step`` steps; None if it has
     none. Raises CheckpointError if the file is unreadable, or of another step."""
     path = _rank_file(checkpoint, "waiting_answers")
     if not path.is_file():
@@ -335,8 +338,8 @@ def build_buffer(config: RunConfig, train: RecordDataset, resume: Path | None) -
 
 
 def restore_answers(queue: RolloutQueue | None, resume: Path | None) -> None:
-    """Give ``queue`` the answers that the checkpoint ``resume`` holds for its next step. A warning if they are unused
-    because ``rollout_matching.rollouts_ahead`` is 0 now. Raises as :func:`load_answers`."""
+    """Give ``queue`` the answers that the checkpoint ``resume`` has for its next step. Warns if they are unused because
+    ``rollout_matching.rollouts_ahead`` is 0 now. Raises as :func:`load_answers`."""
     if resume is None:
         return
     seal = read_seal(resume)

@@ -77,7 +77,7 @@ def test_an_invalid_world_size_is_refused(fake: FakeServer, reply: Any) -> None:
         (404, b"nothing here", "is this a rollout server"),
         (307, b"", "status 307"),
         (200, b"<html>", "not JSON.*<html>"),
-        (200, {"detail": "x"}, "a list of answers was due"),
+        (200, {"detail": "x"}, "expected a list of answers"),
         (200, [{}], "1 answers to 2 requests"),
         (200, [{}, None], "answer 1 is 'None'"),
     ],

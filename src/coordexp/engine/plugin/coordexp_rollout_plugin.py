@@ -5,8 +5,8 @@ in ms-swift's own environment, and is switched on by environment variables of th
 
     COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION=1   guard answers against repetition
     COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON=<json>   the section rollout_matching.repeat_terminate, all of it
-    COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH     or the path of a file that holds it
-    COORDEXP_ENABLE_VLLM_CLOSED_NAMES=1                 requests may bring a closed list of class names
+    COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH     or the path of a file that contains it
+    COORDEXP_ENABLE_VLLM_CLOSED_NAMES=1                 requests may limit answers to a list of class names
 
 The implementation is in :mod:`coordexp.engine.swift_rollout`. ``coordexp launch`` starts servers this way.
 """
