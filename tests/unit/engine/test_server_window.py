@@ -207,7 +207,7 @@ def test_a_run_without_reachable_servers_fails_before_loading(address: Any, mess
 @pytest.mark.parametrize(
     ("learner_gpu", "has_vllm", "error", "message"),
     [
-        (None, True, ConfigError, "weights are on GPUs and this trainer has none"),
+        (None, True, ConfigError, "the server is on GPUs and this trainer is not"),
         ("GPU-1", False, MissingDependency, "NCCL binding, which the trainer needs too; pip install"),
         ("GPU-0", True, ConfigError, r"on the same GPU \(GPU-0\).*launch\.server_devices.*mode: colocate"),
         ("GPU-1", True, None, ""),
