@@ -1,5 +1,5 @@
-"""transformers and a vLLM engine that skip forced tokens give the answers of transformers' ``generate``, repeat guard
-and allowed labels included, in fewer steps."""
+"""A vLLM engine that skips forced tokens gives the answers of transformers' ``generate``, repeat guard and allowed
+labels included, in fewer steps."""
 
 from __future__ import annotations
 
@@ -117,49 +117,6 @@ def test_answers_are_those_of_transformers(
     # Three batches of four: without drafts, as many steps as the longest answer of each has tokens.
     longest = sum(max(len(one.response_token_ids) for one in plain[k : k + 4]) for k in range(0, 12, 4))
     assert steps < 0.7 * longest
-
-
-@pytest.mark.parametrize(
-    ("labels", "penalty", "temperature"),
-    [((), 1.0, 0.0), ((), 1.0, 1.0), (LABELS, 1.1, 0.0)],
-    ids=["greedy", "sampled", "allowed labels, repetition penalty"],
-)
-def test_transformers_skips_forced_tokens(
-    labels: tuple[str, ...],
-    penalty: float,
-    temperature: float,
-    loaded: LoadedModel,
-    requests_: list[RolloutRequest],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Samples of a seed are the same too."""
-    passes = 0
-    forward = loaded.model.model.language_model.forward
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal passes
-        passes += 1
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(loaded.model.model.language_model, "forward", counted)
-    crowded = requests_of(loaded, write_scenes(tmp_path, 4, SPECS["crowd"], seed=5))
-    counts, tokens, ended = [], [], []
-    for skip in (False, None):  # the default skips
-        keys: dict[str, Any] = {
-            "rollout_matching__repetition_penalty": penalty,
-            "rollout_matching__repeat_terminate": {**GUARD, "max_object_keys": 12},
-            "rollout_matching__decoding": {"temperature": temperature, "skip_forced_tokens": skip},
-        }
-        passes = 0
-        rollouts = answers(loaded, [*requests_[:4], *crowded], tmp_path / str(skip), labels, **keys).rollouts
-        counts.append(passes)
-        tokens.append([one.response_token_ids for one in rollouts])
-        ended.append([one.repeat_terminated for one in rollouts])
-    assert tokens[0] == tokens[1] and ended[0] == ended[1]
-    assert any(ended[0]) and not all(ended[0])
-    assert max(map(len, tokens[0])) > 150  # the cache grew
-    assert counts[1] < 0.9 * counts[0]
 
 
 def test_answers_with_a_full_cache_are_the_same(

@@ -52,15 +52,21 @@ class StandInVocab:
     """The tiny model's vocabulary with another stop token or fewer tokens."""
 
     def __init__(self, loaded: LoadedModel, eos_id: int, length: int) -> None:
-        self.eos_id, self._length, self.decode = eos_id, length, loaded.vocab.decode
+        self.eos_id, self._length, self._vocab = eos_id, length, loaded.vocab
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._vocab, name)
 
     def __len__(self) -> int:
         return self._length
 
 
-def backend(loaded: LoadedModel, batch: int = 3, vocab: Any = None, **options: Any) -> HFBackend:
+def backend(loaded: LoadedModel, batch: int = 3, vocab: Any = None, skip: bool = False, **options: Any) -> HFBackend:
     asked = decoding(**{"max_new_tokens": TOKENS, **options})
-    return HFBackend(loaded.model, vocab or loaded.vocab, asked, batch, loaded.image_token_id)
+    return HFBackend(loaded.model, vocab or loaded.vocab, asked, batch, loaded.image_token_id, skip_forced_tokens=skip)
+
+
+both = pytest.mark.parametrize("skip", [False, True], ids=["every token", "skipping"])
 
 
 def ids(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
@@ -68,20 +74,25 @@ def ids(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.scenario("Microbatching increases decode parallelism without changing outputs format")
-def test_batched_greedy_equals_one_by_one(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+@both
+def test_batched_greedy_equals_one_by_one(loaded: LoadedModel, requests_: list[RolloutRequest], skip: bool) -> None:
     assert len({len(request.prompt_token_ids) for request in requests_}) > 2  # so that rows are padded
-    batched = backend(loaded, batch=7).generate(requests_, SEEDS)
+    batched = backend(loaded, batch=7, skip=skip).generate(requests_, SEEDS)
     alone = [backend(loaded, batch=1).generate([request], SEEDS)[0] for request in requests_]
     assert ids(batched) == ids(alone)
     assert len(set(ids(batched))) > 1, "answers that do not depend on the image would show nothing"
 
 
+@both
 @pytest.mark.parametrize("batch", [7, 3])
-def test_progress_is_reported_within_a_batch(loaded: LoadedModel, requests_: list[RolloutRequest], batch: int) -> None:
+def test_progress_is_reported_within_a_batch(
+    loaded: LoadedModel, requests_: list[RolloutRequest], batch: int, skip: bool
+) -> None:
     free = ids(backend(loaded).generate(requests_, SEEDS))
     # Use a token of some answers but not all as the stop token, so they end at different steps.
     eos = next(token for token in free[0] if any(token not in answer for answer in free))
-    ending = backend(loaded, batch=batch, vocab=StandInVocab(loaded, eos_id=eos, length=len(loaded.vocab)))
+    vocab = StandInVocab(loaded, eos_id=eos, length=len(loaded.vocab))
+    ending = backend(loaded, batch=batch, vocab=vocab, skip=skip)
     told: list[int] = []
     watched = ids(ending.generate(requests_, SEEDS, told.append))
     assert watched == ids(ending.generate(requests_, SEEDS)), "reporting progress changed an answer"
@@ -132,11 +143,12 @@ def test_each_call_is_seeded_by_the_index_of_its_first_request(
     assert sampler.last_report()["seeds"] == [SEEDS.seed_of(index) for index in (0, 3, 6)]
 
 
+@both
 @pytest.mark.parametrize("batch", [1, 2, 7])
 def test_dataset_answers_do_not_depend_on_the_batch(
-    loaded: LoadedModel, requests_: list[RolloutRequest], batch: int
+    loaded: LoadedModel, requests_: list[RolloutRequest], batch: int, skip: bool
 ) -> None:
-    sampler = backend(loaded, batch=batch, temperature=1.0)
+    sampler = backend(loaded, batch=batch, temperature=1.0, skip=skip)
     whole = ids(backend(loaded, batch=3, temperature=1.0).generate(requests_, DatasetSeeds(5, 10)))
     assert ids(sampler.generate(requests_, DatasetSeeds(5, 10))) == whole
     assert ids(sampler.generate(requests_[4:], DatasetSeeds(5, 14))) == whole[4:]
@@ -200,11 +212,14 @@ def test_top_k_minus_one_keeps_every_token(loaded: LoadedModel, requests_: list[
     assert len({answer for rollout in rollouts for answer in rollout.response_token_ids}) > 90
 
 
-def test_ids_outside_of_the_tokenizer_are_never_sampled(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+@both
+def test_ids_outside_of_the_tokenizer_are_never_sampled(
+    loaded: LoadedModel, requests_: list[RolloutRequest], skip: bool
+) -> None:
     """Qwen's checkpoints have more embedding rows than tokens; one such id would decode to nothing."""
     known = 600
     vocab = StandInVocab(loaded, eos_id=loaded.vocab.eos_id, length=known)
-    sampler = backend(loaded, batch=64, vocab=vocab, temperature=1e6, max_new_tokens=4)
+    sampler = backend(loaded, batch=64, vocab=vocab, skip=skip, temperature=1e6, max_new_tokens=4)
     rollouts = sampler.generate([requests_[0]] * 64, SEEDS)
     assert max(max(answer) for answer in ids(rollouts) if answer) < known
 
@@ -217,11 +232,12 @@ def test_batched_beams_equal_beams_one_by_one(loaded: LoadedModel, requests_: li
 
 
 @pytest.mark.scenario("Backend implementation swap preserves rollout contract")
-def test_answer_is_trimmed_at_the_stop_token(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
+@both
+def test_answer_is_trimmed_at_the_stop_token(loaded: LoadedModel, requests_: list[RolloutRequest], skip: bool) -> None:
     free = ids(backend(loaded, batch=7).generate(requests_, SEEDS))
     stop = free[0][4]  # a token that this model really writes becomes the stop token
     vocab = StandInVocab(loaded, eos_id=stop, length=len(loaded.vocab))
-    stopped = backend(loaded, batch=7, vocab=vocab).generate(requests_, SEEDS)
+    stopped = backend(loaded, batch=7, vocab=vocab, skip=skip).generate(requests_, SEEDS)
     for request, rollout, unstopped in zip(requests_, stopped, free, strict=True):
         assert (rollout.sample_id, rollout.prompt_token_ids) == (request.sample_id, request.prompt_token_ids)
         ended = stop in unstopped
