@@ -36,7 +36,8 @@ def stop_threshold(model: Path, threshold: float | None) -> Iterator[None]:
     generate = mixin.generate
 
     def patient(self: Any, *args: Any, **options: Any) -> Any:
-        processors = LogitsProcessorList([*(options.pop("logits_processor", None) or []), Stop()])
+        # First: a processor that samples leaves no probabilities.
+        processors = LogitsProcessorList([Stop(), *(options.pop("logits_processor", None) or [])])
         return generate(self, *args, logits_processor=processors, **options)
 
     mixin.generate = patient

@@ -27,6 +27,7 @@ from typing import Any
 import yaml
 
 VARIANTS_AT = "51e383b"  # the last commit with the variants of rollout matching that did not pay
+WITHOUT_DRAFTS = "rollout_matching.decoding.skip_forced_tokens=false"  # they ignore the processor of stopping.py
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 IOUS = (0.5, 0.7, 0.9)
@@ -161,6 +162,8 @@ def completed(data: Path, model: Path, rules: dict[str, Any], output: Path) -> t
                  "--threshold", str(rules["threshold"]), "--batch-size", "64"]  # fmt: skip
         if "weight" in rules:
             words += ["--weight", str(rules["weight"])]
+        if "stop" in rules:
+            words.append(WITHOUT_DRAFTS)
         with stop_threshold(model, rules.get("stop")):
             try:
                 main(words)
@@ -192,7 +195,7 @@ def evaluate(
     started = time.process_time()
     folder = model / f"evaluation-{data.parent.name}-{name}"
     with stop_threshold(model, stop):
-        config = load_config(path, arguments=dotted(keys))
+        config = load_config(path, arguments=dotted(keys) + ([] if stop is None else [WITHOUT_DRAFTS]))
         found = run_evaluation(config, progress(), model=model, output=folder)
     precision = {name: round(found.summary.figures[name], 4) for name in AVERAGE_PRECISIONS}
     return list(found.answers), precision, time.process_time() - started
