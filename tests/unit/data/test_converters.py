@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -258,6 +259,27 @@ def test_a_set_that_would_lose_all_objects_is_refused(tmp_path: Path) -> None:
         convert_coco(path, tmp_path / "coco" / "images", tmp_path / "out", geometry="poly", options=SMALL)
     left = [file.name for file in (tmp_path / "out").rglob("*")]
     assert left == ["instances.conversion_report.json"], "images without a dataset stay"
+
+
+@pytest.mark.parametrize("writable", [100, 2000], ids=["no-image", "images-but-no-jsonl"])
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_full_disk_leaves_nothing_new(tmp_path: Path, writable: int, existing: bool) -> None:
+    root = voc(tmp_path / "voc", *(voc_object("cat", x, 1, 9, y) for x in (1, 2, 3) for y in range(4, 24)))
+    out = tmp_path / "new" / "out"
+    if existing:
+        out.mkdir(parents=True)
+        (out / "mine.txt").write_text("kept")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (writable, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            convert_voc(root, out, options=SMALL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    left = [str(path.relative_to(tmp_path)) for path in tmp_path.glob("new/**/*")]
+    assert left == (["new/out", "new/out/mine.txt"] if existing else [])
+    assert (tmp_path / "new").exists() is existing
+    assert len(objects_of(convert_voc(root, out, options=SMALL))) == 60
 
 
 CORNERS_640 = [[400, 200, 600, 400], [10, 20, 60, 80], [300, 300, 639, 479], [30, 200, 90, 300]]

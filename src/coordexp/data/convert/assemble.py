@@ -14,6 +14,7 @@ from typing import Any
 
 from coordexp.data.convert.shapes import CONVERTED, ConversionReport, LeftOut, Note, SkipReason, SourceImage, quantise
 from coordexp.data.dataset_cache import PREPARED
+from coordexp.data.files import write_atomically
 from coordexp.data.images import (
     JPEG_SUFFIXES,
     MAX_ASPECT_RATIO,
@@ -149,8 +150,9 @@ def assemble(sources: Sequence[SourceImage], report: ConversionReport, options: 
     """Prepare images, quantise objects, write the JSONL (in the order of ``sources``) and the report next to it.
 
     Images that lost all their objects are left out, unless ``options`` keep them. If the conversion fails, the images
-    that it wrote are removed; the report stays. Raises DataError if no image or none of the objects can be used, an
-    image would overwrite its source, or the dataset exists and ``options`` do not allow to replace it."""
+    and folders that it made are removed; the report stays, except after an error in writing. Raises DataError if no
+    image or none of the objects can be used, an image would overwrite its source, or the dataset exists and
+    ``options`` do not allow to replace it."""
     out_dir = report.jsonl.parent
     if out_dir.exists() and not out_dir.is_dir():
         raise DataError("is a file; name a folder with --out", path=out_dir)
@@ -173,6 +175,8 @@ def assemble(sources: Sequence[SourceImage], report: ConversionReport, options: 
         else:
             targets[target] = source
     new = [target for target in targets if not target.exists()] if images_dir.exists() else list(targets)
+    new_folders = [folder for folder in (out_dir, *out_dir.parents) if not folder.exists()]
+    had_report = report.path.exists()
     try:
         records = _prepare_records(targets, report, options)
         report.images = len(records)
@@ -181,15 +185,17 @@ def assemble(sources: Sequence[SourceImage], report: ConversionReport, options: 
         assert report.images_seen == report.images + report.skipped_images.total(), "an image went uncounted"
         assert report.objects_seen == report.objects + report.skipped_objects.total(), "an object went uncounted"
         out_dir.mkdir(parents=True, exist_ok=True)
-        report.path.write_text(report.to_json(), encoding="utf-8")
+        write_atomically(report.path, report.to_json())
         if report.objects_seen and not report.objects:
             what = f"0 of {report.objects_seen} objects can be used"
             raise DataError(f"{what} ({report.reasons()}); details in {report.path}", path=report.jsonl)
         if not records:
             raise DataError(f"no usable image ({report.reasons()}); details in {report.path}", path=report.jsonl)
         write_jsonl(records, report.jsonl)
-    except BaseException:  # a full disk and Ctrl-C too: images without a JSONL are of no use
-        _remove(new, images_dir)
+    except BaseException as error:  # a full disk and Ctrl-C too: images without a JSONL are of no use
+        if not had_report and not isinstance(error, DataError):
+            report.path.unlink(missing_ok=True)
+        _remove(new, images_dir, new_folders)
         raise
     return report
 
@@ -241,11 +247,12 @@ def _prepare_records(
     return records
 
 
-def _remove(images: Sequence[Path], folder: Path) -> None:
-    # The images, and then the folders that are empty: below `folder`, itself, and `images` around it.
+def _remove(images: Sequence[Path], folder: Path, new_folders: Sequence[Path]) -> None:
+    # The images, and then the folders that are empty: below `folder`, itself, `images` around it, and the new ones
+    # (innermost first).
     for path in images:
         path.unlink(missing_ok=True)
     below = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True) if folder.is_dir() else []
-    for path in (*below, folder, folder.parent):
+    for path in (*below, folder, folder.parent, *new_folders):
         with suppress(OSError):  # not empty, or not there
             path.rmdir()
