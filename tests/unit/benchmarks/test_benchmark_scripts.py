@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+from coordexp.data.jsonl import write_jsonl
+from coordexp.evaluation.answers import ImageAnswer, read_answers, write_answers
+from coordexp.records import GTObject, ImageRecord
 from support.cli_runs import small_checkpoint
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -110,12 +113,30 @@ def scripts() -> list[str]:
     return found
 
 
-def test_make_bench_runs_every_script_but_full_size_and_no_module() -> None:
+def test_make_bench_runs_every_script_but_those_run_by_hand_and_no_module() -> None:
     command = ["make", "--dry-run", "bench"]
     shown = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True, check=True).stdout
     listed = [Path(word).stem for word in shown.split("for script in ")[1].split(";")[0].split()]
     assert {"step", "decode", "weight_push"} < set(listed) and "reporting" not in listed
-    assert sorted(listed) == [name for name in scripts() if name != "full_size"]
+    assert sorted(listed) == [name for name in scripts() if name not in ("full_size", "fixed_boxes")]
+
+
+def test_fixed_boxes_are_the_commonest_places_of_each_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    left, near, right = (100, 100, 300, 300), (110, 100, 310, 300), (600, 600, 900, 900)
+    places = [("cat", left), ("cat", near), ("cat", left), ("dog", right), ("dog", right), ("cat", right)]
+    objects = [GTObject(name, "bbox_2d", box) for name, box in places]
+    records = [ImageRecord(f"t:{k}", tmp_path / "a.png", 10, 10, (obj,)) for k, obj in enumerate(objects)]
+    write_jsonl(records, tmp_path / "train.jsonl")
+    seen = [ImageAnswer(f"v:{k}", "a.png", 10, 10, (obj,), ()) for k, obj in enumerate(objects[:5])]
+    write_answers(seen, tmp_path / "model.jsonl")
+    paths = [str(tmp_path / name) for name in ("train.jsonl", "model.jsonl")]
+    importlib.import_module("fixed_boxes").main([*paths, "--out", str(tmp_path / "out" / "fixed.jsonl")])
+    answers = read_answers(tmp_path / "out" / "fixed.jsonl")
+    assert [answer.sample_id for answer in answers] == [answer.sample_id for answer in seen]
+    (cat, dog) = answers[0].pred
+    assert (cat.desc, dog.desc, dog.bins) == ("cat", "dog", right) and 100 <= cat.bins[0] <= 110
+    assert (cat.score, dog.score) == (3 / 6, 2 / 6) and all(answer.pred == (cat, dog) for answer in answers)
 
 
 def test_decode_runs_without_a_pythonpath(tmp_path: Path) -> None:
