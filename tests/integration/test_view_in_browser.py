@@ -446,3 +446,17 @@ def test_a_thousand_records_open(browser: Browser, tmp_path: Path) -> None:
     page = opened(browser, render(collect(tmp_path)), tmp_path)
     assert page.count("#list button") == 1000
     assert page.problems() == []
+
+
+def test_the_search_worker_of_the_manual_runs_from_a_folder(browser: Browser, tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parents[2] / "docs/javascripts/iframe-worker.js", tmp_path)
+    (tmp_path / "more.js").write_text("self.suffix = ' found';")
+    (tmp_path / "worker.js").write_text(
+        "addEventListener('message', async (event) => {"
+        "if ('IFrameWorker' in parent) { await importScripts('more.js'); postMessage(event.data + self.suffix); } });"
+    )
+    started = "const worker = new Worker('worker.js'); worker.postMessage('page');"
+    result = "window.result = new Promise((done) => worker.addEventListener('message', (event) => done(event.data)));"
+    page = f"<body><script src='iframe-worker.js'></script><script>{started}{result}</script></body>"
+    assert opened(browser, page, tmp_path).run("return window.result") == "page found"
+    assert browser.problems() == []

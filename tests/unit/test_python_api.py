@@ -48,6 +48,9 @@ def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pyte
     for other in ({}, {"classes": ["dog"]}, {"classes": ["cat"], "limit": 1}, {"classes": ["cat"], "answers": 2}):
         with pytest.raises(DataError, match="holds an evaluation with another"):
             evaluate(**{"model": run.checkpoint, "limit": 2, "out": tmp_path / "named", "quiet": True, **other})
+    shorter = {"rollout_matching.max_new_tokens": 7}
+    with pytest.raises(DataError, match=r"another max_new_tokens \(\d+, now 7\)"):
+        evaluate(config, shorter, model=run.checkpoint, limit=2, out=tmp_path / "figures")
     assert "Loading weights" not in capsys.readouterr().err
     for wrong in ({}, {"model": run.checkpoint, "overrides": {"training.seed": 1}}):
         with pytest.raises(ConfigError):

@@ -63,6 +63,7 @@ def predict(
     min_confidence: MinConfidence = None,
     answers: Answers = 1,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer [the run's own].")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of sampled answers [training.seed].")] = None,
     save_images: Annotated[
         bool, typer.Option("--save-images", help="Write each image with its objects drawn over it.")
     ] = False,
@@ -95,7 +96,7 @@ def predict(
         problems.append(f"--out: {out}: is a file; name a folder")
     if problems:
         raise DataError("\n".join(problems))
-    run = _configuration(config, model, max_new_tokens, arguments)
+    run = _configuration(config, model, max_new_tokens, seed, arguments)
     from coordexp.inference.session import read_classes, with_several_answers
 
     run = with_several_answers(run, answers, arguments)
@@ -122,18 +123,20 @@ def predict(
 
 
 def _configuration(
-    config: Path | None, model: Path | None, max_new_tokens: int | None, arguments: list[str]
+    config: Path | None, model: Path | None, max_new_tokens: int | None, seed: int | None, arguments: list[str]
 ) -> AnswerConfig:
     if config is None:
-        from coordexp.inference.session import PredictOptions, inference_config
+        from coordexp.inference.session import SEED, PredictOptions, inference_config
 
         assert model is not None
-        return inference_config(model, PredictOptions(max_new_tokens=max_new_tokens), arguments)
+        options = PredictOptions(max_new_tokens=max_new_tokens, seed=SEED if seed is None else seed)
+        return inference_config(model, options, arguments)
     from coordexp.checkpoints.template import with_own_template
     from coordexp.config import load_config
     from coordexp.config.schema import AnswerConfig
 
-    given = {} if max_new_tokens is None else {"rollout_matching.max_new_tokens": max_new_tokens}
+    given = {"rollout_matching.max_new_tokens": max_new_tokens, "training.seed": seed}
+    given = {key: value for key, value in given.items() if value is not None}
     return AnswerConfig.of_run(with_own_template(load_config(config, given, arguments), model))
 
 
@@ -217,6 +220,7 @@ def export(
 
     Coordinates are in pixels of the original images, scores are confidences if the predictions have them.
     """
+    from coordexp.data.jsonl import read_jsonl
     from coordexp.evaluation.answers import read_answers
     from coordexp.evaluation.confidence import at_least
     from coordexp.evaluation.export import (
@@ -240,8 +244,9 @@ def export(
         if value is not None and form not in users:
             raise ConfigError(f"{option} has no use here; it belongs to {' and '.join(users)}")
     if is_dataset(predictions):
-        answers = dataset_answers(predictions, annotations=form == "coco")
-        completed = completed_objects(predictions)
+        records = list(read_jsonl(predictions))
+        answers = dataset_answers(records, annotations=form == "coco")
+        completed = completed_objects(records)
     else:
         completed = {}
         answers = read_answers(predictions)

@@ -15,6 +15,7 @@ from coordexp.data.progress_bar import literal_console
 from coordexp.errors import DataError
 
 DURATIONS = "engine_starts.json"  # in the cache folder: seconds of the last start of each kind
+SKIPPING = "forced tokens are skipped; rollout_matching.decoding.skip_forced_tokens: false turns this off"
 _SETTINGS = ("dtype", "tensor_parallel_size", "data_parallel_size", "max_model_len", "enforce_eager", "enable_lora")
 
 
@@ -31,6 +32,8 @@ def announced_start(arguments: Mapping[str, Any], *, gpu: bool) -> Iterator[None
     last = _durations(file).get(kind)
     expected = f"ETA {last:.0f} s, as last time" if last is not None else "its first start here may take minutes"
     console.print(f"starting the vLLM engine on the {device} for {arguments['model']}: {expected}", soft_wrap=True)
+    if "speculative_config" in arguments:
+        console.print(SKIPPING, soft_wrap=True)
     started = time.monotonic()
     yield
     seconds = time.monotonic() - started

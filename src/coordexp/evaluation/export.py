@@ -16,12 +16,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 from coordexp.data.images import image_bytes
-from coordexp.data.jsonl import read_jsonl
 from coordexp.data.polygons import smallest_rectangle
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage, original_image
 from coordexp.evaluation.coco import to_coco
 from coordexp.geometry import pixel_box, pixel_ring
+from coordexp.records import ImageRecord
 
 _COMPLETION = "completion"  # key of a record's metadata, which coordexp.inference.completion writes
 
@@ -50,11 +50,11 @@ def is_dataset(path: Path) -> bool:
         return b'"images"' in next((line for line in lines if line.strip()), b"")
 
 
-def dataset_answers(path: Path, *, annotations: bool) -> list[ImageAnswer]:
+def dataset_answers(records: Iterable[ImageRecord], *, annotations: bool) -> list[ImageAnswer]:
     """The objects of a dataset as they are exported: as annotations (COCO), or in place of predictions, in which case
-    soft objects have their confidence as score. Raises DataError as :func:`~coordexp.data.jsonl.read_jsonl`."""
+    soft objects have their confidence as score."""
     answers = []
-    for record in read_jsonl(path):
+    for record in records:
         pred = [Detection(obj.desc, obj.kind, obj.bins, obj.soft) for obj in record.objects]
         answer = ImageAnswer(
             record.sample_id,
@@ -74,10 +74,10 @@ Provenance = Mapping[str, Mapping[int, Mapping[str, Any]]]
 """How objects were completed: by sample id, then by the object's index, the model with its fingerprint and score."""
 
 
-def completed_objects(path: Path) -> dict[str, dict[int, dict[str, Any]]]:
+def completed_objects(records: Iterable[ImageRecord]) -> dict[str, dict[int, dict[str, Any]]]:
     """The provenance of a dataset's soft objects, as ``coordexp data complete`` writes it; empty without any."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
-    for record in read_jsonl(path):
+    for record in records:
         entries = record.metadata.get(_COMPLETION)
         for entry in entries if isinstance(entries, list) else ():
             origin = {key: value for key, value in entry.items() if key not in ("added", "refused")}

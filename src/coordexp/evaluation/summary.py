@@ -171,7 +171,8 @@ def _row(name: str, counts: Mapping[str, float], ap: float | None) -> GroupRow:
 
 def check_replaced(folder: Path, about: Mapping[str, object], overwrite: bool) -> None:
     """Raise DataError if :func:`write_summary` would replace other answers or an evaluation of something else in
-    ``folder``; ``overwrite`` allows it."""
+    ``folder``; ``overwrite`` allows it. Mappings in ``about`` are compared by their keys, unless the earlier evaluation
+    has none of that name: an earlier version of CoordExp did not write them."""
     if overwrite or not folder.exists():
         return
     if not (folder / METRICS).is_file():
@@ -182,6 +183,11 @@ def check_replaced(folder: Path, about: Mapping[str, object], overwrite: bool) -
             )
         return
     earlier, now = read_json(folder / METRICS), json.loads(json.dumps(about))
+    for name in [name for name, value in now.items() if isinstance(value, dict)]:
+        settings, before = now.pop(name), earlier.get(name)
+        if isinstance(before, dict):
+            now |= settings
+            earlier |= {key: before.get(key) for key in settings}
     other = [name for name in now if earlier.get(name) != now[name]]
     if other:
         raise DataError(

@@ -171,14 +171,25 @@ def _settings(
     answers: int,
 ) -> dict[str, Any]:
     # Everything that an answer depends on.
-    rollout = config.rollout_matching
     return {
         "model": str(model.resolve()),
         "fingerprint": checkpoint_fingerprint(model),
         "source": str(sources[0].resolve()) if len(sources) == 1 else [str(one.resolve()) for one in sources],
-        "dtype": config.model.dtype,
         "prompt": config.template.prompt,
         "system": config.template.system,
+        **_decoding(config),
+        "score": score,
+        **({} if answers == 1 else {"answers": answers}),
+        **({"classes": list(classes)} if classes else {}),
+        **({} if preparation.resize is None else {"resize": asdict(preparation.resize)}),
+        **({} if calibration is None else {"calibration": asdict(calibration)}),
+    }
+
+
+def _decoding(config: AnswerConfig) -> dict[str, Any]:
+    rollout = config.rollout_matching
+    return {
+        "dtype": config.model.dtype,
         "seed": config.seed,
         "backend": rollout.rollout_backend,
         "max_new_tokens": rollout.max_new_tokens,
@@ -186,11 +197,6 @@ def _settings(
         "num_beams": rollout.num_beams,
         "repetition_penalty": rollout.repetition_penalty,
         "repeat_terminate": rollout.repeat_terminate.model_dump(mode="json"),
-        "score": score,
-        **({} if answers == 1 else {"answers": answers}),
-        **({"classes": list(classes)} if classes else {}),
-        **({} if preparation.resize is None else {"resize": asdict(preparation.resize)}),
-        **({} if calibration is None else {"calibration": asdict(calibration)}),
     }
 
 
@@ -331,6 +337,7 @@ def run_evaluation(
         "prompt": config.template.prompt,
         "system": config.template.system,
         "score": "token_probability" if constant_score is None else "constant",
+        "answering": _decoding(with_several_answers(AnswerConfig.of_run(config), answers)),
         **({"classes": list(classes)} if classes else {}),
         **({} if answers == 1 else {"answers": answers}),
         **rename.about,

@@ -39,6 +39,7 @@ from coordexp.data.images import open_rgb
 from coordexp.data.joined import DataPart, JoinedRecords, bin_rules
 from coordexp.data.preparation import preparation_of
 from coordexp.engine import check_backend
+from coordexp.engine.starting import SKIPPING
 from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost, RunFinished, RunStopped
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.attention import check_attention
@@ -179,8 +180,7 @@ def build_trainer(
     args: Any = TrainingArguments(**given)
     accelerator = build_accelerator(args)
     resume, applied = _resume_point(config)
-    for change in applied:
-        console.print(f"applied to the resumed run: {change}", highlight=False, markup=False, soft_wrap=True)
+    _print_notes(console, config, rollout, applied)
     set_seed(training.seed)
     loaded = _tuned_model(run, accelerator, console)
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
@@ -256,6 +256,14 @@ def build_trainer(
         trainer.add_callback(pictures)
     (enable_full_determinism if args.full_determinism else set_seed)(training.seed)
     return trainer, resume
+
+
+def _print_notes(console: Console, config: RunConfig, rollout: RolloutMatchingConfig, applied: Sequence[str]) -> None:
+    notes = [f"applied to the resumed run: {change}" for change in applied]
+    if config.custom.trainer_variant and rollout.rollout_backend == "hf" and rollout.skips_forced_tokens:
+        notes.append(SKIPPING)  # vLLM's engines print it when they start
+    for note in notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
 
 
 def _epoch_plan(run: CheckedRun, console: Console) -> EpochPlan | None:

@@ -54,6 +54,10 @@ def test_several_answers_are_predicted_and_evaluated(tmp_path: Path, capsys: pyt
     assert all(answer.num_answers == 3 for answer in merged)
     other = run_cli(capsys, *asked, "--out", out)
     assert other.code == 2 and "another answers" in other.err
+    seeded = tmp_path / "seeded"
+    assert run_cli(capsys, *asked, "--out", seeded, "--answers", "3", "--limit", "1", "--seed", "5").code == 0
+    (reseeded,) = read_answers(seeded)
+    assert reseeded.text == merged[0].text and reseeded.further_texts != merged[0].further_texts
 
     figures = tmp_path / "figures"
     done = run_cli(capsys, "evaluate", "--model", model, "--data", data, "--out", figures, "--answers", "3")

@@ -49,6 +49,11 @@ def test_a_failed_start_has_no_duration(capsys: pytest.CaptureFixture[str], cach
     assert len(capsys.readouterr().err.splitlines()) == 1 and not (cache / DURATIONS).exists()
 
 
+def test_an_engine_that_skips_forced_tokens_names_the_key(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of_a_start(capsys, speculative_config={})
+    assert sum("rollout_matching.decoding.skip_forced_tokens: false" in line for line in lines) == 1
+
+
 def test_only_the_first_rank_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with announced_start(CPU, gpu=False):
