@@ -258,7 +258,9 @@ def build_trainer(
     return trainer, resume
 
 
-def _print_notes(console: Console, config: RunConfig, rollout: RolloutMatchingConfig, applied: Sequence[str]) -> None:
+def _print_notes(
+    console: Console, config: RunConfig, rollout: RolloutMatchingConfig, applied: Sequence[object]
+) -> None:
     notes = [f"applied to the resumed run: {change}" for change in applied]
     if config.custom.trainer_variant and rollout.rollout_backend == "hf" and rollout.skips_forced_tokens:
         notes.append(SKIPPING)  # vLLM's engines print it when they start
