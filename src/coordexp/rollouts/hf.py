@@ -109,11 +109,15 @@ class HFBackend:
                 _Wanted(round_idx, index, request, None if one.greedy else firsts[index // size * size] + index % size)
                 for index, request in enumerate(one.requests)
             ]
+        if all(one.requests is rounds[0].requests for one in rounds[1:]):  # several answers to each prompt
+            wanted.sort(key=lambda one: one.index)  # then they are in one batch, and may share the prompt's pass
         return [wanted[start : start + size] for start in range(0, len(wanted), size)]
 
     def _generate_batch(self, batch: Sequence[_Wanted], on_ended: Callable[[int], None] | None) -> list[Rollout]:
-        vocab, requests, seeds = self._vocab, [one.request for one in batch], [one.seed for one in batch]
-        prompt = self._prompt(requests)
+        vocab, requests = self._vocab, [one.request for one in batch]
+        # Drafts let several answers to one prompt share its forward pass; ``generate`` itself does not.
+        rows = list(range(len(batch))) if self._grammar is None else _rows_of_prompts(requests)
+        prompt = self._prompt([requests[rows.index(row)] for row in range(max(rows) + 1)])
         # transformers reads missing arguments from the checkpoint's generation_config: an n-gram ban or a minimum
         # length would leak into the run.
         was_training = {module: module.training for module in self._model.modules()}
@@ -121,7 +125,7 @@ class HFBackend:
         self._model.eval()
         try:
             with torch.no_grad():
-                arguments, stopped = self._arguments(prompt, seeds, on_ended)
+                arguments, stopped = self._arguments(prompt, rows, [one.seed for one in batch], on_ended)
                 output_BT = self._model.generate(
                     **prompt,
                     **arguments,
@@ -194,13 +198,14 @@ class HFBackend:
     def _arguments(
         self,
         prompt: Mapping[str, torch.Tensor],
+        rows: Sequence[int],
         seeds: Sequence[int | None],
         on_ended: Callable[[int], None] | None,
     ) -> tuple[dict[str, Any], Stopped]:
-        # How ``generate`` chooses tokens: by drafts, or by processors.
+        # How ``generate`` chooses tokens: by drafts, or by processors. ``rows``: each answer's row of ``prompt``.
         options, vocab, penalty = self._options, self._vocab, self._options.repetition_penalty
         if self._grammar is not None:
-            return self._drafts(self._grammar, prompt, seeds, on_ended)
+            return self._drafts(self._grammar, prompt, rows, seeds, on_ended)
         processors, guard = self._processors(prompt, seeds)
         if on_ended is not None and options.num_beams == 1:
             processors.append(FinishedCallback(vocab.eos_id, prompt["input_ids"].shape[1], on_ended))
@@ -216,25 +221,27 @@ class HFBackend:
         self,
         grammar: AnswerGrammar,
         prompt: Mapping[str, torch.Tensor],
+        rows: Sequence[int],
         seeds: Sequence[int | None],
         on_ended: Callable[[int], None] | None,
     ) -> tuple[dict[str, Any], Stopped]:
-        # The processors of each row see that row alone, as often as it gets a token.
+        # The processors of an answer see that answer alone, as often as it gets a token.
         options, vocab = self._options, self._vocab
         answers: list[DraftedAnswer] = []
         guards: list[RepetitionStopProcessor | None] = []
-        for ids_L, seed in zip(prompt["input_ids"], seeds, strict=True):
+        for row, seed in zip(rows, seeds, strict=True):
             processors, guard = self._processors(prompt, [seed])
             if options.repetition_penalty != 1.0:
                 processors.insert(0, RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
-            answers.append(DraftedAnswer(grammar.start(), ids_L, vocab.eos_id, options.max_new_tokens, processors))
+            ids_L, most = prompt["input_ids"][row], options.max_new_tokens
+            answers.append(DraftedAnswer(grammar.start(), ids_L, vocab.eos_id, most, processors))
             guards.append(guard)
 
         def stopped(row: int, response: Sequence[int]) -> bool:
             guard = guards[row]
             return guard is not None and guard.stopped(0, response)
 
-        return {"custom_generate": DraftedDecoding(answers, len(vocab), self._pad_id, on_ended)}, stopped
+        return {"custom_generate": DraftedDecoding(answers, rows, len(vocab), self._pad_id, on_ended)}, stopped
 
     @property
     def batch_size(self) -> int:
@@ -259,6 +266,12 @@ class HFBackend:
         return {"rollout/repeat_terminate_active": float(self._guard is not None)}
 
     def close(self) -> None: ...
+
+
+def _rows_of_prompts(requests: Sequence[RolloutRequest]) -> list[int]:
+    """The place of each request among the different ones: several answers have the same request."""
+    row_of: dict[int, int] = {}
+    return [row_of.setdefault(id(request), len(row_of)) for request in requests]
 
 
 class PerSequenceSampler(LogitsProcessor):

@@ -78,17 +78,24 @@ class DraftedAnswer:
 
 
 class DraftedDecoding:
-    """``custom_generate`` of transformers' ``generate``: decodes ``answers``, one per row of the batch, to their ends.
+    """``custom_generate`` of transformers' ``generate``: decodes ``answers`` to their ends.
 
-    ``generate`` prepares the prompt's pass; of its processors and stopping criteria none is used. ``known``: number of
-    the tokenizer's tokens; rows of the head beyond are never chosen. ``on_ended`` is called with the number of ended
+    ``generate`` prepares the prompts' pass; of its processors and stopping criteria none is used. ``prompt_rows``: each
+    answer's prompt, so several answers share one. ``known``: number of the tokenizer's tokens; rows of the head beyond
+    are never chosen. ``on_ended`` is called with the number of ended
     answers whenever it grows.
     """
 
     def __init__(
-        self, answers: Sequence[DraftedAnswer], known: int, pad_id: int, on_ended: Callable[[int], None] | None = None
+        self,
+        answers: Sequence[DraftedAnswer],
+        prompt_rows: Sequence[int],
+        known: int,
+        pad_id: int,
+        on_ended: Callable[[int], None] | None = None,
     ) -> None:
         self._answers = answers
+        self._prompt_rows = list(prompt_rows)
         self._known = known
         self._pad_id = pad_id
         self._on_ended = on_ended
@@ -102,21 +109,23 @@ class DraftedDecoding:
         generation_config: Any,
         **prepared: Any,
     ) -> torch.Tensor:
-        """``prepared``: further arguments of the model. Returns prompts and answers, padded: (B, L)."""
+        """``prepared``: further arguments of the model. Returns each answer after its prompt, padded: (B, L)."""
         outputs = model(input_ids=input_ids, **prepared)
         mask_BS = prepared["attention_mask"]  # None without padding
         visible_BS = torch.ones_like(input_ids, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
         self._decode(model, outputs, visible_BS, prepared["position_ids"][1:])
         longest = max(len(answer.tokens) for answer in self._answers)
         rows = [[*one.tokens, *[self._pad_id] * (longest - len(one.tokens))] for one in self._answers]
-        return torch.cat([input_ids, torch.tensor(rows, device=input_ids.device)], dim=1)
+        return torch.cat([input_ids[self._prompt_rows], torch.tensor(rows, device=input_ids.device)], dim=1)
 
     def _decode(self, model: Any, outputs: Any, visible_BS: torch.Tensor, positions_3BS: torch.Tensor) -> None:
         cache = RaggedCache(outputs.past_key_values, visible_BS)
-        first_B = positions_3BS.amax((0, 2)) + 1  # position of each answer's first token
+        cache.take(self._prompt_rows)
+        # The position of each answer's first token, and the logits for it.
+        first_B = positions_3BS.amax((0, 2))[self._prompt_rows] + 1
+        logits_BTV = outputs.logits[self._prompt_rows]
         num_prompt, device, running = visible_BS.shape[1], visible_BS.device, list(self._answers)
         while True:
-            logits_BTV = outputs.logits
             logits_BTV[..., self._known :] = -torch.inf
             for answer, logits_TV, best in zip(running, logits_BTV, logits_BTV.argmax(-1).tolist(), strict=True):
                 answer.read(logits_TV, best)
@@ -127,7 +136,7 @@ class DraftedDecoding:
                 if not rows:
                     return
                 running = [running[row] for row in rows]
-                cache.keep(rows)
+                cache.take(rows)
                 first_B = first_B[rows]
             for answer in running:
                 answer.propose(min(MOST_DRAFTED, MOST_POSITIONS // len(running) - 1))
@@ -136,13 +145,13 @@ class DraftedDecoding:
             tokens = [[one.tokens[-1], *one.draft, *[0] * (width - 1 - len(one.draft))] for one in running]
             done = [len(answer.tokens) - 1 for answer in running]  # tokens of each answer in the cache
             steps_BT = torch.tensor(done, device=device)[:, None] + torch.arange(width, device=device)
-            outputs = model(
+            logits_BTV = model(
                 input_ids=torch.tensor(tokens, device=device),
                 attention_mask=cache.open([num_prompt + one for one in done], width),
                 position_ids=(first_B[:, None] + steps_BT).expand(3, -1, -1),
                 past_key_values=cache,
                 use_cache=True,
-            )
+            ).logits
 
 
 class RaggedCache:
@@ -185,7 +194,9 @@ class RaggedCache:
             held[k][rows_B1, :, self._columns_BT] = new_BHTD.transpose(1, 2)
         return held[0][:, :, : self._used], held[1][:, :, : self._used]
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Drop all sequences but these."""
+    def take(self, rows: Sequence[int]) -> None:
+        """Go on with these sequences, in this order; one that is named twice is copied."""
+        if list(rows) == list(range(len(self._visible_BL))):
+            return
         self._visible_BL = self._visible_BL[rows]
         self._layers = [[keys[rows], values[rows]] for keys, values in self._layers]

@@ -154,19 +154,26 @@ def test_dataset_answers_do_not_depend_on_the_batch(
     assert ids(sampler.generate(requests_[4:], DatasetSeeds(5, 14))) == whole[4:]
 
 
-@pytest.mark.parametrize("batch", [3, 8])
+@pytest.mark.parametrize(("batch", "skip", "prompts"), [(3, False, 9), (8, False, 9), (3, True, 3), (8, True, 4)])
 def test_further_answers_are_sampled_next_to_a_greedy_one(
-    loaded: LoadedModel, requests_: list[RolloutRequest], batch: int
+    loaded: LoadedModel,
+    requests_: list[RolloutRequest],
+    calls: list[dict[str, Any]],
+    batch: int,
+    skip: bool,
+    prompts: int,
 ) -> None:
-    """Answers of the same requests: the first is that of a greedy backend, the others do not depend on their number."""
+    """Answers of the same requests: the first is that of a greedy backend, the others do not depend on their number.
+    With drafts, answers of a batch share their prompt's pass."""
     asked = tuple(requests_[:3])
     rounds = [RolloutRound(asked, DatasetSeeds(5, 10, k, k), greedy=k == 0) for k in range(3)]
 
     def answered(rounds: list[RolloutRound]) -> dict[tuple[int, int], tuple[int, ...]]:
-        window = backend(loaded, batch=batch, temperature=1.0).generate_window(rounds)
+        window = backend(loaded, batch=batch, skip=skip, temperature=1.0).generate_window(rounds)
         return {(one.round_idx, one.index): one.rollout.response_token_ids for one in window}
 
     found = answered(rounds)
+    assert sum(len(call["input_ids"]) for call in calls) == prompts
     assert [found[0, i] for i in range(3)] == ids(backend(loaded).generate(asked, DatasetSeeds(1, 0)))
     assert all(len({found[k, i] for k in range(3)}) == 3 for i in range(3)), "each answer has samples of its own"
     assert answered(rounds[:2]) == {place: tokens for place, tokens in found.items() if place[0] < 2}
