@@ -1,9 +1,9 @@
 """How much does attention within segments save over attention under a block mask?
 
 One packed row, forward and backward of one layer's attention: each implementation of `coordexp.modeling.attention` that
-runs on this machine, whose cost grows with the sum of squared segment lengths, against transformers' SDPA under a
-boolean block-causal mask, whose cost grows with the row's squared length. On the CPU in float32; on a GPU in bfloat16,
-where varlen and (if installed) flash join. Building that mask is not counted. All must give the same numbers.
+runs on this machine against transformers' SDPA under a boolean block-causal mask. The cost of ours grows with the sum
+of squared segment lengths, that of SDPA with the row's squared length. On the CPU in float32; on a GPU in bfloat16,
+with varlen and (if installed) flash. Building that mask is not counted. All must give the same numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--repeats", type=positive, default=5, help="timed calls per figure; the median counts [5]")
     options = flags.parse_args(argv)
     if options.heads % options.kv_heads:
-        flags.error(f"--heads {options.heads} is no multiple of --kv-heads {options.kv_heads}")
+        flags.error(f"--heads {options.heads} is not a multiple of --kv-heads {options.kv_heads}")
     console = Console()
     threads = set_threads(options.threads)
     where = machine()
@@ -61,7 +61,7 @@ def compare(lengths: list[int], options: Any) -> list[dict[str, Any]]:
         return drawn.to(device, dtype).requires_grad_()
 
     query, key, value = tensor(options.heads), tensor(options.kv_heads), tensor(options.kv_heads)
-    # What attention functions read of their layer.
+    # The attributes of a layer that attention functions read.
     layer = SimpleNamespace(
         num_key_value_groups=options.heads // options.kv_heads, is_causal=True, training=True, layer_idx=0
     )

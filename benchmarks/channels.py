@@ -1,8 +1,8 @@
-"""What does an optimizer step of each channel cost?
+"""The cost of an optimizer step of each channel.
 
 Trains the demo's two-channel configuration on dense generated scenes: Channel-A with one, two and three forwards,
 Channel-B with rollouts by transformers and by vLLM in this process. Each case is a run of its own from the same
-checkpoint, so the figures of one do not depend on the others. CPU only: it is the tiny model's benchmark.
+checkpoint, so the figures of one do not depend on the others. CPU only, with the tiny model.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--max-new-tokens", type=positive, default=MAX_NEW_TOKENS, help="longest answer [256]")
     flags.add_argument("--model", type=Path, help="checkpoint [checkpoints/demo-stage1, else a random tiny one]")
     flags.add_argument(
-        "--only", default="", metavar="TEXT", help="only the cases whose name begins with it, such as 'A' or 'B, hf'"
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="only cases with names that begin with it, such as 'A' or 'B, hf'",
     )
     options = flags.parse_args(argv)
     console = Console()

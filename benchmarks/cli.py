@@ -2,7 +2,7 @@
 
 Each command runs as a process of its own: wall-clock and processor seconds (the best of the repeats), and whether it
 imported torch, which alone takes seconds. Above the goal of one second, a row is marked. Bytecode is cached as
-Python does by itself, whatever PYTHONDONTWRITEBYTECODE says here: a user's second command finds it.
+by default, even if PYTHONDONTWRITEBYTECODE is set here, as for a user's second command.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags = parser(__doc__)
     flags.add_argument("--repeats", type=positive, default=3, help="runs of each command; the best counts [3]")
     flags.add_argument("--images", type=positive, default=4, help="images of the dataset and of the answers [4]")
-    flags.add_argument("--note", help="written beside the figures, e.g. what else the machine did")
+    flags.add_argument("--note", help="stored with the figures, e.g. what else the machine did")
     options = flags.parse_args(argv)
     console = Console(markup=False, emoji=False)
     where = machine()

@@ -8,7 +8,7 @@ of a run), and as every start did it before (plain; up to --plain-up-to records)
 
 Wall time needs an idle machine; processor seconds (of all processes of a start) are for one that is not. Memory: the
 peak of resident pages of the one process (VmHWM) beyond that of a process that has imported the same packages; "own"
-are those of them that it shares with nobody at the end (RssAnon), beyond the same.
+are the pages among them that it does not share with another process at the end (RssAnon), beyond the same.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _object(rng: random.Random) -> dict[str, Any]:
 
 
 def opened(how: str, data: Path, folder: Path) -> dict[str, Any]:
-    """What a fresh process says of opening ``data``."""
+    """The report of a fresh process that opens ``data``."""
     places = {"COORDEXP_CACHE": str(folder / "cache"), "PEERS_CACHE": str(folder / "peers-cache")}
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "peers-home")}
     load = os.getloadavg()[0]

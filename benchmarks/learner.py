@@ -1,4 +1,4 @@
-"""What does a learner step cost, and what do packing and the chunked head save?
+"""The cost of a training step, and the savings by packing and the chunked head.
 
 Four questions, each with its ratios measured in the same run. The objective: softCE, W1 and the coordinate gate at
 coordinate positions over the whole vocabulary, forward and backward, from hidden states to gradients of hidden states
@@ -235,7 +235,7 @@ def packing(capacity: int = 12_000, count: int = 256, trials: int = 20, rows: in
         started = time.perf_counter()
         select_segments(lengths, capacity)
         seconds.append(time.perf_counter() - started)
-    # A stream, as training sees it: what a row takes, later samples replace.
+    # A stream, as in training: later samples replace those that a row has taken.
     waiting, fills = rng.integers(100, 3001, 64).tolist(), []
     for _ in range(rows):
         chosen = set(select_segments(waiting, capacity))
@@ -251,7 +251,7 @@ def packing(capacity: int = 12_000, count: int = 256, trials: int = 20, rows: in
 def _measure(
     run: Callable[[], float], leaves: Sequence[torch.Tensor], device: torch.device, repeats: int
 ) -> dict[str, float]:
-    """Median seconds, and the most memory beyond what lies there before: gradients of the leaves not counted."""
+    """Median seconds, and the peak memory beyond that before, without the gradients of the leaves."""
     value, seconds, extra = 0.0, [], 0.0
     for _ in range(repeats):
         for leaf in leaves:

@@ -1,7 +1,7 @@
 """The learner's ways to compute one loss: ours, and the two that it is measured against. Shared by `learner.py`.
 
 All three give the same number. `padded` and `full` hold all the logits in float32 and take the coordinate gate from
-them as it is usually written: a fence, a temperature and a logsumexp, each a buffer of vocabulary size.
+them as it is usually written: clamping, a temperature and a logsumexp, each a buffer of vocabulary size.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def _row(model: Any, batch: Sequence[Segment]) -> tuple[dict[str, Any], Supervis
 
 def flops_per_step(model: Any, sizes: Sizes, segments: Sequence[Segment], scored: int) -> float:
     """Floating-point operations that the step needs: 6 per weight and token, attention within segments, the head at
-    ``scored`` positions. What a form computes beyond that is its own."""
+    ``scored`` positions. Further computation of a form does not count."""
     body = sum(p.numel() for name, p in model.model.language_model.named_parameters() if "embed_tokens" not in name)
     vision = sum(p.numel() for p in model.model.visual.parameters())
     tokens = sum(segment.length for segment in segments)

@@ -24,7 +24,7 @@ Selector = Callable[[list[int], int], list[int]]
 
 
 def plain_binpacking(lengths: list[int], capacity: int) -> list[int]:
-    """The fullest bin, whatever waits longest."""
+    """The fullest bin, without regard to waiting times."""
     # A dictionary's bins are dictionaries, though they are declared otherwise.
     bins = cast("list[dict[int, int]]", binpacking.to_constant_volume(dict(enumerate(lengths)), capacity))
     return sorted(max(bins, key=lambda chosen: sum(chosen.values())))

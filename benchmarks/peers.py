@@ -1,9 +1,9 @@
-"""What does a training image cost here, and in ms-swift and TRL? SFT, and learning from the model's own answers.
+"""The cost of a training image here, in ms-swift and in TRL: SFT, and learning from the model's own answers.
 
 The same checkpoint, generated scenes, prompt, precision, samples of a step, decoding limits and cores; one process
-each, one after the other, in one run. A watch in each trainer notes when a step ends; the first steps do not count.
-Prompts are compared token by token before training. Processor seconds stand beside seconds: only they can be read on a
-busy machine. ``--shape 2B`` compares at real width instead: see peers_width.py.
+each, one after the other, in one run. A callback in each trainer records when a step ends; the first steps do not
+count. Prompts are compared token by token before training. Besides seconds there are processor seconds: on a busy
+machine only these are meaningful. ``--shape 2B`` compares at real width instead: see peers_width.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPT = "Detect every object."
 MAX_NEW_TOKENS = 192
 LEARNING_RATE = 1e-5  # so low that answers stay as long as they were in all of them
 
-# Contender → (the question it answers, what it is).
+# Contender → (group, description).
 CONTENDERS: dict[str, tuple[str, str]] = {
     "coordexp-sft": ("SFT", "CoordExp, stage 1: packed rows, a head over supervised positions alone"),
     "trl-sft": ("SFT", "TRL SFTTrainer: padded batches (its packing takes no images)"),
@@ -127,7 +127,7 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
     return shown
 
 
-# What all of them train on, and with.
+# The data and settings that all of them share.
 
 
 def write_data(folder: Path, count: int) -> None:
@@ -184,7 +184,7 @@ def clock(first_batch: Callable[[Any], None] | None = None) -> tuple[list[tuple[
 
 
 def trainer_settings(options: argparse.Namespace, output: Path) -> dict[str, Any]:
-    """What transformers' TrainingArguments are given by both peers; the same as CoordExp's YAML below."""
+    """TrainingArguments of both peers, equal to CoordExp's YAML below."""
     return {
         "output_dir": str(output), "max_steps": options.warmup + options.steps, "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0, "gradient_checkpointing": False,

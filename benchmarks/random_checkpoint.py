@@ -1,6 +1,6 @@
 """A checkpoint of a published Qwen3-VL's size with random weights and Qwen's own tokenizer.
 
-A module for the scripts beside it; running it does nothing.
+A module of the other scripts; running it does nothing.
 """
 
 from __future__ import annotations

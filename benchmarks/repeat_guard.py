@@ -1,8 +1,9 @@
-"""What does the repeat guard cost, and what does it save?
+"""The cost of the repeat guard, and its savings.
 
 Cost: the seconds spent inside the guard, against the seconds of the same real decoding run by transformers, with limits
-that never bite, so that every token of every answer is judged. Saved: tokens and time of a model that repeats itself,
-guarded with the default limits and unguarded. A second table times the guard alone, with the rule on object keys too.
+that are never reached, so that every token of every answer is checked. Savings: tokens and time of a model that
+repeats itself, guarded with the default limits and unguarded. A second table times the guard alone, with the rule on
+object keys too.
 """
 
 from __future__ import annotations

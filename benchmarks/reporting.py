@@ -1,6 +1,6 @@
-"""What every benchmark reports besides its figures: machine, versions, date, and the JSON file that ``--json`` names.
+"""The part of a report that all benchmarks share: machine, versions, date, and the JSON file that ``--json`` names.
 
-A module for the scripts beside it; running it does nothing.
+A module of the other scripts; running it does nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def machine() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": usable_cores(),
-        # Whatever else ran at the start of the benchmark: a busy machine's figures are no figures.
+        # Load at the start: a busy machine's figures are unusable.
         "load_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "platform": platform.platform(),
         "python": platform.python_version(),

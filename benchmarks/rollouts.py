@@ -1,11 +1,11 @@
-"""How fast do the three rollout backends answer? transformers, vLLM inside the learner, vLLM behind a server.
+"""How fast do the three rollout backends answer? transformers, vLLM in the trainer's process, a vLLM server.
 
 One run, one set of weights, the same prompts: tokens per second of greedy answers that may be as long as the text of
 ``--objects`` objects, at each batch size. Counted are the tokens that were written; a random model hardly ever ends.
-Each backend starts once, for the largest batch; before a batch is timed it gets the weights anew, so nothing of its
+Each backend starts once, for the largest batch; before a batch is timed it gets the weights again, so nothing of its
 prompts is in a cache, as in training. Every finished cell is a line, and ``--json`` holds it at once (``complete``
 turns true with the last): ``--backends`` and ``--batches`` choose the cells of a run that should be short.
-Without ``--model`` the model is a random tiny one: its figures tell what the machinery around a model costs, not how
+Without ``--model`` the model is a random tiny one: its figures show the cost of the machinery around a model, not how
 vLLM compares on a real one. ``--check`` also counts answers that are token for token transformers' (float32 only).
 """
 

@@ -1,8 +1,8 @@
-"""What does `rollout_matching.rollouts_ahead: 1` save? Needs vLLM and two cores.
+"""The gain of `rollout_matching.rollouts_ahead: 1`. Needs vLLM and two cores.
 
 Trains the demo's stage-2 configuration on answers of a real `coordexp serve`, without and with looking ahead, in one
-run. The server is pinned to one core and the learner to another, as if each had a device of its own. No step can be
-shorter than the longer of its rollouts and its learning; the last column says how far above that it lies.
+run. The server is pinned to one core and the trainer to another, as if each had a device of its own. No step can be
+shorter than the longer of its rollouts and its training; the last column is the step's time relative to that.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _measure(config: RunConfig, ahead: int, options: argparse.Namespace) -> dict
             ),
         }
     )
-    # The last step asks for nothing: it is not a step like the others.
+    # The last step requests no further answers, so it is not comparable.
     steps = timed_steps(run)[options.warmup : -1]
     medians = {
         "step_s": statistics.median(marks["step"] for _, marks in steps),

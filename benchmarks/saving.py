@@ -1,9 +1,9 @@
-"""What does the seal of a checkpoint add to a save, and what does its comparison add to a resume?
+"""The time that the seal of a checkpoint adds to a save, and its comparison to a resume.
 
 Files of a checkpoint's shape are written as transformers writes them: weights by safetensors, the optimizer's two
 moments by ``torch.save``. A save that a power loss cannot undo has to wait for the disk; that wait is in the first row.
-The second row is what a run does: the same wait, with checksums of all files beside it, and the seal. Rounds of both
-take turns. Rows of a resume read the same files, whose pages lie in memory, with and without comparing them.
+The second row is what a run does: the same wait, checksums of all files meanwhile, and the seal. Rounds of both take
+turns. Rows of a resume read the same files, from the page cache, with and without comparing them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def sealed(folder: Path) -> None:
 
 
 def resume(folder: Path, *, compares: bool) -> float:
-    """Seconds to read a checkpoint, from memory where it still lies there."""
+    """Seconds to read a checkpoint, from the page cache as far as it is there."""
     begun = time.perf_counter()
     if compares:
         check_contents(folder)

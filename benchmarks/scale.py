@@ -1,7 +1,7 @@
-"""Where would the time of a step go on 8, 64 and 512 GPUs, and what must the network carry? On paper: nothing is run.
+"""The parts of a step's time on 8, 64 and 512 GPUs, and the load of the network. Calculated: nothing is run.
 
 Counted exactly: bytes of a push, requests, bytes of images. Assumed, and yours to set: how fast a GPU decodes and
-learns, what the network carries. With S server and L learner machines of G GPUs, and B images a step:
+learns, and the network's bandwidth. With S server and L learner machines of G GPUs, and B images a step:
 
   decode  max(p tokens / one sequence's speed, B tokens / (S G speed of a GPU)), with p forward passes per token: 1, or
           fewer with ``skip_forced_tokens``, which a full GPU gains nothing by, as it computes the skipped tokens too

@@ -1,4 +1,4 @@
-"""What does it cost to turn an answer into a training target, as answers grow?
+"""The cost of turning an answer into a training target, by the answer's length.
 
 Parse, match and build on one thread, for crowded images and two tokenizers: the tiny model's and the real Qwen one
 (which needs `dashscope` for its merges and pytest for the code that reads them, both part of `make setup`). Building
@@ -39,7 +39,7 @@ from coordexp.targets import build_target
 
 SIZES = [10, 30, 60, 100, 200, 500]
 STAGES = ("parse", "match", "build")
-# Of the implementation that this method was first published with: read off its own report, never run here, and from
+# Figures of the implementation that this method was first published with, from its own report: not run here, and from
 # another machine. Milliseconds; boxes unless it says polygons.
 PUBLISHED = [
     ("parse, 60 objects", "parse_ms", 60, 0.0, 31.0),
@@ -206,7 +206,7 @@ def _table(name: str, rows: Sequence[dict[str, float]]) -> Table:
 
 
 def _published_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=f"{name} tokenizer, beside published figures from another machine", title_justify="left")
+    table = Table(title=f"{name} tokenizer, next to published figures from another machine", title_justify="left")
     table.add_column("case")
     table.add_column("ours here, ms", justify="right")
     table.add_column("published there, ms", justify="right")

@@ -1,4 +1,4 @@
-"""What does the work around training cost? Converting images, measuring answers, building the viewer's page.
+"""The cost of the work around training: converting images, measuring answers, building the viewer's page.
 
 Conversion reads and writes real files in a temporary folder. The evaluation is what ``coordexp evaluate`` does with
 saved answers: one-to-one matching, counts by class and density, and average precision of the whole and by density.
@@ -117,7 +117,7 @@ def evaluate(count: int, objects: int, resamples: int) -> Iterator[dict[str, dic
     """Average precision by pycocotools, all figures by us, and the comparison of two runs."""
     answers = make_answers(count, objects, seed=1)
     data = to_coco(answers)
-    summarise(answers[:2])  # what is imported at the first call is no part of it
+    summarise(answers[:2])  # imports of the first call do not count
     what = f"{count} images x {objects} objects"
     watch = Watch()
     expected = pycocotools_ap(data)

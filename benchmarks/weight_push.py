@@ -7,8 +7,8 @@ weights to it, and compares with the bare broadcast of the same bytes, in bucket
 A push is all of it: HTTP, gathering small weights, transfer, loading into the engine's fused layout, resetting caches,
 commit. "Received" and "loaded" are the worker's own accounts; loading runs while the next bucket arrives.
 
-ms-swift's own push (``VLLMClient.update_named_param``, ``update_flattened_params``) is no contender here: it knows NCCL
-alone. On a CPU vLLM's communicator for it switches itself off and sends nothing, without an error, and ms-swift then
+ms-swift's own push (``VLLMClient.update_named_param``, ``update_flattened_params``) is not compared: it supports only
+NCCL. On a CPU vLLM's communicator for it switches itself off and sends nothing, without an error, and ms-swift then
 calls ``torch.cuda.synchronize``. A line below the table says so, with what NCCL's library answers on this machine.
 """
 
@@ -118,7 +118,7 @@ def render(results: dict[str, Any]) -> Table:
     for name in ("raw", "push", "received", "loaded", "first push, with group and checksum"):
         figures = results[name]
         rate = f"{figures['gb_per_s']:.2f}" if "gb_per_s" in figures else ""
-        label = {"raw": "bare broadcast", "received": "  of it: received", "loaded": "  of it: loaded (beside)"}
+        label = {"raw": "bare broadcast", "received": "  of it: received", "loaded": "  of it: loaded (meanwhile)"}
         table.add_row(label.get(name, name), f"{figures['seconds']:.3f}", rate)
     return table
 
@@ -130,11 +130,11 @@ def no_swift_push() -> str:
     try:
         NCCLLibrary()
     except (OSError, ValueError, RuntimeError) as error:
-        return f"needs NCCL, whose library cannot be loaded here ({error}); vLLM's communicator then sends nothing"
+        return f"needs NCCL, which cannot be loaded here ({error}); vLLM's communicator then sends nothing"
     gpus = torch.cuda.device_count()
     if gpus < 2:
         return f"needs NCCL and a GPU for each end; this machine has {gpus}"
-    return "not built into this benchmark, whose weights lie on the CPU"
+    return "not part of this benchmark, which has its weights on the CPU"
 
 
 def chunks(size: int, bucket_bytes: int) -> list[int]:

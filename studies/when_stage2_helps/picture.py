@@ -1,4 +1,4 @@
-"""The study in one picture: of each kind of data the start, the best control and rollout matching."""
+"""The study in one picture: the start, the best control and rollout matching on each kind of data."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def compare(declared: dict[str, str], results: Path) -> Compared:
 
 
 def draw(rows: Sequence[Compared], out: Path) -> None:
-    """Left F1@.5 of the three arms, right the gain over the control; what ran on validation scenes alone is hollow. The
-    rows' figures stand in the file's description, too."""
+    """Left F1@.5 of the three arms, right the gain over the control; hollow if it ran on validation scenes only. The
+    rows' figures are in the file's description, too."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""A control: at decode time the answer is only closed where the model is sure enough that nothing is left."""
+"""A control: while decoding, an answer ends only if the model gives its end a probability above a threshold."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def server(config: Path) -> AbstractContextManager[Any]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it started and that have ended."""
+    """CPU seconds of this process and of its children that have ended."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 
@@ -202,8 +202,8 @@ def evaluate(
 
 
 def counts(answers: Sequence[Any]) -> dict[str, list[list[float]]]:
-    """Per image and variant: predictions, ground truth, matched at each IoU, matched whatever the name at 0.5, located
-    at 0.3 whatever the name, summed IoU of matches, duplicates, truncated."""
+    """Per image and variant: predictions, ground truth, matched at each IoU, matched under any name at 0.5, located
+    at 0.3 under any name, summed IoU of matches, duplicates, truncated."""
     from dataclasses import replace
 
     from coordexp.evaluation.detection import count_image
@@ -228,9 +228,9 @@ def counts(answers: Sequence[Any]) -> dict[str, list[list[float]]]:
 
 
 def regime_start(name: str, regime: dict[str, Any], seed: int, work: Path) -> Path:
-    """The checkpoint that every arm of a regime starts from. ``start.of`` names another regime whose start it is,
-    ``start.after`` one from whose start it was trained on; with ``start.from: random`` it learned from random weights,
-    otherwise from the demo's stage-1 model."""
+    """The checkpoint that every arm of a regime starts from. ``start.of`` names another regime with the
+    same start, ``start.after`` one from whose start training continued; with ``start.from: random`` it was trained from
+    random weights, otherwise from the demo's stage-1 model."""
     before = STAGE_1
     if regime["start"].get("from") == "random":
         before = random_model(work / name / "runs" / f"random-seed-{seed}", seed)
@@ -277,12 +277,12 @@ def trained_model(
 
 
 def with_keys(regime: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
-    """An arm with the keys that its regime sets for all of its arms; its own come last."""
+    """An arm with the keys that its regime sets for all arms; its own take precedence."""
     return {**arm, "set": {**regime.get("set", {}), **arm.get("set", {})}}
 
 
 def run_arm(name: str, arm_name: str, seed: int, split: str, work: Path, results: Path) -> None:
-    """Train and evaluate one arm, and note what came out."""
+    """Train and evaluate one arm, and store the result."""
     declared = yaml.safe_load((HERE / "arms.yaml").read_text())
     regime, arms = declared["regimes"][name], declared["arms"][name]
     arm = arms[arm_name]

@@ -21,7 +21,7 @@ def _f1(sums: np.ndarray, matched: int = AT_50) -> float:
 
 
 def figures(per_seed: Sequence[Any]) -> dict[str, float]:
-    """Of one arm, over all its seeds' images."""
+    """Figures of one arm, over the images of all its seeds."""
     sums = _sums([np.array(counts, dtype=float) for counts in per_seed])
     images = sum(len(counts) for counts in per_seed)
     return {

@@ -105,18 +105,18 @@ def base_of(folder: Path) -> Path:
     """The folder of the model to which the adapters in ``folder`` belong. Raises CheckpointError."""
     try:
         if (folder / CONFIG).is_file():
-            named = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get(BASE_KEY)
-        else:
+            base = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get(BASE_KEY)
+        else:  # coordinate offsets without LoRA have no adapter_config.json
             with safe_open(folder / OFFSETS, "np") as file:
-                named = (file.metadata() or {}).get(BASE_KEY)
+                base = (file.metadata() or {}).get(BASE_KEY)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: its adapter files cannot be read ({error}); restore them") from error
-    if not named or not Path(named).is_dir() or Path(named).resolve() == folder.resolve():
+    if not base or not Path(base).is_dir() or Path(base).resolve() == folder.resolve():
         raise CheckpointError(
-            f"{folder}: has adapters of the model {named}, which is not a folder here; put that model back, or name "
+            f"{folder}: has adapters of the model {base}, which is not a folder here; put that model back, or name "
             "its new place: coordexp model merge FOLDER OUTPUT --base MODEL"
         )
-    return Path(named)
+    return Path(base)
 
 
 def read_object(folder: Path, name: str, what: str) -> dict[str, Any]:

@@ -377,20 +377,20 @@ def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int
         if round_trip(record.objects, vocab) != list(record.objects):
             check.add(Finding.ROUND_TRIP, record.sample_id, "the objects read back from its tokens differ")
     broken = {problem.where for problem in check.problems if problem.finding in ERRORS}
-    sound = [record for record in check.records if record.sample_id not in broken]
-    if not sound:
+    valid = [record for record in check.records if record.sample_id not in broken]
+    if not valid:
         raise DataError("no valid record to draw", path=check.path)
     rows = count if run is None else max(1, count // _EPOCHS)
-    chosen = list(range(0, len(sound), max(1, len(sound) // rows)))[:rows]
+    chosen = list(range(0, len(valid), max(1, len(valid) // rows)))[:rows]
     if run is None:
-        draw_contact_sheet([sound[index] for index in chosen], vocab, sheet)
+        draw_contact_sheet([valid[index] for index in chosen], vocab, sheet)
         return
     from coordexp.data.dataset import RecordDataset
 
     def without_prompt(record: ImageRecord) -> RolloutRequest:
         raise AssertionError(f"{record.sample_id}: views have no prompts")
 
-    seen = RecordDataset(sound, without_prompt, run.custom.object_ordering, run.training.seed, run.data.augment)
+    seen = RecordDataset(valid, without_prompt, run.custom.object_ordering, run.training.seed, run.data.augment)
     views = [seen.view(index, epoch) for index in chosen for epoch in range(_EPOCHS)]
     draw_contact_sheet([record for record, _ in views], vocab, sheet, _EPOCHS, [image for _, image in views])
 

@@ -132,7 +132,7 @@ def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed:
     for index, record in enumerate(records):
         try:
             content = hashlib.sha256(image_bytes(record.image)).hexdigest()
-        except DataError:  # an image that does not exist is only itself
+        except DataError:  # without a file: compare by path
             content = str(record.image)
         groups[content].append(index)
     images = list(groups)

@@ -114,7 +114,7 @@ class WeightPusher(ABC):
         num_bytes = num_tensors = 0
         with self._whole_source() as named, self._aborting():
             dtype = self._begin("full")
-            # On a rank without engines, _whole_source reads the tensors and keeps none in memory.
+            # A rank without engines sends nothing; _whole_source takes its part in gathering sharded weights.
             for bucket in in_buckets(named, self._config.bucket_mb << 20) if self.has_engines else ():
                 if self.converts or compares:
                     bucket = [(name, _converted(tensor, dtype)) for name, tensor in bucket]

@@ -96,7 +96,7 @@ def place_images(answers: Sequence[ImageAnswer], folder: Path) -> tuple[list[Ima
     """Link or copy each image into ``folder`` under its original name. Returns the answers in the pixels of these
     images, and the number of images that are missing."""
     placed, missing = [], 0
-    for answer, _, name in _named(answers, ""):
+    for answer, _, name in _with_paths(answers, ""):
         target = folder / f"{name}{Path(answer.image).suffix}"
         original = OriginalImage(target.relative_to(folder).as_posix(), answer.width, answer.height)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -139,25 +139,27 @@ def export_coco(
     for file, image_id in terms.images.items():
         by_name.setdefault(PurePosixPath(file).name, []).append(image_id)
     next_id = max(terms.images.values(), default=0) + 1
-    framed, image_ids, strangers = [], [], 0
-    for answer, frame, _ in _named(answers, ""):
-        alike = by_name.get(PurePosixPath(frame.file).name, [])
+    in_originals, image_ids, num_unknown = [], [], 0
+    for answer, original, _ in _with_paths(answers, ""):
+        candidates = by_name.get(PurePosixPath(original.file).name, [])
         # By the whole file name, or by its last part if only one image has that.
-        image_id = terms.images.get(frame.file, alike[0] if len(alike) == 1 else None)
+        image_id = terms.images.get(original.file, candidates[0] if len(candidates) == 1 else None)
         if image_id is None:
-            image_id, strangers = next_id + strangers, strangers + 1
+            image_id, num_unknown = next_id + num_unknown, num_unknown + 1
         image_ids.append(image_id)
-        framed.append(replace(answer, image=frame.file, width=frame.width, height=frame.height))
-    if terms.images and strangers:
-        notes.append(f"{strangers} images are not among the given annotations; they get the next numbers")
-    data = to_coco(framed, None, 1.0, number, image_ids)
+        in_originals.append(replace(answer, image=original.file, width=original.width, height=original.height))
+    if terms.images and num_unknown:
+        notes.append(f"{num_unknown} images are not among the given annotations; they get the next numbers")
+    data = to_coco(in_originals, None, 1.0, number, image_ids)
     for entry in (*data.ground_truth["annotations"], *data.results):
         entry |= {"bbox": [round(value, 3) for value in entry["bbox"]], "area": round(entry["area"], 3)}
         if "segmentation" in entry:
             entry["segmentation"] = [[round(value, 3) for value in ring] for ring in entry["segmentation"]]
-    softs = [obj.soft for answer in framed for obj in answer.gt or ()]
+    softs = [obj.soft for answer in in_originals for obj in answer.gt or ()]
     origins = [
-        (completed or {}).get(answer.sample_id, {}).get(at) for answer in framed for at in range(len(answer.gt or ()))
+        (completed or {}).get(answer.sample_id, {}).get(at)
+        for answer in in_originals
+        for at in range(len(answer.gt or ()))
     ]
     for annotation, soft, origin in zip(data.ground_truth["annotations"], softs, origins, strict=True):
         annotation |= {} if soft is None else {"soft": soft}
@@ -173,22 +175,22 @@ def export_yolo(
     answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, scores: bool = False, rotated: bool = False
 ) -> Exported:
     """``labels/NAME.txt`` (``class cx cy w h`` or ``class x y x y …``; shares of a side), and ``data.yaml`` with the
-    names. ``scores`` appends each object's score, as trackers expect and trainers do not. ``rotated``: every object is
+    names. ``scores`` appends each object's score, which trackers read and trainers refuse. ``rotated``: every object is
     a rotated box, ``class x1 y1 x2 y2 x3 y3 x4 y4``."""
     number, notes = _number((obj.desc for answer in answers for obj in answer.pred), terms, 0)
-    files, framed = [], 0
-    for answer, frame, name in _named(answers, ".txt"):
+    files, num_rectangles = [], 0
+    for answer, original, name in _with_paths(answers, ".txt"):
         lines = []
         for detection in answer.pred:
             if rotated or detection.kind == "poly":
-                ring = pixel_ring(detection, frame.width, frame.height, answer.bin_rule)
+                ring = pixel_ring(detection, original.width, original.height, answer.bin_rule)
                 if rotated and len(ring) != 4:
-                    ring, framed = smallest_rectangle(ring), framed + 1
-                values = [share for x, y in ring for share in (x / frame.width, y / frame.height)]
+                    ring, num_rectangles = smallest_rectangle(ring), num_rectangles + 1
+                values = [share for x, y in ring for share in (x / original.width, y / original.height)]
             else:
-                x1, y1, x2, y2 = pixel_box(detection, frame.width, frame.height, answer.bin_rule)
-                values = [(x1 + x2) / 2 / frame.width, (y1 + y2) / 2 / frame.height]
-                values += [(x2 - x1) / frame.width, (y2 - y1) / frame.height]
+                x1, y1, x2, y2 = pixel_box(detection, original.width, original.height, answer.bin_rule)
+                values = [(x1 + x2) / 2 / original.width, (y1 + y2) / 2 / original.height]
+                values += [(x2 - x1) / original.width, (y2 - y1) / original.height]
             if scores:
                 values.append(1.0 if detection.score is None else detection.score)
             lines.append(" ".join([str(number[detection.desc]), *(f"{value:.6f}" for value in values)]) + "\n")
@@ -196,7 +198,7 @@ def export_yolo(
     by_number = sorted(number.items(), key=lambda item: item[1])
     named = "".join(f"  {k}: {json.dumps(name, ensure_ascii=False)}\n" for name, k in by_number)
     files.append(_write(out / "data.yaml", f"path: .\ntrain: images\nval: images\nnames:\n{named}"))
-    return Exported(files, [*notes, *_rectangles(framed)])
+    return Exported(files, [*notes, *_rectangles(num_rectangles)])
 
 
 def export_yolo_obb(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, scores: bool = False) -> Exported:
@@ -207,13 +209,13 @@ def export_yolo_obb(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms
 def export_dota(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
     """``labelTxt/NAME.txt``: ``x1 y1 x2 y2 x3 y3 x4 y4 class difficult`` in pixels. Spaces of class names become ``_``,
     because DOTA's readers split lines at spaces."""
-    files, framed, names = [], 0, set()
-    for answer, frame, name in _named(answers, ".txt"):
+    files, num_rectangles, names = [], 0, set()
+    for answer, original, name in _with_paths(answers, ".txt"):
         lines = []
         for detection in answer.pred:
-            ring = pixel_ring(detection, frame.width, frame.height, answer.bin_rule)
+            ring = pixel_ring(detection, original.width, original.height, answer.bin_rule)
             if len(ring) != 4:
-                ring, framed = smallest_rectangle(ring), framed + 1
+                ring, num_rectangles = smallest_rectangle(ring), num_rectangles + 1
             names |= {detection.desc} if " " in detection.desc else set()
             corners = " ".join(f"{value:.2f}" for point in ring for value in point)
             lines.append(f"{corners} {'_'.join(detection.desc.split())} 0\n")
@@ -221,7 +223,7 @@ def export_dota(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) ->
     spaced = (
         [f"{len(names)} names have spaces, which are written as _: {', '.join(sorted(names)[:8])}"] if names else []
     )
-    return Exported(files, [*spaced, *_rectangles(framed)])
+    return Exported(files, [*spaced, *_rectangles(num_rectangles)])
 
 
 def _rectangles(count: int) -> list[str]:
@@ -234,13 +236,13 @@ def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, fra
     """``Annotations/NAME.xml``; coordinates count from 0, as ``coordexp data convert voc`` reads them. They are whole
     numbers, which many readers need, unless ``fractions``."""
     files, polygons = [], 0
-    for answer, frame, name in _named(answers, ".xml"):
+    for answer, original, name in _with_paths(answers, ".xml"):
         root = ElementTree.Element("annotation")
-        size = {"width": frame.width, "height": frame.height, "depth": 3}
-        _add(root, {"filename": PurePosixPath(frame.file).name, "size": size})
+        size = {"width": original.width, "height": original.height, "depth": 3}
+        _add(root, {"filename": PurePosixPath(original.file).name, "size": size})
         for detection in answer.pred:
             polygons += detection.kind == "poly"
-            corners = pixel_box(detection, frame.width, frame.height, answer.bin_rule)
+            corners = pixel_box(detection, original.width, original.height, answer.bin_rule)
             texts = [f"{value:.2f}" if fractions else str(round(value)) for value in corners]
             box = dict(zip(("xmin", "ymin", "xmax", "ymax"), texts, strict=True))
             entry = {"name": detection.desc, "difficult": 0, "bndbox": box}
@@ -264,13 +266,13 @@ def _add(parent: ElementTree.Element, children: Mapping[str, Any]) -> None:
 def export_labelme(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
     """One ``NAME.json`` per image; ``imagePath`` is relative to it."""
     files = []
-    for answer, frame, name in _named(answers, ".json"):
+    for answer, original, name in _with_paths(answers, ".json"):
         path = out / name
         is_placed = answer.original is None or Path(answer.image).is_relative_to(out)
-        here = os.path.relpath(answer.image, path.parent) if is_placed else frame.file
+        here = os.path.relpath(answer.image, path.parent) if is_placed else original.file
         shapes = []
         for detection in answer.pred:
-            ring = pixel_ring(detection, frame.width, frame.height, answer.bin_rule)
+            ring = pixel_ring(detection, original.width, original.height, answer.bin_rule)
             points = ring if detection.kind == "poly" else (ring[0], ring[2])
             shapes.append({
                 "label": detection.desc,
@@ -281,7 +283,7 @@ def export_labelme(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms)
                 "flags": {},
             })  # fmt: skip
         content = {"version": "5.5.0", "flags": {}, "shapes": shapes, "imagePath": Path(here).as_posix(),
-                   "imageData": None, "imageHeight": frame.height, "imageWidth": frame.width}  # fmt: skip
+                   "imageData": None, "imageHeight": original.height, "imageWidth": original.width}  # fmt: skip
         files.append(_write_json(path, content))
     return Exported(files)
 
@@ -294,20 +296,20 @@ def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["image", "width", "height", "name", "score", "x1", "y1", "x2", "y2", "polygon"])
-        for answer, frame, _ in _named(answers, ""):
-            image = frame.file
+        for answer, original, _ in _with_paths(answers, ""):
+            image = original.file
             if answer.original is not None and Path(answer.image).is_relative_to(out):
                 image = Path(answer.image).relative_to(out).as_posix()
             for detection in answer.pred:
-                box = [f"{side:.2f}" for side in pixel_box(detection, frame.width, frame.height, answer.bin_rule)]
+                box = [f"{side:.2f}" for side in pixel_box(detection, original.width, original.height, answer.bin_rule)]
                 ring = (
-                    pixel_ring(detection, frame.width, frame.height, answer.bin_rule)
+                    pixel_ring(detection, original.width, original.height, answer.bin_rule)
                     if detection.kind == "poly"
                     else ()
                 )
                 points = " ".join(f"{x:.2f} {y:.2f}" for x, y in ring)
                 score = "" if detection.score is None else f"{detection.score:.6f}"
-                writer.writerow([image, frame.width, frame.height, detection.desc, score, *box, points])
+                writer.writerow([image, original.width, original.height, detection.desc, score, *box, points])
     return Exported([path])
 
 
@@ -322,13 +324,14 @@ FORMATS: dict[str, Callable[..., Exported]] = {
 }
 
 
-def _named(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswer, OriginalImage, Path]]:
-    # (answer, the image as the user has it: the converter's source or the image itself, unique relative path)
+def _with_paths(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswer, OriginalImage, Path]]:
+    # Each answer with the image as the user has it (the converter's source, or the image itself), and a unique relative
+    # path for its file.
     taken: set[Path] = set()
-    named = []
+    result = []
     for number, answer in enumerate(answers):
-        frame = answer.original or OriginalImage(answer.image, answer.width, answer.height)
-        name = PurePosixPath(frame.file)
+        original = answer.original or OriginalImage(answer.image, answer.width, answer.height)
+        name = PurePosixPath(original.file)
         if answer.original is None:
             given = PurePosixPath(answer.sample_id)
             name = given if given.name == name.name else name
@@ -338,8 +341,8 @@ def _named(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswe
         if path in taken:
             path = path.with_name(f"{path.stem}.{number}{suffix}")
         taken.add(path)
-        named.append((answer, frame, path))
-    return named
+        result.append((answer, original, path))
+    return result
 
 
 def _write(path: Path, text: str) -> Path:

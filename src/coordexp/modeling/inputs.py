@@ -129,7 +129,7 @@ def row_inputs(
     dtype: torch.dtype,
     tower: VisionTower | None = None,
 ) -> dict[str, Any]:
-    """Arguments of one packed row of L tokens, for a Qwen3-VL forward with ``use_cache=False``; on the host.
+    """Arguments of one packed row of L tokens (S in a segment) for Qwen3-VL's forward without a cache, on the CPU.
 
     ``position_ids`` (4, 1, L): text positions restarting at 0 for each segment, then the model's three M-RoPE rows,
     computed per segment. Segments are kept apart by :mod:`coordexp.modeling.attention` or, for ``attention="sdpa"``,
@@ -147,7 +147,7 @@ def row_inputs(
         positions.append(torch.cat([text_11S, mrope_31S.to(text_11S.dtype)]))
         pixels.append(segment.model_inputs["pixel_values"])
         grids.append(grid)
-    # Joins and converts in one pass over memory: a row consists almost entirely of pixels.
+    # ``cat`` with ``out`` joins and converts in one pass over memory; nearly all of a row's memory is pixels.
     joined = torch.empty(sum(len(part) for part in pixels), *pixels[0].shape[1:], dtype=dtype)
     inputs: dict[str, Any] = {
         "input_ids": ids_1L,

@@ -204,7 +204,7 @@ class AnswerState:
         text = self._text()
         for pattern in self._open():
             name = _name_in(text, pattern)
-            whole = pattern.before if pattern.after is None else pattern.before + (name or ("",))[0] + pattern.after
+            whole = pattern.before + ("" if name is None else name[0]) + (pattern.after or "")
             if pattern.ends != ends or text != whole:
                 continue
             if name is not None:

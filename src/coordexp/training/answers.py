@@ -109,7 +109,7 @@ class TargetOptions:
         except AppendError:
             if not self.drop_unclosed:
                 raise
-            target = empty_target(record.sample_id)
+            target = empty_target(record.sample_id)  # the sample trains nothing in this step
         return SampleOutcome(answer.rollout, answer.parsed, answer.match, target, policy, taken_as_complete=complete)
 
 

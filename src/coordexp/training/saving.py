@@ -130,13 +130,13 @@ def load_weights(run: RunState, folder: Path) -> None:
         elif has_adapter(run.loaded.model):
             load_adapter(run.loaded.model, folder)
         else:
-            index = folder / SAFETENSORS_INDEX
+            index = folder / SAFETENSORS_INDEX  # only if the weights are in several files
             weight_map = json.loads(index.read_text())["weight_map"] if index.exists() else {"": SAFETENSORS}
             state_dict: dict[str, torch.Tensor] = {}
             for name in sorted(set(weight_map.values())):
                 state_dict |= load_file(folder / name)
             result = run.loaded.model.load_state_dict(state_dict, strict=False)
-            # No file holds a tied language head; a missing weight of any other name is a real gap.
+            # A tied language head is in no file; any other missing weight is an error.
             missing = sorted(set(result.missing_keys) - set(run.loaded.model.all_tied_weights_keys or {}))
             if missing or result.unexpected_keys:
                 raise CheckpointError(

@@ -66,11 +66,12 @@ def convert_voc(
         split: a name in ``ImageSets/Main`` (``train`` …), in its order, or of a folder of XML files next to
             images. None takes every XML, by file name.
         annotations_dir, images_dir: other folder names, relative to ``root``, or absolute.
+        one_based: coordinates count from 1. skip_difficult: leave out objects that are marked difficult.
     """
-    xml_dir, image_dir, split_file, found = _find_folders(Path(root), split, Path(annotations_dir), Path(images_dir))
+    xml_dir, image_dir, split_file, note = _find_folders(Path(root), split, Path(annotations_dir), Path(images_dir))
     report = ConversionReport(Path(out_dir) / f"{options.name or split or 'data'}.jsonl")
-    if found:
-        report.note(Note.FOLDERS_FOUND, str(root), None, found)
+    if note:
+        report.note(Note.FOLDERS_FOUND, str(root), None, note)
     images_by_stem: dict[str, list[Path]] = {}
     for path in files_below(image_dir, IMAGE_SUFFIXES):
         images_by_stem.setdefault(path.relative_to(image_dir).with_suffix("").as_posix(), []).append(path)
@@ -96,8 +97,8 @@ def convert_voc(
             except (ET.ParseError, OSError, ValueError, LookupError) as error:  # LookupError: an unknown encoding
                 report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, f"broken XML: {error}")
             else:
-                # The image of the annotation's own name (of several the one in <filename>), or else the one in
-                # <filename>, whether or not it exists.
+                # Prefer an image with the name of the annotation file; if there are several, the one in <filename>.
+                # Otherwise take <filename>, even if that image does not exist: the report then names it.
                 named = with_slashes(_text(tree, "filename"))
                 name_only = PurePosixPath(named).name
                 if candidates := images_by_stem.get(stem):
