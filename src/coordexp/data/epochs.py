@@ -32,7 +32,8 @@ class _Fractions:
         total = round(float(self._ends_F[-1]), _DIGITS)
         self._ends_F *= total / self._ends_F[-1]
         self.size = math.ceil(total)
-        # Equal fractions: from a record's middle to the next one's, so that each has its turn before any has a second.
+        # If all fractions are equal, an epoch moves the ticks by one interval, from the middle of one record's to that of
+        # the next. So every record is drawn once before any is drawn twice.
         same = float(fractions_F[0]) if (fractions_F == fractions_F[0]).all() else None
         self._first, self._step = (0.0, _GOLDEN) if same is None else (same / 2, same)
 
@@ -52,15 +53,15 @@ class EpochPlan:
     """
 
     def __init__(self, factors_N: np.ndarray, lengths: Sequence[int], seed: int) -> None:
-        """``factors_N``: the factor of each record, above 0. ``lengths``: the number of records of each file, whose
-        fractions add up to its share of an epoch, rounded up."""
+        """``factors_N``: the factor of each record, above 0. ``lengths``: the number of records of each file. A file's
+        records of an epoch add up to the sum of its factors, rounded up."""
         assert len(factors_N) == sum(lengths) and factors_N.min() > 0, "one factor above 0 for each record"
         self.factors_N = factors_N
         self._whole_N = np.floor(factors_N).astype(np.int64)
         self._files = []
         start = 0
         for length in lengths:
-            order = list(range(start, start + length))  # shuffled: neighbours in a file are often alike
+            order = list(range(start, start + length))  # shuffled, because neighbours in a file are often similar
             random.Random(f"epochs:{seed}:{start}").shuffle(order)
             fractions_L = (factors_N - self._whole_N)[order]
             if (fractions_L > 0).any():
@@ -86,7 +87,7 @@ def plan_epochs(records: Sequence[ImageRecord], repeat_threshold: float | None, 
     """The plan of a training dataset; None if an epoch has each record once."""
     weights_N = _weights(records)
     if repeat_threshold is not None:
-        weights_N = weights_N * _repeat_factors(records, weights_N, class_factors(records, repeat_threshold))
+        weights_N = weights_N * _repeat_factors(records, class_factors(records, repeat_threshold))
     if (weights_N == 1).all():
         return None
     return EpochPlan(weights_N, [len(part) for part in parts_of(records)], seed)
@@ -105,7 +106,7 @@ def class_factors(records: Sequence[ImageRecord], threshold: float) -> dict[str,
 
 
 def describe_epoch(records: Sequence[ImageRecord], plan: EpochPlan, repeat_threshold: float | None) -> Iterator[str]:
-    """What an epoch has, in lines for the log."""
+    """Lines for the log that describe an epoch."""
     lengths = [len(part) for part in parts_of(records)]
     yield f"an epoch has {plan.size:,} samples of {len(records):,} records"
     sums = np.add.reduceat(plan.factors_N, [0, *accumulate(lengths)][:-1])
@@ -130,6 +131,6 @@ def _weights(records: Sequence[ImageRecord]) -> np.ndarray:
     return np.concatenate([np.full(len(part.records), part.weight) for part in records.parts])
 
 
-def _repeat_factors(records: Sequence[ImageRecord], weights_N: np.ndarray, factors: dict[str, float]) -> np.ndarray:
+def _repeat_factors(records: Sequence[ImageRecord], factors: dict[str, float]) -> np.ndarray:
     found = (max((factors[desc] for desc in descs), default=1.0) for descs in descs_by_record(records))
-    return np.fromiter(found, float, len(weights_N))
+    return np.fromiter(found, float, len(records))

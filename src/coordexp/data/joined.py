@@ -1,4 +1,4 @@
-"""Several JSONL files as one dataset, and questions about all records of a dataset, however it is stored."""
+"""Several JSONL files as one dataset, and summaries over all records of a dataset, in memory or cached."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class DataPart:
 
 
 class JoinedRecords(Sequence[ImageRecord]):
-    """The records of several files, one after the other. Sample ids start with the file's name, and with as many of its
-    folders as tell it from the other files: ``old/train.jsonl:3``."""
+    """The records of several files, one after the other. Sample ids start with the file's name, preceded by as many of
+    its folders as distinguish it from the other files: ``old/train.jsonl:3``."""
 
     def __init__(self, parts: Sequence[DataPart]) -> None:
         self.parts = tuple(parts)

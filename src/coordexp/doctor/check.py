@@ -1,8 +1,8 @@
 """Checks in processes of their own: a crash, a CUDA error or a hang of one is a failed row and ends no other.
 
-A check's function is a generator of rows. It runs in one process, or in several ranks, which torch.distributed can
-join; rows of the first rank count. Processes are forked from a server, which may have imported heavy modules once, but
-has not initialised CUDA.
+A check's function is a generator of rows. It runs in one process, or in several ranks that torch.distributed can join;
+the table gets the first rank's rows. Processes are forked from a server that imports heavy modules once and does not
+initialise CUDA.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from coordexp.engine.engine_process import environment_kept
 from coordexp.errors import ConfigError
 
 Result = Literal["ok", "failed", "skipped"]
+# Modules that the server imports before it forks.
 HEAVY = ("coordexp.doctor.gradients", "coordexp.doctor.throughput")
 PEER_GRACE_S = 5.0  # for ranks whose peer has failed
 EXIT_S = 10.0
@@ -73,8 +74,9 @@ class Check:
     """Rows that one function fills, with their sections.
 
     ``function``: ``module:name``, called with the settings and ``arguments``. ``ranks``: processes, on CPUs unless
-    there are two GPUs; 0: one for each GPU, at least two; None: one process, on a GPU if there is one. ``gpus``:
-    without so many it is skipped, unless it is selected by name. ``uses_vllm``: skipped without vLLM.
+    there are two GPUs; 0: one for each GPU, at least two; None: one process, on a GPU if there is one. ``gpus``: with
+    fewer the check is skipped, unless it is selected by name. ``uses_vllm``: skipped without vLLM. ``needs``: the check
+    that must succeed before it.
     """
 
     name: str
@@ -101,8 +103,8 @@ def compared(check: str, error: float, limit: float, advice: str, note: str) -> 
 
 
 def select(checks: Sequence[Check], only: Sequence[str]) -> tuple[Check, ...]:
-    """Checks whose name or section is in ``only``, with those that they need, and the first one; everything if it is
-    empty. Raises ConfigError for an unknown word."""
+    """The checks with a name or section in ``only``, those that they need, and the first one; all if ``only`` is empty.
+    Raises ConfigError for an unknown word."""
     known = dict.fromkeys(
         [*(section for check in checks for section in check.rows.values()), *(check.name for check in checks)]
     )
@@ -151,7 +153,7 @@ def _why_not(check: Check, settings: Settings, only: Sequence[str]) -> str | Non
 
 
 def run(check: Check, settings: Settings) -> list[Row]:
-    """All rows of ``check``: those that its processes left, and failed and skipped ones for the rest."""
+    """All rows of ``check``: those that its processes wrote, then a failed one and skipped ones for the rest."""
     folder = settings.folder / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     count = settings.ranks if check.ranks == 0 else check.ranks or 1
@@ -248,7 +250,7 @@ def _run_in_process(check: Check, settings: Settings, rank: int, count: int, rep
             traceback.print_exc()
             write(error=f"{type(error).__name__}: {error}"[:2000], at=time.time())
             exit_code = 1
-    # The rows are written: a library that hangs at the end of its process is given a moment.
+    # The rows are written. If a library hangs while the process ends, exit anyway after EXIT_S.
     end = threading.Timer(EXIT_S, os._exit, (exit_code,))
     end.daemon = True
     end.start()
@@ -256,7 +258,7 @@ def _run_in_process(check: Check, settings: Settings, rank: int, count: int, rep
 
 
 def _end_with_parent() -> None:
-    # The server that forked this process lives as long as it does, so its death is no signal.
+    # Wait for doctor's own process. The server that forked this one stays alive as long as this one does.
     parent = multiprocessing.parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])

@@ -1,5 +1,5 @@
-"""Several answers of one image: merged into one, the objects that most of them contain, the best of them; and figures
-of all of these side by side. Torch-free.
+"""Several answers of one image: all merged, only the objects of a majority, or the best answer; and figures of these
+side by side. Torch-free.
 
 Objects of different answers are the same object if their descriptions are equal and their mask IoU is at least 0.5,
 assigned one to one. For an object that n of K answers contain,
@@ -7,8 +7,8 @@ assigned one to one. For an object that n of K answers contain,
     confidence = sqrt(n / K) · its mean confidence in those n answers
 
 with each confidence calibrated if the checkpoint has a calibration. The score is computed from scores in the same way.
-The square root, because the probability of an object's tokens already says how often sampling finds it. Objects without
-a confidence get the share n / K.
+It is the square root of the share because the probability of an object's tokens already reflects how often sampling
+finds it. Objects without a confidence get the share n / K.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ _ROWS = {
 
 
 def merge_answers(answers: Sequence[ImageAnswer]) -> ImageAnswer:
-    """One answer with every object of several answers for the same image, once, as the first answer that contains it
-    has it. ``text`` is that of the first; counts are those of all answers. A single answer is returned as it is."""
+    """One answer with every object of several answers for the same image, once, in the shape that the first answer with
+    it gives. ``text`` is the first answer's; counts are sums over all answers. A single answer is returned as it is."""
     first, count = answers[0], len(answers)
     if count == 1:
         return first
-    found: list[list[Detection]] = []  # the same object in different answers
+    found: list[list[Detection]] = []  # one list per object: its detections in different answers
     for answer in answers:
-        pairs = assigner(answer.pred, [same[0] for same in found], IOU_THRESHOLD)(True)
+        assign = assigner(answer.pred, [same[0] for same in found], IOU_THRESHOLD)
+        pairs = assign(True)  # only of equal descriptions
         known = {i: j for i, j, _ in pairs}
         for i, obj in enumerate(answer.pred):
             if i in known:
@@ -84,8 +85,9 @@ def of_majority(merged: ImageAnswer) -> ImageAnswer:
 
 
 def best_answer(answers: Sequence[ImageAnswer]) -> ImageAnswer:
-    """The answer of one image that finds most annotated objects; of those the one with the fewest predictions, then the
-    first. Its choice uses the annotations, so its recall is a bound, not a result. Raises DataError without them."""
+    """The answer of one image that finds most annotated objects; among equal ones, that with the fewest predictions,
+    then the first. The choice uses the annotations, so its recall is a bound, not a result. Raises DataError without
+    them."""
     counts = [count_image(answer).counts for answer in answers]
     best = max(range(len(answers)), key=lambda k: (counts[k]["matched"], -counts[k]["pred"], -k))
     return answers[best]
@@ -95,7 +97,7 @@ def side_by_side(
     answers: Sequence[ImageAnswer], count: int, options: EvalDetectionConfig
 ) -> dict[str, dict[str, float]]:
     """Figures of the first of every ``count`` neighbours, of all of them merged, of the objects that a majority
-    contains, and of the best answer of each image; with average precision if ``options`` asks for it."""
+    contains, and of the best answer of each image; with average precision if ``options`` include it."""
     merged = merge_all(answers, count)
     groups = [answers[start : start + count] for start in range(0, len(answers), count)]
     columns: Mapping[str, Sequence[ImageAnswer]] = {

@@ -132,9 +132,11 @@ class CoordExpTrainer:
             self.state.global_step = step + 1
             self.state.epoch = self.batches.epoch_after(step + 1)
             self._notify("on_step_end")
-            asked = int(distributed.all_reduce([float(self._signal() or 0)], "max")[0])
-            if asked and self.state.global_step < self.state.max_steps:  # on all ranks, if any rank got a signal
-                self.stopped_by = asked
+            signal_number = int(distributed.all_reduce([float(self._signal() or 0)], "max")[0])
+            if (
+                signal_number and self.state.global_step < self.state.max_steps
+            ):  # on all ranks, if any rank got a signal
+                self.stopped_by = signal_number
                 self.control.should_save = self.control.should_training_stop = True
                 self.control.should_evaluate = False
             losses += self._log_evaluate_save()

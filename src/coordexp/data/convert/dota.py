@@ -1,5 +1,5 @@
-"""DOTA → JSONL: a text file per image with an object a line, the four corners of a rotated box in pixels, the class and
-whether it is difficult: ``x1 y1 x2 y2 x3 y3 x4 y4 small-vehicle 0``."""
+"""DOTA → JSONL. A text file per image has one line per object: the four corners of a rotated box in pixels, the class,
+and whether it is difficult, e.g. ``x1 y1 x2 y2 x3 y3 x4 y4 small-vehicle 0``."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def convert_dota(
     are polygons of four points.
 
     Args:
-        folder: with ``labelTxt`` and ``images``.
-        labels_dir: folder of the text files; None: the only one below ``folder`` whose name starts with ``labelTxt``,
-            or ``folder`` itself.
+        folder: contains ``labelTxt`` and ``images``.
+        labels_dir: folder of the text files; None: the only folder below ``folder`` with a name that starts with
+            ``labelTxt``, or ``folder`` itself.
         images_dir: searched for the images; None: ``images`` next to the labels.
         skip_difficult: leave out objects that are marked difficult.
         geometry: ``bbox`` writes the bounds of rotated boxes.
