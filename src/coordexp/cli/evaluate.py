@@ -65,7 +65,7 @@ class OfEvaluation:
         ),
     ] = None
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the evaluation of something else in --out.")
+        bool, typer.Option("--overwrite", help="Replace an evaluation of another model, dataset or settings in --out.")
     ] = False
     constant_score: ConstantScore = None
     classes: Classes = None

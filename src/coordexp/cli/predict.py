@@ -41,7 +41,8 @@ Classes = Annotated[
     ),
 ]
 MinConfidence = Annotated[
-    float | None, typer.Option(min=0, max=1, help="Leave out objects of a lower confidence: evaluate prints good ones.")
+    float | None,
+    typer.Option(min=0, max=1, help="Leave out objects of a lower confidence; evaluate prints a good threshold."),
 ]
 Answers = Annotated[
     int,
@@ -197,7 +198,7 @@ def export(
     ],
     out: Annotated[Path, typer.Option(help="Folder of what is written.")],
     annotations: Annotated[
-        Path | None, typer.Option(help="Your COCO file, whose ids of images and categories are kept. For coco.")
+        Path | None, typer.Option(help="Your COCO file; its ids of images and categories are kept. For coco.")
     ] = None,
     classes: Annotated[
         Path | None,

@@ -32,8 +32,8 @@ class _Fractions:
         total = round(float(self._ends_F[-1]), _DIGITS)
         self._ends_F *= total / self._ends_F[-1]
         self.size = math.ceil(total)
-        # If all fractions are equal, an epoch moves the ticks by one interval, from the middle of one record's to that of
-        # the next. So every record is drawn once before any is drawn twice.
+        # If all fractions are equal, an epoch moves the ticks by one interval, from the middle of one record's to the
+        # middle of the next. So every record is drawn once before any is drawn twice.
         same = float(fractions_F[0]) if (fractions_F == fractions_F[0]).all() else None
         self._first, self._step = (0.0, _GOLDEN) if same is None else (same / 2, same)
 

@@ -133,9 +133,8 @@ class CoordExpTrainer:
             self.state.epoch = self.batches.epoch_after(step + 1)
             self._notify("on_step_end")
             signal_number = int(distributed.all_reduce([float(self._signal() or 0)], "max")[0])
-            if (
-                signal_number and self.state.global_step < self.state.max_steps
-            ):  # on all ranks, if any rank got a signal
+            # On all ranks, if any of them got a signal.
+            if signal_number and self.state.global_step < self.state.max_steps:
                 self.stopped_by = signal_number
                 self.control.should_save = self.control.should_training_stop = True
                 self.control.should_evaluate = False
