@@ -83,8 +83,9 @@ docs: setup
 docs-serve: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-# Scripts with a main(); the others are their modules. full_size.py and fixed_boxes.py are run by hand.
-BENCHMARKS = $(filter-out benchmarks/full_size.py benchmarks/fixed_boxes.py, $(shell grep -l '^def main\b' benchmarks/*.py))
+# Scripts with a main(); the others are their modules. fixed_boxes.py, full_size.py and wide_checkpoint.py are run by hand.
+BY_HAND = benchmarks/fixed_boxes.py benchmarks/full_size.py benchmarks/wide_checkpoint.py
+BENCHMARKS = $(filter-out $(BY_HAND), $(shell grep -l '^def main\b' benchmarks/*.py))
 bench: setup
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
 

@@ -1,9 +1,10 @@
-"""The gain of skipping forced tokens: engine steps, boxes and tokens per second of a vLLM engine, with and without.
+"""The gain of skipping forced tokens: engine steps, boxes and tokens per second of vLLM engines, with and without.
 
 First, without a model: forward passes per box of canonical answers, in the demo's tokenizer and in Qwen's real one,
-as greedy decoding takes them. Then the demo's checkpoint in a real engine, at each batch size:
-the same greedy answers with and without, in turn, in one run. In bfloat16, answers of other batch sizes differ by
-rounding, without skipping too: compare the last two columns.
+as greedy decoding takes them; and from these a roofline of Qwen3-VL-2B on an H100, on paper. Then a checkpoint in a
+real engine, at each batch size: the same greedy answers token by token, with vLLM's own n-gram proposer, and with
+forced tokens skipped, in turn, in one run. In bfloat16, answers of other batch sizes differ by rounding, without
+drafts too: compare the last two columns. `wide_checkpoint.py` writes a wide checkpoint, for `--model` and `--objects`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -29,6 +32,11 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))  # Qwen's tokenizer is
 
 LIMIT = 32  # drafted tokens, as the engine has it
 NAMES = ("person", "car", "traffic light", "dog", "chair", "fire hydrant", "cup", "bicycle")
+FORMS = ("decoded", "n-gram", "skipped")
+NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # the lengths that vLLM looks for in prompt and answer
+# An H100's memory bandwidth, and the operations per second that matrix products in bfloat16 reach.
+BYTES_PER_S, FLOP_PER_S = 3.35e12, 6e14
+CONTEXT = 1200  # tokens of image and prompt
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -36,35 +44,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--model", type=Path, default=Path("checkpoints/demo-stage1"), help="[checkpoints/demo-stage1]")
     flags.add_argument("--batches", type=positive_list, default=[1, 8, 32], help="sequences at once [1,8,32]")
     flags.add_argument("--images", type=positive, default=32, help="scenes to answer [32]")
+    flags.add_argument(
+        "--objects", type=positive_list, metavar="3,10,40", help="scenes with so many boxes, instead of the demo's"
+    )
+    flags.add_argument(
+        "--boxes", type=positive, default=30, help="with --objects: images for as many, at least a batch [30]"
+    )
+    flags.add_argument("--forms", choices=FORMS, nargs="+", default=list(FORMS), help="[all]")
     flags.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the engine [float32]")
-    flags.add_argument("--rounds", type=positive, default=3, help="of both forms in turn [3]")
-    flags.add_argument("--no-engine", action="store_true", help="only the first table")
+    flags.add_argument("--rounds", type=positive, default=3, help="of all forms in turn [3]")
+    flags.add_argument("--no-engine", action="store_true", help="only the first two tables")
     options = flags.parse_args(argv)
     threads = set_threads(options.threads)
     console, where = Console(), machine()
     print_machine(console, where, threads=threads)
-    results = list(counted_steps(options.model))
-    table = Table("tokenizer", "objects", "names", "tokens per box", "forward passes per box", "µs per draft")
-    for one in results:
-        cells = (one["tokens_per_box"], one["passes_per_box"], one["draft_us"])
-        table.add_row(one["tokenizer"], str(one["objects"]), one["names"], *(f"{cell:.1f}" for cell in cells))
-    console.print(table)
+    counted = list(counted_steps(options.model))
+    console.print(counted_table(counted))
+    on_paper = list(roofline(counted))
+    console.print(roofline_table(on_paper))
+    results: list[dict[str, Any]] = [*counted, *on_paper]
     if not options.no_engine:
-        headings = ("boxes per CPU s", "tokens per CPU s", "drafts", "equal to decoded", "equal to the first row")
-        table = Table("batch", "forced tokens", "steps", "tokens", *headings)
+        measured = []
         for one in engine_runs(options):
-            results.append(one)
-            cells = (
-                f"{one['boxes_per_cpu_s']:.1f}",
-                f"{one['tokens_per_cpu_s']:.0f}",
-                f"{one['drafting']:.1%}",
-                f"{one['equal']} of {one['answers']}",
-                f"{one['equal_first']}",
-            )
-            form = "skipped" if one["skip"] else "decoded"
-            table.add_row(str(one["batch"]), form, str(one["steps"]), str(one["tokens"]), *cells)
-            write_json(options.json, "decode", where, vars(options), results, complete=False)
-        console.print(table)
+            measured.append(one)
+            write_json(options.json, "decode", where, vars(options), [*results, *measured], complete=False)
+        console.print(measured_table(measured))
+        results += measured
     write_json(options.json, "decode", where, vars(options), results)
 
 
@@ -88,7 +93,7 @@ def counted_steps(model: Path) -> Iterator[dict[str, Any]]:
                     for k in range(count)
                 ]
                 ids = [*vocab.encode(serialize_objects(objects)), vocab.eos_id]
-                state, at, passes, spent = grammar.start(), 0, 0, 0.0
+                state, at, passes, drafted, spent = grammar.start(), 0, 0, 0, 0.0
                 while at < len(ids):
                     began = time.process_time()
                     draft = state.draft(LIMIT)
@@ -100,92 +105,241 @@ def counted_steps(model: Path) -> Iterator[dict[str, Any]]:
                         state.push(token)
                     at += right + 1
                     passes += 1
+                    drafted += len(draft)
                 yield {
                     "tokenizer": tokenizer, "objects": count, "names": kind, "tokens_per_box": len(ids) / count,
-                    "passes_per_box": passes / count, "draft_us": 1e6 * spent / passes,
+                    "passes_per_box": passes / count, "drafted_per_pass": drafted / passes,
+                    "draft_us": 1e6 * spent / passes,
                 }  # fmt: skip
+
+
+def counted_table(counted: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("tokenizer", "objects", "names", "tokens per box", "forward passes per box", "µs per draft")
+    for one in counted:
+        cells = (one["tokens_per_box"], one["passes_per_box"], one["draft_us"])
+        table.add_row(one["tokenizer"], str(one["objects"]), one["names"], *(f"{cell:.1f}" for cell in cells))
+    return table
+
+
+def roofline(counted: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Boxes per second of Qwen3-VL-2B in bfloat16 on one H100, by memory and arithmetic alone: on paper.
+
+    A step of B answers with p positions each takes ::
+
+        max((2 N + B c k) / BYTES_PER_S, B p (2 N + 4 a c) / FLOP_PER_S)
+
+    with N weights, c tokens of context (prompt and half of the answer), k bytes of keys and values per token, and a the
+    sizes of all layers' query heads together. p is 1 token by token; with drafts, 1 and the mean draft. A box takes the
+    counted forward passes. Time to launch kernels, to sample, to draft and to read the image is left out.
+    """
+    from support.qwen_sizes import VOCABULARY, qwen3_vl_config
+
+    text: Any = qwen3_vl_config("2B").text_config
+    queries, keys = (heads * text.head_dim for heads in (text.num_attention_heads, text.num_key_value_heads))
+    layer = 2 * text.hidden_size * (queries + keys) + 3 * text.hidden_size * text.intermediate_size
+    weights = text.num_hidden_layers * layer + VOCABULARY * text.hidden_size
+    cached = 2 * 2 * keys * text.num_hidden_layers
+    for one in counted:
+        if one["tokenizer"] != "Qwen":
+            continue
+        context = CONTEXT + one["objects"] * one["tokens_per_box"] / 2
+        flop = 2 * weights + 4 * queries * text.num_hidden_layers * context
+        for batch in (1, 8, 64):
+            positions = 1 + one["drafted_per_pass"]
+            memory_s = (2 * weights + batch * context * cached) / BYTES_PER_S
+            step_s = {n: max(memory_s, batch * n * flop / FLOP_PER_S) for n in (1, positions)}
+            before = batch / (one["tokens_per_box"] * step_s[1])
+            after = batch / (one["passes_per_box"] * step_s[positions])
+            yield {
+                "on_paper": "Qwen3-VL-2B, H100", "objects": one["objects"], "names": one["names"], "batch": batch,
+                "decoded_step_ms": 1e3 * step_s[1], "skipped_step_ms": 1e3 * step_s[positions],
+                "positions": positions,
+                "decoded_boxes_per_s": before, "skipped_boxes_per_s": after, "times": after / before,
+            }  # fmt: skip
+
+
+def roofline_table(on_paper: Sequence[Mapping[str, Any]]) -> Table:
+    headings = ("step, ms", "step with drafts, ms", "boxes/s", "boxes/s with drafts", "times")
+    table = Table("batch", "objects", "names", *headings, title="on paper: Qwen3-VL-2B in bfloat16 on one H100")
+    for one in sorted(on_paper, key=lambda one: one["batch"]):
+        cells = (f"{one['decoded_step_ms']:.2f}", f"{one['skipped_step_ms']:.2f}")
+        rates = (f"{one['decoded_boxes_per_s']:.0f}", f"{one['skipped_boxes_per_s']:.0f}")
+        table.add_row(str(one["batch"]), str(one["objects"]), one["names"], *cells, *rates, f"{one['times']:.1f}")
+    return table
 
 
 def engine_runs(options: Any) -> Iterator[dict[str, Any]]:
-    """Both forms at each batch size; one engine at a time, ``rounds`` of each in turn; medians of CPU seconds."""
-    first: list[Sequence[int]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    """All forms at each batch size and size of answers; ``rounds`` of each in turn; medians of seconds."""
+    first: dict[str, Sequence[Sequence[int]]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         for batch in options.batches:
-            cells: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+            groups = written_scenes(options, folder, batch)
+            cells: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
             for _ in range(options.rounds):
-                for skip in cells:
-                    cells[skip].append(one_run(options, Path(folder), batch, skip))
-            first = first or cells[False][0]["answers"]
-            for skip, runs in cells.items():
-                cpu_s = sorted(run["cpu_s"] for run in runs)[len(runs) // 2]
-                answers, decoded = runs[0]["answers"], cells[False][0]["answers"]
-                tokens = sum(map(len, answers))
-                yield {
-                    "batch": batch, "skip": skip, "steps": runs[0]["steps"], "tokens": tokens, "cpu_s": cpu_s,
-                    "boxes_per_cpu_s": runs[0]["boxes"] / cpu_s, "tokens_per_cpu_s": tokens / cpu_s,
-                    "drafting": sum(run["draft_s"] for run in runs) / sum(run["cpu_s"] for run in runs),
-                    "equal": equal(answers, decoded), "equal_first": equal(answers, first), "answers": len(answers),
-                }  # fmt: skip
+                # One engine at a time; a second one has a drafter, which can be replaced.
+                for forms in (("decoded",), ("n-gram", "skipped")):
+                    if chosen := [form for form in forms if form in options.forms]:
+                        for key, run in one_engine(options, folder, groups, batch, chosen):
+                            cells[key].append(run)
+            for group in groups:
+                decoded = cells["decoded", group][0]["answers"] if "decoded" in options.forms else None
+                first.setdefault(group, decoded or ())
+                for form in options.forms:
+                    runs = cells[form, group]
+                    row = {"form": form, "objects": group, "batch": batch, **summary(runs)}
+                    if decoded is not None:
+                        row |= {"equal": equal(runs[0]["answers"], decoded)}
+                        row |= {"equal_first": equal(runs[0]["answers"], first[group])}
+                    yield row
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Figures of one form's runs, whose answers are the same."""
+    cpu_s, wall_s = (sorted(run[key] for run in runs)[len(runs) // 2] for key in ("cpu_s", "wall_s"))
+    boxes, tokens, steps = runs[0]["boxes"], sum(map(len, runs[0]["answers"])), runs[0]["steps"]
+    passes = runs[0]["verified"] or tokens
+    return {
+        "answers": len(runs[0]["answers"]), "boxes": boxes, "tokens": tokens, "steps": steps,
+        "passes_per_box": passes / max(1, boxes), "cpu_s": cpu_s, "wall_s": wall_s,
+        "boxes_per_cpu_s": boxes / cpu_s, "tokens_per_cpu_s": tokens / cpu_s,
+        "boxes_per_s": boxes / wall_s, "tokens_per_s": tokens / wall_s,
+        "drafted": runs[0]["drafted"], "accepted": tokens - passes,
+        "drafting": sum(run["draft_s"] for run in runs) / sum(run["cpu_s"] for run in runs),
+    }  # fmt: skip
+
+
+def measured_table(measured: Sequence[Mapping[str, Any]]) -> Table:
+    headings = ("boxes per CPU s", "tokens per CPU s", "boxes/s", "accepted", "drafts", "equal", "to the first")
+    table = Table("objects", "batch", "tokens", "steps", "passes per box", *headings)
+    for one in measured:
+        accepted = f"{one['accepted'] / one['drafted']:.0%} of {one['drafted']}" if one["drafted"] else ""
+        cells = (
+            f"{one['passes_per_box']:.1f}",
+            f"{one['boxes_per_cpu_s']:.2f}",
+            f"{one['tokens_per_cpu_s']:.0f}",
+            f"{one['boxes_per_s']:.2f}",
+            accepted,
+            f"{one['drafting']:.1%}",
+            f"{one['equal']} of {one['answers']}" if "equal" in one else "",
+            str(one.get("equal_first", "")),
+        )
+        table.add_row(one["objects"], str(one["batch"]), one["form"], str(one["steps"]), *cells)
+    return table
 
 
 def equal(answers: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:
-    return sum(a == b for a, b in zip(answers, expected, strict=True))
+    return sum(a == b for a, b in zip(answers, expected, strict=False))
 
 
-def one_run(options: Any, folder: Path, batch: int, skip: bool) -> dict[str, Any]:
-    """One engine: all images, ``batch`` at a time."""
-    from coordexp.coords import CoordVocab
-    from coordexp.data.jsonl import read_jsonl
+def written_scenes(options: Any, folder: Path, batch: int) -> dict[str, Path]:
+    """Data sets by the objects of their images; with ``--objects`` whole batches, the same images in any batch size."""
+    from wide_checkpoint import write_images
+
     from coordexp.data.scenes import SPECS, write_scenes
+
+    if not options.objects:
+        scenes = folder / "scenes" / "scenes.jsonl"
+        return {"1-4": scenes if scenes.is_file() else write_scenes(scenes.parent, options.images, SPECS["sparse"], 7)}
+    groups = {}
+    for objects in options.objects:
+        count = max(1, -(-options.boxes // (objects * batch))) * batch
+        groups[str(objects)] = write_images(folder / f"{objects}-{batch}", {objects: count}, seed=7)
+    return groups
+
+
+def one_engine(
+    options: Any, folder: Path, groups: Mapping[str, Path], batch: int, forms: Sequence[str]
+) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
+    """One engine: all images of each group, ``batch`` at a time, in each of ``forms``."""
+    from wide_checkpoint import PROMPT
+
+    from coordexp.data.jsonl import read_jsonl
     from coordexp.modeling.inputs import PromptEncoder
-    from coordexp.parsing import parse_rollout
     from coordexp.rollouts import SeedContext, rollout_session
 
-    scenes = folder / "scenes" / "scenes.jsonl"
-    if not scenes.is_file():
-        scenes = write_scenes(folder / "scenes", options.images, SPECS["sparse"], seed=7)
-    with started(options.model, folder, batch, skip, options.dtype) as (backend, loaded):
-        prompt = yaml.safe_load((options.model / "resolved_config.yaml").read_text())["template"].get("prompt")
+    scenes = next(iter(groups.values()))
+    with started(options.model, folder, scenes, batch, forms != ["decoded"], options.dtype) as (backend, loaded):
+        resolved = options.model / "resolved_config.yaml"
+        prompt = yaml.safe_load(resolved.read_text())["template"].get("prompt") if resolved.is_file() else PROMPT
         encoder = PromptEncoder(loaded.processor, prompt, None)
-        requests = [encoder.encode(record) for record in read_jsonl(scenes)]
-        with rollout_session(backend, 0):
-            backend.generate(requests[:1], SeedContext(0, 0, 0, 0))
-        engine, steps, draft_s = backend.engine.vllm, 0, 0.0
-        step = engine.step
+        version = 0
+        with rollout_session(backend, version):
+            backend.generate([encoder.encode(next(iter(read_jsonl(scenes))))], SeedContext(0, 0, 0, 0))
+        counts = Counts(backend.engine)
+        ours = counts.runner.drafter if forms != ["decoded"] else None
+        for form in forms:
+            if ours is not None:
+                counts.runner.drafter = ours if form == "skipped" else NgramDrafter(counts.runner.vllm_config)
+            for group, path in groups.items():
+                requests = [encoder.encode(record) for record in read_jsonl(path)]
+                version += 1
+                with rollout_session(backend, version):  # empties the cache of prompts
+                    counts.reset()
+                    cpu, wall = time.process_time(), time.perf_counter()
+                    rollouts = backend.generate(requests, SeedContext(0, 0, 0, 0))
+                    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+                yield (
+                    (form, group),
+                    {"cpu_s": cpu, "wall_s": wall, **counts.found, **answers_of(rollouts, loaded.vocab)},
+                )
 
-        def counted() -> Any:
-            nonlocal steps
-            steps += 1
+
+def answers_of(rollouts: Sequence[Any], vocab: Any) -> dict[str, Any]:
+    from coordexp.parsing import parse_rollout
+
+    parsed = [parse_rollout(one.response_token_ids, vocab, ended=not one.truncated) for one in rollouts]
+    return {
+        "answers": [one.response_token_ids for one in rollouts],
+        "boxes": sum(len(one.objects) for one in parsed),
+    }
+
+
+class NgramDrafter:
+    """vLLM's own n-gram proposer, called as a custom one is."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+        speculative = SimpleNamespace(**NGRAM, num_speculative_tokens=LIMIT)
+        names = ("model_config", "scheduler_config", "parallel_config")
+        proxy = SimpleNamespace(speculative_config=speculative, **{name: getattr(vllm_config, name) for name in names})
+        self._proposer: Any = NgramProposer(proxy)  # pyright: ignore[reportArgumentType]
+
+    def propose(self, sampled: Any, lengths: Any, token_ids: Any, slot_mappings: Any = None) -> list[list[int]]:
+        return self._proposer.propose(LIMIT, sampled, lengths, token_ids)
+
+
+class Counts:
+    """Counts an engine's steps and drafts, in ``found``. ``verified``: steps times the answers that took part, of an
+    engine with drafts; ``draft_s``: CPU seconds of the proposer."""
+
+    def __init__(self, engine: Any) -> None:
+        self.runner: Any = engine.ask_worker(lambda worker: worker.model_runner)
+        self.reset()
+        step, propose = engine.vllm.step, self.runner.propose_draft_token_ids
+
+        def counted_step() -> Any:
+            self.found["steps"] += 1
             return step()
 
-        def timed(propose: Any) -> Any:
-            def draft(*args: Any, **keys: Any) -> Any:
-                nonlocal draft_s
-                began = time.process_time()
-                drafts = propose(*args, **keys)
-                draft_s += time.process_time() - began
-                return drafts
-
-            return draft
-
-        engine.step = counted
-        if skip:
-            drafter = backend.engine.ask_worker(lambda worker: worker.model_runner.drafter)
-            drafter.propose = timed(drafter.propose)
-        with rollout_session(backend, 1):
+        def counted(scheduled: Any, sampled: Any, *rest: Any) -> Any:
+            drafts = scheduled.scheduled_spec_decode_tokens.values()
+            self.found["drafted"] += sum(token >= 0 for draft in drafts for token in draft)
+            self.found["verified"] += sum(len(tokens) > 0 for tokens in sampled)
             began = time.process_time()
-            rollouts = backend.generate(requests, SeedContext(0, 0, 0, 0))
-            cpu_s = time.process_time() - began
-        vocab: CoordVocab = loaded.vocab
-        boxes = sum(
-            len(parse_rollout(one.response_token_ids, vocab, ended=not one.truncated).objects) for one in rollouts
-        )
-        answers = [one.response_token_ids for one in rollouts]
-        return {"steps": steps, "cpu_s": cpu_s, "draft_s": draft_s, "answers": answers, "boxes": boxes}
+            result = propose(scheduled, sampled, *rest)
+            self.found["draft_s"] += time.process_time() - began
+            return result
+
+        engine.vllm.step, self.runner.propose_draft_token_ids = counted_step, counted
+
+    def reset(self) -> None:
+        self.found: dict[str, Any] = {"steps": 0, "drafted": 0, "verified": 0, "draft_s": 0.0}
 
 
 @contextmanager
-def started(model: Path, folder: Path, batch: int, skip: bool, dtype: str) -> Iterator[tuple[Any, Any]]:
+def started(model: Path, folder: Path, scenes: Path, batch: int, drafts: bool, dtype: str) -> Iterator[tuple[Any, Any]]:
     from coordexp.config import load_config, resolved_rollout
     from coordexp.data.images import open_rgb
     from coordexp.modeling.load import load_model
@@ -195,13 +349,13 @@ def started(model: Path, folder: Path, batch: int, skip: bool, dtype: str) -> It
 
     config = {
         "model": {"model": str(model), "dtype": dtype},
-        "custom": {"train_jsonl": str(folder / "scenes" / "scenes.jsonl")},
+        "custom": {"train_jsonl": str(scenes)},
         "training": {"output_dir": str(folder / "run")},
-        "global_max_length": 1400,
+        "global_max_length": 2000,
         "rollout_matching": {
-            "rollout_backend": "vllm", "decode_batch_size": batch, "max_new_tokens": 600,
-            "decoding": {"skip_forced_tokens": skip},
-            "vllm": {"mode": "colocate", "tensor_parallel_size": 1, "max_num_seqs": batch, "max_model_len": 1400},
+            "rollout_backend": "vllm", "decode_batch_size": batch, "max_new_tokens": 1600,
+            "decoding": {"skip_forced_tokens": drafts},
+            "vllm": {"mode": "colocate", "tensor_parallel_size": 1, "max_num_seqs": batch, "max_model_len": 2000},
         },
     }  # fmt: skip
     path = folder / "decode.yaml"

@@ -118,7 +118,7 @@ def test_make_bench_runs_every_script_but_those_run_by_hand_and_no_module() -> N
     shown = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True, check=True).stdout
     listed = [Path(word).stem for word in shown.split("for script in ")[1].split(";")[0].split()]
     assert {"step", "decode", "weight_push"} < set(listed) and "reporting" not in listed
-    assert sorted(listed) == [name for name in scripts() if name not in ("full_size", "fixed_boxes")]
+    assert sorted(listed) == [name for name in scripts() if name not in ("fixed_boxes", "full_size", "wide_checkpoint")]
 
 
 def test_fixed_boxes_are_the_commonest_places_of_each_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,11 +152,22 @@ def test_decode_runs_without_a_pythonpath(tmp_path: Path) -> None:
         str(figures),
     ]
     subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
-    passes = {
-        (row["tokenizer"], row["objects"], row["names"]): row for row in json.loads(figures.read_text())["results"]
-    }
-    assert {name for name, _, _ in passes} == {"demo", "Qwen"}
-    assert all(row["passes_per_box"] < row["tokens_per_box"] for row in passes.values())
+    rows = json.loads(figures.read_text())["results"]
+    counted = [row for row in rows if "tokenizer" in row]
+    assert {row["tokenizer"] for row in counted} == {"demo", "Qwen"}
+    assert all(row["passes_per_box"] < row["tokens_per_box"] for row in counted)
+    assert {row["batch"] for row in rows if "on_paper" in row} == {1, 8, 64}
+
+
+def test_roofline_is_bound_by_memory_at_batch_1_and_by_arithmetic_for_long_drafts() -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    roofline = importlib.import_module("decode").roofline
+    counted = {"tokenizer": "Qwen", "objects": 10, "names": "different", "tokens_per_box": 30.0, "passes_per_box": 6.0}
+    short = {row["batch"]: row for row in roofline([{**counted, "drafted_per_pass": 5.0}])}
+    assert short[1]["times"] == pytest.approx(30 / 6), "a step costs the same, and there are fewer"
+    assert short[1]["decoded_step_ms"] == pytest.approx(1e3 * 2 * 1.72e9 / 3.35e12, rel=0.1), "weights of 2B once"
+    long = {row["batch"]: row for row in roofline([{**counted, "drafted_per_pass": 300.0}])}
+    assert long[64]["skipped_step_ms"] > 10 * long[64]["decoded_step_ms"] and long[64]["times"] < 1
 
 
 def test_peers_at_width_train_on_the_same_samples_packed_and_one_by_one(run: Run, tmp_path: Path) -> None:
