@@ -9,6 +9,7 @@ drafts too: compare the last two columns. `wide_checkpoint.py` writes a wide che
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import sys
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +35,8 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))  # Qwen's tokenizer is
 LIMIT = 32  # drafted tokens, as the engine has it
 NAMES = ("person", "car", "traffic light", "dog", "chair", "fire hydrant", "cup", "bicycle")
 FORMS = ("decoded", "n-gram", "skipped")
-NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # the lengths that vLLM looks for in prompt and answer
+# Of vLLM's proposer: lengths that it looks for in prompt and answer, and tokens drafted. 32 cost more than they save.
+NGRAM, NGRAM_DRAFTED = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}, 8
 # An H100's memory bandwidth, and the operations per second that matrix products in bfloat16 reach.
 BYTES_PER_S, FLOP_PER_S = 3.35e12, 6e14
 CONTEXT = 1200  # tokens of image and prompt
@@ -180,7 +183,7 @@ def engine_runs(options: Any) -> Iterator[dict[str, Any]]:
                 # One engine at a time; a second one has a drafter, which can be replaced.
                 for forms in (("decoded",), ("n-gram", "skipped")):
                     if chosen := [form for form in forms if form in options.forms]:
-                        for key, run in one_engine(options, folder, groups, batch, chosen):
+                        for key, run in in_process(options, folder, groups, batch, chosen):
                             cells[key].append(run)
             for group in groups:
                 decoded = cells["decoded", group][0]["answers"] if "decoded" in options.forms else None
@@ -192,6 +195,19 @@ def engine_runs(options: Any) -> Iterator[dict[str, Any]]:
                         row |= {"equal": equal(runs[0]["answers"], decoded)}
                         row |= {"equal_first": equal(runs[0]["answers"], first[group])}
                     yield row
+
+
+def in_process(*arguments: Any) -> list[tuple[tuple[str, str], dict[str, Any]]]:
+    """Results of :func:`one_engine` in a new process: vLLM 0.32 starts no engine on a CPU after importing numba, which
+    its n-gram proposer does."""
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawned) as pool:
+        return pool.submit(_all_of, *arguments).result()
+
+
+def _all_of(options: Any, *arguments: Any) -> list[tuple[tuple[str, str], dict[str, Any]]]:
+    set_threads(options.threads)
+    return list(one_engine(options, *arguments))
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -301,13 +317,13 @@ class NgramDrafter:
     def __init__(self, vllm_config: Any) -> None:
         from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
-        speculative = SimpleNamespace(**NGRAM, num_speculative_tokens=LIMIT)
+        speculative = SimpleNamespace(**NGRAM, num_speculative_tokens=NGRAM_DRAFTED)
         names = ("model_config", "scheduler_config", "parallel_config")
         proxy = SimpleNamespace(speculative_config=speculative, **{name: getattr(vllm_config, name) for name in names})
         self._proposer: Any = NgramProposer(proxy)  # pyright: ignore[reportArgumentType]
 
     def propose(self, sampled: Any, lengths: Any, token_ids: Any, slot_mappings: Any = None) -> list[list[int]]:
-        return self._proposer.propose(LIMIT, sampled, lengths, token_ids)
+        return self._proposer.propose(NGRAM_DRAFTED, sampled, lengths, token_ids)
 
 
 class Counts:
