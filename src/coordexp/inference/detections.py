@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from coordexp.data.images import open_rgb
 from coordexp.errors import DataError, require
 from coordexp.evaluation.answers import ImageAnswer
-from coordexp.evaluation.coco import to_coco
+from coordexp.evaluation.coco import coco_shape, to_coco
 from coordexp.evaluation.drawing import draw_detections
 from coordexp.geometry import pixel_box, pixel_ring
 
@@ -187,8 +187,8 @@ class Detections:
         return results
 
     def to_supervision(self, classes: Sequence[str] | None = None) -> Any:
-        """``supervision.Detections``: ``xyxy``, ``confidence`` (1 where nothing was scored), ``class_id``, masks where
-        the model wrote polygons, and ``class_name`` in ``data``.
+        """``supervision.Detections``: ``xyxy``, ``confidence`` (1 where nothing was scored), ``class_id``,
+        ``class_name`` in ``data``, and if the model wrote a polygon masks of all objects, as pycocotools draws them.
 
         A class id is the name's position in ``classes`` (None: :attr:`classes`), so it is the same for every image.
         All other names share the next id, ``len(classes)``.
@@ -204,11 +204,12 @@ class Detections:
         number = {name: k for k, name in enumerate(listed)}
         masks = None
         if any(self.polygons):
-            masks = np.zeros((len(self), self.height, self.width), dtype=bool)
-            for mask, obj in zip(masks, self.answer.pred, strict=True):
-                canvas = Image.new("1", (self.width, self.height))
-                ImageDraw.Draw(canvas).polygon(list(pixel_ring(obj, self.width, self.height, "pixel_centres")), fill=1)
-                mask[:] = np.array(canvas)
+            from pycocotools import mask as coco_mask
+
+            rings = [coco_shape(obj, self.answer)["segmentation"][0] for obj in self.answer.pred]
+            encoded: Any = coco_mask.frPyObjects(rings, self.height, self.width)
+            masks_HWN = coco_mask.decode(encoded)
+            masks = np.ascontiguousarray(masks_HWN.transpose(2, 0, 1).astype(bool))
         return supervision.Detections(
             xyxy=self.boxes,
             mask=masks,
