@@ -84,7 +84,7 @@ def test_a_trainer_with_another_token_is_refused() -> None:
     with pytest.raises(RolloutError, match="wrong token"):
         join(GroupAddress("127.0.0.1", port, 1, 2, 10.0, "another"), torch.device("cpu"))
     thread.join(20)
-    assert "not every member came" in str(held[0])
+    assert "not every member connected" in str(held[0])
 
 
 @pytest.mark.parametrize(

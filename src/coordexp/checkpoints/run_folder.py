@@ -61,7 +61,7 @@ def check_start(config: RunConfig, checkpoint: Path | None) -> tuple[Change, ...
         return applied  # its checkpoints cannot be resumed from, and resolving them says why
     if found and not training.overwrite_output_dir:
         raise ConfigError(
-            f"training.output_dir: {training.output_dir} holds {_listed(found)} of an earlier run; name another "
+            f"training.output_dir: {training.output_dir} has {_listed(found)} of an earlier run; name another "
             "folder, continue that run with training.resume_from_checkpoint: true, or replace it with "
             "training.overwrite_output_dir: true"
         )

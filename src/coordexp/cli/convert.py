@@ -320,7 +320,7 @@ def via_command(
     out_dir: OutDir,
     options: OfPolygons,
     images_dir: FoundImages = None,
-    attribute: Annotated[str | None, typer.Option(help="Region attribute that holds the class.")] = None,
+    attribute: Annotated[str | None, typer.Option(help="Region attribute that contains the class.")] = None,
     geometry: OfShapes = "as_annotated",
     name: FileName = None,
 ) -> None:

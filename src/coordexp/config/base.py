@@ -40,7 +40,7 @@ class StrictModel(BaseModel):
         for name, field in cls.model_fields.items():
             inherited = getattr(cls.__base__, "model_fields", {}).get(name)
             text = field.description or (inherited.description if inherited else None) or ""
-            field.description = " ".join(text.split())  # line breaks of the source are none of a message
+            field.description = " ".join(text.split())  # without the line breaks of the source
 
 
 Count = Annotated[int, Field(ge=1)]

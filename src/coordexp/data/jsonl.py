@@ -32,7 +32,7 @@ ObjectOrdering = Literal["sorted", "random", "file"]
 Fault = Literal["inverted_box", "beyond_bins"]  # beyond: outside 0..999, usually pixels
 
 MAX_PROBLEMS_SHOWN = 20
-NO_RECORDS = "the file holds no records; expected one JSON object per line"
+NO_RECORDS = "the file has no records; expected one JSON object per line"
 _REQUIRED_FIELDS = ("images", "width", "height", "objects")
 _RECORD_FIELDS = (*_REQUIRED_FIELDS, "metadata")
 _OBJECT_FIELDS = ("desc", *GEOMETRY_KINDS, "soft")
@@ -147,9 +147,9 @@ def _record(line: Any, path: Path, number: int) -> ImageRecord:
             f"got {_show(images)}"
         )
     if "\0" in images[0]:
-        raise _BadText(f"images holds a path with a NUL character: {_show(images[0])}")
+        raise _BadText(f"images has a path with a NUL character: {_show(images[0])}")
     if not images[0].isascii() and any("\ud800" <= char <= "\udfff" for char in images[0]):
-        raise _BadText(f"images holds a path with half a character (a lone surrogate): {_show(images[0])}; rename it")
+        raise _BadText(f"images has a path with half a character (a lone surrogate): {_show(images[0])}; rename it")
     return ImageRecord(
         sample_id=f"{path.name}:{number}",
         image=Path(os.path.abspath(os.path.join(os.path.dirname(path), images[0]))),

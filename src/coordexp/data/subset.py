@@ -88,7 +88,7 @@ def drop_annotations(
     unknown = sorted(rates.per_class.keys() - known)
     if unknown:
         shown = ", ".join(sorted(known)[:20])
-        raise DataError(f"no object is called {', '.join(map(repr, unknown))}; the dataset holds: {shown}")
+        raise DataError(f"no object is called {', '.join(map(repr, unknown))}; the dataset has: {shown}")
     left: list[ImageRecord] = []
     spared = emptied = 0
     for record in records:

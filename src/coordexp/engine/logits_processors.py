@@ -248,8 +248,8 @@ def guard_of_worker(worker: Any) -> RepeatTerminateProcessor | None:
     if getattr(getattr(worker.model_runner, "input_batch", None), "logitsprocs", None) is None:
         runner = type(worker.model_runner)
         raise RolloutError(
-            f"the worker's model runner is {runner.__module__}.{runner.__name__}, which takes no V1 logits processor; "
-            "start the server with VLLM_USE_V2_MODEL_RUNNER=0"
+            f"the worker's model runner is {runner.__module__}.{runner.__name__}, which does not support V1 logits "
+            "processors; start the server with VLLM_USE_V2_MODEL_RUNNER=0"
         )
     return processor_of(worker, RepeatTerminateProcessor)
 

@@ -57,9 +57,9 @@ class PredictOptions:
 
 def inference_config(model: str | Path, options: PredictOptions, arguments: Sequence[str] = ()) -> AnswerConfig:
     """A configuration for greedy answers of ``model``, with the prompt, number type and limits of its own run if that
-    run's ``resolved_config.yaml`` is in the model's folder or the one above. ``arguments`` (``key.path=value``) are put
-    on top. Raises CheckpointError for no such folder,
-    ConfigError for a value that the schema refuses."""
+    run's ``resolved_config.yaml`` is in the model's folder or the one above. ``arguments`` (``key.path=value``)
+    override the rest. Raises CheckpointError if the folder does not exist, ConfigError for a value that the schema
+    refuses."""
     folder = Path(model)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name a checkpoint, such as a run's output_dir")
@@ -115,7 +115,7 @@ def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] =
     own = settings_of_run(model).get("custom") or {}
     jsonl = data or own.get("val_jsonl")
     if jsonl is None:
-        raise ConfigError(f"{model} names no validation data; name a JSONL with --data")
+        raise ConfigError(f"{model} has no validation data in its configuration; name a JSONL with --data")
     answering = inference_config(model, PredictOptions()).model_dump(mode="json")
     kept = {key: own[key] for key in ("object_field_order", "object_ordering") if key in own}
     document = Document(

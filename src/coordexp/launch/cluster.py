@@ -140,7 +140,7 @@ def _problems(run: RunConfig, trainer_nodes: int, gpus: int, time_limit: str) ->
     if rollout.vllm.server.api_key_env is None:
         yield (
             "rollout_matching.vllm.server.api_key_env: missing, and anyone who reaches a server can overwrite its "
-            "weights; name the variable that holds the token, for example COORDEXP_API_KEY"
+            "weights; name the variable with the token, for example COORDEXP_API_KEY"
         )
     if run.launch.server == "swift":
         yield "launch.server: swift runs under coordexp launch on one machine only; write coordexp"

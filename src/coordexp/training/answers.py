@@ -302,7 +302,7 @@ class RolloutQueue:
         wanted = [[sample.record.sample_id for sample in batch] for batch in batches]
         if answered != wanted:
             raise CheckpointError(
-                f"the checkpoint holds answers to samples {str(answered)[:200]}, and its next step reads "
+                f"the checkpoint has answers to samples {str(answered)[:200]}, and its next step reads "
                 f"{str(wanted)[:200]}; resume with the same data, batch size and seed, or start a new run"
             )
         started = time.perf_counter()

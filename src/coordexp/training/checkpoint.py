@@ -202,7 +202,7 @@ def check_resume(checkpoint: Path, packing: bool) -> None:
     buffered = any(checkpoint.glob("carry_buffer_rank*.json"))
     if not packing and buffered:
         raise CheckpointError(
-            f"{checkpoint}: holds segments that wait for a packed row, but training.packing is false; resume with "
+            f"{checkpoint}: has segments that wait for a packed row, but training.packing is false; resume with "
             "training.packing: true, or start a new run"
         )
     if packing and not buffered:
@@ -253,7 +253,7 @@ def warn_of_checkpoints_ahead(output_dir: str | Path, start: int, resume: bool |
     ahead = [folder.name for folder in folders if _problem_with(folder) is None]
     if ahead:
         logger.warning(
-            "%s holds %s of an earlier run, ahead of step %d where this one starts; training.resume_from_checkpoint: "
+            "%s has %s of an earlier run, ahead of step %d where this one starts; training.resume_from_checkpoint: "
             "true would resume from the newest. Move them away, or choose another training.output_dir",
             output_dir,
             ", ".join(ahead),

@@ -232,7 +232,7 @@ def refuse_master_weights(optimizer: torch.optim.Optimizer) -> None:
     def check(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         if STATE_KEY in state_dict:
             raise CheckpointError(
-                "the optimizer of this checkpoint holds float32 master weights, and training.master_weights is null; "
+                "the optimizer of this checkpoint has float32 master weights, and training.master_weights is null; "
                 "resume with training.master_weights: float32, or start a new run from its weights"
             )
 

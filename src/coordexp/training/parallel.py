@@ -36,7 +36,7 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
     process, for DeepSpeed on a CPU, with a missing file or with ZeRO-3; MissingDependency without DeepSpeed."""
     if config.fsdp.enabled and world_size == 1:
         raise ConfigError(
-            "fsdp.enabled: shards the learner over the processes of torchrun, and there is only this one; start "
+            "fsdp.enabled: FSDP shards the model over the processes of torchrun, and there is only one; start "
             "torchrun --nproc_per_node=N, or set fsdp.enabled: false"
         )
     if config.deepspeed.enabled:
@@ -51,9 +51,9 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
             )
         if _zero_stage(config.deepspeed) == 3:
             raise ConfigError(
-                "deepspeed.config: zero_optimization.stage 3 leaves each process an empty shell of every weight that "
-                "no layer is using, and rollout engines and the chunked head would be given the shells; write stage 2, "
-                "or use fsdp.enabled: true, which shards weights too"
+                "deepspeed.config: zero_optimization.stage 3 gathers a weight only while its layer computes, so "
+                "rollout engines and the chunked head would read empty tensors; write stage 2, or use fsdp.enabled: "
+                "true, which shards weights too"
             )
         require("deepspeed", "deepspeed.enabled: true")
 
@@ -65,7 +65,7 @@ def _zero_stage(deepspeed: DeepSpeedConfig) -> object:
             content = json.loads(Path(content).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"deepspeed.config: {content}: no JSON ({error}); name a JSON file of DeepSpeed"
+                f"deepspeed.config: {content}: not JSON ({error}); name a JSON file of DeepSpeed"
             ) from error
     zero = content.get("zero_optimization") if isinstance(content, dict) else None
     return zero.get("stage") if isinstance(zero, dict) else None

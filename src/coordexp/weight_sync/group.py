@@ -49,8 +49,9 @@ _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how to reach, on its own
 
 @dataclass(frozen=True, slots=True)
 class GroupAddress:
-    """Where a group meets, and this process's rank in it. ``timeout_s``: deadline of each wait. ``token``: of every
-    member; empty admits everyone. ``listen_host``: the address on which rank 0 listens, if not ``host``."""
+    """Address of a group's rendezvous, and this process's rank in it. ``timeout_s``: deadline of each wait. ``token``:
+    every member must send it; empty admits everyone. ``listen_host``: the address on which rank 0 listens, if not
+    ``host``."""
 
     host: str
     port: int
@@ -90,7 +91,7 @@ class Communicator(ABC):
         if self._group is None:
             raise RolloutError(f"{self._address}: the group is closed")
         self._unfinished = True
-        under_way = self._start(parts, source)  # all at once: the end of a part is noticed late
+        under_way = self._start(parts, source)  # all at once, because polling notices the end of a part late
         for index, work in enumerate(under_way):
             self._finish(work, parts[index].numel(), give_up, POLL_S if work is under_way[-1] else PART_POLL_S)
             yield index
@@ -110,8 +111,8 @@ class Communicator(ABC):
 
 
 def join(address: GroupAddress, device: torch.device) -> Communicator:
-    """Meet the other members; return this process's end: NCCL on CUDA devices, Gloo on CPUs. Raises RolloutError."""
-    # On rank 0's own machine ``host`` may not lead back to it.
+    """Wait for all members; return this process's end: NCCL on CUDA devices, Gloo on CPUs. Raises RolloutError."""
+    # ``host`` is the name for other machines, and may not be reachable from rank 0's own.
     host = _LOOPBACK_OF.get(address.listen_host, address.listen_host) or address.host
     server: RendezvousServer | None = None
     store: RendezvousStore | None = None
@@ -121,13 +122,14 @@ def join(address: GroupAddress, device: torch.device) -> Communicator:
         store = RendezvousStore(host, address.port, address.token, address.timeout_s, server)
         store.set(f"here/{address.rank}", b"1")
         store.wait([f"here/{rank}" for rank in range(address.world_size)])
-    except (OSError, RuntimeError, ValueError, KeyError) as error:  # the last two: another protocol is spoken there
+    except (OSError, RuntimeError, ValueError, KeyError) as error:  # the last two: the port speaks another protocol
         for one in (store, server):
             if one is not None:
                 one.close()
         raise RolloutError(
-            f"{address}: not every member came within {address.timeout_s:g} s, or the port is taken ({_brief(error)}). "
-            "Check that the learner reaches the server's group_port, and that no other program listens there"
+            f"{address}: not every member connected within {address.timeout_s:g} s, or the port is taken "
+            f"({_brief(error)}). Check that the trainer reaches the server's group_port, and that no other program "
+            "listens there"
         ) from error
     try:
         return (NcclCommunicator if device.type == "cuda" else GlooCommunicator)(address, store, device)
@@ -277,8 +279,8 @@ class NcclCommunicator(Communicator):
 
 
 def computed_by_now(device: torch.device) -> torch.cuda.Event | None:
-    """After this event everything is computed that this thread has requested of the GPU, for another thread to wait
-    for: each thread has a current stream of its own. None for a CPU."""
+    """An event that completes when the GPU has finished all work that this thread has submitted; None for a CPU. Other
+    threads wait for it, because each thread has a current stream of its own."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -464,5 +466,5 @@ def _receive(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> dic
         raise ValueError(f"a frame of {length} bytes; at most {max_bytes} are accepted")
     message = json.loads(read(length))
     if not isinstance(message, dict):
-        raise ValueError("a frame that holds no JSON object")
+        raise ValueError("a frame that is not a JSON object")
     return message

@@ -31,7 +31,7 @@ _SENTINEL = 0xA5  # as a float of any type: tiny or huge, and no weight
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one tensor of the trainer belongs: ``part`` of ``parts`` (in their order) of a runtime parameter."""
+    """The destination of one tensor of the trainer: ``part`` of ``parts`` (in their order) of a runtime parameter."""
 
     parameter: str
     part: str = ""
@@ -89,7 +89,7 @@ class WeightLayout:
                 self._places[name] = place
                 return place
         raise RolloutError(
-            f"the learner sent {name!r}, which is not a weight of the engine's model"
+            f"the trainer sent {name!r}, which is not a weight of the engine's model"
             + (f" (it would be {renamed!r} there)" if renamed not in (None, name) else "")
             + "; both must be the same architecture with the same names"
         )
@@ -113,7 +113,7 @@ class WeightLayout:
             shown = ", ".join(missing[:_SHOWN]) + (", …" if len(missing) > _SHOWN else "")
             raise RolloutError(
                 f"{len(missing)} of the engine's weights were not sent: {shown}; the engine keeps old values there, so "
-                "its answers would not be the learner's"
+                "its answers would not be the trainer's"
             )
 
     def read_back(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterable[tuple[str, torch.Tensor]]:
@@ -315,7 +315,7 @@ class WeightReceiver:
     def commit(
         self, version: int | None, wants_checksum: bool, finish: Callable[[], None], learner_id: str | None = None
     ) -> dict[str, Any]:
-        """End a push: check that all weights have come and are loaded, then ``finish`` (vLLM's post-processing).
+        """End a push: check that all weights have arrived and are loaded, then ``finish`` (vLLM's post-processing).
         ``version``: of these weights, None for one more than the last; ``wants_checksum``: read the parameters back and
         hash them. Raises RolloutError if nothing was pushed, loading failed, or weights are missing: the old version is
         gone too."""

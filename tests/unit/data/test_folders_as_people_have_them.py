@@ -120,7 +120,7 @@ def test_yolo_folders(tmp_path: Path, folder: str) -> None:
         ("data.yaml", b"train: images\nnames: [cat, no]\n", r"names\[1\] is False, not text; put it in quotes"),
         ("data.yaml", b"train: images\nkpt_shape: [2, 2]\nnames: [cat]\n", "kpt_shape: labels of keypoints"),
         ("data.yaml", b"train: images\nnames: [caf\xe9]\n", "data.yaml: not UTF-8"),
-        ("data.yaml", b"train: images\nnames: [cat]\nnc: 2\n", "nc is 2, but names holds 1"),
+        ("data.yaml", b"train: images\nnames: [cat]\nnc: 2\n", "nc is 2, but names has 1"),
         ("data.yaml", b"trian: images\nnames: [cat]\n", "unknown key 'trian'; did you mean 'train'"),
         ("data.yaml", b"train: images\nnames: [cat]\nchannels: 10\n", "channels: images of 3 channels are read"),
         ("data.yaml", b"train: images\nnames: [cat]\nmasks_dir: m\n", "masks_dir: labels are masks"),

@@ -293,7 +293,7 @@ def test_an_unreachable_group_port_is_named_before_the_timeout(start: Start) -> 
     server._act = lambda path, body: usual(path, {**body, "port": server.group_port} if "port" in body else body)  # type: ignore[method-assign]
     sync = ServerPusher([client], FakeWeights(), SyncConfig(timeout_s=60.0))
     began = time.monotonic()
-    with pytest.raises(RolloutError, match="not every member came within"):
+    with pytest.raises(RolloutError, match="not every member connected within"):
         sync.push(1)
     assert time.monotonic() - began < 20
     sync.close()

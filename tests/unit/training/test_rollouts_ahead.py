@@ -225,7 +225,7 @@ def test_a_run_without_prefetch_ignores_saved_answers(
     halfway = str(tmp_path / "run" / "checkpoint-2")
     keys = {"training__resume_from_checkpoint": halfway, "training__resume_with_changes": True}
     resumed = ahead(training__max_steps=4, rollout_matching__rollouts_ahead=0, **keys)
-    assert "holds answers for its next step" in caplog.text
+    assert "has answers for its next step" in caplog.text
     assert [line["rollout/staleness_steps"] for line in step_lines(resumed)] == [0, 1, 0, 0]
 
 

@@ -100,7 +100,7 @@ def test_waiting_for_a_silent_member_times_out() -> None:
 @pytest.mark.parametrize("rank", [0, 1], ids=["no trainer connects", "no worker connects"])
 def test_rendezvous_without_members_times_out(rank: int) -> None:
     started = time.monotonic()
-    with pytest.raises(RolloutError, match="not every member came within 1 s"):
+    with pytest.raises(RolloutError, match="not every member connected within 1 s"):
         join(GroupAddress("127.0.0.1", free_ports(1)[0], rank, 2, 1.0), CPU)
     assert time.monotonic() - started < 15
 

@@ -173,7 +173,7 @@ def _find_folders(
         beside = list(dict.fromkeys(part for part in parts if part is not None and files_below(part, (".xml",))))
         level = [child for folder in level for child in _folders(folder)]
     if len(beside) > 1:
-        raise DataError(f"several folders hold XML files of it: {', '.join(map(str, beside))}; give one", path=root)
+        raise DataError(f"several folders have XML files for it: {', '.join(map(str, beside))}; give one", path=root)
     if not beside or not files_below(beside[0], (".xml",)):
         part = "" if split is None else f" in a folder called {split}"
         raise DataError(

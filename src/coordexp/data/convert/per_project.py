@@ -136,7 +136,7 @@ def convert_labelstudio(
         data = task["data"] if isinstance(task.get("data"), dict) else task
         link = _image_link(data)
         if link is None:
-            report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"task {at} names no image")
+            report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"task {at} has no image")
             continue
         last = Path(link).name
         # An upload gets eight characters in front of its name.

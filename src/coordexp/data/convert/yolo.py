@@ -188,7 +188,7 @@ def _read_layout(source: Path, split: str | None) -> _Layout:
         if not isinstance(name, str):  # YAML reads no, on and 7 as something else than text
             raise DataError(f"names[{key}] is {name!r}, not text; put it in quotes", path=source)
     if "nc" in content and content["nc"] != len(names):
-        raise DataError(f"nc is {content['nc']!r}, but names holds {len(names)}; correct one of them", path=source)
+        raise DataError(f"nc is {content['nc']!r}, but names has {len(names)}; correct one of them", path=source)
     splits = {key: content[key] for key in ("train", "val", "test") if content.get(key)}
     if content.get("valid"):
         splits.setdefault("val", content["valid"])
