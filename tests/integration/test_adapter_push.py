@@ -97,6 +97,6 @@ def test_an_adapter_push_onto_merged_weights_is_refused(client: ServerClient) ->
         full.push(6)
     with (
         pushing(client, learner, mode="adapter", fallback_to_full=False) as sync,
-        pytest.raises(RolloutError, match="full weights of an earlier push"),
+        pytest.raises(RolloutError, match="an earlier push of full weights"),
     ):
         sync.push(7)

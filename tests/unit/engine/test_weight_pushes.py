@@ -151,8 +151,8 @@ def _with_error(server: FakePushServer, endpoint: str, message: str) -> Callable
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight_version": 7}, "it holds version 7 of learner .* after version 1 of learner .* was pushed"),
-        ({"learner_id": "theirs"}, "it holds version 1 of learner theirs after version 1 of learner"),
+        ({"weight_version": 7}, "it has version 7 of learner .* after version 1 of learner .* was pushed"),
+        ({"learner_id": "theirs"}, "it has version 1 of learner theirs after version 1 of learner"),
         ({"failure": "ValueError: x"}, "ValueError: x"),
         ({"checksum": "0" * 32}, "the checksum of its weights is 0000"),
     ],
