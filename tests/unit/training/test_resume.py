@@ -314,7 +314,7 @@ def test_later_checkpoints_than_the_named_one_are_reported(tmp_path: Path, caplo
     checkpoint(tmp_path, 7)
     with caplog.at_level(logging.WARNING, logger="coordexp"):
         warn_of_checkpoints_ahead(tmp_path, 3, str(tmp_path / "checkpoint-3"))
-    assert "holds checkpoint-7" in caplog.text and "ahead of step 3" in caplog.text
+    assert "has checkpoint-7" in caplog.text and "ahead of step 3" in caplog.text
 
 
 def test_unusable_or_resumed_checkpoints_are_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
