@@ -1,0 +1,356 @@
+"""Does the majority of several answers complete annotations better than one answer, at equal cost of decoding?
+
+    cd studies/several_answers
+    python complete.py run incomplete few --work ../../outputs/several_answers     # what results/ lacks of study.yaml
+    python complete.py table                                                       # Markdown
+
+Every finished piece is one line of ``results/<regime>.jsonl`` and is not run again. One thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+STAGE_2 = HERE.parent / "when_stage2_helps"
+SCENE_SEEDS = {"train": 31, "val": 32, "test": 33}  # those of ../when_stage2_helps
+DROP_SEED = 0  # the annotations that the starts were trained on
+IOU = 0.5
+ARMS = ("one", "three", "rounds", "one-long")
+
+
+class Cell:
+    """A regime in the folder of its data, models and answers."""
+
+    def __init__(self, regime: str, work: Path) -> None:
+        self.declared = yaml.safe_load((HERE / "study.yaml").read_text())
+        self.name, self.keys = regime, self.declared["regimes"][regime]
+        self.folder = work / regime
+        self.results = HERE / "results" / f"{regime}.jsonl"
+
+    def known(self, kind: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in self.results.read_text().splitlines()] if self.results.is_file() else []
+        return [line for line in lines if line["kind"] == kind]
+
+    def note(self, **line: Any) -> None:
+        machine = f"{os.cpu_count()} cores, {platform.machine()}"
+        with self.results.open("a") as file:
+            file.write(json.dumps({**line, "date": time.strftime("%Y-%m-%d"), "machine": machine}) + "\n")
+        shown = {key: value for key, value in line.items() if key != "counts"}
+        print(time.strftime("%H:%M:%S"), self.name, shown, flush=True)
+
+    def scenes(self, split: str, first: int, count: int) -> tuple[Path, Path]:
+        """Scenes of a split: their complete annotations, and what the regime keeps of them."""
+        from coordexp.data.jsonl import read_jsonl, write_jsonl
+        from coordexp.data.scenes import SPECS, write_scenes
+        from coordexp.data.subset import DropRates, drop_annotations
+
+        drawn = self.folder / f"{split}-{first + count}"
+        whole, part = drawn / f"whole-{first}.jsonl", drawn / f"incomplete-{first}.jsonl"
+        if not part.is_file():
+            path = write_scenes(drawn, first + count, SPECS[self.keys["spec"]], SCENE_SEEDS[split])
+            records = read_jsonl(path)[first:]
+            write_jsonl(records, whole)
+            write_jsonl(drop_annotations(records, DropRates(self.keys["keep"]), DROP_SEED)[0], part)
+        return whole, part
+
+    def start(self) -> Path:
+        """The checkpoint that arms go on from; trained once if it is none of the repository's."""
+        from study import train
+
+        rules = self.keys["start"]
+        if isinstance(rules, str):
+            return ROOT / rules
+        data = self.scenes("train", 0, rules["images"])[1]
+        output = self.folder / "start"
+        train("sft", data, ROOT / "checkpoints" / "demo-stage1", output, 0, rules)
+        return output
+
+
+def complete(
+    cell: Cell, model: Path, data: Path, output: Path, answers: int, rules: dict[str, Any]
+) -> tuple[float, int]:
+    """Answer and complete, or complete only if answers are there. Returns: CPU seconds, decoded tokens."""
+    from stopping import stop_threshold
+
+    from coordexp.cli import main
+    from coordexp.evaluation.answers import read_answers
+
+    words = ["data", "complete", str(data), "--model", str(model), "--out", str(output), "--overwrite",
+             "--threshold", str(rules["threshold"]), "--weight", str(cell.declared["weight"]),
+             "--answers", str(answers), "--batch-size", "64",
+             f"rollout_matching.max_new_tokens={cell.keys['max_new_tokens']}"]  # fmt: skip
+    if rules["stop"] is not None:  # drafting uses no logits processor of generate
+        words.append("rollout_matching.decoding.skip_forced_tokens=false")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    started = time.process_time()
+    with stop_threshold(model, rules["stop"]):
+        try:
+            main(words)
+        except SystemExit as ended:
+            if ended.code:
+                raise
+    seconds = time.process_time() - started
+    tokens = sum(answer.num_tokens for answer in read_answers(output.with_name(f"{output.stem}.answers")))
+    return seconds, tokens
+
+
+def quality(whole: Path, completed: Path) -> dict[str, int]:
+    """Objects of a completed dataset: annotated, hidden, added, and added that are hidden ones."""
+    from coordexp.data.jsonl import read_jsonl
+    from coordexp.evaluation.answers import Detection
+    from coordexp.evaluation.detection import assigner
+
+    totals = {"annotated": 0, "hidden": 0, "added": 0, "correct": 0}
+    for truth, record in zip(read_jsonl(whole), read_jsonl(completed), strict=True):
+        kept = [obj for obj in record.objects if obj.soft is None]
+        added = [Detection(obj.desc, obj.kind, obj.bins) for obj in record.objects if obj.soft is not None]
+        hidden = [obj for obj in truth.objects if obj not in kept]
+        totals["annotated"] += len(kept)
+        totals["hidden"] += len(hidden)
+        totals["added"] += len(added)
+        totals["correct"] += len(assigner(added, hidden, IOU)(True))
+    return totals
+
+
+def rates(totals: dict[str, int]) -> dict[str, float]:
+    """Precision and recall of added objects, and F1 of the completed annotations."""
+    annotated, correct = totals["annotated"], totals["correct"]
+    return {
+        "precision": correct / max(1, totals["added"]),
+        "recall": correct / max(1, totals["hidden"]),
+        "f1": 2 * (annotated + correct) / (2 * annotated + totals["added"] + totals["hidden"]),
+    }
+
+
+def show_grid(cell: Cell) -> None:
+    """What completion alone does on validation scenes, for every pair of the grid."""
+    grid = cell.declared["grid"]
+    model, (whole, part) = cell.start(), cell.scenes("val", 0, cell.declared["images"]["val"])
+    for answers in (1, cell.declared["answers"]):
+        for stop in grid["stop"]:
+            for threshold in grid["threshold"]:
+                rules = {"answers": answers, "threshold": threshold, "stop": stop}
+                same = [one for one in cell.known("grid") if (one["answers"], one["stop"]) == (answers, stop)]
+                if any(one["threshold"] == threshold for one in same):
+                    continue
+                output = cell.folder / "tuning" / f"{answers}-stop-{stop}.jsonl"
+                seconds, tokens = complete(cell, model, part, output, answers, rules)
+                seconds = same[0]["cpu_s"] if same else round(seconds, 1)  # later thresholds reuse the answers
+                cell.note(kind="grid", **rules, cpu_s=seconds, tokens=tokens, **quality(whole, output))
+
+
+def completed(cell: Cell, name: str, seed: int, model: Path, answers: int, threshold: float) -> tuple[Path, float, int]:
+    """The training scenes of a seed, completed. Returns: the JSONL, CPU seconds and tokens of its answers."""
+    count = cell.declared["images"]["train"]
+    whole, part = cell.scenes("train", seed * count, count)
+    output = cell.folder / f"seed-{seed}" / f"{name}.jsonl"
+    copy = output.with_name(f"{name}-{threshold}.jsonl")
+    same = [one for one in cell.known("completion") if (one["name"], one["seed"]) == (name, seed)]
+    for one in same:
+        if one["threshold"] == threshold:
+            return copy, one["cpu_s"], one["tokens"]
+    rules = {"threshold": threshold, "stop": cell.declared["stop"]}
+    seconds, tokens = complete(cell, model, part, output, answers, rules)
+    shutil.copy(output, copy)
+    seconds = same[0]["cpu_s"] if same else round(seconds, 1)  # later thresholds reuse the answers
+    cell.note(kind="completion", name=name, seed=seed, threshold=threshold, cpu_s=seconds, tokens=tokens,
+              **quality(whole, copy))  # fmt: skip
+    return copy, seconds, tokens
+
+
+def tune(cell: Cell) -> None:
+    """Train with each threshold, and note its F1 on validation scenes."""
+    from study import counts, evaluate, train
+    from tables import figures
+
+    test = cell.scenes("val", 0, cell.declared["images"]["val"])[0]
+    for arm, answers in (("one", 1), ("three", cell.declared["answers"])):
+        for threshold in cell.declared["trained_thresholds"]:
+            if any((one["arm"], one["threshold"]) == (arm, threshold) for one in cell.known("trial")):
+                continue
+            data = completed(cell, arm, 0, cell.start(), answers, threshold)[0]
+            model = cell.folder / "seed-0" / f"model-{arm}-{threshold}"
+            train("sft", data, cell.start(), model, 0, cell.declared["training"])
+            found = counts(evaluate(model, test, arm, None, {})[0])["as_answered"]
+            cell.note(kind="trial", arm=arm, threshold=threshold, f1=round(figures([found])["F1@.5"], 4), counts=found)
+
+
+def chosen_thresholds(cell: Cell) -> dict[str, float]:
+    chosen = {}
+    for arm in ("one", "three"):
+        trials = [one for one in cell.known("trial") if one["arm"] == arm]
+        chosen[arm] = max(trials, key=lambda one: one["f1"])["threshold"]
+    return chosen
+
+
+def run_arm(cell: Cell, arm: str, seed: int, chosen: dict[str, float]) -> None:
+    """Complete, train and evaluate an arm."""
+    from study import counts, evaluate, train
+
+    training = cell.declared["training"]
+    answers = cell.declared["answers"] if arm == "three" else 1
+    rounds = cell.declared["answers"] if arm == "rounds" else 1
+    threshold = chosen["three" if arm == "three" else "one"]
+    runs = cell.folder / f"seed-{seed}"
+    model, decode_s, train_s, decoded = cell.start(), 0.0, 0.0, 0
+    for number in range(rounds):
+        # `rounds` begins with the completion of `one`, which is not decoded twice; its cost counts in both.
+        name = f"rounds-{number + 1}" if number else "three" if arm == "three" else "one"
+        data, seconds, tokens = completed(cell, name, seed, model, answers, threshold)
+        decode_s, decoded = decode_s + seconds, decoded + tokens
+        start = runs / f"model-one-{threshold}" if arm == "one-long" else model
+        model = runs / (f"model-rounds-{number + 1}" if rounds > 1 else f"model-{arm}-{threshold}")
+        train_s += train("sft", data, start, model, seed, {**training, "steps": training["steps"] // rounds})
+    if arm == "one-long":
+        train_s += json.loads((runs / f"model-one-{threshold}" / "cpu_seconds.json").read_text())
+    found, precision, _ = evaluate(model, cell.scenes("test", 0, cell.declared["images"]["test"])[0], arm, None, {})
+    cell.note(kind="arm", arm=arm, seed=seed, threshold=threshold, decode_cpu_s=round(decode_s, 1), tokens=decoded,
+              train_cpu_s=round(train_s, 1), **precision, counts=counts(found)["as_answered"])  # fmt: skip
+
+
+def evaluate_start(cell: Cell) -> None:
+    from study import counts, evaluate
+
+    folder = cell.folder / "start-evaluated"  # evaluations are written to the model's folder
+    folder.mkdir(exist_ok=True)
+    for file in cell.start().iterdir():
+        if file.is_file() and not (folder / file.name).exists():
+            (folder / file.name).symlink_to(file)
+    found, precision, _ = evaluate(
+        folder, cell.scenes("test", 0, cell.declared["images"]["test"])[0], "start", None, {}
+    )
+    cell.note(kind="arm", arm="start", seed=0, decode_cpu_s=0.0, tokens=0, train_cpu_s=0.0, **precision,
+              counts=counts(found)["as_answered"])  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    (HERE / "results").mkdir(exist_ok=True)
+    for seed in options.seeds:
+        for regime in options.regimes:
+            cell = Cell(regime, options.work.resolve())
+            cell.folder.mkdir(parents=True, exist_ok=True)
+            # Imports are not a cost of the first completion.
+            complete(cell, ROOT / "checkpoints" / "demo-stage1", cell.scenes("val", 0, 2)[1],
+                     cell.folder / "imports.jsonl", 1, {"threshold": 0.5, "stop": None})  # fmt: skip
+            other = cell.keys.get("thresholds_of")
+            if other is None:
+                show_grid(cell)
+                tune(cell)
+            chosen = chosen_thresholds(cell if other is None else Cell(other, options.work.resolve()))
+            print(regime, "chosen:", chosen, flush=True)
+            done = {(line["arm"], line["seed"]) for line in cell.known("arm")}
+            for arm in options.arms:
+                if (arm, seed) not in done:
+                    run_arm(cell, arm, seed, chosen)
+            for name, answers in (("one", 1), ("three", cell.declared["answers"])):
+                for threshold in cell.declared["grid"][
+                    "threshold"
+                ]:  # from the same answers, to compare both at equal precision
+                    completed(cell, name, seed, cell.start(), answers, threshold)
+            if ("start", 0) not in done:
+                evaluate_start(cell)
+
+
+def table(options: argparse.Namespace) -> None:
+    for path in sorted((HERE / "results").glob("*.jsonl")):
+        cell = Cell(path.stem, Path())
+        print(f"\n{cell.name}: completion of validation scenes\n")
+        print_rows(
+            ["answers", "stop", "threshold", "added", "precision", "recall", "F1 of annotations", "tokens", "CPU s"],
+            [
+                [str(o["answers"]), str(o["stop"]), str(o["threshold"]), str(o["added"]),
+                 *(f"{value:.3f}" for value in rates(o).values()), str(o["tokens"]), f"{o['cpu_s']:.0f}"]
+                for o in cell.known("grid")
+            ],
+        )  # fmt: skip
+        print(f"\n{cell.name}: completions of training scenes\n")
+        print_rows(*completion_rows(cell))
+        if cell.known("arm"):
+            print(f"\n{cell.name}: arms\n")
+            print_rows(*arm_rows(cell, options.against))
+
+
+def completion_rows(cell: Cell) -> tuple[list[str], list[list[str]]]:
+    by_name: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in cell.known("completion"):
+        by_name[f"{line['name']}, {line['threshold']}"].append(line)
+    rows = []
+    for name, lines in sorted(by_name.items()):
+        keys = ("annotated", "hidden", "added", "correct", "tokens")
+        totals = {key: sum(line[key] for line in lines) for key in keys}
+        per_seed = " ".join(f"{rates(line)['f1']:.3f}" for line in sorted(lines, key=lambda line: line["seed"]))
+        rows.append([name, str(len(lines)), str(totals["hidden"]), str(totals["added"]), str(totals["correct"]),
+                     *(f"{value:.3f}" for value in rates(totals).values()), per_seed, str(totals["tokens"]),
+                     f"{sum(line['cpu_s'] for line in lines):.0f}"])  # fmt: skip
+    heads = ["completion", "seeds", "hidden", "added", "correct", "precision", "recall", "F1 of annotations", "by seed",
+             "tokens", "CPU s"]  # fmt: skip
+    return heads, rows
+
+
+def arm_rows(cell: Cell, against: str) -> tuple[list[str], list[list[str]]]:
+    from tables import difference, figures
+
+    by_arm: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+    for line in cell.known("arm"):
+        by_arm[line["arm"]][line["seed"]] = line
+    rows = []
+    for arm, of_seed in by_arm.items():
+        found = figures([line["counts"] for line in of_seed.values()])
+        shared = sorted(of_seed.keys() & by_arm[against].keys()) if arm != "start" and arm != against else []
+        gain = ""
+        if shared:
+            parts = [[of[seed]["counts"] for seed in shared] for of in (of_seed, by_arm[against])]
+            gain = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*difference(*parts))
+        lines = list(of_seed.values())
+        costs = [
+            f"{sum(line[key] for line in lines) / len(lines):.0f}" for key in ("tokens", "decode_cpu_s", "train_cpu_s")
+        ]
+        shown = [f"{found[key]:.3f}" for key in ("F1@.5", "F1@.7", "precision", "recall", "objects")]
+        average = f"{sum(line['AP'] for line in lines) / len(lines):.3f}"
+        rows.append([arm, str(len(lines)), *costs, *shown, average, gain])
+    heads = ["arm", "seeds", "tokens", "decode CPU s", "train CPU s", "F1@.5", "F1@.7", "precision", "recall",
+             "objects", "AP", f"F1@.5 less {against}"]  # fmt: skip
+    return heads, rows
+
+
+def print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    for row in (heads, ["---"] * len(heads), *rows):
+        print("| " + " | ".join(row) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    running = commands.add_parser("run", help="what results/ lacks")
+    running.add_argument("regimes", nargs="+")
+    running.add_argument("--work", type=Path, required=True, help="folder of data, models and answers")
+    running.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    running.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS, help="only these [all]")
+    running.set_defaults(do=run)
+    showing = commands.add_parser("table", help="figures with intervals, as Markdown")
+    showing.add_argument("--against", default="one", help="the arm that differences are taken to")
+    showing.set_defaults(do=table)
+    options = parser.parse_args()
+    options.do(options)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(HERE), str(STAGE_2)]
+    main()
