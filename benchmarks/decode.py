@@ -213,7 +213,7 @@ def _all_of(options: Any, *arguments: Any) -> list[tuple[tuple[str, str], dict[s
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Figures of one form's runs, whose answers are the same."""
     cpu_s, wall_s = (sorted(run[key] for run in runs)[len(runs) // 2] for key in ("cpu_s", "wall_s"))
-    boxes, tokens, steps = runs[0]["boxes"], sum(map(len, runs[0]["answers"])), runs[0]["steps"]
+    boxes, tokens, steps = runs[0]["boxes"], runs[0]["tokens"], runs[0]["steps"]
     passes = runs[0]["verified"] or tokens
     return {
         "answers": len(runs[0]["answers"]), "boxes": boxes, "tokens": tokens, "steps": steps,
@@ -307,6 +307,7 @@ def answers_of(rollouts: Sequence[Any], vocab: Any) -> dict[str, Any]:
     parsed = [parse_rollout(one.response_token_ids, vocab, ended=not one.truncated) for one in rollouts]
     return {
         "answers": [one.response_token_ids for one in rollouts],
+        "tokens": sum(len(one.response_token_ids) + (not one.truncated) for one in rollouts),  # ends count too
         "boxes": sum(len(one.objects) for one in parsed),
     }
 
