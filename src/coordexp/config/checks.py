@@ -298,9 +298,9 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          lambda c, r: r.decoding.skip_forced_tokens and r.decode_mode == "beam",
          "beam search decodes every token; remove this key, or write decode_mode: greedy"),
     Rule(f"{_RM}.decoding.skip_forced_tokens",
-         lambda c, r: r.decoding.skip_forced_tokens and r.rollout_backend == "hf" and c.shards_learner,
-         "fsdp and deepspeed need as many forward passes on every rank, and skipping takes as many as an answer has "
-         "decisions; remove this key, or write rollout_backend: vllm"),
+         lambda c, r: r.decoding.skip_forced_tokens and r.rollout_backend == "hf" and c.fsdp.enabled,
+         "fsdp needs the same number of forward passes on every rank, and with skipping the number "
+         "depends on the answers; remove this key, or write rollout_backend: vllm"),
     Rule(f"{_RM}.decoding.skip_forced_tokens",
          lambda c, r: r.decoding.skip_forced_tokens and r.vllm.async_scheduling,
          "the drafted tokens depend on the step before, so vllm.async_scheduling: true is not possible; remove one"),
@@ -323,7 +323,7 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
 
 def advice(config: RunConfig) -> Iterator[str]:
     """Valid but rarely intended settings, one sentence each; printed and logged, never an error."""
-    shards = config.shards_learner  # these keep float32 copies of the weights
+    shards = config.deepspeed.enabled or config.fsdp.enabled  # these keep float32 copies of the weights
     has_masters = config.training.master_weights is not None or shards
     if config.model.dtype != "float32" and config.tuner.train_type == "full" and not has_masters:
         yield (

@@ -95,7 +95,7 @@ class DecodingConfig(StrictModel):
     skip_forced_tokens: bool | None = None
     """write tokens that JSON leaves no choice about without a forward pass each; null = where answers stay the same:
     with transformers, and in greedy answers of vLLM. true: vLLM's samples too, which have the same distribution but
-    differ for a seed. Not for beam search, swift rollout, and transformers with fsdp or deepspeed"""
+    differ for a seed. Not for beam search, swift rollout, and transformers with fsdp"""
 
 
 class RepeatTerminateConfig(StrictModel):
@@ -431,6 +431,6 @@ def resolved_rollout(config: RunConfig) -> RolloutMatchingConfig:
         "sync": vllm.sync.model_copy(update={"mode": vllm.sync.resolved(vllm.enable_lora)}),
     }
     update: dict[str, Any] = {"vllm": vllm.model_copy(update=engine)}
-    if rollout.rollout_backend == "hf" and config.shards_learner:
+    if rollout.rollout_backend == "hf" and config.fsdp.enabled:
         update["decoding"] = rollout.decoding.model_copy(update={"skip_forced_tokens": False})
     return rollout.model_copy(update=update)

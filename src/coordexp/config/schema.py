@@ -441,11 +441,6 @@ class RunConfig(StrictModel):
     launch: LaunchConfig = LaunchConfig()
     """the processes that coordexp launch starts"""
 
-    @property
-    def shards_learner(self) -> bool:
-        """Whether FSDP or DeepSpeed owns the training weights."""
-        return self.fsdp.enabled or self.deepspeed.enabled
-
 
 class AnswerConfig(StrictModel):
     """All that inference reads of a configuration; ``rollout_matching`` is resolved."""
