@@ -29,7 +29,8 @@ STAGE_2 = HERE.parent / "when_stage2_helps"
 SCENE_SEEDS = {"train": 31, "val": 32, "test": 33}  # those of ../when_stage2_helps
 DROP_SEED = 0  # the annotations that the starts were trained on
 IOU = 0.5
-ARMS = ("one", "three", "rounds", "one-long")
+ARMS = ("one", "three", "three-third", "one-wide", "one-long", "three-only")
+EQUAL_DECODING = (("three-third", "one"), ("three-only", "one"), ("three", "one-wide"), ("three", "one-long"))
 
 
 class Cell:
@@ -38,8 +39,14 @@ class Cell:
     def __init__(self, regime: str, work: Path) -> None:
         self.declared = yaml.safe_load((HERE / "study.yaml").read_text())
         self.name, self.keys = regime, self.declared["regimes"][regime]
+        self.images = {**self.declared["images"], **self.keys.get("images", {})}
+        self.training = self.with_keys(self.declared["training"])
         self.folder = work / regime
         self.results = HERE / "results" / f"{regime}.jsonl"
+
+    def with_keys(self, training: dict[str, Any]) -> dict[str, Any]:
+        """Rules of a training with the keys that the regime sets."""
+        return {**training, "set": {**training.get("set", {}), **self.keys.get("set", {})}}
 
     def known(self, kind: str) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in self.results.read_text().splitlines()] if self.results.is_file() else []
@@ -76,7 +83,7 @@ class Cell:
             return ROOT / rules
         data = self.scenes("train", 0, rules["images"])[1]
         output = self.folder / "start"
-        train("sft", data, ROOT / "checkpoints" / "demo-stage1", output, 0, rules)
+        train("sft", data, ROOT / "checkpoints" / "demo-stage1", output, 0, self.with_keys(rules))
         return output
 
 
@@ -139,7 +146,7 @@ def rates(totals: dict[str, int]) -> dict[str, float]:
 def show_grid(cell: Cell) -> None:
     """What completion alone does on validation scenes, for every pair of the grid."""
     grid = cell.declared["grid"]
-    model, (whole, part) = cell.start(), cell.scenes("val", 0, cell.declared["images"]["val"])
+    model, (whole, part) = cell.start(), cell.scenes("val", 0, cell.images["val"])
     for answers in (1, cell.declared["answers"]):
         for stop in grid["stop"]:
             for threshold in grid["threshold"]:
@@ -153,23 +160,47 @@ def show_grid(cell: Cell) -> None:
                 cell.note(kind="grid", **rules, cpu_s=seconds, tokens=tokens, **quality(whole, output))
 
 
-def completed(cell: Cell, name: str, seed: int, model: Path, answers: int, threshold: float) -> tuple[Path, float, int]:
-    """The training scenes of a seed, completed. Returns: the JSONL, CPU seconds and tokens of its answers."""
-    count = cell.declared["images"]["train"]
-    whole, part = cell.scenes("train", seed * count, count)
-    output = cell.folder / f"seed-{seed}" / f"{name}.jsonl"
+def completed(
+    cell: Cell, name: str, block: int, answers: int, threshold: float, images: int | None = None
+) -> tuple[Path, float, int]:
+    """A block of training scenes, or only its first ``images``, completed by the start. Returns: the JSONL, CPU seconds
+    and tokens of its answers. Block s is the one of seed s."""
+    count = cell.images["train"]
+    whole, part = cell.scenes("train", block * count, count if images is None else images)
+    output = cell.folder / f"seed-{block}" / f"{name}.jsonl"
     copy = output.with_name(f"{name}-{threshold}.jsonl")
-    same = [one for one in cell.known("completion") if (one["name"], one["seed"]) == (name, seed)]
-    for one in same:
-        if one["threshold"] == threshold:
-            return copy, one["cpu_s"], one["tokens"]
+    same = [one for one in cell.known("completion") if (one["name"], one["seed"]) == (name, block)]
+    noted = [one for one in same if one["threshold"] == threshold]
+    if noted and copy.is_file():
+        return copy, noted[0]["cpu_s"], noted[0]["tokens"]
     rules = {"threshold": threshold, "stop": cell.declared["stop"]}
-    seconds, tokens = complete(cell, model, part, output, answers, rules)
+    seconds, tokens = complete(cell, cell.start(), part, output, answers, rules)
     shutil.copy(output, copy)
     seconds = same[0]["cpu_s"] if same else round(seconds, 1)  # later thresholds reuse the answers
-    cell.note(kind="completion", name=name, seed=seed, threshold=threshold, cpu_s=seconds, tokens=tokens,
-              **quality(whole, copy))  # fmt: skip
+    if not noted:
+        cell.note(kind="completion", name=name, seed=block, threshold=threshold, cpu_s=seconds, tokens=tokens,
+                  **quality(whole, copy))  # fmt: skip
     return copy, seconds, tokens
+
+
+def arm_data(cell: Cell, arm: str, seed: int, threshold: float) -> tuple[Path, float, int]:
+    """What an arm trains on. Returns: the JSONL, CPU seconds and tokens of the answers that completed it."""
+    from coordexp.data.jsonl import read_jsonl, write_jsonl
+
+    answers, count = cell.declared["answers"], cell.images["train"]
+    if arm in ("one", "one-long", "three"):
+        return completed(cell, *(("three", seed, answers) if arm == "three" else ("one", seed, 1)), threshold)
+    if arm == "one-wide":
+        parts = [completed(cell, "one", seed + number, 1, threshold) for number in range(answers)]
+        others = []
+    else:
+        parts = [completed(cell, "three-third", seed, answers, threshold, count // answers)]
+        others = read_jsonl(cell.scenes("train", seed * count, count)[1])[count // answers :]
+    if arm == "three-only":
+        return parts[0]
+    data = cell.folder / f"seed-{seed}" / f"{arm}-{threshold}-data.jsonl"
+    write_jsonl([record for path, _, _ in parts for record in read_jsonl(path)] + others, data)
+    return data, sum(seconds for _, seconds, _ in parts), sum(tokens for _, _, tokens in parts)
 
 
 def tune(cell: Cell) -> None:
@@ -177,14 +208,14 @@ def tune(cell: Cell) -> None:
     from study import counts, evaluate, train
     from tables import figures
 
-    test = cell.scenes("val", 0, cell.declared["images"]["val"])[0]
-    for arm, answers in (("one", 1), ("three", cell.declared["answers"])):
+    test = cell.scenes("val", 0, cell.images["val"])[0]
+    for arm in ("one", "three"):
         for threshold in cell.declared["trained_thresholds"]:
             if any((one["arm"], one["threshold"]) == (arm, threshold) for one in cell.known("trial")):
                 continue
-            data = completed(cell, arm, 0, cell.start(), answers, threshold)[0]
+            data = arm_data(cell, arm, 0, threshold)[0]
             model = cell.folder / "seed-0" / f"model-{arm}-{threshold}"
-            train("sft", data, cell.start(), model, 0, cell.declared["training"])
+            train("sft", data, cell.start(), model, 0, cell.training)
             found = counts(evaluate(model, test, arm, None, {})[0])["as_answered"]
             cell.note(kind="trial", arm=arm, threshold=threshold, f1=round(figures([found])["F1@.5"], 4), counts=found)
 
@@ -199,42 +230,38 @@ def chosen_thresholds(cell: Cell) -> dict[str, float]:
 
 def run_arm(cell: Cell, arm: str, seed: int, chosen: dict[str, float]) -> None:
     """Complete, train and evaluate an arm."""
-    from study import counts, evaluate, train
+    from study import train
 
-    training = cell.declared["training"]
-    answers = cell.declared["answers"] if arm == "three" else 1
-    rounds = cell.declared["answers"] if arm == "rounds" else 1
-    threshold = chosen["three" if arm == "three" else "one"]
+    threshold = chosen["three" if arm.startswith("three") else "one"]
+    data, decode_s, tokens = arm_data(cell, arm, seed, threshold)
     runs = cell.folder / f"seed-{seed}"
-    model, decode_s, train_s, decoded = cell.start(), 0.0, 0.0, 0
-    for number in range(rounds):
-        # `rounds` begins with the completion of `one`, which is not decoded twice; its cost counts in both.
-        name = f"rounds-{number + 1}" if number else "three" if arm == "three" else "one"
-        data, seconds, tokens = completed(cell, name, seed, model, answers, threshold)
-        decode_s, decoded = decode_s + seconds, decoded + tokens
-        start = runs / f"model-one-{threshold}" if arm == "one-long" else model
-        model = runs / (f"model-rounds-{number + 1}" if rounds > 1 else f"model-{arm}-{threshold}")
-        train_s += train("sft", data, start, model, seed, {**training, "steps": training["steps"] // rounds})
+    start, model, train_s = cell.start(), runs / f"model-{arm}-{threshold}", 0.0
     if arm == "one-long":
-        train_s += json.loads((runs / f"model-one-{threshold}" / "cpu_seconds.json").read_text())
-    found, precision, _ = evaluate(model, cell.scenes("test", 0, cell.declared["images"]["test"])[0], arm, None, {})
-    cell.note(kind="arm", arm=arm, seed=seed, threshold=threshold, decode_cpu_s=round(decode_s, 1), tokens=decoded,
-              train_cpu_s=round(train_s, 1), **precision, counts=counts(found)["as_answered"])  # fmt: skip
+        start = runs / f"model-one-{threshold}"
+        train_s = json.loads((start / "cpu_seconds.json").read_text())
+    train_s += train("sft", data, start, model, seed, cell.training)
+    cell.note(kind="arm", arm=arm, seed=seed, threshold=threshold, decode_cpu_s=round(decode_s, 1), tokens=tokens,
+              train_cpu_s=round(train_s, 1), **tested(cell, model, arm))  # fmt: skip
+
+
+def tested(cell: Cell, model: Path, name: str) -> dict[str, Any]:
+    """Average precision and counts per image of the test split."""
+    from study import counts, evaluate
+
+    scenes = cell.scenes("test", 0, cell.images["test"])[0]
+    keys = {"rollout_matching.max_new_tokens": cell.keys["max_new_tokens"]}
+    found, precision, _ = evaluate(model, scenes, name, None, keys)
+    return {**precision, "counts": counts(found)["as_answered"]}
 
 
 def evaluate_start(cell: Cell) -> None:
-    from study import counts, evaluate
-
     folder = cell.folder / "start-evaluated"  # evaluations are written to the model's folder
     folder.mkdir(exist_ok=True)
     for file in cell.start().iterdir():
         if file.is_file() and not (folder / file.name).exists():
             (folder / file.name).symlink_to(file)
-    found, precision, _ = evaluate(
-        folder, cell.scenes("test", 0, cell.declared["images"]["test"])[0], "start", None, {}
-    )
-    cell.note(kind="arm", arm="start", seed=0, decode_cpu_s=0.0, tokens=0, train_cpu_s=0.0, **precision,
-              counts=counts(found)["as_answered"])  # fmt: skip
+    cell.note(kind="arm", arm="start", seed=0, decode_cpu_s=0.0, tokens=0, train_cpu_s=0.0,
+              **tested(cell, folder, "start"))  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> None:
@@ -259,11 +286,9 @@ def run(options: argparse.Namespace) -> None:
             for arm in options.arms:
                 if (arm, seed) not in done:
                     run_arm(cell, arm, seed, chosen)
-            for name, answers in (("one", 1), ("three", cell.declared["answers"])):
-                for threshold in cell.declared["grid"][
-                    "threshold"
-                ]:  # from the same answers, to compare both at equal precision
-                    completed(cell, name, seed, cell.start(), answers, threshold)
+            for arm in ("one", "three"):  # from the same answers, to compare both at equal precision
+                for threshold in cell.declared["grid"]["threshold"] if arm in options.arms else ():
+                    arm_data(cell, arm, seed, threshold)
             if ("start", 0) not in done:
                 evaluate_start(cell)
 
@@ -285,11 +310,15 @@ def table(options: argparse.Namespace) -> None:
         if cell.known("arm"):
             print(f"\n{cell.name}: arms\n")
             print_rows(*arm_rows(cell, options.against))
+            print(f"\n{cell.name}: equal decoding\n")
+            print_rows(*equal_rows(cell))
 
 
 def completion_rows(cell: Cell) -> tuple[list[str], list[list[str]]]:
     by_name: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in cell.known("completion"):
+        if line["seed"] not in cell.declared["seeds"]:
+            continue  # further blocks of `one-wide`
         by_name[f"{line['name']}, {line['threshold']}"].append(line)
     rows = []
     for name, lines in sorted(by_name.items()):
@@ -304,30 +333,62 @@ def completion_rows(cell: Cell) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
-def arm_rows(cell: Cell, against: str) -> tuple[list[str], list[list[str]]]:
-    from tables import difference, figures
-
+def arms_by_seed(cell: Cell) -> dict[str, dict[int, dict[str, Any]]]:
     by_arm: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for line in cell.known("arm"):
         by_arm[line["arm"]][line["seed"]] = line
+    return by_arm
+
+
+def gain(of_seed: dict[int, dict[str, Any]], reference: dict[int, dict[str, Any]]) -> str:
+    """The difference in F1 at IoU 0.5 over the seeds that both have."""
+    from tables import difference
+
+    shared = sorted(of_seed.keys() & reference.keys())
+    if not shared:
+        return ""
+    parts = [[of[seed]["counts"] for seed in shared] for of in (of_seed, reference)]
+    return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*difference(*parts))
+
+
+def mean(lines: Sequence[dict[str, Any]], key: str) -> float:
+    return sum(line[key] for line in lines) / len(lines)
+
+
+def arm_rows(cell: Cell, against: str) -> tuple[list[str], list[list[str]]]:
+    from tables import figures
+
+    by_arm = arms_by_seed(cell)
     rows = []
-    for arm, of_seed in by_arm.items():
-        found = figures([line["counts"] for line in of_seed.values()])
-        shared = sorted(of_seed.keys() & by_arm[against].keys()) if arm != "start" and arm != against else []
-        gain = ""
-        if shared:
-            parts = [[of[seed]["counts"] for seed in shared] for of in (of_seed, by_arm[against])]
-            gain = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*difference(*parts))
+    for arm, of_seed in sorted(by_arm.items(), key=lambda item: [*ARMS, "rounds", "start"].index(item[0])):
         lines = list(of_seed.values())
-        costs = [
-            f"{sum(line[key] for line in lines) / len(lines):.0f}" for key in ("tokens", "decode_cpu_s", "train_cpu_s")
-        ]
+        found = figures([line["counts"] for line in lines])
+        costs = [f"{mean(lines, key):.0f}" for key in ("tokens", "decode_cpu_s", "train_cpu_s")]
         shown = [f"{found[key]:.3f}" for key in ("F1@.5", "F1@.7", "precision", "recall", "objects")]
-        average = f"{sum(line['AP'] for line in lines) / len(lines):.3f}"
-        rows.append([arm, str(len(lines)), *costs, *shown, average, gain])
+        difference = "" if arm in ("start", against) else gain(of_seed, by_arm.get(against, {}))
+        rows.append([arm, str(len(lines)), *costs, *shown, f"{mean(lines, 'AP'):.3f}", difference])
     heads = ["arm", "seeds", "tokens", "decode CPU s", "train CPU s", "F1@.5", "F1@.7", "precision", "recall",
              "objects", "AP", f"F1@.5 less {against}"]  # fmt: skip
     return heads, rows
+
+
+def equal_rows(cell: Cell) -> tuple[list[str], list[list[str]]]:
+    """Pairs of arms with the same cost, over the seeds that both have."""
+    by_arm = arms_by_seed(cell)
+    rows = []
+    for pair in EQUAL_DECODING:
+        shared = sorted(by_arm.get(pair[0], {}).keys() & by_arm.get(pair[1], {}).keys())
+        if not shared:
+            continue
+        lines = [[by_arm[arm][seed] for seed in shared] for arm in pair]
+        costs = [
+            " / ".join(f"{mean(of, key):.0f}" for of in lines) for key in ("tokens", "decode_cpu_s", "train_cpu_s")
+        ]
+        by_seed = [gain({seed: by_arm[pair[0]][seed]}, {seed: by_arm[pair[1]][seed]}).split()[0] for seed in shared]
+        rows.append(
+            [" / ".join(pair), str(len(shared)), *costs, gain(by_arm[pair[0]], by_arm[pair[1]]), " ".join(by_seed)]
+        )
+    return ["arms", "seeds", "tokens", "decode CPU s", "train CPU s", "F1@.5, first less second", "by seed"], rows
 
 
 def print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
