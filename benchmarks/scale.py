@@ -1,7 +1,9 @@
 """The parts of a step's time on 8, 64 and 512 GPUs, and the load of the network. Calculated: nothing is run.
 
-Counted exactly: bytes of a push, requests, bytes of images. Assumed, and yours to set: how fast a GPU decodes and
-learns, and the network's bandwidth. With S server and L learner machines of G GPUs, and B images a step:
+Counted exactly: bytes of a push, requests, bytes of images. Measured, with `--decoded`: tokens of an answer and forward
+passes per token with forced tokens skipped; a pass with drafts counts as one without. Assumed, and yours to set: how
+fast a GPU decodes and learns, and the network's bandwidth. With S server and L learner machines of G GPUs, and B images
+a step:
 
   decode  max(p tokens / one sequence's speed, B tokens / (S G speed of a GPU)), with p forward passes per token: 1, or
           fewer with ``skip_forced_tokens``, which a full GPU gains nothing by, as it computes the skipped tokens too
@@ -12,7 +14,10 @@ learns, and the network's bandwidth. With S server and L learner machines of G G
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from reporting import machine, parser, positive, print_machine, write_json
@@ -32,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument(
         "--passes", type=float, default=0.24, help="forward passes per token with skip_forced_tokens [0.24, decode.py]"
     )
+    flags.add_argument(
+        "--decoded", type=Path, help="result of decode.py --objects: a step with answers as measured there"
+    )
     flags.add_argument("--gpu-speed", type=float, default=8000.0, help="tokens/s of a GPU, full [8000, assumed]")
     flags.add_argument("--flops", type=float, default=4e14, help="FLOP/s of a learner's GPU [4e14, assumed]")
     flags.add_argument("--network", type=float, default=40e9, help="bytes/s of a machine's network [40e9, assumed]")
@@ -42,8 +50,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     where = machine()
     print_machine(console, where, on="paper")
     results = {str(gpus): step(gpus, options) for gpus in SPLITS}
-    console.print(table(results))
+    console.print(table({f"{gpus} GPUs": row for gpus, row in results.items()}))
+    if options.decoded:
+        decoded = {f"8 GPUs, {n} objects": step(8, one) for n, one in decoded_answers(options).items()}
+        console.print(table(decoded))
+        results |= decoded
     write_json(options.json, "scale", where, {**vars(options), "threads": 1}, results)
+
+
+def decoded_answers(options: Namespace) -> dict[str, Namespace]:
+    """Objects of an answer → options with the tokens and passes that decode.py measured, at its last batch size."""
+    rows = json.loads(options.decoded.read_text(encoding="utf-8"))["results"]
+    skipped = {row["objects"]: row for row in rows if row.get("form") == "skipped"}
+    return {
+        n: Namespace(
+            **vars(options)
+            | {
+                "answer": row["tokens"] / row["answers"],
+                "passes": row["passes_per_box"] * row["boxes"] / row["tokens"],
+            }
+        )
+        for n, row in skipped.items()
+    }
 
 
 def step(gpus: int, options: Any) -> dict[str, float]:
@@ -61,7 +89,8 @@ def step(gpus: int, options: Any) -> dict[str, float]:
     sent = images * options.image * 4 / 3
     carry = 0.0 if one_machine else sent / (learners * options.network)
     return {
-        "images": images, "server_gpus": servers * width, "learner_gpus": learners * width,
+        "answer_tokens": options.answer, "images": images,
+        "server_gpus": servers * width, "learner_gpus": learners * width,
         "decode_s": decode, "push_s": push, "learn_s": learn, "images_s": carry,
         "step_s": push + carry + decode + learn, "ahead_s": push + carry + max(decode, learn),
         "skipping_decode_s": skipping, "skipping_step_s": push + carry + skipping + learn,
@@ -71,9 +100,10 @@ def step(gpus: int, options: Any) -> dict[str, float]:
 
 
 def table(results: dict[str, dict[str, float]]) -> Table:
-    """One column a size."""
-    shown = Table("", *(f"{gpus} GPUs" for gpus in results))
+    """One column for each of ``results``."""
+    shown = Table("", *results)
     lines = {
+        "tokens of an answer": ("answer_tokens", ".0f"),
         "images of a step": ("images", ".0f"), "GPUs that write": ("server_gpus", ".0f"),
         "GPUs that learn": ("learner_gpus", ".0f"), "decoding, s": ("decode_s", ".2f"), "push, s": ("push_s", ".2f"),
         "images, s": ("images_s", ".3f"), "learning, s": ("learn_s", ".2f"), "a step, s": ("step_s", ".2f"),

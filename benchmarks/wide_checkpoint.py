@@ -22,7 +22,7 @@ from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # Qwen's tokenizer is the tests'
 
-from reporting import machine, parser, positive, print_machine, set_threads
+from reporting import machine, parser, positive, positive_list, print_machine, set_threads
 
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.jsonl import order_objects, write_jsonl
@@ -40,6 +40,9 @@ TRAINING_SEED, PROMPT = 0, "Detect every object."
 # Weights that write to the hidden state, besides the vision tower's last ones; a tied head reads it.
 TO_HIDDEN = ("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")
 SIGMA = 4.0  # bins: coordinates near the right one are nearly right
+# Weights of a token's kind in the loss of the two phases. A crowd's next x1 is spread over hundreds of bins, so after
+# the first phase the most probable token there can be a text token of low probability, and the answer breaks.
+KIND_WEIGHTS = (0.0, 5.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags, usual = parser(__doc__), Width()
     flags.add_argument("out", type=Path, help="new folder: narrow/ and wide/, two checkpoints")
     flags.add_argument("--demo", type=Path, default=Path("checkpoints/demo-stage1"), help="[checkpoints/demo-stage1]")
-    flags.add_argument("--steps", type=positive, default=1100, help="of training [1100]")
+    flags.add_argument("--steps", type=positive_list, default=[1100, 200], help="of both phases of training [1100,200]")
     flags.add_argument("--hidden", type=positive, default=usual.hidden, help=f"[{usual.hidden}]")
     flags.add_argument("--mlp", type=positive, default=usual.mlp, help=f"[{usual.mlp}]")
     flags.add_argument("--layers", type=positive, default=usual.layers, help=f"[{usual.layers}]")
     options = flags.parse_args(argv)
+    if len(options.steps) != len(KIND_WEIGHTS):
+        flags.error(f"--steps: {options.steps} are not the steps of {len(KIND_WEIGHTS)} phases")
     console = Console()
     print_machine(console, machine(), threads=set_threads(options.threads), steps=options.steps)
     narrow = options.out / "narrow"
@@ -105,7 +110,7 @@ def write_images(folder: Path, counts: dict[int, int], seed: int) -> Path:
     return folder / "scenes.jsonl"
 
 
-def write_narrow(demo: Path, folder: Path, steps: int, console: Console) -> None:
+def write_narrow(demo: Path, folder: Path, steps: Sequence[int], console: Console) -> None:
     """Train the demo's model in Qwen's tokens, and write it with the whole vocabulary."""
     from transformers import AutoProcessor, AutoTokenizer
 
@@ -129,7 +134,8 @@ def write_narrow(demo: Path, folder: Path, steps: int, console: Console) -> None
     new_id = torch.full((len(tokenizer),), -1)
     new_id[kept] = torch.arange(len(kept))
     _set_ids(model.config, lambda part: int(new_id[_special(tokenizer, part)]))
-    train(model, encoder, vocab, new_id, steps, console)
+    for phase in range(len(KIND_WEIGHTS)):
+        train(model, encoder, vocab, new_id, steps[phase], phase, console)
     # A row that is never a target never wins, and so do its copies.
     whole = model.get_input_embeddings().weight.data[new_id[_special(tokenizer, "vision_start_token_id")]]
     whole = whole.expand(len(tokenizer), -1).clone()
@@ -184,7 +190,15 @@ def set_vocabulary(model: Any, rows: torch.Tensor) -> None:
     model.lm_head.out_features = model.config.text_config.vocab_size = len(rows)
 
 
-def train(model: Any, encoder: Any, vocab: CoordVocab, new_id: torch.Tensor, steps: int, console: Console) -> None:
+def train(
+    model: Any,
+    encoder: Any,
+    vocab: CoordVocab,
+    new_id: torch.Tensor,
+    steps: int,
+    phase: int,
+    console: Console,
+) -> None:
     """Teach the language model the answers of scenes, one packed row a step. The vision tower stays."""
     model.model.visual.requires_grad_(False)
     model.train()
@@ -196,7 +210,7 @@ def train(model: Any, encoder: Any, vocab: CoordVocab, new_id: torch.Tensor, ste
         return min(1.0, (step + 1) / warmup, 0.02 + 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    streams = {objects: scene_records(3 * steps, objects, TRAINING_SEED) for objects in SCENES}
+    streams = {objects: scene_records(3 * steps, objects, TRAINING_SEED + 1000 * phase) for objects in SCENES}
     first_coord, began = int(new_id[vocab.coord_token_ids[0]]), time.perf_counter()
     for step in range(steps):
         row = ROWS[step % len(ROWS)]
@@ -204,7 +218,7 @@ def train(model: Any, encoder: Any, vocab: CoordVocab, new_id: torch.Tensor, ste
         inputs, is_answer_L = packed_row(model, encoder, vocab, drawn)
         ids_L = inputs["input_ids"] = new_id[inputs["input_ids"]]
         logits_NV = model(**inputs, use_cache=False).logits[0, :-1][is_answer_L[1:]]
-        losses_N, right_N = answer_losses(logits_NV, ids_L[0, 1:][is_answer_L[1:]], first_coord)
+        losses_N, right_N = answer_losses(logits_NV, ids_L[0, 1:][is_answer_L[1:]], first_coord, KIND_WEIGHTS[phase])
         losses_N.mean().backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
@@ -244,10 +258,10 @@ def packed_row(
 
 
 def answer_losses(
-    logits_NV: torch.Tensor, label_N: torch.Tensor, first_coord: int
+    logits_NV: torch.Tensor, label_N: torch.Tensor, first_coord: int, kind_weight: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of each token, for coordinates against a Gaussian around the right bin; which text tokens, being
-    the most probable one, are right."""
+    """Cross-entropy of each token, for coordinates against a Gaussian around the right bin, plus ``kind_weight`` times
+    that of its kind, coordinate or text; and which text tokens, being the most probable one, are right."""
     is_coord_N = (label_N >= first_coord) & (label_N < first_coord + NUM_BINS)
     log_p_NV = F.log_softmax(logits_NV, dim=-1)
     losses_N = F.nll_loss(log_p_NV, label_N, reduction="none")
@@ -255,6 +269,9 @@ def answer_losses(
     near_KB = torch.softmax(-((torch.arange(NUM_BINS) - bins_K[:, None]) ** 2) / (2 * SIGMA**2), dim=-1)
     coords_KB = log_p_NV[is_coord_N, first_coord : first_coord + NUM_BINS]
     losses_N = losses_N.masked_scatter(is_coord_N, -(near_KB * coords_KB).sum(-1))
+    of_coords_N = log_p_NV[:, first_coord : first_coord + NUM_BINS].logsumexp(-1)
+    of_text_N = torch.cat((log_p_NV[:, :first_coord], log_p_NV[:, first_coord + NUM_BINS :]), dim=-1).logsumexp(-1)
+    losses_N = losses_N - kind_weight * torch.where(is_coord_N, of_coords_N, of_text_N)
     return losses_N, (logits_NV.argmax(-1) == label_N)[~is_coord_N]
 
 

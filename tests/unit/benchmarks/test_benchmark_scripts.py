@@ -124,6 +124,20 @@ def test_make_bench_runs_every_script_but_those_run_by_hand_and_no_module() -> N
     assert sorted(listed) == [name for name in scripts() if name not in ("fixed_boxes", "full_size", "wide_checkpoint")]
 
 
+def test_scale_takes_answers_and_passes_from_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    measured = {"objects": "10", "batch": 8, "answers": 8, "boxes": 80, "tokens": 2400, "passes_per_box": 7.5}
+    rows = [{**measured, "form": "decoded", "passes_per_box": 30.0}, {**measured, "form": "skipped"}]
+    (tmp_path / "decode.json").write_text(json.dumps({"results": rows}))
+    words = ["--decoded", str(tmp_path / "decode.json"), "--sequence-speed", "100", "--json", str(tmp_path)]
+    importlib.import_module("scale").main(words)
+    results = json.loads((tmp_path / "scale.json").read_text())["results"]
+    row = results["8 GPUs, 10 objects"]
+    assert (row["answer_tokens"], row["decode_s"]) == (300, pytest.approx(3.0))
+    assert row["skipping_decode_s"] == pytest.approx(3.0 * 7.5 / 30)
+    assert results["8"]["answer_tokens"] == 500, "the first table keeps its assumption"
+
+
 def test_fixed_boxes_are_the_commonest_places_of_each_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     left, near, right = (100, 100, 300, 300), (110, 100, 310, 300), (600, 600, 900, 900)

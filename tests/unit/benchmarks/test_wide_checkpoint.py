@@ -72,3 +72,12 @@ def test_loss_of_a_coordinate_is_smaller_near_the_right_bin(narrow: Any) -> None
     assert losses[0] < losses[1] < losses[2] and len(right) == 0
     _, right = wide_checkpoint.answer_losses(logits, torch.tensor([first + 500, 2, 3]), first)
     assert np.array_equal(right, [False, False])
+
+
+def test_kind_of_a_token_counts_extra_for_coordinates_and_text(narrow: Any) -> None:
+    first, size = 5, 1010
+    logits = torch.zeros(2, size)  # every token has the same probability
+    label = torch.tensor([first + 500, 2])
+    usual, extra = (wide_checkpoint.answer_losses(logits, label, first, weight)[0] for weight in (0.0, 2.0))
+    expected = -2 * torch.tensor([1000 / size, 10 / size]).log()
+    torch.testing.assert_close(extra - usual, expected)
