@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
+from coordexp.coords import serialize_objects
+from coordexp.data.dataset import Sample
 from coordexp.modeling.adapter import load_adapter, save_adapter
 from coordexp.modeling.inputs import row_inputs
 from coordexp.modeling.load import LoadedModel, load_model
+from coordexp.modeling.scores import TokenScorer
 from coordexp.modeling.weights import LearnerWeights, output_head
-from support.tiny_run import gt_segments, row_of, tiny_checkpoint
+from coordexp.parsing import parse_rollout
+from coordexp.records import Rollout
+from coordexp.rollouts.backend import DecodingOptions, SeedContext
+from coordexp.rollouts.hf import HFBackend
+from support.tiny_run import gt_segments, load_tiny, row_of, tiny_checkpoint, tiny_samples
 from support.torchrun import results_of_two
 from support.tuned_models import lora, tuned, untied_checkpoint
 
@@ -28,6 +36,8 @@ CLAIMS = {
     "shards untouched": "reading them changes no shard",
     "fsdp gradients": "the offset's hooks see gathered parameters, and its gradient is reduced",
     "fsdp untied head": "the loss can read a separately sharded head, and its gradient is reduced",
+    "fsdp answers": "ranks with unequally many batches, or none, get the unsharded model's answers",
+    "fsdp scores": "ranks with unequally many answers to score, or none, get the unsharded model's scores",
     "collective": "a source reports whether reading it is collective",
     "saved adapter": "an adapter saved from gathered shards loads into a whole model",
 }
@@ -79,6 +89,44 @@ def head_gradients(rows: Any) -> dict[str, torch.Tensor]:
     return gradients(loaded.model)
 
 
+def answers_of(loaded: LoadedModel, samples: Sequence[Sample]) -> list[tuple[int, ...]]:
+    options = DecodingOptions(6, temperature=0.0, top_p=1.0, top_k=-1, num_beams=1, repetition_penalty=1.0)
+    backend = HFBackend(loaded.model, loaded.vocab, options, 1, loaded.image_token_id)
+    rollouts = backend.generate([sample.request for sample in samples], SeedContext(0, 0, 0, 0))
+    return [rollout.response_token_ids for rollout in rollouts]
+
+
+def scores_of(loaded: LoadedModel, samples: Sequence[Sample]) -> list[float]:
+    """As if the model had answered with the annotations."""
+    scorer, vocab = TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id), loaded.vocab
+    rollouts = []
+    for sample in samples:
+        text = serialize_objects(sample.record.objects)
+        ids = tuple(vocab.encode(text))
+        rollouts.append(Rollout(sample.record.sample_id, sample.request.prompt_token_ids, ids, text, truncated=False))
+    parsed = [parse_rollout(rollout.response_token_ids, vocab, ended=True) for rollout in rollouts]
+    found = scorer.score([sample.request for sample in samples], rollouts, parsed)
+    return [one.score for answer in found for one in answer]
+
+
+def check_answers(seen: dict[str, Any]) -> None:
+    """The ranks get 3 and 1 samples, then none and 2."""
+    alone, sharded = load_tiny(sharpen=3.0), load_tiny(sharpen=3.0)
+    for layer in [*sharded.model.model.language_model.layers, *sharded.model.model.visual.blocks]:
+        fully_shard(layer)
+    fully_shard(sharded.model)
+    register_fsdp_forward_method(sharded.model, "generate")
+    samples = tiny_samples(alone, 4)
+    parts = [(samples[:3], samples[3:]), ([], samples[1:3])]
+    mine = [part[dist.get_rank()] for part in parts]
+    # Both in the same order on both ranks, whatever the answers are.
+    found = [(answers_of(sharded, part), scores_of(sharded, part)) for part in mine]
+    seen["fsdp answers"] = [answers for answers, _ in found] == [answers_of(alone, part) for part in mine]
+    seen["fsdp scores"] = all(
+        scores == pytest.approx(scores_of(alone, part), rel=1e-5) for (_, scores), part in zip(found, mine, strict=True)
+    )
+
+
 def check_rank(folder: Path) -> None:
     # Before transformers sees a group, of which only the first rank would write.
     tiny_checkpoint()
@@ -118,6 +166,7 @@ def check_rank(folder: Path) -> None:
     seen["fsdp gradients"] = close(gradients(loaded.model), expected)
 
     whole = head_gradients(None)
+    check_answers(seen)
     seen["fsdp untied head"] = "lm_head.weight" in whole and close(head_gradients(ROWS[rank]), whole)
 
     state = {n: p.full_tensor() for n, p in loaded.model.named_parameters()}  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ LAYERS: dict[str, int] = {
     for number, names in {
         0: "errors",
         1: "records background distributed cpu_wheels",
-        2: "config geometry coords",
+        2: "config geometry coords sharding",
         3: "data parsing matching packing rollouts checkpoints",
         4: "targets weight_sync rollouts.learner",
         5: "modeling metrics",

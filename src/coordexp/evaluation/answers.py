@@ -400,13 +400,19 @@ def answer_samples(
             if before_last is not None:
                 before_last(len(found))
         rollouts = [found[place] for place in sorted(found)]
-    answers = []
-    for sample, rollout in zip([sample for sample in samples for _ in range(count)], rollouts, strict=True):
+    asked = [sample for sample in samples for _ in range(count)]
+    parsed = []
+    for sample, rollout in zip(asked, rollouts, strict=True):
         check_prompt(sample.record.sample_id, sample.request.prompt_token_ids, rollout.prompt_token_ids, vocab.decode)
-        parsed = parse_rollout(rollout.response_token_ids, vocab, ended=not rollout.truncated)
-        scores = None if scorer is None else scorer.score(sample.request, rollout, parsed)
-        answers.append(make_answer(sample.record, rollout, parsed, scores, bin_rule))
-    return answers
+        parsed.append(parse_rollout(rollout.response_token_ids, vocab, ended=not rollout.truncated))
+    if scorer is None:
+        scores = [None] * len(asked)
+    else:
+        scores = scorer.score([sample.request for sample in asked], rollouts, parsed)
+    return [
+        make_answer(sample.record, rollout, found, scored, bin_rule)
+        for sample, rollout, found, scored in zip(asked, rollouts, parsed, scores, strict=True)
+    ]
 
 
 def share_out(positions: Sequence[int], world_size: int, batch_size: int) -> list[list[range]]:

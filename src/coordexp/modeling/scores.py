@@ -18,6 +18,7 @@ disagreement; its description may not differ. A checkpoint's calibration, if the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 from coordexp.checkpoints.calibration import Calibration
 from coordexp.coords import CoordVocab
 from coordexp.records import NUM_BINS, ParsedRollout, Rollout, RolloutRequest
+from coordexp.sharding import missing_calls, smallest_prompt
 
 COORD_WEIGHT = 0.7
 NEIGHBOURS = 2  # bins to either side that count as the same coordinate
@@ -50,8 +52,23 @@ class TokenScorer:
     calibration: Calibration | None = None
 
     @torch.no_grad()
-    def score(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[ObjectScore, ...]:
-        """One per object of ``parsed``. The model keeps its train or eval mode."""
+    def score(
+        self, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout], parsed: Sequence[ParsedRollout]
+    ) -> list[tuple[ObjectScore, ...]]:
+        """The scores of each answer, one per object. The model keeps its train or eval mode. A collective call if the
+        model is sharded."""
+        missing = missing_calls(self.model, sum(len(one.objects) > 0 for one in parsed))
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            scores = [self._score(*answer) for answer in zip(requests, rollouts, parsed, strict=True)]
+            for _ in range(missing):
+                self.model(**smallest_prompt(self.model), logits_to_keep=1, use_cache=False)
+        finally:
+            self.model.train(was_training)
+        return scores
+
+    def _score(self, request: RolloutRequest, rollout: Rollout, parsed: ParsedRollout) -> tuple[ObjectScore, ...]:
         if not parsed.objects:
             return ()
         response_ids = rollout.response_token_ids
@@ -61,20 +78,15 @@ class TokenScorer:
         device = next(self.model.parameters()).device
         ids_1L = torch.tensor([[*request.prompt_token_ids, *response_ids]], device=device)
         position_N = torch.tensor(positions, device=device) + len(request.prompt_token_ids)
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            logits_NV = self.model(
-                input_ids=ids_1L,
-                attention_mask=torch.ones_like(ids_1L),
-                mm_token_type_ids=(ids_1L == self.image_token_id).int(),
-                pixel_values=request.model_inputs["pixel_values"].to(device, self.model.dtype),
-                image_grid_thw=request.model_inputs["image_grid_thw"].to(device),
-                logits_to_keep=position_N - 1,
-                use_cache=False,
-            ).logits[0]
-        finally:
-            self.model.train(was_training)
+        logits_NV = self.model(
+            input_ids=ids_1L,
+            attention_mask=torch.ones_like(ids_1L),
+            mm_token_type_ids=(ids_1L == self.image_token_id).int(),
+            pixel_values=request.model_inputs["pixel_values"].to(device, self.model.dtype),
+            image_grid_thw=request.model_inputs["image_grid_thw"].to(device),
+            logits_to_keep=position_N - 1,
+            use_cache=False,
+        ).logits[0]
         log_all_N = torch.logsumexp(logits_NV.float(), dim=-1)
         # Log probability of the token at a position; for a coordinate, of its near and of its wide neighbourhood.
         near: dict[int, float] = {}

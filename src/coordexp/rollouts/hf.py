@@ -27,9 +27,17 @@ from coordexp.coords import CoordVocab
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.allowed_labels import START, AllowedLabels, NextTokens, ScanState, rows_by_state
 from coordexp.rollouts.answer_state import AnswerGrammar
-from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutRound, Seeds, response_tokens
+from coordexp.rollouts.backend import (
+    DecodingOptions,
+    IndexedRollout,
+    RolloutRound,
+    Seeds,
+    collect_in_order,
+    response_tokens,
+)
 from coordexp.rollouts.hf_drafting import DraftedAnswer, DraftedDecoding
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
+from coordexp.sharding import missing_calls, smallest_prompt
 
 # Whether the repeat guard ended the answer of a row of the batch, given without its end token.
 Stopped = Callable[[int, Sequence[int]], bool]
@@ -82,20 +90,28 @@ class HFBackend:
     def generate(
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
     ) -> list[Rollout]:
-        rollouts: list[Rollout] = []
-        for batch in self._batches([RolloutRound(tuple(requests), seeds)]):
-            before = len(rollouts)
-            on_ended = None if on_answer is None else lambda ended, before=before: on_answer(before + ended)
-            rollouts += self._generate_batch(batch, on_ended)
-            if on_ended is not None:
-                on_ended(len(batch))
-        return rollouts
+        return collect_in_order(self._answers([RolloutRound(tuple(requests), seeds)], on_answer))
 
     def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+        return self._answers(rounds, None)
+
+    def _answers(
+        self, rounds: Sequence[RolloutRound], on_answer: Callable[[int], None] | None
+    ) -> Iterator[IndexedRollout]:
         # Batches are filled across micro-steps: a small batch needs as many decoding steps as a full one.
-        for batch in self._batches(rounds):
-            for one, rollout in zip(batch, self._generate_batch(batch, None), strict=True):
+        batches, done = self._batches(rounds), 0
+        missing = missing_calls(self._model, len(batches))
+        for batch in batches:
+            on_ended = None if on_answer is None else lambda ended, done=done: on_answer(done + ended)
+            rollouts = self._generate_batch(batch, on_ended)
+            done += len(batch)
+            if on_answer is not None:
+                on_answer(done)
+            for one, rollout in zip(batch, rollouts, strict=True):
                 yield IndexedRollout(one.round_idx, one.index, rollout)
+        for _ in range(missing):
+            # Within a call, ``generate`` itself makes as many passes on every rank, until all have ended.
+            self._call_generate(smallest_prompt(self._model), max_new_tokens=1)
 
     def _batches(self, rounds: Sequence[RolloutRound]) -> list[list[_Wanted]]:
         # A micro-step is cut into chunks of ``decode_batch_size``, and a request's seed is that of its chunk's first
@@ -118,30 +134,8 @@ class HFBackend:
         # Drafts let several answers to one prompt share its forward pass; ``generate`` itself does not.
         rows = list(range(len(batch))) if self._grammar is None else _rows_of_prompts(requests)
         prompt = self._prompt([requests[rows.index(row)] for row in range(max(rows) + 1)])
-        # transformers reads missing arguments from the checkpoint's generation_config: an n-gram ban or a minimum
-        # length would leak into the run.
-        was_training = {module: module.training for module in self._model.modules()}
-        of_checkpoint, self._model.generation_config = self._model.generation_config, GenerationConfig()
-        self._model.eval()
-        try:
-            with torch.no_grad():
-                arguments, stopped = self._arguments(prompt, rows, [one.seed for one in batch], on_ended)
-                output_BT = self._model.generate(
-                    **prompt,
-                    **arguments,
-                    max_new_tokens=self._options.max_new_tokens,
-                    do_sample=False,  # a processor samples
-                    num_beams=self._options.num_beams,
-                    num_return_sequences=1,
-                    eos_token_id=vocab.eos_id,
-                    pad_token_id=self._pad_id,
-                    use_cache=True,
-                )
-        finally:
-            self._model.generation_config = of_checkpoint
-            for module, training in was_training.items():
-                module.training = training
-
+        arguments, stopped = self._arguments(prompt, rows, [one.seed for one in batch], on_ended)
+        output_BT = self._call_generate(prompt, max_new_tokens=self._options.max_new_tokens, **arguments)
         rollouts = []
         answers = output_BT[:, prompt["input_ids"].shape[1] :].tolist()
         for row, (request, answer) in enumerate(zip(requests, answers, strict=True)):
@@ -158,6 +152,29 @@ class HFBackend:
             )
             rollouts.append(rollout)
         return rollouts
+
+    def _call_generate(self, prompt: Mapping[str, torch.Tensor], **arguments: Any) -> torch.Tensor:
+        # transformers reads missing arguments from the checkpoint's generation_config: an n-gram ban or a minimum
+        # length would leak into the run.
+        was_training = {module: module.training for module in self._model.modules()}
+        of_checkpoint, self._model.generation_config = self._model.generation_config, GenerationConfig()
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                return self._model.generate(
+                    **prompt,
+                    **arguments,
+                    do_sample=False,  # a processor samples
+                    num_beams=self._options.num_beams,
+                    num_return_sequences=1,
+                    eos_token_id=self._vocab.eos_id,
+                    pad_token_id=self._pad_id,
+                    use_cache=True,
+                )
+        finally:
+            self._model.generation_config = of_checkpoint
+            for module, training in was_training.items():
+                module.training = training
 
     def _prompt(self, requests: Sequence[RolloutRequest]) -> dict[str, torch.Tensor]:
         # The model's arguments.

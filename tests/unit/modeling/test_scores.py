@@ -33,19 +33,19 @@ class FakeModel(torch.nn.Module):
         return type("Output", (), {"logits": logits})
 
 
-def answered(objects) -> tuple[RolloutRequest, Rollout, ParsedRollout]:
+def answered(objects) -> tuple[list[RolloutRequest], list[Rollout], list[ParsedRollout]]:
     vocab = qwen_vocab()
     text = serialize_objects(objects)
     ids = tuple(vocab.encode(text))
     asked = request(ImageRecord("s", __file__, 8, 8, ()))  # type: ignore[arg-type]
     asked = RolloutRequest("s", asked.image, asked.messages, (1, 2, 3), {
         "pixel_values": torch.zeros(1, 2), "image_grid_thw": torch.ones(1, 3, dtype=torch.int64)})  # fmt: skip
-    return asked, Rollout("s", (1, 2, 3), ids, text, False), parse_rollout(ids, vocab, ended=True)
+    return [asked], [Rollout("s", (1, 2, 3), ids, text, False)], [parse_rollout(ids, vocab, ended=True)]
 
 
 def test_uniform_probabilities_give_the_formula() -> None:
     model = FakeModel({})
-    (found,) = TokenScorer(model, qwen_vocab(), 5).score(*answered([CAT]))
+    ((found,),) = TokenScorer(model, qwen_vocab(), 5).score(*answered([CAT]))
     size = len(qwen_vocab())
     expected = COORD_WEIGHT * math.log((2 * NEIGHBOURS + 1) / size) + (1 - COORD_WEIGHT) * math.log(1 / size)
     assert found.score == pytest.approx(math.exp(expected), rel=1e-5)
@@ -54,32 +54,34 @@ def test_uniform_probabilities_give_the_formula() -> None:
 def test_confidence_uses_the_description_and_neighbouring_bins() -> None:
     asked, rollout, parsed = answered([CAT.__class__(CAT.desc, CAT.kind, (100, 200, 300, 400))])
     model, size = FakeModel({}), len(qwen_vocab())
-    (found,) = TokenScorer(model, qwen_vocab(), 5).score(asked, rollout, parsed)
-    start, stop = parsed.objects[0].desc_token_span
+    ((found,),) = TokenScorer(model, qwen_vocab(), 5).score(asked, rollout, parsed)
+    start, stop = parsed[0].objects[0].desc_token_span
     expected = math.log((2 * WIDE_NEIGHBOURS + 1) / size) + (stop - start) * math.log(1 / size)
     assert found.confidence == pytest.approx(math.exp(expected), rel=1e-5)
     calibrated = TokenScorer(model, qwen_vocab(), 5, Calibration(slope=0.1, intercept=2.0))
-    (found,) = calibrated.score(asked, rollout, parsed)
+    ((found,),) = calibrated.score(asked, rollout, parsed)
     assert found.confidence == pytest.approx(Calibration(0.1, 2.0)(math.exp(expected)), rel=1e-5)
 
 
 def test_a_bin_at_the_edge_has_fewer_neighbours() -> None:
     edge = CAT.__class__(CAT.desc, CAT.kind, (0, 0, 0, 0))
-    middle, at_edge = (TokenScorer(FakeModel({}), qwen_vocab(), 5).score(*answered([o]))[0].score for o in (CAT, edge))
+    middle, at_edge = (
+        TokenScorer(FakeModel({}), qwen_vocab(), 5).score(*answered([o]))[0][0].score for o in (CAT, edge)
+    )
     assert at_edge == pytest.approx(middle * ((NEIGHBOURS + 1) / (2 * NEIGHBOURS + 1)) ** COORD_WEIGHT, rel=1e-5)
 
 
 def test_favoured_tokens_score_higher() -> None:
     vocab = qwen_vocab()
     sure = {vocab.coord_token_ids[k]: 20.0 for k in CAT.bins}
-    cat, dog = TokenScorer(FakeModel(sure), vocab, 5).score(*answered([CAT, DOG]))
+    ((cat, dog),) = TokenScorer(FakeModel(sure), vocab, 5).score(*answered([CAT, DOG]))
     assert 0 < dog.score < cat.score < 1
 
 
 def test_only_needed_positions_are_computed_and_the_mode_is_kept() -> None:
     model = FakeModel({}).train()
-    asked, rollout, parsed = answered([CAT])
-    TokenScorer(model, qwen_vocab(), 5).score(asked, rollout, parsed)
+    asked, (rollout,), (parsed,) = answered([CAT])
+    TokenScorer(model, qwen_vocab(), 5).score(asked, [rollout], [parsed])
     ids, kept, inputs, training = model.asked
     assert ids.tolist() == [[1, 2, 3, *rollout.response_token_ids]]
     obj = parsed.objects[0]
@@ -90,5 +92,5 @@ def test_only_needed_positions_are_computed_and_the_mode_is_kept() -> None:
 
 def test_an_answer_without_objects_needs_no_forward() -> None:
     model = FakeModel({})
-    assert TokenScorer(model, qwen_vocab(), 5).score(*answered([])) == ()
+    assert TokenScorer(model, qwen_vocab(), 5).score(*answered([])) == [()]
     assert not hasattr(model, "asked")

@@ -1,0 +1,35 @@
+"""Inference with weights that FSDP shards over ranks: every forward pass gathers them from all ranks, so all ranks must
+make equally many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from coordexp import distributed
+
+
+def missing_calls(model: Any, own: int) -> int:
+    """How many calls of ``model`` the rank with the most makes beyond this rank's ``own``; 0 if the model is not
+    sharded. A collective call then: every rank calls it before its first of these calls."""
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return 0
+    return int(distributed.all_reduce([own], "max")[0]) - own
+
+
+def smallest_prompt(model: Any) -> dict[str, torch.Tensor]:
+    """The model's arguments for an image of one token, which use all weights: for a rank that only has to take part."""
+    config, device = model.config, next(model.parameters()).device
+    vision = config.vision_config
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    ids_1L = torch.tensor([[config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]])
+    side = vision.spatial_merge_size  # patches
+    return {
+        "input_ids": ids_1L.to(device),
+        "attention_mask": torch.ones_like(ids_1L).to(device),
+        "mm_token_type_ids": (ids_1L == config.image_token_id).int().to(device),
+        "pixel_values": torch.zeros(side * side, values, device=device, dtype=model.dtype),
+        "image_grid_thw": torch.tensor([[1, side, side]], device=device),
+    }
