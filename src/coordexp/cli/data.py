@@ -292,7 +292,7 @@ def complete_command(
         int | None, typer.Option(min=1, help="Images answered at once [CONFIG.yaml's, or 8].")
     ] = None,
     answers: Annotated[
-        int, typer.Option(min=1, help="Answers per image; objects in more than half of them are added.")
+        int, typer.Option(min=1, help="Answers per image; objects in more than half are added. 1 was better for SFT.")
     ] = 1,
     sheet: Annotated[
         Path | None, typer.Option(callback=picture, help="Picture of the likeliest missed objects.")
