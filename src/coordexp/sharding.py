@@ -11,12 +11,21 @@ from torch.distributed.fsdp import FSDPModule
 from coordexp import distributed
 
 
+def is_sharded(model: Any) -> bool:
+    """Whether FSDP shards the model's weights, or some of them."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
 def missing_calls(model: Any, own: int) -> int:
     """How many calls of ``model`` the rank with the most makes beyond this rank's ``own``; 0 if the model is not
     sharded. A collective call then: every rank calls it before its first of these calls."""
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        return 0
-    return int(distributed.all_reduce([own], "max")[0]) - own
+    return int(distributed.all_reduce([own], "max")[0]) - own if is_sharded(model) else 0
+
+
+def any_rank_continues(model: Any, own: bool) -> bool:
+    """Whether a further forward pass is needed: on this rank (``own``) or, if the model is sharded, on any rank. A
+    collective call then, before each further pass and until it returns False."""
+    return distributed.all_reduce([own], "max")[0] > 0 if is_sharded(model) else own
 
 
 def smallest_prompt(model: Any) -> dict[str, torch.Tensor]:

@@ -89,9 +89,9 @@ def head_gradients(rows: Any) -> dict[str, torch.Tensor]:
     return gradients(loaded.model)
 
 
-def answers_of(loaded: LoadedModel, samples: Sequence[Sample]) -> list[tuple[int, ...]]:
-    options = DecodingOptions(6, temperature=0.0, top_p=1.0, top_k=-1, num_beams=1, repetition_penalty=1.0)
-    backend = HFBackend(loaded.model, loaded.vocab, options, 1, loaded.image_token_id)
+def answers_of(loaded: LoadedModel, samples: Sequence[Sample], skips: bool) -> list[tuple[int, ...]]:
+    options = DecodingOptions(12, temperature=0.0, top_p=1.0, top_k=-1, num_beams=1, repetition_penalty=1.0)
+    backend = HFBackend(loaded.model, loaded.vocab, options, 1, loaded.image_token_id, skip_forced_tokens=skips)
     rollouts = backend.generate([sample.request for sample in samples], SeedContext(0, 0, 0, 0))
     return [rollout.response_token_ids for rollout in rollouts]
 
@@ -120,8 +120,8 @@ def check_answers(seen: dict[str, Any]) -> None:
     parts = [(samples[:3], samples[3:]), ([], samples[1:3])]
     mine = [part[dist.get_rank()] for part in parts]
     # Both in the same order on both ranks, whatever the answers are.
-    found = [(answers_of(sharded, part), scores_of(sharded, part)) for part in mine]
-    seen["fsdp answers"] = [answers for answers, _ in found] == [answers_of(alone, part) for part in mine]
+    found = [([answers_of(sharded, part, skips) for skips in (False, True)], scores_of(sharded, part)) for part in mine]
+    seen["fsdp answers"] = [answers for answers, _ in found] == [[answers_of(alone, part, False)] * 2 for part in mine]
     seen["fsdp scores"] = all(
         scores == pytest.approx(scores_of(alone, part), rel=1e-5) for (_, scores), part in zip(found, mine, strict=True)
     )

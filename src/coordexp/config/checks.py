@@ -298,10 +298,6 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          lambda c, r: r.decoding.skip_forced_tokens and r.decode_mode == "beam",
          "beam search decodes every token; remove this key, or write decode_mode: greedy"),
     Rule(f"{_RM}.decoding.skip_forced_tokens",
-         lambda c, r: r.decoding.skip_forced_tokens and r.rollout_backend == "hf" and c.fsdp.enabled,
-         "fsdp needs the same number of forward passes on every rank, and with skipping the number "
-         "depends on the answers; remove this key, or write rollout_backend: vllm"),
-    Rule(f"{_RM}.decoding.skip_forced_tokens",
          lambda c, r: r.decoding.skip_forced_tokens and r.vllm.async_scheduling,
          "the drafted tokens depend on the step before, so vllm.async_scheduling: true is not possible; remove one"),
     Rule(f"{_VLLM}.server", lambda c, r: r.is_served and r.vllm.server is None,

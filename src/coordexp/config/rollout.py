@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -95,7 +95,7 @@ class DecodingConfig(StrictModel):
     skip_forced_tokens: bool | None = None
     """write tokens that JSON leaves no choice about without a forward pass each; null = where answers stay the same:
     with transformers, and in greedy answers of vLLM. true: vLLM's samples too, which have the same distribution but
-    differ for a seed. Not for beam search, swift rollout, and transformers with fsdp"""
+    differ for a seed. Not for beam search and swift rollout"""
 
 
 class RepeatTerminateConfig(StrictModel):
@@ -430,7 +430,4 @@ def resolved_rollout(config: RunConfig) -> RolloutMatchingConfig:
         "max_lora_rank": vllm.adapter_rank(config.tuner.lora_rank),
         "sync": vllm.sync.model_copy(update={"mode": vllm.sync.resolved(vllm.enable_lora)}),
     }
-    update: dict[str, Any] = {"vllm": vllm.model_copy(update=engine)}
-    if rollout.rollout_backend == "hf" and config.fsdp.enabled:
-        update["decoding"] = rollout.decoding.model_copy(update={"skip_forced_tokens": False})
-    return rollout.model_copy(update=update)
+    return rollout.model_copy(update={"vllm": vllm.model_copy(update=engine)})

@@ -109,9 +109,10 @@ class HFBackend:
                 on_answer(done)
             for one, rollout in zip(batch, rollouts, strict=True):
                 yield IndexedRollout(one.round_idx, one.index, rollout)
-        for _ in range(missing):
-            # Within a call, ``generate`` itself makes as many passes on every rank, until all have ended.
-            self._call_generate(smallest_prompt(self._model), max_new_tokens=1)
+        for _ in range(missing):  # within a call, ranks make equally many passes, until all have ended
+            prompt = smallest_prompt(self._model)
+            nothing = {} if self._grammar is None else self._drafts(self._grammar, prompt, [], [], None)[0]
+            self._call_generate(prompt, max_new_tokens=1, **nothing)
 
     def _batches(self, rounds: Sequence[RolloutRound]) -> list[list[_Wanted]]:
         # A micro-step is cut into chunks of ``decode_batch_size``, and a request's seed is that of its chunk's first

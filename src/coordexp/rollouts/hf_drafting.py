@@ -20,6 +20,7 @@ import torch
 from transformers import LogitsProcessor
 
 from coordexp.rollouts.answer_state import AnswerState
+from coordexp.sharding import any_rank_continues
 
 MOST_DRAFTED = 32  # tokens of one answer
 # Positions of a pass, of all answers: their logits take 0.3 GB in float32 with Qwen's vocabulary.
@@ -82,8 +83,8 @@ class DraftedDecoding:
 
     ``generate`` prepares the prompts' pass; of its processors and stopping criteria none is used. ``prompt_rows``: each
     answer's prompt, so several answers share one. ``known``: number of the tokenizer's tokens; rows of the head beyond
-    are never chosen. ``on_ended`` is called with the number of ended
-    answers whenever it grows.
+    are never chosen. ``on_ended`` is called with the number of ended answers whenever it grows. If FSDP shards the
+    model, all ranks must call it, and make equally many passes; without answers one only takes part in the others'.
     """
 
     def __init__(
@@ -114,9 +115,11 @@ class DraftedDecoding:
         mask_BS = prepared["attention_mask"]  # None without padding
         visible_BS = torch.ones_like(input_ids, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
         self._decode(model, outputs, visible_BS, prepared["position_ids"][1:])
-        longest = max(len(answer.tokens) for answer in self._answers)
-        rows = [[*one.tokens, *[self._pad_id] * (longest - len(one.tokens))] for one in self._answers]
-        return torch.cat([input_ids[self._prompt_rows], torch.tensor(rows, device=input_ids.device)], dim=1)
+        longest = max((len(answer.tokens) for answer in self._answers), default=0)
+        answers_BT = input_ids.new_full((len(self._answers), longest), self._pad_id)
+        for row, answer in zip(answers_BT, self._answers, strict=True):
+            row[: len(answer.tokens)] = torch.tensor(answer.tokens)
+        return torch.cat([input_ids[self._prompt_rows], answers_BT], dim=1)
 
     def _decode(self, model: Any, outputs: Any, visible_BS: torch.Tensor, positions_3BS: torch.Tensor) -> None:
         cache = RaggedCache(outputs.past_key_values, visible_BS)
@@ -133,11 +136,12 @@ class DraftedDecoding:
             if len(rows) < len(running):
                 if self._on_ended is not None:
                     self._on_ended(len(self._answers) - len(rows))
-                if not rows:
-                    return
                 running = [running[row] for row in rows]
                 cache.take(rows)
                 first_B = first_B[rows]
+            if not running:
+                break
+            any_rank_continues(model, True)  # tells ranks whose answers have ended
             for answer in running:
                 answer.propose(min(MOST_DRAFTED, MOST_POSITIONS // len(running) - 1))
             width = 1 + max(len(answer.draft) for answer in running)
@@ -152,6 +156,9 @@ class DraftedDecoding:
                 past_key_values=cache,
                 use_cache=True,
             ).logits
+        token_11, position_311 = visible_BS.new_zeros(1, 1, dtype=torch.int64), positions_3BS.new_zeros(3, 1, 1)
+        while any_rank_continues(model, False):  # a pass like theirs: without an image
+            model(input_ids=token_11, position_ids=position_311, use_cache=False)
 
 
 class RaggedCache:

@@ -125,8 +125,6 @@ RULES = [
     # the engine, its servers, its weights
     (stage2(), {f"{RM}.decoding.skip_forced_tokens": True, f"{RM}.decode_mode": "beam", f"{RM}.num_beams": 2},
      f"{RM}.decoding.skip_forced_tokens", "beam search decodes every token"),
-    (stage2(), {f"{RM}.decoding.skip_forced_tokens": True, "fsdp.enabled": True},
-     f"{RM}.decoding.skip_forced_tokens", "same number of forward passes on every rank"),
     (vllm(**SERVER), {f"{RM}.decoding.skip_forced_tokens": True, "launch.server": "swift"},
      f"{RM}.decoding.skip_forced_tokens", "launch.server: coordexp"),
     (vllm(), {f"{RM}.decoding.skip_forced_tokens": True, f"{VLLM}.async_scheduling": True},

@@ -142,11 +142,6 @@ def test_forced_tokens_are_skipped_where_that_changes_no_answer(keys: dict[str, 
     assert config.skips_forced_tokens is skips
 
 
-def test_transformers_decodes_every_token_with_sharded_weights() -> None:
-    """All ranks need the same number of forward passes."""
-    assert not resolved_rollout(parse_config(stage2() | {"fsdp": {"enabled": True}})).skips_forced_tokens
-
-
 def test_hf_backend_is_built_from_the_section(loaded: LoadedModel) -> None:
     config = section(decode_batch_size=5, max_new_tokens=3)
     check_backend(config)
