@@ -15,9 +15,10 @@ read any text, degenerate answers too, so they have scanners of their own.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from coordexp.coords import CoordVocab, FieldOrder
 from coordexp.records import GEOMETRY_KINDS, GeometryKind
@@ -27,6 +28,9 @@ from coordexp.records import GEOMETRY_KINDS, GeometryKind
 _BEGINNINGS = ("a", "Z", "7", "é", "龘", "-", "_", "(", "🙂", '\\"')
 _MAX_REMEMBERED = 50_000  # drafts, and texts between coordinates
 _BOX, _MIN_POLY = 4, 6  # coordinates
+# Most tokens of the guess that a name ends, which is often wrong. With Qwen's tokenizer it takes 6 tokens, and on a CPU
+# these cost more than the passes that it saves.
+_SHORT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class AnswerState:
         self.names: list[str] = []
         self._order: FieldOrder | None = None
         self._kind: GeometryKind | None = None
-        self._index = self._count = 0
+        self._index = self._count = self._poly_size = 0
         self._ids: list[int] = []  # since the last coordinate
         self._bytes = b""
 
@@ -135,29 +139,50 @@ class AnswerState:
         """Up to ``limit`` tokens that probably come next: forced ones, and guesses of decisions.
 
         Guesses depend only on the answer: another object of the same kind follows; after two objects with one name, the
-        next one has it too; a name that begins like an earlier one is completed to it.
+        next one has it too; a name that begins like an earlier one is completed to it; any other name ends when it has
+        as many words as the one before, if the tokenizer needs few tokens for that; a polygon has as many coordinates
+        as the one before.
         """
         if not self.is_canonical:
             return ()
         repeated = self.names[-1] if len(self.names) > 1 and self.names[-1] == self.names[-2] else None
-        # All that a draft depends on. Inside a name it also depends on the answer's names, so only the name's beginning
-        # is remembered then.
-        key = (self._order, self._kind, self._count, self._index, tuple(self._ids), repeated)
+        # All that a draft depends on. Inside a name it also depends on the answer's names, so the name's beginning is
+        # remembered then, and the draft for each name that is guessed.
+        key = (self._order, self._kind, self._count, self._index, tuple(self._ids), repeated, self._poly_ends())
+        found = self._remembered(key, lambda: self._guess(repeated) if (begun := self._name_begun()) is None else begun)
+        return (self._guess_after(found, key) if isinstance(found, str) else found)[:limit]
+
+    def _guess_after(self, begun: str, key: Hashable) -> tuple[int, ...]:
+        # Inside a name that begins with ``begun``.
+        if not begun:
+            return ()
+        known = next((name for name in reversed(self.names) if name.startswith(begun)), None)
+        words = len(self.names[-1].split()) if self.names else 1
+        if known is None and len(begun.split()) < words:
+            return ()
+        name = begun if known is None else known
+        found = self._remembered((key, name), lambda: self._guess(name))
+        return found if known is not None or len(found) <= _SHORT else ()
+
+    def _remembered(self, key: Hashable, guess: Callable[[], tuple[int, ...] | str]) -> Any:
         drafts = self._grammar.drafts
         found = drafts.get(key)
         if found is None:
-            begun = self._name_begun()
-            found = drafts[key] = self._guess(repeated) if begun is None else begun
+            found = drafts[key] = guess()
             if len(drafts) > _MAX_REMEMBERED:
                 drafts.popitem(last=False)
-        if isinstance(found, str):  # inside a name
-            name = next((known for known in reversed(self.names) if found and known.startswith(found)), None)
-            found = self._guess(name) if name is not None else ()
-        return found[:limit]
+        return found
+
+    def _poly_ends(self) -> bool:
+        # Whether the polygon probably ends here.
+        return self._kind == "poly" and self._count == self._poly_size
 
     def _guess(self, name: str | None) -> tuple[int, ...]:
         # Tokens of the most probable text that fits; with ``name`` None, only those that are the same for any name.
-        for pattern in self._open():
+        patterns = self._open()
+        if self._poly_ends():
+            patterns.sort(key=lambda one: one.kind is None and not one.ends)  # another coordinate last
+        for pattern in patterns:
             written = _name_in(self._text(), pattern)
             if written is not None and written[1]:
                 names: Sequence[str] = [written[0]]
@@ -209,6 +234,8 @@ class AnswerState:
                 continue
             if name is not None:
                 self.names.append(name[0])
+            if self._kind == "poly" and (pattern.kind is not None or ends):
+                self._poly_size = self._count
             if pattern.kind is not None:
                 self._kind, self._order, self._count = pattern.kind, pattern.order, 0
                 self._index += 1
