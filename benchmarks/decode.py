@@ -2,9 +2,10 @@
 
 First, without a model: forward passes per box of canonical answers, in the demo's tokenizer and in Qwen's real one,
 as greedy decoding takes them; and from these a roofline of Qwen3-VL-2B on an H100, on paper. Then a checkpoint in a
-real engine, at each batch size: the same greedy answers token by token, with vLLM's own n-gram proposer, and with
-forced tokens skipped, in turn, in one run. In bfloat16, answers of other batch sizes differ by rounding, without
-drafts too: compare the last two columns. `wide_checkpoint.py` writes a wide checkpoint, for `--model` and `--objects`.
+real engine, at each batch size: prompts alone (answers of one token), then the same greedy answers token by token, with
+vLLM's own n-gram proposer, and with forced tokens skipped, in turn, in one run. In bfloat16, answers of other batch
+sizes differ by rounding, without drafts too: compare the last two columns. `wide_checkpoint.py` writes a wide
+checkpoint, for `--model` and `--objects`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))  # Qwen's tokenizer is
 
 LIMIT = 32  # drafted tokens, as the engine has it
 NAMES = ("person", "car", "traffic light", "dog", "chair", "fire hydrant", "cup", "bicycle")
-FORMS = ("decoded", "n-gram", "skipped")
+FORMS = ("prompts", "decoded", "n-gram", "skipped")  # prompts: answers end after one token
 # Of vLLM's proposer: lengths that it looks for in prompt and answer, and tokens drafted. 32 cost more than they save.
 NGRAM, NGRAM_DRAFTED = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}, 8
 # An H100's memory bandwidth, and the operations per second that matrix products in bfloat16 reach.
@@ -181,7 +182,7 @@ def engine_runs(options: Any) -> Iterator[dict[str, Any]]:
             cells: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
             for _ in range(options.rounds):
                 # One engine at a time; a second one has a drafter, which can be replaced.
-                for forms in (("decoded",), ("n-gram", "skipped")):
+                for forms in (("prompts",), ("decoded",), ("n-gram", "skipped")):
                     if chosen := [form for form in forms if form in options.forms]:
                         for key, run in in_process(options, folder, groups, batch, chosen):
                             cells[key].append(run)
@@ -191,7 +192,7 @@ def engine_runs(options: Any) -> Iterator[dict[str, Any]]:
                 for form in options.forms:
                     runs = cells[form, group]
                     row = {"form": form, "objects": group, "batch": batch, **summary(runs)}
-                    if decoded is not None:
+                    if decoded is not None and form != "prompts":
                         row |= {"equal": equal(runs[0]["answers"], decoded)}
                         row |= {"equal_first": equal(runs[0]["answers"], first[group])}
                     yield row
@@ -227,11 +228,12 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def measured_table(measured: Sequence[Mapping[str, Any]]) -> Table:
     headings = ("boxes per CPU s", "tokens per CPU s", "boxes/s", "accepted", "drafts", "equal", "to the first")
-    table = Table("objects", "batch", "tokens", "steps", "passes per box", *headings)
+    table = Table("objects", "batch", "tokens", "steps", "passes per box", "CPU s", *headings)
     for one in measured:
         accepted = f"{one['accepted'] / one['drafted']:.0%} of {one['drafted']}" if one["drafted"] else ""
         cells = (
             f"{one['passes_per_box']:.1f}",
+            f"{one['cpu_s']:.2f}",
             f"{one['boxes_per_cpu_s']:.2f}",
             f"{one['tokens_per_cpu_s']:.0f}",
             f"{one['boxes_per_s']:.2f}",
@@ -275,7 +277,8 @@ def one_engine(
     from coordexp.rollouts import SeedContext, rollout_session
 
     scenes = next(iter(groups.values()))
-    with started(options.model, folder, scenes, batch, forms != ["decoded"], options.dtype) as (backend, loaded):
+    drafts, tokens = "skipped" in forms or "n-gram" in forms, 1 if forms == ["prompts"] else 1600
+    with started(options.model, folder, scenes, batch, drafts, options.dtype, tokens) as (backend, loaded):
         resolved = options.model / "resolved_config.yaml"
         prompt = yaml.safe_load(resolved.read_text())["template"].get("prompt") if resolved.is_file() else PROMPT
         encoder = PromptEncoder(loaded.processor, prompt, None)
@@ -283,7 +286,7 @@ def one_engine(
         with rollout_session(backend, version):
             backend.generate([encoder.encode(next(iter(read_jsonl(scenes))))], SeedContext(0, 0, 0, 0))
         counts = Counts(backend.engine)
-        ours = counts.runner.drafter if forms != ["decoded"] else None
+        ours = counts.runner.drafter if drafts else None
         for form in forms:
             if ours is not None:
                 counts.runner.drafter = ours if form == "skipped" else NgramDrafter(counts.runner.vllm_config)
@@ -356,7 +359,9 @@ class Counts:
 
 
 @contextmanager
-def started(model: Path, folder: Path, scenes: Path, batch: int, drafts: bool, dtype: str) -> Iterator[tuple[Any, Any]]:
+def started(
+    model: Path, folder: Path, scenes: Path, batch: int, drafts: bool, dtype: str, tokens: int = 1600
+) -> Iterator[tuple[Any, Any]]:
     from coordexp.config import load_config, resolved_rollout
     from coordexp.data.images import open_rgb
     from coordexp.modeling.load import load_model
@@ -370,7 +375,7 @@ def started(model: Path, folder: Path, scenes: Path, batch: int, drafts: bool, d
         "training": {"output_dir": str(folder / "run")},
         "global_max_length": 2000,
         "rollout_matching": {
-            "rollout_backend": "vllm", "decode_batch_size": batch, "max_new_tokens": 1600,
+            "rollout_backend": "vllm", "decode_batch_size": batch, "max_new_tokens": tokens,
             "decoding": {"skip_forced_tokens": drafts},
             "vllm": {"mode": "colocate", "tensor_parallel_size": 1, "max_num_seqs": batch, "max_model_len": 2000},
         },

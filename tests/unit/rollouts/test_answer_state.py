@@ -107,6 +107,32 @@ def test_steps_per_box_with_qwens_tokenizer() -> None:
     assert steps(tokens_of(crowd, "desc_first", grammar.vocab), grammar, 32) / len(crowd) <= 5
 
 
+def draft_after(grammar: AnswerGrammar, objects: list[GTObject], shown: str) -> str:
+    """The draft after the last ``shown`` in the answer with these objects."""
+    vocab = grammar.vocab
+    text = serialize_objects(objects)
+    state = grammar.start()
+    for token in vocab.encode(text[: text.rindex(shown) + len(shown)]):
+        state.push(token)
+    assert state.is_canonical
+    return vocab.decode(state.draft(32))
+
+
+def test_a_name_of_as_many_words_as_the_one_before_is_guessed_to_end() -> None:
+    objects = [GTObject("red cat", "bbox_2d", (1, 2, 3, 4)), GTObject("blue dog", "bbox_2d", (5, 6, 7, 8))]
+    tiny, qwen = AnswerGrammar(tiny_vocab()), AnswerGrammar(qwen_vocab())
+    assert draft_after(tiny, objects, "blue dog").startswith('"')
+    assert draft_after(tiny, objects, "blue") == ""
+    assert draft_after(qwen, objects, "blue dog") == ""  # the text after it takes many tokens
+
+
+def test_a_polygon_is_guessed_to_be_as_long_as_the_one_before(grammar: AnswerGrammar) -> None:
+    first, second = (GTObject("cat", "poly", tuple(range(k, k + 8))) for k in (1, 21))
+    assert draft_after(grammar, [first, second], "<|coord_28|>").startswith('"]}')
+    assert draft_after(grammar, [first, second], "<|coord_26|>").startswith('", "')
+    assert draft_after(grammar, [first], "<|coord_8|>").startswith('", "')
+
+
 @pytest.mark.parametrize(
     "text",
     ["[", "{ ", '{"object_2"', '{"object_1": {"label"', '{"object_1": {"desc": "a", "bbox_2d": [<|coord_1|>', "no"],
