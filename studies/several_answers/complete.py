@@ -75,7 +75,7 @@ class Cell:
         return whole, part
 
     def start(self) -> Path:
-        """The checkpoint that arms go on from; trained once if it is none of the repository's."""
+        """The checkpoint that all arms start from. It is trained once unless it is in the repository."""
         from study import train
 
         rules = self.keys["start"]
@@ -144,7 +144,7 @@ def rates(totals: dict[str, int]) -> dict[str, float]:
 
 
 def show_grid(cell: Cell) -> None:
-    """What completion alone does on validation scenes, for every pair of the grid."""
+    """Note the quality of completed validation scenes, for every pair of the grid."""
     grid = cell.declared["grid"]
     model, (whole, part) = cell.start(), cell.scenes("val", 0, cell.images["val"])
     for answers in (1, cell.declared["answers"]):
@@ -184,7 +184,7 @@ def completed(
 
 
 def arm_data(cell: Cell, arm: str, seed: int, threshold: float) -> tuple[Path, float, int]:
-    """What an arm trains on. Returns: the JSONL, CPU seconds and tokens of the answers that completed it."""
+    """Complete the data of an arm. Returns: the JSONL, CPU seconds and tokens of the answers that completed it."""
     from coordexp.data.jsonl import read_jsonl, write_jsonl
 
     answers, count = cell.declared["answers"], cell.images["train"]
@@ -308,7 +308,7 @@ def table(options: argparse.Namespace) -> None:
         print(f"\n{cell.name}: completions of training scenes\n")
         print_rows(*completion_rows(cell))
         if cell.known("arm"):
-            print(f"\n{cell.name}: arms\n")
+            print(f"\n{cell.name}: variants\n")
             print_rows(*arm_rows(cell, options.against))
             print(f"\n{cell.name}: equal decoding\n")
             print_rows(*equal_rows(cell))
@@ -367,7 +367,7 @@ def arm_rows(cell: Cell, against: str) -> tuple[list[str], list[list[str]]]:
         shown = [f"{found[key]:.3f}" for key in ("F1@.5", "F1@.7", "precision", "recall", "objects")]
         difference = "" if arm in ("start", against) else gain(of_seed, by_arm.get(against, {}))
         rows.append([arm, str(len(lines)), *costs, *shown, f"{mean(lines, 'AP'):.3f}", difference])
-    heads = ["arm", "seeds", "tokens", "decode CPU s", "train CPU s", "F1@.5", "F1@.7", "precision", "recall",
+    heads = ["variant", "seeds", "tokens", "decode CPU s", "train CPU s", "F1@.5", "F1@.7", "precision", "recall",
              "objects", "AP", f"F1@.5 less {against}"]  # fmt: skip
     return heads, rows
 
@@ -388,7 +388,7 @@ def equal_rows(cell: Cell) -> tuple[list[str], list[list[str]]]:
         rows.append(
             [" / ".join(pair), str(len(shared)), *costs, gain(by_arm[pair[0]], by_arm[pair[1]]), " ".join(by_seed)]
         )
-    return ["arms", "seeds", "tokens", "decode CPU s", "train CPU s", "F1@.5, first less second", "by seed"], rows
+    return ["variants", "seeds", "tokens", "decode CPU s", "train CPU s", "F1@.5, first less second", "by seed"], rows
 
 
 def print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -399,7 +399,7 @@ def print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    running = commands.add_parser("run", help="what results/ lacks")
+    running = commands.add_parser("run", help="run everything of study.yaml that results/ lacks")
     running.add_argument("regimes", nargs="+")
     running.add_argument("--work", type=Path, required=True, help="folder of data, models and answers")
     running.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
