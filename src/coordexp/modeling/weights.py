@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from coordexp.checkpoints.folder import OFFSET
 from coordexp.rollouts.backend import AdapterWeights
+from coordexp.sharding import is_sharded
 
 ADAPTER = "default"
 _BASE, _SAVED = ".base_layer", f".modules_to_save.{ADAPTER}"
@@ -53,7 +54,7 @@ class LearnerWeights:
     @property
     def collective(self) -> bool:
         """Whether weights are sharded over ranks, so that all ranks must read together."""
-        return any(isinstance(parameter, DTensor) for parameter in self._model.parameters())
+        return is_sharded(self._model)
 
     def names(self) -> list[str]:
         return [source.name for source in self._sources()]

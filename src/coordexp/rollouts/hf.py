@@ -111,8 +111,8 @@ class HFBackend:
                 yield IndexedRollout(one.round_idx, one.index, rollout)
         for _ in range(missing):  # within a call, ranks make equally many passes, until all have ended
             prompt = smallest_prompt(self._model)
-            nothing = {} if self._grammar is None else self._drafts(self._grammar, prompt, [], [], None)[0]
-            self._call_generate(prompt, max_new_tokens=1, **nothing)
+            no_answers = {} if self._grammar is None else self._drafts(self._grammar, prompt, [], [], None)[0]
+            self._call_generate(prompt, max_new_tokens=1, **no_answers)
 
     def _batches(self, rounds: Sequence[RolloutRound]) -> list[list[_Wanted]]:
         # A micro-step is cut into chunks of ``decode_batch_size``, and a request's seed is that of its chunk's first
