@@ -122,7 +122,8 @@ def test_answers_equal_the_trainers_after_every_push(
 def test_weights_changed_in_transit_are_detected(
     backend: ColocatedBackend, learner: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver = backend.engine.ask_worker(lambda worker: worker.receiver)
+    with rollout_session(backend, 2):
+        receiver = backend.engine.ask_worker(lambda worker: worker.receiver)
     model, load = receiver.model, receiver.model.load_weights
     monkeypatch.setattr(
         model,

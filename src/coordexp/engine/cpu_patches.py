@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
+from vllm.compilation import caching
 from vllm.distributed.device_communicators import cpu_communicator, shm_broadcast
 from vllm.model_executor.layers import utils as linear_layers
 from vllm.platforms import current_platform
@@ -125,7 +127,22 @@ def _rejection_random_sample(
 
 _rejection_random_sample.register_warmup = _random_sample.register_warmup  # pyright: ignore[reportFunctionMemberAccess]
 
+# vLLM stores the compiled model. On CPUs that is Inductor's own function, which has nothing to finalize after loading,
+# but vLLM finalizes it all the same, fails, and compiles again at each start. The cache's key also says that linear
+# layers compute from plain weights: without these patches, vLLM would store another function under the same key.
+_vllms_hash_factors = caching.aot_compile_hash_factors
+
+
+def _hash_factors(vllm_config: Any) -> list[str]:
+    return [*_vllms_hash_factors(vllm_config), "CoordExp: linear layers of plain weights"]
+
+
+def _finalize_loading(self: Any, vllm_config: Any) -> None: ...
+
+
 if current_platform.is_cpu():
+    caching.aot_compile_hash_factors = _hash_factors
+    BundledAOTAutogradSerializableCallable.finalize_loading = _finalize_loading  # pyright: ignore[reportAttributeAccessIssue]
     rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
     rejection_sampler._rejection_random_sample = _rejection_random_sample  # pyright: ignore[reportAttributeAccessIssue]
     linear_layers.dispatch_cpu_unquantized_gemm = _plain_linear

@@ -76,6 +76,35 @@ def test_padding_of_a_draft_is_rejected() -> None:
     assert sampled.tolist() == [[7, 7, 6], [5, -1, -1]]
 
 
+STORE_OR_LOAD = """
+import sys
+from pathlib import Path
+import torch
+import coordexp.engine.cpu_patches
+
+def doubled_sum(x):
+    return (2 * x).sum()
+
+path, numbers = Path(sys.argv[1]), torch.arange(4.0)
+if path.exists():
+    with path.open("rb") as file:
+        compiled = torch.compiler.load_compiled_function(file)
+    compiled._artifacts.compiled_fn.finalize_loading(None)  # as vLLM does
+else:
+    compiled = torch.compile(doubled_sum, fullgraph=True).aot_compile(((numbers,), {}))
+    compiled.save_compiled_function(str(path))
+print(compiled(numbers).item())
+"""
+
+
+def test_a_stored_compiled_function_is_usable_by_the_next_process(tmp_path: Path) -> None:
+    """vLLM compiles again if the function that it loads cannot be finalized."""
+    for _ in ("store", "load"):
+        command = [sys.executable, "-c", STORE_OR_LOAD, str(tmp_path / "function")]
+        output = subprocess.run(command, stdout=subprocess.PIPE, timeout=240, check=True).stdout
+        assert output.splitlines()[-1:] == [b"12.0"]
+
+
 @pytest.fixture
 def queue_pair() -> tuple[Any, Any]:
     """vLLM's queue, once written and read: from then on it expects the next message at once."""
