@@ -186,9 +186,10 @@ class Detections:
             del result["area"]
         return results
 
-    def to_supervision(self, classes: Sequence[str] | None = None) -> Any:
+    def to_supervision(self, classes: Sequence[str] | None = None, masks: bool | None = None) -> Any:
         """``supervision.Detections``: ``xyxy``, ``confidence`` (1 where nothing was scored), ``class_id``,
-        ``class_name`` in ``data``, and if the model wrote a polygon masks of all objects, as pycocotools draws them.
+        ``class_name`` in ``data``, and with ``masks`` the masks of all objects, as pycocotools draws them. None: if the
+        model wrote a polygon here. ``supervision.Detections.merge`` needs masks of all images or of none.
 
         A class id is the name's position in ``classes`` (None: :attr:`classes`), so it is the same for every image.
         All other names share the next id, ``len(classes)``.
@@ -202,17 +203,19 @@ class Detections:
             raise DataError("the checkpoint has no class list, so class ids would differ by image; give classes=[…]")
         supervision = require("supervision", "Detections.to_supervision()")
         number = {name: k for k, name in enumerate(listed)}
-        masks = None
-        if any(self.polygons):
+        masks_NHW = None
+        if any(self.polygons) if masks is None else masks:
             from pycocotools import mask as coco_mask
 
             rings = [coco_shape(obj, self.answer)["segmentation"][0] for obj in self.answer.pred]
-            encoded: Any = coco_mask.frPyObjects(rings, self.height, self.width)
-            masks_HWN = coco_mask.decode(encoded)
-            masks = np.ascontiguousarray(masks_HWN.transpose(2, 0, 1).astype(bool))
+            masks_HWN = np.zeros((self.height, self.width, 0))
+            if rings:
+                encoded: Any = coco_mask.frPyObjects(rings, self.height, self.width)
+                masks_HWN = coco_mask.decode(encoded)
+            masks_NHW = np.ascontiguousarray(masks_HWN.transpose(2, 0, 1).astype(bool))
         return supervision.Detections(
             xyxy=self.boxes,
-            mask=masks,
+            mask=masks_NHW,
             confidence=np.nan_to_num(self.confidences, nan=1.0),
             class_id=np.array([number.get(name, len(listed)) for name in self.names], dtype=int),
             data={"class_name": np.array(self.names, dtype=str)},

@@ -261,6 +261,12 @@ def test_supervision_gets_its_fields(detections: Detections, monkeypatch: pytest
     assert list(found.data["class_name"]) == ["cat", "kite"]
     assert found.mask.shape == (2, 101, 200)
     assert found.mask[0].sum() == 199 * 100 and 0.4 < found.mask[1].mean() < 0.6
+    # A box, a polygon, and no object.
+    assert detections[:1].to_supervision(["dog"]).mask is None and found.mask is not None
+    assert [detections[k:2].to_supervision(["dog"], masks=True).mask.shape for k in (0, 1, 2)] == [
+        (2, 101, 200), (1, 101, 200), (0, 101, 200),
+    ]  # fmt: skip
+    assert detections.to_supervision(["dog"], masks=False).mask is None
 
 
 def test_several_answers_are_merged(detector: Detector, scenes: Path) -> None:
