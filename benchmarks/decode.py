@@ -13,6 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -57,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--forms", choices=FORMS, nargs="+", default=list(FORMS), help="[all]")
     flags.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the engine [float32]")
     flags.add_argument("--rounds", type=positive, default=3, help="of all forms in turn [3]")
+    flags.add_argument(
+        "--warm-up",
+        action="store_true",
+        help="answer all images once before measuring: a CPU's first products of each size are slow",
+    )
     flags.add_argument("--no-engine", action="store_true", help="only the first two tables")
     options = flags.parse_args(argv)
     threads = set_threads(options.threads)
@@ -207,13 +213,14 @@ def in_process(*arguments: Any) -> list[tuple[tuple[str, str], dict[str, Any]]]:
 
 
 def _all_of(options: Any, *arguments: Any) -> list[tuple[tuple[str, str], dict[str, Any]]]:
-    set_threads(options.threads)
+    # numba, which the n-gram proposer uses, sets the number of OpenMP threads of all later forward passes to its own.
+    os.environ["NUMBA_NUM_THREADS"] = str(set_threads(options.threads))
     return list(one_engine(options, *arguments))
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Figures of one form's runs, whose answers are the same."""
-    cpu_s, wall_s = (sorted(run[key] for run in runs)[len(runs) // 2] for key in ("cpu_s", "wall_s"))
+    cpu_s, wall_s = (statistics.median(run[key] for run in runs) for key in ("cpu_s", "wall_s"))
     boxes, tokens, steps = runs[0]["boxes"], runs[0]["tokens"], runs[0]["steps"]
     passes = runs[0]["verified"] or tokens
     return {
@@ -292,12 +299,13 @@ def one_engine(
                 counts.runner.drafter = ours if form == "skipped" else NgramDrafter(counts.runner.vllm_config)
             for group, path in groups.items():
                 requests = [encoder.encode(record) for record in read_jsonl(path)]
-                version += 1
-                with rollout_session(backend, version):  # empties the cache of prompts
-                    counts.reset()
-                    cpu, wall = time.process_time(), time.perf_counter()
-                    rollouts = backend.generate(requests, SeedContext(0, 0, 0, 0))
-                    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+                for _ in range(1 + options.warm_up):
+                    version += 1
+                    with rollout_session(backend, version):  # empties the cache of prompts
+                        counts.reset()
+                        cpu, wall = time.process_time(), time.perf_counter()
+                        rollouts = backend.generate(requests, SeedContext(0, 0, 0, 0))
+                        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
                 yield (
                     (form, group),
                     {"cpu_s": cpu, "wall_s": wall, **counts.found, **answers_of(rollouts, loaded.vocab)},
