@@ -299,17 +299,26 @@ def one_engine(
                 counts.runner.drafter = ours if form == "skipped" else NgramDrafter(counts.runner.vllm_config)
             for group, path in groups.items():
                 requests = [encoder.encode(record) for record in read_jsonl(path)]
-                for _ in range(1 + options.warm_up):
+                if options.warm_up:
                     version += 1
-                    with rollout_session(backend, version):  # empties the cache of prompts
-                        counts.reset()
-                        cpu, wall = time.process_time(), time.perf_counter()
-                        rollouts = backend.generate(requests, SeedContext(0, 0, 0, 0))
-                        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+                    timed_answers(backend, requests, version)
+                version += 1
+                counts.reset()
+                rollouts, cpu, wall = timed_answers(backend, requests, version)
                 yield (
                     (form, group),
                     {"cpu_s": cpu, "wall_s": wall, **counts.found, **answers_of(rollouts, loaded.vocab)},
                 )
+
+
+def timed_answers(backend: Any, requests: Sequence[Any], version: int) -> tuple[Sequence[Any], float, float]:
+    """Answers of weights of a new ``version``, CPU seconds and seconds."""
+    from coordexp.rollouts import SeedContext, rollout_session
+
+    with rollout_session(backend, version):  # empties the cache of prompts
+        cpu, wall = time.process_time(), time.perf_counter()
+        rollouts = backend.generate(requests, SeedContext(0, 0, 0, 0))
+        return rollouts, time.process_time() - cpu, time.perf_counter() - wall
 
 
 def answers_of(rollouts: Sequence[Any], vocab: Any) -> dict[str, Any]:
