@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +110,21 @@ def test_a_second_ctrl_c_ends_at_once(capfd: pytest.CaptureFixture) -> None:
         signal.raise_signal(signal.SIGINT)
     time.sleep(0.1)
     assert "the step under way" in capfd.readouterr().err
+
+
+def test_a_child_that_outlives_the_run_does_not_hold_up_its_end() -> None:
+    """Loader processes are forked while signals are read, and live as long as the trainer."""
+    with StopSignals(60.0, lambda: "Saved is this much"):
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+        ended = threading.Timer(20.0, os.kill, (child, signal.SIGKILL))
+        ended.start()
+    assert os.waitpid(child, os.WNOHANG) == (0, 0), "it ended only with its child"
+    ended.cancel()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -198,7 +198,8 @@ class RaggedCache:
             batch, heads, columns, dim = held[k].shape
             if (missing := self._visible_BL.shape[1] - columns) > 0:
                 held[k] = torch.cat([held[k], held[k].new_zeros(batch, heads, missing, dim)], dim=2)
-            held[k][rows_B1, :, self._columns_BT] = new_BHTD.transpose(1, 2)
+            # Under autocast keys leave the rotation in float32 and values in bfloat16; the prompt's decide.
+            held[k][rows_B1, :, self._columns_BT] = new_BHTD.transpose(1, 2).to(held[k].dtype)
         return held[0][:, :, : self._used], held[1][:, :, : self._used]
 
     def take(self, rows: Sequence[int]) -> None:

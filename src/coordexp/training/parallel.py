@@ -149,8 +149,11 @@ def prepare(
     which a DeepSpeed configuration may replace by its own."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if plugin is None:
+        sharded = getattr(accelerator.state, "fsdp_plugin", None) is not None
+        if not sharded:
+            model.to(accelerator.device)  # before the optimizer, whose master weights are copies on the same device
         model, prepared = accelerator.prepare(model, optimizer())
-        if getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        if sharded:
             register_fsdp_forward_method(model, "generate")  # it gathers weights as a forward does
         return model, prepared, scheduler(prepared)
     from accelerate.utils import DummyOptim, DummyScheduler  # it has them only where DeepSpeed is installed

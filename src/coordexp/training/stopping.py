@@ -61,6 +61,8 @@ class StopSignals:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         reads, writes = self._ends
+        # A close alone does not end the reading: a process forked in the meantime may still hold a copy of this end.
+        writes.shutdown(socket.SHUT_WR)
         writes.close()
         self._reader.join()  # it may still read a signal and set the timer
         reads.close()
@@ -113,6 +115,8 @@ def _leave_signals_to_the_parent() -> None:
     """In a forked child (one that loads data): Ctrl-C reaches it too, and must not end the current step."""
     if _open is not None:
         signal.set_wakeup_fd(-1)
+        for end in _open._ends:
+            end.close()  # the child's copies
         signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which a program started from here would inherit
         signal.signal(signal.SIGUSR1, lambda *_: None)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

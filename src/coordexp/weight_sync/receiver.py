@@ -176,7 +176,7 @@ class InPlaceTargets:
                 presumed.append((name, tensor, memory.fill_(_SENTINEL)))
         yield
         for name, tensor, memory in presumed:
-            if torch.equal(memory, as_bytes(tensor)):
+            if torch.equal(memory, as_bytes(tensor).to(memory.device)):  # offloaded weights are in main memory
                 self._proven[name] = tuple(tensor.shape), tensor.dtype
             elif bool((memory == _SENTINEL).all()):
                 raise RolloutError(
