@@ -142,6 +142,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "packing": (
         Metric("train/samples_total", "samples", COUNT, "samples read for these steps"),
         Metric("train/tokens_total", "tokens", COUNT, "tokens of the trained rows, including prompts"),
+        Metric("train/patches_total", "patches", COUNT, "image patches of the trained rows, which the vision tower computes"),
+        Metric("train/supervised_total", "positions", COUNT, "positions of the trained rows that the language head computes"),
         Metric("train/augment_left_out_total", "objects", COUNT, "objects whose visible part in a random view is below `data.augment.min_visible`; only with `data.augment`"),
         Metric("train/micro_steps", "rows", COUNT, "forward passes"),
         Metric("train/nonfinite_positions_total", "positions", COUNT, "supervised positions with NaN or infinity among the logits. They are replaced in the loss; if all are broken, training stops"),
@@ -155,6 +157,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("packing/underfilled_rows_total", "rows", COUNT, "rows filled less than `training.packing_min_fill_ratio`; absent while 0"),
     ),
     "time": (
+        Metric("time/data_wait_s", "seconds", SECONDS, "waiting for the step's samples: images that loader processes have not read and encoded yet"),
         Metric("time/weight_sync_s", "seconds", SECONDS, "updating the rollout engine's weights; includes the start of a colocated engine"),
         Metric("time/rollout_s", "seconds", SECONDS, "from the step's first request to its last answer"),
         Metric("time/rollout_wait_s", "seconds", SECONDS, "the part of `time/rollout_s` that the step waited for; less than all of it only with `rollout_matching.rollouts_ahead: 1`"),
@@ -165,6 +168,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("time/row_wait_s", "seconds", SECONDS, "the part of `time/learner_s` in which the main thread waited for a row to be built (mostly the first of a step)"),
         Metric("time/row_build_s", "seconds", SECONDS, "building rows; a second thread does it during the forward of the previous row"),
         Metric("time/forward_s", "seconds", SECONDS, "the forward part of `time/learner_s`, including the objective; on a GPU, the host's time"),
+        Metric("time/optimizer_s", "seconds", SECONDS, "clipping, optimizer and schedule; on a GPU, the host's time: what the GPU still has to do is part of the next step's `time/learner_s`"),
+    ),
+    "memory": (
+        Metric("memory/allocated_peak_gb", "GB", PEAK, "most memory of the GPU in tensors so far; only on GPUs. `coordexp config check` estimates it"),
+        Metric("memory/reserved_peak_gb", "GB", PEAK, "most memory that torch has taken from the GPU so far; what is above the tensors' is fragmentation"),
     ),
     "trainer": (
         Metric("grad_norm", "", Rule.TRAINER, "norm of the gradient before clipping"),

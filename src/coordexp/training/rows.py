@@ -119,6 +119,12 @@ def segment_of(sample: Sample, target: TrainingTarget) -> Segment:
     return Segment(sample.record.sample_id, request.prompt_token_ids, target, request.model_inputs)
 
 
+def num_patches(segment: Segment) -> int:
+    """Image patches that the vision tower computes for ``segment``; 0 without an image."""
+    grid = segment.model_inputs.get("image_grid_thw")
+    return 0 if grid is None else int(grid.prod(-1).sum())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBuilder:
     """Builds the tensors of rows. Create it before the model's first forward, because a wrapper may expose other

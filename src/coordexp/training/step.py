@@ -25,6 +25,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+
 from coordexp import distributed
 from coordexp.config.objective import Channel
 from coordexp.data.dataset import LEFT_OUT
@@ -36,7 +38,15 @@ from coordexp.targets import SampleOutcome, count_terms, is_closed
 from coordexp.training.answers import RolloutQueue, TargetOptions, decide_policy, rollout_metrics
 from coordexp.training.batches import ChannelSchedule, MicroBatches, StepBatches
 from coordexp.training.optimizer import needs_metric
-from coordexp.training.rows import DeviceMetrics, PrefetchedRows, RowBuilder, RowLayout, blank_row, segment_of
+from coordexp.training.rows import (
+    DeviceMetrics,
+    PrefetchedRows,
+    RowBuilder,
+    RowLayout,
+    blank_row,
+    num_patches,
+    segment_of,
+)
 from coordexp.training.state import RunState
 
 
@@ -113,6 +123,7 @@ def prepare_step(
     if any(count is not None for count in left_out):
         metrics["train/augment_left_out_total"] = sum(count or 0 for count in left_out)
     metrics["train/tokens_total"] = sum(row.length for row in rows)
+    metrics["train/patches_total"] = sum(num_patches(segment) for row in rows for segment in row.segments)
     metrics["packing/segments_total"] = sum(len(row.segments) for row in rows)
     return PreparedStep(rows, totals, outcomes)
 
@@ -147,8 +158,10 @@ class TrainStep:
         """Run step ``step`` (counted from 0) up to its gradient. A collective call."""
         where, task, run = f"step {step + 1}", self.task_of(step), self.run
         metrics: defaultdict[str, float] = defaultdict(float)
+        began = time.perf_counter()
         samples = batches.take()
         started = time.perf_counter()
+        metrics["time/data_wait_s"] = started - began
         prepared = self.prepared = prepare_step(task, samples, step, metrics, self.rollout_log)
         records = [sample.record for batch in samples for sample in batch]
         self.outcomes = list(zip(records, prepared.outcomes, strict=True)) if task.rollouts is not None else []
@@ -163,12 +176,13 @@ class TrainStep:
             self.notify("on_step_begin")
 
             # Forward and backward, row by row.
-            started, forward_s, on_device = time.perf_counter(), 0.0, DeviceMetrics()
+            started, forward_s, on_device, positions = time.perf_counter(), 0.0, DeviceMetrics(), 0
             run.model.train()
             # Sharded ranks communicate in every forward, so a rank that fails alone has already lost contact.
             with nullcontext(lambda: None) if run.shards else distributed.raise_on_all_ranks(where) as agree:
                 for number, row in enumerate(rows, start=1):
                     is_last = number == len(prepared.rows)
+                    positions += len(row.supervision.position_N)
                     row = row.to(run.accelerator.device)
                     run.accelerator.sync_gradients = is_last
                     with nullcontext() if is_last or run.shards else run.accelerator.no_sync(run.model):
@@ -187,6 +201,7 @@ class TrainStep:
         run.sums.add(
             {
                 "train/micro_steps": len(prepared.rows),
+                "train/supervised_total": positions,
                 "time/forward_s": forward_s,
                 "time/learner_s": time.perf_counter() - started,
                 "time/row_wait_s": rows.wait_s,
@@ -197,7 +212,7 @@ class TrainStep:
     def update(self) -> dict[str, Any]:
         """Clip, step the optimizer and the schedule, clear gradients. Returns: the gradient's norm before clipping, and
         the learning rate that was used."""
-        run = self.run
+        run, began = self.run, time.perf_counter()
         norm = run.accelerator.clip_grad_norm_(run.model.parameters(), self.max_grad_norm or float("inf"))
         self.notify("on_pre_optimizer_step")
         run.optimizer.step()
@@ -206,6 +221,7 @@ class TrainStep:
         if not (run.accelerator.optimizer_step_was_skipped or needs_metric(run.scheduler)):
             run.scheduler.step()
         run.optimizer.zero_grad()
+        run.sums.add({"time/optimizer_s": time.perf_counter() - began, **_peak_memory()})
         return {"grad_norm": norm, "learning_rate": rate}  # a tensor stays on its device until it is logged
 
     def _request_ahead(self, batches: StepBatches, step: int, metrics: MutableMapping[str, float]) -> None:
@@ -246,3 +262,13 @@ class TrainStep:
                     f"step {step + 1}: every supervised position has NaN or infinite logits; {TrainingDiverged.ADVICE}"
                 )
             self.run.sums.add(row.shares)
+
+
+def _peak_memory() -> dict[str, float]:
+    """Of this process's GPU since it started; {} without one. Reads counters of the host, so it waits for nothing."""
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "memory/allocated_peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "memory/reserved_peak_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }

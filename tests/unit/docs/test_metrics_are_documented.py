@@ -22,7 +22,7 @@ from support.config_samples import stage2
 from support.scored_answers import random_answers
 
 ROOT = Path(__file__).parents[3]
-A_METRIC = re.compile(r"(rollout|packing|time|train|coord_diag|stage2|safeguard)(/[a-z0-9_]+)+")
+A_METRIC = re.compile(r"(rollout|packing|time|memory|train|coord_diag|stage2|safeguard)(/[a-z0-9_]+)+")
 
 
 def written_in_the_code() -> set[str]:

@@ -38,6 +38,7 @@ STEP_METRICS = {
     "rollout/excluded_ambiguous_total", "rollout/prefix_coord_targets_total", "rollout/gen_new_tokens_mean",
     "rollout/gen_new_tokens_p99", "rollout/decode_greedy",
     "packing/post_rollout_fill", "packing/selected_tokens_total", "packing/segments_total", "packing/buffer_segments",
+    "time/data_wait_s", "time/optimizer_s", "train/patches_total", "train/supervised_total",
     "time/weight_sync_s", "time/rollout_wait_s", "time/target_build_s", "time/learner_s", "time/forward_s",
     "train/samples_total", "train/tokens_total", "train/micro_steps", "train/nonfinite_positions_total",
 }  # fmt: skip
@@ -57,6 +58,8 @@ def test_every_step_of_stage_2_logs_the_contracts_metrics(tmp_path: Path) -> Non
     for line in step_lines(trainer):
         assert line.keys() >= STEP_METRICS, STEP_METRICS - line.keys()
         assert line["rollout/samples_total"] == line["train/samples_total"] == 2
+        assert line["train/patches_total"] == 2 * 256  # of 128 x 128 pixels in patches of 8 x 8
+        assert 0 < line["train/supervised_total"] < line["train/tokens_total"]
         assert line["rollout/matched_total"] + line["rollout/fn_appended_total"] == line["rollout/gt_objects_total"]
         assert line["loss"] == pytest.approx(sum(v for k, v in line.items() if k.startswith("loss/")), rel=1e-5)
         assert not [name for name in line if "iou" in name.lower() and not name.startswith("loss/")]
