@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordexp.data.images import HEIF_SUFFIXES, IMAGE_SUFFIXES, open_rgb, read_header, shape_problem
+from coordexp.data.images import FRAMES_CURE, HEIF_SUFFIXES, IMAGE_SUFFIXES, open_rgb, read_header, shape_problem
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import DataError
 from coordexp.records import ImageRecord
@@ -17,12 +17,11 @@ _GLOB = re.compile(r"[*?\[]")
 _PRINTF = re.compile(r"%0?\d*d")  # frame_%05d.png, as video tools name frames
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _WORKERS = 4
-_FRAMES = "ffmpeg -i FILE frame_%05d.png"
 # Files in a folder of images that are counted, named and skipped, and why.
 _UNREAD = {
     **dict.fromkeys(
         (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv"),
-        f"a video; extract its frames: {_FRAMES}",
+        f"a video; extract its frames: {FRAMES_CURE}",
     ),
     **dict.fromkeys(
         (".svg", ".psd", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".jxl", ".jp2", ".exr"),
@@ -102,8 +101,6 @@ def _size(path: Path) -> tuple[int, int]:
     if (reason := _UNREAD.get(path.suffix.lower())) is not None:
         raise DataError(reason, path=path)
     header = read_header(path)
-    if header.format == "GIF" and header.frames > 1:
-        raise DataError(f"a GIF of {header.frames} frames; extract those that you need: {_FRAMES}", path=path)
     if (problem := shape_problem(*header.size)) is not None:
         raise DataError(problem, path=path)
     return header.size

@@ -1,5 +1,8 @@
-"""Image files: header checks that decode nothing, opening as upright 8-bit RGB, the size to which the Qwen vision
-processors bring an image, and images inside tar files.
+"""How a picture becomes pixels: the only place that calls Pillow's decoders. Header checks that decode nothing, opening
+as upright 8-bit RGB, the size to which the Qwen vision processors bring an image, and images inside tar files.
+
+Files, bytes, PIL images and arrays get the same treatment (:func:`open_rgb`, :func:`rgb_of`): one list of formats,
+upright by EXIF, white behind transparent pixels, nothing of 16 or 32 bits, one picture a file.
 
 A path through a tar file (WebDataset's shards) names an image in it: ``set-00003.tar/00030017.jpg``. A shard is read at
 random without unpacking it. The offsets of its members are found once and cached. Compressed tar files have none, and
@@ -90,6 +93,32 @@ JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".bmp", ".webp", ".tif", ".tiff")
 """Lower-case suffixes of the images that a search of a folder finds."""
 HEIF_SUFFIXES = (".heic", ".heif", ".hif")  # of telephones; another package reads them
+# Formats of Pillow that are read. Others are refused by name: Pillow would start a program for EPS, and its readers of
+# rare formats take files for images that are none.
+FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "DIB", "GIF", "AVIF", "PPM")  # a JPEG may turn out to be an MPO
+for _plugin in ("Jpeg", "Png", "WebP", "Tiff", "Bmp", "Gif", "Avif", "Ppm"):  # else the first image imports all others
+    importlib.import_module(f"PIL.{_plugin}ImagePlugin")
+_HEIF = "HEIF"
+_HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
+# What a file is that no reader takes, by its first bytes.
+_OTHER_CONTENTS = (
+    (b"%!PS", "a PostScript file; convert it to PNG or JPEG"),
+    (b"\xc5\xd0\xd3\xc6", "a PostScript file; convert it to PNG or JPEG"),
+    (b"%PDF", "a PDF; convert its pages to PNG or JPEG"),
+    (b"8BPS", "a Photoshop file; convert it to PNG or JPEG"),
+    (b"\x00\x00\x00\x0cjP  ", "a JPEG 2000 file; convert it to PNG or JPEG"),
+    (b"\xff\x4f\xff\x51", "a JPEG 2000 file; convert it to PNG or JPEG"),
+    (b"\x00\x00\x00\x0cJXL ", "a JPEG XL file; convert it to PNG or JPEG"),
+    (b"\x00\x00\x01\x00", "an icon; convert it to PNG or JPEG"),
+    (b"DDS ", "a texture (DDS); convert it to PNG or JPEG"),
+    (b"SIMPLE  =", "a FITS file; convert it to PNG or JPEG"),
+    (b"version https://git-lfs", "a pointer of Git LFS without the image; run git lfs pull"),
+    (b"<!doctype html", "a web page, which a failed download leaves; download the image again"),
+    (b"<html", "a web page, which a failed download leaves; download the image again"),
+    (b"<svg", "an SVG drawing; convert it to PNG or JPEG"),
+    (b"<?xml", "an XML file; if it is an SVG drawing, convert it to PNG or JPEG"),
+)
+_HEAD = 64  # bytes that tell the content
 _SHOWN_OF_PATH = 200
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT_BY_ORIENTATION = {
@@ -110,7 +139,7 @@ _PILLOW_ERRORS = (OSError, SyntaxError, ValueError, EOFError, Image.Decompressio
 class ImageHeader:
     """The header of an image file. Sizes are ``(width, height)`` in pixels: ``size`` as seen upright,
     ``stored_size`` before the EXIF orientation (1..8, 1 = upright as stored) is applied; ``opaque``: no pixel can be
-    transparent; ``frames``: more than 1 in an animation."""
+    transparent."""
 
     size: tuple[int, int]
     stored_size: tuple[int, int]
@@ -118,7 +147,6 @@ class ImageHeader:
     format: str
     mode: str
     opaque: bool
-    frames: int = 1
 
 
 def read_header(path: Path) -> ImageHeader:
@@ -144,7 +172,8 @@ def open_rgb(
         apply_orientation: False keeps the pixels as stored (annotations made by a tool that ignores EXIF).
 
     Raises:
-        DataError: missing, truncated, no image, not 8-bit, or of another size than ``expected_size``.
+        DataError: missing, truncated, no image, a format that is not read, an animation or several pages, not 8-bit, or
+            of another size than ``expected_size``.
     """
     with _open(path, data) as image:
         header = _header(image, path)
@@ -155,23 +184,56 @@ def open_rgb(
             )
         if expected_size is not None and size != expected_size:
             raise DataError(size_problem(expected_size, size), path=path)
-        try:
-            if header.opaque:
-                rgb = image.convert("RGB")
-            else:
-                layered = image.convert("RGBA")
-                white = Image.new("RGBA", layered.size, (255, 255, 255, 255))
-                rgb = Image.alpha_composite(white, layered).convert("RGB")
-        except _PILLOW_ERRORS as error:
-            raise DataError(f"cannot decode the image ({error}); replace the file", path=path) from error
-        # Pillow's operations keep EXIF and XMP, by which vLLM would turn these pixels again.
-        for key in ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"):
-            rgb.info.pop(key, None)
-        orientation, is_turned = header.orientation, image.format == "TIFF"  # which Pillow turns while decoding
-        if is_turned:  # to be undone: 6 and 8 undo each other, the others themselves
-            orientation = {6: 8, 8: 6}.get(orientation, orientation)
-        turn = None if is_turned == apply_orientation else _UPRIGHT_BY_ORIENTATION.get(orientation)
-        return rgb if turn is None else rgb.transpose(turn)
+        return _to_rgb(image, header, path, apply_orientation)
+
+
+def rgb_of(image: Image.Image | np.ndarray, name: str) -> Image.Image:
+    """A PIL image or an array as :func:`open_rgb` opens the same picture in a file. ``name`` is for errors.
+
+    Raises DataError as :func:`open_rgb`, and for an array that is not uint8 of (height, width), (height, width, 3) or
+    (height, width, 4)."""
+    if not isinstance(image, Image.Image):
+        if (problem := array_problem(image)) is not None:
+            raise DataError(f"{name}: {problem}")
+        image = Image.fromarray(image)
+    path = Path(name)
+    try:  # a frame that was chosen by seek() or copy() is one picture; an animation as it was opened is not
+        whole = image.tell() == 0 and getattr(image, "n_frames", 1) > 1
+    except _PILLOW_ERRORS:  # its file was closed, so that this frame is all there is
+        whole = False
+    return _to_rgb(image, _header(image, path, whole), path, apply_orientation=True)
+
+
+def array_problem(array: np.ndarray) -> str | None:
+    """Why an array is no picture; None if it is one."""
+    if array.dtype == "uint8" and (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))) and array.size:
+        return None
+    return f"an array of shape {array.shape} and type {array.dtype}; expected uint8 of (height, width, 3), RGB"
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """``(width, height)`` of a PIL image as :func:`rgb_of` shows it. Decodes nothing."""
+    return _header(image, Path("the image"), whole=False).size
+
+
+def _to_rgb(image: Image.Image, header: ImageHeader, path: Path, apply_orientation: bool) -> Image.Image:
+    try:
+        if header.opaque:
+            rgb = image.convert("RGB")
+        else:
+            layered = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+            white = Image.new("RGBA", layered.size, (255, 255, 255, 255))
+            rgb = Image.alpha_composite(white, layered).convert("RGB")
+    except _PILLOW_ERRORS as error:
+        raise DataError(f"cannot decode the image ({error}); replace the file", path=path) from error
+    # Pillow's operations keep EXIF and XMP, by which vLLM would turn these pixels again.
+    for key in ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"):
+        rgb.info.pop(key, None)
+    orientation, is_turned = header.orientation, image.format == "TIFF"  # which Pillow turns while decoding
+    if is_turned:  # to be undone: 6 and 8 undo each other, the others themselves
+        orientation = {6: 8, 8: 6}.get(orientation, orientation)
+    turn = None if is_turned == apply_orientation else _UPRIGHT_BY_ORIENTATION.get(orientation)
+    return rgb if turn is None else rgb.transpose(turn)
 
 
 def size_problem(declared: tuple[int, int], real: tuple[int, int]) -> str:
@@ -195,46 +257,95 @@ def image_exists(path: Path) -> bool:
 def _open(path: Path, data: bytes | None = None) -> Image.Image:
     if data is None and not image_exists(path):
         raise DataError("image not found; check the path (relative paths start at the JSONL's folder)", path=path)
-    if path.suffix.lower() in HEIF_SUFFIXES:
-        try:
-            importlib.import_module("pillow_heif").register_heif_opener()
-        except ModuleNotFoundError as error:
-            raise DataError(
-                "is a HEIC image; pip install 'coordexp[heif]' to read it, or convert it to JPEG", path=path
-            ) from error
+    fix = "replace the file" if data is None else "send the file's own bytes"
     try:
-        if data is not None:
-            return Image.open(io.BytesIO(data))
-        member = find_member(path)
-        return Image.open(path) if member is None else Image.open(io.BufferedReader(MemberFile(member)))
+        try:
+            return Image.open(_content(path, data), formats=FORMATS)
+        except UnidentifiedImageError:
+            head = _head(path, data)
+            if not (path.suffix.lower() in HEIF_SUFFIXES or (head[4:8] == b"ftyp" and head[8:12] in _HEIF_BRANDS)):
+                raise
+            importlib.import_module("pillow_heif").register_heif_opener()
+            return Image.open(_content(path, data), formats=[_HEIF])
+    except ModuleNotFoundError as error:
+        raise DataError(
+            "is a HEIC image; pip install 'coordexp[heif]' to read it, or convert it to JPEG", path=path
+        ) from error
+    except UnidentifiedImageError as error:
+        head = _head(path, data).lstrip().lower()
+        if (other := next((what for mark, what in _OTHER_CONTENTS if head.startswith(mark.lower())), None)) is not None:
+            raise DataError(f"is {other}", path=path) from error
+        # Pillow's own message names the file object in memory.
+        raise DataError(f"not a readable image (cannot identify image file {str(path)!r}); {fix}", path=path) from error
     except _PILLOW_ERRORS as error:
-        unknown = isinstance(error, UnidentifiedImageError)  # whose message names the file object in memory
-        reason = f"cannot identify image file {str(path)!r}" if unknown else str(error)
-        fix = "replace the file" if data is None else "send the file's own bytes"
-        raise DataError(f"not a readable image ({reason}); {fix}", path=path) from error
+        raise DataError(f"not a readable image ({error}); {fix}", path=path) from error
 
 
-def _header(image: Image.Image, path: Path) -> ImageHeader:
+def _content(path: Path, data: bytes | None) -> Path | io.BytesIO | io.BufferedReader:
+    if data is not None:
+        return io.BytesIO(data)
+    member = find_member(path)
+    return path if member is None else io.BufferedReader(MemberFile(member))
+
+
+def _head(path: Path, data: bytes | None) -> bytes:
+    content = _content(path, data)
+    with content.open("rb") if isinstance(content, Path) else content as file:
+        return file.read(_HEAD)
+
+
+def _header(image: Image.Image, path: Path, whole: bool = True) -> ImageHeader:
+    # `whole`: the picture must be all that its file holds.
     if image.mode.startswith(("I", "F")):
         raise DataError(
             f"pixel type {image.mode!r} is not 8-bit; scale it to 8 bits per channel first, plain conversion clips",
             path=path,
         )
     orientation = 1
-    if image.format != "PNG" or "exif" in image.info:  # otherwise getexif() would decode a PNG to look for a late chunk
-        try:
+    try:
+        # Otherwise getexif() would decode a PNG to look for a late chunk.
+        if image.format != "PNG" or "exif" in image.info:
             orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
-        except _PILLOW_ERRORS as error:
-            raise DataError(f"unreadable EXIF data ({error}); save the image again without it", path=path) from error
-        orientation = orientation if orientation in _UPRIGHT_BY_ORIENTATION else 1
+    except _PILLOW_ERRORS as error:
+        raise DataError(f"unreadable EXIF data ({error}); save the image again without it", path=path) from error
+    orientation = orientation if orientation in _UPRIGHT_BY_ORIENTATION else 1
     size = stored_size = image.size
     if orientation >= 5:
         turned = (image.height, image.width)
         # Pillow swaps the sides of a TIFF itself.
         size, stored_size = (size, turned) if image.format == "TIFF" else (turned, size)
-    opaque = image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info
-    frames = getattr(image, "n_frames", 1) if image.format == "GIF" else 1  # others would have to be read for it
-    return ImageHeader(size, stored_size, orientation, image.format or "", image.mode, opaque, frames)
+    opaque = image.mode not in ("RGBA", "LA", "PA", "RGBa", "La") and "transparency" not in image.info
+    if whole and (several := _pictures(image, path)) > 1:
+        many = "pages" if image.format == "TIFF" else "frames"
+        raise DataError(
+            f"a {image.format} of {several} {many}; extract those that you need: {FRAMES_CURE} (in Python: "
+            "image.seek(k), then image.copy())",
+            path=path,
+        )
+    return ImageHeader(size, stored_size, orientation, image.format or "", image.mode, opaque)
+
+
+FRAMES_CURE = "ffmpeg -i FILE frame_%05d.png"
+_REDUCED, _MASK, _SUBFILE_TYPE = 1, 4, 254  # of a TIFF's page: a smaller copy, or a mask, of another
+
+
+def _pictures(image: Image.Image, path: Path) -> int:
+    # Further pictures of an MPO, and of HEIF, are previews, depths or the other eye's.
+    if image.format not in ("GIF", "PNG", "WEBP", "AVIF", "TIFF"):
+        return 1
+    try:
+        count = getattr(image, "n_frames", 1)
+        if image.format != "TIFF" or count == 1:
+            return count
+        pages = 0
+        for page in range(count):
+            image.seek(page)
+            kind = image.tag_v2.get(_SUBFILE_TYPE, 0)  # pyright: ignore[reportAttributeAccessIssue]
+            pages += not kind & (_REDUCED | _MASK)
+        image.seek(0)
+        return max(pages, 1)
+    except _PILLOW_ERRORS as error:
+        raise DataError(f"not a readable image ({error}); replace the file", path=path) from error
 
 
 SHARD_SUFFIX = ".tar"

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from PIL import Image, ImageDraw, ImageFont
 
 from coordexp.coords import CoordVocab, serialize_objects
-from coordexp.data.images import IMAGE_SUFFIXES, JPEG_SUFFIXES, open_rgb
+from coordexp.data.images import IMAGE_SUFFIXES, JPEG_SUFFIXES, open_rgb, rgb_of
 from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.evaluation.detection import ignored_predictions, match_answer, match_by_desc
 from coordexp.geometry import pixel_ring
@@ -39,7 +39,8 @@ def draw_detections(image: Image.Image, detections: Sequence[Detection]) -> Imag
     """A copy of ``image`` with an outline, a name and a confidence for each object; one colour per name. Small images
     are enlarged by a whole factor, so that names cover little of them."""
     factor = max(1, _READABLE // max(image.size))
-    drawn = image.convert("RGB").resize((image.width * factor, image.height * factor), Image.Resampling.BICUBIC)
+    shown = rgb_of(image, "the image")
+    drawn = shown.resize((shown.width * factor, shown.height * factor), Image.Resampling.BICUBIC)
     draw = ImageDraw.Draw(drawn)
     side = max(drawn.size)
     width, font = max(2, round(side / 250)), ImageFont.load_default(max(11, side / 45))

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from coordexp.data.dataset import Sample
 from coordexp.data.image_sources import as_path, find_images
-from coordexp.data.images import open_rgb, shape_problem
+from coordexp.data.images import array_problem, open_rgb, rgb_of, shape_problem
 from coordexp.engine import check_backend
 from coordexp.errors import ConfigError, DataError, DetectorClosed
 from coordexp.evaluation.answers import ImageAnswer, answer_samples, samples_of_batch
@@ -39,7 +39,8 @@ from coordexp.records import ImageRecord
 from coordexp.rollouts import DatasetSeeds
 
 ImageLike = str | Path | Image.Image | np.ndarray | bytes
-"""A file, a PIL image, an array (height, width, 3) or (height, width) of uint8 in RGB, or an image file's bytes."""
+"""A file, a PIL image, an array (height, width, 3 or 4) or (height, width) of uint8 in RGB or RGBA, or an image file's
+bytes. All are shown to the model in the same way (:mod:`coordexp.data.images`)."""
 
 
 class Detector:
@@ -256,13 +257,8 @@ def collect(
             as_path(image)
         elif not is_image(image):
             raise wrong_type(f"image {number}", image)
-        elif isinstance(image, np.ndarray) and not (
-            image.dtype == np.uint8 and (image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (3, 4)))
-        ):
-            raise DataError(
-                f"image {number}: an array of shape {image.shape} and type {image.dtype}; expected uint8 of (height, "
-                "width, 3), RGB"
-            )
+        elif isinstance(image, np.ndarray) and (problem := array_problem(image)) is not None:
+            raise DataError(f"image {number}: {problem}")
     given: dict[str, Image.Image] = {}
     records: dict[str, ImageRecord] = {}
     errors: dict[str, str] = {}
@@ -273,17 +269,12 @@ def collect(
                 (record,) = find_images([Path(image)]).records
                 records[name] = replace(record, sample_id=name)
                 continue
-            if isinstance(image, bytes):
-                pixels = open_rgb(Path(name), data=image)
-            elif isinstance(image, np.ndarray):
-                pixels = Image.fromarray(image).convert("RGB")
-            else:
-                pixels = (ImageOps.exif_transpose(image) or image).convert("RGB")
+            pixels = open_rgb(Path(name), data=image) if isinstance(image, bytes) else rgb_of(image, name)
             if (problem := shape_problem(*pixels.size)) is not None:
                 raise DataError(f"{name}: {problem}")
-        except (DataError, OSError) as error:
+        except DataError as error:
             if raises:
-                raise error if isinstance(error, DataError) else DataError(f"{name}: {error}") from error
+                raise
             errors[name] = str(error)
             continue
         given[name] = pixels

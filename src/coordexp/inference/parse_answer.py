@@ -14,6 +14,7 @@ from PIL import Image
 from coordexp.checkpoints.folder import Checkpoint
 from coordexp.coords import COORD_TOKENS, TURN_END, CoordVocab
 from coordexp.data.class_list import read_class_list
+from coordexp.data.images import upright_size
 from coordexp.data.preparation import read_preparation
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import make_answer
@@ -47,7 +48,7 @@ def parse_answer(
         DataError: text whose coordinates are missing, because the server left out special tokens.
         ConfigError: token ids without ``checkpoint``.
     """
-    width, height = image.size if isinstance(image, Image.Image) else image
+    width, height = upright_size(image) if isinstance(image, Image.Image) else image
     if isinstance(answer, str):
         vocab, token_ids = text_vocab(), text_vocab().encode(answer)
     elif checkpoint is None:
