@@ -20,6 +20,7 @@ from coordexp.checkpoints.folder import BASE_KEY, CONFIG, COORD_IDS, OFFSETS, WE
 from coordexp.config.schema import TunerConfig
 from coordexp.data.files import give_ordinary_mode
 from coordexp.errors import CheckpointError, ConfigError
+from coordexp.modeling.patches import PatchProjection
 from coordexp.modeling.weights import (
     ADAPTER,
     PEFT_PREFIX,
@@ -205,6 +206,11 @@ def _targets(model: Any, names: Sequence[str], frozen: set[str]) -> list[str]:
     targets = _matching(model, names, "tuner.target_modules", frozen)
     for name in targets:
         module = model.get_submodule(name)
+        if isinstance(module, PatchProjection):
+            raise ConfigError(
+                f"tuner.target_modules: {name} multiplies whole patches by a weight of five axes: an adapter of it "
+                "could neither be merged nor pushed to engines. Name it in tuner.modules_to_save, which trains it whole"
+            )
         if type(module) is not torch.nn.Linear:
             raise ConfigError(
                 f"tuner.target_modules: {name} is a {type(module).__name__}; only linear layers can get adapters. Name "

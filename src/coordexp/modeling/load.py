@@ -27,6 +27,7 @@ from coordexp.data.preparation import NO_RESIZE, ImagePreparation, read_preparat
 from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.adapter import merge_adapter
 from coordexp.modeling.attention import transformers_names
+from coordexp.modeling.patches import project_by_product
 
 DTYPE: str = default_of(ModelConfig, "dtype")
 ATTENTION: str = default_of(ModelConfig, "attn_implementation")
@@ -43,6 +44,7 @@ class Qwen3VLForConditionalGeneration(transformers.Qwen3VLForConditionalGenerati
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        project_by_product(self)
         self.lm_head.register_forward_pre_hook(_with_plain_strides)
 
     @wraps(transformers.Qwen3VLForConditionalGeneration.forward)  # generate() reads the signature
