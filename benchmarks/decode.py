@@ -286,9 +286,8 @@ def one_engine(
     scenes = next(iter(groups.values()))
     drafts, tokens = "skipped" in forms or "n-gram" in forms, 1 if forms == ["prompts"] else 1600
     with started(options.model, folder, scenes, batch, drafts, options.dtype, tokens) as (backend, loaded):
-        resolved = options.model / "resolved_config.yaml"
-        prompt = yaml.safe_load(resolved.read_text())["template"].get("prompt") if resolved.is_file() else PROMPT
-        encoder = PromptEncoder(loaded.processor, prompt, None)
+        training = loaded.card.training
+        encoder = PromptEncoder(loaded.processor, PROMPT if training is None else training.prompt, None)
         version = 0
         with rollout_session(backend, version):
             backend.generate([encoder.encode(next(iter(read_jsonl(scenes))))], SeedContext(0, 0, 0, 0))

@@ -18,7 +18,6 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import yaml
 from reporting import machine, parser, positive, positive_list, print_machine, set_threads, write_json
 from rich.console import Console
 from rich.table import Table
@@ -71,9 +70,8 @@ def questions(options: Any) -> tuple[Any, list[Any]]:
 
     loaded = load_model(options.model, options.dtype)
     loaded.model.eval()
-    config = options.model / "resolved_config.yaml"
-    prompt = yaml.safe_load(config.read_text())["template"].get("prompt") if config.is_file() else None
-    encoder = PromptEncoder(loaded.processor, prompt, None)
+    training = loaded.card.training
+    encoder = PromptEncoder(loaded.processor, None if training is None else training.prompt, None)
     with tempfile.TemporaryDirectory() as folder:
         records = read_jsonl(write_scenes(Path(folder), options.images, SPECS[options.scenes], seed=7))
         return loaded, [encoder.encode(record) for record in records]

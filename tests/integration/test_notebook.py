@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from coordexp.checkpoints.card import read_card
+
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 MAX_BYTES = 500_000
 
@@ -58,5 +60,5 @@ def test_the_cells_run_and_improve_the_checkpoint(cells: list[dict[str, Any]], t
     assert before < 0.1 and after > 0.5
     with Image.open(tmp_path / "drawn.png") as drawn:
         assert drawn.size == (384, 288), "the pixels of the image as given, though the model saw a smaller copy"
-    rule = json.loads((tmp_path / "outputs" / "stage1" / "image_preparation.json").read_text())
-    assert rule["resize"]["max_pixels"] == 128 * 128
+    rule = read_card(tmp_path / "outputs" / "stage1").preparation.resize
+    assert rule is not None and rule.max_pixels == 128 * 128

@@ -16,7 +16,6 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from coordexp.config.schema import AnswerConfig, RunConfig
-from coordexp.config.source import read_document
 from coordexp.coords import CoordVocab
 from coordexp.errors import CheckpointError, ConfigError, VocabError
 
@@ -132,14 +131,6 @@ def read_object(folder: Path, name: str, what: str) -> dict[str, Any]:
             f"{folder}: its {what} cannot be read ({error}); restore the checkpoint's files"
         ) from error
     return content
-
-
-def settings_of_run(checkpoint: Path) -> Mapping[str, Any]:
-    """The configuration of the run that wrote ``checkpoint``, from its folder or the one above; empty without one."""
-    for place in (checkpoint, checkpoint.absolute().parent):
-        if (place / RESOLVED_CONFIG).is_file():
-            return read_document(place / RESOLVED_CONFIG).data
-    return {}
 
 
 Part = Literal["vit", "aligner", "llm", "coord"]

@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from coordexp.checkpoints.folder import base_of, is_adapter_folder, read_object, settings_of_run
+from coordexp.checkpoints.folder import RESOLVED_CONFIG, base_of, is_adapter_folder, read_object
 from coordexp.config import RunConfig
 from coordexp.config.resume import FIXED, Change, changes
+from coordexp.config.source import read_document
 from coordexp.errors import CheckpointError, ConfigError, RunFinished
 
 MANIFEST = "run_manifest.json"
@@ -139,7 +140,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_changes(config: RunConfig, source: Path) -> tuple[Change, ...]:
-    earlier = settings_of_run(source)
+    earlier = _settings_of_run(source)
     if not earlier:
         return ()
     manifest = read_manifest(source)
@@ -167,6 +168,14 @@ def _check_changes(config: RunConfig, source: Path) -> tuple[Change, ...]:
         "To continue that run, restore these values. To start again, name another training.output_dir, without "
         f"training.resume_from_checkpoint. {further}"
     )
+
+
+def _settings_of_run(folder: Path) -> Mapping[str, Any]:
+    # The configuration of the run that wrote `folder`, there or one folder above; empty without one.
+    for place in (folder, folder.absolute().parent):
+        if (place / RESOLVED_CONFIG).is_file():
+            return read_document(place / RESOLVED_CONFIG).data
+    return {}
 
 
 def _by_content(found: Iterable[Change], config: RunConfig, manifest: Mapping[str, Any]) -> Iterator[Change]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coordexp import distributed
-from coordexp.checkpoints.folder import settings_of_run
+from coordexp.checkpoints.card import read_card
 from coordexp.config import RunConfig
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.errors import ConfigError
@@ -26,8 +26,8 @@ def with_own_template(config: RunConfig, checkpoint: str | Path | None = None) -
         ConfigError: ``config`` names others, with which the checkpoint would answer badly.
     """
     checkpoint = Path(checkpoint or config.model.model)
-    run = {} if config.template.allow_prompt_change else settings_of_run(checkpoint)
-    if not run:
+    trained = None if config.template.allow_prompt_change else read_card(checkpoint).training
+    if trained is None:
         return config
     custom, template = config.custom, config.template
     given_order = custom.object_field_order if "object_field_order" in custom.model_fields_set else None
@@ -39,16 +39,13 @@ def with_own_template(config: RunConfig, checkpoint: str | Path | None = None) -
         ("custom.object_field_order", given_order),
     ):
         section, _, name = key.partition(".")
-        if name not in (run.get(section) or {}):
-            continue  # an older version's run
-        own = run[section][name]
-        built_in = _BUILT_IN.get(key)
+        own = getattr(trained, name)
         if given is None:
             taken[key] = own
-            if own not in (None, built_in) and own != getattr(getattr(config, section), name):
+            if own not in (None, _BUILT_IN.get(key)) and own != getattr(getattr(config, section), name):
                 _note(key, own, checkpoint)
-        elif given != (built_in if own is None else own):
-            problems.append(f"{key}: {given!r}, but {checkpoint} was trained with {own or built_in!r}")
+        elif given != own:
+            problems.append(f"{key}: {given!r}, but {checkpoint} was trained with {own!r}")
     if problems:
         raise ConfigError(
             "\n".join(problems)

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import yaml
 
+from coordexp.checkpoints.card import Training, read_card
 from coordexp.checkpoints.describe import weight_shapes
-from coordexp.checkpoints.folder import Checkpoint, read_object, settings_of_run
+from coordexp.checkpoints.folder import Checkpoint, read_object
 from coordexp.checkpoints.memory import ASLEEP, MemoryEstimate, estimate_memory
 from coordexp.config import parse_config
 from coordexp.config.schema import DEFAULT_PROMPT
@@ -28,12 +29,7 @@ from coordexp.errors import CheckpointError, ConfigError, DataError
 Stage = Literal[1, 2]
 _TEMPLATES: Mapping[Stage, str] = {1: "configs/stage1/sft.yaml", 2: "configs/stage2_rollout_aligned/base.yaml"}
 _RECIPE = "configs/stage2_rollout_aligned/parts/rewritten_target.yaml"  # replaces base.yaml's keys of the same names
-_KEPT = [
-    ("template", "system"),
-    ("template", "prompt"),
-    ("custom", "object_field_order"),
-    ("custom", "object_ordering"),
-]
+_KEPT = ("template.system", "template.prompt", "custom.object_field_order", "custom.object_ordering")
 _SCHEMA = "configs/coordexp.schema.json"
 _CHAT_TOKENS = 32  # of the chat template around prompt and answer, generously
 _COUNTED = 1000  # samples whose tokens are counted: those with the longest texts
@@ -138,8 +134,8 @@ def first_configuration(at_hand: DataAtHand, model: Path, stage: Stage, output: 
     Adapters are trained, instead of all weights, if the checkpoint is a LoRA run's or full training would not fit; then
     rows are halved until they fit. Stage 2 gets a colocated engine if vLLM is installed and fits.
     """
-    run = settings_of_run(model)  # of the run that wrote the checkpoint, if one did
-    adapters = (run.get("tuner") or {}).get("train_type") == "lora"
+    run = read_card(model).training
+    adapters = run is not None and run.train_type == "lora"
     text = _configuration(at_hand, model, stage, output, gpu_bytes is None, run, adapters)
     if gpu_bytes is None:
         return text
@@ -198,7 +194,7 @@ def _longest_new(at_hand: DataAtHand, row: int) -> int:
 
 
 def _configuration(
-    at_hand: DataAtHand, model: Path, stage: Stage, output: Path, cpu: bool, run: Mapping[str, Any], adapters: bool
+    at_hand: DataAtHand, model: Path, stage: Stage, output: Path, cpu: bool, run: Training | None, adapters: bool
 ) -> str:
     text = asset(_TEMPLATES[stage]).read_text(encoding="utf-8")
     text = text[text.index("model:\n") :]
@@ -256,9 +252,8 @@ def _configuration(
         rate = values.get("training.learning_rate") or yaml.safe_load(text)["training"]["learning_rate"]
         values |= {"training.learning_rate": rate * _ADAPTER_RATE, "model.dtype": "float32" if cpu else "bfloat16"}
         values |= {"training.vit_lr": None, "training.master_weights": None} if stage == 1 else {}
-    for section, key in _KEPT:
-        if key in (run.get(section) or {}):
-            values[f"{section}.{key}"] = run[section][key]
+    if run is not None:
+        values |= {path: getattr(run, path.rpartition(".")[2]) for path in _KEPT}
     for path, value in values.items():
         text = set_value(text, path, value, notes.get(path))
     if cpu:

@@ -58,11 +58,11 @@ def export_command(
 
     typer.echo(f"wrote {export_checkpoint(checkpoint, out, dtype, for_openai=target is not None)}")
     if target is not None:
-        from coordexp.checkpoints.folder import settings_of_run
+        from coordexp.checkpoints.card import read_card
         from coordexp.config.schema import DEFAULT_PROMPT
 
-        prompt = (settings_of_run(checkpoint).get("template") or {}).get("prompt") or DEFAULT_PROMPT
-        typer.echo(f"the text of a request, after its image: {prompt}")
+        training = read_card(checkpoint).training
+        typer.echo(f"the text of a request, after its image: {DEFAULT_PROMPT if training is None else training.prompt}")
 
 
 @model_app.add("merge", "coordexp model merge outputs/stage1_lora checkpoints/stage1")

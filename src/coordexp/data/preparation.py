@@ -1,27 +1,24 @@
 """How a model's training images were resized and how its bins relate to pixels, so that inference does the same.
 
 The converters write both rules into each line of a dataset (``metadata.prepared`` and ``metadata.bin_rule``), training
-writes them into the checkpoint (:data:`PREPARATION`), and inference applies them. Coordinates are thousandths of a
+writes them into the checkpoint's card, and inference applies them. Coordinates are thousandths of a
 side, so a prediction is valid for the original and for the resized copy.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any
 
 from PIL import Image
 
 from coordexp.data.dataset_cache import PREPARED
 from coordexp.data.images import ResizeRule
 from coordexp.data.joined import distinct_preparations, pixel_areas
-from coordexp.errors import CheckpointError, DataError
-from coordexp.records import BIN_RULE, BinRule, ImageRecord
+from coordexp.errors import DataError
+from coordexp.records import BinRule, ImageRecord
 
-PREPARATION = "image_preparation.json"
 _TELLING = 2.0  # twice or half the area is still close to training
 
 
@@ -70,32 +67,6 @@ def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
             ) from error
     bin_rule: BinRule = "pixel_edges" if "pixel_edges" in bin_rules else "pixel_centres"
     return ImagePreparation(rules.pop() if len(rules) == 1 else None, pixel_areas(records), bin_rule)
-
-
-def read_preparation(folder: str | Path) -> ImagePreparation:
-    """The preparation of the checkpoint in ``folder``; :data:`NO_RESIZE` if it has none. Raises CheckpointError."""
-    path = Path(folder) / PREPARATION
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        rule, seen = fields["resize"], fields["seen_pixels"]
-        least_and_most = None if seen is None else (int(seen[0]), int(seen[1]))
-        bin_rule = fields.get(BIN_RULE, NO_RESIZE.bin_rule)  # older checkpoints do not have it
-        if bin_rule not in get_args(BinRule):
-            raise ValueError(f"{BIN_RULE} is {bin_rule!r}")
-        return ImagePreparation(None if rule is None else _read_rule(rule), least_and_most, bin_rule)
-    except FileNotFoundError:
-        return NO_RESIZE
-    except (OSError, KeyError, IndexError, TypeError, ValueError, DataError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); restore the checkpoint's files") from error
-
-
-def write_preparation(preparation: ImagePreparation, folder: str | Path) -> None:
-    """Write :data:`PREPARATION` into ``folder``; without a preparation remove the file of an earlier run."""
-    path = Path(folder) / PREPARATION
-    if preparation == NO_RESIZE:
-        path.unlink(missing_ok=True)
-    else:
-        path.write_text(json.dumps({"schema_version": 1, **asdict(preparation)}, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_rule(written: Mapping[str, Any]) -> ResizeRule:

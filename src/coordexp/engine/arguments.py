@@ -116,12 +116,12 @@ def with_image_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
     By default vLLM takes the processor's largest size, 4096 x 4096 for Qwen3-VL. Profiling with it takes over an hour
     on a CPU, and reserves memory on a GPU that no image uses. Larger images still work.
     """
-    from coordexp.data.preparation import read_preparation
+    from coordexp.checkpoints.card import read_card
 
     model, limits = Path(arguments["model"]), arguments["limit_mm_per_prompt"]
     vision = json.loads((model / "config.json").read_text(encoding="utf-8"))["vision_config"]
     token_side = int(vision["patch_size"]) * int(vision["spatial_merge_size"])
-    area, rule = arguments["max_model_len"] * token_side**2, read_preparation(model).resize
+    area, rule = arguments["max_model_len"] * token_side**2, read_card(model).preparation.resize
     if rule is not None:
         area = min(area, rule.max_pixels)
     side = max(1, math.isqrt(area) // token_side) * token_side

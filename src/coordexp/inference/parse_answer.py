@@ -11,11 +11,10 @@ from typing import Any
 
 from PIL import Image
 
+from coordexp.checkpoints.card import UNTRAINED, read_card
 from coordexp.checkpoints.folder import Checkpoint
 from coordexp.coords import COORD_TOKENS, TURN_END, CoordVocab
-from coordexp.data.class_list import read_class_list
 from coordexp.data.images import upright_size
-from coordexp.data.preparation import read_preparation
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import make_answer
 from coordexp.inference.detections import Detections, as_detections
@@ -64,11 +63,12 @@ def parse_answer(
     ended = _WHOLE.search(text) is not None
     parsed = parse_rollout(token_ids, vocab, ended=ended)
     record = ImageRecord("answer", Path("answer"), width, height, ())
-    rule = "pixel_edges" if checkpoint is None else read_preparation(checkpoint).bin_rule
+    card = UNTRAINED if checkpoint is None else read_card(checkpoint)
+    rule = "pixel_edges" if checkpoint is None else card.preparation.bin_rule
     rollout = Rollout("answer", (), tuple(token_ids), text, truncated=not ended)
     found = make_answer(record, rollout, parsed, bin_rule=rule)
     shown = image if isinstance(image, Image.Image) else None
-    return as_detections(replace(found, gt=None), shown, () if checkpoint is None else read_class_list(checkpoint))
+    return as_detections(replace(found, gt=None), shown, card.classes)
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,8 @@ from PIL import Image
 from rich.console import Console
 
 from coordexp import distributed
-from coordexp.checkpoints.calibration import Calibration, read_calibration, write_calibration
+from coordexp.checkpoints.calibration import Calibration
+from coordexp.checkpoints.card import read_card, write_card
 from coordexp.checkpoints.folder import checkpoint_fingerprint
 from coordexp.checkpoints.run_folder import fingerprint
 from coordexp.checkpoints.template import with_own_template
@@ -25,7 +26,7 @@ from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.files import append_line, write_atomically
 from coordexp.data.image_sources import FoundImages, find_images
-from coordexp.data.preparation import ImagePreparation, read_preparation
+from coordexp.data.preparation import ImagePreparation
 from coordexp.data.progress_bar import reporting
 from coordexp.engine import check_backend
 from coordexp.errors import ConfigError, DataError
@@ -108,10 +109,10 @@ def run_prediction(
     images = find_images(sources, limit=limit, skip_broken=skip_broken)
     records = images.records
     path = checked_model(config, model)
-    preparation = read_preparation(path)
-    calibration = read_calibration(path) if score == "token_probability" else None
-    _note(console, images, preparation)
-    settings = _settings(config, path, sources, score, classes, preparation, calibration, answers)
+    card = read_card(path)
+    calibration = card.calibration if score == "token_probability" else None
+    _note(console, images, card.preparation)
+    settings = _settings(config, path, sources, score, classes, card.preparation, calibration, answers)
     distributed.join(use_cpu=config.use_cpu)
     with distributed.raise_on_all_ranks("coordexp predict"):
         if distributed.is_main():
@@ -353,7 +354,7 @@ def run_evaluation(
         calibration = fit(single, str(jsonl))
         single = calibrated(single, calibration)
         if distributed.is_main():
-            files.append(write_calibration(calibration, path))
+            files.append(write_card(replace(read_card(path), calibration=calibration), path))
     detection = resolved_rollout(config).eval_detection
     options = detection.model_copy(update={"use_segm": segm or detection.use_segm}).scored(constant_score)
     by_answers = {} if answers == 1 else side_by_side(single, answers, options)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coordexp import distributed
-from coordexp.checkpoints.calibration import read_calibration
-from coordexp.checkpoints.folder import Checkpoint, check_lengths, num_positions, settings_of_run
+from coordexp.checkpoints.card import read_card, settings_for_answers, training_of
+from coordexp.checkpoints.folder import Checkpoint, check_lengths, num_positions
 from coordexp.config.base import default_of
 from coordexp.config.load import parse_section, validate
 from coordexp.config.schema import AnswerConfig, RunConfig, TrainingConfig
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from coordexp.records import ImageRecord
     from coordexp.rollouts import RolloutBackend
 
-# For checkpoints without their run's configuration:
+# For checkpoints that no run trained:
 _LONGEST = 16384  # tokens of a prompt and its answer
 _ANSWER = 2048  # tokens of an answer
 _DTYPE = "float32"  # every device supports it, and answers do not depend on rounding
@@ -56,23 +56,21 @@ class PredictOptions:
 
 
 def inference_config(model: str | Path, options: PredictOptions, arguments: Sequence[str] = ()) -> AnswerConfig:
-    """A configuration for greedy answers of ``model``, with the prompt, number type and limits of its own run if that
-    run's ``resolved_config.yaml`` is in the model's folder or the one above. ``arguments`` (``key.path=value``)
-    override the rest. Raises CheckpointError if the folder does not exist, ConfigError for a value that the schema
-    refuses."""
+    """A configuration for greedy answers of ``model``, with the prompt, number type and limits on its card.
+    ``arguments`` (``key.path=value``) override the rest. Raises CheckpointError for no such folder or no readable card,
+    ConfigError for a value that the schema refuses."""
     folder = Path(model)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name a checkpoint, such as a run's output_dir")
-    run = settings_of_run(folder)
-    decoding = run.get("rollout_matching") or {}
-    template = dict(run.get("template") or {})
+    own = training_of(folder)
+    template = settings_for_answers(own)
     if options.prompt is not None:
         template["prompt"] = options.prompt
-    longest = min(run.get("global_max_length") or _LONGEST, num_positions(folder) or _LONGEST)
-    answer = options.max_new_tokens or decoding.get("max_new_tokens") or _ANSWER
+    longest = min(_LONGEST if own is None else own.global_max_length, num_positions(folder) or _LONGEST)
+    answer = options.max_new_tokens or (_ANSWER if own is None else own.max_new_tokens)
     if options.max_new_tokens is not None and answer >= longest:
         raise ConfigError(f"max_new_tokens: {answer} leaves no room for the prompt in {longest} tokens; lower it")
-    dtype = options.dtype or (run.get("model") or {}).get("dtype", _DTYPE)
+    dtype = options.dtype or (_DTYPE if own is None else own.dtype)
     rollout: dict[str, Any] = {
         "rollout_backend": options.backend,
         "decode_batch_size": options.batch_size,
@@ -80,8 +78,8 @@ def inference_config(model: str | Path, options: PredictOptions, arguments: Sequ
     }
     if options.temperature:
         rollout["decoding"] = {"temperature": options.temperature}
-    if "repeat_terminate" in decoding:
-        rollout["repeat_terminate"] = decoding["repeat_terminate"]
+    if own is not None:
+        rollout["repeat_terminate"] = dict(own.repeat_terminate)
     data = {
         "model": {"model": str(folder), "dtype": dtype},
         "template": template,
@@ -112,12 +110,12 @@ def _with_engine(config: AnswerConfig) -> AnswerConfig:
 def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] = ()) -> RunConfig:
     """A configuration that evaluates ``model`` by its own settings, as :func:`inference_config`, on ``data`` or else on
     the validation data of its run; figures are written below the model's folder. Raises ConfigError without data."""
-    own = settings_of_run(model).get("custom") or {}
-    jsonl = data or own.get("val_jsonl")
+    own = read_card(model).training
+    jsonl = data or (None if own is None else own.val_jsonl)
     if jsonl is None:
-        raise ConfigError(f"{model} has no validation data in its configuration; name a JSONL with --data")
+        raise ConfigError(f"{model} has no validation data on its card; name a JSONL with --data")
     answering = inference_config(model, PredictOptions()).model_dump(mode="json")
-    kept = {key: own[key] for key in ("object_field_order", "object_ordering") if key in own}
+    kept = {} if own is None else {key: getattr(own, key) for key in ("object_field_order", "object_ordering")}
     document = Document(
         {
             **{key: answering[key] for key in ("model", "template", "rollout_matching", "global_max_length")},
@@ -285,7 +283,7 @@ def open_session(
         with rollout_session(backend, 0):
             template = config.template
             encoder = PromptEncoder(loaded.processor, template.prompt, template.system, loaded.preparation)
-            scorer = TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id, read_calibration(model))
+            scorer = TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id, loaded.card.calibration)
 
             def limited_to(names: tuple[str, ...]) -> RolloutBackend:
                 if names == tuple(classes):
@@ -295,7 +293,7 @@ def open_session(
                 return build_backend(config.rollout_matching, parts, names)  # nothing to load or to close
 
             yield InferenceSession(
-                encoder, loaded.vocab, backend, scorer, loaded.preparation, loaded.classes, limited_to
+                encoder, loaded.vocab, backend, scorer, loaded.preparation, loaded.card.classes, limited_to
             )
     finally:
         backend.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from coordexp.checkpoints.card import read_card, write_card
 from coordexp.checkpoints.describe import weight_shapes
 from coordexp.checkpoints.folder import Checkpoint
 from coordexp.coords import COORD_TOKENS, CoordVocab
@@ -79,6 +80,7 @@ def expand_vocab(checkpoint: Path, output: Path) -> None:
     model.save_pretrained(output)
     give_ordinary_mode(output)
     processor.save_pretrained(output)
+    write_card(read_card(checkpoint), output)
 
 
 def smooth_coord_rows(hidden: int, std: float, generator: torch.Generator) -> torch.Tensor:

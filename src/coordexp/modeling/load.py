@@ -15,15 +15,14 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-from coordexp.checkpoints.calibration import Calibration, read_calibration, write_calibration
+from coordexp.checkpoints.card import Card, read_card, write_card
 from coordexp.checkpoints.describe import too_few_rows
-from coordexp.checkpoints.folder import RESOLVED_CONFIG, Checkpoint, base_of, is_adapter_folder
+from coordexp.checkpoints.folder import Checkpoint, base_of, is_adapter_folder
 from coordexp.config.base import default_of
 from coordexp.config.schema import ModelConfig
 from coordexp.coords import COORD_TOKENS, CoordVocab
-from coordexp.data.class_list import read_class_list, write_class_list
 from coordexp.data.files import give_ordinary_mode
-from coordexp.data.preparation import NO_RESIZE, ImagePreparation, read_preparation, write_preparation
+from coordexp.data.preparation import ImagePreparation
 from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.adapter import merge_adapter
 from coordexp.modeling.attention import transformers_names
@@ -66,16 +65,18 @@ def _with_plain_strides(head: torch.nn.Module, args: tuple[torch.Tensor]) -> tup
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model with its processor and vocabulary. ``attention``: the value of ``model.attn_implementation``;
-    ``preparation``: how its training images were resized; ``classes``: the names in its training data."""
+    """A model with its processor, vocabulary and card. ``attention``: the value of ``model.attn_implementation``."""
 
     checkpoint: Checkpoint
     model: Qwen3VLForConditionalGeneration
     processor: Any
     vocab: CoordVocab
     attention: str
-    preparation: ImagePreparation = NO_RESIZE
-    classes: tuple[str, ...] = ()
+    card: Card
+
+    @property
+    def preparation(self) -> ImagePreparation:
+        return self.card.preparation
 
     @property
     def image_token_id(self) -> int:
@@ -116,9 +117,8 @@ def load_model(path: str | Path | Checkpoint, dtype: str = DTYPE, attention: str
     model = read_weights(checkpoint, getattr(torch, dtype))
     model.name_or_path = str(checkpoint.path.absolute())  # adapters trained on it will name it as their base
     model.set_attn_implementation(transformers_names(attention))
-    processor, preparation = load_processor(checkpoint), read_preparation(checkpoint.path)
-    classes = read_class_list(checkpoint.path)
-    return LoadedModel(checkpoint, model, processor, vocab, attention, preparation, classes)
+    card = read_card(checkpoint.path)
+    return LoadedModel(checkpoint, model, load_processor(checkpoint), vocab, attention, card)
 
 
 def load_processor(path: str | Path | Checkpoint) -> Any:
@@ -161,18 +161,13 @@ def _read(source: Any, path: str | Path, what: str) -> Any:
 
 
 def export_checkpoint(checkpoint: Path, output: Path, dtype: str = DTYPE, for_openai: bool = False) -> Path:
-    """Write all of ``checkpoint`` that inference reads: model, tokenizer, processor, chat template, image preparation,
-    class list, calibration. ``dtype``: of the weights. ``for_openai``: for a server that is not CoordExp's, as
-    :func:`adapt_for_openai`.
+    """Write all of ``checkpoint`` that inference reads: model, tokenizer, processor, chat template, card. ``dtype``: of
+    the weights. ``for_openai``: for a server that is not CoordExp's, as :func:`adapt_for_openai`.
 
-    The run's ``resolved_config.yaml`` is copied if there is one: it has the prompt. Attention is reset to transformers'
-    default, so that the folder loads everywhere. Raises as :func:`load_model`.
+    Attention is reset to transformers' default, so that the folder loads everywhere. Raises as :func:`load_model`.
     """
     loaded = load_model(checkpoint, dtype, attention="sdpa")
-    _save(loaded, loaded.preparation, loaded.classes, read_calibration(checkpoint), output)
-    resolved = checkpoint / RESOLVED_CONFIG
-    if resolved.is_file():
-        (output / resolved.name).write_bytes(resolved.read_bytes())
+    _save(loaded, loaded.card, output)
     if for_openai:
         adapt_for_openai(output, loaded.preparation)
     return output
@@ -216,7 +211,8 @@ def adapt_for_openai(folder: Path, preparation: ImagePreparation) -> None:
 
 
 def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype: str | None = None) -> Path:
-    """Write the base model of ``folder``, with its adapters and coordinate offsets merged in, to ``output``.
+    """Write the base model of ``folder``, with its adapters and coordinate offsets merged in, to ``output``, with the
+    card of ``folder``.
 
     ``base`` replaces the folder that the adapters name; ``dtype`` None keeps the base's number type. Each merged matrix
     is computed in float32 and rounded once. Raises as :func:`load_model`, and CheckpointError for other adapters.
@@ -231,21 +227,13 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
     stored = read_config(parent).dtype
     loaded = load_model(parent, dtype or str(stored or "float32").removeprefix("torch."), attention="sdpa")
     merge_adapter(loaded.model, folder)
-    _save(loaded, read_preparation(folder), read_class_list(folder), read_calibration(folder), output)
+    _save(loaded, read_card(folder), output)
     return output
 
 
-def _save(
-    loaded: LoadedModel,
-    preparation: ImagePreparation,
-    classes: tuple[str, ...],
-    calibration: Calibration | None,
-    output: Path,
-) -> None:
+def _save(loaded: LoadedModel, card: Card, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     loaded.model.save_pretrained(output)
     give_ordinary_mode(output)
     loaded.processor.save_pretrained(output)
-    write_preparation(preparation, output)
-    write_class_list(classes, output)
-    write_calibration(calibration, output)
+    write_card(card, output)

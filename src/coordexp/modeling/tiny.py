@@ -13,6 +13,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration, set_seed
 
+from coordexp.checkpoints.card import UNTRAINED, write_card
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import COORD_TOKENS, TURN_END, serialize_objects
 from coordexp.data.files import give_ordinary_mode
@@ -183,4 +184,5 @@ def build_tiny_checkpoint(folder: Path, seed: int = 0, spec: TinySpec | None = N
     model.save_pretrained(folder)
     give_ordinary_mode(folder)
     processor.save_pretrained(folder)
+    write_card(UNTRAINED, folder)
     return folder

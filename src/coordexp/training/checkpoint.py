@@ -1,8 +1,8 @@
 """Which checkpoints are complete, which one a run resumes from, which are kept; and errors of reading and writing them.
 
 All ranks write a checkpoint together, over seconds or minutes, and a kill or a power loss may come between any two of
-its files. It counts once it is sealed: ``complete.json``, its last file, lists all others with their sizes and
-checksums, after every rank has written its files and the disk holds them.
+its files. It counts once it is sealed: ``complete.json``, its last file, lists all others that a resume reads, with
+their sizes and checksums, after every rank has written its files and the disk holds them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from pickle import UnpicklingError
 from safetensors import SafetensorError
 
 from coordexp import distributed
+from coordexp.checkpoints.card import CARD
 from coordexp.checkpoints.run_folder import CHECKPOINT, SEAL, checkpoints_in
 from coordexp.data.files import PIECE_BYTES, checksums, flush_file, write_atomically
 from coordexp.errors import CheckpointError, DataError
 from coordexp.records import from_json
 
+# No resume reads the card, and `coordexp evaluate --calibrate` writes it again.
+_UNSEALED = (SEAL, CARD)
 _WRITTEN_BY = re.compile(r"(?:rank|rng_state_|__)(\d+)(?:_\d+)?\.\w+$")
 
 
@@ -145,7 +148,7 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in folder.rglob("*")
-        if path.is_file() and path.name != SEAL
+        if path.is_file() and path.name not in _UNSEALED
     }
 
 

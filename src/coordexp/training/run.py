@@ -21,6 +21,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import align_special_tokens
 
 from coordexp import distributed
+from coordexp.checkpoints.card import card_of_run
 from coordexp.checkpoints.folder import check_lengths, length_advice
 from coordexp.checkpoints.memory import check_memory
 from coordexp.checkpoints.run_folder import RECORDS, check_start, clear_results, newest_checkpoint
@@ -280,8 +281,7 @@ def _epoch_plan(run: CheckedRun, console: Console) -> EpochPlan | None:
 def _tuned_model(run: CheckedRun, accelerator: Accelerator, console: Console) -> LoadedModel:
     config = run.config
     loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
-    # Checkpoints record both.
-    loaded = replace(loaded, preparation=preparation_of(run.train), classes=class_list(run.train))
+    loaded = replace(loaded, card=card_of_run(config, preparation_of(run.train), class_list(run.train)))
     tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
     if wants_fused(config.model, accelerator.device.type):
         fuse_layers(loaded.model, liger_kernels())

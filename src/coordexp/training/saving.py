@@ -20,13 +20,11 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from coordexp import distributed
-from coordexp.checkpoints.calibration import write_calibration
+from coordexp.checkpoints.card import write_card
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
 from coordexp.config import RunConfig
-from coordexp.data.class_list import write_class_list
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.files import give_ordinary_mode, write_atomically
-from coordexp.data.preparation import write_preparation
 from coordexp.errors import CheckpointError, DataError
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.packing import CarryBuffer
@@ -71,7 +69,7 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
             _note_best(run.progress, args, folder)
             if args.should_save:
                 run.progress.save_to_json(str(folder / TRAINER_STATE_NAME))
-                if (settings := folder.parent / RESOLVED_CONFIG).is_file():  # for a resume, and for predictions
+                if (settings := folder.parent / RESOLVED_CONFIG).is_file():  # for a resume
                     shutil.copyfile(settings, folder / RESOLVED_CONFIG)
         seal_checkpoint(
             folder,
@@ -84,7 +82,7 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
 
 
 def save_model(run: RunState, folder: Path, *, writes: bool) -> None:
-    """The model, or its adapter, with its processor. A collective call if the model is sharded.
+    """The model, or its adapter, with its processor and card. A collective call if the model is sharded.
 
     ``writes``: whether this rank writes. If the model is sharded, every rank contributes its part.
     """
@@ -109,9 +107,7 @@ def save_model(run: RunState, folder: Path, *, writes: bool) -> None:
         model.save_pretrained(folder, state_dict=state_dict)
         give_ordinary_mode(folder)
     processor.save_pretrained(folder)
-    write_preparation(run.loaded.preparation, folder)
-    write_class_list(run.loaded.classes, folder)
-    write_calibration(None, folder)  # removes the calibration of earlier weights
+    write_card(run.loaded.card, folder)
 
 
 def load_weights(run: RunState, folder: Path) -> None:

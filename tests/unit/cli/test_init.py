@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 import coordexp.cli.init
-from coordexp.checkpoints.folder import RESOLVED_CONFIG
+from coordexp.checkpoints.card import read_card, write_card
 from coordexp.checkpoints.memory import check_memory
 from coordexp.cli.init import set_value
 from coordexp.config import RunConfig, load_config
@@ -59,8 +60,9 @@ def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lora_run = shutil.copytree(DEMO, tmp_path / "lora_run")
-    settings = yaml.safe_load((lora_run / RESOLVED_CONFIG).read_text(encoding="utf-8"))
-    (lora_run / RESOLVED_CONFIG).write_text(yaml.safe_dump({**settings, "tuner": {"train_type": "lora"}}))
+    card = read_card(lora_run)
+    assert card.training is not None
+    write_card(replace(card, training=replace(card.training, train_type="lora")), lora_run)
     tool = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     for mebibytes, model, train_type in ((64, DEMO, "lora"), (81559, DEMO, "full"), (81559, lora_run, "lora")):

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from coordexp.checkpoints.card import card_of_run, write_card
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig, load_config
+from coordexp.data.preparation import NO_RESIZE
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.errors import ConfigError
 from coordexp.evaluation.answers import read_answers, write_answers
@@ -96,7 +98,7 @@ def trained(tmp_path: Path, model: Path) -> Path:
     folder = shutil.copytree(model, tmp_path / "trained")
     keys = {"template__prompt": "Find it.", "custom__object_field_order": "geometry_first"}
     run = write_run(tmp_path, 1, model, **keys)
-    shutil.copy(run, folder / "resolved_config.yaml")
+    write_card(card_of_run(load_config(run), NO_RESIZE, ()), folder)
     return folder
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,13 +18,10 @@ from PIL import Image
 from coordexp.data.images import ResizeRule
 from coordexp.data.preparation import (
     NO_RESIZE,
-    PREPARATION,
     ImagePreparation,
     preparation_of,
-    read_preparation,
-    write_preparation,
 )
-from coordexp.errors import CheckpointError, DataError
+from coordexp.errors import DataError
 from coordexp.records import ImageRecord
 
 # --- sizes ---
@@ -106,12 +102,10 @@ def test_a_rule_is_used_only_if_all_records_share_it() -> None:
     assert preparation_of([record(10, 20)]) == ImagePreparation(None, (200, 200))
 
 
-def test_the_bin_rule_is_pixel_edges_if_some_record_has_it_and_old_files_state_none(tmp_path: Path) -> None:
+def test_the_bin_rule_is_pixel_edges_if_some_record_has_it() -> None:
     new = record(10, 20, {"bin_rule": "pixel_edges"})
     assert preparation_of([record(9, 9), new]).bin_rule == "pixel_edges"
     assert preparation_of([record(9, 9)]).bin_rule == "pixel_centres"
-    (tmp_path / PREPARATION).write_text('{"schema_version": 1, "resize": null, "seen_pixels": [5, 9]}')
-    assert read_preparation(tmp_path) == ImagePreparation(None, (5, 9), "pixel_centres")
 
 
 @pytest.mark.parametrize("written", [3, {"factor": 32}, {"factor": "32", "min_pixels": 1, "max_pixels": 9999},
@@ -119,32 +113,6 @@ def test_the_bin_rule_is_pixel_edges_if_some_record_has_it_and_old_files_state_n
 def test_an_invalid_rule_is_refused_with_its_record(written: Any) -> None:
     with pytest.raises(DataError, match=r"d\.jsonl:1: metadata\.prepared is "):
         preparation_of([record(9, 9, {"prepared": written})])
-
-
-@pytest.mark.parametrize(
-    "kept",
-    [ImagePreparation(RULE, (1, 2)), ImagePreparation(None, (5, 9), "pixel_edges"), ImagePreparation(RULE)],
-)
-def test_a_checkpoint_stores_the_preparation(kept: ImagePreparation, tmp_path: Path) -> None:
-    write_preparation(kept, tmp_path)
-    assert read_preparation(tmp_path) == kept
-    assert json.loads((tmp_path / PREPARATION).read_text()) == {
-        "schema_version": 1,
-        "resize": kept.resize and {"factor": 32, "min_pixels": 1024, "max_pixels": 35840},
-        "seen_pixels": kept.seen_pixels and list(kept.seen_pixels),
-        "bin_rule": kept.bin_rule,
-    }
-    write_preparation(NO_RESIZE, tmp_path)
-    assert read_preparation(tmp_path) == NO_RESIZE and not (tmp_path / PREPARATION).exists()
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"resize": {"factor": 0}, "seen_pixels": null}',
-                                  '{"resize": null, "seen_pixels": [1]}',
-                                  '{"resize": null, "seen_pixels": null, "bin_rule": "x"}'])  # fmt: skip
-def test_a_broken_file_is_one_clear_error(text: str, tmp_path: Path) -> None:
-    (tmp_path / PREPARATION).write_text(text)
-    with pytest.raises(CheckpointError, match=PREPARATION):
-        read_preparation(tmp_path)
 
 
 def test_areas_far_from_training_are_recognised() -> None:

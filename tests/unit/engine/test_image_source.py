@@ -6,14 +6,16 @@ import base64
 import io
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from coordexp.checkpoints.card import UNTRAINED, write_card
 from coordexp.data.images import open_rgb
-from coordexp.data.preparation import NO_RESIZE, ImagePreparation, ResizeRule, write_preparation
+from coordexp.data.preparation import NO_RESIZE, ImagePreparation, ResizeRule
 from coordexp.engine.arguments import with_image_size
 from coordexp.engine.protocol import image_source, open_image
 from coordexp.errors import DataError
@@ -147,7 +149,7 @@ def test_it_fits_the_prompt_and_the_resize_rule(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vision_config": {"patch_size": 16, "spatial_merge_size": 2}}))
     if max_pixels is not None:
-        write_preparation(ImagePreparation(ResizeRule(max_pixels=max_pixels)), tmp_path)
+        write_card(replace(UNTRAINED, preparation=ImagePreparation(ResizeRule(max_pixels=max_pixels))), tmp_path)
     given = {"model": str(tmp_path), "max_model_len": max_model_len, "limit_mm_per_prompt": {"image": 2, "video": 0}}
     expected = {"image": {"count": 2, "width": side, "height": side}, "video": 0}
     assert with_image_size(given) == {**given, "limit_mm_per_prompt": expected}

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordexp.checkpoints.calibration import CALIBRATION, Calibration, read_calibration, write_calibration
+from coordexp.checkpoints.calibration import Calibration
+from coordexp.checkpoints.card import CARD, read_card
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPECS, write_scenes
-from coordexp.errors import CheckpointError, DataError
+from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers, write_answers
 from coordexp.evaluation.confidence import ALL, at_least, best_thresholds, calibrated, fit, reliability
 from coordexp.evaluation.detection import count_image, detection_metrics, sum_counts
@@ -70,15 +71,6 @@ def test_thresholds_have_the_best_f1_of_all() -> None:
     assert best_thresholds(random_answers(5, 3)) == [], "without confidences there is nothing to say"
 
 
-def test_a_damaged_calibration_is_named(tmp_path: Path) -> None:
-    assert read_calibration(tmp_path) is None
-    write_calibration(Calibration(2.0, 0.5, 30, 10, "d"), tmp_path)
-    assert read_calibration(tmp_path) == Calibration(2.0, 0.5, 30, 10, "d")
-    (tmp_path / CALIBRATION).write_text('{"slope": -1}')
-    with pytest.raises(CheckpointError, match=CALIBRATION):
-        read_calibration(tmp_path)
-
-
 def test_from_evaluate_to_predictions_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, data = tmp_path / "model", write_scenes(tmp_path / "data", 9, SPECS["moderate"], 5)
     shutil.copytree(asset("checkpoints/demo-stage1"), model)
@@ -92,9 +84,9 @@ def test_from_evaluate_to_predictions_and_exports(tmp_path: Path, capsys: pytest
     }))  # fmt: skip
     done = run_cli(capsys, "evaluate", run, "--calibrate", "--out", tmp_path / "figures")
     assert done.code == 0, done.err
-    assert str(model / CALIBRATION) in done.out and "confidence ≥" in done.out
+    assert str(model / CARD) in done.out and "confidence ≥" in done.out
     evaluated = read_answers(tmp_path / "figures")
-    calibration = read_calibration(model)
+    calibration = read_card(model).calibration
     assert calibration is not None and calibration.objects >= 20
     figures = json.loads((tmp_path / "figures" / "metrics.json").read_text())
     best = figures["thresholds"][0]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import pytest
 import torch
 from PIL import Image
 
+from coordexp.checkpoints.card import read_card, write_card
 from coordexp.data.files import asset
+from coordexp.data.preparation import ImagePreparation
 from coordexp.data.scenes import SPECS, write_scenes
 from coordexp.errors import CheckpointError, ConfigError, DataError, DetectorClosed, MissingDependency
 from coordexp.evaluation.answers import Detection, ImageAnswer
@@ -161,9 +164,7 @@ def test_an_image_far_from_the_trained_size_is_announced(
     shutil.copytree(asset("checkpoints/demo-stage1"), model)
     with Detector(model, device="cpu") as with_rule:
         assert len(with_rule(enlarged)) > 0 and not recwarn.list
-    (model / "image_preparation.json").write_text(
-        '{"schema_version": 1, "resize": null, "seen_pixels": [16384, 16384]}'
-    )
+    write_card(replace(read_card(model), preparation=ImagePreparation(None, (16384, 16384))), model)
     with Detector(model, device="cpu", max_new_tokens=8) as detector, pytest.warns(UserWarning, match="16,384"):
         found = detector(enlarged)
     assert "cut off after 8 tokens" in repr(found)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
+from coordexp.checkpoints.card import read_card
 from coordexp.data import read_jsonl
-from coordexp.data.class_list import read_class_list
-from coordexp.data.preparation import PREPARATION, ImagePreparation, ResizeRule, read_preparation
+from coordexp.data.preparation import ImagePreparation, ResizeRule
 from coordexp.evaluation.answers import read_answers
 from support.cli_runs import run_cli, small_checkpoint, write_run
 
@@ -52,10 +52,9 @@ def test_an_original_image_gives_the_same_answer_as_its_resized_copy(
     model = tmp_path / "out1"
     rule = ResizeRule(32, 1024, MAX_PIXELS)
     for folder in (model, model / "checkpoint-1"):
-        assert read_preparation(folder) == ImagePreparation(rule, (96 * 160, 96 * 160), "pixel_edges")
-        assert read_class_list(folder) == ("card",)
-    assert run_cli(capsys, "model", "export", model, tmp_path / "exported").code == 0
-    assert read_class_list(tmp_path / "exported") == ("card",)
+        card = read_card(folder)
+        assert card.preparation == ImagePreparation(rule, (96 * 160, 96 * 160), "pixel_edges")
+        assert card.classes == ("card",)
     for source, out in ((photos, "originals"), (tmp_path / "data" / "photos.jsonl", "copies")):
         assert run_cli(capsys, "predict", run, source, "--model", model, "--out", tmp_path / out).code == 0
     originals, shown = read_answers(tmp_path / "originals"), read_answers(tmp_path / "copies")
@@ -84,17 +83,6 @@ def test_the_prompt_shows_the_size_of_training(
     assert by_rule.model_inputs["pixel_values"].equal(as_trained.model_inputs["pixel_values"])
     plain = PromptEncoder(processor, None, None).encode(original)
     assert len(plain.prompt_token_ids) > 4 * len(by_rule.prompt_token_ids)
-
-
-def test_adapters_exports_and_merges_keep_the_resize_rule(
-    tmp_path: Path, photos: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_cli(capsys, "train", run, "tuner.train_type=lora", "tuner.lora_rank=2").code == 0
-    trained = tmp_path / "out1"
-    assert run_cli(capsys, "model", "merge", trained, tmp_path / "merged").code == 0
-    assert run_cli(capsys, "model", "export", tmp_path / "merged", tmp_path / "exported").code == 0
-    found = {(folder / PREPARATION).read_text() for folder in (trained, tmp_path / "merged", tmp_path / "exported")}
-    assert len(found) == 1 and "max_pixels" in found.pop()
 
 
 def test_without_a_resize_rule_unusual_sizes_are_reported(

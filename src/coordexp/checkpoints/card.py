@@ -1,0 +1,122 @@
+"""Everything besides weights, tokenizer and processor that a checkpoint's answers depend on: its card, :data:`CARD`.
+
+Training, ``model merge``, ``model export``, ``model expand-vocab`` and ``model tiny`` write it whole, next to the
+weights; everything that answers with a checkpoint reads it here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from coordexp.checkpoints.calibration import Calibration
+from coordexp.config import RunConfig, resolved_rollout
+from coordexp.config.schema import DEFAULT_PROMPT
+from coordexp.data.files import write_atomically
+from coordexp.data.preparation import NO_RESIZE, ImagePreparation
+from coordexp.errors import CheckpointError, DataError
+from coordexp.records import from_json, to_json
+
+logger = logging.getLogger("coordexp")
+
+CARD = "coordexp.json"
+_REPLACED = ("image_preparation.json", "classes.json", "calibration.json", "resolved_config.yaml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The settings of the run that trained the checkpoint, by which it answers. ``dtype``: number type of the
+    weights in that run; ``val_jsonl``: its validation data."""
+
+    prompt: str
+    system: str | None
+    object_field_order: str
+    object_ordering: str
+    train_type: Literal["full", "lora"]
+    dtype: str
+    global_max_length: int
+    max_new_tokens: int
+    repeat_terminate: Mapping[str, bool | int | None]
+    val_jsonl: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """The contents of :data:`CARD`. ``training``: None if no run of CoordExp trained the checkpoint; ``preparation``:
+    how the images of its training data were resized; ``classes``: the names in that data, whose positions are class
+    ids, empty if unknown; ``calibration``: of confidences, None without one."""
+
+    schema_version: Literal[1]
+    training: Training | None
+    preparation: ImagePreparation
+    classes: tuple[str, ...]
+    calibration: Calibration | None
+
+
+UNTRAINED = Card(schema_version=1, training=None, preparation=NO_RESIZE, classes=(), calibration=None)
+
+
+def card_of_run(config: RunConfig, preparation: ImagePreparation, classes: tuple[str, ...]) -> Card:
+    """The card of a checkpoint that the run of ``config`` trains on such data."""
+    rollout = resolved_rollout(config)
+    training = Training(
+        prompt=config.template.prompt or DEFAULT_PROMPT,
+        system=config.template.system,
+        object_field_order=config.custom.object_field_order,
+        object_ordering=config.custom.object_ordering,
+        train_type=config.tuner.train_type,
+        dtype=config.model.dtype,
+        global_max_length=config.global_max_length,
+        max_new_tokens=rollout.max_new_tokens,
+        repeat_terminate=rollout.repeat_terminate.model_dump(mode="json"),
+        val_jsonl=None if config.custom.val_jsonl is None else str(config.custom.val_jsonl),
+    )
+    return replace(UNTRAINED, training=training, preparation=preparation, classes=classes)
+
+
+def read_card(folder: str | Path) -> Card:
+    """The card of the checkpoint in ``folder``; :data:`UNTRAINED` if it has none, as other programs write checkpoints.
+    Raises CheckpointError for a card that cannot be read, or the files of an earlier version in its place."""
+    path = Path(folder) / CARD
+    try:
+        return from_json(Card, path.read_bytes(), "a checkpoint's card")
+    except FileNotFoundError:
+        old = [name for name in _REPLACED if path.with_name(name).is_file()]
+        if old and any(path.parent.glob("*.safetensors")):  # not the folder of a run that has saved no model yet
+            raise CheckpointError(
+                f"{folder}: has no {CARD}, but {', '.join(old)} as earlier versions wrote them; train it again, or "
+                f"write {CARD} from them, as docs/prediction.md shows"
+            ) from None
+        return UNTRAINED
+    except (OSError, DataError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); restore the checkpoint's files") from error
+
+
+def write_card(card: Card, folder: str | Path) -> Path:
+    """Write ``card`` into ``folder``, in place of an earlier one."""
+    path = Path(folder) / CARD
+    write_atomically(path, msgspec.json.format(to_json(card), indent=2).decode("utf-8") + "\n")
+    return path
+
+
+def training_of(folder: Path) -> Training | None:
+    """The settings by which the checkpoint in ``folder`` answers; None, with a warning, if no run trained it."""
+    training = read_card(folder).training
+    if training is None:
+        logger.warning(
+            "%s: no run of CoordExp trained this checkpoint (%s); it answers the default prompt in float32, with "
+            "images as they are and without class ids",
+            folder,
+            "its card names none" if (folder / CARD).is_file() else f"it has no {CARD}",
+        )
+    return training
+
+
+def settings_for_answers(training: Training | None) -> dict[str, Any]:
+    """``template`` of a configuration that answers as in training."""
+    return {} if training is None else {"prompt": training.prompt, "system": training.system}

@@ -1,0 +1,145 @@
+"""A checkpoint's card has everything besides its weights that its answers depend on, wherever the checkpoint goes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordexp.checkpoints.calibration import Calibration
+from coordexp.checkpoints.card import CARD, UNTRAINED, Card, Training, read_card, write_card
+from coordexp.data.files import asset
+from coordexp.data.images import ResizeRule
+from coordexp.data.preparation import ImagePreparation
+from coordexp.data.scenes import SPECS, write_scenes
+from coordexp.errors import CheckpointError
+from coordexp.evaluation.answers import ImageAnswer, read_answers
+from coordexp.inference.session import PredictOptions, inference_config
+from support.cli_runs import run_cli, small_checkpoint, write_run
+
+TRAINED = Training(
+    prompt="Find it.",
+    system="You detect.",
+    object_field_order="geometry_first",
+    object_ordering="file",
+    train_type="lora",
+    dtype="bfloat16",
+    global_max_length=3000,
+    max_new_tokens=77,
+    repeat_terminate={"enabled": True, "min_new_tokens": 5},
+    val_jsonl="val.jsonl",
+)
+FULL = Card(
+    schema_version=1,
+    training=TRAINED,
+    preparation=ImagePreparation(ResizeRule(32, 1024, 35840), (5, 9), "pixel_edges"),
+    classes=("kite", "ßé"),
+    calibration=Calibration(2.0, 0.5, 30, 10, "d"),
+)
+
+
+@pytest.mark.parametrize("card", [FULL, UNTRAINED, replace(FULL, calibration=None, classes=())])
+def test_a_card_reads_back_as_it_was_written(card: Card, tmp_path: Path) -> None:
+    assert write_card(card, tmp_path) == tmp_path / CARD == tmp_path / "coordexp.json"
+    assert read_card(tmp_path) == card
+
+
+@pytest.mark.parametrize("key", ["schema_version", "training", "preparation", "classes", "calibration"])
+def test_a_card_without_one_of_its_parts_is_refused(key: str, tmp_path: Path) -> None:
+    content = json.loads(write_card(FULL, tmp_path).read_text())
+    (tmp_path / CARD).write_text(json.dumps({name: value for name, value in content.items() if name != key}))
+    with pytest.raises(CheckpointError, match=rf"coordexp\.json: cannot be read .*{key}"):
+        read_card(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("schema_version",), 2),
+        (("training", "max_new_tokens"), "77"),
+        (("training", "train_type"), "qlora"),
+        (("preparation", "resize", "factor"), 0),
+        (("preparation", "seen_pixels"), [1]),
+        (("preparation", "bin_rule"), "x"),
+        (("classes",), "kite"),
+        (("calibration", "slope"), -1.0),
+    ],
+)
+def test_a_broken_card_is_one_clear_error(path: tuple[str, ...], value: Any, tmp_path: Path) -> None:
+    content = json.loads(write_card(FULL, tmp_path).read_text())
+    *outer, last = path
+    part = content
+    for key in outer:
+        part = part[key]
+    part[last] = value
+    (tmp_path / CARD).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"coordexp\.json: cannot be read"):
+        read_card(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["image_preparation.json", "classes.json", "calibration.json", "resolved_config.yaml"])
+def test_a_checkpoint_of_an_earlier_version_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    assert read_card(tmp_path) == UNTRAINED, "a folder without weights is no checkpoint"
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=rf"has no coordexp\.json, but {name}"):
+        read_card(tmp_path)
+    write_card(FULL, tmp_path)
+    assert read_card(tmp_path) == FULL
+
+
+def test_a_checkpoint_answers_by_its_card(tmp_path: Path) -> None:
+    model = small_checkpoint(tmp_path / "model")
+    write_card(FULL, model)
+    config = inference_config(model, PredictOptions())
+    assert (config.template.prompt, config.template.system) == ("Find it.", "You detect.")
+    assert (config.model.dtype, config.global_max_length) == ("bfloat16", 3000)
+    assert config.rollout_matching.max_new_tokens == 77
+    guard = config.rollout_matching.repeat_terminate
+    assert (guard.enabled, guard.min_new_tokens) == (True, 5)
+
+
+def test_answers_of_a_checkpoint_that_no_run_trained_come_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small_checkpoint(tmp_path / "model")
+    assert read_card(model) == UNTRAINED
+    (model / CARD).unlink()
+    with caplog.at_level(logging.WARNING):
+        inference_config(model, PredictOptions())
+    assert "no run of CoordExp trained this checkpoint" in caplog.text and "it has no coordexp.json" in caplog.text
+
+
+def test_expand_vocab_keeps_the_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = small_checkpoint(tmp_path / "plain", coord_tokens=False)
+    write_card(FULL, plain)
+    assert run_cli(capsys, "model", "expand-vocab", plain, tmp_path / "start").code == 0
+    assert read_card(tmp_path / "start") == FULL
+
+
+def test_a_run_its_merged_and_its_exported_model_give_the_same_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run has a prompt of its own: with another one its model finds nothing."""
+    run = write_run(tmp_path, 1, asset("checkpoints/demo-stage1"), tuner__train_type="lora", tuner__lora_rank=2,
+                    training__learning_rate=1e-6, rollout_matching__max_new_tokens=96)  # fmt: skip
+    assert run_cli(capsys, "train", run).code == 0
+    trained, merged, exported = tmp_path / "out1", tmp_path / "merged", tmp_path / "exported"
+    assert run_cli(capsys, "model", "merge", trained, merged).code == 0
+    assert run_cli(capsys, "model", "export", merged, exported, "--dtype", "float32").code == 0
+    cards = [read_card(folder) for folder in (trained, trained / "checkpoint-1", merged, exported)]
+    assert cards[0].training is not None and cards[0].training.prompt == "Detect every object."
+    assert len(set(map(str, cards))) == 1 and cards[0].classes
+    scenes = write_scenes(tmp_path / "scenes", 3, SPECS["sparse"], 5)
+
+    def answers(model: Path) -> list[ImageAnswer]:
+        out = tmp_path / f"of {model.name}"
+        assert run_cli(capsys, "predict", scenes, "--model", model, "--out", out).code == 0
+        return read_answers(out)
+
+    texts = [[answer.text for answer in answers(model)] for model in (trained, merged, exported)]
+    assert texts[0] == texts[1] == texts[2] and any("bbox_2d" in text for text in texts[0])
