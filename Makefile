@@ -18,7 +18,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 KILLS ?= 50
 FAULTS ?= benchmarks/results/cpu-2core-xeon-2026-11-22
 
-.PHONY: setup docs docs-serve demo test browser fuzz mutants check bench clean faults fake-gpu
+.PHONY: setup docs docs-serve demo test browser fuzz mutants check bench gpu clean faults fake-gpu
 
 setup: $(STAMP)
 
@@ -83,8 +83,13 @@ docs: setup
 docs-serve: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-# Scripts with a main(); the others are their modules. fixed_boxes.py, full_size.py and wide_checkpoint.py are run by hand.
-BY_HAND = benchmarks/fixed_boxes.py benchmarks/full_size.py benchmarks/wide_checkpoint.py
+# What one GPU shows, in at most 12 minutes: tests/gpu, doctor, shipped configurations by their command, vLLM; figures by hardware and date
+# in benchmarks/results. A part that fails does not stop the rest. GPU_ARGS="--cpu" shows without a GPU that every part runs.
+gpu: setup
+	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
+
+# Scripts with a main(); the others are their modules. These are run by hand, or by make gpu.
+BY_HAND = $(addprefix benchmarks/,fixed_boxes.py full_size.py wide_checkpoint.py gpu.py gpu_run.py gpu_engine.py gpu_material.py)
 BENCHMARKS = $(filter-out $(BY_HAND), $(shell grep -l '^def main\b' benchmarks/*.py))
 bench: setup
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done

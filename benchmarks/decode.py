@@ -376,7 +376,14 @@ class Counts:
 
 @contextmanager
 def started(
-    model: Path, folder: Path, scenes: Path, batch: int, drafts: bool, dtype: str, tokens: int = 1600
+    model: Path,
+    folder: Path,
+    scenes: Path,
+    batch: int,
+    drafts: bool,
+    dtype: str,
+    tokens: int = 1600,
+    sleep_level: int = 0,
 ) -> Iterator[tuple[Any, Any]]:
     from coordexp.config import load_config, resolved_rollout
     from coordexp.data.images import open_rgb
@@ -393,7 +400,8 @@ def started(
         "rollout_matching": {
             "rollout_backend": "vllm", "decode_batch_size": batch, "max_new_tokens": tokens,
             "decoding": {"skip_forced_tokens": drafts},
-            "vllm": {"mode": "colocate", "tensor_parallel_size": 1, "max_num_seqs": batch, "max_model_len": 2000},
+            "vllm": {"mode": "colocate", "tensor_parallel_size": 1, "max_num_seqs": batch, "max_model_len": 2000,
+                     "sleep_level": sleep_level},
         },
     }  # fmt: skip
     path = folder / "decode.yaml"

