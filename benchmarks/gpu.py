@@ -324,7 +324,8 @@ def tests(options: Options) -> list[object] | str:
 
 
 def doctor(options: Options) -> list[object] | str:
-    chosen = ["--gpus", "0"] if options.cpu else ["--model", options.made("2B")]
+    answers = options.narrow is not None or options.wide is not None
+    chosen = ["--gpus", "0"] if options.cpu else ["--model", options.made("wide" if answers else "2B")]
     return [PYTHON, "-m", "coordexp", "doctor", *chosen, "--timeout", "120", "--keep", options.work / "doctor"]
 
 
@@ -348,7 +349,11 @@ PARTS = (
     Part(
         "colocate_answers",
         120,
-        run_of("colocate_answers", "stage2_rollout_aligned/rewritten_colocate.yaml", "wide", 3, scenes="wide_scenes"),
+        run_of(
+            "colocate_answers", "stage2_rollout_aligned/rewritten_colocate.yaml", "wide", 3,
+            on_gpu=("template.prompt=Detect every object.",),  # which wide_checkpoint.py teaches
+            scenes="wide_scenes",
+        ),
         ("wide", "wide_scenes"),
     ),
     Part("doctor", 200, doctor, ("2B",)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def shortened(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What replaces keys of the file: paths, the number of steps; neither evaluation nor checkpoints."""
+    """Replaced keys of the file: paths, the number of steps; neither evaluation nor checkpoints, and no TensorBoard
+    where it is not installed."""
+    loggers = {} if find_spec("tensorboard") else {"training.report_to": ["none"]}
     return {
         "model.model": str(options.model),
         "custom.train_jsonl": str(options.scenes),
@@ -69,6 +72,7 @@ def shortened(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         "training.max_steps": options.warm_up + options.steps,
         "training.eval_strategy": "no",
         "training.save_strategy": "no",
+        **loggers,
         **given,
     }
 
