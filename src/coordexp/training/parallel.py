@@ -152,6 +152,11 @@ def prepare(
         sharded = getattr(accelerator.state, "fsdp_plugin", None) is not None
         if not sharded:
             model.to(accelerator.device)  # before the optimizer, whose master weights are copies on the same device
+        if not sharded and distributed.world_size() == 1:
+            # As without torchrun. accelerate would wrap it in DDP on CPUs, which refuses to sum gradients of bfloat16
+            # weights in float32; in this mode it adds autocast and nothing else.
+            model, prepared = accelerator.prepare_model(model, evaluation_mode=True), accelerator.prepare(optimizer())
+            return model, prepared, scheduler(prepared)
         model, prepared = accelerator.prepare(model, optimizer())
         if sharded:
             register_fsdp_forward_method(model, "generate")  # it gathers weights as a forward does
