@@ -21,7 +21,7 @@ from coordexp.objective import (
 from coordexp.objective.coord_math import limit_logits
 from coordexp.packing import build_row
 from coordexp.records import GTObject, Segment, TokenRole
-from coordexp.targets import TERMS, SupervisionWeights, build_gt_target, count_terms
+from coordexp.targets import TERMS, SupervisionWeights, TransportConfig, build_gt_target, count_terms
 from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, tiny_vocab
 from support.objective_rows import COORD_IDS, COORDS, EVERYTHING, config, result_from_logits
 
@@ -97,7 +97,9 @@ def test_appended_descriptions_are_masked_unless_weighted(weight: float, touched
 @pytest.mark.scenario("Poly prediction is supervised by barycentric-projected targets")
 def test_polygon_slots_have_fractional_targets_and_no_decoding() -> None:
     near_leaf = GTObject("leaf", "poly", (310, 25, 470, 22, 485, 195))
-    segment = Segment("s", PROMPT, outcome_of(answer(entry(1, near_leaf)), [LEAF], tiny_vocab()).target)
+    blurred = TransportConfig(epsilon=10.0)
+    outcome = outcome_of(answer(entry(1, near_leaf)), [LEAF], tiny_vocab(), transport=blurred)
+    segment = Segment("s", PROMPT, outcome.target)
     logits_LV = logits_of(segment)
     result = score(segment, logits_LV, build_pipeline(config(coord_gate_weight=0.0)))
     assert not [name for name in result.terms if name.startswith("loss/bbox_geo")]

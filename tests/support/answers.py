@@ -17,7 +17,7 @@ from coordexp.matching import MatchingConfig, match_objects
 from coordexp.modeling.tiny import build_tokenizer
 from coordexp.parsing import parse_rollout
 from coordexp.records import GTObject, ImageRecord, Rollout, RolloutRequest
-from coordexp.targets import SampleOutcome, TargetPolicy, build_target
+from coordexp.targets import SampleOutcome, TargetPolicy, build_target, count_mixed_kind
 from support.qwen_tokenizer import qwen_vocab
 
 MATCHING = MatchingConfig()
@@ -60,7 +60,8 @@ def outcome_of(
     target = build_target(parsed, match, truth, vocab, sample_id="sample", **options)
     text = vocab.decode(i for i in ids if 0 <= i < len(vocab))  # other ids write nothing
     policy = options.get("policy", TargetPolicy())
-    return SampleOutcome(Rollout("sample", (), ids, text, parsed.truncated), parsed, match, target, policy)
+    rollout = Rollout("sample", (), ids, text, parsed.truncated)
+    return SampleOutcome(rollout, parsed, match, target, policy, num_mixed_kind=count_mixed_kind(parsed, match, truth))
 
 
 class Pairs(list[tuple[str, Any]]):

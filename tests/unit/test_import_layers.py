@@ -15,7 +15,7 @@ LAYERS: dict[str, int] = {
     name: number
     for number, names in {
         0: "errors",
-        1: "records background distributed cpu_wheels",
+        1: "records background distributed cpu_wheels transport",
         2: "config geometry coords sharding",
         3: "data parsing matching packing rollouts",
         4: "checkpoints targets weight_sync rollouts.learner",
@@ -41,7 +41,7 @@ PLUGIN_MAY_IMPORT = (
 
 HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "swift")
 TORCH_FREE = [
-    *("records", "errors", "background", "distributed", "cpu_wheels", "data.files"),
+    *("records", "errors", "background", "distributed", "cpu_wheels", "transport", "data.files"),
     *("config", "geometry", "coords", "checkpoints.describe", "cli.init", "parsing", "matching", "packing", "metrics"),
     *("rollouts", "rollouts.chunking", "rollouts.backend", "rollouts.repeat_guard", "rollouts.allowed_labels"),
     *("weight_sync", "engine.arguments", "engine.engine_process", "engine.client", "doctor"),

@@ -53,10 +53,10 @@ class MatchingConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
-    """How a matched pair with a polygon is aligned (keys ``rollout_matching.ot_*``)."""
+    """How a polygon is aligned with its polygon (keys ``rollout_matching.ot_*``)."""
 
     cost: Literal["l1", "l2"] = "l2"
-    epsilon: float = 10.0
+    epsilon: float | None = None
     iters: int = 30
 
 
@@ -350,8 +350,9 @@ class RolloutMatchingConfig(StrictModel):
     """assignment cost of leaving a ground-truth object unmatched"""
     ot_cost: Literal["l1", "l2"] = _TRANSPORT.cost
     """distance between polygon points in optimal transport"""
-    ot_epsilon: Positive = _TRANSPORT.epsilon
-    """entropic regularisation of the transport, in bins"""
+    ot_epsilon: Positive | None = _TRANSPORT.epsilon
+    """blur of the transport: null = relative to the annotated polygon, which is then its own target; a number is in
+    bins, and shrinks polygons that are not much larger"""
     ot_iters: Count = _TRANSPORT.iters
     """Sinkhorn iterations"""
     target: TargetConfig = TargetConfig()

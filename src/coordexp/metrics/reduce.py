@@ -23,7 +23,7 @@ RATES: dict[str, tuple[str, str]] = {metric.name: metric.ratio for metric in all
 
 
 def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
-    """Sums by name (family ``rollout/``). No IoU-type number is among them: those belong to evaluation."""
+    """Sums by name, ``rollout/…`` and ``match/…``. No IoU-type number is among them: those belong to evaluation."""
     sums: Counter[str] = Counter()
     for outcome in outcomes:
         parsed, match = outcome.parsed, outcome.match
@@ -43,6 +43,7 @@ def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
         sums["rollout/taken_as_complete_total"] += int(outcome.taken_as_complete)
         sums["rollout/fn_appended_total"] += len(match.fn_gt_idx)
         sums["rollout/gating_rejections_total"] += match.num_gate_rejections
+        sums["match/mixed_kind_total"] += outcome.num_mixed_kind
         sums["rollout/gen_new_tokens_total"] += len(outcome.rollout.response_token_ids)
         sums["rollout/prefix_coord_targets_total"] += int(
             (outcome.target.roles_T[outcome.target.coord_pos_K] == TokenRole.PREFIX_COORD).sum()

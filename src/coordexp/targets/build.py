@@ -30,7 +30,8 @@ _TRANSPORT, _POLICY, _WEIGHTS = TransportConfig(), TargetPolicy(), SupervisionWe
 @dataclass(frozen=True, slots=True)
 class SampleOutcome:
     """One sample's way from its answer to its target. ``policy`` built the target; ``taken_as_complete``: it is the
-    policy for complete annotations (``TargetPolicy.complete_above``)."""
+    policy for complete annotations (``TargetPolicy.complete_above``). ``num_mixed_kind``: matched pairs of a box and a
+    polygon."""
 
     rollout: Rollout
     parsed: ParsedRollout
@@ -38,6 +39,7 @@ class SampleOutcome:
     target: TrainingTarget
     policy: TargetPolicy
     taken_as_complete: bool = False
+    num_mixed_kind: int = 0
 
 
 def build_gt_target(
@@ -103,8 +105,9 @@ def build_target(
     for predicted, truth in matched:
         if truth.soft is not None:
             softness_T[slice(*predicted.own_token_span)] = truth.soft
+    # A box matched to a polygon is trained by coord_reg alone, as a polygon is: no loss on decoded boxes.
     corrected: list[Shape] = [
-        (predicted.kind, predicted.coord_token_idx, bins)
+        (predicted.kind if predicted.kind == truth.kind else "poly", predicted.coord_token_idx, bins)
         for (predicted, truth), bins in zip(matched, coordinate_targets(matched, transport), strict=True)
         if truth.soft is None
     ]
@@ -159,6 +162,11 @@ def _check_coord_tokens(
             f"{sample_id}: object_{predicted.index} says {predicted.bins} but its tokens write {written}; "
             "the parse does not belong to this rollout"
         )
+
+
+def count_mixed_kind(parsed: ParsedRollout, match: MatchResult, ground_truth: Sequence[GTObject]) -> int:
+    """Matched pairs of a box and a polygon."""
+    return sum(parsed.objects[pair.pred_idx].kind != ground_truth[pair.gt_idx].kind for pair in match.pairs)
 
 
 def mark_matched(roles_T: np.ndarray, matched: Sequence[tuple[PredictedObject, GTObject]]) -> None:

@@ -1,5 +1,5 @@
 """What teaches: text written from ground truth → token ids, one role per token, and where its coordinates are; and
-where each coordinate of a matched prediction should have been: the true box, or by transport between outlines."""
+where each coordinate of a matched prediction should have been: at the true box, or by transport between polygons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from coordexp.config.rollout import TransportConfig
 from coordexp.coords import CoordVocab, Fragment
 from coordexp.errors import AlignmentError
-from coordexp.geometry import barycentric_targets_of
+from coordexp.geometry import aabb, nearest_on_outline
 from coordexp.records import (
     NUM_BINS,
     GeometryKind,
@@ -25,6 +25,7 @@ from coordexp.records import (
     TrainingTarget,
 )
 from coordexp.targets.weights import SupervisionWeights, weigh_tokens
+from coordexp.transport import barycentric_targets_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +95,8 @@ def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVoc
     return Tail(tuple(token_ids), roles_T, softness_T, entry_tokens, tuple(coords_of))
 
 
-Shape = tuple[GeometryKind, Sequence[int], Sequence[float]]  # kind, target positions of its coordinates, their bins
+# Kind as which its coordinates are trained, their target positions, their bins.
+Shape = tuple[GeometryKind, Sequence[int], Sequence[float]]
 
 
 def assemble(
@@ -153,30 +155,37 @@ def coordinate_targets(
 ) -> list[Sequence[float]]:
     """Where each coordinate of each prediction should have been, given its object: as many float bins as it has.
 
-    Two boxes: the true box. Otherwise both shapes are point sets (a box is its four corners) and each predicted point
-    goes to the barycentre of its transport plan; a predicted box takes the bounds of its transported corners.
+    ==========  =========  ==============================================================
+    prediction  object     target
+    ==========  =========  ==============================================================
+    box         box        the box
+    polygon     polygon    of each vertex: the barycentre of its row of the transport plan
+    box         polygon    the polygon's bounds
+    polygon     box        of each vertex: the nearest point of the box's outline
+    ==========  =========  ==============================================================
     """
-    targets: list[Sequence[float]] = [truth.bins for _, truth in pairs]
-    transported = [k for k, (pred, truth) in enumerate(pairs) if pred.kind == "poly" or truth.kind == "poly"]
-    if not transported:
+    targets: list[Sequence[float]] = []
+    polygons: list[int] = []
+    for k, (pred, truth) in enumerate(pairs):
+        if pred.kind == "bbox_2d":
+            targets.append(truth.bins if truth.kind == "bbox_2d" else aabb(truth))
+        elif truth.kind == "bbox_2d":
+            targets.append(nearest_on_outline(_points(pred), aabb(truth)).reshape(-1).tolist())
+        else:
+            polygons.append(k)
+            targets.append(())
+    if not polygons:
         return targets
     moved = barycentric_targets_of(
-        [(_points(pairs[k][0]), _points(pairs[k][1])) for k in transported],
+        [(_points(pairs[k][0]), _points(pairs[k][1])) for k in polygons],
         cost=transport.cost,
         epsilon=transport.epsilon,
         iters=transport.iters,
     )
-    for k, moved_N2 in zip(transported, moved, strict=True):
-        points = np.minimum(np.maximum(moved_N2, 0), NUM_BINS - 1)
-        if pairs[k][0].kind == "bbox_2d":
-            targets[k] = [*points.min(axis=0).tolist(), *points.max(axis=0).tolist()]
-        else:
-            targets[k] = points.reshape(-1).tolist()
+    for k, moved_N2 in zip(polygons, moved, strict=True):
+        targets[k] = np.minimum(np.maximum(moved_N2, 0), NUM_BINS - 1).reshape(-1).tolist()
     return targets
 
 
 def _points(shape: PredictedObject | GTObject) -> np.ndarray:
-    if shape.kind == "poly":
-        return np.array(shape.bins, dtype=np.float64).reshape(-1, 2)
-    x1, y1, x2, y2 = shape.bins
-    return np.array([(x1, y1), (x2, y1), (x2, y2), (x1, y2)], dtype=np.float64)
+    return np.array(shape.bins, dtype=np.float64).reshape(-1, 2)

@@ -36,6 +36,7 @@ from coordexp.targets import (
     TransportConfig,
     build_gt_target,
     build_target,
+    count_mixed_kind,
     empty_target,
 )
 from coordexp.training.batches import MicroBatches
@@ -110,7 +111,8 @@ class TargetOptions:
             if not self.drop_unclosed:
                 raise
             target = empty_target(record.sample_id)  # the sample trains nothing in this step
-        return SampleOutcome(answer.rollout, answer.parsed, answer.match, target, policy, taken_as_complete=complete)
+        mixed = count_mixed_kind(answer.parsed, answer.match, record.objects)
+        return SampleOutcome(answer.rollout, answer.parsed, answer.match, target, policy, complete, mixed)
 
 
 def decide_policy(policy: TargetPolicy, answers: Sequence[MatchedAnswer]) -> tuple[TargetPolicy, bool]:

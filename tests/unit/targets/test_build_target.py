@@ -73,16 +73,20 @@ def test_targets_are_at_the_tokens_of_the_predicted_objects(make_vocab, predicte
     assert [vocab.bin_of(target.token_ids[p]) for p in target.coord_pos_K] == list(predicted.bins)
     assert np.flatnonzero(target.roles_T == TokenRole.PREFIX_COORD).tolist() == list(own.coord_token_idx)
     assert len(target.coord_bin_K) == len(predicted.bins)
-    # Every vertex is near a ground-truth corner, so its target is that corner, shrunk a little by the entropy.
-    corner = {False: (10, 20), True: (200, 220)}
-    for bins, wanted in zip(predicted.bins, target.coord_bin_K, strict=True):
-        assert min(abs(wanted - c) for c in (*corner[False], *corner[True])) < 3, (bins, wanted)
+    # Every predicted corner is near its own corner of the annotation.
     if predicted.kind == "bbox_2d":
+        assert target.coord_bin_K.tolist() == [10, 20, 200, 220]
+    elif truth.kind == "poly":
+        assert target.coord_bin_K == pytest.approx([10, 20, 200, 20, 200, 220, 10, 220], abs=0.05)
+    else:  # the nearest points of the box's outline
+        assert target.coord_bin_K.tolist() == [10, 22, 200, 25, 190, 220, 10, 210]
+    if predicted.kind == truth.kind == "bbox_2d":
         assert target.box_pos_M4.tolist() == [list(own.coord_token_idx)]
-        assert target.box_bin_M4.tolist() == [target.coord_bin_K.tolist()]
-        assert target.box_bin_M4[0] == pytest.approx(CAT.bins, abs=3)
-    else:
-        assert target.box_pos_M4.shape == (0, 4)
+        assert target.box_bin_M4.tolist() == [[10, 20, 200, 220]]
+    else:  # no loss on decoded boxes where a polygon is involved
+        assert target.box_pos_M4.shape == (0, 4) and "box" not in target.weights
+    assert np.flatnonzero(target.weights["coord"]).tolist() == list(own.coord_token_idx)
+    assert got.num_mixed_kind == (predicted.kind != truth.kind)
 
 
 def predicted_of(obj: GTObject) -> PredictedObject:
@@ -93,18 +97,23 @@ SQUARE_POLY = GTObject("s", "poly", (100, 100, 200, 100, 200, 200, 100, 200))
 SQUARE_BOX = GTObject("s", "bbox_2d", (100, 100, 200, 200))
 TRIANGLE = GTObject("t", "poly", (120, 110, 220, 110, 220, 210))
 MOVED_BOX = GTObject("s", "bbox_2d", (120, 110, 220, 210))
+DIAMOND = GTObject("d", "poly", (140, 80, 190, 130, 140, 180, 90, 130))
+INSIDE = GTObject("s", "poly", (110, 140, 150, 120, 190, 160, 145, 185))
 
 
 @pytest.mark.scenario("Poly prediction is supervised by barycentric-projected targets")
 @pytest.mark.parametrize(
     ("predicted", "truth", "wanted", "tolerance"),
     [
-        (SQUARE_BOX, MOVED_BOX, (120, 110, 220, 210), 0.0),  # two boxes: no transport
-        (SQUARE_POLY, TRIANGLE, (121.53, 110.00, 220.00, 110.00, 220.00, 208.48, 185.11, 144.88), 0.01),
-        (SQUARE_BOX, TRIANGLE, (121.53, 110.00, 220.00, 208.48), 0.01),  # bounds of the transported corners
-        (SQUARE_POLY, MOVED_BOX, (120.007, 110.014, 219.749, 110.015, 219.745, 209.907, 120.007, 209.911), 0.001),
+        (SQUARE_BOX, MOVED_BOX, (120, 110, 220, 210), 0.0),
+        (SQUARE_POLY, SQUARE_POLY, (100, 100, 200, 100, 200, 200, 100, 200), 0.01),
+        (SQUARE_POLY, TRIANGLE, (120, 110, 220, 110, 220, 210, 170, 160), 0.5),  # the fourth is as far from two
+        (SQUARE_BOX, TRIANGLE, (120, 110, 220, 210), 0.0),  # bounds
+        (SQUARE_BOX, DIAMOND, (90, 80, 190, 180), 0.0),  # no two of its vertices are the corners of its bounds
+        (SQUARE_POLY, MOVED_BOX, (120, 110, 200, 110, 200, 210, 120, 200), 0.0),  # nearest points of the outline
+        (INSIDE, SQUARE_BOX, (100, 140, 150, 100, 200, 160, 145, 200), 0.0),
     ],
-    ids=["box-box", "poly-poly", "box-poly", "poly-box"],
+    ids=["box-box", "same-poly", "poly-poly", "box-poly", "box-diamond", "poly-box", "poly-inside-box"],
 )
 def test_coordinate_targets(predicted, truth, wanted, tolerance) -> None:
     (got,) = coordinate_targets([(predicted_of(predicted), truth)], TransportConfig())
@@ -116,6 +125,8 @@ def test_transport_settings_reach_the_targets() -> None:
     (got,) = coordinate_targets([pair], TransportConfig("l1", 50.0, 3))
     points = np.array(SQUARE_POLY.bins).reshape(-1, 2), np.array(TRIANGLE.bins).reshape(-1, 2)
     assert got == pytest.approx(barycentric_targets(*points, cost="l1", epsilon=50.0, iters=3).ravel())
+    (got_10,) = coordinate_targets([pair], TransportConfig(epsilon=10.0))
+    assert got_10 == pytest.approx((121.53, 110.00, 220.00, 110.00, 220.00, 208.48, 185.11, 144.88), abs=0.01)
     assert got != pytest.approx(coordinate_targets([pair], TransportConfig())[0], abs=1)
 
 

@@ -89,7 +89,8 @@ def check_target(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordVoca
     bin_at = dict(zip(target.coord_pos_K.tolist(), target.coord_bin_K.tolist(), strict=True))
     for positions, bins in zip(target.box_pos_M4.tolist(), target.box_bin_M4.tolist(), strict=True):
         assert [bin_at[position] for position in positions] == bins
-    num_boxes = sum(got.parsed.objects[pair.pred_idx].kind == "bbox_2d" for pair in match.pairs)
+    kinds = [(got.parsed.objects[pair.pred_idx].kind, truth[pair.gt_idx].kind) for pair in match.pairs]
+    num_boxes = kinds.count(("bbox_2d", "bbox_2d"))  # a box on a polygon has no loss on decoded boxes
     assert len(target.box_pos_M4) == num_boxes + sum(truth[j].kind == "bbox_2d" for j in target.appended_gt_idx)
 
     counters = rollout_counters([got])
@@ -97,6 +98,7 @@ def check_target(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordVoca
     assert counters["rollout/matched_total"] + counters["rollout/fp_total"] == len(got.parsed.objects)
     num_prefix_coords = sum(len(got.parsed.objects[pair.pred_idx].bins) for pair in match.pairs)
     assert counters["rollout/prefix_coord_targets_total"] == num_prefix_coords
+    assert counters["match/mixed_kind_total"] == sum(pred != gt for pred, gt in kinds)
 
 
 def is_plain(desc: str, vocab: CoordVocab) -> bool:

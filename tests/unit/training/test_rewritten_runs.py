@@ -162,6 +162,13 @@ def test_answers_without_matches_are_not_counted_for_completeness(text: str) -> 
     assert not found.taken_as_complete and found.target.left_out_pred_idx == ()
 
 
+def test_pairs_of_a_box_and_a_polygon_are_counted() -> None:
+    cat_as_polygon = GTObject("cat", "poly", (10, 20, 200, 20, 200, 220, 10, 220))
+    (mixed,) = outcomes([answer(entry(1, cat_as_polygon), entry(2, LEAF))], None)
+    (same,) = outcomes([answer(entry(1), entry(2, LEAF))], None)
+    assert (mixed.num_mixed_kind, same.num_mixed_kind) == (1, 0)
+
+
 def test_soft_objects_are_not_counted_for_completeness() -> None:
     """A soft object was added by a model, so it is not evidence of annotation."""
     texts = [answer(entry(1), entry(2, LEAF))]
