@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import re
 import stat
 import tempfile
 import zlib
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
+from xml.etree import ElementTree
 
 from coordexp import distributed
 from coordexp.errors import CheckpointError, DataError
@@ -156,6 +158,23 @@ def read_json(path: Path) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"not readable as JSON: {error}", path=path) from error
+
+
+_XML_ENCODING = re.compile(rb"^\s*<\?xml[^>]*?\sencoding\s*=\s*[\"']([A-Za-z0-9._-]+)[\"'][^>]*\?>")
+
+
+def read_xml(path: Path) -> ElementTree.Element:
+    """The root of an XML file, in any encoding that Python has. Raises DataError."""
+    try:
+        data = path.read_bytes()
+        declared = _XML_ENCODING.match(data)
+        if declared is not None:  # the parser itself reads no encoding of several bytes a character, such as GBK
+            return ElementTree.fromstring(data[declared.end() :].decode(declared[1].decode("ascii")))
+        return ElementTree.fromstring(data)
+    except OSError as error:
+        raise DataError(f"not readable: {error.strerror}", path=path) from error
+    except (ElementTree.ParseError, ValueError, LookupError) as error:  # LookupError: an unknown encoding
+        raise DataError(f"broken XML: {error}", path=path) from error
 
 
 VARIABLE = "COORDEXP_CACHE"  # names the folder, in which everything can be deleted at any time

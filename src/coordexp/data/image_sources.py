@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordexp.data.images import FRAMES_CURE, HEIF_SUFFIXES, IMAGE_SUFFIXES, open_rgb, read_header, shape_problem
+from coordexp.data.find_images import is_hidden, list_files
+from coordexp.data.images import IMAGE_SUFFIXES, SEEN_SUFFIXES, open_rgb, read_header, shape_problem, size_of_image
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import DataError
 from coordexp.records import ImageRecord
@@ -17,29 +19,19 @@ _GLOB = re.compile(r"[*?\[]")
 _PRINTF = re.compile(r"%0?\d*d")  # frame_%05d.png, as video tools name frames
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _WORKERS = 4
-# Files in a folder of images that are counted, named and skipped, and why.
-_UNREAD = {
-    **dict.fromkeys(
-        (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv"),
-        f"a video; extract its frames: {FRAMES_CURE}",
-    ),
-    **dict.fromkeys(
-        (".svg", ".psd", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".jxl", ".jp2", ".exr"),
-        "a format that is not read; convert it to PNG or JPEG",
-    ),
-}
-_SEEN = (*IMAGE_SUFFIXES, ".gif", ".avif", *HEIF_SUFFIXES, *_UNREAD)
+_NO_IMAGES = (".txt", ".json", ".jsonl", ".xml", ".csv", ".yaml", ".yml", ".md", ".py", ".html", ".zip", ".tar", ".gz")
 
 
 @dataclass(frozen=True, slots=True)
 class FoundImages:
     """Records to answer, whether they are annotated, and (image, reason) of each that cannot be read. ``names``: of
-    both, in order."""
+    both, in order. ``passed_over``: a line per kind of file in a folder that is not taken for an image."""
 
     records: tuple[ImageRecord, ...]
     annotated: frozenset[str]
     skipped: tuple[tuple[str, str], ...] = ()
     names: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
 
 
 def find_images(sources: Sequence[Path], *, limit: int | None = None, skip_broken: bool = False) -> FoundImages:
@@ -51,6 +43,7 @@ def find_images(sources: Sequence[Path], *, limit: int | None = None, skip_broke
     """
     found: dict[str, ImageRecord | str] = {}  # or why it cannot be read
     annotated: set[str] = set()
+    passed_over: list[str] = []
     readable = 0
     for source in sources:
         if source.suffix.lower() == ".jsonl":
@@ -58,13 +51,13 @@ def find_images(sources: Sequence[Path], *, limit: int | None = None, skip_broke
                 found.setdefault(record.sample_id, record)
                 annotated.add(record.sample_id)
             continue
-        for path, name in _image_files(source, alone=len(sources) == 1):
+        for path, name in _image_files(source, len(sources) == 1, passed_over):
             if limit is not None and readable >= limit:
                 break
             if name in found:
                 continue
             try:
-                found[name] = ImageRecord(name, path.resolve(), *_size(path), ())
+                found[name] = ImageRecord(name, path.absolute(), *_size(path), ())
                 readable += 1
             except DataError as error:
                 if not skip_broken:
@@ -94,12 +87,10 @@ def find_images(sources: Sequence[Path], *, limit: int | None = None, skip_broke
     if not records:
         reasons = f"; the first: {skipped[0][1]}" if skipped else ""
         raise DataError(f"no image that can be read ({len(skipped)} skipped{reasons})", path=sources[0])
-    return FoundImages(tuple(records), frozenset(annotated), tuple(skipped), tuple(names))
+    return FoundImages(tuple(records), frozenset(annotated), tuple(skipped), tuple(names), tuple(passed_over))
 
 
 def _size(path: Path) -> tuple[int, int]:
-    if (reason := _UNREAD.get(path.suffix.lower())) is not None:
-        raise DataError(reason, path=path)
     header = read_header(path)
     if (problem := shape_problem(*header.size)) is not None:
         raise DataError(problem, path=path)
@@ -118,10 +109,22 @@ def is_pattern(path: Path) -> bool:
     return _GLOB.search(_PRINTF.sub("*", str(path))) is not None
 
 
-def _image_files(source: Path, alone: bool) -> Iterator[tuple[Path, str]]:
+def _is_picture(path: Path) -> bool:
+    # A file of another suffix, or of none, as stores of hashes have them, counts if it can be read.
+    suffix = path.suffix.lower()
+    return suffix in SEEN_SUFFIXES or (suffix not in _NO_IMAGES and path.is_file() and size_of_image(path) is not None)
+
+
+def _image_files(source: Path, alone: bool, passed_over: list[str]) -> Iterator[tuple[Path, str]]:
     """(file, name): the names of one folder's images start in it, others as they were given."""
     if source.is_dir():
-        paths = sorted(path for path in source.rglob("*") if path.suffix.lower() in _SEEN)
+        listing = list_files(source)
+        paths = [path for path in listing.files if _is_picture(path)]
+        others = Counter(path.suffix.lower() or "no suffix" for path in set(listing.files).difference(paths))
+        passed_over += listing.summary()
+        if others:
+            counts = ", ".join(f"{suffix}: {count}" for suffix, count in sorted(others.items()))
+            passed_over.append(f"{others.total()} files passed over, no images: {counts}")
         if not paths:
             raise DataError(f"no image below this folder; looked for {', '.join(IMAGE_SUFFIXES)}", path=source)
         yield from ((path, (path.relative_to(source) if alone else path).as_posix()) for path in paths)
@@ -131,9 +134,13 @@ def _image_files(source: Path, alone: bool) -> Iterator[tuple[Path, str]]:
         if not is_pattern(source):
             raise DataError("no such image, folder or dataset", path=source)
         pattern = Path(_PRINTF.sub("*", str(source)))
-        found = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+        found = list(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))))
+        # `**` finds the copies of tools too, whose folders nobody named.
+        hidden = {path for path in found if any(map(is_hidden, set(path.parts) - set(pattern.parts)))}
+        if hidden:
+            passed_over.append(f"{len(hidden)} passed over, hidden: {min(hidden)}{', …' if len(hidden) > 1 else ''}")
         paths = sorted(  # frame_9 before frame_10
-            (path for path in found if path.suffix.lower() in _SEEN),
+            (path for path in found if path not in hidden and _is_picture(path)),
             key=lambda path: [int(p) if k % 2 else p for k, p in enumerate(re.split(r"(\d+)", path.as_posix()))],
         )
         if not paths:

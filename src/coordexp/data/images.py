@@ -1,31 +1,25 @@
 """How a picture becomes pixels: the only place that calls Pillow's decoders. Header checks that decode nothing, opening
-as upright 8-bit RGB, the size to which the Qwen vision processors bring an image, and images inside tar files.
+as upright 8-bit RGB, and the size to which the Qwen vision processors bring an image. An image may be in a tar file
+(:mod:`coordexp.data.shards`).
 
 Files, bytes, PIL images and arrays get the same treatment (:func:`open_rgb`, :func:`rgb_of`): one list of formats,
 upright by EXIF, white behind transparent pixels, nothing of 16 or 32 bits, one picture a file.
-
-A path through a tar file (WebDataset's shards) names an image in it: ``set-00003.tar/00030017.jpg``. A shard is read at
-random without unpacking it. The offsets of its members are found once and cached. Compressed tar files have none, and
-are refused.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import io
 import math
 import os
-import tarfile
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image, UnidentifiedImageError
 
-from coordexp.data.files import cache_folder, whole_binary_file
+from coordexp.data.shards import MemberFile, find_member, shard_of
 from coordexp.errors import DataError
 
 if TYPE_CHECKING:
@@ -91,8 +85,23 @@ class ResizeRule:
 
 JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".bmp", ".webp", ".tif", ".tiff")
-"""Lower-case suffixes of the images that a search of a folder finds."""
+"""Lower-case suffixes of the images that are most common, in which drawings can be saved too."""
 HEIF_SUFFIXES = (".heic", ".heif", ".hif")  # of telephones; another package reads them
+FRAMES_CURE = "ffmpeg -i FILE frame_%05d.png"
+# Suffixes of files that are not read, and why: Pillow takes a camera's raw file for the small preview in it.
+UNREAD = {
+    **dict.fromkeys(
+        (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv"),
+        f"a video; extract its frames: {FRAMES_CURE}",
+    ),
+    **dict.fromkeys(
+        (".svg", ".psd", ".eps", ".ai", ".jxl", ".jp2", ".j2k", ".jpx", ".exr", ".hdr", ".tga", ".ico", ".pcx", ".dds",
+         ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2", ".dcm", ".fits"),
+        "a format that is not read; convert it to PNG or JPEG",
+    ),
+}  # fmt: skip
+SEEN_SUFFIXES = (*IMAGE_SUFFIXES, ".gif", ".avif", ".mpo", ".ppm", ".pgm", ".pbm", ".pnm", *HEIF_SUFFIXES, *UNREAD)
+"""Lower-case suffixes of what a search of a folder takes for a picture, also in formats that are not read."""
 # Formats of Pillow that are read. Others are refused by name: Pillow would start a program for EPS, and its readers of
 # rare formats take files for images that are none.
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "DIB", "GIF", "AVIF", "PPM")  # a JPEG may turn out to be an MPO
@@ -236,6 +245,14 @@ def _to_rgb(image: Image.Image, header: ImageHeader, path: Path, apply_orientati
     return rgb if turn is None else rgb.transpose(turn)
 
 
+def size_of_image(path: Path) -> tuple[int, int] | None:
+    """Width and height, upright; None for a file that cannot be read, which whoever opens it reports."""
+    try:
+        return read_header(path).size
+    except DataError:
+        return None
+
+
 def size_problem(declared: tuple[int, int], real: tuple[int, int]) -> str:
     """The message for an image of another size than the declared ``(width, height)``."""
     return (
@@ -257,6 +274,8 @@ def image_exists(path: Path) -> bool:
 def _open(path: Path, data: bytes | None = None) -> Image.Image:
     if data is None and not image_exists(path):
         raise DataError("image not found; check the path (relative paths start at the JSONL's folder)", path=path)
+    if data is None and (reason := UNREAD.get(path.suffix.lower())) is not None:
+        raise DataError(reason, path=path)
     fix = "replace the file" if data is None else "send the file's own bytes"
     try:
         try:
@@ -325,7 +344,6 @@ def _header(image: Image.Image, path: Path, whole: bool = True) -> ImageHeader:
     return ImageHeader(size, stored_size, orientation, image.format or "", image.mode, opaque)
 
 
-FRAMES_CURE = "ffmpeg -i FILE frame_%05d.png"
 _REDUCED, _MASK, _SUBFILE_TYPE = 1, 4, 254  # of a TIFF's page: a smaller copy, or a mask, of another
 
 
@@ -346,44 +364,6 @@ def _pictures(image: Image.Image, path: Path) -> int:
         return max(pages, 1)
     except _PILLOW_ERRORS as error:
         raise DataError(f"not a readable image ({error}); replace the file", path=path) from error
-
-
-SHARD_SUFFIX = ".tar"
-_IN_SHARD = f"{SHARD_SUFFIX}{os.sep}"
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """The place of an image's bytes: ``size`` bytes from byte ``offset`` of ``shard``."""
-
-    shard: Path
-    offset: int
-    size: int
-
-
-def shard_of(path: str) -> str | None:
-    """The tar file in a path; None without one. Reads no file."""
-    at = path.find(_IN_SHARD)
-    return None if at < 0 else path[: at + len(SHARD_SUFFIX)]
-
-
-def find_member(path: Path) -> Member | None:
-    """The member that ``path`` names; None if the path has no tar file or the tar file no such member. Raises DataError
-    for an invalid, compressed or unreadable tar file."""
-    text = str(path)
-    shard = shard_of(text)
-    if shard is None or not os.path.isfile(shard):
-        return None
-    import numpy as np
-
-    seen = os.stat(shard)
-    names_N, places_N2 = _index(shard, seen.st_size, seen.st_mtime_ns)
-    name = os.fsencode(text[len(shard) + 1 :])
-    at = int(np.searchsorted(names_N, name))
-    if at == len(names_N) or names_N[at] != name:
-        return None
-    offset, size = places_N2[at].tolist()
-    return Member(Path(shard), offset, size)
 
 
 def image_stat(image: bytes) -> os.stat_result:
@@ -407,69 +387,3 @@ def image_bytes(path: Path) -> bytes:
             return file.readall()
     except OSError as error:
         raise DataError(f"cannot be read ({error.strerror or error})", path=path) from error
-
-
-class MemberFile(io.RawIOBase):
-    """A member as a file: reads only the requested bytes of the shard."""
-
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self._file = member.shard.open("rb", buffering=0)
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._member.size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"no place {base + offset} in a file")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        wanted = max(0, min(len(buffer), self._member.size - self._at))
-        data = os.pread(self._file.fileno(), wanted, self._member.offset + self._at)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
-
-
-@lru_cache(maxsize=512)
-def _index(shard: str, size: int, mtime_ns: int) -> tuple[np.ndarray, np.ndarray]:
-    # Names (N,) of the members in order, bytes; offset and size (N, 2), int64. A changed shard is indexed again.
-    import numpy as np
-
-    place = hashlib.sha256(os.fsencode(os.path.abspath(shard))).hexdigest()[:16]
-    kept = cache_folder() / "shards" / f"{place}-{size}-{mtime_ns}.npy"
-    try:
-        table_N = np.load(kept, allow_pickle=False)
-    except FileNotFoundError:
-        places: dict[bytes, tuple[int, int]] = {}
-        try:
-            with tarfile.open(shard, "r:") as tar:
-                for info in tar:
-                    if info.isfile() and not info.issparse():  # of two with one name the last counts, as in tar
-                        places[os.fsencode(info.name.removeprefix("./"))] = info.offset_data, info.size
-        except (tarfile.TarError, OSError) as error:
-            detail = f"not readable ({error}); shards are uncompressed tar files, as coordexp data pack writes them"
-            raise DataError(detail, path=shard) from error
-        fields = [("name", f"S{max(map(len, places), default=1)}"), ("offset", np.int64), ("size", np.int64)]
-        table_N = np.array([(name, *places[name]) for name in sorted(places)], dtype=fields)
-        kept.parent.mkdir(exist_ok=True)
-        with whole_binary_file(kept) as file:
-            np.save(file, table_N, allow_pickle=False)
-        for old in kept.parent.glob(f"{place}-*.npy"):
-            if old != kept:
-                old.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot be read ({error}); delete the file and start again", path=kept) from error
-    return np.ascontiguousarray(table_N["name"]), np.stack([table_N["offset"], table_N["size"]], axis=1)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coordexp.data.files import whole_binary_file
-from coordexp.data.images import SHARD_SUFFIX, image_bytes
+from coordexp.data.images import image_bytes
 from coordexp.data.jsonl import line_of, write_jsonl
+from coordexp.data.shards import SHARD_SUFFIX
 from coordexp.errors import DataError
 from coordexp.geometry import aabb, to_pixel
 from coordexp.records import GTObject, ImageRecord

@@ -16,8 +16,9 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordexp.coords import CoordVocab
-from coordexp.data.images import image_bytes, open_rgb, read_header, shard_of
+from coordexp.data.images import image_bytes, open_rgb, read_header
 from coordexp.data.preparation import ImagePreparation
+from coordexp.data.shards import shard_of
 from coordexp.engine.arguments import NAMES_KEY
 from coordexp.errors import DataError, RolloutError
 from coordexp.records import Rollout, RolloutRequest

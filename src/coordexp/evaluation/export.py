@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
 
+from coordexp.data.find_images import match_names, with_slashes
 from coordexp.data.images import image_bytes
 from coordexp.data.polygons import smallest_rectangle
 from coordexp.errors import DataError
@@ -135,15 +136,20 @@ def export_coco(
     ``completed`` is written into the field ``completion`` of these objects' annotations."""
     known = [obj.desc for answer in answers for obj in (*(answer.gt or ()), *answer.pred)]
     number, notes = _number(known, terms, 1)
-    by_name: dict[str, list[int]] = {}
-    for file, image_id in terms.images.items():
-        by_name.setdefault(PurePosixPath(file).name, []).append(image_id)
     next_id = max(terms.images.values(), default=0) + 1
     in_originals, image_ids, num_unknown = [], [], 0
-    for answer, original, _ in _with_paths(answers, ""):
-        candidates = by_name.get(PurePosixPath(original.file).name, [])
-        # By the whole file name, or by its last part if only one image has that.
-        image_id = terms.images.get(original.file, candidates[0] if len(candidates) == 1 else None)
+    with_paths = _with_paths(answers, "")
+    ids = {with_slashes(file): image_id for file, image_id in terms.images.items()}
+    names = [
+        [original.file] if answer.original is not None else [answer.sample_id, original.file]
+        for answer, original, _ in with_paths
+    ]
+    matches = match_names(names, ids)
+    by_tail = [match.note for match in matches if match.note is not None]
+    if by_tail:
+        notes.append(f"{len(by_tail)} images are matched by the end of their names; the first: {by_tail[0]}")
+    for (answer, original, _), match in zip(with_paths, matches, strict=True):
+        image_id = None if match.file is None else ids[match.file]
         if image_id is None:
             image_id, num_unknown = next_id + num_unknown, num_unknown + 1
         image_ids.append(image_id)

@@ -222,6 +222,8 @@ def _note(console: Console, images: FoundImages, preparation: ImagePreparation) 
             f"note: {len(large)} images have more than {limit:,} pixels, the first is {large[0]}; they need much memory"
         )
         console.print(text, highlight=False, markup=False, soft_wrap=True)
+    for line in images.passed_over:
+        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
     for image, reason in images.skipped:
         console.print(f"skipped {image}: {reason}", highlight=False, markup=False, soft_wrap=True)
 

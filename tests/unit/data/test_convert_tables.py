@@ -205,7 +205,7 @@ def test_open_images(tmp_path: Path) -> None:
     assert report.skipped_objects == {"crowd": 1, "unknown_category": 1, "image_skipped": 3}
     assert report.skipped_images == {"missing_image": 2, "unlabelled": 1}
     assert (report.images_seen, report.objects_seen) == (5, 8)
-    assert report.notes == {"unboxed_class": 1, "ignored_label": 1}
+    assert report.notes == {"unboxed_class": 1, "ignored_label": 1, "found_by_tail": 2}
     said = {problem.reason: problem.detail for problem in report.problems}
     assert "Ball, small" in said["unboxed_class"] and "1 guesses" in said["ignored_label"]
 

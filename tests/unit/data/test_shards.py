@@ -21,9 +21,10 @@ from coordexp.data import dataset_cache
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.files import VARIABLE, cache_folder
-from coordexp.data.images import Member, MemberFile, find_member, image_bytes, open_rgb, read_header
+from coordexp.data.images import image_bytes, open_rgb, read_header
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.data.scenes import SPECS, write_scenes
+from coordexp.data.shards import Member, MemberFile, find_member
 from coordexp.data.subset import pack, split_records
 from coordexp.errors import DataError
 from coordexp.records import ImageRecord, RolloutRequest

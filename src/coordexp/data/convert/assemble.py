@@ -76,7 +76,7 @@ def _prepare_image(source: SourceImage, target: Path, options: ImageOptions) -> 
     try:
         if source.embedded is None:
             if not source.path.is_file():
-                raise LeftOut(SkipReason.MISSING_IMAGE, f"no file {source.path}")
+                raise LeftOut(SkipReason.MISSING_IMAGE, source.problem or f"no file {source.path}")
             return _write_image(source, source.path, target, options)
         # As for a file with these bytes; without resizing they become that file.
         target.parent.mkdir(parents=True, exist_ok=True)

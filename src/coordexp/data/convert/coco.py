@@ -30,10 +30,9 @@ from coordexp.data.convert.shapes import (
     check_folder,
     declared_size,
     finite_numbers,
-    unsafe_file_name,
-    with_slashes,
 )
 from coordexp.data.files import read_json
+from coordexp.data.find_images import FoundImage, ImageFolder, unsafe_file_name, with_slashes
 from coordexp.data.images import open_rgb
 from coordexp.data.polygons import shape_area, signed_ring_area
 from coordexp.errors import DataError
@@ -182,37 +181,44 @@ def _convert(
         desc = category.get("name")
         descs[category["id"]] = desc if isinstance(desc, str) else ""
     # File name and declared size by id. Objects find their image by id, so one that is used twice is fatal.
-    usable: dict[Any, tuple[str, tuple[int, int] | None]] = {}
-    seen: set[str] = set()
+    listed: dict[Any, tuple[str, str, tuple[int, int] | None]] = {}
     for index, image in enumerate(coco["images"]):
         report.images_seen += 1
         where = f"images[{index}]"
         if not isinstance(image, dict) or not isinstance(image.get("id"), int | str):
             report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"{where} has no id")
             continue
-        if image["id"] in usable:
+        if image["id"] in listed:
             detail = f"{where}: the id {image['id']!r} is used twice; objects cannot be assigned to images"
             raise DataError(detail, path=file)
         given = image.get("file_name")
         if not isinstance(given, str) or not given.strip():
             report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"{where} has no file_name")
             continue
-        named = str(PurePosixPath(with_slashes(given)))
-        if unsafe_file_name(named):
-            report.skip_image(SkipReason.UNSAFE_FILE_NAME, file.name, f"{where}: {given!r} leaves the images folder")
-        elif named in seen:
+        listed[image["id"]] = where, given, declared_size(image.get("width"), image.get("height"))
+    usable: dict[Any, tuple[FoundImage, tuple[int, int] | None]] = {}
+    seen: set[Path] = set()
+    images = ImageFolder(images_dir)
+    report.pass_over(images.listing)
+    found_images = images.find_all([[given] for _, given, _ in listed.values()])
+    for (image_id, (where, given, size)), found in zip(listed.items(), found_images, strict=True):
+        if found.there and found.path in seen:
             detail = f"{where}: {given!r} is listed twice; kept the first"
             report.skip_image(SkipReason.DUPLICATE_IMAGE, file.name, detail)
+        elif unsafe_file_name(with_slashes(given)) and not found.there:
+            detail = f"{where}: {given!r} leaves the images folder" + (f": {found.problem}" if found.problem else "")
+            report.skip_image(SkipReason.UNSAFE_FILE_NAME, file.name, detail)
         else:
-            seen.add(named)
-            usable[image["id"]] = named, declared_size(image.get("width"), image.get("height"))
+            report.note_found(found, file.name)
+            seen.add(found.path)
+            usable[image_id] = found, size
     objects: dict[Any, list[SourceObject]] = defaultdict(list)
     num_annotated: Counter[Any] = Counter()
     corners = CornerCheck()
     for index, annotation in enumerate(coco["annotations"]):
         image = annotation.get("image_id") if isinstance(annotation, dict) else None
         known = isinstance(image, int | str) and image in usable
-        shown = usable[image][0] if known else file.name
+        shown = usable[image][0].name if known else file.name
         with report.reading_object(shown, index):
             if not known:
                 raise LeftOut(SkipReason.UNKNOWN_IMAGE, f"no usable image has the id {image!r}")
@@ -244,8 +250,10 @@ def _convert(
                 report.note(Note.CROWD_KEPT, shown, index, f"{desc}: a group, kept as one object")
     corners.refuse(file, "[x, y, width, height]")
     sources = [
-        SourceImage(named, named, images_dir / named, size, tuple(objects[image]), num_annotated[image])
-        for image, (named, size) in usable.items()
+        SourceImage(
+            found.name, found.name, found.path, size, tuple(objects[image]), num_annotated[image], problem=found.problem
+        )
+        for image, (found, size) in usable.items()
     ]
     return assemble(sorted(sources, key=lambda source: source.file), report, options)
 

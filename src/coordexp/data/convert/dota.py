@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
-from coordexp.data.convert.image_folder import ImageFolder, size_of_image
 from coordexp.data.convert.shapes import (
     ConversionReport,
     LeftOut,
@@ -16,13 +15,13 @@ from coordexp.data.convert.shapes import (
     SourceObject,
     check_choice,
     check_folder,
-    files_below,
     finite_numbers,
     number,
     polygon_object,
 )
 from coordexp.data.files import read_text
-from coordexp.data.images import IMAGE_SUFFIXES
+from coordexp.data.find_images import ImageFolder, list_files
+from coordexp.data.images import size_of_image
 from coordexp.errors import DataError
 
 _HEAD = ("imagesource:", "gsd:")  # lines of DOTA's own files before the objects
@@ -62,28 +61,36 @@ def convert_dota(
     check_folder(place, "images folder")
     report = ConversionReport(Path(out_dir) / f"{options.name or root.absolute().name}.jsonl")
     images = ImageFolder(place)
-    unlabelled = {path.relative_to(place).with_suffix(""): path for path in files_below(place, IMAGE_SUFFIXES)}
-    by_place = dict(unlabelled)
+    report.pass_over(images.listing)
+    label_files = report.pass_over(list_files(labels)).with_suffix(".txt") if labels != place else (
+        images.listing.with_suffix(".txt"))  # fmt: skip
+    found_images = images.find_all([[path.relative_to(labels).with_suffix("").as_posix()] for path in label_files])
+    unlabelled = dict.fromkeys(images.images)
     sources: list[SourceImage] = []
-    for path in files_below(labels, (".txt",)):
+    for path, found in zip(label_files, found_images, strict=True):
         report.images_seen += 1
-        image = by_place.get(path.relative_to(labels).with_suffix("")) or images.find(path.stem)[0]
-        file = image.relative_to(place).as_posix() if image.is_file() else path.name
-        unlabelled.pop(image.relative_to(place).with_suffix(""), None)
+        report.note_found(found, path.name)
+        unlabelled.pop(found.path, None)
         objects: list[SourceObject] = []
         lines = [line for line in read_text(path).splitlines() if line.strip() and not line.lower().startswith(_HEAD)]
         for index, line in enumerate(lines):
             with report.reading_object(path.name, index):
                 objects.append(_read_line(index, line, skip_difficult, geometry))
-        sources.append(SourceImage(file, path.name, image, size_of_image(image), tuple(objects), len(lines)))
-    for name, image in unlabelled.items():
+        size = size_of_image(found.path)
+        file = found.name if found.there else path.name
+        sources.append(
+            SourceImage(file, path.name, found.path, size, tuple(objects), len(lines), problem=found.problem)
+        )
+    for image in unlabelled:
         report.images_seen += 1
-        report.skip_image(SkipReason.MISSING_ANNOTATION, image.name, f"no file {labels / name}.txt")
+        label = labels / image.relative_to(place).with_suffix(".txt")
+        report.skip_image(SkipReason.MISSING_ANNOTATION, image.name, f"no file {label}")
     return assemble(sources, report, options)
 
 
 def _labels_folder(root: Path) -> Path:
-    named = sorted(path for path in root.rglob("*") if path.is_dir() and path.name.lower().startswith("labeltxt"))
+    folders = {folder for path in list_files(root).with_suffix(".txt") for folder in path.relative_to(root).parents}
+    named = sorted(root / folder for folder in folders if folder.name.lower().startswith("labeltxt"))
     if len(named) > 1:
         raise DataError(f"several folders of labels: {', '.join(map(str, named))}; choose with --labels-dir", path=root)
     if not named and not any(root.glob("*.txt")):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
-from coordexp.data.convert.image_folder import size_of_image
 from coordexp.data.convert.shapes import (
     ConversionReport,
     Crowds,
@@ -22,12 +21,12 @@ from coordexp.data.convert.shapes import (
     SourceObject,
     check_choice,
     check_folder,
-    files_below,
     finite_numbers,
     number,
 )
 from coordexp.data.files import read_text
-from coordexp.data.images import IMAGE_SUFFIXES
+from coordexp.data.find_images import ImageFolder
+from coordexp.data.images import size_of_image
 from coordexp.errors import DataError
 
 IMAGE_LABELS = "image_labels"  # key of a record's metadata: classes that people verified, in lists present and absent
@@ -71,9 +70,13 @@ def convert_openimages(
     folder = path.parent if images_dir is None else Path(images_dir)
     check_folder(folder, "images folder")
     names = _read_classes(_class_descriptions(path) if classes is None else Path(classes))
-    files = {file.stem: file for file in files_below(folder, IMAGE_SUFFIXES)}
+    searched = ImageFolder(folder)
     sizes: dict[str, tuple[int, int] | None] = {}
     report = ConversionReport(Path(out_dir) / f"{options.name or path.stem}.jsonl")
+    report.pass_over(searched.listing)
+    ids = sorted({image.stem for image in searched.images})
+    found = dict(zip(ids, searched.find_all([[image_id] for image_id in ids]), strict=True))
+    files = {image_id: one.path for image_id, one in found.items() if one.there}
     images: dict[str, _Image] = {}
     elsewhere: dict[str, int] = defaultdict(int)  # boxes by image that is not in the folder
     for line, row in _rows(path, _BOXES):
@@ -82,6 +85,7 @@ def convert_openimages(
             elsewhere[name] += 1
             continue
         if name not in images:
+            report.note_found(found[name], path.name)
             images[name] = _Image()
             sizes[name] = size_of_image(files[name])
         image = images[name]

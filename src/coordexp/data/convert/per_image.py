@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import base64
 import math
-import os
+import posixpath
 import xml.etree.ElementTree as ET
+from collections.abc import Collection
 from functools import partial
-from pathlib import Path, PurePosixPath
+from itertools import islice
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
@@ -31,15 +33,20 @@ from coordexp.data.convert.shapes import (
     check_folder,
     declared_size,
     ellipse_object,
-    files_below,
     finite_numbers,
     number,
     polygon_object,
+)
+from coordexp.data.files import read_json, read_text, read_xml
+from coordexp.data.find_images import (
+    ImageFolder,
+    files_below,
+    folder_levels,
+    list_files,
     unsafe_file_name,
     with_slashes,
 )
-from coordexp.data.files import read_json, read_text
-from coordexp.data.images import IMAGE_SUFFIXES
+from coordexp.data.images import SEEN_SUFFIXES, size_of_image
 from coordexp.errors import DataError
 
 ANNOTATIONS, IMAGES = "Annotations", "JPEGImages"
@@ -72,53 +79,61 @@ def convert_voc(
     report = ConversionReport(Path(out_dir) / f"{options.name or split or 'data'}.jsonl")
     if note:
         report.note(Note.FOLDERS_FOUND, str(root), None, note)
-    images_by_stem: dict[str, list[Path]] = {}
-    for path in files_below(image_dir, IMAGE_SUFFIXES):
-        images_by_stem.setdefault(path.relative_to(image_dir).with_suffix("").as_posix(), []).append(path)
-    if split_file is None:  # every annotation, and every image without one, so that it is counted
-        annotated = {path.relative_to(xml_dir).with_suffix("").as_posix() for path in files_below(xml_dir, (".xml",))}
-        stems = sorted(annotated | images_by_stem.keys())
+    images = ImageFolder(image_dir)
+    report.pass_over(images.listing)
+    listing = images.listing if xml_dir == image_dir else report.pass_over(list_files(xml_dir))
+    xmls = {path.relative_to(xml_dir).with_suffix("").as_posix(): path for path in listing.with_suffix(".xml")}
+    if split_file is None:
+        stems = sorted(xmls)
     else:
-        stems = [_stem_of(line.strip(), xml_dir) for line in read_text(split_file).splitlines() if line.strip()]
-    sources: list[SourceImage] = []
+        stems = [_stem_of(line.strip(), xmls) for line in read_text(split_file).splitlines() if line.strip()]
+    trees: dict[str, ET.Element] = {}
     seen: set[str] = set()
     for stem in stems:
         report.images_seen += 1
-        xml, shown = xml_dir / f"{stem}.xml", f"{stem}.xml"
+        shown = f"{stem}.xml"
         if stem in seen:
             report.skip_image(SkipReason.DUPLICATE_IMAGE, shown, f"{stem!r} is listed twice in the split; used once")
         elif unsafe_file_name(stem):
             report.skip_image(SkipReason.UNSAFE_FILE_NAME, shown, f"{stem!r} leaves the annotations folder")
-        elif not xml.is_file():
-            report.skip_image(SkipReason.MISSING_ANNOTATION, shown, f"no file {xml}")
+        elif stem not in xmls:
+            report.skip_image(SkipReason.MISSING_ANNOTATION, shown, f"no file {xml_dir / shown}")
         else:
             try:
-                tree = ET.parse(xml).getroot()
-            except (ET.ParseError, OSError, ValueError, LookupError) as error:  # LookupError: an unknown encoding
-                report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, f"broken XML: {error}")
-            else:
-                # Prefer an image with the name of the annotation file; if there are several, the one in <filename>.
-                # Otherwise take <filename>, even if that image does not exist: the report then names it.
-                named = with_slashes(_text(tree, "filename"))
-                name_only = PurePosixPath(named).name
-                if candidates := images_by_stem.get(stem):
-                    image = next((path for path in candidates if path.name == name_only), candidates[0])
-                elif named:
-                    image = image_dir / (name_only if unsafe_file_name(named) else named)
-                else:
-                    image = image_dir / f"{xml.stem}.jpg"
-                if named and xml.stem not in (name_only, PurePosixPath(named).stem):
-                    detail = f"<filename> is {named!r}; used {image.name!r}"
-                    report.note(Note.FILENAME_MISMATCH, shown, None, detail)
-                objects: list[SourceObject] = []
-                for index, node in enumerate(tree.findall("object")):
-                    with report.reading_object(shown, index):
-                        objects.append(_read_object(index, node, one_based, skip_difficult))
-                size = declared_size(*(number(_text(tree, f"size/{side}")) for side in ("width", "height")))
-                file = image.relative_to(image_dir).as_posix()
-                nodes = len(tree.findall("object"))
-                sources.append(SourceImage(file, shown, image, size, tuple(objects), nodes))
+                trees[stem] = read_xml(xmls[stem])
+            except DataError as error:
+                report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, str(error))
         seen.add(stem)
+    # An image with the name of the annotation file is preferred; if there are several, the one in <filename>.
+    wanted = []
+    for stem, tree in trees.items():
+        named = _text(tree, "filename")
+        last = PurePosixPath(with_slashes(named)).name
+        is_same = PurePosixPath(last).stem == xmls[stem].stem
+        same = [str(PurePosixPath(stem).with_name(last))] if is_same else []
+        wanted.append([*same, stem, *([named] if named else [])])
+    found_images = images.find_all(wanted)
+    used = {found.path for found in found_images}
+    for image in images.images if split_file is None else ():  # images without an annotation are counted too
+        stem = image.relative_to(image_dir).with_suffix("").as_posix()
+        if stem not in xmls and image not in used:
+            report.images_seen += 1
+            report.skip_image(SkipReason.MISSING_ANNOTATION, f"{stem}.xml", f"no file {xml_dir / stem}.xml")
+    sources: list[SourceImage] = []
+    for (stem, tree), names, found in zip(trees.items(), wanted, found_images, strict=True):
+        shown = f"{stem}.xml"
+        report.note_found(found, shown)
+        named = with_slashes(_text(tree, "filename"))
+        if named and xmls[stem].stem not in (PurePosixPath(named).name, PurePosixPath(named).stem):
+            report.note(Note.FILENAME_MISMATCH, shown, None, f"<filename> is {named!r}; used {found.path.name!r}")
+        objects: list[SourceObject] = []
+        nodes = tree.findall("object")
+        for index, node in enumerate(nodes):
+            with report.reading_object(shown, index):
+                objects.append(_read_object(index, node, one_based, skip_difficult))
+        size = declared_size(*(number(_text(tree, f"size/{side}")) for side in ("width", "height")))
+        problem = found.problem or f"no image of one of the names {', '.join(names)} in {image_dir}"
+        sources.append(SourceImage(found.name, shown, found.path, size, tuple(objects), len(nodes), problem=problem))
     return assemble(sources, report, options)
 
 
@@ -134,15 +149,16 @@ def _find_folders(
     homes = [(root, root / annotations, root / images)]
     note = ""
     if not (homes[0][1].is_dir() and homes[0][2].is_dir()):
-        homes, level = [], [root]
+        homes = []
         names = [images, *([Path("images")] if str(images) == IMAGES else [])]
-        while level and not homes:  # the highest folders that contain both
+        for level in folder_levels(root):  # the highest folders that contain both
             for home in level:
                 xml_dir = _below(home, annotations)
                 image_dir = next((path for name in names if (path := _below(home, name)) is not None), None)
                 if xml_dir is not None and image_dir is not None:
                     homes.append((home, xml_dir, image_dir))
-            level = [child for folder in level for child in _folders(folder)]
+            if homes:
+                break
         if len(homes) > 1:
             shown = ", ".join(str(home) for home, _, _ in homes[:6])
             raise DataError(f"several folders hold {annotations} and {images}: {shown}; give one of them", path=root)
@@ -167,11 +183,13 @@ def _find_folders(
     if split is None and (pair := _only_pair(root)) is not None:
         return *pair, None, f"annotations in {pair[0]}, images in {pair[1]}"
     # XML files next to images: Roboflow's ``train``, labelImg's only folder. The part may be deeper.
-    beside, level = ([root] if split is None else []), [root]
-    while level and not beside and split is not None:
-        parts = [_below(home, Path(name)) for home in level for name in _ALSO_SPLITS.get(split, (split,))]
+    beside = [root] if split is None else []
+    also = () if split is None else _ALSO_SPLITS.get(split, (split,))
+    for level in folder_levels(root) if also else ():
+        parts = [_below(home, Path(name)) for home in level for name in also]
         beside = list(dict.fromkeys(part for part in parts if part is not None and files_below(part, (".xml",))))
-        level = [child for folder in level for child in _folders(folder)]
+        if beside:
+            break
     if len(beside) > 1:
         raise DataError(f"several folders have XML files for it: {', '.join(map(str, beside))}; give one", path=root)
     if not beside or not files_below(beside[0], (".xml",)):
@@ -186,7 +204,8 @@ def _find_folders(
 
 def _only_pair(root: Path) -> tuple[Path, Path] | None:
     # The only folder of `root` with XML files and no images, and the only one with images and no XML files.
-    holds = [(one, bool(files_below(one, (".xml",))), bool(files_below(one, IMAGE_SUFFIXES))) for one in _folders(root)]
+    folders = _folders(root)
+    holds = [(one, bool(files_below(one, (".xml",))), bool(files_below(one, SEEN_SUFFIXES))) for one in folders]
     annotations = [one for one, xml, images in holds if xml and not images]
     images = [one for one, xml, images in holds if images and not xml]
     return (annotations[0], images[0]) if len(annotations) == len(images) == 1 else None
@@ -206,20 +225,18 @@ def _below(home: Path, name: Path) -> Path | None:
 
 
 def _folders(folder: Path) -> list[Path]:
-    with os.scandir(folder) as entries:  # which knows the folders among many thousand images without looking at each
-        return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+    return next(islice(folder_levels(folder), 1, None), [])
 
 
-def _stem_of(line: str, xml_dir: Path) -> str:
+def _stem_of(line: str, xmls: Collection[str]) -> str:
     # Lines of per-class files end in a presence flag (an image without the class is an example all the same), and some
     # tools write the image's suffix; both count only if the line itself does not name an annotation, such as `photo 1`.
-    if unsafe_file_name(line) or (xml_dir / f"{line}.xml").is_file():
+    if line in xmls:
         return line
     head, _, flag = line.rpartition(" ")
     stem = head.strip() if head and flag in ("-1", "0", "1") else line
     without, dot, suffix = stem.rpartition(".")
-    is_image = f"{dot}{suffix.lower()}" in IMAGE_SUFFIXES and (xml_dir / f"{without}.xml").is_file()
-    return without if is_image else stem
+    return without if f"{dot}{suffix.lower()}" in SEEN_SUFFIXES and without in xmls else stem
 
 
 def _read_object(index: int, node: ET.Element, one_based: bool, skip_difficult: bool) -> SourceObject:
@@ -258,12 +275,14 @@ def convert_labelme(
     folder = Path(folder)
     check_choice("geometry", geometry, ShapeGeometry)
     check_folder(folder, "folder")
-    files = sorted(file for file in folder.rglob("*.json") if not file.name.endswith(REPORT_SUFFIX))
+    listing = list_files(folder)
+    files = [file for file in listing.with_suffix(".json") if not file.name.endswith(REPORT_SUFFIX)]
     if not files:
         raise DataError("no *.json below this folder; LabelMe writes one next to each image", path=folder)
-    report = ConversionReport(Path(out_dir) / f"{options.name or folder.resolve().name}.jsonl")
+    report = ConversionReport(Path(out_dir) / f"{options.name or folder.absolute().name}.jsonl")
+    report.pass_over(listing)
     home = folder if images_dir is None else Path(images_dir)
-    sources = []
+    contents: dict[Path, dict[str, Any]] = {}
     for file in files:
         report.images_seen += 1
         shown = file.relative_to(folder).as_posix()
@@ -276,25 +295,34 @@ def convert_labelme(
         except DataError as error:
             report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, str(error))
             continue
-        base = file.parent if images_dir is None else home
-        image_path = with_slashes(content["imagePath"])
-        image = Path(os.path.normpath(base / image_path.replace("\0", "")))
-        if not image.is_file():  # a path of another machine, for instance
-            image = base / PurePosixPath(image_path).name
-        # The image's path from the folder, without the steps that lead out of it.
-        parts = PurePosixPath(Path(os.path.relpath(image, home)).as_posix()).parts
-        named = "/".join(part for part in parts if part != "..")
+        contents[file] = content
+    images = ImageFolder(home, outside=True)
+    if home != folder:
+        report.pass_over(images.listing)
+    wanted, hints = [], []
+    for file, content in contents.items():
+        named = with_slashes(content["imagePath"])
+        base = PurePosixPath(file.parent.relative_to(folder) if images_dir is None else "")  # where the path starts
+        is_absolute = PurePosixPath(named).is_absolute() or PureWindowsPath(named).is_absolute()
+        wanted.append([named] if is_absolute else [posixpath.normpath(f"{base}/{named}"), named])
+        hints.append([str(base / PurePosixPath(named).name)])
+    sources = []
+    for (file, content), found in zip(contents.items(), images.find_all(wanted, hints), strict=True):
+        shown = file.relative_to(folder).as_posix()
+        report.note_found(found, shown)
         objects = []
         for index, shape in enumerate(content["shapes"]):
             with report.reading_object(shown, index):
                 objects.append(_read_shape(index, shape, geometry))
         size = declared_size(content.get("imageWidth"), content.get("imageHeight"))
         data = content.get("imageData")
-        is_embedded = isinstance(data, str) and bool(data) and not image.is_file()
+        # A file that is no image, such as the annotation itself (LabelMe's tutorial), is not the photo either.
+        is_embedded = isinstance(data, str) and bool(data) and size_of_image(found.path) is None
         # Read again when its turn comes: all images of a folder would not fit into memory.
         embedded = partial(_embedded_image, file) if is_embedded else None
         shapes = len(content["shapes"])
-        sources.append(SourceImage(named, shown, image, size, tuple(objects), shapes, embedded))
+        problem = found.problem
+        sources.append(SourceImage(found.name, shown, found.path, size, tuple(objects), shapes, embedded, problem))
     return assemble(sources, report, options)
 
 

@@ -6,13 +6,12 @@ from __future__ import annotations
 import math
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
-from coordexp.data.convert.image_folder import ImageFolder
 from coordexp.data.convert.shapes import (
     ConversionReport,
     LeftOut,
@@ -30,8 +29,9 @@ from coordexp.data.convert.shapes import (
     polygon_object,
     turned_box,
 )
-from coordexp.data.files import read_json
-from coordexp.data.images import IMAGE_SUFFIXES
+from coordexp.data.files import read_json, read_xml
+from coordexp.data.find_images import FoundImage, ImageFolder, files_below, with_slashes
+from coordexp.data.images import SEEN_SUFFIXES
 from coordexp.errors import DataError
 
 
@@ -55,10 +55,7 @@ def convert_cvat(
     """
     check_choice("geometry", geometry, ShapeGeometry)
     file = _only_file(Path(source), ".xml")
-    try:
-        root = ET.parse(file).getroot()
-    except (ET.ParseError, OSError, ValueError, LookupError) as error:
-        raise DataError(f"broken XML: {error}", path=file) from error
+    root = read_xml(file)
     nodes = root.findall("image")
     if root.tag != "annotations" or not nodes:
         raise DataError("no <annotations> with <image> in it; export the task as 'CVAT for images 1.1'", path=file)
@@ -67,20 +64,24 @@ def convert_cvat(
         nodes = [node for node in nodes if node.get("subset") == split]
         if not nodes:
             raise DataError(f"no image of the subset {split!r}; found: {', '.join(filter(None, subsets))}", path=file)
-    images = _image_folder(file, images_dir)
     report = ConversionReport(Path(out_dir) / f"{options.name or split or file.stem}.jsonl")
+    # A project's export has images/SUBSET/NAME, and names may repeat in its subsets.
+    wanted = [
+        [*(f"{prefix}{node.get('subset')}/{node.get('name')}" for prefix in ("images/", "") if node.get("subset")),
+         node.get("name", "")]
+        for node in nodes
+    ]  # fmt: skip
     sources = []
-    for node in nodes:
+    for node, found in zip(nodes, _find(file, images_dir, wanted, report), strict=True):
         report.images_seen += 1
-        named = node.get("name", "")
-        path, shown = images.find(named)
+        shown = found.name
         shapes = [child for child in node if child.tag != "tag"]  # a tag is about the whole image
         objects = []
         for index, shape in enumerate(shapes):
             with report.reading_object(shown, index):
                 objects.append(_cvat_shape(index, shape, geometry))
         size = declared_size(*(number(node.get(side, "")) for side in ("width", "height")))
-        sources.append(SourceImage(shown, shown, path, size, tuple(objects), len(shapes)))
+        sources.append(SourceImage(shown, shown, found.path, size, tuple(objects), len(shapes), problem=found.problem))
     return assemble(sources, report, options)
 
 
@@ -128,19 +129,20 @@ def convert_labelstudio(
     tasks = read_json(file)
     if not isinstance(tasks, list) or not all(isinstance(task, dict) for task in tasks):
         raise DataError("no list of tasks; export the project as JSON or JSON-MIN", path=file)
-    images = _image_folder(file, images_dir)
     report = ConversionReport(Path(out_dir) / f"{options.name or file.stem}.jsonl")
-    sources = []
+    wanted: dict[int, list[str]] = {}
     for at, task in enumerate(tasks):
         report.images_seen += 1
-        data = task["data"] if isinstance(task.get("data"), dict) else task
-        link = _image_link(data)
+        link = _image_link(task["data"] if isinstance(task.get("data"), dict) else task)
         if link is None:
             report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"task {at} has no image")
             continue
-        last = Path(link).name
+        last = PurePosixPath(link).name
         # An upload gets eight characters in front of its name.
-        path, shown = images.find(link, str(task.get("file_upload") or last), re.sub(r"^[0-9a-f]{8}-", "", last))
+        wanted[at] = [link, str(task.get("file_upload") or last), re.sub(r"^[0-9a-f]{8}-", "", last)]
+    sources = []
+    for at, found in zip(wanted, _find(file, images_dir, list(wanted.values()), report), strict=True):
+        task, shown = tasks[at], found.name
         results = _results_of(task)
         if results is None:
             report.skip_image(SkipReason.UNLABELLED, shown, f"task {at} has no annotation")
@@ -163,19 +165,20 @@ def convert_labelstudio(
                 count += 1
                 with report.reading_object(shown, count - 1):
                     objects.append(_labelstudio_shape(count - 1, str(label), kind, value, (width, height), geometry))
-        sources.append(SourceImage(shown, shown, path, size, tuple(objects), count))
+        sources.append(SourceImage(shown, shown, found.path, size, tuple(objects), count, problem=found.problem))
     return assemble(sources, report, options)
 
 
 def _image_link(data: dict[str, Any]) -> str | None:
-    # The path of the task's image: the part after `?d=` for local files, else that of the URL.
-    for value in [data.get("image"), *data.values()]:
+    # The path of the task's image: the part after `?d=` for local files, else that of the URL. The field `image` counts
+    # also without a suffix, as links of a store have none.
+    paths = {}
+    for field, value in data.items():
         if isinstance(value, str):
-            parts = urlsplit(value)
-            path = (parse_qs(parts.query).get("d") or [unquote(parts.path)])[0]
-            if Path(path).suffix.lower() in IMAGE_SUFFIXES:
-                return path
-    return None
+            parts = urlsplit(with_slashes(value))
+            paths[field] = (parse_qs(parts.query).get("d") or [unquote(parts.path)])[0]
+    named = [path for path in paths.values() if Path(path).suffix.lower() in SEEN_SUFFIXES]
+    return paths.get("image") or next(iter(named), None)
 
 
 def _results_of(task: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -265,17 +268,17 @@ def convert_via(
         raise DataError("no images with 'regions'; export the annotations as JSON, or save the project", path=file)
     regions_of = [_regions(entry) for entry in entries]
     attribute = attribute or _class_attribute([region for regions in regions_of for region in regions], file)
-    images = _image_folder(file, images_dir)
     report = ConversionReport(Path(out_dir) / f"{options.name or file.stem}.jsonl")
+    wanted = [[str(entry.get("filename") or "")] for entry in entries]
     sources = []
-    for entry, regions in zip(entries, regions_of, strict=True):
+    for regions, found in zip(regions_of, _find(file, images_dir, wanted, report), strict=True):
         report.images_seen += 1
-        path, shown = images.find(str(entry.get("filename") or ""))
+        shown = found.name
         objects = []
         for index, region in enumerate(regions):
             with report.reading_object(shown, index):
                 objects.append(_via_shape(index, region, attribute, geometry))
-        sources.append(SourceImage(shown, shown, path, None, tuple(objects), len(regions)))
+        sources.append(SourceImage(shown, shown, found.path, None, tuple(objects), len(regions), problem=found.problem))
     return assemble(sources, report, options)
 
 
@@ -332,7 +335,7 @@ def _via_shape(index: int, region: dict[str, Any], attribute: str, geometry: Sha
 
 def _only_file(source: Path, suffix: str) -> Path:
     if source.is_dir():
-        files = list(_found(source, suffix))
+        files = files_below(source, (suffix,))
         if len(files) != 1:
             names = ", ".join(file.relative_to(source).as_posix() for file in files[:5]) or "none"
             raise DataError(f"{len(files)} files *{suffix} below this folder ({names}); name one of them", path=source)
@@ -342,14 +345,17 @@ def _only_file(source: Path, suffix: str) -> Path:
     return source
 
 
-def _found(folder: Path, suffix: str) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob(f"*{suffix}")) if path.is_file())
-
-
-def _image_folder(file: Path, images_dir: str | Path | None) -> ImageFolder:
+def _find(
+    file: Path, images_dir: str | Path | None, wanted: Sequence[Sequence[str]], report: ConversionReport
+) -> list[FoundImage]:
     folder = file.parent if images_dir is None else Path(images_dir)
     check_folder(folder, "images folder")
-    return ImageFolder(folder)
+    images = ImageFolder(folder)
+    report.pass_over(images.listing)
+    found = images.find_all(wanted)
+    for one in found:
+        report.note_found(one, file.name)
+    return found
 
 
 def _checked_ring(ring: tuple[float, ...] | None, desc: str, given: str) -> tuple[float, ...]:

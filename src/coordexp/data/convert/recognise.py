@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from coordexp.data.find_images import files_below
+
 _HEAD = 1 << 16  # bytes of a file that tell its format
 _FILES = 200  # looked at in a folder, before the search ends
 # Names by command of coordexp data convert; texts that are all in the head of such a file.
@@ -59,6 +61,6 @@ def recognise(source: Path) -> tuple[str, str] | None:
 
 def _candidates(source: Path) -> Iterator[Path]:
     if source.is_dir():
-        yield from (path for path in sorted(source.rglob("*")) if path.suffix.lower() in _MARKS and path.is_file())
+        yield from (path for path in files_below(source, tuple(_MARKS)) if path.is_file())
     elif source.is_file() and source.suffix.lower() in _MARKS:
         yield source

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rich.table import Table
 from rich.text import Text
 
+from coordexp.data.find_images import FoundImage, Listing
 from coordexp.data.jsonl import clean_desc
 from coordexp.data.polygons import canonical_ring, shape_area
 from coordexp.errors import DataError
@@ -77,6 +78,8 @@ class Note(StrEnum):
     EXIF_IGNORED = "exif_ignored"  # annotated on the pixels as stored; the image is kept unturned
     EXIF_APPLIED = "exif_applied"  # rotated upright by EXIF; the annotation's size is ambiguous
     NO_LABEL_FILE = "no_label_file"  # YOLO's way to say: no objects
+    FOUND_BY_TAIL = "found_by_tail"  # no file of the annotation's own name; the only one of its last part was taken
+    PASSED_OVER = "passed_over"  # hidden files and folders, those of tools, links to a folder that is read already
     FILENAME_MISMATCH = "filename_mismatch"  # the annotation names another image than its own file name does
     UNBOXED_CLASS = "unboxed_class"  # Open Images: a class that people saw in the image, without a box
     IGNORED_LABEL = "ignored_label"  # Open Images: labels of whole images that no person verified; once per file
@@ -163,6 +166,19 @@ class ConversionReport:
     def note(self, note: Note, file: str, index: int | None, detail: str) -> None:
         self.notes[note.value] += 1
         self.problems.append(Problem(note.value, file, index, detail))
+
+    def pass_over(self, listing: Listing) -> Listing:
+        """Count what a search of a folder passed over."""
+        if listing.passed_over:
+            self.notes[Note.PASSED_OVER.value] += len(listing.passed_over)
+        for line in listing.summary():
+            self.problems.append(Problem(Note.PASSED_OVER.value, str(listing.folder), None, line))
+        return listing
+
+    def note_found(self, found: FoundImage, file: str) -> None:
+        """Note an image that was not found under its own name."""
+        if found.note is not None:
+            self.note(Note.FOUND_BY_TAIL, file, None, found.note)
 
     def reasons(self) -> str:
         """Why something was left out, for an error: counts by reason, the first case of each, and what helps."""
@@ -257,7 +273,7 @@ class SourceImage:
     """An image with its sound-looking objects. ``file`` names it in the report and below ``images/`` in the output;
     ``declared_size`` is the ``(width, height)`` in its annotation, None without one. ``embedded`` returns the bytes of
     an image that is in no file. ``num_annotated``: objects in its annotation, with those that cannot be used.
-    ``metadata`` is added to the record's."""
+    ``metadata`` is added to the record's. ``problem``: why ``path`` does not exist, if there is more to say."""
 
     file: str
     annotation: str
@@ -266,6 +282,7 @@ class SourceImage:
     objects: tuple[SourceObject, ...]
     num_annotated: int
     embedded: Callable[[], bytes] | None = None
+    problem: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -277,22 +294,6 @@ def check_choice(what: str, given: str, known: Any) -> None:
 def check_folder(folder: Path, what: str) -> None:
     if not folder.is_dir():
         raise DataError(f"{what} not found; check the path", path=folder)
-
-
-def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
-
-
-def with_slashes(file: str) -> str:
-    """A relative file name as annotated on any system: Windows tools write backslashes."""
-    return file.replace("\\", "/")
-
-
-def unsafe_file_name(file: str) -> bool:
-    """Whether ``file`` could leave the folder it is joined to."""
-    path = PurePosixPath(file)
-    absolute = path.is_absolute() or PureWindowsPath(file).is_absolute()
-    return not file.strip() or absolute or ".." in path.parts or "\0" in file
 
 
 def declared_size(width: Any, height: Any) -> tuple[int, int] | None:

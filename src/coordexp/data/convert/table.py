@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +9,6 @@ from pathlib import Path, PurePosixPath
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.columns import SHAPES, read_table
-from coordexp.data.convert.image_folder import ImageFolder, size_of_image
 from coordexp.data.convert.shapes import (
     BoxFields,
     ConversionReport,
@@ -27,9 +25,9 @@ from coordexp.data.convert.shapes import (
     finite_numbers,
     number,
     polygon_object,
-    unsafe_file_name,
-    with_slashes,
 )
+from coordexp.data.find_images import FoundImage, ImageFolder, with_slashes
+from coordexp.data.images import size_of_image
 from coordexp.errors import DataError
 
 ROBOFLOW = "_annotations.csv"
@@ -76,18 +74,21 @@ def convert_csv(
     read = read_table(path, columns, with_name=desc is None)
     stem = path.absolute().parent.name if path.name == ROBOFLOW else path.stem
     report = ConversionReport(Path(out_dir) / f"{options.name or stem}.jsonl")
-    images = _TableImages(folder)
+    rows = [
+        {meaning: cells[at].strip() if at < len(cells) else "" for meaning, at in read.column_of.items()}
+        for cells in read.rows
+    ]
+    images = _TableImages(folder, rows, report)
     objects: dict[str, list[SourceObject]] = {}
     num_annotated: Counter[str] = Counter()
     reader = _BoxReader(path, read.shape, geometry, boxes, normalised)
     meanings = SHAPES.get(read.shape, ())
-    for index, cells in enumerate(read.rows):
-        row = {meaning: cells[at].strip() if at < len(cells) else "" for meaning, at in read.column_of.items()}
-        named = str(PurePosixPath(with_slashes(row["image"])))
+    for index, row in enumerate(rows):
+        named = _name_in(row)
         if named not in objects:
             report.images_seen += 1
             objects[named] = []
-            images.add(named, declared_size(*(number(row.get(side, "")) for side in ("width", "height"))))
+            report.note_found(images.found[named], path.name)
         if not any(row.get(part) for part in ("name", "polygon", *meanings)):
             continue
         name = row["name"] if desc is None else desc
@@ -97,37 +98,36 @@ def convert_csv(
                 objects[named].append(reader.read(index, name, box, row, lambda named=named: images.size(named)))
     reader.refuse()
     sources = [
-        SourceImage(file, path.name, image, size, tuple(objects[named]), num_annotated[named])
-        for named, (file, image, size) in images.found.items()
-    ]
+        SourceImage(found.name, path.name, found.path, images.declared[named], tuple(objects[named]),
+                    num_annotated[named], problem=found.problem)
+        for named, found in images.found.items()
+    ]  # fmt: skip
     return assemble(sources, report, options)
 
 
+def _name_in(row: Mapping[str, str]) -> str:
+    return str(PurePosixPath(with_slashes(row["image"])))
+
+
 class _TableImages:
-    # The image files by their names in the table: (name in the output, path, size in the table).
+    # The image files and their sizes in the table, by their names in it.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._searched = ImageFolder(folder)
+    def __init__(self, folder: Path, rows: Sequence[Mapping[str, str]], report: ConversionReport) -> None:
+        images = ImageFolder(folder, outside=True)
+        report.pass_over(images.listing)
+        self.declared: dict[str, tuple[int, int] | None] = {}
+        for row in rows:
+            size = declared_size(*(number(row.get(side, "")) for side in ("width", "height")))
+            self.declared.setdefault(_name_in(row), size)
+        names = list(self.declared)
+        self.found: dict[str, FoundImage] = dict(zip(names, images.find_all([[n] for n in names]), strict=True))
         self._sizes: dict[str, tuple[int, int] | None] = {}
-        self.found: dict[str, tuple[str, Path, tuple[int, int] | None]] = {}
-
-    def add(self, named: str, size: tuple[int, int] | None) -> None:
-        file, image = named, self._folder / named.replace("\0", "")
-        if unsafe_file_name(named):  # used if that file exists, otherwise its last part
-            file = PurePosixPath(named).name or "unnamed"
-            led_to = Path(os.path.normpath(image))
-            image = led_to if led_to.is_file() else self._folder / file
-        if not image.is_file():
-            image, file = self._searched.find(file)
-        self.found[named] = (file, image, size)
 
     def size(self, named: str) -> tuple[int, int] | None:
         """The size in the table or else of the image itself; None if it cannot be read, which assembling reports."""
-        _, image, declared = self.found[named]
-        if declared is None and named not in self._sizes:
-            self._sizes[named] = size_of_image(image)
-        return declared or self._sizes[named]
+        if self.declared[named] is None and named not in self._sizes:
+            self._sizes[named] = size_of_image(self.found[named].path)
+        return self.declared[named] or self._sizes[named]
 
 
 class _BoxReader:

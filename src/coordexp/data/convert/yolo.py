@@ -12,7 +12,6 @@ from typing import Literal
 import yaml
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
-from coordexp.data.convert.image_folder import size_of_image
 from coordexp.data.convert.shapes import (
     BoxFields,
     ConversionReport,
@@ -25,14 +24,13 @@ from coordexp.data.convert.shapes import (
     SourceObject,
     box_object,
     check_choice,
-    files_below,
     finite_numbers,
     number,
     polygon_object,
-    with_slashes,
 )
 from coordexp.data.files import read_text
-from coordexp.data.images import IMAGE_SUFFIXES
+from coordexp.data.find_images import list_files, with_slashes
+from coordexp.data.images import SEEN_SUFFIXES, size_of_image
 from coordexp.errors import DataError
 
 Unlabelled = Literal["skip", "empty"]  # leave an image without a label file out, or take it as one without objects
@@ -95,10 +93,11 @@ def convert_yolo(
             shared = Path(os.path.commonpath(outside)) if outside else home
             images += [(path, home if path.is_relative_to(home) else shared) for path in paths]
             continue
-        images += [(path, place) for path in files_below(place, IMAGE_SUFFIXES)]
+        listing = report.pass_over(list_files(place))
+        images += [(path, place) for path in listing.with_suffix(*SEEN_SUFFIXES)]
         # A folder is taken whole, so a label without an image is worth a line in the report.
         folder = _label_of(place / "any.jpg").parent
-        labels |= set(files_below(folder if folder.is_dir() else place, (".txt",)))
+        labels |= set((list_files(folder) if folder.is_dir() else listing).with_suffix(".txt"))
     sources: list[SourceImage] = []
     corners = CornerCheck()
     for path, root in images:

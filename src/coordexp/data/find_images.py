@@ -1,0 +1,309 @@
+"""Which image does a name mean? Names of annotations and of users, and the files of a folder.
+
+An annotation's name may be a path of another machine, of a server, or without a suffix. Its exact relative name counts
+first. Without such a file, its tail counts if a single file has it (``photos/cam1/7.jpg`` for ``cam1/7.jpg``), with a
+note. A file that another name means exactly is never taken, nor one of several. The name stays as it was given: links
+are followed for reading, never for naming.
+"""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from coordexp.data.images import SEEN_SUFFIXES
+from coordexp.errors import DataError
+
+_OF_TOOLS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "__pycache__")
+_SHOWN = 3
+
+
+# --- the files of a folder ---
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Files below a folder, sorted, and why others are passed over: (path below the folder, reason)."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+    def with_suffix(self, *suffixes: str) -> list[Path]:
+        """Those with one of ``suffixes``, which are in lower case; files may have them in any."""
+        return [path for path in self.files if path.suffix.lower() in suffixes]
+
+    def summary(self) -> list[str]:
+        """A line per reason: how many are passed over, and the first of them."""
+        by_reason: defaultdict[str, list[str]] = defaultdict(list)
+        for name, reason in self.passed_over:
+            by_reason[reason].append(name)
+        return [
+            f"{len(names)} passed over, {reason}: {', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
+            for reason, names in by_reason.items()
+        ]
+
+
+def list_files(folder: Path) -> Listing:
+    """All files of ``folder``, at any depth. Linked folders are entered, each folder once. Hidden files and folders and
+    those of tools are passed over. Raises DataError for a folder that cannot be opened."""
+    files: list[Path] = []
+    passed_over: list[tuple[str, str]] = []
+    seen: set[tuple[int, int]] = set()
+    folders, links = [folder], []  # linked folders come last, so that a folder has its own name rather than a link's
+    while folders or links:
+        here = folders.pop() if folders else links.pop(0)
+        try:
+            status = os.stat(here)
+            if (status.st_dev, status.st_ino) in seen:
+                passed_over.append((here.relative_to(folder).as_posix(), "a link to a folder that is read already"))
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(here) as entries:
+                found = sorted(entries, key=lambda entry: entry.name)
+        except OSError as error:
+            raise DataError(f"cannot be searched ({error.strerror})", path=here) from error
+        for entry in found:
+            path = here / entry.name
+            if entry.name.startswith("."):
+                passed_over.append((path.relative_to(folder).as_posix(), "hidden"))
+            elif entry.name in _OF_TOOLS:
+                passed_over.append((path.relative_to(folder).as_posix(), "a tool's own folder"))
+            elif entry.is_dir():
+                (links if entry.is_symlink() else folders).append(path)
+            else:
+                files.append(path)
+    return Listing(folder, tuple(sorted(files)), tuple(sorted(passed_over)))
+
+
+def folder_levels(root: Path) -> Iterator[list[Path]]:
+    """``[root]``, then its folders, then theirs; linked ones too, each once, without hidden ones and those of tools."""
+    seen: set[tuple[int, int]] = set()
+    level = [root]
+    while level:
+        yield level
+        below = []
+        for folder in level:
+            status = os.stat(folder)
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(folder) as entries:  # which knows the folders among many images without looking at each
+                names = sorted(entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name))
+            below += [folder / name for name in names]
+        level = below
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder of this name is hidden, or a tool's own."""
+    return name.startswith(".") or name in _OF_TOOLS
+
+
+def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """The files of :func:`list_files` that have one of ``suffixes``."""
+    return list_files(folder).with_suffix(*suffixes)
+
+
+# --- names ---
+
+
+def with_slashes(file: str) -> str:
+    """A relative file name as annotated on any system: Windows tools write backslashes."""
+    return file.replace("\\", "/")
+
+
+def unsafe_file_name(file: str) -> bool:
+    """Whether ``file`` could leave the folder it is joined to."""
+    path = PurePosixPath(file)
+    absolute = path.is_absolute() or PureWindowsPath(file).is_absolute()
+    return not file.strip() or absolute or ".." in path.parts or "\0" in file
+
+
+@dataclass(frozen=True, slots=True)
+class NameMatch:
+    """What a name means: ``file`` (None: nothing), a ``note`` if it was found by its tail, and why there is none."""
+
+    file: str | None
+    note: str | None = None
+    problem: str | None = None
+
+
+def match_names(
+    wanted: Sequence[Sequence[str]],
+    files: Iterable[str],
+    is_file: Callable[[str], bool] | None = None,
+    hints: Sequence[Sequence[str]] | None = None,
+) -> list[NameMatch]:
+    """The file that each entry of ``wanted`` means, among ``files``, which are relative names with slashes.
+
+    Args:
+        wanted: the names of each entry, the likeliest first.
+        is_file: whether a file of this relative name exists that ``files`` may lack.
+        hints: names that an entry is likely to mean without saying so, tried before its tails, and noted as they are.
+    """
+    known = _Names(files)
+    exact = [known.exact(names) or _exists(names, is_file) for names in wanted]
+    claimed = {file for file in exact if file is not None}
+    # If names with folders are right as they are, then a name with another folder means another file.
+    trusted = any(file is not None and "/" in file and file in _plain(names) for file, names in zip(exact, wanted,
+                  strict=True))  # fmt: skip
+    found = [
+        NameMatch(file) if file is not None else known.by_tail(names, likely, claimed, trusted)
+        for file, names, likely in zip(exact, wanted, hints or [()] * len(wanted), strict=True)
+    ]
+    takers: defaultdict[str, set[str]] = defaultdict(set)
+    for match, names in zip(found, wanted, strict=True):
+        if match.note is not None and match.file is not None:
+            takers[match.file].add(names[0])
+    return [
+        NameMatch(None, problem=f"{len(takers[match.file])} names would mean {match.file!r} by their last part")
+        if match.note is not None and match.file is not None and len(takers[match.file]) > 1
+        else match
+        for match in found
+    ]
+
+
+class _Names:
+    def __init__(self, files: Iterable[str]) -> None:
+        self._files = dict.fromkeys(files)
+        self._by_spelling = _unique((_spelling(file), file) for file in self._files)
+        self._without_suffix = _unique((_spelling(_stem(file)), file) for file in self._files)
+        self._by_last: defaultdict[str, list[str]] = defaultdict(list)
+        self._by_stem: defaultdict[str, list[str]] = defaultdict(list)
+        for file in self._files:
+            last = PurePosixPath(_spelling(file)).name
+            self._by_last[last].append(file)
+            self._by_stem[_stem(last)].append(file)
+
+    def exact(self, names: Sequence[str]) -> str | None:
+        for name in _plain(names):
+            if name in self._files:
+                return name
+            if (file := self._by_spelling.get(_spelling(name))) is not None:
+                return file
+            # A name without a suffix, as tables have them.
+            if not _has_suffix(name) and (file := self._without_suffix.get(_spelling(name))) is not None:
+                return file
+        return None
+
+    def by_tail(self, names: Sequence[str], hints: Sequence[str], claimed: set[str], trusted: bool) -> NameMatch:
+        problem = None
+        for hint in hints:
+            if (file := self.exact([hint])) is not None and file not in claimed:
+                return NameMatch(file, f"{names[0]!r} is not there; took {file!r}")
+        for given in names:
+            parts = [part for part in PurePosixPath(_spelling(with_slashes(given))).parts if part not in ("/", "..")]
+            if not parts:
+                continue
+            candidates = self._by_last.get(parts[-1], [])
+            if not candidates and not _has_suffix(parts[-1]):
+                candidates = self._by_stem.get(parts[-1], [])
+            if not candidates:
+                continue
+            shared = {file: _shared_folders(file, parts) for file in candidates}
+            best = [file for file in candidates if shared[file] == max(shared.values())]
+            (file, *others) = best
+            if others:
+                listed = ", ".join(best[:_SHOWN]) + (", …" if len(best) > _SHOWN else "")
+                problem = problem or f"{given!r} is not there, and {len(best)} files have this name: {listed}"
+            elif file in claimed:
+                problem = problem or f"{given!r} is not there, and {file!r} is the image of another entry"
+            elif trusted and 1 + shared[file] < min(len(PurePosixPath(file).parts), len(parts)):
+                problem = problem or f"{given!r} is not there, and {file!r} is in another folder than the one it names"
+            else:
+                return NameMatch(file, f"{given!r} is not there; took {file!r}, the only file of this name")
+        return NameMatch(None, problem=problem)
+
+
+def _plain(names: Sequence[str]) -> list[str]:
+    return [str(PurePosixPath(with_slashes(name))) for name in names if not unsafe_file_name(with_slashes(name))]
+
+
+def _exists(names: Sequence[str], is_file: Callable[[str], bool] | None) -> str | None:
+    return None if is_file is None else next((name for name in _plain(names) if is_file(name)), None)
+
+
+def _spelling(name: str) -> str:
+    return unicodedata.normalize("NFC", name)  # macOS writes é as two characters
+
+
+def _stem(name: str) -> str:
+    return str(PurePosixPath(name).with_suffix("")) if _has_suffix(name) else name
+
+
+def _has_suffix(name: str) -> bool:
+    return PurePosixPath(name).suffix.lower() in SEEN_SUFFIXES
+
+
+def _shared_folders(file: str, parts: Sequence[str]) -> int:
+    count = 0
+    for one, other in zip(reversed(PurePosixPath(_spelling(file)).parts[:-1]), reversed(parts[:-1]), strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def _unique(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    listed = list(pairs)
+    counts = Counter(key for key, _ in listed)
+    return {key: value for key, value in listed if counts[key] == 1}
+
+
+# --- the images of a folder ---
+
+
+@dataclass(frozen=True, slots=True)
+class FoundImage:
+    """The file of a name, its name below the folder, and a ``note`` if it was found by its tail. Without a file
+    (``there`` is False) ``path`` is where it would be, and ``problem`` may say more."""
+
+    path: Path
+    name: str
+    there: bool = True
+    note: str | None = None
+    problem: str | None = None
+
+
+@dataclass
+class ImageFolder:
+    """The images of ``folder`` and below. ``outside``: names may lead out of the folder, if the file exists."""
+
+    folder: Path
+    outside: bool = False
+    listing: Listing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.listing = list_files(self.folder)
+
+    @property
+    def images(self) -> list[Path]:
+        """Everything that looks like an image, also in formats that are not read."""
+        return self.listing.with_suffix(*SEEN_SUFFIXES)
+
+    def find_all(
+        self, wanted: Sequence[Sequence[str]], hints: Sequence[Sequence[str]] | None = None
+    ) -> list[FoundImage]:
+        """The file of each entry, by :func:`match_names`."""
+        files = [path.relative_to(self.folder).as_posix() for path in self.images]
+        matches = match_names(wanted, files, lambda name: (self.folder / name).is_file(), hints)
+        return [self._found(names, match) for names, match in zip(wanted, matches, strict=True)]
+
+    def _found(self, names: Sequence[str], match: NameMatch) -> FoundImage:
+        if match.note is None and match.file is not None:
+            return FoundImage(self.folder / match.file, match.file)
+        for name in names if self.outside else ():
+            led_to = Path(os.path.normpath(self.folder / with_slashes(name).replace("\0", "")))
+            if led_to.is_file():
+                # The path from the folder, without the steps that lead out of it.
+                parts = PurePosixPath(Path(os.path.relpath(led_to, self.folder)).as_posix()).parts
+                return FoundImage(led_to, "/".join(part for part in parts if part != ".."))
+        if match.file is not None:
+            return FoundImage(self.folder / match.file, match.file, note=match.note)
+        plain = _plain(names)
+        place = plain[0] if plain else PurePosixPath(with_slashes(names[0]).replace("\0", "")).name or "unnamed"
+        return FoundImage(self.folder / place, place, there=False, problem=match.problem)

@@ -1,0 +1,382 @@
+"""Which image a name means, and which files of a folder are read: the same for every converter, predict and export."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordexp.data import read_jsonl
+from coordexp.data.convert import (
+    ConversionReport,
+    convert_coco,
+    convert_csv,
+    convert_cvat,
+    convert_dota,
+    convert_labelme,
+    convert_labelstudio,
+    convert_openimages,
+    convert_via,
+    convert_voc,
+    convert_yolo,
+)
+from coordexp.data.find_images import ImageFolder, list_files, match_names
+from coordexp.data.image_sources import find_images
+from coordexp.errors import DataError
+from coordexp.evaluation.answers import ImageAnswer
+from coordexp.evaluation.export import UsersTerms, export_coco
+from support.annotation_folders import SMALL, paint, voc_object, voc_xml
+
+# --- names ---
+
+NAMES: list[tuple[str, list[str], list[str], list[str | None], int]] = [  # files, names, what they mean, notes
+    ("exact", ["a.png", "b/a.png"], ["a.png", "b/a.png"], ["a.png", "b/a.png"], 0),
+    ("backslashes", ["b/a.png"], ["b\\a.png"], ["b/a.png"], 0),
+    ("steps", ["b/a.png"], ["./b/a.png"], ["b/a.png"], 0),
+    ("an absolute path", ["x.png"], ["/home/someone/images/x.png"], ["x.png"], 1),
+    ("a path of Windows", ["x.png"], ["C:\\data\\x.png"], ["x.png"], 1),
+    ("the longest tail", ["b/c.png", "d/c.png"], ["a/b/c.png"], ["b/c.png"], 1),
+    ("the folder left out", ["train/a.png"], ["a.png"], ["train/a.png"], 1),
+    ("no suffix", ["a.png", "b/c.jpg"], ["a", "b/c"], ["a.png", "b/c.jpg"], 0),
+    ("no suffix, deeper", ["b/c.jpg"], ["c"], ["b/c.jpg"], 1),
+    ("dots in a name", ["v1.2/a.b.png"], ["a.b"], ["v1.2/a.b.png"], 1),
+    ("é in one or two characters", ["e\u0301.png"], ["\u00e9.png"], ["e\u0301.png"], 0),
+    ("several files of the name", ["b/a.png", "c/a.png"], ["a.png"], [None], 0),
+    ("two of a stem", ["a.png", "a.jpg"], ["a"], [None], 0),
+    ("a file that another entry names", ["a.png"], ["a.png", "b/a.png"], ["a.png", None], 0),
+    ("two names for one file", ["a.png"], ["x/a.png", "y/a.png"], [None, None], 0),
+    ("one name twice", ["a.png"], ["x/a.png", "x/a.png"], ["a.png", "a.png"], 2),
+    ("another folder, where names are right", ["one/1.png", "one/2.png"], ["one/1.png", "two/2.png"],
+     ["one/1.png", None], 0),
+    ("out of the folder", ["a.png"], ["../a.png"], ["a.png"], 1),
+    ("another case is another name", ["A.png"], ["a.png"], [None], 0),
+    ("no name", ["a.png"], [""], [None], 0),
+    ("only steps", ["a.png"], ["../.."], [None], 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "names", "meant", "notes"), [row[1:] for row in NAMES], ids=[r[0] for r in NAMES])
+def test_a_name_means_one_file_or_none(
+    files: Sequence[str], names: Sequence[str], meant: Sequence[str | None], notes: int
+) -> None:
+    found = match_names([[name] for name in names], files)
+    assert [match.file for match in found] == meant
+    assert sum(match.note is not None for match in found) == notes
+    for match in found:
+        assert match.note is None or (match.file is not None and match.file in match.note)
+
+
+def test_the_likeliest_name_comes_first() -> None:
+    files = ["images/Train/0.jpg", "images/Test/0.jpg"]
+    (found,) = match_names([["images/Test/0.jpg", "Test/0.jpg", "0.jpg"]], files)
+    assert (found.file, found.note) == ("images/Test/0.jpg", None)
+
+
+# --- folders ---
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Images behind links, in a loop, in folders of tools, and hidden."""
+    for name in ("a.png", "deep/b.JPG", ".ipynb_checkpoints/a-checkpoint.png", "._a.png", "__MACOSX/a.png",
+                 "deep/@eaDir/b.JPG"):  # fmt: skip
+        paint(tmp_path / "images" / name)
+    paint(tmp_path / "elsewhere" / "c.png")
+    (tmp_path / "images" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "images" / "again").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "images" / "deep" / "loop").symlink_to(tmp_path / "images")
+    (tmp_path / "images" / "d.png").symlink_to(tmp_path / "elsewhere" / "c.png")
+    return tmp_path / "images"
+
+
+def test_linked_folders_are_entered_once_and_hidden_files_counted(folder: Path) -> None:
+    listing = list_files(folder)
+    assert [path.relative_to(folder).as_posix() for path in listing.files] == [
+        "a.png", "again/c.png", "d.png", "deep/b.JPG",
+    ]  # fmt: skip
+    assert dict(listing.passed_over) == {
+        ".ipynb_checkpoints": "hidden", "._a.png": "hidden", "__MACOSX": "a tool's own folder",
+        "deep/@eaDir": "a tool's own folder", "more": "a link to a folder that is read already",
+        "deep/loop": "a link to a folder that is read already",
+    }  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="gone"):
+        list_files(tmp_path / "gone")
+
+
+def test_names_that_start_with_a_dot_are_read_when_named(tmp_path: Path) -> None:
+    paint(tmp_path / ".hidden" / "a.png")
+    (found,) = ImageFolder(tmp_path).find_all([[".hidden/a.png"]])
+    assert found.there and found.note is None
+    assert [path.name for path in list_files(tmp_path / ".hidden").files] == ["a.png"]
+
+
+# --- every converter ---
+
+BOX = {"x": 10, "y": 10, "width": 20, "height": 20, "rotation": 0, "rectanglelabels": ["cat"]}
+REGION = {"type": "rectanglelabels", "original_width": 40, "original_height": 24, "value": BOX}
+SHAPE = {"label": "cat", "points": [[4, 3], [20, 15]], "shape_type": "rectangle"}
+VIA = {"shape_attributes": {"name": "rect", "x": 4, "y": 3, "width": 9, "height": 9},
+       "region_attributes": {"label": "cat"}}  # fmt: skip
+
+
+def written(path: Path, content: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def coco(home: Path, names: Sequence[str]) -> ConversionReport:
+    images = [{"id": k, "file_name": name, "width": 40, "height": 24} for k, name in enumerate(names)]
+    boxes = [{"id": k, "image_id": k, "category_id": 1, "bbox": [4, 3, 9, 9]} for k in range(len(names))]
+    file = written(home / "c.json", {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "cat"}]})
+    return convert_coco(file, home / "images", home / "out", options=SMALL)
+
+
+def cvat(home: Path, names: Sequence[str]) -> ConversionReport:
+    box = '<box label="cat" xtl="4" ytl="3" xbr="20" ybr="15"/>'
+    images = "".join(f'<image name="{name}" width="40" height="24">{box}</image>' for name in names)
+    file = written(home / "a.xml", f"<annotations>{images}</annotations>")
+    return convert_cvat(file, home / "out", images_dir=home / "images", options=SMALL)
+
+
+def labelstudio(home: Path, names: Sequence[str]) -> ConversionReport:
+    tasks = [{"data": {"image": f"/data/local-files/?d={n}"}, "annotations": [{"result": [REGION]}]} for n in names]
+    return convert_labelstudio(written(home / "l.json", tasks), home / "out", images_dir=home / "images", options=SMALL)
+
+
+def csv(home: Path, names: Sequence[str]) -> ConversionReport:
+    lines = ["filename,class,xmin,ymin,xmax,ymax", *(f"{name},cat,4,3,20,15" for name in names)]
+    return convert_csv(
+        written(home / "t.csv", "\n".join(lines)), home / "out", images_dir=home / "images", options=SMALL
+    )
+
+
+def via(home: Path, names: Sequence[str]) -> ConversionReport:
+    entries = {str(k): {"filename": name, "regions": [VIA]} for k, name in enumerate(names)}
+    return convert_via(written(home / "v.json", entries), home / "out", images_dir=home / "images", options=SMALL)
+
+
+def labelme(home: Path, names: Sequence[str]) -> ConversionReport:
+    for k, name in enumerate(names):
+        content = {"shapes": [SHAPE], "imagePath": name, "imageWidth": 40, "imageHeight": 24}
+        written(home / "lm" / f"{k}.json", content)
+    return convert_labelme(home / "lm", home / "out", images_dir=home / "images", options=SMALL)
+
+
+def voc(home: Path, names: Sequence[str]) -> ConversionReport:
+    for k, name in enumerate(names):
+        voc_xml(home, f"x{k}", voc_object("cat", 4, 3, 20, 15), filename=name)
+    return convert_voc(home, home / "out", images_dir="images", options=SMALL)
+
+
+def dota(home: Path, names: Sequence[str]) -> ConversionReport:
+    for name in names:
+        written((home / "labelTxt" / name).with_suffix(".txt"), "4 3 20 3 20 15 4 15 cat 0\n")
+    return convert_dota(home, home / "out", options=SMALL)
+
+
+CONVERTERS: list[Callable[[Path, Sequence[str]], ConversionReport]] = [
+    coco, cvat, labelstudio, csv, via, labelme, voc, dota,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("convert", CONVERTERS)
+def test_an_annotation_never_goes_to_another_image_unnoted(convert: Any, tmp_path: Path) -> None:
+    """cam2/0001.jpg is missing; cam1 has a 0001.jpg, which another entry may name."""
+    paint(tmp_path / "one" / "images" / "cam1" / "0001.jpg")
+    report = convert(tmp_path / "one", ["cam2/0001.jpg"])
+    assert report.notes["found_by_tail"] == 1 and report.images == 1
+    paint(tmp_path / "two" / "images" / "cam1" / "0001.jpg")
+    report = convert(tmp_path / "two", ["cam1/0001.jpg", "cam2/0001.jpg"])
+    assert (report.images, report.skipped_images["missing_image"]) == (1, 1)
+    (record,) = read_jsonl(report.jsonl)
+    assert record.metadata["source"]["file"] == "cam1/0001.jpg" and len(record.objects) == 1
+    for place in ("cam1/0001.jpg", "cam3/0001.jpg", "cam1/0002.jpg"):
+        paint(tmp_path / "three" / "images" / place)
+    report = convert(tmp_path / "three", ["cam1/0002.jpg", "cam2/0001.jpg"])
+    assert (report.images, report.skipped_images["missing_image"]) == (1, 1), "never one of several"
+    assert any("2 files have this name" in problem.detail for problem in report.problems)
+
+
+@pytest.mark.parametrize("convert", CONVERTERS)
+def test_hidden_copies_are_passed_over_and_counted(convert: Any, tmp_path: Path) -> None:
+    paint(tmp_path / "images" / "a.jpg")
+    paint(tmp_path / "images" / ".ipynb_checkpoints" / "b.jpg")
+    paint(tmp_path / "images" / "__MACOSX" / "._a.jpg")
+    report = convert(tmp_path, ["a.jpg"])
+    assert report.images == 1 and report.notes["passed_over"] == 2
+    assert not report.skipped
+
+
+@pytest.mark.parametrize("convert", [coco, cvat, labelstudio, csv, via])
+@pytest.mark.parametrize(
+    "name", ["..\\\\..\\\\media\\\\upload\\\\4\\\\x.png", "/home/someone/images/x.png", "photos/1/x.png"]
+)
+def test_names_of_other_machines_are_found_with_a_note(convert: Any, name: str, tmp_path: Path) -> None:
+    paint(tmp_path / "images" / "deep" / "x.png")
+    report = convert(tmp_path, [name.replace("\\\\", "\\")])
+    assert (report.images, report.notes["found_by_tail"]) == (1, 1) and not report.skipped
+
+
+@pytest.mark.parametrize("name", ["https://host/data/upload/1/x.png", "label\\x.png"])
+def test_addresses_of_coco_are_found_with_a_note(name: str, tmp_path: Path) -> None:
+    paint(tmp_path / "images" / "x.png")
+    assert coco(tmp_path, [name]).notes == {"found_by_tail": 1}
+
+
+def test_subsets_of_a_cvat_project_may_repeat_names(tmp_path: Path) -> None:
+    for k, part in enumerate(("Train", "Test")):
+        paint(tmp_path / "images" / part / "img0.jpg", (40 + 8 * k, 24))
+    box = '<box label="cat" xtl="4" ytl="3" xbr="20" ybr="15"/>'
+    images = "".join(
+        f'<image name="img0.jpg" subset="{part}" width="{width}" height="24">{box}</image>'
+        for part, width in (("Train", 40), ("Test", 48))
+    )
+    report = convert_cvat(written(tmp_path / "a.xml", f"<annotations>{images}</annotations>"), tmp_path / "out",
+                          options=SMALL)  # fmt: skip
+    sources = [record.metadata["source"] for record in read_jsonl(report.jsonl)]
+    assert [(source["file"], source["width"]) for source in sources] == [
+        ("images/Train/img0.jpg", 40), ("images/Test/img0.jpg", 48),
+    ]  # fmt: skip
+    assert not report.notes and not report.skipped
+
+
+def test_open_images_of_one_name_in_two_folders_are_not_guessed(tmp_path: Path) -> None:
+    for place in ("0/a.jpg", "1/a.jpg", "1/b.jpg"):
+        paint(tmp_path / "photos" / place)
+    (tmp_path / "class-descriptions.csv").write_text("/m/1,cat\n")
+    rows = "".join(f"{name},/m/1,0.1,0.5,0.1,0.5\n" for name in "ab")
+    table = written(tmp_path / "boxes.csv", f"ImageID,LabelName,XMin,XMax,YMin,YMax\n{rows}")
+    report = convert_openimages(table, tmp_path / "out", options=SMALL)
+    assert [record.image.name for record in read_jsonl(report.jsonl)] == ["b.jpg"]
+    assert report.skipped_images == {"missing_image": 1}
+
+
+def yolo(home: Path, images: Path) -> ConversionReport:
+    written(home / "data.yaml", f"train: {images.name}\nnames: [cat]\n")
+    return convert_yolo(home / "data.yaml", home / "out", options=SMALL)
+
+
+def test_yolo_reads_behind_links_and_not_the_copies_of_tools(folder: Path) -> None:
+    for stem in ("a", "deep/b", "again/c", "d"):
+        written(folder.parent / "labels" / f"{stem}.txt", "0 0.5 0.5 0.5 0.5\n")
+    report = yolo(folder.parent, folder)
+    sources = [record.metadata["source"]["file"] for record in read_jsonl(report.jsonl)]
+    assert sources == ["a.png", "again/c.png", "d.png", "deep/b.JPG"]
+    assert report.objects == 4 and report.notes == {"passed_over": 6}
+
+
+def test_formats_that_are_not_read_are_named_next_to_their_labels(tmp_path: Path) -> None:
+    """Before, the label was said to have no image, or the image was unseen."""
+    paint(tmp_path / "images" / "a.png")
+    paint(tmp_path / "images" / "b.gif")
+    for name in ("c.heic", "d.jp2", "e.tga"):
+        (tmp_path / "images" / name).write_bytes(b"\0\0\0\x18ftypheic" + bytes(40))
+    for stem in "abcde":
+        written(tmp_path / "labels" / f"{stem}.txt", "0 0.5 0.5 0.5 0.5\n")
+    report = yolo(tmp_path, tmp_path / "images")
+    assert (report.images, report.skipped_images) == (2, {"unreadable_image": 3})
+    said = " ".join(problem.detail for problem in report.problems)
+    assert "coordexp[heif]" in said and said.count("format that is not read") == 2
+
+
+def test_annotations_have_suffixes_in_any_case(tmp_path: Path) -> None:
+    for stem, suffix in (("a", ".xml"), ("b", ".XML")):
+        paint(tmp_path / "JPEGImages" / f"{stem}.jpg")
+        voc_xml(tmp_path, stem, voc_object("cat", 4, 3, 20, 15))
+        (tmp_path / "Annotations" / f"{stem}.xml").rename(tmp_path / "Annotations" / f"{stem}{suffix}")
+    report = convert_voc(tmp_path, tmp_path / "out", options=SMALL)
+    assert (report.images, report.objects) == (2, 2) and not report.skipped
+
+
+@pytest.mark.parametrize("encoding", ["gbk", "big5", "shift_jis", "iso-8859-1", "utf-16"])
+def test_xml_is_read_in_the_encoding_it_declares(encoding: str, tmp_path: Path) -> None:
+    name = "Käse" if encoding == "iso-8859-1" else "人"
+    paint(tmp_path / "JPEGImages" / "a.jpg")
+    voc_xml(tmp_path, "a", voc_object(name, 4, 3, 20, 15))
+    file = tmp_path / "Annotations" / "a.xml"
+    text = f'<?xml version="1.0" encoding="{encoding}"?>\n{file.read_text(encoding="utf-8")}'
+    file.write_bytes(text.encode(encoding))
+    report = convert_voc(tmp_path, tmp_path / "out", options=SMALL)
+    assert report.objects_by_desc == {name: 1}
+
+
+# --- predict ---
+
+
+def test_a_predicted_image_keeps_the_name_it_was_given(tmp_path: Path) -> None:
+    """A split made of links, and a store of hashes."""
+    for k in (0, 1):
+        paint(tmp_path / "raw" / f"{k}.png", (40 + 8 * k, 24))
+    paint(tmp_path / "blobs" / "8c0d4579.png")
+    os.rename(tmp_path / "blobs" / "8c0d4579.png", tmp_path / "blobs" / "8c0d4579")
+    (tmp_path / "val").mkdir()
+    for name, target in (("0.png", "raw/1.png"), ("1.png", "raw/0.png"), ("cat.png", "blobs/8c0d4579")):
+        (tmp_path / "val" / name).symlink_to(tmp_path / target)
+    found = find_images([tmp_path / "val"])
+    assert [(record.sample_id, record.image.name, record.width) for record in found.records] == [
+        ("0.png", "0.png", 48), ("1.png", "1.png", 40), ("cat.png", "cat.png", 40),
+    ]  # fmt: skip
+    answers = [ImageAnswer(r.sample_id, str(r.image), r.width, r.height, None, ()) for r in found.records]
+    terms = UsersTerms({"cat": 1}, {"0.png": 10, "1.png": 11, "cat.png": 12})
+    exported = export_coco(answers, tmp_path / "exp", terms)
+    images = json.loads((tmp_path / "exp" / "dataset.json").read_text())["images"]
+    assert [(image["id"], image["width"]) for image in images] == [(10, 48), (11, 40), (12, 40)]
+    assert not exported.notes
+
+
+def test_every_file_of_a_folder_is_answered_named_or_counted(folder: Path) -> None:
+    paint(folder / "e.ppm")
+    paint(folder / "f.mpo", format="MPO", save_all=True)
+    paint(folder / "0123abcd", format="PNG")
+    (folder / "g.tga").write_bytes(b"0" * 40)
+    for name in ("a.txt", "b.txt", "notes", "Thumbs.db"):
+        (folder / name).write_text("no image")
+    found = find_images([folder], skip_broken=True)
+    assert [record.sample_id for record in found.records] == [
+        "0123abcd", "a.png", "again/c.png", "d.png", "deep/b.JPG", "e.ppm", "f.mpo",
+    ]  # fmt: skip
+    ((name, reason),) = found.skipped
+    assert name == "g.tga" and "not read" in reason
+    told = "\n".join(found.passed_over)
+    assert "4 files passed over, no images: .db: 1, .txt: 2, no suffix: 1" in told
+    assert "2 passed over, hidden: ._a.png, .ipynb_checkpoints" in told and "@eaDir" in told and "deep/loop" in told
+
+
+def test_a_pattern_finds_no_hidden_copies(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    found = find_images([Path("**/*.png")])
+    assert {record.sample_id for record in found.records} == {"a.png", "d.png"}
+    assert any("hidden" in line for line in found.passed_over)
+    named = find_images([Path(".ipynb_checkpoints/*.png")])
+    assert [record.sample_id for record in named.records] == [".ipynb_checkpoints/a-checkpoint.png"]
+
+
+# --- export ---
+
+
+@pytest.mark.parametrize(
+    ("answered", "known", "ids", "notes"),
+    [
+        (["a/0.png", "b/0.png"], {"a/0.png": 5, "b/0.png": 6}, [5, 6], 0),
+        (["val/0.png"], {"0.png": 5}, [5], 1),
+        (["x/0.png", "y/0.png"], {"0.png": 5}, [6, 7], 1),  # never both, nor one of them
+        (["0.png"], {"a/0.png": 5, "b/0.png": 6}, [7], 1),
+        (["a/0.png", "0.png"], {"a/0.png": 5}, [5, 6], 1),
+        (["0.png"], {"C:\\photos\\0.png": 5}, [5], 1),
+    ],
+)
+def test_exported_images_have_the_ids_of_the_users_own(
+    answered: list[str], known: dict[str, int], ids: list[int], notes: int, tmp_path: Path
+) -> None:
+    answers = [ImageAnswer(name, f"/data/{name}", 40, 24, None, ()) for name in answered]
+    exported = export_coco(answers, tmp_path, UsersTerms({"cat": 1}, known))
+    images = json.loads((tmp_path / "dataset.json").read_text())["images"]
+    assert [image["id"] for image in images] == ids and len(exported.notes) == notes
