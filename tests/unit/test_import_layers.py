@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "coordexp"
 LAYERS: dict[str, int] = {
     name: number
     for number, names in {
-        0: "errors",
+        0: "errors printable",
         1: "records background distributed cpu_wheels transport",
         2: "config geometry coords sharding",
         3: "data parsing matching packing rollouts",

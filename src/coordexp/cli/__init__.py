@@ -4,6 +4,7 @@ needs it, so ``--help`` is instant."""
 from __future__ import annotations
 
 import errno
+import logging
 import sys
 from typing import Annotated
 
@@ -11,11 +12,13 @@ import typer
 
 from coordexp import distributed
 from coordexp.cli import doctor, evaluate, launch, predict, run, view
+from coordexp.cli.console import echo
 from coordexp.cli.data import data_app
 from coordexp.cli.model import model_app
 from coordexp.cli.run import config_app
 from coordexp.cli.usage import App
 from coordexp.errors import CoordExpError, RunFinished, RunStopped
+from coordexp.printable import PrintableFilter
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -106,7 +109,7 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         import coordexp
 
-        typer.echo(f"coordexp {coordexp.__version__}")
+        echo(f"coordexp {coordexp.__version__}")
         raise typer.Exit()
 
 
@@ -125,6 +128,9 @@ def main(argv: list[str] | None = None) -> None:
     its number if a signal ended it: 130 for Ctrl-C. Errors of the operating system (a full disk, a file in place of a
     folder, a port in use) are the user's to cure. Any other exception is a bug and leaves with its traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
+    logger = logging.getLogger("coordexp")
+    if not any(isinstance(one, PrintableFilter) for one in logger.filters):
+        logger.addFilter(PrintableFilter())
     debug = "--debug" in words
     try:
         app(args=[word for word in words if word != "--debug"], prog_name="coordexp")
@@ -132,17 +138,17 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(INTERRUPTED)
     except RunStopped as stopped:
         if distributed.is_main():
-            typer.secho(str(stopped), err=True)
+            echo(str(stopped), err=True)
         sys.exit(128 + stopped.signal)
     except RunFinished as finished:
         if distributed.is_main():
-            typer.echo(str(finished))
+            echo(str(finished))
         sys.exit()
     except (CoordExpError, OSError) as error:
         if debug:
             raise
         text = _system_error(error) if isinstance(error, OSError) else str(error)
-        typer.secho(f"error: {text}", fg=typer.colors.RED, err=True)
+        echo(f"error: {text}", fg=typer.colors.RED, err=True)
         sys.exit(USER_ERROR)
 
 

@@ -11,7 +11,10 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+import typer
+
 from coordexp.errors import CheckpointError, ConfigError, CoordExpError, DataError
+from coordexp.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +28,13 @@ def open_console(stderr: bool = False) -> Console:
     from coordexp.data.progress_bar import literal_console
 
     return literal_console(stderr=stderr, quiet=not distributed.is_main())
+
+
+def echo(text: object = "", *, dim: str = "", err: bool = False, nl: bool = True, fg: str | None = None) -> None:
+    """Print ``text`` as :func:`~coordexp.printable.printable`; JSON reads back the same. ``dim``: appended in a faint
+    colour; ``nl``: with a line break at the end; ``fg``: colour of ``text``."""
+    styled = typer.style(printable(text, lines=True), fg=fg) if fg else printable(text, lines=True)
+    typer.echo(styled + (typer.style(printable(dim), dim=True) if dim else ""), err=err, nl=nl)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from coordexp.cli.console import check_checkpoint, counting, no_bars_in_log_files, open_console, picture
+from coordexp.cli.console import check_checkpoint, counting, echo, no_bars_in_log_files, open_console, picture
 from coordexp.cli.convert import convert_app
 from coordexp.cli.run import separate_config, split_words
 from coordexp.cli.usage import App
 from coordexp.errors import ConfigError, DataError
+from coordexp.printable import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -94,7 +95,7 @@ def check_command(
     if sheet is not None:
         _draw_sheet(check, model, sheet, sheet_images, run)
     if as_json:
-        typer.echo(json.dumps(check.to_json(), ensure_ascii=False))
+        echo(json.dumps(check.to_json(), ensure_ascii=False))
     else:
         console = open_console()
         console.print(_findings(check))
@@ -129,7 +130,7 @@ def stats_command(jsonl: Dataset, as_json: AsJson = False) -> None:
         kept = {
             name: fields[name] for name in ("path", "images", "objects", "soft_objects", "classes", "kinds", "density")
         }
-        typer.echo(json.dumps({**kept, "size_percent": sizes}, ensure_ascii=False))
+        echo(json.dumps({**kept, "size_percent": sizes}, ensure_ascii=False))
         return
     console = open_console()
     console.print(_histograms(check))
@@ -157,7 +158,7 @@ def split_command(
     for path in paths:
         _refuse_existing(path, "remove or rename it")
     for path, part in zip(paths, parts, strict=True):
-        typer.echo(f"wrote {path}: {write_jsonl(part, path)} records")
+        echo(f"wrote {path}: {write_jsonl(part, path)} records")
 
 
 @data_app.add("sample", "coordexp data sample data/mine/train.jsonl --count 100 --out data/mine/small.jsonl")
@@ -172,7 +173,7 @@ def sample_command(
     from coordexp.data.subset import sample_records
 
     _refuse_existing(out, "name another file")
-    typer.echo(f"wrote {out}: {write_jsonl(sample_records(read_jsonl(jsonl), count, seed), out)} records")
+    echo(f"wrote {out}: {write_jsonl(sample_records(read_jsonl(jsonl), count, seed), out)} records")
 
 
 @data_app.add("pack", "coordexp data pack data/mine/train.jsonl --out packed/train.jsonl")
@@ -192,7 +193,7 @@ def pack_command(
     check_images(records)
     with counting(f"packing {jsonl.name}") as progress:
         count, shards = pack(records, out, shard_mb << 20, progress)
-    typer.echo(f"wrote {out}: {count} records, their images in {shards} shard{'s' if shards > 1 else ''}")
+    echo(f"wrote {out}: {count} records, their images in {shards} shard{'s' if shards > 1 else ''}")
 
 
 @data_app.add("scenes", "coordexp data scenes --out data/scenes --count 1000")
@@ -205,7 +206,7 @@ def scenes_command(
     """Draw example scenes of coloured shapes."""
     from coordexp.data.scenes import SPECS, write_scenes
 
-    typer.echo(f"wrote {write_scenes(out, count, SPECS[spec], seed)}: {count} images")
+    echo(f"wrote {write_scenes(out, count, SPECS[spec], seed)}: {count} images")
 
 
 @data_app.add("drop", "coordexp data drop data/mine/train.jsonl --keep 0.5 --out data/mine/half.jsonl")
@@ -246,7 +247,7 @@ def drop_command(
         write_jsonl(left, out)
         annotated = sum(len(record.objects) for record in left)
         fields = {"images": len(left), "kept": annotated, "dropped": gone}
-        typer.echo(json.dumps(fields) if as_json else f"wrote {out}: {gone} soft objects left out, {annotated} others")
+        echo(json.dumps(fields) if as_json else f"wrote {out}: {gone} soft objects left out, {annotated} others")
         return
     from coordexp.data.subset import SIZES, DropRates, drop_annotations
 
@@ -259,17 +260,17 @@ def drop_command(
     write_jsonl(records, out)
     fields = counts.to_json()
     if as_json:
-        typer.echo(json.dumps(fields, ensure_ascii=False))
+        echo(json.dumps(fields, ensure_ascii=False))
         return
     groups = {**fields["classes"], **{name: pair for name, pair in fields["sizes"].items() if pair[1]}}
     width = max(map(len, groups), default=0)
     for name, (kept, of) in groups.items():
-        typer.echo(f"  {name:<{width}}  {kept} of {of}")
+        echo(f"  {name:<{width}}  {kept} of {of}")
     total = fields["kept"] + fields["dropped"]
     kept_last = f", {counts.spared} of them the last of their image" if counts.spared else ""
-    typer.echo(f"wrote {out}: {counts.images} images, {fields['kept']} of {total} annotations kept{kept_last}")
+    echo(f"wrote {out}: {counts.images} images, {fields['kept']} of {total} annotations kept{kept_last}")
     if counts.emptied:
-        typer.echo(f"{counts.emptied} images lost all annotations")
+        echo(f"{counts.emptied} images lost all annotations")
 
 
 @data_app.add(
@@ -342,26 +343,26 @@ def complete_command(
         return
     counts, files = asdict(completed[0]), completed[1]
     if as_json:
-        typer.echo(json.dumps({**counts, "files": [str(path) for path in files]}, ensure_ascii=False))
+        echo(json.dumps({**counts, "files": [str(path) for path in files]}, ensure_ascii=False))
         return
     prompt = run.template.prompt
-    typer.echo(f"asked: {'the built-in prompt' if prompt is None else prompt}")
+    echo(f"asked: {'the built-in prompt' if prompt is None else prompt}")
     outcomes = counts["outcomes"]
     width = max(map(len, outcomes))
     for name, count in outcomes.items():
         if count:
-            typer.echo(f"  {name:<{width}}  {count}")
-    typer.echo(
+            echo(f"  {name:<{width}}  {count}")
+    echo(
         f"{counts['predicted']} objects predicted in {counts['images']} images with {counts['annotated']} annotations: "
         f"{outcomes['added']} added"
     )
     silent = counts["images"] - counts["images_with_predictions"]
     if silent > counts["images"] / 2:
-        typer.echo(
+        echo(
             f"note: no objects were predicted in {silent} images. Was the model trained with this prompt? Give another "
             "with --prompt, or name the run's YAML"
         )
-    typer.echo(f"wrote {', '.join(map(str, files))}")
+    echo(f"wrote {', '.join(map(str, files))}")
 
 
 def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int, run: RunConfig | None) -> None:
@@ -401,7 +402,7 @@ def _findings(check: DatasetCheck) -> Table:
 
     from coordexp.data.check import ERRORS
 
-    table = Table("finding", "count", "where", title=Text(str(check.path)), title_justify="left")
+    table = Table("finding", "count", "where", title=Text(printable(check.path)), title_justify="left")
     table.columns[1].justify = "right"
     table.add_row("lines", str(check.lines), f"{len(check.records)} of them valid records")
     for finding, count in sorted(check.counts().items(), key=lambda item: (item[0] not in ERRORS, item[0])):
@@ -446,7 +447,7 @@ def _bars_of(groups: Mapping[str, Mapping[str, int]]) -> Table:
         table.add_row(Text(title, "bold"), "", "")
         largest = max(counts.values(), default=1)
         for name, count in counts.items():
-            table.add_row(Text(f"  {name}"), str(count), Text("█" * max(1, round(30 * count / largest))))
+            table.add_row(Text(printable(f"  {name}")), str(count), Text("█" * max(1, round(30 * count / largest))))
     return table
 
 

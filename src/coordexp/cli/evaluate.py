@@ -13,6 +13,7 @@ import typer
 from coordexp.cli.console import (
     check_checkpoint,
     check_inputs,
+    echo,
     no_bars_in_log_files,
     on_interrupt,
     open_console,
@@ -137,7 +138,7 @@ def evaluate(
         if options.print:
             from coordexp.config.load import resolved_yaml
 
-            typer.echo(resolved_yaml(run), nl=False)
+            echo(resolved_yaml(run), nl=False)
             return
     elif source is not None and is_config(source.name):
         from coordexp.config import load_config
@@ -208,7 +209,7 @@ def _evaluate_model(
     if not options.as_json:
         _show(console, result.summary, f"{options.model or run.model.model} on {result.data}", files, result.by_answers)
     elif not console.quiet:
-        typer.echo(result.metrics_json.read_text(encoding="utf-8"), nl=False)
+        echo(result.metrics_json.read_text(encoding="utf-8"), nl=False)
 
 
 def _evaluate_saved(console: Console, source: Path, options: OfEvaluation, rename: Renaming) -> None:
@@ -229,7 +230,7 @@ def _evaluate_saved(console: Console, source: Path, options: OfEvaluation, renam
         _show(console, summary, str(source), files)
         return
     fields = {name: value for name, value in asdict(summary).items() if name != "figures"}
-    typer.echo(json.dumps({**about, "metrics": summary.figures, **fields}, ensure_ascii=False))
+    echo(json.dumps({**about, "metrics": summary.figures, **fields}, ensure_ascii=False))
 
 
 def _show(
@@ -268,7 +269,7 @@ def _compare(console: Console, runs: tuple[Path, Path], options: OfEvaluation, r
     notes = [note for run, answers in zip(saved, (a, b), strict=True) for note in rename.note(run, answers)]
     files = _draw(options.sheet, {"a": a, "b": paired(a, b)})
     if options.as_json:
-        typer.echo(json.dumps({**comparison_json(comparison, names), **rename.about, "notes": notes}))
+        echo(json.dumps({**comparison_json(comparison, names), **rename.about, "notes": notes}))
         return
     for table in comparison_tables(comparison, names):
         console.print(table)

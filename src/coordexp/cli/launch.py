@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from coordexp.cli.console import open_console, say
+from coordexp.cli.console import echo, open_console, say
 from coordexp.cli.run import Arguments, ConfigFile, Print, checked_start, print_config
 from coordexp.errors import ConfigError
 
@@ -46,7 +46,7 @@ def launch(
     if job is not None:
         from coordexp.launch.cluster import plan_job, render
 
-        typer.echo(render(plan_job(config, given, learner_nodes, gpus, time), job, image, accelerator), nl=False)
+        echo(render(plan_job(config, given, learner_nodes, gpus, time), job, image, accelerator), nl=False)
         return
     if print_only:
         print_config(config, given)

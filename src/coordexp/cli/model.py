@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from coordexp.cli.console import check_checkpoint, refuse_filled
+from coordexp.cli.console import check_checkpoint, echo, refuse_filled
 from coordexp.cli.usage import App
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -25,7 +25,7 @@ def tiny_command(
     refuse_filled(out)
     from coordexp.modeling.tiny import build_tiny_checkpoint
 
-    typer.echo(f"wrote {build_tiny_checkpoint(out, seed)}")
+    echo(f"wrote {build_tiny_checkpoint(out, seed)}")
 
 
 @model_app.add("expand-vocab", "coordexp model expand-vocab Qwen3-VL-2B-Instruct checkpoints/start")
@@ -38,7 +38,7 @@ def expand_vocab_command(
     from coordexp.modeling.expand_vocab import expand_vocab
 
     expand_vocab(checkpoint, out)
-    typer.echo(f"wrote {out}")
+    echo(f"wrote {out}")
 
 
 @model_app.add("export", "coordexp model export outputs/stage2 checkpoints/mine")
@@ -56,13 +56,13 @@ def export_command(
     refuse_filled(out)
     from coordexp.modeling.load import export_checkpoint
 
-    typer.echo(f"wrote {export_checkpoint(checkpoint, out, dtype, for_openai=target is not None)}")
+    echo(f"wrote {export_checkpoint(checkpoint, out, dtype, for_openai=target is not None)}")
     if target is not None:
         from coordexp.checkpoints.card import read_card
         from coordexp.config.schema import DEFAULT_PROMPT
 
         training = read_card(checkpoint).training
-        typer.echo(f"the text of a request, after its image: {DEFAULT_PROMPT if training is None else training.prompt}")
+        echo(f"the text of a request, after its image: {DEFAULT_PROMPT if training is None else training.prompt}")
 
 
 @model_app.add("merge", "coordexp model merge outputs/stage1_lora checkpoints/stage1")
@@ -82,7 +82,7 @@ def merge_command(
     refuse_filled(out)
     from coordexp.modeling.load import merge_checkpoint
 
-    typer.echo(f"wrote {merge_checkpoint(run, out, base, dtype)}")
+    echo(f"wrote {merge_checkpoint(run, out, base, dtype)}")
 
 
 @model_app.add("info", "coordexp model info outputs/stage1")
@@ -96,7 +96,7 @@ def info_command(
 
     info = describe(checkpoint)
     if as_json:
-        typer.echo(json.dumps(asdict(info), indent=2))
+        echo(json.dumps(asdict(info), indent=2))
         return
     adapter = info.adapter
     lines = [
@@ -113,4 +113,4 @@ def info_command(
         what = "" if adapter.rank is None else f", {kind} of rank {adapter.rank}, alpha {adapter.alpha:g}"
         lines += [("adapter", f"{adapter.parameters:,} parameters{what}{rows}"), ("base", adapter.base)]
     for name, value in lines:
-        typer.echo(f"{name:<16} {value}")
+        echo(f"{name:<16} {value}")

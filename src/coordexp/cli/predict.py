@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from coordexp.cli.console import no_bars_in_log_files, on_interrupt, open_console, refuse_filled, say, say_written
+from coordexp.cli.console import echo, no_bars_in_log_files, on_interrupt, open_console, refuse_filled, say, say_written
 from coordexp.cli.run import is_config, split_words
 from coordexp.errors import ConfigError, DataError
 
@@ -176,7 +176,7 @@ def _print_json(result: PredictionResult) -> None:
     problems = {answer.sample_id: answer.problem for answer in result.answers if answer.problem is not None}
     fields = {"images": result.images, "resumed": result.resumed, "skipped": broken, "problems": problems,
               "left_out": result.left_out, "files": files}  # fmt: skip
-    typer.echo(json.dumps(fields))
+    echo(json.dumps(fields))
 
 
 def _new_folder(path: Path) -> Path:

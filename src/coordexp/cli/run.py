@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp import distributed
-from coordexp.cli.console import check_checkpoint, check_inputs, no_bars_in_log_files, open_console, say
+from coordexp.cli.console import check_checkpoint, check_inputs, echo, no_bars_in_log_files, open_console, say
 from coordexp.cli.usage import App
 from coordexp.errors import CheckpointError, ConfigError
 
@@ -55,9 +55,9 @@ def print_config(config: Path, arguments: Sequence[str], plain: bool = False, on
 
     explained = explain_config(config, arguments=arguments)
     for line, comment in annotated_yaml(explained, with_defaults=not only_set):
-        typer.echo(line + ("" if plain else typer.style(comment, dim=True)))
+        echo(line, dim="" if plain else comment)
     for sentence in advice(explained.config):
-        typer.secho(f"note: {sentence}", fg=typer.colors.YELLOW, err=True)
+        echo(f"note: {sentence}", fg=typer.colors.YELLOW, err=True)
     return explained.config
 
 
@@ -189,7 +189,7 @@ def config_check_command(
             estimate = str(check_memory(run, max(1, len(run.launch.learner_devices))))
         except CheckpointError as error:
             estimate = f"no estimate: {error}"
-        typer.echo(f"memory: {estimate}", err=True)
+        echo(f"memory: {estimate}", err=True)
 
 
 @config_app.add("schema", "coordexp config schema > coordexp.schema.json")
@@ -197,7 +197,7 @@ def config_schema_command() -> None:
     """Print the JSON Schema for editors."""
     from coordexp.config.load import json_schema_text
 
-    typer.echo(json_schema_text(), nl=False)
+    echo(json_schema_text(), nl=False)
 
 
 @config_app.add("diff", "coordexp config diff stage1.yaml outputs/stage1/resolved_config.yaml")
@@ -213,9 +213,9 @@ def config_diff_command(
 
     changes = list(differences(explain_config(left), explain_config(right)))
     for path, was, becomes in changes:
-        typer.echo(path)
+        echo(path)
         for sign, side in (("-", was), ("+", becomes)):
             value, source = side or ("(no such entry)", "")
-            typer.echo(f"  {sign} {value}" + (typer.style(f"  # {source}", dim=True) if source else ""))
+            echo(f"  {sign} {value}", dim=f"  # {source}" if source else "")
     if changes:
         raise typer.Exit(1)

@@ -10,6 +10,8 @@ from typing import Any, TypeVar, cast
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from coordexp.cli.console import echo
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # typer has no public name for the base class of its usage errors.
@@ -94,7 +96,7 @@ class Command(TyperCommand):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
-            typer.echo(str(stop) or "interrupted", err=True)
+            echo(str(stop) or "interrupted", err=True)
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

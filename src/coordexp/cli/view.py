@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli.console import counting, no_bars_in_log_files, open_console, say, vocabulary_of
+from coordexp.cli.console import counting, echo, no_bars_in_log_files, open_console, say, vocabulary_of
 from coordexp.cli.run import separate_config, split_words
 
 
@@ -58,7 +58,7 @@ def view(
     if serve or follow:
         with make_server(sources, collected, image_side, port, follow) as server:
             address, taken = server.server_address[:2]
-            typer.echo(f"serving on http://{address!s}:{taken}/ until Ctrl-C")
+            echo(f"serving on http://{address!s}:{taken}/ until Ctrl-C")
             server.serve_forever()
         return
     data = collected()
@@ -105,7 +105,7 @@ def replay(
         if as_json:
             place = {"global_step": where.global_step, "rank": where.rank, "sample_idx": where.sample_idx}
             line = {"sample_id": one.record.sample_id, "differences": one.differences, "losses": one.losses}
-            typer.echo(json.dumps({**place, **line}, ensure_ascii=False))
+            echo(json.dumps({**place, **line}, ensure_ascii=False))
             continue
         place = f"step {where.global_step + 1}, rank {where.rank}, {one.record.sample_id}"
         for difference in one.differences:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -15,13 +16,27 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
+from rich.text import Text
+
+from coordexp.printable import printable
 
 LINE_EVERY_S = 30.0
 
 
+class _LiteralConsole(Console):
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text, lines=True), **options)
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text, lines=True), segment.style)
+
+
 def literal_console(*, stderr: bool, quiet: bool = False) -> Console:
-    """A console that prints text literally: a class may be ``[red] car``, a file ``p [a0] :smile:.jpg``."""
-    return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False)
+    """A console that prints text literally, as :func:`~coordexp.printable.printable`: a class may be ``[red] car``, a
+    file ``p [a0] :smile:.jpg``."""
+    return _LiteralConsole(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from coordexp.evaluation.answers import ImageAnswer
 from coordexp.evaluation.coco import average_precision
 from coordexp.evaluation.detection import DENSITIES, IOU_THRESHOLD, count_image, detection_metrics
 from coordexp.evaluation.summary import text_table
+from coordexp.printable import printable
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95  # of every interval
@@ -172,7 +173,7 @@ def comparison_tables(comparison: Comparison, names: tuple[str, str], max_classe
         if by_chance >= 0.5:  # of many intervals, some exclude zero although nothing differs
             table.caption = Text(f"of {len(rows)} rows, {by_chance:.0f} would be bold by luck alone")
         for row in rows:
-            table.add_row(Text(row.name), str(row.gt), *_cells(row.f1))
+            table.add_row(Text(printable(row.name)), str(row.gt), *_cells(row.f1))
         yield table
 
 

@@ -16,6 +16,7 @@ from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.evaluation.detection import ignored_predictions, match_answer, match_by_desc
 from coordexp.geometry import pixel_ring
 from coordexp.parsing import parse_rollout
+from coordexp.printable import printable
 from coordexp.records import GTObject, ImageRecord, PredictedObject
 
 _Point = tuple[float, float]
@@ -49,7 +50,7 @@ def draw_detections(image: Image.Image, detections: Sequence[Detection]) -> Imag
         colour = colour_of[obj.desc]
         ring = _draw_outline(draw, obj, drawn.size, colour, width)
         number = obj.score if obj.confidence is None else obj.confidence
-        text = obj.desc if number is None else f"{obj.desc} {number:.2f}"
+        text = printable(obj.desc) if number is None else f"{printable(obj.desc)} {number:.2f}"
         left, top, right, bottom = draw.textbbox((0, 0), text, font=font)
         x = max(0.0, min(min(x for x, _ in ring), drawn.width - (right - left)))
         above = min(y for _, y in ring) - (bottom - top) - width
@@ -84,10 +85,11 @@ def draw_objects(
         ring = _draw_outline(draw, obj, image.size, colour, width)
         if labels:
             left, top = min(x for x, _ in ring), min(y for _, y in ring)
-            _, _, right, bottom = draw.textbbox((0, 0), obj.desc, font=font)
+            name = printable(obj.desc)
+            _, _, right, bottom = draw.textbbox((0, 0), name, font=font)
             corner = (max(0, min(left + 2, image.width - right)), max(0, min(top + 1, image.height - bottom)))
-            draw.rectangle(draw.textbbox(corner, obj.desc, font=font), fill="white")
-            draw.text(corner, obj.desc, fill=colour, font=font)
+            draw.rectangle(draw.textbbox(corner, name, font=font), fill="white")
+            draw.text(corner, name, fill=colour, font=font)
 
 
 def _draw_outline(

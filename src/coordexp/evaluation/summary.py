@@ -31,6 +31,7 @@ from coordexp.evaluation.detection import (
     ignored_predictions,
     sum_counts,
 )
+from coordexp.printable import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -247,10 +248,10 @@ _RATES = ("duplicate_rate", "giant_rate", "invalid_rate", "truncated_rate", "rep
 
 def text_table(title: str, first: str, *numbers: str) -> Table:
     """An empty table: a column of texts, and columns of numbers. Descriptions are data, never markup."""
-    table = Table(title=Text(title), title_justify="left", caption_justify="left")
+    table = Table(title=Text(printable(title)), title_justify="left", caption_justify="left")
     table.add_column(first)
     for name in numbers:
-        table.add_column(Text(name), justify="right", no_wrap=True)
+        table.add_column(Text(printable(name)), justify="right", no_wrap=True)
     return table
 
 
@@ -296,13 +297,15 @@ def summary_tables(summary: Summary, title: str, max_classes: int = 20) -> Itera
             rates = (row.precision, row.recall, row.f1, row.mean_matched_iou, row.ap)
             cells = ["–" if value is None else f"{value:.3f}" for value in rates]
             name = row.name if rows is shown else row.name.removesuffix(" objects")
-            table.add_row(Text(name), *map(str, counts), *cells)
+            table.add_row(Text(printable(name)), *map(str, counts), *cells)
         yield table
     if summary.thresholds:
         table = text_table("best F1, if less confident predictions are left out", "class", "confidence ≥", "prec.",
                            "recall", "F1")  # fmt: skip
         for row in summary.thresholds[: max_classes + 1]:
-            table.add_row(Text(row.name), *(f"{v:.3f}" for v in (row.confidence, row.precision, row.recall, row.f1)))
+            table.add_row(
+                Text(printable(row.name)), *(f"{v:.3f}" for v in (row.confidence, row.precision, row.recall, row.f1))
+            )
         yield table
 
 
@@ -385,7 +388,7 @@ def _figure(width: float, height: float) -> tuple[Figure, Any]:
 
 def _shown(names: Iterable[str]) -> list[str]:
     # As plain text: a dollar sign would start a formula.
-    cut = (name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…" for name in names)
+    cut = (name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…" for name in map(printable, names))
     return [name.replace("$", r"\$") for name in cut]
 
 

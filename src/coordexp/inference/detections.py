@@ -20,6 +20,7 @@ from coordexp.evaluation.answers import ImageAnswer
 from coordexp.evaluation.coco import coco_shape, to_coco
 from coordexp.evaluation.drawing import draw_detections
 from coordexp.geometry import pixel_box, pixel_ring
+from coordexp.printable import printable
 
 _NOTEBOOK = 800  # pixels of the longer side of a picture in a notebook
 
@@ -85,7 +86,7 @@ class Detections:
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} {name}" for name, count in Counter(self.names).most_common())
         problem = "" if self.problem is None else f"; {self.problem}"
-        return f"<Detections {self.source} {self.width}x{self.height}: {counts or 'nothing'}{problem}>"
+        return printable(f"<Detections {self.source} {self.width}x{self.height}: {counts or 'nothing'}{problem}>")
 
     @property
     def problem(self) -> str | None:

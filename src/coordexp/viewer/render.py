@@ -22,6 +22,7 @@ from PIL import Image
 
 from coordexp.data.images import open_rgb
 from coordexp.errors import DataError
+from coordexp.printable import printable
 from coordexp.viewer.collect import ViewData, ViewRecord
 
 _HERE = Path(__file__).parent
@@ -74,11 +75,11 @@ def render(
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
     own = " 'self'" if version is not None else ""
     parts = {
-        "title": html.escape(data.title),
+        "title": html.escape(printable(data.title)),
         "policy": f"default-src 'none'; img-src data:{own}; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
         + ("; connect-src 'self'" if version is not None else ""),
         "style": (_HERE / "page.css").read_text(encoding="utf-8"),
-        "data": as_script_data(content),
+        "data": as_script_data(_shown(content)),
         "images": as_script_data(images),
         "script": script,
     }
@@ -97,6 +98,14 @@ def _record(record: ViewRecord, index_of: Mapping[str, int]) -> dict[str, Any]:
     if record.other is not None:
         written["other"] = _record(record.other, {record.other.image: index_of[record.image]})
     return written
+
+
+def _shown(content: Any) -> Any:
+    if isinstance(content, str):
+        return printable(content, lines=True)
+    if isinstance(content, Mapping):
+        return {key: _shown(value) for key, value in content.items()}
+    return [_shown(value) for value in content] if isinstance(content, list | tuple) else content
 
 
 def as_script_data(content: Any) -> str:
