@@ -31,6 +31,7 @@ def qwen3_vl_config(size: str, layers: int | None = None) -> Qwen3VLConfig:
         "deepstack_visual_indexes": deepstack,
     }  # fmt: skip
     return Qwen3VLConfig(
+        architectures=["Qwen3VLForConditionalGeneration"],  # vLLM takes a checkpoint without it for a pooling model
         text_config=text,
         vision_config=tower,
         tie_word_embeddings=tied,

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from coordexp.config.base import dotted, problems_from
 from coordexp.config.rollout import RepeatTerminateConfig, VLLMConfig
-from coordexp.errors import RolloutError
+from coordexp.errors import CheckpointError, RolloutError
 
 # Names of classes, because importing them would import vLLM.
 EXTENSION = "coordexp.engine.worker.WeightSyncExtension"
@@ -119,7 +119,13 @@ def with_image_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
     from coordexp.checkpoints.card import read_card
 
     model, limits = Path(arguments["model"]), arguments["limit_mm_per_prompt"]
-    vision = json.loads((model / "config.json").read_text(encoding="utf-8"))["vision_config"]
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    if not config.get("architectures"):  # vLLM would take it for a pooling model, and fail a minute later
+        raise CheckpointError(
+            f'{model / "config.json"} has no "architectures", by which vLLM knows a model; write '
+            '"architectures": ["Qwen3VLForConditionalGeneration"]'
+        )
+    vision = config["vision_config"]
     token_side = int(vision["patch_size"]) * int(vision["spatial_merge_size"])
     area, rule = arguments["max_model_len"] * token_side**2, read_card(model).preparation.resize
     if rule is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -56,7 +57,7 @@ from coordexp.rollouts.backend import (
 from coordexp.rollouts.learner import LearnerParts
 from coordexp.weight_sync import WeightVersion
 
-ADVICE = (
+MEMORY_ADVICE = (
     "lower rollout_matching.vllm.gpu_memory_utilization or max_num_seqs, set rollout_matching.offload, or write "
     "rollout_matching.rollout_backend: hf"
 )
@@ -235,7 +236,8 @@ def _named(what: str) -> Iterator[None]:
     try:
         yield
     except (VLLMError, ValueError, RuntimeError, AssertionError, OSError) as error:
-        raise RolloutError(f"the colocated vLLM engine: {what}: {type(error).__name__}: {error}; {ADVICE}") from error
+        advice = MEMORY_ADVICE if re.search(r"memory|kv cache", str(error), re.IGNORECASE) else ENGINE_AT_FAULT
+        raise RolloutError(f"the colocated vLLM engine: {what}: {type(error).__name__}: {error}; {advice}") from error
 
 
 class ColocatedPusher(WeightPusher):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from coordexp.engine.arguments import with_image_size
 from coordexp.engine.starting import DURATIONS, announced_start
 
 CPU = {"model": "checkpoints/start", "dtype": "float32", "tensor_parallel_size": 1}
@@ -59,3 +60,11 @@ def test_only_the_first_rank_prints(capsys: pytest.CaptureFixture[str], monkeypa
     with announced_start(CPU, gpu=False):
         pass
     assert capsys.readouterr().err == ""
+
+
+def test_a_checkpoint_without_architectures_is_refused_before_the_engine_starts(tmp_path: Path) -> None:
+    """vLLM would take it for a pooling model, and fail after a minute."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {}}', encoding="utf-8")
+    arguments = {"model": str(tmp_path), "max_model_len": 512, "limit_mm_per_prompt": {"image": 1, "video": 0}}
+    with pytest.raises(CheckpointError, match="Qwen3VLForConditionalGeneration"):
+        with_image_size(arguments)
