@@ -8,6 +8,7 @@ import pytest
 
 from coordexp.engine.arguments import with_image_size
 from coordexp.engine.starting import DURATIONS, announced_start
+from coordexp.errors import CheckpointError
 
 CPU = {"model": "checkpoints/start", "dtype": "float32", "tensor_parallel_size": 1}
 
