@@ -89,7 +89,7 @@ gpu: setup
 	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
 
 # Scripts with a main(); the others are their modules. These are run by hand, or by make gpu.
-BY_HAND = $(addprefix benchmarks/,fixed_boxes.py full_size.py wide_checkpoint.py gpu.py gpu_run.py gpu_engine.py gpu_material.py)
+BY_HAND = $(addprefix benchmarks/,fixed_boxes.py full_size.py wide_checkpoint.py gpu.py gpu_run.py gpu_engine.py gpu_profile.py gpu_material.py)
 BENCHMARKS = $(filter-out $(BY_HAND), $(shell grep -l '^def main\b' benchmarks/*.py))
 bench: setup
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done

@@ -259,6 +259,8 @@ def note_of(document: Mapping[str, Any]) -> str:
     texts = []
     if "tokens_per_s" in found:
         texts.append(f"{found['tokens_per_s']:,.0f} tokens/s, {found['images_per_s']:.1f} images/s")
+    if "busy" in found:
+        texts.append(f"GPU busy {found['busy']:.2f}, {found['launches']:,} launches")
     if "mfu" in found:
         texts.append(f"MFU {found['mfu']:.3f}")
     if "of_estimate" in found:
@@ -323,6 +325,16 @@ def tests(options: Options) -> list[object] | str:
     return [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests/gpu"]
 
 
+def profile(options: Options) -> list[object] | str:
+    """Rows as full as photographs of this size make them."""
+    keys = ["training.use_cpu=true", "global_max_length=3500"] if options.cpu else []
+    return [
+        PYTHON, HERE / "gpu_profile.py", "--model", options.made("2B"), "--scenes",
+        options.made("photos") / "scenes.jsonl", "--folder", options.work / "runs" / "profile", "--set",
+        "training.per_device_train_batch_size=16", *keys,
+    ]  # fmt: skip
+
+
 def doctor(options: Options) -> list[object] | str:
     answers = options.narrow is not None or options.wide is not None
     chosen = ["--gpus", "0"] if options.cpu else ["--model", options.made("wide" if answers else "2B")]
@@ -334,6 +346,7 @@ TEN_BOXES = ("rollout_matching.max_new_tokens=300",)
 PARTS = (
     Part("tests", 60, tests),
     Part("sft", 90, run_of("sft", "stage1/sft.yaml", "2B", 6), ("photos", "2B")),
+    Part("profile", 60, profile, ("photos", "2B")),
     Part("lora", 80, run_of("lora", "stage1/lora.yaml", "2B", 6), ("photos", "2B")),
     Part("engine_plain", 180, engine("plain"), ("wide", "wide_scenes")),
     Part("engine_skipped", 150, engine("skipped"), ("wide", "wide_scenes")),
