@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,21 +198,13 @@ class HFBackend:
         }
 
     def _processors(
-        self, prompt: Mapping[str, torch.Tensor], seeds: Sequence[int | None]
-    ) -> tuple[list[LogitsProcessor], RepetitionStopProcessor | None]:
-        # For one batch, with the repeat guard's among them.
-        options, eos_id = self._options, self._vocab.eos_id
+        self, prompt: Mapping[str, torch.Tensor], seeds: Sequence[int | None], guard: LogitsProcessor | None = None
+    ) -> list[LogitsProcessor]:
+        # For one batch, with ``guard`` where it belongs.
         longest, device = prompt["input_ids"].shape[1], prompt["input_ids"].device
-        processors: list[LogitsProcessor] = []
-        if self._names is not None:
-            processors.append(AllowedLabelsProcessor(self._names, eos_id, longest))
-        guard: RepetitionStopProcessor | None = None
-        if (settings := self._guard) is not None:
-            guard = RepetitionStopProcessor(
-                lambda: RepeatGuard(settings, self._key_reader), eos_id, longest, options.num_beams
-            )
-            processors.append(guard)
-        return [*processors, *sampling_processors(options, seeds, device)], guard
+        labels = [] if self._names is None else [AllowedLabelsProcessor(self._names, self._vocab.eos_id, longest)]
+        guards = [] if guard is None else [guard]
+        return [*labels, *guards, *sampling_processors(self._options, seeds, device)]
 
     def _arguments(
         self,
@@ -224,9 +217,13 @@ class HFBackend:
         options, vocab, penalty = self._options, self._vocab, self._options.repetition_penalty
         if self._grammar is not None:
             return self._drafts(self._grammar, prompt, rows, seeds, on_ended)
-        processors, guard = self._processors(prompt, seeds)
+        longest, guard = prompt["input_ids"].shape[1], None
+        if (settings := self._guard) is not None:
+            new_guard = partial(RepeatGuard, settings, self._key_reader)
+            guard = RepetitionStopProcessor(new_guard, vocab.eos_id, longest, options.num_beams)
+        processors = self._processors(prompt, seeds, guard)
         if on_ended is not None and options.num_beams == 1:
-            processors.append(FinishedCallback(vocab.eos_id, prompt["input_ids"].shape[1], on_ended))
+            processors.append(FinishedCallback(vocab.eos_id, longest, on_ended))
         arguments: dict[str, Any] = {"repetition_penalty": penalty}
         if processors:
             arguments["logits_processor"] = processors
@@ -246,18 +243,16 @@ class HFBackend:
         # The processors of an answer see that answer alone, as often as it gets a token.
         options, vocab = self._options, self._vocab
         answers: list[DraftedAnswer] = []
-        guards: list[RepetitionStopProcessor | None] = []
         for row, seed in zip(rows, seeds, strict=True):
-            processors, guard = self._processors(prompt, [seed])
+            processors = self._processors(prompt, [seed])
             if options.repetition_penalty != 1.0:
                 processors.insert(0, RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
+            guard = None if self._guard is None else RepeatGuard(self._guard, self._key_reader)
             ids_L, most = prompt["input_ids"][row], options.max_new_tokens
-            answers.append(DraftedAnswer(grammar.start(), ids_L, vocab.eos_id, most, processors))
-            guards.append(guard)
+            answers.append(DraftedAnswer(grammar.start(), ids_L, vocab.eos_id, most, processors, guard))
 
         def stopped(row: int, response: Sequence[int]) -> bool:
-            guard = guards[row]
-            return guard is not None and guard.stopped(0, response)
+            return answers[row].repeats
 
         return {"custom_generate": DraftedDecoding(answers, rows, len(vocab), self._pad_id, on_ended)}, stopped
 

@@ -20,6 +20,7 @@ import torch
 from transformers import LogitsProcessor
 
 from coordexp.rollouts.answer_state import AnswerState
+from coordexp.rollouts.repeat_guard import RepeatGuard
 from coordexp.sharding import any_rank_continues
 
 MOST_DRAFTED = 32  # tokens of one answer
@@ -32,7 +33,9 @@ class DraftedAnswer:
     """One sequence of a batch: its tokens so far, and the draft that the next pass reads.
 
     ``processors`` change the scores of the next token, with this sequence alone as their batch; the most likely token
-    is then taken. ``prompt_ids``: (S,), padded, for processors. ``tokens`` includes the end of the turn.
+    is then taken. ``guard`` is asked before them, and reads the host's tokens: with the device's, the host would wait for
+    each. ``prompt_ids``: (S,), padded, for processors. ``tokens`` includes the end of the turn. ``repeats``: whether the
+    guard ended the answer.
     """
 
     def __init__(
@@ -42,26 +45,34 @@ class DraftedAnswer:
         eos_id: int,
         max_new_tokens: int,
         processors: Sequence[LogitsProcessor] = (),
+        guard: RepeatGuard | None = None,
     ) -> None:
         self.tokens: list[int] = []
         self.draft: tuple[int, ...] = ()
-        self.ended = False
+        self.ended = self.repeats = False
         self._state = state
         self._eos_id = eos_id
         self._max_new_tokens = max_new_tokens
         self._processors = processors
+        self._guard = guard
         self._prompt_length = len(prompt_ids)
         self._ids = torch.cat([prompt_ids, prompt_ids.new_empty(max_new_tokens)]) if processors else prompt_ids
 
     def read(self, logits_TV: torch.Tensor, most_likely: Sequence[int]) -> None:
         """Choose tokens from a pass over the last token and the draft, until one differs from the draft."""
         for at, drafted in enumerate((*self.draft, None)):
-            token = self._choose(logits_TV[at]) if self._processors else most_likely[at]
+            self.repeats = self._guard is not None and self._guard.trigger is not None
+            if self.repeats:
+                token = self._eos_id
+            else:
+                token = self._choose(logits_TV[at]) if self._processors else most_likely[at]
             if self._processors:
                 self._ids[self._prompt_length + len(self.tokens)] = token
             self.tokens.append(token)
             self._state.push(token)
             self.ended = token == self._eos_id or len(self.tokens) == self._max_new_tokens
+            if self._guard is not None and not self.ended:
+                self._guard.push(token)
             if self.ended or token != drafted:
                 return
 

@@ -13,7 +13,9 @@ from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext
+from coordexp.rollouts.answer_state import AnswerGrammar
 from coordexp.rollouts.hf import HFBackend, RepetitionStopProcessor, sampling_processors
+from coordexp.rollouts.hf_drafting import DraftedAnswer
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 from support.settings import decoding, first_trigger
 from support.tiny_run import load_tiny, tiny_samples
@@ -347,6 +349,29 @@ def test_answer_ends_where_the_guard_triggers(
     if settings is GUARDS[3] and not options:  # in one batch some repeat, each up to its own step, and others do not
         assert {one.repeat_terminated for one in guarded} == {True, False}
         assert len({len(one.response_token_ids) for one in guarded if one.repeat_terminated}) > 1
+
+
+def test_the_guard_of_drafted_answers_reads_the_tokens_that_the_host_has(loaded: LoadedModel) -> None:
+    settings, on_device = guard(max_consecutive_token_repeats=2), torch.empty(1, len(loaded.vocab), device="meta")
+    state, prompt_ids = AnswerGrammar(loaded.vocab).start(), torch.tensor([1, 2, 3])
+    answer = DraftedAnswer(state, prompt_ids, EOS, max_new_tokens=9, guard=RepeatGuard(settings))
+    for most_likely in (40, 41, 41, 42):  # a value on the meta device could not be read
+        answer.read(on_device, [most_likely])
+    assert answer.tokens == [40, 41, 41, EOS]
+    assert answer.ended
+    assert answer.repeats
+
+
+def test_forced_tokens_are_skipped_under_autocast_with_float32_weights(
+    loaded: LoadedModel, requests_: list[RolloutRequest]
+) -> None:
+    asked = decoding(max_new_tokens=TOKENS)
+    found = []
+    for skips in (False, True):
+        backend = HFBackend(loaded.model, loaded.vocab, asked, 4, loaded.image_token_id, skip_forced_tokens=skips)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append([one.response_token_ids for one in backend.generate(requests_[:3], SEEDS)])
+    assert found[0] == found[1]
 
 
 def test_disabled_guard_changes_nothing(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
