@@ -16,7 +16,7 @@ LAYERS: dict[str, int] = {
     for number, names in {
         0: "errors printable",
         1: "records background distributed cpu_wheels transport",
-        2: "config geometry coords sharding",
+        2: "config geometry coords sharding transfer",
         3: "data parsing matching packing rollouts",
         4: "checkpoints targets weight_sync rollouts.learner",
         5: "modeling metrics",

@@ -56,7 +56,7 @@ PINNED: dict[str, dict[str, list[str]]] = {
             *("AsyncLLM.check_health", "AsyncLLM.shutdown", "AsyncLLM.reset_prefix_cache"),
             *("AsyncLLM.reset_encoder_cache", "AsyncLLM.reset_mm_cache"),
         ],
-        "vllm.v1.worker.gpu_model_runner": ["GPUModelRunner._sample"],
+        "vllm.v1.worker.gpu_model_runner": ["GPUModelRunner._sample", "GPUModelRunner.get_model"],
         "vllm.v1.worker.gpu_input_batch": ["InputBatch: self.spec_token_ids"],
         "vllm.v1.sample.rejection_sampler": ["expand_batch_to_tokens", "_rejection_random_sample"],
         "vllm.v1.spec_decode.metadata": ["SpecDecodeMetadata: num_draft_tokens"],

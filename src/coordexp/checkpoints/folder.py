@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from coordexp.config.schema import AnswerConfig, RunConfig
 from coordexp.coords import CoordVocab
+from coordexp.data.images import ResizeRule
 from coordexp.errors import CheckpointError, ConfigError, VocabError
 
 MODEL_TYPE = "qwen3_vl"
@@ -131,6 +132,18 @@ def read_object(folder: Path, name: str, what: str) -> dict[str, Any]:
             f"{folder}: its {what} cannot be read ({error}); restore the checkpoint's files"
         ) from error
     return content
+
+
+def processor_rule(folder: Path) -> ResizeRule:
+    """How the image processor in a checkpoint's folder resizes. Raises CheckpointError if the folder has none."""
+    settings = read_object(folder, "processor_config.json", "processor").get("image_processor")
+    settings = settings or read_object(folder, "preprocessor_config.json", "image processor")
+    size = settings.get("size") or {}
+    least = size.get("shortest_edge") or settings.get("min_pixels")
+    most = size.get("longest_edge") or settings.get("max_pixels")
+    if not (least and most and settings.get("patch_size") and settings.get("merge_size")):
+        raise CheckpointError(f"{folder}: no image processor's sizes; restore processor_config.json")
+    return ResizeRule(settings["patch_size"] * settings["merge_size"], int(least), int(most))
 
 
 Part = Literal["vit", "aligner", "llm", "coord"]

@@ -16,15 +16,14 @@ import yaml
 
 from coordexp.checkpoints.card import Training, read_card
 from coordexp.checkpoints.describe import weight_shapes
-from coordexp.checkpoints.folder import Checkpoint, read_object
+from coordexp.checkpoints.folder import Checkpoint, processor_rule
 from coordexp.checkpoints.memory import ASLEEP, MemoryEstimate, estimate_memory
 from coordexp.config import parse_config
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import serialize_objects
 from coordexp.data.files import asset
-from coordexp.data.images import ResizeRule
 from coordexp.data.jsonl import check_dataset, read_jsonl
-from coordexp.errors import CheckpointError, ConfigError, DataError
+from coordexp.errors import ConfigError, DataError
 
 Stage = Literal[1, 2]
 _TEMPLATES: Mapping[Stage, str] = {1: "configs/stage1/sft.yaml", 2: "configs/stage2_rollout_aligned/base.yaml"}
@@ -91,19 +90,11 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
     texts = sorted((serialize_objects(record.objects) for record in records), key=len, reverse=True)
     answer = max((len(vocab.encode_answer(text)) for text in texts[:_COUNTED]), default=0) + 1
     # Tokens of the largest image, as the checkpoint's image processor resizes it.
-    settings = read_object(checkpoint.base, "processor_config.json", "processor").get("image_processor")
-    settings = settings or read_object(checkpoint.base, "preprocessor_config.json", "image processor")
-    size = settings.get("size") or {}
-    least = size.get("shortest_edge") or settings.get("min_pixels")
-    most = size.get("longest_edge") or settings.get("max_pixels")
-    if not (least and most and settings.get("patch_size") and settings.get("merge_size")):
-        raise CheckpointError(f"{checkpoint.base}: no image processor's sizes; restore processor_config.json")
-    factor = settings["patch_size"] * settings["merge_size"]  # side of a token in pixels
-    rule = ResizeRule(factor, int(least), int(most))
+    rule = processor_rule(checkpoint.base)
     image = 0
     for record in records:
         width, height = rule.size(record.width, record.height)
-        image = max(image, (height // factor) * (width // factor))
+        image = max(image, (height // rule.factor) * (width // rule.factor))
     sample = len(vocab.encode(DEFAULT_PROMPT)) + _CHAT_TOKENS + image + answer
     positions = checkpoint.num_positions or _ROW
     if sample > positions:

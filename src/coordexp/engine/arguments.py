@@ -111,12 +111,14 @@ def with_processors(arguments: Mapping[str, Any], guarded: bool, holds_names: bo
 
 def with_image_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """An engine's arguments with the size of the image that vLLM profiles its memory with: the largest square that fits
-    into ``max_model_len`` tokens and into the resize rule of the checkpoint's training images.
+    into ``max_model_len`` tokens, into the resize rule of the checkpoint's training images, and into what its processor
+    makes of an image.
 
     By default vLLM takes the processor's largest size, 4096 x 4096 for Qwen3-VL. Profiling with it takes over an hour
     on a CPU, and reserves memory on a GPU that no image uses. Larger images still work.
     """
     from coordexp.checkpoints.card import read_card
+    from coordexp.checkpoints.folder import processor_rule
 
     model, limits = Path(arguments["model"]), arguments["limit_mm_per_prompt"]
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -125,11 +127,11 @@ def with_image_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
             f'{model / "config.json"} has no "architectures", by which vLLM knows a model; write '
             '"architectures": ["Qwen3VLForConditionalGeneration"]'
         )
-    vision = config["vision_config"]
-    token_side = int(vision["patch_size"]) * int(vision["spatial_merge_size"])
-    area, rule = arguments["max_model_len"] * token_side**2, read_card(model).preparation.resize
-    if rule is not None:
-        area = min(area, rule.max_pixels)
+    processor, trained = processor_rule(model), read_card(model).preparation.resize
+    token_side = processor.factor
+    area = min(arguments["max_model_len"] * token_side**2, processor.max_pixels)
+    if trained is not None:
+        area = min(area, trained.max_pixels)
     side = max(1, math.isqrt(area) // token_side) * token_side
     return {
         **arguments,

@@ -51,11 +51,16 @@ class WeightSyncExtension:
         return super().__new__(cls)
 
     @property
+    def engine_model(self) -> torch.nn.Module:
+        """The engine's model. With CUDA graphs ``model_runner.model`` is a wrapper around it, and not a module."""
+        return self.model_runner.get_model()
+
+    @property
     def receiver(self) -> WeightReceiver:
         """This worker's receiver of weights; created at its first use, after the model is loaded."""
         if self._weight_receiver is None:
             sharded = self.vllm_config.parallel_config.world_size > 1
-            self._weight_receiver = WeightReceiver(self.model_runner.model, torch.device(self.device), sharded=sharded)
+            self._weight_receiver = WeightReceiver(self.engine_model, torch.device(self.device), sharded=sharded)
         return self._weight_receiver
 
     def init_communicator(
@@ -107,7 +112,7 @@ class WeightSyncExtension:
 
         def finish() -> None:
             if self.receiver.state.shapes:
-                process_weights_after_loading(self.model_runner.model, self.model_runner.model_config, self.device)
+                process_weights_after_loading(self.engine_model, self.model_runner.model_config, self.device)
             has_adapter = self.vllm_config.lora_config is not None and ADAPTER_ID in self.model_runner.list_loras()
             if has_adapter and not self.receiver.state.adapter_names:
                 self.model_runner.remove_lora(ADAPTER_ID)  # merged weights already contain it
@@ -174,7 +179,7 @@ class WeightSyncExtension:
                 )
             helper = PEFTHelper.from_dict(dict(peft_config))
             helper.validate_legal(self.vllm_config.lora_config)
-            mapper = getattr(self.model_runner.model, "hf_to_vllm_mapper", None)
+            mapper = getattr(self.engine_model, "hf_to_vllm_mapper", None)
             adapter = LoRAModel.from_lora_tensors(
                 ADAPTER_ID,
                 dict(tensors),

@@ -23,6 +23,7 @@ from coordexp.errors import AlignmentError, DataError
 from coordexp.modeling.attention import Segments, row_arguments
 from coordexp.modeling.load import load_processor, load_vocab, read_config
 from coordexp.records import ImageRecord, PackedRow, RolloutRequest
+from coordexp.transfer import join
 
 # Only the host reads these, in every layer: they stay in main memory.
 ON_HOST = ("image_grid_thw", "image_cu_seqlens")
@@ -147,13 +148,11 @@ def row_inputs(
         positions.append(torch.cat([text_11S, mrope_31S.to(text_11S.dtype)]))
         pixels.append(segment.model_inputs["pixel_values"])
         grids.append(grid)
-    # ``cat`` with ``out`` joins and converts in one pass over memory; nearly all of a row's memory is pixels.
-    joined = torch.empty(sum(len(part) for part in pixels), *pixels[0].shape[1:], dtype=dtype)
     inputs: dict[str, Any] = {
         "input_ids": ids_1L,
         "mm_token_type_ids": is_image_1L,
         "position_ids": torch.cat(positions, dim=2),
-        "pixel_values": torch.cat(pixels, out=joined),
+        "pixel_values": join(pixels, dtype),
         "image_grid_thw": torch.cat(grids),
     }
     if tower is not None:

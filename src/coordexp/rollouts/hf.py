@@ -39,6 +39,7 @@ from coordexp.rollouts.backend import (
 from coordexp.rollouts.hf_drafting import DraftedAnswer, DraftedDecoding
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 from coordexp.sharding import missing_calls, smallest_prompt
+from coordexp.transfer import join, send
 
 # Whether the repeat guard ended the answer of a row of the batch, given without its end token.
 Stopped = Callable[[int, Sequence[int]], bool]
@@ -187,15 +188,14 @@ class HFBackend:
         for row, request in enumerate(requests):
             ids_BL[row, longest - len(request.prompt_token_ids) :] = torch.tensor(request.prompt_token_ids)
             mask_BL[row, longest - len(request.prompt_token_ids) :] = 1
-        pixels = torch.cat([request.model_inputs["pixel_values"] for request in requests])
-        grids = torch.cat([request.model_inputs["image_grid_thw"] for request in requests])
-        return {
-            "input_ids": ids_BL.to(device),
-            "attention_mask": mask_BL.to(device),
-            "mm_token_type_ids": (ids_BL == self._image_token_id).int().to(device),
-            "pixel_values": pixels.to(device, self._model.dtype),
-            "image_grid_thw": grids.to(device),
+        prompt = {
+            "input_ids": ids_BL,
+            "attention_mask": mask_BL,
+            "mm_token_type_ids": (ids_BL == self._image_token_id).int(),
+            "pixel_values": join([one.model_inputs["pixel_values"] for one in requests], self._model.dtype),
+            "image_grid_thw": torch.cat([request.model_inputs["image_grid_thw"] for request in requests]),
         }
+        return {name: send(tensor, device) for name, tensor in prompt.items()}
 
     def _processors(
         self, prompt: Mapping[str, torch.Tensor], seeds: Sequence[int | None], guard: LogitsProcessor | None = None

@@ -33,8 +33,8 @@ class DraftedAnswer:
     """One sequence of a batch: its tokens so far, and the draft that the next pass reads.
 
     ``processors`` change the scores of the next token, with this sequence alone as their batch; the most likely token
-    is then taken. ``guard`` is asked before them, and reads the host's tokens: with the device's, the host would wait for
-    each. ``prompt_ids``: (S,), padded, for processors. ``tokens`` includes the end of the turn. ``repeats``: whether the
+    is then taken. ``guard`` is asked before them, and reads the host's tokens: for the device's, the host would wait.
+    ``prompt_ids``: (S,), padded, for processors. ``tokens`` includes the end of the turn. ``repeats``: whether the
     guard ended the answer.
     """
 

@@ -24,6 +24,7 @@ from coordexp.objective.pipeline import tree_map
 from coordexp.packing import CarryBuffer, build_row
 from coordexp.records import PackedRow, Segment, TrainingTarget
 from coordexp.targets import empty_target
+from coordexp.transfer import pinned
 
 logger = logging.getLogger("coordexp")
 
@@ -157,14 +158,9 @@ class RowBuilder:
         queries = objective.queries(supervision)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):  # a thread begins on the first GPU, whatever its process uses
-                inputs = for_device(inputs, _pinned)
+                inputs = for_device(inputs, pinned)
                 supervision, queries = tree_map(torch.Tensor.pin_memory, (supervision, queries))
         return RowTensors(row, inputs, supervision, queries)
-
-
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    # Page-locked memory of zero bytes is a null pointer, which torch does not count as pinned.
-    return tensor.pin_memory() if tensor.numel() else tensor
 
 
 class PrefetchedRows:

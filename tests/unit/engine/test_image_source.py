@@ -135,19 +135,24 @@ def test_a_missing_image_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_model_len", "max_pixels", "side"),
+    ("max_model_len", "max_pixels", "longest_edge", "side"),
     [
-        (4096, None, 2048),  # 64 x 64 tokens of 32 x 32 pixels
-        (4100, None, 2048),
-        (4096, 1024 * 1024, 1024),
-        (100, 1024 * 1024, 320),
-        (12_000, 800 * 1000, 864),  # 894 pixels, in whole tokens
+        (4096, None, 4096 * 4096, 2048),  # 64 x 64 tokens of 32 x 32 pixels
+        (4100, None, 4096 * 4096, 2048),
+        (4096, 1024 * 1024, 4096 * 4096, 1024),
+        (100, 1024 * 1024, 4096 * 4096, 320),
+        (12_000, 800 * 1000, 4096 * 4096, 864),  # 894 pixels, in whole tokens
+        (4096, None, 448 * 448, 448),  # vLLM warns of an image that the processor would make smaller
+        (4096, 1024 * 1024, 448 * 448, 448),
     ],
 )
-def test_it_fits_the_prompt_and_the_resize_rule(
-    max_model_len: int, max_pixels: int | None, side: int, tmp_path: Path
+def test_it_fits_the_prompt_the_resize_rule_and_the_processor(
+    max_model_len: int, max_pixels: int | None, longest_edge: int, side: int, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {"patch_size": 16, "spatial_merge_size": 2}}))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3VLForConditionalGeneration"]}))
+    sizes = {"shortest_edge": 256, "longest_edge": longest_edge}
+    processor = {"patch_size": 16, "merge_size": 2, "size": sizes}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     if max_pixels is not None:
         write_card(replace(UNTRAINED, preparation=ImagePreparation(ResizeRule(max_pixels=max_pixels))), tmp_path)
     given = {"model": str(tmp_path), "max_model_len": max_model_len, "limit_mm_per_prompt": {"image": 2, "video": 0}}
