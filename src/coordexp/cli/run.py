@@ -179,8 +179,13 @@ def config_check_command(
     """Validate a configuration and print it in full.
 
     Each value has its file and line, or "default". The output is YAML that loads back to the same run, with or without
-    --plain. On stderr: an estimate of the GPU memory of each trainer process, if the model is there.
+    --plain. On stderr: an estimate of the GPU memory of each trainer process, if the model is there. Packages that
+    training would need, and that are not installed here, are an error.
     """
+    from coordexp.config import load_config
+    from coordexp.config.environment import check_training_environment
+
+    check_training_environment(load_config(config, arguments=tuple(arguments or ())))
     run = print_config(config, arguments or (), plain, only_set)
     if Path(run.model.model).is_dir():
         from coordexp.checkpoints.memory import check_memory

@@ -1,6 +1,5 @@
-"""The rules between keys, which need nothing but the configuration; then checks against the machine (files, names and
-packages of transformers, number of processes), which reading the YAML does not make: a file is valid everywhere or
-nowhere.
+"""The rules between keys, which need nothing but the configuration; then checks against the machine (files, number of
+processes), which reading the YAML does not make: a file is valid everywhere or nowhere.
 
 Rules are independent of each other: in a file with other mistakes, a rule that reads a broken key is skipped and the
 others still run (see :mod:`coordexp.config.load`).
@@ -8,17 +7,14 @@ others still run (see :mod:`coordexp.config.load`).
 
 from __future__ import annotations
 
-import importlib.util
-import netrc
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from coordexp.config.base import Problem, parse_dotted
+from coordexp.config.environment import unknown_names
 from coordexp.config.objective import PipelineConfig
 from coordexp.config.rollout import ADAPTER_RANKS
 from coordexp.config.schema import RunConfig
@@ -217,6 +213,7 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
     Rule("training.effective_batch_size",
          lambda c, _: (c.training.effective_batch_size or 0) % c.training.per_device_train_batch_size,
          "must be a multiple of per_device_train_batch_size ({c.training.per_device_train_batch_size})"),
+    unknown_names,
     _checkpoints_are_evaluated,
     Rule("training.metric_for_best_model",
          lambda c, _: c.training.load_best_model_at_end and c.training.metric_for_best_model is None,
@@ -334,72 +331,6 @@ def advice(config: RunConfig) -> Iterator[str]:
             f"{_RM}.offload is ignored with {where}: only a colocated engine (rollout_backend: vllm, vllm.mode: "
             "colocate) needs room on the trainer's device"
         )
-
-
-# How the names of optimizers start -> the package they need; transformers reports it only after the model is loaded.
-_PACKAGES = {
-    "galore_": "galore_torch", "apollo_": "apollo_torch", "schedule_free_": "schedulefree", "paged_": "bitsandbytes",
-    "lion_": "bitsandbytes", "ademamix": "bitsandbytes", "adamw_bnb": "bitsandbytes", "adamw_8bit": "bitsandbytes",
-    "rmsprop_bnb": "bitsandbytes", "adamw_torch_4bit": "torchao", "adamw_torch_8bit": "torchao",
-    "lomo": "lomo_optim", "adalomo": "lomo_optim", "grokadamw": "grokadamw", "stable_adamw": "optimi",
-}  # fmt: skip
-
-
-def check_training_environment(config: RunConfig) -> None:
-    """Refuse names that transformers does not know (optimizer, schedule, loggers) and packages that are not here."""
-    from transformers.integrations import get_available_reporting_integrations
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-    from transformers.trainer_utils import SchedulerType
-    from transformers.training_args import OptimizerNames
-
-    training, problems = config.training, []
-    optimizers = [str(one.value) for one in OptimizerNames]
-    schedules = [str(one.value) for one in SchedulerType]
-    loggers = ["none", *INTEGRATION_TO_CALLBACK]
-    given = [("optim", training.optim, optimizers), ("lr_scheduler_type", training.lr_scheduler_type, schedules)]
-    for key, name, known in [*given, *(("report_to", name, loggers) for name in training.report_to)]:
-        if name not in known:
-            problems.append(f"training.{key}: '{name}' is unknown; transformers has {', '.join(sorted(known))}")
-    for name in training.report_to:
-        if name in INTEGRATION_TO_CALLBACK and name not in (*get_available_reporting_integrations(), "kubeflow"):
-            problems.append(
-                f"training.report_to: '{name}' needs a package that is not installed here; install it, or write none"
-            )
-    if "wandb" in training.report_to and importlib.util.find_spec("wandb") and not _can_use_wandb():
-        problems.append(
-            "training.report_to: wandb has no login on this machine; run wandb login, set WANDB_API_KEY, set "
-            "WANDB_MODE=offline to log into files, or write none"
-        )
-    package = next((package for start, package in _PACKAGES.items() if training.optim.startswith(start)), None)
-    if package is not None and importlib.util.find_spec(package) is None:
-        problems.append(
-            f"training.optim: '{training.optim}' needs the package {package}, which is not installed here; install it, "
-            "or write adamw_torch"
-        )
-    if training.packing and importlib.util.find_spec("binpacking") is None:
-        problems.append("training.packing: needs the package binpacking; pip install binpacking, or write false")
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def _can_use_wandb() -> bool:
-    """Whether W&B has a key, or needs none. Without one its run would fail after the model is loaded."""
-    keys = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_DISABLED")
-    if any(os.environ.get(name) for name in keys) or os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
-        return True
-    import wandb
-
-    hosts = {urlsplit(url).hostname for url in (os.environ.get("WANDB_BASE_URL"), wandb.Settings().base_url) if url}
-    places = (os.environ.get("NETRC"), "~/.netrc", "~/_netrc", "wandb/settings", "~/.config/wandb/settings")
-    for path in (Path(place).expanduser() for place in places if place):
-        with suppress(OSError, netrc.NetrcParseError):
-            if path.name == "settings" and re.search(
-                r"^(api_key|mode) *= *(?!online)\S", path.read_text(), re.MULTILINE
-            ):
-                return True  # wandb offline, or a key in its own file
-            if path.name != "settings" and hosts & netrc.netrc(path).hosts.keys():
-                return True
-    return False
 
 
 def check_world_size(config: RunConfig, world_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, field_validator
@@ -113,15 +114,15 @@ class PipelineConfig(StrictModel):
     """The whole objective: the total loss is the sum of weight x loss over ``objective``, in this order."""
 
     objective: Annotated[ListOf[ObjectiveSpec], Field(min_length=1)]
-    """modules whose losses are summed, in order"""
+    """modules whose losses are summed, in order; each at most once per channel"""
     diagnostics: ListOf[CoordDiagSpec]
     """modules that only measure; [] for none"""
 
     @field_validator("objective", "diagnostics")
     @classmethod
-    def _once_each(cls, specs: tuple[Any, ...]) -> tuple[Any, ...]:
-        names = [spec.name for spec in specs]
-        twice = sorted({name for name in names if names.count(name) > 1})
+    def _once_a_channel(cls, specs: tuple[Any, ...]) -> tuple[Any, ...]:
+        counts = Counter((spec.name, channel) for spec in specs for channel in spec.channels)
+        twice = [f"{name} more than once for channel {channel}" for (name, channel), n in counts.items() if n > 1]
         if twice:
-            raise ValueError(f"lists {', '.join(twice)} more than once; merge the entries")
+            raise ValueError(f"lists {', '.join(twice)}; merge the entries, or give each its own channels")
         return specs

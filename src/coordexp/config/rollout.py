@@ -209,9 +209,10 @@ class ServerConfig(StrictModel):
     """Servers that answer rollout requests, in the order in which requests are dealt out."""
 
     timeout_s: Positive = 240.0
-    """seconds to wait for servers to answer and for their group"""
+    """seconds to wait for servers to answer and for their group. A call that has produced no new token for as long is
+    ended too, on servers that report progress: coordexp serve, and swift rollout with the plugin"""
     infer_timeout_s: float | None = None
-    """seconds to wait for one answer; null or <= 0 waits without a limit"""
+    """seconds that one call may take; null or <= 0 sets no limit, and timeout_s still ends a call without progress"""
     servers: Annotated[ListOf[ServerEntry], Field(min_length=1)]
     """one entry per server"""
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None

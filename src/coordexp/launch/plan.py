@@ -8,6 +8,8 @@ import json
 import shutil
 import socket
 import sys
+import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -255,9 +257,13 @@ def _learner_process(
     """torchrun on this machine alone. Its processes meet in a file: torchrun's TCP store listens on every
     network, not only on its address."""
     devices = tuple(config.launch.learner_devices)
+    # A new file for each plan: an old one holds the addresses of processes that ended. Without a name torchrun takes a
+    # temporary file too, and warns of an address that it does not use.
+    meeting = Path(tempfile.gettempdir()) / f"coordexp-rendezvous-{uuid.uuid4().hex}"
     command = (
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={max(1, len(devices))}"),
-        *("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--local-addr={LOOPBACK}"),
+        *("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={meeting}"),
+        f"--local-addr={LOOPBACK}",
         *("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", f"--shutdown-timeout={grace_s:.0f}"),
         *("-m", "coordexp", "train", *words),
     )

@@ -85,7 +85,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "coord_diag": (
         Metric("coord_diag/acc_top5", "0..1", SHARE, "share of slots with the target bin among the five likeliest"),
         Metric("coord_diag/p_target", "0..1", SHARE, "probability of the target bin among the bins"),
-        Metric("coord_diag/expected_bin_mae", "bins", SHARE, "distance of the expectation over bins to the target"),
+        Metric("coord_diag/expected_bin_mae", "bins", SHARE, "diagnostic: distance of the expectation over bins to the target, without gradient; no loss reads it"),
         Metric("coord_diag/coord_mass", "0..1", SHARE, "probability of any coordinate token"),
     ),
     "rollout": (

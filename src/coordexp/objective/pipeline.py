@@ -175,7 +175,7 @@ class BBoxGeo:
 
 @dataclass(frozen=True, slots=True)
 class CoordDiag:
-    """Means over the step's coordinate slots.
+    """Means over the step's coordinate slots, without gradient. No loss reads them.
 
     ``acc_top5``: target bin among the five likeliest. ``p_target``: mass on the target bin. ``expected_bin_mae``:
     distance of the expectation decode to the target, in bins. ``coord_mass``: probability of any coordinate token.

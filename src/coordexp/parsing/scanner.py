@@ -139,6 +139,7 @@ class Scanner:
         self.data = data
         self.end = end
         self.coord_starts = coord_starts
+        self._key_inside = False  # an ``object_{n}`` key was read inside the present entry
 
     def skip_space(self, pos: int) -> int:
         """The first position from ``pos`` on that holds no JSON white space."""
@@ -165,10 +166,13 @@ class Scanner:
                 if data[at:end].startswith(b'"'):
                     return stopped(at + 1, entry_open=True, ran_out=ran_out)
                 return stopped(pos - 1, ran_out=ran_out)
+            self._key_inside = False
             try:
                 value = self._value(key.end(), 1)
             except _Break as stop:
-                return stopped(key.end(), entry_open=True, ran_out=stop.ran_out)
+                # With an entry's key inside, a "}" is missing before that key, and entries are lost in this one.
+                ran_out = stop.ran_out and not self._key_inside
+                return stopped(key.end(), entry_open=True, ran_out=ran_out)
             entries.append(Member(_key_bytes(key[1]), key.start(1) - 1, value))
             sep = _AFTER_MEMBER.match(data, value.end, end)
             if sep is None:
@@ -213,10 +217,7 @@ class Scanner:
             if match is None:
                 self._stop(pos, _CUT_KEY)
             key = _key_bytes(match[1])
-            # An entry's key inside another entry: the "}" before it is missing, and everything that follows would
-            # vanish into the outer entry.
-            if key.startswith(b"object_") and object_index(key) is not None:
-                raise _Break(ran_out=False)
+            self._key_inside = self._key_inside or (key.startswith(b"object_") and object_index(key) is not None)
             if match.re is _FIELD:
                 is_string = match.start(2) >= 0
                 value = Node(Kind.STRING, *match.span(2)) if is_string else Node(Kind.COORDS, *match.span(3))

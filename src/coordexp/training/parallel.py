@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,12 @@ def set_allocator(rollout: RolloutMatchingConfig) -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
+@dataclass
+class _DDPOptions(DistributedDataParallelKwargs):
+    # accelerate 1.15 has only the old name, broadcast_buffers, of which torch warns each user.
+    forward_sync_buffers: bool = True
+
+
 def build_accelerator(args: TrainingArguments) -> Accelerator:
     """Build the Accelerator that wraps the model for several processes and mixed precision, as in ``args``.
 
@@ -111,7 +118,7 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
     plugin = None if fsdp is None else FullyShardedDataParallelPlugin(**fsdp)
     ddp: dict[str, Any] = {
         "find_unused_parameters": False,  # every row reaches every weight: each segment has an image and a target
-        "broadcast_buffers": False,  # they are constants, and ranks need not wait for each other before a forward
+        "forward_sync_buffers": False,  # they are constants, and ranks need not wait for each other before a forward
     }
     if args.ddp_bucket_cap_mb is not None:
         ddp["bucket_cap_mb"] = args.ddp_bucket_cap_mb
@@ -120,8 +127,9 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         deepspeed_plugin=args.deepspeed_plugin,
         fsdp_plugin=plugin,
         gradient_accumulation_steps=1,
-        kwargs_handlers=[DistributedDataParallelKwargs(**ddp)],
     )
+    # An assignment, because Accelerator's arguments accept no other class than its own.
+    accelerator.ddp_handler = _DDPOptions(**ddp)  # pyright: ignore[reportAttributeAccessIssue]
     if plugin is None:
         return accelerator
     if accelerator.state.distributed_type == DistributedType.MULTI_CPU:

@@ -137,7 +137,7 @@ _SHOWN = (
     ("loss", "loss", ""),
     ("rollout/match_rate", "match", ""),
     ("rollout/parse_truncated_rate", "truncated", ""),
-    ("coord_diag/expected_bin_mae", "coord error", " bins"),
+    ("coord_diag/expected_bin_mae", "coord diagnostic: error", " bins"),
 )
 _EVALUATED = (
     *(("f1", "F1"), ("precision", "precision"), ("recall", "recall"), ("AP", "AP"), ("AP50", "AP50")),

@@ -27,8 +27,8 @@ from coordexp.checkpoints.memory import check_memory
 from coordexp.checkpoints.run_folder import RECORDS, check_start, clear_results, newest_checkpoint
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
-from coordexp.config.checks import check_training_environment
 from coordexp.config.datasets import TrainFile
+from coordexp.config.environment import check_training_environment
 from coordexp.config.resume import Change
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import TrainingConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from coordexp.checkpoints.memory import check_memory
 from coordexp.cli import app
 from coordexp.config import RunConfig, load_config, parse_config
 from coordexp.config.load import json_schema_text
+from coordexp.errors import ConfigError
 from support.config_samples import drop_key, set_key, stage1, stage2, write_yaml
 from support.tiny_run import tiny_checkpoint
 
@@ -48,6 +50,21 @@ def test_check_prints_each_value_with_its_source(leaf: Path) -> None:
     assert lines["  max_grad_norm: 1.0"] == "default"
     assert lines['  prompt: "Find\\neverything: cats"'] == f"{base}:{_line(base, 'prompt')}, $COORDEXP_TEST_WHAT"
     assert lines["      - name: token_ce"] == f"{base}:{_line(base, 'name: token_ce')}"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("training.optim=adamw_bnb", r"training.optim .*: 'adamw_bnb' is unknown"),
+        ("training.lr_scheduler_type=cosin", r"training.lr_scheduler_type .*: 'cosin' is unknown"),
+        ("training.report_to=[wandb, tensorbord]", r"training.report_to .*: 'tensorbord' is unknown"),
+        ("training.optim=galore_adamw", r"training.optim: 'galore_adamw' needs the package galore_torch"),
+    ],
+)
+def test_check_refuses_what_training_refuses(argument: str, message: str, leaf: Path) -> None:
+    outcome = run("check", leaf, argument)
+    assert isinstance(outcome.exception, ConfigError) and re.search(message, str(outcome.exception))
+    assert outcome.stdout == ""
 
 
 def _line(path: Path, words: str) -> int:

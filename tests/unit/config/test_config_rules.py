@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from coordexp.config import ConfigError, RunConfig, advice, check_world_size, parse_config, resolved_rollout
-from coordexp.config.checks import check_training_environment
-from support.config_samples import drop_key, module, set_key, stage1, stage2, two_channel
+from coordexp.config.environment import LOGGERS, OPTIMIZERS, SCHEDULES, check_training_environment
+from support.config_samples import drop_key, module, pipeline, set_key, stage1, stage2, two_channel
 
 RM = "rollout_matching"
 MASTER = "training.master_weights"
@@ -265,6 +265,21 @@ def test_max_lora_rank_is_rounded_up_to_a_value_of_vllm(lora_rank: int, room: in
     assert resolved_rollout(parse_config(raw)).vllm.max_lora_rank == room
 
 
+def test_a_module_may_stand_once_per_channel() -> None:
+    token_ce, coord_reg, _ = pipeline()["objective"]
+    config = stage2()
+    config["rollout_matching"]["pipeline"]["objective"] = [
+        {**token_ce, "channels": ["A"]}, {**coord_reg, "channels": ["A", "B"]}, {**token_ce, "channels": ["B"]}
+    ]  # fmt: skip
+    loaded = parse_config(config)
+    assert loaded.rollout_matching is not None and loaded.rollout_matching.pipeline is not None
+    found = [(spec.name, spec.channels) for spec in loaded.rollout_matching.pipeline.objective]
+    assert found == [("token_ce", ("A",)), ("coord_reg", ("A", "B")), ("token_ce", ("B",))]
+    config["rollout_matching"]["pipeline"]["objective"][0]["channels"] = ["A", "B"]
+    with pytest.raises(ConfigError, match=r"pipeline\.objective.*token_ce more than once for channel B"):
+        parse_config(config)
+
+
 # --- when a run starts: this machine and transformers' names ---
 
 
@@ -272,13 +287,35 @@ def test_max_lora_rank_is_rounded_up_to_a_value_of_vllm(lora_rank: int, room: in
     ("key", "value", "words"),
     [
         ("optim", "adamw_torc", "adamw_torch"),
-        ("optim", "galore_adamw", "galore_torch"),
+        ("optim", "adamw_bnb", "adamw_bnb_8bit"),
         ("lr_scheduler_type", "cosin", "cosine"),
-        ("report_to", ["tensorboard", "tensorbord"], "tensorboard"),
-        ("report_to", "neptune", "not installed"),
+        ("report_to", ["tensorboard", "tensorbord"], "'tensorbord' is unknown.*tensorboard"),
     ],
 )
-def test_unknown_names_and_missing_packages_are_refused_when_a_run_starts(key: str, value: Any, words: str) -> None:
+def test_names_that_transformers_does_not_have_are_refused(key: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"training\.{key}: .*{words}"):
+        parse_config(set_key(stage1(), f"training.{key}", value))
+
+
+def test_known_names_are_those_of_transformers() -> None:
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    assert sorted(OPTIMIZERS) == sorted(str(one.value) for one in OptimizerNames)
+    assert sorted(SCHEDULES) == sorted(str(one.value) for one in SchedulerType)
+    assert sorted(LOGGERS) == sorted(INTEGRATION_TO_CALLBACK)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("optim", "galore_adamw", "galore_torch"),
+        ("optim", "adamw_bnb_8bit", "bitsandbytes"),
+        ("report_to", "neptune", "not installed here, neptune"),
+    ],
+)
+def test_missing_packages_are_refused_when_a_run_starts(key: str, value: Any, words: str) -> None:
     config = parse_config(set_key(stage1(), f"training.{key}", value))
     with pytest.raises(ConfigError, match=rf"^training\.{key}: .*{words}"):
         check_training_environment(config)

@@ -64,6 +64,13 @@ def test_full_examples_explain_every_key(name: str):
             explained.add(key)
 
 
+def test_fragments_say_so_on_their_first_line() -> None:
+    fragments = sorted((ROOT / "configs").rglob("parts/*.yaml"))
+    assert fragments
+    for path in fragments:
+        assert path.read_text(encoding="utf-8").startswith("# Fragment: not a configuration of its own."), path
+
+
 def test_a_config_with_unmasked_descriptions_gives_the_reason() -> None:
     """Appended descriptions are masked by default; a file that raises the key gives the reason in a comment."""
     for path in (*SHIPPED, *(ROOT / "configs").rglob("parts/*.yaml")):

@@ -60,6 +60,8 @@ def kept(value: str) -> str:
     return f"{{{O1}, {entry(value)}, {O3}"
 
 
+KEY_INSIDE = entry(box()[:-1] + ', "note": {"object_77": 1}}')
+
 # id, answer, indices of valid objects, dropped, prefix text, highest index
 WHOLE_ANSWERS = [
     ("two good objects", f"{{{O1}, {O2}}}{END}", [1, 2], {}, f"{{{O1}, {O2}", 2),
@@ -113,7 +115,14 @@ WHOLE_ANSWERS = [
     ("key of 19 digits", f"{{{O1}, {entry(GOOD, '1' * 19)}}}{END}", [1], {R.KEY_INVALID: 1},
      f"{{{O1}, {entry(GOOD, '1' * 19)}", 1),
     ("missing ]", f"{{{O1}, {NO_CLOSE_BRACKET}, {O3}}}{END}", [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
-    ("missing }", f"{{{O1}, {NO_CLOSE_BRACE}, {O3}}}{END}", [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
+    # The root's "}" closes the entry, which is sound JSON and stays.
+    ("missing }", f"{{{O1}, {NO_CLOSE_BRACE}, {O3}}}{END}", [1], {R.UNKNOWN_FIELD: 1},
+     f"{{{O1}, {NO_CLOSE_BRACE}, {O3}}}", 2),
+    ("missing }, truncated", f"{{{O1}, {NO_CLOSE_BRACE}, {O3[:60]}", [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1},
+     f"{{{O1}", 1),
+    ("entry's key inside, then truncated", f"{{{O1}, {KEY_INSIDE}, {O3}, {O3[:60]}", [1, 3],
+     {R.UNKNOWN_FIELD: 1, R.TRUNCATED: 1}, f"{{{O1}, {KEY_INSIDE}, {O3}", 3),
+    ("entry's key inside, last", f"{{{O1}, {KEY_INSIDE}}}{END}", [1], {R.UNKNOWN_FIELD: 1}, f"{{{O1}, {KEY_INSIDE}", 2),
     ("missing quote", f"{{{O1}, {NO_CLOSE_QUOTE}, {O3}}}{END}", [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
     ("missing comma", f"{{{O1} {O2}, {O3}}}{END}", [1], {R.AFTER_BREAK: 2}, f"{{{O1}", 1),
     ("missing colon", f'{{{O1}, "object_2" {GOOD}, {O3}}}', [1], {R.MALFORMED: 1, R.AFTER_BREAK: 1}, f"{{{O1}", 1),
@@ -184,6 +193,9 @@ VALUES = [
     ("unknown name of the geometry", box().replace("bbox_2d", "bbox"), R.UNKNOWN_FIELD),
     ("extra field", box()[:-1] + ', "score": 1}', R.UNKNOWN_FIELD),
     ("nested extra field", box()[:-1] + f', "part": {box()}}}', R.UNKNOWN_FIELD),
+    ("entry's key deeper inside", box()[:-1] + ', "note": {"object_77": {"a": 1}}}', R.UNKNOWN_FIELD),
+    ("whole entry inside", box()[:-1] + f', "object_9": {box()}}}', R.UNKNOWN_FIELD),
+    ("entry's key in a list", '[1, {"object_3": {}}]', R.NOT_AN_OBJECT),
     ("two descs", box()[:-1] + ', "desc": "dog"}', R.UNKNOWN_FIELD),
     ("box and polygon", box()[:-1] + f', "poly": {coords(*TRIANGLE)}}}', R.MULTIPLE_GEOMETRIES),
     ("two boxes", box()[:-1] + f', "bbox_2d": {coords(1, 2, 3, 4)}}}', R.MULTIPLE_GEOMETRIES),

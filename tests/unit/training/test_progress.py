@@ -64,7 +64,7 @@ def test_coordinate_errors_have_a_unit() -> None:
     progress.on_log(None, state, None, logs={"coord_diag/expected_bin_mae": 12.34})
     state.global_step = 1
     progress.on_step_end(None, state, None)
-    assert "coord error 12.3 bins" in file.getvalue()
+    assert "coord diagnostic: error 12.3 bins" in file.getvalue()
 
 
 def test_a_resumed_run_continues_its_step_count() -> None:

@@ -1,0 +1,109 @@
+"""Names and packages of transformers that training needs: optimizers, schedules, loggers. Read by ``config check`` and
+before training, both without importing transformers, which takes seconds. A test compares the tables with its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from coordexp.config.schema import RunConfig
+from coordexp.errors import ConfigError
+
+# Name -> package that transformers imports for it only after the model is loaded; None: torch suffices.
+OPTIMIZERS: dict[str, str | None] = {
+    **dict.fromkeys(("adafactor", "adagrad", "adamw_torch", "adamw_torch_fused", "rmsprop", "sgd")),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_32bit", "lion_8bit"),
+                    "bitsandbytes"),
+    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit",
+                     "paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit"),
+                    "bitsandbytes"),
+    **dict.fromkeys(("galore_adafactor", "galore_adafactor_layerwise", "galore_adamw", "galore_adamw_8bit",
+                     "galore_adamw_8bit_layerwise", "galore_adamw_layerwise"), "galore_torch"),
+    **dict.fromkeys(("apollo_adamw", "apollo_adamw_layerwise"), "apollo_torch"),
+    **dict.fromkeys(("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"), "schedulefree"),
+    **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), "torchao"),
+    **dict.fromkeys(("lomo", "adalomo"), "lomo_optim"),
+    "adamw_anyprecision": "torchdistx", "adamw_torch_npu_fused": "torch_npu", "adamw_torch_xla": "torch_xla",
+    "grokadamw": "grokadamw", "stable_adamw": "optimi",
+}  # fmt: skip
+SCHEDULES = (
+    "constant", "constant_with_warmup", "cosine", "cosine_warmup_with_min_lr", "cosine_with_min_lr",
+    "cosine_with_restarts", "greedy", "inverse_sqrt", "linear", "polynomial", "reduce_lr_on_plateau",
+    "warmup_stable_decay",
+)  # fmt: skip
+# Name -> packages of which it needs one; (): none.
+LOGGERS: dict[str, tuple[str, ...]] = {
+    "azure_ml": ("azureml",), "clearml": ("clearml",), "codecarbon": ("codecarbon",), "comet_ml": ("comet_ml",),
+    "dagshub": ("dagshub",), "dvclive": ("dvclive",), "flyte": ("flytekit",), "kubeflow": (), "mlflow": ("mlflow",),
+    "neptune": ("neptune",), "swanlab": ("swanlab",), "tensorboard": ("tensorboard", "tensorboardX"),
+    "trackio": ("trackio",), "wandb": ("wandb",),
+}  # fmt: skip
+
+
+def unknown_names(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(dotted key, message) of each name of ``training`` that transformers does not have."""
+    training = config.training
+    named = [("optim", training.optim, OPTIMIZERS), ("lr_scheduler_type", training.lr_scheduler_type, SCHEDULES)]
+    named += [("report_to", name, ("none", *LOGGERS)) for name in training.report_to]
+    for key, name, known in named:
+        if name not in known:
+            yield f"training.{key}", f"'{name}' is unknown; transformers has {', '.join(sorted(known))}"
+
+
+def check_training_environment(config: RunConfig) -> None:
+    """Check that the packages of the optimizer, the loggers and packing are installed, and that W&B has a login. Raises
+    ConfigError with all problems."""
+    training, problems = config.training, []
+    for name in training.report_to:
+        packages = LOGGERS.get(name, ())
+        if packages and not any(map(_is_installed, packages)):
+            problems.append(
+                f"training.report_to: '{name}' needs a package that is not installed here, {' or '.join(packages)}; "
+                "install it, or write none"
+            )
+    if "wandb" in training.report_to and _is_installed("wandb") and not _can_use_wandb():
+        problems.append(
+            "training.report_to: wandb has no login on this machine; run wandb login, set WANDB_API_KEY, set "
+            "WANDB_MODE=offline to log into files, or write none"
+        )
+    package = OPTIMIZERS.get(training.optim)
+    if package is not None and not _is_installed(package):
+        problems.append(
+            f"training.optim: '{training.optim}' needs the package {package}, which is not installed here; install it, "
+            "or write adamw_torch"
+        )
+    if training.packing and not _is_installed("binpacking"):
+        problems.append("training.packing: needs the package binpacking; pip install binpacking, or write false")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _can_use_wandb() -> bool:
+    """Whether W&B has a key, or needs none. Without one its run would fail after the model is loaded."""
+    keys = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_DISABLED")
+    if any(os.environ.get(name) for name in keys) or os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
+        return True
+    import wandb
+
+    hosts = {urlsplit(url).hostname for url in (os.environ.get("WANDB_BASE_URL"), wandb.Settings().base_url) if url}
+    places = (os.environ.get("NETRC"), "~/.netrc", "~/_netrc", "wandb/settings", "~/.config/wandb/settings")
+    for path in (Path(place).expanduser() for place in places if place):
+        with suppress(OSError, netrc.NetrcParseError):
+            if path.name == "settings" and re.search(
+                r"^(api_key|mode) *= *(?!online)\S", path.read_text(), re.MULTILINE
+            ):
+                return True  # wandb offline, or a key in its own file
+            if path.name != "settings" and hosts & netrc.netrc(path).hosts.keys():
+                return True
+    return False
