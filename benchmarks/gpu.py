@@ -364,7 +364,6 @@ PARTS = (
         120,
         run_of(
             "colocate_answers", "stage2_rollout_aligned/rewritten_colocate.yaml", "wide", 3,
-            on_gpu=("template.prompt=Detect every object.",),  # which wide_checkpoint.py teaches
             scenes="wide_scenes",
         ),
         ("wide", "wide_scenes"),

@@ -96,7 +96,7 @@ def decoded(options: Any, backend: Any, loaded: Any, requests: Sequence[Any]) ->
 
     counts, version = decode.Counts(backend.engine), 0
     for batch, images in zip(options.batches, options.images, strict=True):
-        backend.engine._max_in_flight = batch
+        backend.engine.max_in_flight = batch
         chosen = (requests * -(-images // len(requests)))[:images]
         version += 1
         decode.timed_answers(backend, chosen[:batch], version)

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from reporting import machine, parser, positive, positive_list, print_machine, s
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.jsonl import order_objects, write_jsonl
 from coordexp.data.scenes import COLOURS, SHAPES, SceneSpec, make_scene
+from coordexp.modeling.widen import Width, widened
 from coordexp.records import NUM_BINS, GTObject, ImageRecord, PackedRow, Segment
 
 # Objects of an answer → its scenes. Names differ in the first two; in the third, one or two repeat.
@@ -37,23 +38,10 @@ SCENES = {
 }
 ROWS = ({3: 3, 10: 2}, {3: 3, 10: 2}, {40: 1})  # scenes of a training step, in turn
 TRAINING_SEED, PROMPT = 0, "Detect every object."
-# Weights that write to the hidden state, besides the vision tower's last ones; a tied head reads it.
-TO_HIDDEN = ("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")
 SIGMA = 4.0  # bins: coordinates near the right one are nearly right
 # Weights of a token's kind in the loss of the two phases. A crowd's next x1 is spread over hundreds of bins, so after
 # the first phase the most probable token there can be a text token of low probability, and the answer breaks.
 KIND_WEIGHTS = (0.0, 5.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Width:
-    """Sizes of a language model; ``head_dim`` stays the narrow one's, and so do query heads per key head."""
-
-    hidden: int = 1024
-    mlp: int = 4096
-    heads: int = 16
-    kv_heads: int = 8
-    layers: int = 8
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -276,48 +264,17 @@ def answer_losses(
 
 
 def write_wide(narrow: Path, folder: Path, width: Width) -> None:
-    """Widen the checkpoint ``narrow``."""
+    """Widen the checkpoint ``narrow``; its card has the prompt that the model learned."""
     import shutil
 
+    from coordexp.checkpoints.card import CARD
+    from coordexp.data.files import asset
     from coordexp.modeling.load import load_model
 
     wide = widened(load_model(narrow, "float32").model, width).bfloat16()
     shutil.copytree(narrow, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"), dirs_exist_ok=True)
     wide.save_pretrained(folder, max_shard_size="100GB")
-
-
-def widened(model: Any, width: Width, seed: int = 0) -> Any:
-    """A model of this width with the logits of ``model``. Weights that no result depends on are random.
-
-    The root mean square of a padded hidden state is ``sqrt(d / D)`` times the narrow one's, so norms have that factor.
-    Their epsilon, which the heads' norms share, gets its square: heads differ by less than rounding in float32.
-    """
-    from transformers import Qwen3VLForConditionalGeneration
-
-    config = type(model.config).from_dict(model.config.to_dict())
-    text, old = config.text_config, model.config.text_config
-    if text.num_attention_heads * width.kv_heads != width.heads * text.num_key_value_heads:
-        raise ValueError(
-            f"{width}: query heads per key head must stay {text.num_attention_heads} to {text.num_key_value_heads}"
-        )
-    text.hidden_size = config.vision_config.out_hidden_size = width.hidden
-    text.intermediate_size, text.num_hidden_layers = width.mlp, width.layers
-    text.num_attention_heads, text.num_key_value_heads = width.heads, width.kv_heads
-    share = old.hidden_size / width.hidden
-    text.rms_norm_eps = old.rms_norm_eps * share
-    torch.manual_seed(seed)
-    wide: Any = Qwen3VLForConditionalGeneration(config).to(model.dtype)
-    known = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, weight in wide.named_parameters():
-            if name.endswith(TO_HIDDEN) or ("merger" in name and "linear_fc2" in name):
-                weight.zero_()
-            if name in known:
-                corner = known[name]
-                norm = "layernorm" in name or name.endswith("language_model.norm.weight")
-                factor = math.sqrt(share) if norm and "visual" not in name else 1.0
-                weight[tuple(slice(size) for size in corner.shape)] = corner * factor
-    return wide.eval()
+    shutil.copy(asset(f"checkpoints/demo-stage1/{CARD}"), folder / CARD)
 
 
 if __name__ == "__main__":

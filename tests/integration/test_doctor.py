@@ -32,8 +32,13 @@ def test_everything_that_a_cpu_can_check_is_ok(tmp_path: Path) -> None:
                  "ten pushes, full", "ten pushes, LoRA merged", "vLLM = transformers", "training"):  # fmt: skip
         assert rows[name]["result"] == "ok", name
         assert name in output
-    assert rows["vLLM = transformers"]["numbers"]["equal"] == 1
-    assert rows["decoding"]["numbers"]["tokens_per_s"] > 0
+    assert rows["vLLM = transformers"]["numbers"]["equal"] == rows["skipping = transformers"]["numbers"]["equal"] == 1
+    assert rows["pixels, first layer"]["numbers"]["error"] < 1e-5
+    assert rows["decoding, 8 at once"]["numbers"]["boxes"] == rows["skipping, 8 at once"]["numbers"]["boxes"] > 0
+    assert rows["skip_forced_tokens"]["numbers"].keys() == {"at_1", "at_8"}
+    assert rows["loader processes"]["numbers"]["workers"] == 4, "as shipped"
+    answers = rows["parts of a stage 2 step"]["numbers"]["answers"]
+    assert rows["stage 2"]["numbers"]["step_s"] > answers > 0 == rows["parts of a step"]["numbers"]["answers"]
 
 
 def test_a_failed_check_is_exit_code_1_and_a_row_with_advice(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 
 from coordexp import distributed
-from coordexp.doctor.check import Row, Settings
+from coordexp.doctor.check import Row, Settings, attempted
+from coordexp.errors import RolloutError
 
 
 def fine(settings: Settings) -> Iterator[Row]:
@@ -19,6 +20,15 @@ def fine(settings: Settings) -> Iterator[Row]:
 def raises(settings: Settings) -> Iterator[Row]:
     yield Row("first", "ok")
     raise ValueError("a broken kernel")
+
+
+def goes_on(settings: Settings) -> Iterator[Row]:
+    def refused(check: str) -> Row:
+        raise RolloutError("the engine refused")
+
+    yield Row("first", "ok")
+    yield attempted("second", "install another one", refused)
+    yield Row("third", "ok")
 
 
 def crashes(settings: Settings) -> Iterator[Row]:

@@ -70,6 +70,10 @@ PINNED: dict[str, dict[str, list[str]]] = {
             "LLMEngine.is_sleeping",
         ],
         "vllm.v1.engine.core_client": ["InprocClient.shutdown"],
+        # coordexp doctor
+        "vllm.model_executor.models.qwen3_vl": [
+            *("Qwen3_VisionTransformer: self.input_norm", "Qwen3_VisionTransformer: self.patch_embed(hidden_states)"),
+        ],
         "vllm.renderers.base": ["BaseRenderer.render_cmpl"],
         "vllm.renderers.inputs.preprocess": ["parse_model_prompt"],
     },

@@ -78,13 +78,13 @@ def doctor(
 
     from coordexp.doctor import SECTIONS
 
-    table = Table("check", "result", "figure", "if it failed", box=None, pad_edge=False)
+    table = Table("check", "result", "figure", "advice", box=None, pad_edge=False)
     for section in SECTIONS:
         inside = [row for row in rows if row.section == section]
         if inside:
             table.add_row(Text(section.upper(), style="bold"))
         for row in inside:
-            advice = row.advice if row.result == "failed" else ""
+            advice = row.advice if row.result != "ok" else ""
             table.add_row(
                 *map(Text, (row.check,)), Text(row.result, style=STYLES[row.result]), Text(row.figure), Text(advice)
             )

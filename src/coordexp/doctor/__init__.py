@@ -11,7 +11,11 @@ __all__ = ["CHECKS", "SECTIONS", "Check", "Row", "Settings", "diagnose", "select
 
 SECTIONS = ("machine", "exactness", "pushes", "answers", "throughput")
 
-_MACHINE = ("python", "versions", "GPUs", "GPU memory", "P2P", "NCCL", "host memory", "memlock", "/dev/shm")
+_MACHINE = ("python", "versions", "GPUs", "GPU memory", "P2P")
+
+
+def _at_once(what: str) -> tuple[str, ...]:
+    return tuple(f"{what}, {count} at once" for count in (1, 8, 64))
 
 
 def _rows(section: str, *names: str) -> dict[str, str]:
@@ -21,6 +25,14 @@ def _rows(section: str, *names: str) -> dict[str, str]:
 _GRADIENTS = "coordexp.doctor.gradients"
 CHECKS = (
     Check("machine", _rows("machine", *_MACHINE), "coordexp.doctor.machine:machine", needs=None),
+    Check("NCCL", _rows("machine", "NCCL"), "coordexp.doctor.machine:nccl_versions", needs=None),
+    Check("host", _rows("machine", "host memory", "memlock", "/dev/shm"), "coordexp.doctor.machine:host", needs=None),
+    Check(
+        "packages",
+        _rows("machine", "liger-kernel", "flashinfer", "flash-attn"),
+        "coordexp.doctor.machine:packages",
+        needs=None,
+    ),
     Check("models", _rows("machine", "models"), "coordexp.doctor.samples:models", needs=None),
     Check(
         "kernels",
@@ -37,6 +49,7 @@ CHECKS = (
         _rows("exactness", "packed = separate, float32", "packed = separate, bfloat16"),
         f"{_GRADIENTS}:packing",
     ),
+    Check("optimizer", _rows("exactness", "optimizer states"), f"{_GRADIENTS}:optimizer_states"),
     Check("one", _rows("exactness", "one process"), f"{_GRADIENTS}:reference", ranks=1),
     Check("autocast", _rows("exactness", "scores, autocast"), f"{_GRADIENTS}:scores", ("autocast",), needs="one"),
     Check(
@@ -60,11 +73,22 @@ CHECKS = (
     Check(
         "engine",
         {
-            **_rows("pushes", "engine", "ten pushes, full", "ten pushes, LoRA merged", "sleep and wake"),
-            **_rows("answers", "vLLM = transformers"),
-            **_rows("throughput", "decoding", "push"),
+            **_rows("pushes", "engine", "ten pushes, full", "ten pushes, LoRA merged"),
+            **_rows("pushes", "sleep and wake", "sleep and wake, LoRA"),
+            **_rows("answers", "pixels, first layer", "vLLM = transformers"),
+            **_rows("throughput", *_at_once("decoding"), "push"),
         },
         "coordexp.doctor.engine:colocated",
+        uses_vllm=True,
+    ),
+    Check(
+        "skipping",
+        {
+            **_rows("pushes", "engine, skipping"),
+            **_rows("answers", "skipping = transformers"),
+            **_rows("throughput", *_at_once("skipping"), "skip_forced_tokens"),
+        },
+        "coordexp.doctor.engine:skipping",
         uses_vllm=True,
     ),
     Check(
@@ -82,5 +106,10 @@ CHECKS = (
         gpus=2,
         uses_vllm=True,
     ),
-    Check("training", _rows("throughput", "training", "peak memory"), "coordexp.doctor.throughput:training"),
+    Check(
+        "training",
+        _rows("throughput", "training", "parts of a step", "loader processes", "arithmetic", "peak memory"),
+        "coordexp.doctor.throughput:training",
+    ),
+    Check("stage-2", _rows("throughput", "stage 2", "parts of a stage 2 step"), "coordexp.doctor.throughput:stage_2"),
 )

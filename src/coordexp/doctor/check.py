@@ -28,7 +28,7 @@ from typing import Any, Literal
 from coordexp.distributed import RENDEZVOUS
 from coordexp.engine import versions
 from coordexp.engine.engine_process import environment_kept
-from coordexp.errors import ConfigError
+from coordexp.errors import ConfigError, CoordExpError
 
 Result = Literal["ok", "failed", "skipped"]
 # Modules that the server imports before it forks.
@@ -58,7 +58,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. ``figure``: the measurement, or why there is none; ``advice``: for a failed row."""
+    """One line of the table. ``figure``: the measurement, or why there is none; ``advice``: what to do about a row that
+    failed, or about the reason for which it was skipped."""
 
     check: str
     result: Result
@@ -102,6 +103,15 @@ def compared(check: str, error: float, limit: float, advice: str, note: str) -> 
     return judged(check, error <= limit, f"{error:.1e}, allowed {limit:.0e}; {note}", advice, error=error)
 
 
+def attempted(check: str, advice: str, act: Callable[..., Row], *arguments: Any) -> Row:
+    """The row of ``act(check, *arguments)``, or a failed one for an error of CoordExp's own, so that the rows after it
+    are tried too."""
+    try:
+        return act(check, *arguments)
+    except CoordExpError as error:
+        return Row(check, "failed", f"{type(error).__name__}: {error}"[:2000], advice)
+
+
 def select(checks: Sequence[Check], only: Sequence[str]) -> tuple[Check, ...]:
     """The checks with a name or section in ``only``, those that they need, and the first one; all if ``only`` is empty.
     Raises ConfigError for an unknown word."""
@@ -112,7 +122,7 @@ def select(checks: Sequence[Check], only: Sequence[str]) -> tuple[Check, ...]:
         raise ConfigError(f"--only {unknown[0]}: no such section or check; choose from {', '.join(known)}")
     wanted = {checks[0].name, *only}
     for check in reversed(checks):  # a check is after the one that it needs
-        if not only or check.name in wanted or wanted & {*check.rows.values()}:
+        if not only or check.name in wanted or not {*only}.isdisjoint(check.rows.values()):
             wanted |= {check.name, check.needs or check.name}
     return tuple(check for check in checks if check.name in wanted)
 

@@ -11,19 +11,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from coordexp import distributed
+from coordexp.checkpoints.card import read_card
 from coordexp.config import RunConfig, resolved_rollout, resolved_yaml
 from coordexp.config.schema import TunerConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import read_jsonl
-from coordexp.doctor.check import VISIBLE, Row, Settings, judged, measured
-from coordexp.doctor.samples import config_of, model_of
+from coordexp.doctor.check import VISIBLE, Row, Settings, attempted, compared, judged, measured
+from coordexp.doctor.decoding import AT_ONCE, SEEDS, decoding_rates, which_is_faster
+from coordexp.doctor.samples import answering_model, config_of
 from coordexp.engine import build_backend
 from coordexp.engine.colocated import ColocatedBackend, ColocatedPusher, InProcessEngine
 from coordexp.engine.engine_process import DIE_WITH_PARENT
@@ -34,64 +37,68 @@ from coordexp.modeling.adapter import tune
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.weights import LearnerWeights
-from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts import SeedContext
+from coordexp.records import RolloutRequest
 from coordexp.rollouts.learner import LearnerParts
 from coordexp.training.parallel import join_processes
 
 PUSHES = 10
 CHANGE, LORA_CHANGE = 1e-4, 1e-2  # standard deviation of the noise on trained weights before each push
-TOKENS = {True: 256, False: 32}  # of an answer, on a GPU and on a CPU
-AT_ONCE = {True: 64, False: 8}  # answers that are decoded together
+TOKENS = {True: 256, False: 96}  # of an answer, on a GPU and on a CPU
 # A token is a near tie if its logit is not further from the best one, in standard deviations of the position's logits.
 # Other weights give tokens that are further away.
 TIE = {"float32": 0.01, "bfloat16": 0.25}
 FAR_SHARE = 0.01  # of tokens that may be neither the best nor a near tie
 LORA = TunerConfig(train_type="lora", lora_rank=8, lora_alpha=16)
-SEEDS = SeedContext(1, 0, 0, 0)
+PIXEL_LIMIT = {"float32": 1e-3, "bfloat16": 2e-2}
+PIXELS_ADVICE = "vLLM sees other pixels than the trainer: install the tested versions, and report this table"
 BOOT_S, POLL_S = 400.0, 1.0
 _ADVICE = "answers would not be the trained model's: write rollout_matching.rollout_backend: hf, and report this table"
 
 
 def colocated(settings: Settings) -> Iterator[Row]:
-    """One engine for pushes, answers and speed."""
-    started = time.perf_counter()
+    """One engine that decodes token by token, for pushes, answers and speed."""
+    compiled, started = _compiled(), time.perf_counter()
     config, learner, backend = _start(settings)
     with closing(backend):
-        yield measured("engine", f"started in {time.perf_counter() - started:.0f} s, with the repeat guard")
-        pushes = Pushes.often(backend.pusher, learner.model, CHANGE, backend.engine)
-        yield pushes.row("ten pushes, full")
+        yield _start_row("engine", time.perf_counter() - started, compiled)
+        engine, full, merged = backend.engine, Pushes(), Pushes()
+        yield attempted("ten pushes, full", _ADVICE, full.fill, backend.pusher, learner.model, CHANGE, engine)
         lora = _load(config)
         tune(lora.model, LORA, lora.vocab.coord_token_ids)
-        pusher = ColocatedPusher(LearnerWeights(lora.model), resolved_rollout(config).vllm.sync)
-        pusher.engine = backend.engine
-        yield Pushes.often(pusher, lora.model, LORA_CHANGE, backend.engine).row("ten pushes, LoRA merged")
-        if torch.cuda.is_available():
-            sleep, wake = median(pushes.sleep_s), median(pushes.wake_s)
-            figure = f"{sleep:.2f} s to sleep, {wake:.2f} s to wake; around each push above"
-            yield measured("sleep and wake", figure, sleep_s=sleep, wake_s=wake)
-        else:
-            yield Row("sleep and wake", "skipped", "vLLM does not sleep on CPUs")
+        pusher = _pusher(config, lora, engine)
+        yield attempted("ten pushes, LoRA merged", _ADVICE, merged.fill, pusher, lora.model, LORA_CHANGE, engine)
+        del lora, pusher
+        yield full.sleep_row("sleep and wake")
+        yield merged.sleep_row("sleep and wake, LoRA")
 
-        backend.pusher.push(PUSHES)  # full weights again, in place of LoRA's
+        learner = _load(config)  # without the noise of the pushes
+        _pusher(config, learner, engine).push(PUSHES)
         requests = _requests(settings, learner)
-        yield _agreement("vLLM = transformers", learner, requests, backend.generate(requests, SEEDS))
-        many = (requests * AT_ONCE[True])[: AT_ONCE[torch.cuda.is_available()]]
-        started = time.perf_counter()
-        tokens = sum(len(rollout.response_token_ids) for rollout in backend.generate(many, SEEDS))
-        speed = tokens / (time.perf_counter() - started)
-        yield measured("decoding", f"{speed:,.0f} tokens/s, {len(many)} answers at once", tokens_per_s=speed)
-        rate = pushes.bytes_per_s
-        yield measured("push", f"{rate / 1e9:.2f} GB/s, checksums included", bytes_per_s=rate)
+        yield attempted("pixels, first layer", PIXELS_ADVICE, _first_layer, settings, learner, backend)
+        yield attempted("vLLM = transformers", _ADVICE, _agreement, learner, requests, backend)
+        yield from decoding_rates(settings, "decoding", learner, requests, backend)
+        yield full.speed_row("push")
+
+
+def skipping(settings: Settings) -> Iterator[Row]:
+    """An engine that skips forced tokens, with the same requests as :func:`colocated`'s."""
+    compiled, started = _compiled(), time.perf_counter()
+    _, learner, backend = _start(settings, skip_forced_tokens=True)
+    with closing(backend):
+        yield _start_row("engine, skipping", time.perf_counter() - started, compiled)
+        requests = _requests(settings, learner)
+        yield attempted("skipping = transformers", _ADVICE, _agreement, learner, requests, backend)
+        yield from decoding_rates(settings, "skipping", learner, requests, backend)
+    yield which_is_faster(settings)
 
 
 def tensor_parallel(settings: Settings) -> Iterator[Row]:
     """One engine over two processes."""
     _, learner, backend = _start(settings, 2)
     with closing(backend):
-        yield Pushes.often(backend.pusher, learner.model, CHANGE, backend.engine).row("TP 2: ten pushes")
+        yield Pushes().fill("TP 2: ten pushes", backend.pusher, learner.model, CHANGE, backend.engine)
         requests = _requests(settings, learner)
-        yield _agreement("TP 2: vLLM = transformers", learner, requests, backend.generate(requests, SEEDS))
+        yield _agreement("TP 2: vLLM = transformers", learner, requests, backend)
 
 
 def served(settings: Settings) -> Iterator[Row]:
@@ -122,7 +129,7 @@ def served(settings: Settings) -> Iterator[Row]:
         learner = _load(config)
         pusher = ServerPusher([client], LearnerWeights(learner.model), resolved_rollout(config).vllm.sync)
         with closing(pusher):
-            yield Pushes.often(pusher, learner.model, CHANGE).row("server: ten pushes")
+            yield Pushes().fill("server: ten pushes", pusher, learner.model, CHANGE)
     server.terminate()
     server.wait(BOOT_S)
 
@@ -136,10 +143,10 @@ class Pushes:
     sleep_s: list[float] = field(default_factory=list)
     wake_s: list[float] = field(default_factory=list)
 
-    @classmethod
-    def often(cls, pusher: WeightPusher, model: Any, change: float, engine: InProcessEngine | None = None) -> Pushes:
+    def fill(
+        self, check: str, pusher: WeightPusher, model: Any, change: float, engine: InProcessEngine | None = None
+    ) -> Row:
         """``engine``: the one that sleeps in between. Raises RolloutError for other weights in an engine."""
-        found = cls()
         for version in range(PUSHES):
             with torch.no_grad(), torch.random.fork_rng():
                 torch.manual_seed(version)  # the same on all ranks
@@ -147,24 +154,32 @@ class Pushes:
                     if parameter.requires_grad:
                         parameter.add_(change * torch.randn_like(parameter))
             if engine is not None:
-                found.sleep_s.append(_seconds(lambda: engine.sleep(1)))
-                found.wake_s.append(_seconds(lambda: engine.wake_up(["weights"])))
+                self.sleep_s.append(_seconds(lambda: engine.sleep(1)))
+                self.wake_s.append(_seconds(lambda: engine.wake_up(["weights"])))
             report = pusher.push(version)
             if engine is not None:
-                found.wake_s[-1] += _seconds(lambda: engine.wake_up(["kv_cache"]))
+                self.wake_s[-1] += _seconds(lambda: engine.wake_up(["kv_cache"]))
             if report.checksum is None:
                 raise RolloutError(f"push {version} was not compared with the engine's weights")
-            found.num_bytes = report.bytes
-            found.push_s.append(report.seconds)
-        return found
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.num_bytes / median(self.push_s)
-
-    def row(self, check: str) -> Row:
+            self.num_bytes = report.bytes
+            self.push_s.append(report.seconds)
         figure = f"{len(self.push_s)} checksums equal; {self.num_bytes / 1e6:,.0f} MB in {median(self.push_s):.2f} s"
         return measured(check, figure, bytes=self.num_bytes, seconds=median(self.push_s))
+
+    def speed_row(self, check: str) -> Row:
+        if not self.push_s:
+            return Row(check, "skipped", "no push succeeded")
+        rate = self.num_bytes / median(self.push_s)
+        return measured(check, f"{rate / 1e9:.2f} GB/s, checksums included", bytes_per_s=rate)
+
+    def sleep_row(self, check: str) -> Row:
+        if not torch.cuda.is_available():
+            return Row(check, "skipped", "vLLM does not sleep on CPUs")
+        if not self.wake_s:
+            return Row(check, "skipped", "the engine did not sleep before a push")
+        sleep, wake = median(self.sleep_s), median(self.wake_s)
+        figure = f"{sleep:.2f} s to sleep, {wake:.2f} s to wake; around each push above"
+        return measured(check, figure, sleep_s=sleep, wake_s=wake)
 
 
 def _config(settings: Settings, file: str, **keys: Any) -> RunConfig:
@@ -173,7 +188,7 @@ def _config(settings: Settings, file: str, **keys: Any) -> RunConfig:
     if not on_gpu:  # starting takes minutes otherwise
         keys |= {"rollout_matching__vllm__enforce_eager": True, "rollout_matching__vllm__max_num_batched_tokens": 1024}
     return config_of(
-        settings, f"stage2_rollout_aligned/{file}", model_of(settings), "scenes",
+        settings, f"stage2_rollout_aligned/{file}", answering_model(settings), "scenes",
         model__dtype=dtype, training__master_weights=None, training__bf16=on_gpu, training__use_cpu=not on_gpu,
         global_max_length=4096 if on_gpu else 1024, rollout_matching__decode_batch_size=AT_ONCE[on_gpu],
         rollout_matching__max_new_tokens=TOKENS[on_gpu], rollout_matching__vllm__dtype=dtype,
@@ -188,8 +203,13 @@ def _load(config: RunConfig) -> LoadedModel:
     return loaded
 
 
-def _start(settings: Settings, tensor_parallel_size: int = 1) -> tuple[RunConfig, LoadedModel, ColocatedBackend]:
-    config = _config(settings, "colocate.yaml", rollout_matching__vllm__tensor_parallel_size=tensor_parallel_size)
+def _start(
+    settings: Settings, tensor_parallel_size: int = 1, *, skip_forced_tokens: bool = False
+) -> tuple[RunConfig, LoadedModel, ColocatedBackend]:
+    config = _config(
+        settings, "colocate.yaml", rollout_matching__vllm__tensor_parallel_size=tensor_parallel_size,
+        rollout_matching__decoding__skip_forced_tokens=skip_forced_tokens,
+    )  # fmt: skip
     join_processes(config)
     learner = _load(config)
     parts = LearnerParts(
@@ -206,17 +226,64 @@ def _start(settings: Settings, tensor_parallel_size: int = 1) -> tuple[RunConfig
     return config, learner, backend
 
 
-def _requests(settings: Settings, learner: LoadedModel) -> list[RolloutRequest]:
-    records = read_jsonl(settings.folder / "scenes" / "scenes.jsonl")
-    dataset = RecordDataset(records, PromptEncoder(learner.processor, None, None).encode)
-    return [dataset[index].request for index in range(len(dataset))]
+def _pusher(config: RunConfig, learner: LoadedModel, engine: InProcessEngine) -> ColocatedPusher:
+    pusher = ColocatedPusher(LearnerWeights(learner.model), resolved_rollout(config).vllm.sync)
+    pusher.engine = engine
+    return pusher
+
+
+def _compiled() -> set[str]:
+    """Models in vLLM's cache of compiled ones."""
+    root = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
+    return {path.name for path in (root / "torch_compile_cache").glob("*")}
+
+
+def _start_row(check: str, seconds: float, compiled: set[str]) -> Row:
+    is_cold = bool(_compiled() - compiled)
+    how = "compiled the model; the next start finds it" if is_cold else "compiled nothing new"
+    return measured(check, f"ready in {seconds:.0f} s, {how}", seconds=seconds, compiled=is_cold)
 
 
 @torch.no_grad()
-def _agreement(
-    check: str, learner: LoadedModel, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]
-) -> Row:
+def _first_layer(check: str, settings: Settings, learner: LoadedModel, backend: ColocatedBackend) -> Row:
+    """The vision tower's patch embedding of one photograph, by the trainer and by the engine, each from its own
+    pixels."""
+    record = read_jsonl(settings.folder / "large_scenes" / "scenes.jsonl")[0]
+    request = _encoder(settings, learner).encode(record)
+    rendered = backend.engine.render(backend.prompt_of("pixels", 0, request), open_rgb)
+    (image,) = rendered["mm_kwargs"]["image"]
+
+    def in_the_engine(worker: Any) -> torch.Tensor:
+        tower = worker.model_runner.get_model().visual
+        # vLLM's pixels are bytes, which its tower normalises on its device.
+        pixels = tower.input_norm(image["pixel_values"].data.to(tower.device), tower.dtype)
+        return tower.patch_embed(pixels).float().cpu()
+
+    model: Any = learner.model
+    tower = model.model.visual
+    pixels = request.model_inputs["pixel_values"].to(tower.device, tower.dtype)
+    ours, seen = tower.patch_embed(pixels).float().cpu(), backend.engine.ask_worker(in_the_engine)
+    error = float((ours - seen.reshape(ours.shape)).norm() / ours.norm())
+    limit = PIXEL_LIMIT[str(model.dtype).removeprefix("torch.")]
+    note = f"of {len(ours):,} patches of a photograph of {record.width} x {record.height}, trainer and vLLM"
+    return compared(check, error, limit, PIXELS_ADVICE, note)
+
+
+def _requests(settings: Settings, learner: LoadedModel) -> list[RolloutRequest]:
+    records = read_jsonl(settings.folder / "scenes" / "scenes.jsonl")
+    dataset = RecordDataset(records, _encoder(settings, learner).encode)
+    return [dataset[index].request for index in range(len(dataset))]
+
+
+def _encoder(settings: Settings, learner: LoadedModel) -> PromptEncoder:
+    trained = read_card(answering_model(settings)).training
+    return PromptEncoder(learner.processor, *((None, None) if trained is None else (trained.prompt, trained.system)))
+
+
+@torch.no_grad()
+def _agreement(check: str, learner: LoadedModel, requests: Sequence[RolloutRequest], backend: ColocatedBackend) -> Row:
     """Whether each token of greedy answers is the one that transformers finds most likely after the same tokens."""
+    rollouts = backend.generate(requests, SEEDS)
     model, vocab = learner.model, learner.vocab
     device, dtype = next(model.parameters()).device, str(model.dtype).removeprefix("torch.")
     same = far = total = 0

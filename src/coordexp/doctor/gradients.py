@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from coordexp import distributed
-from coordexp.doctor.check import Row, Settings, compared, measured
+from coordexp.doctor.check import Row, Settings, compared, judged, measured
 from coordexp.doctor.exactness import NO_OFFLOAD, ROW_LIMIT, offload_of, packed_row_error
 from coordexp.doctor.samples import config_of, first_step, trainer_of
 from coordexp.training.loop import CoordExpTrainer
+from coordexp.training.offload import held_by
 
 MODELS = ("tied", "untied")  # by their language heads
 GRADIENT_LIMIT = 1e-2  # a gradient that is not exchanged is off by about 1
@@ -43,6 +44,24 @@ def reference(settings: Settings) -> Iterator[Row]:
         save_file(_gradients(trainer), _gradient_file(settings, head))
     where = "a GPU" if torch.cuda.is_available() else "the CPU"
     yield measured("one process", f"gradients of a step on {where}, with which those of several are compared")
+
+
+def optimizer_states(settings: Settings) -> Iterator[Row]:
+    """Whether master weights and the optimizer's states are on the device that computes, after a step as shipped."""
+    config = config_of(
+        settings, "stage1/sft.yaml", settings.folder / MODELS[0], "scenes",
+        global_max_length=4096, training__use_cpu=not torch.cuda.is_available(), training__max_steps=1,
+        training__effective_batch_size=8, rollout_matching__max_new_tokens=256,
+    )  # fmt: skip
+    trainer = trainer_of(config)
+    first_step(trainer)
+    trainer.step.update()
+    device = trainer.run.accelerator.device
+    held = [tensor for tensor in held_by(trainer.run.optimizer.optimizer) if tensor.dim()]
+    elsewhere = sum(tensor.device != device for tensor in held)
+    figure = f"{len(held) - elsewhere} of {len(held)} tensors on {device}, {config.training.master_weights} masters"
+    advice = "set training.master_weights: null, and report this table"
+    yield judged("optimizer states", bool(held) and not elsewhere, figure, advice)
 
 
 def gradients(settings: Settings, parallel: str) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import resource
@@ -23,12 +24,27 @@ GB = 1e9
 FREE_SHARE = 0.8  # of a GPU's memory: less means that another program uses it
 HOST_GB, HOST_GB_PER_GPU = 4, 16  # weights of 8B in bfloat16, which a sleeping engine keeps in main memory
 SHM_GB = 1  # NCCL's and loader processes' shared memory; Docker's default is 0.064
+# Row → its module, purpose, and what to do without it.
+OPTIONAL = {
+    "liger-kernel": (
+        "liger_kernel", "fused layers (model.fused_kernels); without them a step takes about a half longer",
+        "pip install 'coordexp[kernels]'",
+    ),
+    "flashinfer": (
+        "flashinfer", "vLLM's sampler; without it CoordExp lets vLLM sample by torch",
+        "pip install flashinfer-python, in the version that vLLM requires; only sampled answers are faster with it",
+    ),
+    "flash-attn": (
+        "flash_attn", "model.attn_implementation: flash; packed and varlen do not need it",
+        "nothing to do, unless you write attn_implementation: flash",
+    ),
+}  # fmt: skip
 NO_GPU = "no GPU is visible: everything runs on the CPU"
 
 
 def machine(settings: Settings) -> Iterator[Row]:
-    """Rows of the section; the one named GPUs has the number of usable ones."""
-    cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
+    """Python, versions and GPUs; the row named GPUs has the number of usable ones."""
+    cores = len(os.sched_getaffinity(0))
     system = f"{platform.system()} {platform.machine()}"
     yield measured("python", f"Python {platform.python_version()}, {system}, {cores} cores")
     installed = versions()
@@ -42,6 +58,11 @@ def machine(settings: Settings) -> Iterator[Row]:
     yield judged("versions", not others, listed, advice)
     gpus = yield from _gpus(settings.gpus)
     yield from _between_gpus(gpus)
+
+
+def host(settings: Settings) -> Iterator[Row]:
+    """Memory around the GPUs."""
+    gpus, memory = settings.gpus or 0, psutil.virtual_memory()
     needed = HOST_GB + HOST_GB_PER_GPU * gpus
     figure = f"{memory.available / GB:.1f} of {memory.total / GB:.1f} GB free, {needed} needed"
     is_enough = memory.available >= needed * GB
@@ -55,6 +76,29 @@ def machine(settings: Settings) -> Iterator[Row]:
     free, needed = shutil.disk_usage("/dev/shm").free, SHM_GB * max(1, gpus)
     figure = f"{free / GB:.1f} GB free, {needed} needed"
     yield judged("/dev/shm", free >= needed * GB, figure, "docker run --shm-size=16g, or --ipc=host")
+
+
+def nccl_versions(settings: Settings) -> Iterator[Row]:
+    """Whether torch and vLLM load the same NCCL."""
+    if not settings.gpus or "vllm" not in versions():
+        yield Row("NCCL", "skipped", "vLLM for CUDA is not installed" if settings.gpus else NO_GPU)
+        return
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    ours, theirs = ".".join(map(str, nccl.version())), NCCLLibrary().ncclGetVersion()
+    advice = "unset VLLM_NCCL_SO_PATH and LD_LIBRARY_PATH, so that both load the one that torch was installed with"
+    yield judged("NCCL", ours == theirs, f"torch's {ours}, vLLM's {theirs}", advice)
+
+
+def packages(settings: Settings) -> Iterator[Row]:
+    """Packages that a GPU can do without, and what each is for."""
+    for name, (module, purpose, advice) in OPTIONAL.items():
+        if not settings.gpus:
+            yield Row(name, "skipped", NO_GPU)
+        elif importlib.util.find_spec(module) is None:
+            yield Row(name, "skipped", f"not installed: {purpose}", advice)
+        else:
+            yield measured(name, f"installed: {purpose}")
 
 
 def _gpus(wanted: int | None) -> Iterator[Row]:
@@ -103,11 +147,3 @@ def _between_gpus(gpus: int) -> Iterator[Row]:
         direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
         through = "" if direct == len(pairs) else "; the others go through main memory, which is slower"
         yield measured("P2P", f"{direct} of {len(pairs)} pairs{through}")
-    if not gpus or "vllm" not in versions():
-        yield Row("NCCL", "skipped", "vLLM for CUDA is not installed" if gpus else NO_GPU)
-        return
-    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-
-    ours, theirs = ".".join(map(str, nccl.version())), NCCLLibrary().ncclGetVersion()
-    advice = "unset VLLM_NCCL_SO_PATH and LD_LIBRARY_PATH, so that both load the one that torch was installed with"
-    yield judged("NCCL", ours == theirs, f"torch's {ours}, vLLM's {theirs}", advice)

@@ -92,7 +92,7 @@ class InProcessEngine:
     over the ranks that started their engines together."""
 
     def __init__(self, arguments: Mapping[str, Any], max_in_flight: int) -> None:
-        self._max_in_flight = max_in_flight
+        self.max_in_flight = max_in_flight
         self._trainer_has_group = dist.is_initialized()
         self.vllm: Any = None
         environment = {
@@ -133,7 +133,7 @@ class InProcessEngine:
                 "hangs, and start again with training.resume_from_checkpoint: true"
             )
 
-        render = partial(self._render, open_image=open_image)
+        render = partial(self.render, open_image=open_image)
         waiting = Prefetcher(
             prompts,
             render,
@@ -147,7 +147,7 @@ class InProcessEngine:
         try:
             with waiting:
                 while waiting or decoding:
-                    while waiting and len(decoding) < self._max_in_flight:
+                    while waiting and len(decoding) < self.max_in_flight:
                         prompt, rendered = waiting.take()
                         with _named(prompt.name):
                             sampling = sampling_of(prompt)
@@ -198,8 +198,8 @@ class InProcessEngine:
         with settings_kept(), environment_kept(), default_group_kept(self._trainer_has_group):
             engine.engine_core.shutdown()
 
-    def _render(self, prompt: Prompt, open_image: Callable[[Path], Any]) -> Any:
-        # In threads next to decoding, as in vLLM's own servers.
+    def render(self, prompt: Prompt, open_image: Callable[[Path], Any]) -> Any:
+        """Open and process a prompt's image for vLLM; any thread may do so while the engine decodes."""
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         try:
@@ -327,26 +327,10 @@ class ColocatedBackend(RolloutBackend):
             for r, one in enumerate(rounds)
             for i, request in enumerate(one.requests)
         }
-        prompts = []
-        for request_id, (r, i, request) in requests.items():
-            grid = request.model_inputs.get("image_grid_thw")
-            # Collapse each image's run of placeholders to one.
-            ids = [
-                token
-                for token, run in groupby(request.prompt_token_ids)
-                for token in ([token] if token == self._learner.image_token_id else run)
-            ]
-            prompts.append(
-                Prompt(
-                    request_id,
-                    rounds[r].seeds.seed_of(i),
-                    request.sample_id,
-                    str(request.image),
-                    None if grid is None else grid.flatten().tolist(),
-                    ids,
-                    rounds[r].greedy,
-                )
-            )
+        prompts = [
+            self.prompt_of(request_id, rounds[r].seeds.seed_of(i), request, rounds[r].greedy)
+            for request_id, (r, i, request) in requests.items()
+        ]
         self._seeds = {str(one.seeds.micro_step_idx): [one.seeds.seed_of(i) for i in range(len(one.requests))]
                        for one in rounds}  # fmt: skip
         size = self._config.tensor_parallel_size
@@ -371,6 +355,24 @@ class ColocatedBackend(RolloutBackend):
             raise RolloutError(
                 f"the colocated vLLM engine gave {num_answered} answers to {len(requests)} requests; {ENGINE_AT_FAULT}"
             )
+
+    def prompt_of(self, request_id: str, seed: int, request: RolloutRequest, greedy: bool = False) -> Prompt:
+        """The request as the engine takes it: each image's run of placeholders is collapsed to one."""
+        grid = request.model_inputs.get("image_grid_thw")
+        ids = [
+            token
+            for token, run in groupby(request.prompt_token_ids)
+            for token in ([token] if token == self._learner.image_token_id else run)
+        ]
+        return Prompt(
+            request_id,
+            seed,
+            request.sample_id,
+            str(request.image),
+            None if grid is None else grid.flatten().tolist(),
+            ids,
+            greedy,
+        )
 
     @property
     def batch_size(self) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import importlib.metadata
+import importlib.util
 import os
 import random
 import select
@@ -66,6 +67,8 @@ def image_threads(num_engines: int = 1) -> int:
 def engine_environment(given: Mapping[str, str], *, gpu: bool) -> dict[str, str]:
     """``given`` (usually ``os.environ``), plus the variables that engine processes need. Existing values are kept."""
     needed = _EVERYWHERE if gpu else _EVERYWHERE | _ON_CPU
+    if gpu and importlib.util.find_spec("flashinfer") is None:
+        needed = needed | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # vLLM imports it otherwise, without asking
     return {**needed, **given}
 
 

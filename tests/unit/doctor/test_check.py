@@ -60,6 +60,12 @@ list(diagnose([{check}], Settings(Path({str(tmp_path)!r}), gpus=0)))
     assert all_gone([int(pid.read_text())])
 
 
+def test_an_error_of_one_row_leaves_the_rows_after_it(tmp_path: Path) -> None:
+    rows = list(diagnose([broken("goes_on")], Settings(tmp_path, gpus=0)))
+    assert [row.result for row in rows] == ["ok", "failed", "ok"]
+    assert rows[1].figure == "RolloutError: the engine refused" and rows[1].advice == "install another one"
+
+
 def test_ranks_know_each_other(tmp_path: Path) -> None:
     first, *_ = diagnose([broken("fine", ranks=0)], Settings(tmp_path, gpus=0))
     assert first.figure == "2 ranks"
@@ -74,10 +80,17 @@ def test_what_cannot_run_is_skipped_with_its_reason(tmp_path: Path) -> None:
 
 def test_a_selection_includes_what_it_needs() -> None:
     assert [check.name for check in select(CHECKS, ["ddp"])] == ["machine", "models", "one", "ddp"]
+    assert [check.name for check in select(CHECKS, ["machine"])] == ["machine", "NCCL", "host", "packages", "models"]
     assert {"kernels", "fsdp2-bf16"} < {check.name for check in select(CHECKS, ["exactness"])}
     assert select(CHECKS, []) == CHECKS
     with pytest.raises(ConfigError, match="no such section"):
         select(CHECKS, ["exactnes"])
+
+
+def test_nccl_that_cannot_be_loaded_hides_nothing_of_the_machine() -> None:
+    """They are checks of their own."""
+    names = {row: check.name for check in CHECKS for row in check.rows}
+    assert names["NCCL"] not in (names["memlock"], names["/dev/shm"], names["GPU memory"])
 
 
 def test_every_row_is_in_a_section_of_the_table() -> None:

@@ -55,3 +55,14 @@ def test_untested_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(machine_module, "versions", lambda: {"coordexp": "0.1.0", "peft": "0.1.2"})
     row = rows(tmp_path)["versions"]
     assert row.result == "failed" and "peft==" in row.advice
+
+
+def test_missing_packages_are_rows_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        machine_module.importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else object()
+    )
+    found = {row.check: row for row in machine_module.packages(Settings(tmp_path, gpus=1))}
+    assert found["liger-kernel"].result == "skipped" and "coordexp[kernels]" in found["liger-kernel"].advice
+    assert (found["flashinfer"].result, found["flashinfer"].advice) == ("ok", "")
+    on_cpu = {row.check: row for row in machine_module.packages(Settings(tmp_path, gpus=0))}
+    assert {row.result for row in on_cpu.values()} == {"skipped"} and not any(row.advice for row in on_cpu.values())

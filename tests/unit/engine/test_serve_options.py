@@ -162,6 +162,14 @@ def test_set_variables_are_kept() -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in on_gpu and on_gpu["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
+def test_without_flashinfer_vllm_samples_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM imports it otherwise, and its engine fails."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert engine_environment({}, gpu=True)["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert "VLLM_USE_FLASHINFER_SAMPLER" not in engine_environment({}, gpu=True)
+
+
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     clean: dict[str, str] = {"HOME": "/h"}
