@@ -128,7 +128,7 @@ def evaluate(
     with no_progress_bars():
         return run_evaluation(
             run, _console(quiet), model=checkpoint, data=jsonl, limit=limit, output=None if out is None else Path(out),
-            classes=check_classes(classes), calibrate=calibrate, answers=answers,
+            classes=check_classes(classes, checkpoint or run.model.model), calibrate=calibrate, answers=answers,
         )  # fmt: skip
 
 

@@ -44,8 +44,13 @@ def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pyte
     several = evaluate(model=run.checkpoint, limit=2, out=tmp_path / "several", quiet=True, answers=2)
     assert several.answers[0].text == own.answers[0].text and several.answers[0].num_answers == 2
     assert several.by_answers["one"]["f1"] == own.metrics["f1"] and not own.by_answers
-    evaluate(model=run.checkpoint, limit=2, out=tmp_path / "named", quiet=True, classes=["cat"])
-    for other in ({}, {"classes": ["dog"]}, {"classes": ["cat"], "limit": 1}, {"classes": ["cat"], "answers": 2}):
+    evaluate(model=run.checkpoint, limit=2, out=tmp_path / "named", quiet=True, classes=["red circle"])
+    for other in (
+        {},
+        {"classes": ["blue square"]},
+        {"classes": ["red circle"], "limit": 1},
+        {"classes": ["red circle"], "answers": 2},
+    ):
         with pytest.raises(DataError, match="holds an evaluation with another"):
             evaluate(**{"model": run.checkpoint, "limit": 2, "out": tmp_path / "named", "quiet": True, **other})
     shorter = {"rollout_matching.max_new_tokens": 7}

@@ -189,7 +189,7 @@ def _evaluate_model(
     from coordexp.config.schema import AnswerConfig
     from coordexp.inference.session import read_classes, with_several_answers
 
-    classes = read_classes(options.classes)
+    classes = read_classes(options.classes, options.model or run.model.model)
     with_several_answers(AnswerConfig.of_run(run), options.answers, arguments)  # mistakes show at once
     from coordexp import distributed
 
@@ -214,7 +214,7 @@ def _evaluate_model(
 
 def _evaluate_saved(console: Console, source: Path, options: OfEvaluation, rename: Renaming) -> None:
     from coordexp.config.rollout import EvalDetectionConfig
-    from coordexp.evaluation.answers import read_answers
+    from coordexp.evaluation.answers import class_list_of, read_answers
     from coordexp.evaluation.summary import check_replaced, summarise, write_summary
 
     about = {"predictions": str(source), "limit": options.limit, **rename.about}
@@ -224,7 +224,9 @@ def _evaluate_saved(console: Console, source: Path, options: OfEvaluation, renam
     answers = rename(saved)
     figures = EvalDetectionConfig(use_segm=options.segm).scored(options.constant_score)
     summary = summarise(answers, figures, rename.note(saved, answers), with_confidences=True)
-    files = [] if options.out is None else write_summary(options.out, summary, answers, about, figures)
+    files = []
+    if options.out is not None:
+        files = write_summary(options.out, summary, answers, about, figures, class_list_of(source))
     files += _draw(options.sheet, {"prediction": answers})
     if not options.as_json:
         _show(console, summary, str(source), files)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from coordexp.config.schema import AnswerConfig
+    from coordexp.evaluation.export import UsersTerms
     from coordexp.inference.prediction import PredictionResult
 
 ModelOption = Annotated[Path | None, typer.Option(help="Checkpoint to use instead of model.model.")]
@@ -104,7 +105,7 @@ def predict(
     if min_confidence is not None and constant_score is not None and answers == 1:
         raise ConfigError("--min-confidence needs confidences; leave out --constant-score")
     check_paths({"--model": model} if model is not None else {"model.model": run.model.model})
-    labels = read_classes(classes)
+    labels = read_classes(classes, model or run.model.model)
     folder = out or _new_folder(Path("outputs/predict"))
     console = open_console(stderr=as_json)
     with on_interrupt(f"answers so far are in {folder}; the same command with --out {folder} continues"):
@@ -186,6 +187,22 @@ def _new_folder(path: Path) -> Path:
     return folder
 
 
+def _terms(annotations: Path | None, classes: Path | None, predictions: Path) -> UsersTerms:
+    # The user's numbers, else the class list of the dataset, or of the checkpoint that answered.
+    from coordexp.data.class_list import class_list
+    from coordexp.data.jsonl import read_jsonl
+    from coordexp.evaluation.answers import class_list_of
+    from coordexp.evaluation.export import is_dataset, read_terms
+
+    if annotations is not None and classes is not None:
+        raise ConfigError("--annotations has class numbers too; leave out --classes")
+    terms = read_terms(annotations, classes)
+    if terms.names is not None or terms.classes:
+        return terms
+    listed = class_list(read_jsonl(predictions)) if is_dataset(predictions) else class_list_of(predictions)
+    return replace(terms, classes=listed)
+
+
 # The keys of coordexp.evaluation.export.FORMATS.
 Format = Literal["coco", "yolo", "yolo-obb", "voc", "labelme", "csv", "dota"]
 
@@ -202,7 +219,10 @@ def export(
     ] = None,
     classes: Annotated[
         Path | None,
-        typer.Option(help="Your class names, one a line, or a data.yaml; their numbers are kept. For yolo."),
+        typer.Option(
+            help="The class list that numbers follow: names, one a line, a data.yaml, a DATA.jsonl or a checkpoint "
+            "[the one that answered]. For yolo and coco."
+        ),
     ] = None,
     min_confidence: MinConfidence = None,
     min_score: Annotated[
@@ -231,20 +251,21 @@ def export(
         dataset_answers,
         is_dataset,
         place_images,
-        read_terms,
     )
 
     yolo = ("yolo", "yolo-obb")
     given = {
         "--annotations": (annotations, ("coco",)),
-        "--classes": (classes, yolo),
+        "--classes": (classes, (*yolo, "coco")),
         "--scores": (scores or None, yolo),
         "--fractions": (fractions or None, ("voc",)),
     }
     for option, (value, users) in given.items():
         if value is not None and form not in users:
             raise ConfigError(f"{option} has no use here; it belongs to {' and '.join(users)}")
-    if is_dataset(predictions):
+    terms = _terms(annotations, classes, predictions)
+    of_dataset = is_dataset(predictions)
+    if of_dataset:
         records = list(read_jsonl(predictions))
         answers = dataset_answers(records, annotations=form == "coco")
         completed = completed_objects(records)
@@ -273,10 +294,12 @@ def export(
             say(console, f"note: {missing} images are missing, and were not placed next to the annotations")
     options = {"coco": {"completed": completed}, "voc": {"fractions": fractions}, "yolo": {"scores": scores}}
     options["yolo-obb"] = options["yolo"]
-    exported = FORMATS[form](answers, out, read_terms(annotations, classes), **options.get(form, {}))
+    exported = FORMATS[form](answers, out, terms, **options.get(form, {}))
     if completed and form != "coco":
         count = sum(map(len, completed.values()))
         say(console, f"note: {form} cannot say which model added {count} completed objects; coco can")
+    if of_dataset and form in (*yolo, "coco") and annotations is None and classes is None:
+        say(console, f"note: numbers follow the names in {predictions}; for another split, name it with --classes")
     for note in exported.notes:
         say(console, f"note: {note}")
     say(console, f"{sum(len(answer.pred or answer.gt or ()) for answer in answers)} objects in {len(answers)} images")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from PIL import Image
 
 from coordexp.data.dataset_cache import PREPARED
@@ -20,6 +21,24 @@ from coordexp.errors import DataError
 from coordexp.records import BinRule, ImageRecord
 
 _TELLING = 2.0  # twice or half the area is still close to training
+
+
+@dataclass(frozen=True, slots=True)
+class OriginalImage:
+    """The user's image that a converter prepared another one from: its file, as the source names it, and its size in
+    pixels. Sizes of objects are measured in its pixels."""
+
+    file: str
+    width: Annotated[int, msgspec.Meta(ge=1)]
+    height: Annotated[int, msgspec.Meta(ge=1)]
+
+
+def original_image(record: ImageRecord) -> OriginalImage | None:
+    """None if the record's image is the user's own."""
+    try:
+        return msgspec.convert(record.metadata.get("source"), OriginalImage)  # a converter's note
+    except msgspec.ValidationError:
+        return None  # metadata of the user's own
 
 
 @dataclass(frozen=True, slots=True)

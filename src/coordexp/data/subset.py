@@ -17,6 +17,7 @@ from typing import Any, Literal
 from coordexp.data.files import whole_binary_file
 from coordexp.data.images import image_bytes
 from coordexp.data.jsonl import line_of, write_jsonl
+from coordexp.data.preparation import original_image
 from coordexp.data.shards import SHARD_SUFFIX
 from coordexp.errors import DataError
 from coordexp.geometry import aabb, to_pixel
@@ -69,10 +70,11 @@ class DropCounts:
 
 
 def object_size(obj: GTObject, record: ImageRecord) -> ObjectSize:
-    """By the area of the bounding box in pixels: small below 32², large above 96²."""
+    """By the area of the bounding box in pixels of the user's image: small below 32², large above 96²."""
     x1, y1, x2, y2 = aabb(obj)
     rule = record.bin_rule
-    area = to_pixel(x2 - x1, record.width, rule) * to_pixel(y2 - y1, record.height, rule)
+    image = original_image(record) or record
+    area = to_pixel(x2 - x1, image.width, rule) * to_pixel(y2 - y1, image.height, rule)
     return "small" if area < _SMALL else "large" if area > _LARGE else "medium"
 
 

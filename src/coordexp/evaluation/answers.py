@@ -19,7 +19,8 @@ from msgspec import UNSET, UnsetType
 from coordexp import distributed
 from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
-from coordexp.data.files import whole_file
+from coordexp.data.files import read_json, whole_file
+from coordexp.data.preparation import OriginalImage, original_image
 from coordexp.errors import CheckpointError, DataError, require
 from coordexp.geometry import bins_in_rule
 from coordexp.parsing import parse_rollout
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from coordexp.modeling.scores import ObjectScore, TokenScorer
 
 PREDICTIONS = "predictions.jsonl"
+SETTINGS, METRICS = "prediction.json", "metrics.json"  # next to it: of coordexp predict, of coordexp evaluate
+CLASS_LIST = "class_list"  # their key with the class list of the checkpoint that answered
 _SHOWN = 60  # characters of an answer that is not JSON
 
 
@@ -58,15 +61,6 @@ class Detection:
     score: float | None = None
     confidence: float | None = None
     answers: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OriginalImage:
-    """The image that a converter prepared this one from: its file, as the source names it, and its size in pixels."""
-
-    file: str
-    width: Annotated[int, msgspec.Meta(ge=1)]
-    height: Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +83,11 @@ class ImageAnswer:
     original: OriginalImage | None = None
     bin_rule: BinRule = "pixel_centres"
     further_texts: tuple[str, ...] = ()
+
+    @property
+    def users_image(self) -> OriginalImage:
+        """The user's own image: the one that a converter prepared this one from, or this one."""
+        return self.original or OriginalImage(self.image, self.width, self.height)
 
     @property
     def num_answers(self) -> int:
@@ -132,13 +131,6 @@ class ImageAnswer:
         if self.gt is None:
             raise DataError(f"{self.sample_id}: has no annotations to compare with; predict from a JSONL")
         return tuple(obj for obj in self.gt if obj.soft is None)
-
-
-def original_image(record: ImageRecord) -> OriginalImage | None:
-    try:
-        return msgspec.convert(record.metadata.get("source"), OriginalImage)  # a converter's note
-    except msgspec.ValidationError:
-        return None  # metadata of the user's own
 
 
 def make_answer(
@@ -255,6 +247,20 @@ def read_answers(path: str | Path) -> list[ImageAnswer]:
     if len(names) != len(answers):
         raise DataError(f"{len(answers) - len(names)} images are answered twice; keep one line of each", path=path)
     return answers
+
+
+def class_list_of(predictions: Path) -> tuple[str, ...]:
+    """The class list of the checkpoint that made saved predictions (a file, or a folder with one), from the file next
+    to them; empty if it had none. Raises DataError for a broken file."""
+    folder = predictions if predictions.is_dir() else predictions.parent
+    for place in (folder, folder / "evaluation"):
+        for name in (SETTINGS, METRICS):
+            if (place / name).is_file() and (place / PREDICTIONS).is_file():
+                listed = read_json(place / name).get(CLASS_LIST) or ()
+                if not all(isinstance(one, str) for one in listed):
+                    raise DataError(f"{CLASS_LIST} is not a list of names", path=place / name)
+                return tuple(listed)
+    return ()
 
 
 def write_answers(answers: Iterable[ImageAnswer], path: Path) -> None:

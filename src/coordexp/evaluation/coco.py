@@ -7,13 +7,14 @@ Suffixes: T thresholds, R recalls, K classes, A ranges of areas.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from coordexp.data.class_list import ClassNumbers
 from coordexp.data.polygons import shape_area
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer
@@ -55,33 +56,33 @@ def to_coco(
     answers: Sequence[ImageAnswer],
     iou_type: IouType | None = "bbox",
     constant_score: float | None = None,
-    category_ids: Mapping[str, int] | None = None,
+    numbers: ClassNumbers | None = None,
     image_ids: Sequence[int] | None = None,
 ) -> CocoData:
-    """Answers as COCO's two files.
+    """Answers as COCO's two files, in pixels of the users' images.
 
-    Soft objects are crowds: predictions that find one are neither right nor wrong. Categories are the descriptions of
-    the ground truth, or of the predictions for images without annotations; other predictions are left out.
+    Soft objects are crowds: predictions that find one are neither right nor wrong.
 
     Args:
         iou_type: of results: "bbox" gives them a ``bbox``, "segm" a mask as run lengths, None all of
             :func:`coco_shape`, but no ``segmentation`` of boxes.
         constant_score: of predictions without a score.
-        category_ids: the categories by description instead.
+        numbers: of the classes; None numbers the descriptions of the ground truth, or of the predictions for images
+            without annotations, from 1.
         image_ids: one per answer instead of 1, 2, ….
 
     Raises:
         DataError: a prediction has no score, and no ``constant_score`` was given.
     """
-    if category_ids is None:
+    if numbers is None:
         sources = [answer.pred if answer.gt is None else answer.gt for answer in answers]
-        descs = sorted({obj.desc for objects in sources for obj in objects})
-        category_ids = {desc: number for number, desc in enumerate(descs, start=1)}
+        numbers = ClassNumbers.of_list(sorted({obj.desc for objects in sources for obj in objects}), 1)
     images, annotations, results = [], [], []
     for image_id, answer in zip(image_ids or range(1, len(answers) + 1), answers, strict=True):
-        images.append({"id": image_id, "file_name": answer.image, "width": answer.width, "height": answer.height})
+        image = answer.users_image
+        images.append({"id": image_id, "file_name": image.file, "width": image.width, "height": image.height})
         for obj in answer.gt or ():
-            annotation = {"id": len(annotations) + 1, "image_id": image_id, "category_id": category_ids[obj.desc]}
+            annotation = {"id": len(annotations) + 1, "image_id": image_id, "category_id": numbers[obj.desc]}
             annotation |= {"iscrowd": int(obj.soft is not None), **coco_shape(obj, answer)}
             annotations.append(annotation)
         for detection in answer.pred:
@@ -91,34 +92,40 @@ def to_coco(
                     f"{answer.sample_id}: {detection.desc!r} has no score, and average precision needs one; "
                     "score with the model (coordexp predict does), or give all the same score: --constant-score 1.0"
                 )
-            if detection.desc not in category_ids:
-                continue
             shape = coco_shape(detection, answer)
             if iou_type == "bbox":
                 shape = {"bbox": shape["bbox"]}
             elif iou_type == "segm":
                 from pycocotools import mask as coco_mask
 
-                (mask,) = coco_mask.frPyObjects(shape["segmentation"], answer.height, answer.width)
+                (mask,) = coco_mask.frPyObjects(shape["segmentation"], image.height, image.width)
                 shape = {"segmentation": {"size": mask["size"], "counts": mask["counts"].decode("ascii")}}
             elif detection.kind == "bbox_2d":
                 del shape["segmentation"]
-            result = {"image_id": image_id, "category_id": category_ids[detection.desc], "score": score}
+            result = {"image_id": image_id, "category_id": numbers[detection.desc], "score": score}
             results.append(result | shape)
-    by_id = sorted(category_ids.items(), key=lambda item: item[1])
-    categories = [{"id": number, "name": name} for name, number in by_id]
+    used = (obj.desc for answer in answers for obj in (*(answer.gt or ()), *answer.pred))
+    categories = [{"id": number, "name": name} for number, name in numbers.names(used).items()]
     return CocoData({"images": images, "annotations": annotations, "categories": categories}, results)
 
 
 def write_coco(
-    answers: Sequence[ImageAnswer], folder: Path, constant_score: float | None, segm: bool = False
+    answers: Sequence[ImageAnswer],
+    folder: Path,
+    constant_score: float | None,
+    segm: bool = False,
+    classes: Sequence[str] = (),
 ) -> list[Path]:
     """``coco_ground_truth.json``, ``coco_results_bbox.json`` and with ``segm`` ``coco_results_segm.json``, as other
-    tools read them."""
-    boxes = to_coco(answers, "bbox", constant_score)
+    tools read them. ``classes``: the class list; annotated names that it lacks follow it. Empty: as for
+    :func:`to_coco`."""
+    annotated = {obj.desc for answer in answers for obj in answer.gt or ()}
+    listed = (*classes, *sorted(annotated.difference(classes)))
+    numbers = ClassNumbers.of_list(listed, 1) if classes else None
+    boxes = to_coco(answers, "bbox", constant_score, numbers)
     contents: dict[str, object] = {"ground_truth": boxes.ground_truth, "results_bbox": boxes.results}
     if segm:
-        contents["results_segm"] = to_coco(answers, "segm", constant_score).results
+        contents["results_segm"] = to_coco(answers, "segm", constant_score, numbers).results
     paths = [folder / f"coco_{name}.json" for name in contents]
     for path, content in zip(paths, contents.values(), strict=True):
         path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -126,10 +133,10 @@ def write_coco(
 
 
 def coco_shape(obj: GTObject | Detection, answer: ImageAnswer) -> dict[str, Any]:
-    """``bbox`` (x, y, width, height), ``segmentation`` and ``area`` of an object of ``answer`` in pixels; thinner sides
-    become half a bin wide."""
+    """``bbox`` (x, y, width, height), ``segmentation`` and ``area`` of an object of ``answer`` in pixels of the user's
+    image; thinner sides become half a bin wide."""
     x1, y1, x2, y2 = aabb(obj)
-    width, height, rule = answer.width, answer.height, answer.bin_rule
+    width, height, rule = answer.users_image.width, answer.users_image.height, answer.bin_rule
     x, y = to_pixel(x1, width, rule), to_pixel(y1, height, rule)
     w, h = to_pixel(max(x2 - x1, _THINNEST), width, rule), to_pixel(max(y2 - y1, _THINNEST), height, rule)
     if obj.kind == "bbox_2d":

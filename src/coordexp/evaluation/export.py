@@ -1,7 +1,8 @@
 """Predictions and datasets as COCO, YOLO, VOC, LabelMe, CSV or DOTA, in pixels of the user's original images.
 
 Images that a converter resized are written with the size and file name of their source, unless they are placed next to
-the annotations. Names keep the numbers of the user's own classes; other names get the next numbers, with a note.
+the annotations. Classes have the numbers of the user's own list, or of the checkpoint's
+(:mod:`coordexp.data.class_list`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
 
+from coordexp.checkpoints.card import read_card
+from coordexp.data.class_list import ClassNumbers, class_list
 from coordexp.data.find_images import match_names, with_slashes
 from coordexp.data.images import image_bytes
+from coordexp.data.jsonl import read_jsonl
 from coordexp.data.polygons import smallest_rectangle
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage, original_image
@@ -29,10 +33,12 @@ _COMPLETION = "completion"  # key of a record's metadata, which coordexp.inferen
 
 @dataclass(frozen=True, slots=True)
 class UsersTerms:
-    """Numbers from the user's own files: of names (None: without such a file), and of images by file name."""
+    """Numbers from the user's own files: of names (None: without such a file), and of images by file name.
+    ``classes``: the class list of the checkpoint, by which names are numbered otherwise; empty if it has none."""
 
     names: Mapping[str, int] | None = None
     images: Mapping[str, int] = field(default_factory=dict)
+    classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +123,17 @@ def place_images(answers: Sequence[ImageAnswer], folder: Path) -> tuple[list[Ima
     return placed, missing
 
 
-def _number(names: Iterable[str], terms: UsersTerms, first: int) -> tuple[dict[str, int], list[str]]:
-    # Numbers by name: the user's, then other names in alphabetical order; and a note that lists the latter.
-    number = dict(terms.names or {})
-    further = sorted(set(names) - set(number))
-    for name in further:
-        number[name] = max([first - 1, *number.values()]) + 1
-    if not further or terms.names is None:
-        return number, []
-    listed = ", ".join(f"{name!r} = {number[name]}" for name in further[:8]) + (", …" if len(further) > 8 else "")
-    return number, [f"{len(further)} predicted names are not among the given ones; they get the next ids: {listed}"]
+def _numbers(used: Sequence[str], terms: UsersTerms, first: int) -> tuple[ClassNumbers, list[str]]:
+    # By the user's file, else by the class list; without one by the names that occur here, with a note.
+    if terms.names is None and not terms.classes:
+        note = "there is no class list, so these numbers hold for these images alone; name a list with --classes"
+        return ClassNumbers.of_list(sorted(set(used)), first), [note] if used else []
+    if terms.names is not None:
+        numbers = ClassNumbers.given(terms.names, first)
+    else:
+        numbers = ClassNumbers.of_list(terms.classes, first)
+    note = numbers.note(used)
+    return numbers, [] if note is None else [note]
 
 
 def export_coco(
@@ -135,7 +142,7 @@ def export_coco(
     """COCO's ``results.json``, and ``dataset.json``: images, categories, and annotations where they are known.
     ``completed`` is written into the field ``completion`` of these objects' annotations."""
     known = [obj.desc for answer in answers for obj in (*(answer.gt or ()), *answer.pred)]
-    number, notes = _number(known, terms, 1)
+    numbers, notes = _numbers(known, terms, 1)
     next_id = max(terms.images.values(), default=0) + 1
     in_originals, image_ids, num_unknown = [], [], 0
     with_paths = _with_paths(answers, "")
@@ -153,10 +160,10 @@ def export_coco(
         if image_id is None:
             image_id, num_unknown = next_id + num_unknown, num_unknown + 1
         image_ids.append(image_id)
-        in_originals.append(replace(answer, image=original.file, width=original.width, height=original.height))
+        in_originals.append(replace(answer, original=original))
     if terms.images and num_unknown:
         notes.append(f"{num_unknown} images are not among the given annotations; they get the next numbers")
-    data = to_coco(in_originals, None, 1.0, number, image_ids)
+    data = to_coco(in_originals, None, 1.0, numbers, image_ids)
     for entry in (*data.ground_truth["annotations"], *data.results):
         entry |= {"bbox": [round(value, 3) for value in entry["bbox"]], "area": round(entry["area"], 3)}
         if "segmentation" in entry:
@@ -183,7 +190,8 @@ def export_yolo(
     """``labels/NAME.txt`` (``class cx cy w h`` or ``class x y x y …``; shares of a side), and ``data.yaml`` with the
     names. ``scores`` appends each object's score, which trackers read and trainers refuse. ``rotated``: every object is
     a rotated box, ``class x1 y1 x2 y2 x3 y3 x4 y4``."""
-    number, notes = _number((obj.desc for answer in answers for obj in answer.pred), terms, 0)
+    used = [obj.desc for answer in answers for obj in answer.pred]
+    numbers, notes = _numbers(used, terms, 0)
     files, num_rectangles = [], 0
     for answer, original, name in _with_paths(answers, ".txt"):
         lines = []
@@ -199,10 +207,10 @@ def export_yolo(
                 values += [(x2 - x1) / original.width, (y2 - y1) / original.height]
             if scores:
                 values.append(1.0 if detection.score is None else detection.score)
-            lines.append(" ".join([str(number[detection.desc]), *(f"{value:.6f}" for value in values)]) + "\n")
+            lines.append(" ".join([str(numbers[detection.desc]), *(f"{value:.6f}" for value in values)]) + "\n")
         files.append(_write(out / "labels" / name, "".join(lines)))
-    by_number = sorted(number.items(), key=lambda item: item[1])
-    named = "".join(f"  {k}: {json.dumps(name, ensure_ascii=False)}\n" for name, k in by_number)
+    by_number = numbers.names(used).items()
+    named = "".join(f"  {k}: {json.dumps(name, ensure_ascii=False)}\n" for k, name in by_number)
     files.append(_write(out / "data.yaml", f"path: .\ntrain: images\nval: images\nnames:\n{named}"))
     return Exported(files, [*notes, *_rectangles(num_rectangles)])
 
@@ -336,7 +344,7 @@ def _with_paths(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[Image
     taken: set[Path] = set()
     result = []
     for number, answer in enumerate(answers):
-        original = answer.original or OriginalImage(answer.image, answer.width, answer.height)
+        original = answer.users_image
         name = PurePosixPath(original.file)
         if answer.original is None:
             given = PurePosixPath(answer.sample_id)
@@ -362,14 +370,21 @@ def _write_json(path: Path, content: object) -> Path:
 
 
 def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
-    """Numbers of a COCO file's categories and images; or of names, one a line from 0, or ``names`` of a ``data.yaml``.
-    Raises DataError for a file that cannot be read, or has none."""
+    """Numbers of a COCO file's categories and images; or a class list: names, one a line, those of a ``data.yaml``, of
+    a dataset, or of a checkpoint's folder. Raises DataError or CheckpointError for a file without any."""
     import yaml
 
     path = annotations or classes
     if path is None:
         return UsersTerms()
-    wanted = "class names, one a line, or names of a data.yaml"
+    if path.is_dir():
+        listed = read_card(path).classes
+        if not listed:
+            raise DataError("the checkpoint has no class list; name a file with one", path=path)
+        return UsersTerms(classes=listed)
+    if path.suffix == ".jsonl":
+        return UsersTerms(classes=class_list(read_jsonl(path)))
+    wanted = "class names, one a line, names of a data.yaml, a dataset, or a checkpoint's folder"
     if annotations is not None:
         wanted = "COCO annotations with images and categories"
     try:
@@ -388,4 +403,6 @@ def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
         raise DataError(f"cannot be read: {error!r}; expected {wanted}", path=path) from error
     if not ids:
         raise DataError(f"is empty; expected {wanted}", path=path)
-    return UsersTerms(ids)
+    in_order = sorted(ids, key=lambda name: ids[name])
+    is_list = [ids[name] for name in in_order] == list(range(len(ids)))
+    return UsersTerms(classes=tuple(in_order)) if is_list else UsersTerms(ids)

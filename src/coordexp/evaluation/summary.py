@@ -18,7 +18,7 @@ from rich.text import Text
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.data.files import read_json
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import PREDICTIONS, ImageAnswer, write_answers
+from coordexp.evaluation.answers import CLASS_LIST, METRICS, PREDICTIONS, ImageAnswer, write_answers
 from coordexp.evaluation.coco import AREAS, RECALLS_R, THRESHOLDS_T, average_precision, coco_shape, write_coco
 from coordexp.evaluation.confidence import Reliability, Threshold, best_thresholds, reliability
 from coordexp.evaluation.detection import (
@@ -36,7 +36,7 @@ from coordexp.printable import printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-METRICS, BY_CLASS, BY_DENSITY = "metrics.json", "per_class.csv", "per_density.csv"
+BY_CLASS, BY_DENSITY = "per_class.csv", "per_density.csv"
 
 
 COUNTS_ONLY = EvalDetectionConfig(metrics="f1ish")
@@ -204,11 +204,14 @@ def write_summary(
     answers: Sequence[ImageAnswer],
     about: Mapping[str, object],
     options: EvalDetectionConfig,
+    classes: Sequence[str] = (),
 ) -> list[Path]:
-    """The figures as JSON, CSV and pictures, the answers as JSONL and as COCO's files. Returns the paths."""
+    """The figures as JSON, CSV and pictures, the answers as JSONL and as COCO's files. ``classes``: the class list of
+    the checkpoint that answered, empty if it has none. Returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         **about,
+        CLASS_LIST: list(classes),
         "metrics": summary.figures,
         "notes": list(summary.notes),
         "by_class": [asdict(row) for row in summary.by_class],
@@ -226,7 +229,7 @@ def write_summary(
     paths = [folder / METRICS, folder / BY_CLASS, folder / BY_DENSITY, folder / PREDICTIONS]
     with_coco = options.metrics != "f1ish"
     if with_coco:
-        paths += write_coco(answers, folder, options.fixed_score, options.use_segm)
+        paths += write_coco(answers, folder, options.fixed_score, options.use_segm, classes)
     return paths + save_plots(answers, folder, coco=with_coco, constant_score=options.fixed_score)
 
 

@@ -14,6 +14,7 @@ from typing import Any, overload
 import numpy as np
 from PIL import Image
 
+from coordexp.data.class_list import ClassNumbers
 from coordexp.data.images import open_rgb
 from coordexp.errors import DataError, require
 from coordexp.evaluation.answers import ImageAnswer
@@ -175,13 +176,20 @@ class Detections:
     def to_coco(self, image_id: int = 1, category_ids: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
         """Results in COCO's format: ``bbox`` as x, y, width, height in pixels, and ``segmentation`` of polygons.
 
-        ``category_ids`` by name; None numbers :attr:`classes` from 1. Other names get the next numbers in order of
-        appearance. Every result has its ``category_name`` too.
+        ``category_ids`` by name; None numbers :attr:`classes` from 1. All other names share the next number. Every
+        result has its ``category_name`` too.
+
+        Raises:
+            DataError: neither the checkpoint nor the caller gives a class list.
         """
-        number = dict(category_ids or {name: k for k, name in enumerate(self.classes, start=1)})
-        for name in self.names:
-            number.setdefault(name, max(number.values(), default=0) + 1)
-        results = to_coco([self.answer], None, 1.0, number, [image_id]).results
+        if category_ids is None and not self.classes and self.objects:
+            raise DataError(
+                "the checkpoint has no class list, so category ids would differ by image; give category_ids={…}"
+            )
+        numbers = ClassNumbers.of_list(self.classes, 1)
+        if category_ids is not None:
+            numbers = ClassNumbers.given(category_ids, 1)
+        results = to_coco([self.answer], None, 1.0, numbers, [image_id]).results
         for result, name in zip(results, self.names, strict=True):
             result["category_name"] = name
             del result["area"]
@@ -203,7 +211,7 @@ class Detections:
         if not listed:
             raise DataError("the checkpoint has no class list, so class ids would differ by image; give classes=[…]")
         supervision = require("supervision", "Detections.to_supervision()")
-        number = {name: k for k, name in enumerate(listed)}
+        numbers = ClassNumbers.of_list(listed, 0)
         masks_NHW = None
         if any(self.polygons) if masks is None else masks:
             from pycocotools import mask as coco_mask
@@ -218,7 +226,7 @@ class Detections:
             xyxy=self.boxes,
             mask=masks_NHW,
             confidence=np.nan_to_num(self.confidences, nan=1.0),
-            class_id=np.array([number.get(name, len(listed)) for name in self.names], dtype=int),
+            class_id=np.array([numbers[name] for name in self.names], dtype=int),
             data={"class_name": np.array(self.names, dtype=str)},
         )
 
@@ -239,7 +247,7 @@ def as_detections(answer: ImageAnswer, image: Image.Image | None = None, classes
         truncated=answer.truncated,
         dropped=answer.dropped,
         text=answer.text,
-        answer=answer,
+        answer=replace(answer, original=None),  # pixels are those of the given image
         image=image,
         classes=tuple(classes),
     )

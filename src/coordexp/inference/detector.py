@@ -94,7 +94,8 @@ class Detector:
         config = with_several_answers(inference_config(model, options), answers)
         check_device(device, backend)
         check_backend(config.rollout_matching, bool(classes))
-        allowed = check_classes(classes)
+        allowed = check_classes(classes, model)
+        self._model = model
         self._seed = seed
         self._answers = answers
         self._scores = scores
@@ -104,8 +105,8 @@ class Detector:
             self._session: InferenceSession | None = self._open.enter_context(
                 open_session(config, Path(model), allowed, device)
             )
-        self.classes: tuple[str, ...] = allowed or self._session.classes
-        """The names whose positions are class ids: allowed ones, or else those of the checkpoint's training data."""
+        self.classes: tuple[str, ...] = self._session.classes or allowed
+        """The names whose positions are class ids: those of the checkpoint's training data, or else allowed ones."""
 
     @overload
     def predict(
@@ -166,7 +167,7 @@ class Detector:
         if prompt is not None:
             session = replace(session, encoder=replace(session.encoder, prompt=prompt))
         if classes is not None:
-            session = replace(session, backend=session.limited_to(check_classes(classes)))
+            session = replace(session, backend=session.limited_to(check_classes(classes, self._model)))
         names = self.classes or tuple(classes or ())
         single = not isinstance(images, str | Path) and is_image(images)
         with tempfile.TemporaryDirectory(prefix="coordexp-") as folder:

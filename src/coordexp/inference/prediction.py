@@ -22,6 +22,7 @@ from coordexp.checkpoints.run_folder import fingerprint
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.schema import AnswerConfig
+from coordexp.data.class_list import check_known
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.files import append_line, write_atomically
@@ -31,7 +32,10 @@ from coordexp.data.progress_bar import reporting
 from coordexp.engine import check_backend
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import (
+    CLASS_LIST,
+    METRICS,
     PREDICTIONS,
+    SETTINGS,
     ImageAnswer,
     Renaming,
     answer_batches,
@@ -44,11 +48,11 @@ from coordexp.evaluation.coco import write_coco
 from coordexp.evaluation.confidence import at_least, calibrated, fit
 from coordexp.evaluation.drawing import save_drawings
 from coordexp.evaluation.several_answers import merge_all, side_by_side
-from coordexp.evaluation.summary import METRICS, Summary, check_replaced, summarise, write_summary
+from coordexp.evaluation.summary import Summary, check_replaced, summarise, write_summary
 from coordexp.inference.session import checked_model, open_session, size_note, with_several_answers
 from coordexp.records import ImageRecord, read_lines
 
-SETTINGS, DRAWINGS = "prediction.json", "images"
+DRAWINGS = "images"
 Score = Literal["token_probability", "confidence"] | float
 
 
@@ -110,9 +114,12 @@ def run_prediction(
     records = images.records
     path = checked_model(config, model)
     card = read_card(path)
+    check_known(classes, card.classes, path)
     calibration = card.calibration if score == "token_probability" else None
     _note(console, images, card.preparation)
     settings = _settings(config, path, sources, score, classes, card.preparation, calibration, answers)
+    listed = card.classes or tuple(classes)
+    settings[CLASS_LIST] = list(listed)
     distributed.join(use_cpu=config.use_cpu)
     with distributed.raise_on_all_ranks("coordexp predict"):
         if distributed.is_main():
@@ -155,7 +162,7 @@ def run_prediction(
     if min_confidence is not None:
         whole, left_out = at_least(whole, min_confidence)
     has_polygons = any(obj.kind == "poly" for answer in whole for obj in answer.pred)
-    files += write_coco(whole, output, None, segm=has_polygons)
+    files += write_coco(whole, output, None, segm=has_polygons, classes=listed)
     if save_images:
         files += save_drawings(whole, output / DRAWINGS)
     return PredictionResult(len(records), resumed, tuple(files), images.skipped, tuple(whole), left_out)
@@ -330,6 +337,8 @@ def run_evaluation(
         raise ConfigError("calibrate: a calibration is fitted to single answers; leave out answers")
     path, rename = Path(model or config.model.model), rename or Renaming()
     config = with_own_template(config, path)
+    listed = read_card(path).classes
+    check_known(classes, listed, path)
     folder = output or evaluation_folder(config.training.output_dir, path)
     source = data or config.custom.val_jsonl
     about = {
@@ -365,7 +374,7 @@ def run_evaluation(
     merged = merge_all(single, answers)
     summary = summarise(merged, options, rename.note(written, single), with_confidences=True)
     if distributed.is_main():
-        files += write_summary(folder, summary, merged, about, options)
+        files += write_summary(folder, summary, merged, about, options, listed or tuple(classes))
     return EvaluationResult(summary, tuple(merged), jsonl, folder / METRICS, tuple(files), by_answers)
 
 

@@ -152,17 +152,16 @@ def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence
     return config.model_copy(update={"rollout_matching": rollout.model_copy(update={"decoding": decoding})})
 
 
-def read_classes(given: str | None) -> tuple[str, ...]:
+def read_classes(given: str | None, model: str | Path) -> tuple[str, ...]:
     """The labels of ``--classes``: names between commas, a text file with one name a line, or all labels of a JSONL;
-    empty for None. Raises ConfigError for no name or one that no dataset may contain, DataError for an unreadable
-    file."""
+    empty for None. Raises ConfigError as :func:`check_classes`, or for no name; DataError for an unreadable file."""
     if given is None:
         return ()
     path = Path(given)
     if not path.is_file():
         if path.suffix in (".txt", ".jsonl"):
             raise DataError("not found; --classes takes names between commas, a .txt or a .jsonl", path=path)
-        return check_classes(given.split(","))
+        return check_classes(given.split(","), model)
     if path.suffix == ".jsonl":
         from coordexp.data.jsonl import read_jsonl
 
@@ -172,23 +171,27 @@ def read_classes(given: str | None) -> tuple[str, ...]:
             lines = path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot be read: {error}", path=path) from error
-    names = check_classes([line for line in lines if line.strip()])
+    names = check_classes([line for line in lines if line.strip()], model)
     if not names:
         raise DataError("has no name; without --classes any is allowed", path=path)
     return names
 
 
-def check_classes(names: Sequence[str]) -> tuple[str, ...]:
-    """The names as a dataset would contain them, each once. Raises ConfigError for one that no dataset may contain, or
-    for a single text instead of a list."""
+def check_classes(names: Sequence[str], model: str | Path) -> tuple[str, ...]:
+    """The names as a dataset would contain them, each once. Raises ConfigError for one that no dataset may contain or
+    that is not in the class list of ``model``, or for a single text instead of a list."""
+    from coordexp.data.class_list import check_known
     from coordexp.data.jsonl import clean_desc
 
     if isinstance(names, str):
         raise ConfigError(f"classes is the text {names!r}; give a list of names")
     try:
-        return tuple(dict.fromkeys(clean_desc(name) for name in names))
+        cleaned = tuple(dict.fromkeys(clean_desc(name) for name in names))
     except ValueError as error:
         raise ConfigError(f"a class name is refused: {error}") from error
+    if cleaned:
+        check_known(cleaned, read_card(model).classes, model)
+    return cleaned
 
 
 def check_device(device: str | None, backend: Backend) -> None:

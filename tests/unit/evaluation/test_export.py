@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from coordexp.data import read_jsonl
+from coordexp.data.class_list import OTHER_NAMES
 from coordexp.data.convert import (
     ImageOptions,
     convert_coco,
@@ -69,7 +70,7 @@ def test_coco_keeps_the_users_ids_names_and_sizes(export: Any, tmp_path: Path) -
             "categories": [{"id": 17, "name": "cat"}, {"id": 18, "name": "dog"}], "annotations": []}  # fmt: skip
     (tmp_path / "instances.json").write_text(json.dumps(mine), encoding="utf-8")
     shown = export("coco", "--annotations", tmp_path / "instances.json")
-    assert "1 predicted names" in shown.out and "'kite' = 19" in shown.out
+    assert "1 objects of 1 names outside of the class list share number 19" in shown.out and "'kite' (1)" in shown.out
     assert "1 images are not among the given annotations" in shown.out
     cat, kite, dog = read(tmp_path / "out" / "results.json")
     assert (cat["image_id"], cat["category_id"], cat["score"]) == (901, 17, 0.75)
@@ -78,7 +79,7 @@ def test_coco_keeps_the_users_ids_names_and_sizes(export: Any, tmp_path: Path) -
     assert (dog["image_id"], dog["category_id"], dog["score"]) == (902, 18, 1.0)
     dataset = read(tmp_path / "out" / "dataset.json")
     assert dataset["images"][0] == {"id": 901, "file_name": "in/a.png", "width": 300, "height": 200}
-    assert {c["name"]: c["id"] for c in dataset["categories"]} == {"cat": 17, "dog": 18, "kite": 19}
+    assert {c["name"]: c["id"] for c in dataset["categories"]} == {"cat": 17, "dog": 18, OTHER_NAMES: 19}
     assert [a["category_id"] for a in dataset["annotations"]] == [17]
 
 
@@ -135,7 +136,7 @@ def test_yolo_keeps_the_users_numbers(export: Any, tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("dog\n\ncat\n", encoding="utf-8")
     shown = export("yolo", "--classes", tmp_path / "classes.txt", "--scores")
     lines = (tmp_path / "out" / "labels" / "in" / "a.txt").read_text().splitlines()
-    assert [line.split()[0] for line in lines] == ["2", "3"] and "'kite' = 3" in shown.out
+    assert [line.split()[0] for line in lines] == ["2", "3"] and "share number 3" in shown.out
     assert float(lines[0].split()[-1]) == 0.75 and len(lines[0].split()) == 6
     (tmp_path / "data.yaml").write_text("names: {4: dog, 9: cat}\n", encoding="utf-8")
     export("yolo", "--classes", tmp_path / "data.yaml", "--overwrite")

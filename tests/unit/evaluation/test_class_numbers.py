@@ -1,0 +1,208 @@
+"""A class has the same number for every folder, by every door: its position in the class list."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+from coordexp.checkpoints.card import UNTRAINED, read_card, write_card
+from coordexp.data.class_list import OTHER_NAMES, ClassNumbers, check_known
+from coordexp.data.jsonl import write_jsonl
+from coordexp.errors import ConfigError, DataError
+from coordexp.evaluation.answers import Detection, ImageAnswer, class_list_of, write_answers
+from coordexp.evaluation.coco import to_coco
+from coordexp.evaluation.summary import WITH_OWN_SCORES, summarise, write_summary
+from coordexp.inference.detections import as_detections
+from coordexp.inference.session import check_classes, read_classes
+from coordexp.records import GTObject, ImageRecord
+from support.cli_runs import run_cli
+
+BOX = (100, 100, 900, 900)
+LIST = ("ant", "bee", "cow", "dog")
+
+
+def saved(folder: Path, *names: str, annotated: bool = False) -> Path:
+    """Predictions as ``coordexp predict`` leaves them, of one object of each name, by a checkpoint with LIST."""
+    folder.mkdir(parents=True)
+    Image.new("RGB", (50, 40)).save(folder / "a.png")
+    found = tuple(Detection(name, "bbox_2d", BOX, 0.5, 0.5) for name in names)
+    gt = tuple(GTObject(name, "bbox_2d", BOX) for name in names) if annotated else None
+    write_answers([ImageAnswer("a.png", str(folder / "a.png"), 50, 40, gt, found)], folder / "predictions.jsonl")
+    (folder / "prediction.json").write_text(json.dumps({"class_list": list(LIST)}))
+    return folder
+
+
+def yolo_numbers(
+    capsys: pytest.CaptureFixture[str], source: Path, *options: object
+) -> tuple[dict[int, str], list[str]]:
+    out = source.parent / f"yolo of {source.stem}"
+    done = run_cli(capsys, "export", "yolo", source, "--out", out, *options)
+    assert done.code == 0, done.err
+    labels = [line.split()[0] for path in sorted(out.rglob("*.txt")) for line in path.read_text().splitlines()]
+    return yaml.safe_load((out / "data.yaml").read_text())["names"], labels
+
+
+def coco_numbers(capsys: pytest.CaptureFixture[str], source: Path, *options: object) -> list[int]:
+    out = source.parent / f"coco of {source.stem}"
+    done = run_cli(capsys, "export", "coco", source, "--out", out, *options)
+    assert done.code == 0, done.err
+    names = {one["id"]: one["name"] for one in json.loads((out / "dataset.json").read_text())["categories"]}
+    assert [names[number] for number in (1, 2, 3, 4)] == list(LIST)
+    return [one["category_id"] for one in json.loads((out / "results.json").read_text())]
+
+
+@pytest.mark.parametrize(("names", "numbers"), [(("dog",), [3]), (("cow", "ant"), [2, 0]), (("bee", "bee"), [1, 1])])
+def test_exports_number_by_the_checkpoints_list(
+    names: tuple[str, ...], numbers: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved(tmp_path / "run", *names)
+    listed, labels = yolo_numbers(capsys, source)
+    assert listed == dict(enumerate(LIST)) and labels == [str(number) for number in numbers]
+    assert coco_numbers(capsys, source) == [number + 1 for number in numbers]
+    detections = replace(as_detections(ImageAnswer("a", "a", 9, 9, None, tuple(
+        Detection(name, "bbox_2d", BOX, 0.5) for name in names)), None, LIST))  # fmt: skip
+    assert [one["category_id"] for one in detections.to_coco()] == [number + 1 for number in numbers]
+
+
+def test_all_names_outside_of_the_list_share_the_next_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved(tmp_path / "run", "yak", "ant", "gnu", "yak")
+    listed, labels = yolo_numbers(capsys, source)
+    assert listed == {**dict(enumerate(LIST)), 4: OTHER_NAMES} and labels == ["4", "0", "4", "4"]
+    assert coco_numbers(capsys, source) == [5, 1, 5, 5]
+    done = run_cli(capsys, "export", "yolo", source, "--out", tmp_path / "again")
+    assert "3 objects of 2 names outside of the class list share number 4" in done.out and "'yak' (2)" in done.out
+
+
+def test_a_users_list_replaces_the_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path / "run", "cow", "dog")
+    mine = tmp_path / "mine.txt"
+    mine.write_text("dog\ncow\n")
+    model = tmp_path / "model"
+    model.mkdir()
+    write_card(replace(UNTRAINED, classes=("cow", "dog")), model)
+    assert yolo_numbers(capsys, source, "--classes", mine) == ({0: "dog", 1: "cow"}, ["1", "0"])
+    assert yolo_numbers(capsys, source, "--classes", model, "--overwrite") == ({0: "cow", 1: "dog"}, ["0", "1"])
+    refused = run_cli(capsys, "export", "voc", source, "--out", tmp_path / "v", "--classes", mine)
+    assert refused.code == 2 and "--classes has no use here" in refused.err
+
+
+def test_without_any_list_the_numbers_are_said_to_hold_for_these_images_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved(tmp_path / "run", "cow", "bee")
+    (source / "prediction.json").unlink()
+    done = run_cli(capsys, "export", "yolo", source, "--out", tmp_path / "y")
+    assert "there is no class list, so these numbers hold for these images alone" in done.out
+    with pytest.raises(DataError, match="no class list"):
+        as_detections(ImageAnswer("a", "a", 9, 9, None, (Detection("cow", "bbox_2d", BOX, 0.5),))).to_coco()
+
+
+def test_a_split_of_a_dataset_is_numbered_by_the_split_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("RGB", (50, 40)).save(tmp_path / "a.png")
+    for name, descs in (("train", LIST), ("val", ("cow",))):
+        objects = tuple(GTObject(desc, "bbox_2d", BOX) for desc in descs)
+        write_jsonl([ImageRecord(name, tmp_path / "a.png", 50, 40, objects)], tmp_path / f"{name}.jsonl")
+    assert yolo_numbers(capsys, tmp_path / "val.jsonl", "--classes", tmp_path / "train.jsonl") == (
+        dict(enumerate(LIST)), ["2"]
+    )  # fmt: skip
+    assert yolo_numbers(capsys, tmp_path / "train.jsonl")[1] == ["0", "1", "2", "3"]
+
+
+def test_an_evaluation_keeps_the_list_for_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path / "run", "dog", "yak", annotated=True)
+    done = run_cli(capsys, "evaluate", source, "--out", tmp_path / "figures")
+    assert done.code == 0, done.err
+    truth = json.loads((tmp_path / "figures" / "coco_ground_truth.json").read_text())
+    assert [one["name"] for one in truth["categories"]] == [*LIST, "yak"], "annotated names follow the list"
+    assert [one["category_id"] for one in truth["annotations"]] == [4, 5]
+    assert class_list_of(tmp_path / "figures") == LIST
+
+
+def test_numbers_of_a_list_with_gaps_are_kept() -> None:
+    numbers = ClassNumbers.given({"dog": 9, "cat": 4}, 0)
+    assert (numbers["dog"], numbers["cat"], numbers["x"]) == (9, 4, 10)
+    assert numbers.names(["dog"]) == {4: "cat", 9: "dog"} and numbers.note(["cat"]) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [("red circel", "red circle"), ("Red circle", "red circle"), ("yelow triangle", "yellow triangle")],
+)
+def test_a_misspelt_class_is_refused_with_the_nearest(given: str, near: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    write_card(replace(UNTRAINED, classes=("red circle", "yellow triangle")), model)
+    for ask in (
+        lambda: check_classes(["red circle", given], model),
+        lambda: read_classes(f"red circle,{given}", model),
+    ):
+        with pytest.raises(ConfigError, match=rf"classes: '{given}' is not a class of .*; did you mean '{near}'\?"):
+            ask()
+    assert check_classes(["yellow triangle"], model) == ("yellow triangle",)
+    write_card(replace(read_card(model), classes=()), model)
+    assert check_classes([given], model) == (given,), "a checkpoint without a list knows no names"
+
+
+def test_every_command_refuses_a_misspelt_class_before_torch_is_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from coordexp.data.files import asset
+    from coordexp.data.scenes import SPARSE, write_scenes
+
+    demo, data = asset("checkpoints/demo-stage1"), write_scenes(tmp_path, 1, SPARSE, 1)
+    for command in (("predict", data), ("evaluate", "--data", data)):
+        refused = run_cli(capsys, *command, "--model", demo, "--classes", "red circel", "--out", tmp_path / "out")
+        assert refused.code == 2 and "did you mean 'red circle'" in refused.err and not (tmp_path / "out").exists()
+
+
+def test_far_names_are_listed_without_a_guess() -> None:
+    with pytest.raises(ConfigError, match=r"'zebra' is not a class of M\nits classes are: ant, bee") as refused:
+        check_known(["zebra"], ("ant", "bee"), "M")
+    assert "did you mean" not in str(refused.value)
+
+
+# -- sizes: in pixels of the user's image -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("original", "expected"),
+    [(None, "AP_small"), ((600, 600), "AP_medium"), ((2240, 2240), "AP_large")],
+)
+def test_sizes_are_measured_in_the_users_pixels(
+    original: tuple[int, int] | None, expected: str, tmp_path: Path
+) -> None:
+    """An object of 0.1 of a side: 22 pixels of the copy that the model saw."""
+    from coordexp.data.preparation import OriginalImage
+
+    box = (100, 100, 200, 200)
+    users = None if original is None else OriginalImage("photo.jpg", *original)
+    gt, found = (GTObject("cat", "bbox_2d", box),), (Detection("cat", "bbox_2d", box, 0.9, 0.9),)
+    answer = ImageAnswer("a", "copy.png", 224, 224, gt, found, original=users, bin_rule="pixel_edges")
+    summary = summarise([answer])
+    assert {name for name in summary.figures if name.startswith("AP_")} == {expected}
+    (image,) = to_coco([answer]).ground_truth["images"]
+    assert (image["file_name"], image["width"]) == (
+        ("copy.png", 224) if original is None else ("photo.jpg", original[0])
+    )
+    write_summary(tmp_path, summary, [answer], {}, WITH_OWN_SCORES)
+    (annotation,) = json.loads((tmp_path / "coco_ground_truth.json").read_text())["annotations"]
+    side = 224 if users is None else users.width
+    assert annotation["bbox"][2] == pytest.approx(side * 100 / 999)
+
+
+@pytest.mark.parametrize(("width", "size"), [(224, "small"), (600, "medium"), (2240, "large")])
+def test_a_dataset_loses_annotations_by_their_size_in_the_users_image(width: int, size: str) -> None:
+    from coordexp.data.subset import object_size
+
+    obj = GTObject("cat", "bbox_2d", (100, 100, 200, 200))
+    source = {"source": {"file": "photo.jpg", "width": width, "height": width}}
+    assert object_size(obj, ImageRecord("a", Path("copy.png"), 224, 224, (obj,), source)) == size
