@@ -105,7 +105,8 @@ def check_command(
         if not check.errors:
             noted = sum(check.counts().values())
             notes = f"; {noted} finding{'s' * (noted != 1)} above to look at" if noted else ""
-            console.print(f"sound: training accepts {check.path}{notes}", soft_wrap=True)
+            how = "" if deep else "; of images, headers only were read: --deep decodes them"
+            console.print(f"sound: training accepts {check.path}{notes}{how}", soft_wrap=True)
     if check.errors:
         first = next(problem for problem in check.problems if problem.finding in ERRORS)
         count = f"{check.errors} finding{'s' * (check.errors != 1)}"

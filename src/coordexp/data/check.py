@@ -29,8 +29,10 @@ from coordexp.data.images import (
 from coordexp.data.jsonl import NO_RECORDS, RefusedLine, numbered_lines, parse_line
 from coordexp.data.polygons import shape_area
 from coordexp.errors import DataError
+from coordexp.geometry import pixel_box
 from coordexp.records import NUM_BINS, ImageRecord
 
+_FIRST_PIXEL = 1.7  # in pixels: a share of 1, and half a bin of a large photo
 DENSITY_EDGES = (0, 1, 2, 3, 5, 10, 20, 50, 100)
 
 
@@ -48,7 +50,9 @@ class Finding(StrEnum):
     TOO_LONG = "too_long"  # prompt and answer exceed global_max_length
     ROUND_TRIP = "round_trip"  # objects → text → tokens → objects gives others
     NO_OBJECTS = "no_objects"  # in the whole dataset
+    SHARES_LOOKING = "shares_looking"  # all objects are in the first pixel: shares that were read as pixels
     # worth a look
+    SUBPIXEL = "subpixel"  # smaller than a pixel of the image
     DEGENERATE = "degenerate"  # a shape without area on the norm1000 grid
     DUPLICATE_OBJECT = "duplicate_object"  # same description and shape twice in an image
     DUPLICATE_IMAGE = "duplicate_image"  # one image file in several records, or the same bytes in several files
@@ -60,7 +64,7 @@ class Finding(StrEnum):
 ERRORS = frozenset({
     Finding.SCHEMA, Finding.XYWH_LOOKING, Finding.OUT_OF_RANGE, Finding.MISSING_IMAGE, Finding.UNREADABLE_IMAGE,
     Finding.SIZE_MISMATCH, Finding.EXTREME_SHAPE, Finding.TOO_LONG, Finding.ROUND_TRIP,
-    Finding.NO_OBJECTS,
+    Finding.NO_OBJECTS, Finding.SHARES_LOOKING,
 })  # fmt: skip
 
 
@@ -142,6 +146,7 @@ def check_jsonl(
         raise DataError(NO_RECORDS, path=path)
     digests: defaultdict[bytes, list[str]] = defaultdict(list)
     paths: defaultdict[Path, list[str]] = defaultdict(list)
+    outside_first_pixel = False
     with _open_cache() as cache:
         for done, (number, text) in enumerate(lines, start=1):
             check.lines += 1
@@ -172,8 +177,13 @@ def check_jsonl(
             seen: set[tuple[str, str, tuple[int, ...]]] = set()
             for index, obj in enumerate(record.objects):
                 shown = f"objects[{index}] {obj.desc!r} {obj.kind} {list(obj.bins)}"
+                x1, y1, x2, y2 = pixel_box(obj, record.width, record.height, record.bin_rule)
                 if shape_area(obj.kind, obj.bins) == 0:
                     check.add(Finding.DEGENERATE, record.sample_id, shown)
+                elif max(x2 - x1, y2 - y1) < 1:
+                    size = f"{x2 - x1:.2g}x{y2 - y1:.2g} pixels of {record.width}x{record.height}"
+                    check.add(Finding.SUBPIXEL, record.sample_id, f"{shown}: {size}")
+                outside_first_pixel |= max(x2, y2) > _FIRST_PIXEL
                 identity = obj.desc, obj.kind, obj.bins
                 if identity in seen:
                     check.add(Finding.DUPLICATE_OBJECT, record.sample_id, shown)
@@ -193,6 +203,12 @@ def check_jsonl(
                 check.add(Finding.DUPLICATE_IMAGE, records[-1], detail)
     if limit is None and check.records and not any(record.objects for record in check.records):
         check.add(Finding.NO_OBJECTS, path.name, f"no object in {len(check.records)} images")
+    elif not outside_first_pixel and check.counts()[Finding.SUBPIXEL]:
+        count = sum(len(record.objects) for record in check.records)
+        detail = (
+            f"all {count} objects are within the first pixel of their image, as shares are that were read as pixels"
+        )
+        check.add(Finding.SHARES_LOOKING, path.name, detail)
     _compare_spellings(check)
     report = path.with_name(f"{path.stem}.conversion_report.json")  # only it lists what the conversion left out
     if not report.is_file():

@@ -70,7 +70,7 @@ def test_spellings_of_one_class_are_found(tmp_path: Path) -> None:
 
 
 def test_a_valid_dataset_has_no_findings(tmp_path: Path) -> None:
-    assert check(tmp_path, line(BOX, {"desc": "leaf", "poly": [1, 1, 9, 1, 9, 9]})) == []
+    assert check(tmp_path, line(BOX, {"desc": "leaf", "poly": [1, 1, 90, 1, 90, 90]})) == []
 
 
 def test_soft_objects_are_counted(tmp_path: Path) -> None:
@@ -187,3 +187,22 @@ def test_a_damaged_store_is_named(read: list[str], tmp_path: Path) -> None:
     store.write_bytes(b"no database" * 1000)
     with pytest.raises(DataError, match=store.name):
         check_jsonl(path)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "found"),
+    [
+        ([[0, 0, 1, 1], [0, 0, 1, 2]], [Finding.SUBPIXEL, Finding.SUBPIXEL, Finding.SHARES_LOOKING]),
+        ([[0, 0, 1, 1], [100, 100, 500, 500]], [Finding.SUBPIXEL]),
+        ([[100, 100, 101, 500]], []),
+        ([[100, 100, 102, 102]], []),
+    ],
+)
+def test_objects_below_a_pixel_are_found(boxes: list[list[int]], found: list[Finding], tmp_path: Path) -> None:
+    """At 640 x 480, as a converter leaves shares that it read as pixels."""
+    paint(tmp_path / "a.png", (640, 480))
+    objects = [{"desc": "crack", "bbox_2d": box} for box in boxes]
+    fields = {"images": ["a.png"], "width": 640, "height": 480, "objects": objects}
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({**fields, "metadata": {"bin_rule": "pixel_edges"}}) + "\n")
+    assert [problem.finding for problem in check_jsonl(path).problems] == found

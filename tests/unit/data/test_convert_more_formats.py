@@ -58,11 +58,12 @@ GOOD = "0 0.5 0.5 0.5 0.5\n"
         (GOOD + "0 0.1 0.1 0.9 0.1 0.9 0.9 0.5", [CAT_BOX], {"malformed_geometry": 1}),
         (GOOD + "cat 0.5 0.5 0.5 0.5", [CAT_BOX], {"malformed_geometry": 1}),
         (GOOD + "0 0.5 nan 0.5 0.5", [CAT_BOX], {"malformed_geometry": 1}),
-        (GOOD + "0 20 12 20 12", [CAT_BOX], {"malformed_geometry": 1}),  # pixels
+        (GOOD + "0 20 12 20 12", [CAT_BOX], {"other_unit": 1}),  # pixels
     ],
 )
 def test_yolo_lines(tmp_path: Path, label: str | None, objects: list[GTObject], skipped: dict[str, int]) -> None:
-    report = convert_yolo(yolo(tmp_path / "in", label), tmp_path / "out", options=SMALL)
+    unlabelled = "empty" if label is None else None
+    report = convert_yolo(yolo(tmp_path / "in", label), tmp_path / "out", unlabelled=unlabelled, options=SMALL)
     assert objects_of(report) == tuple(objects)
     assert report.skipped == skipped
     assert [problem.reason for problem in report.problems if problem.reason in skipped] == list(skipped)

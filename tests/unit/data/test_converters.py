@@ -161,7 +161,7 @@ def test_an_image_already_on_the_grid_is_copied_byte_for_byte(tmp_path: Path) ->
 
 def test_other_formats_become_png_under_different_names(tmp_path: Path) -> None:
     images = [{"id": at, "file_name": name, "width": 40, "height": 24} for at, name in enumerate(["a.bmp", "a.png"])]
-    path = coco(tmp_path, [], images)
+    path = coco(tmp_path, [{"image_id": at, "bbox": [1, 1, 9, 9]} for at in (0, 1)], images)
     paint(tmp_path / "images" / "a.bmp")
     Image.new("RGBA", (40, 24), (0, 0, 0, 0)).save(tmp_path / "images" / "a.png")
     report = convert_coco(path, tmp_path / "images", tmp_path / "out", options=SMALL)
@@ -197,7 +197,8 @@ def test_a_wrong_size_is_reported(tmp_path: Path, size: Any, where: str, reason:
 
 def test_an_output_folder_that_would_overwrite_the_source_is_refused(tmp_path: Path) -> None:
     paint(tmp_path / "images" / "instances" / "a.jpg", (41, 25))
-    path = coco(tmp_path, [], [{"id": 1, "file_name": "a.jpg", "width": 41, "height": 25}])
+    image = {"id": 1, "file_name": "a.jpg", "width": 41, "height": 25}
+    path = coco(tmp_path, [{"image_id": 1, "bbox": [1, 1, 9, 9]}], [image])
     before = (tmp_path / "images" / "instances" / "a.jpg").read_bytes()
     with pytest.raises(DataError, match="out_dir"):
         convert_coco(path, tmp_path / "images" / "instances", tmp_path)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from coordexp.data.convert.numbers import Meaning, check_numbers, read_object
 from coordexp.data.convert.shapes import CONVERTED, ConversionReport, LeftOut, Note, SkipReason, SourceImage, quantise
 from coordexp.data.dataset_cache import PREPARED
 from coordexp.data.files import write_atomically
@@ -99,7 +100,7 @@ def _prepare_image(source: SourceImage, target: Path, options: ImageOptions) -> 
 
 def _write_image(source: SourceImage, path: Path, target: Path, options: ImageOptions) -> _PreparedImage:
     header = read_header(path)
-    upright, notes = _orient(source.declared_size, header)
+    upright, notes = _orient(source, header)
     frame = source.declared_size or header.size
     width, height = size = header.size if upright else header.stored_size
     if options.rule is not None:
@@ -124,9 +125,10 @@ def _write_image(source: SourceImage, path: Path, target: Path, options: ImageOp
     return _PreparedImage(target, (width, height), frame, notes)
 
 
-def _orient(declared: tuple[int, int] | None, header: ImageHeader) -> tuple[bool, Notes]:
+def _orient(source: SourceImage, header: ImageHeader) -> tuple[bool, Notes]:
     # Whether the image is turned upright first, by the size in its annotation.
-    real, shown = header.size, f"{header.size[0]}x{header.size[1]}"
+    declared, real = source.declared_size, header.size
+    shown = f"{header.size[0]}x{header.size[1]}"
     # A half turn, a mirror image or a square photo: its size is the same either way.
     turned = (
         Note.EXIF_APPLIED,
@@ -134,7 +136,8 @@ def _orient(declared: tuple[int, int] | None, header: ImageHeader) -> tuple[bool
     )
     if declared is None:
         missing = (Note.SIZE_MISSING, f"annotation gives no size; took the image's {shown}")
-        return True, (missing,) if header.orientation == 1 else (missing, turned)
+        notes = () if source.sizeless else (missing,)
+        return True, notes if header.orientation == 1 else (*notes, turned)
     if declared == real:
         return True, (turned,) if header.orientation != 1 and header.stored_size == real else ()
     stated = f"annotation says {declared[0]}x{declared[1]}, image is {shown}"
@@ -146,13 +149,17 @@ def _orient(declared: tuple[int, int] | None, header: ImageHeader) -> tuple[bool
     raise LeftOut(SkipReason.SIZE_MISMATCH, f"{stated}: another shape")
 
 
-def assemble(sources: Sequence[SourceImage], report: ConversionReport, options: ImageOptions) -> ConversionReport:
-    """Prepare images, quantise objects, write the JSONL (in the order of ``sources``) and the report next to it.
+def assemble(
+    sources: Sequence[SourceImage], report: ConversionReport, options: ImageOptions, meaning: Meaning
+) -> ConversionReport:
+    """Read the shapes' numbers by ``meaning``, prepare images, quantise objects, write the JSONL (in the order of
+    ``sources``) and the report next to it.
 
     Images that lost all their objects are left out, unless ``options`` keep them. If the conversion fails, the images
     and folders that it made are removed; the report stays, except after an error in writing. Raises DataError if no
     image or none of the objects can be used, an image would overwrite its source, or the dataset exists and
     ``options`` do not allow to replace it."""
+    check_numbers(sources, meaning)
     out_dir = report.jsonl.parent
     if out_dir.exists() and not out_dir.is_dir():
         raise DataError("is a file; name a folder with --out", path=out_dir)
@@ -171,14 +178,14 @@ def assemble(sources: Sequence[SourceImage], report: ConversionReport, options: 
             raise DataError("the converted image would overwrite its source; choose another out_dir", path=source.path)
         if target in targets:
             detail = f"{source.file} is annotated by {targets[target].annotation} already"
-            report.skip_image(SkipReason.DUPLICATE_IMAGE, source.annotation, detail, len(source.objects))
+            report.skip_image(SkipReason.DUPLICATE_IMAGE, source.annotation, detail, len(source.objects()))
         else:
             targets[target] = source
     new = [target for target in targets if not target.exists()] if images_dir.exists() else list(targets)
     new_folders = [folder for folder in (out_dir, *out_dir.parents) if not folder.exists()]
     had_report = report.path.exists()
     try:
-        records = _prepare_records(targets, report, options)
+        records = _prepare_records(targets, report, options, meaning)
         report.images = len(records)
         report.objects = sum(len(record.objects) for record in records)
         report.objects_by_desc.update(obj.desc for record in records for obj in record.objects)
@@ -201,7 +208,7 @@ def assemble(sources: Sequence[SourceImage], report: ConversionReport, options: 
 
 
 def _prepare_records(
-    targets: Mapping[Path, SourceImage], report: ConversionReport, options: ImageOptions
+    targets: Mapping[Path, SourceImage], report: ConversionReport, options: ImageOptions, meaning: Meaning
 ) -> list[ImageRecord]:
     records: list[ImageRecord] = []
     pool = ThreadPoolExecutor(options.workers)
@@ -211,16 +218,17 @@ def _prepare_records(
             if options.progress is not None:
                 options.progress(done, len(targets))
             if isinstance(prepared, LeftOut):
-                report.skip_image(prepared.reason, source.annotation, str(prepared), len(source.objects))
+                report.skip_image(prepared.reason, source.annotation, str(prepared), len(source.objects()))
                 continue
             for note, detail in prepared.notes:
                 report.note(note, source.annotation, None, detail)
             objects: list[GTObject] = []
-            for obj in source.objects:
+            for parts in source.objects():
                 try:
+                    obj = read_object(parts, prepared.frame, meaning, source.annotation, report)
                     quantised = quantise(obj, prepared.frame, source.annotation, report, options.max_vertices)
                 except LeftOut as reason:
-                    report.skip_object(reason.reason, source.annotation, obj.index, str(reason))
+                    report.skip_object(reason.reason, source.annotation, parts[0].index, str(reason))
                     continue
                 if quantised in objects:
                     detail = f"{quantised.desc} {quantised.kind} {list(quantised.bins)} is a duplicate; both are kept"

@@ -15,26 +15,27 @@ import numpy as np
 from pycocotools import mask as coco_mask
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
+from coordexp.data.convert.numbers import Meaning, refuse_unlabelled
 from coordexp.data.convert.shapes import (
     BoxFields,
     ConversionReport,
-    CornerCheck,
     Crowds,
     InstanceGeometry,
     LeftOut,
     Note,
     SkipReason,
     SourceImage,
-    SourceObject,
+    SourceShape,
     check_choice,
     check_folder,
     declared_size,
     finite_numbers,
+    shape_of,
 )
 from coordexp.data.files import read_json
 from coordexp.data.find_images import FoundImage, ImageFolder, unsafe_file_name, with_slashes
 from coordexp.data.images import open_rgb
-from coordexp.data.polygons import shape_area, signed_ring_area
+from coordexp.data.polygons import signed_ring_area
 from coordexp.errors import DataError
 
 ROBOFLOW = "_annotations.coco.json"
@@ -108,7 +109,7 @@ def convert_panoptic(
     if geometry == "poly":
         check_folder(segments, "folder of the segments' PNGs (--segments)")
     report = ConversionReport(Path(out_dir) / f"{options.name or file.stem}.jsonl")
-    regions = [c.get("id") for c in content["categories"] if isinstance(c, dict) and c.get("isthing") == 0]
+    regions = [_id_of(c, "id") for c in content["categories"] if isinstance(c, dict) and c.get("isthing") == 0]
     annotations: list[dict[str, Any]] = []
     for index, annotation in enumerate(content["annotations"]):
         infos = annotation.get("segments_info") if isinstance(annotation, dict) else None
@@ -116,7 +117,7 @@ def convert_panoptic(
             raise DataError(f"annotations[{index}] has no segments_info; expected a COCO panoptic file", path=file)
         kept = []
         for at, info in enumerate(infos):
-            if not stuff and isinstance(info, dict) and info.get("category_id") in regions:
+            if not stuff and isinstance(info, dict) and _id_of(info, "category_id") in regions:
                 report.objects_seen += 1
                 report.skip_object(SkipReason.STUFF, file.name, at, f"annotations[{index}]: a region, no instance")
             else:
@@ -171,32 +172,34 @@ def _convert(
     boxes: BoxFields,
     options: ImageOptions,
 ) -> ConversionReport:
-    descs: dict[Any, str] = {}
+    descs: dict[str, str] = {}
     for index, category in enumerate(coco["categories"]):
-        if not isinstance(category, dict) or not isinstance(category.get("id"), int | str):
+        category_id = _id_of(category, "id")
+        if category_id is None:
             raise DataError(f"categories[{index}] has no id; expected {{'id': 1, 'name': 'cat'}}", path=file)
-        if category["id"] in descs:
-            detail = f"categories[{index}]: the id {category['id']!r} is used twice, so objects are ambiguous"
+        if category_id in descs:
+            detail = f"categories[{index}]: the id {category_id} is used twice, so objects are ambiguous"
             raise DataError(detail, path=file)
         desc = category.get("name")
-        descs[category["id"]] = desc if isinstance(desc, str) else ""
+        descs[category_id] = desc if isinstance(desc, str) else ""
     # File name and declared size by id. Objects find their image by id, so one that is used twice is fatal.
-    listed: dict[Any, tuple[str, str, tuple[int, int] | None]] = {}
+    listed: dict[str, tuple[str, str, tuple[int, int] | None]] = {}
     for index, image in enumerate(coco["images"]):
         report.images_seen += 1
         where = f"images[{index}]"
-        if not isinstance(image, dict) or not isinstance(image.get("id"), int | str):
+        image_id = _id_of(image, "id")
+        if image_id is None:
             report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"{where} has no id")
             continue
-        if image["id"] in listed:
-            detail = f"{where}: the id {image['id']!r} is used twice; objects cannot be assigned to images"
+        if image_id in listed:
+            detail = f"{where}: the id {image_id} is used twice; objects cannot be assigned to images"
             raise DataError(detail, path=file)
         given = image.get("file_name")
         if not isinstance(given, str) or not given.strip():
             report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"{where} has no file_name")
             continue
-        listed[image["id"]] = where, given, declared_size(image.get("width"), image.get("height"))
-    usable: dict[Any, tuple[FoundImage, tuple[int, int] | None]] = {}
+        listed[image_id] = where, given, declared_size(image.get("width"), image.get("height"))
+    usable: dict[str, tuple[FoundImage, tuple[int, int] | None]] = {}
     seen: set[Path] = set()
     images = ImageFolder(images_dir)
     report.pass_over(images.listing)
@@ -212,67 +215,72 @@ def _convert(
             report.note_found(found, file.name)
             seen.add(found.path)
             usable[image_id] = found, size
-    objects: dict[Any, list[SourceObject]] = defaultdict(list)
-    num_annotated: Counter[Any] = Counter()
-    corners = CornerCheck()
+    there = sum(found.there for found, _ in usable.values())
+    if there and not coco["annotations"] and not options.keep_emptied:
+        cure = "give the file with the objects (image_info_*.json has none); --keep-emptied reads them as such images"
+        refuse_unlabelled(there, "has an annotation", file, cure)
+    objects: dict[str, list[SourceShape]] = defaultdict(list)
+    num_annotated: Counter[str] = Counter()
     for index, annotation in enumerate(coco["annotations"]):
-        image = annotation.get("image_id") if isinstance(annotation, dict) else None
-        known = isinstance(image, int | str) and image in usable
-        shown = usable[image][0].name if known else file.name
+        entry = annotation if isinstance(annotation, dict) else {}
+        image = _id_of(entry, "image_id")
+        shown = usable[image][0].name if image in usable else file.name
         with report.reading_object(shown, index):
-            if not known:
-                raise LeftOut(SkipReason.UNKNOWN_IMAGE, f"no usable image has the id {image!r}")
+            if image is None or image not in usable:
+                raise LeftOut(SkipReason.UNKNOWN_IMAGE, f"no usable image has the id {entry.get('image_id')!r}")
             num_annotated[image] += 1
-            category = annotation.get("category_id")
-            if not isinstance(category, int | str) or category not in descs:
-                raise LeftOut(SkipReason.UNKNOWN_CATEGORY, f"category_id {category!r} is not in categories")
-            desc, is_crowd = descs[category], bool(annotation.get("iscrowd"))
+            category = _id_of(annotation, "category_id")
+            if category is None or category not in descs:
+                raise LeftOut(
+                    SkipReason.UNKNOWN_CATEGORY, f"category_id {annotation.get('category_id')!r} is not in categories"
+                )
+            desc, is_crowd = descs[category], annotation.get("iscrowd") not in (None, False, 0, "", "0", "false", "0.0")
             if is_crowd and crowds == "leave_out":
                 raise LeftOut(SkipReason.CROWD, f"{desc}: iscrowd marks a group, not an object")
             if geometry == "bbox":
-                box = finite_numbers(annotation.get("bbox"))
-                if box is None or len(box) != 4:
-                    detail = f"{desc}: bbox is {annotation.get('bbox')!r}, not [x, y, width, height]"
-                    raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
-                x, y, width, height = box
-                read = box if boxes == "xyxy" else (x, y, x + width, y + height)
-                if boxes == "auto" and (size := usable[image][1]) is not None:
-                    corners.add(box, read, size)
-                objects[image].append(SourceObject(index, desc, "bbox_2d", read))
+                box = annotation.get("bbox")
+                has_ring = not box and annotation.get("segmentation")
+                given = f"bbox is {box!r}" + (", beside a segmentation: --geometry poly reads that" if has_ring else "")
+                objects[image].append(shape_of(index, desc, "size", box, given))
             else:
-                ring, parts, is_traced = _largest_part(annotation.get("segmentation"), desc, usable[image][1])
-                objects[image].append(SourceObject(index, desc, "poly", ring))
-                if is_traced:
-                    report.note(Note.MASK_TRACED, shown, index, f"{desc}: {len(ring) // 2} vertices along its mask")
-                if parts > 1:
-                    report.note(Note.MULTIPART_POLYGON, shown, index, f"{desc}: kept the largest of {parts} parts")
+                objects[image] += _parts(index, annotation.get("segmentation"), desc, usable[image][1], report, shown)
             if is_crowd:
                 report.note(Note.CROWD_KEPT, shown, index, f"{desc}: a group, kept as one object")
-    corners.refuse(file, "[x, y, width, height]")
     sources = [
-        SourceImage(
-            found.name, found.name, found.path, size, tuple(objects[image]), num_annotated[image], problem=found.problem
-        )
+        SourceImage(found.name, found.name, found.path, size, tuple(objects[image]), num_annotated[image],
+                    problem=found.problem)
         for image, (found, size) in usable.items()
-    ]
-    return assemble(sorted(sources, key=lambda source: source.file), report, options)
+    ]  # fmt: skip
+    meaning = Meaning(file, boxes=boxes)
+    return assemble(sorted(sources, key=lambda source: source.file), report, options, meaning)
 
 
-def _largest_part(segmentation: Any, desc: str, size: tuple[int, int] | None) -> tuple[tuple[float, ...], int, bool]:
-    # The largest polygon, the number of parts, and whether it is the outline of a run-length mask.
+def _id_of(entry: Any, key: str) -> str | None:
+    # Ids compare as text: some tools write numbers as text, or whole numbers as 1.0.
+    value = entry.get(key) if isinstance(entry, dict) else None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value) if isinstance(value, int | str) and not isinstance(value, bool) else None
+
+
+def _parts(
+    index: int, segmentation: Any, desc: str, size: tuple[int, int] | None, report: ConversionReport, file: str
+) -> list[SourceShape]:
+    # The polygons of an object, or the outline of the largest part of its run-length mask.
     if isinstance(segmentation, dict):
         try:
-            return *outline(decode_runs(segmentation, size)), True
+            ring, parts = outline(decode_runs(segmentation, size))
         except ValueError as error:
             raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: run-length mask: {error}") from error
+        report.note(Note.MASK_TRACED, file, index, f"{desc}: {len(ring) // 2} vertices along its mask")
+        if parts > 1:
+            report.note(Note.MULTIPART_POLYGON, file, index, f"{desc}: kept the largest of {parts} parts")
+        return [shape_of(index, desc, "ring", ring)]
     if not isinstance(segmentation, list) or not segmentation:
         raise LeftOut(SkipReason.NO_SEGMENTATION, f"{desc}: no segmentation")
-    rings = [finite_numbers(part) for part in segmentation]
-    sound = [ring for ring in rings if ring is not None and len(ring) >= 6 and len(ring) % 2 == 0]
-    if len(sound) != len(rings):
-        detail = f"{desc}: expected polygons [x, y, …] of at least 3 points, got {str(segmentation)[:80]}"
-        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
-    return max(sound, key=lambda ring: shape_area("poly", ring)), len(sound), False
+    if finite_numbers(segmentation) is not None:  # a polygon without the list around it, as VIA exports it
+        segmentation = [segmentation]
+    return [shape_of(index, desc, "ring", part, segmentation, part_of=index) for part in segmentation]
 
 
 def decode_runs(segmentation: dict[str, Any], size: tuple[int, int] | None) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ def read_table(path: Path, columns: str | Mapping[str, str] | None, with_name: b
     text = read_text(path)
     first = text.split("\n", 1)[0]
     separator = max(",;\t", key=first.count)
-    header, *rows = csv.reader(text.splitlines(), delimiter=separator) if text.strip() else [[]]
+    header, *rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator) if text.strip() else [[]]
     rows = [row for row in rows if any(cell.strip() for cell in row)]
     found = _Header(path, header, rows)
     given = found.given(columns)

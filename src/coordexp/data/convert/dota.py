@@ -6,22 +6,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
+from coordexp.data.convert.numbers import Meaning
 from coordexp.data.convert.shapes import (
     ConversionReport,
     LeftOut,
     ShapeGeometry,
     SkipReason,
     SourceImage,
-    SourceObject,
+    SourceShape,
     check_choice,
     check_folder,
-    finite_numbers,
     number,
-    polygon_object,
+    shape_of,
 )
 from coordexp.data.files import read_text
 from coordexp.data.find_images import ImageFolder, list_files
-from coordexp.data.images import size_of_image
 from coordexp.errors import DataError
 
 _HEAD = ("imagesource:", "gsd:")  # lines of DOTA's own files before the objects
@@ -71,21 +70,22 @@ def convert_dota(
         report.images_seen += 1
         report.note_found(found, path.name)
         unlabelled.pop(found.path, None)
-        objects: list[SourceObject] = []
+        objects: list[SourceShape] = []
         lines = [line for line in read_text(path).splitlines() if line.strip() and not line.lower().startswith(_HEAD)]
         for index, line in enumerate(lines):
             with report.reading_object(path.name, index):
-                objects.append(_read_line(index, line, skip_difficult, geometry))
-        size = size_of_image(found.path)
+                objects.append(_read_line(index, line, skip_difficult))
         file = found.name if found.there else path.name
         sources.append(
-            SourceImage(file, path.name, found.path, size, tuple(objects), len(lines), problem=found.problem)
+            SourceImage(
+                file, path.name, found.path, None, tuple(objects), len(lines), problem=found.problem, sizeless=True
+            )
         )
     for image in unlabelled:
         report.images_seen += 1
         label = labels / image.relative_to(place).with_suffix(".txt")
         report.skip_image(SkipReason.MISSING_ANNOTATION, image.name, f"no file {label}")
-    return assemble(sources, report, options)
+    return assemble(sources, report, options, Meaning(labels, geometry=geometry))
 
 
 def _labels_folder(root: Path) -> Path:
@@ -98,15 +98,14 @@ def _labels_folder(root: Path) -> Path:
     return named[0] if named else root
 
 
-def _read_line(index: int, line: str, skip_difficult: bool, geometry: ShapeGeometry) -> SourceObject:
+def _read_line(index: int, line: str, skip_difficult: bool) -> SourceShape:
     parts = line.split()
-    corners = finite_numbers([number(text) for text in parts[:8]])
-    if corners is None or len(parts) < 9:
+    has_mark = len(parts) > 9 and parts[-1].isdecimal()
+    desc = " ".join(parts[8:-1] if has_mark else parts[8:])
+    if len(parts) < 9:
         raise LeftOut(
             SkipReason.MALFORMED_GEOMETRY, f"{line[:80]!r}: expected 'x1 y1 x2 y2 x3 y3 x4 y4 class difficult'"
         )
-    has_mark = len(parts) > 9 and parts[-1].isdecimal()
-    desc = " ".join(parts[8:-1] if has_mark else parts[8:])
     if has_mark and skip_difficult and parts[-1] != "0":
         raise LeftOut(SkipReason.DIFFICULT, f"{desc}: difficult {parts[-1]}")
-    return polygon_object(index, desc, corners, geometry)
+    return shape_of(index, desc, "ring", [number(text) for text in parts[:8]], parts[:8])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
+from coordexp.data.convert.numbers import Meaning
 from coordexp.data.convert.shapes import (
     ConversionReport,
     Crowds,
@@ -18,15 +19,14 @@ from coordexp.data.convert.shapes import (
     Problem,
     SkipReason,
     SourceImage,
-    SourceObject,
+    SourceShape,
     check_choice,
     check_folder,
-    finite_numbers,
     number,
+    shape_of,
 )
 from coordexp.data.files import read_text
 from coordexp.data.find_images import ImageFolder
-from coordexp.data.images import size_of_image
 from coordexp.errors import DataError
 
 IMAGE_LABELS = "image_labels"  # key of a record's metadata: classes that people verified, in lists present and absent
@@ -36,7 +36,7 @@ _LABELS = ("ImageID", "LabelName", "Confidence")
 
 @dataclass
 class _Image:
-    objects: list[SourceObject] = field(default_factory=list)
+    objects: list[SourceShape] = field(default_factory=list)
     num_annotated: int = 0
     boxed: set[str] = field(default_factory=set)
     present: set[str] = field(default_factory=set)
@@ -71,7 +71,6 @@ def convert_openimages(
     check_folder(folder, "images folder")
     names = _read_classes(_class_descriptions(path) if classes is None else Path(classes))
     searched = ImageFolder(folder)
-    sizes: dict[str, tuple[int, int] | None] = {}
     report = ConversionReport(Path(out_dir) / f"{options.name or path.stem}.jsonl")
     report.pass_over(searched.listing)
     ids = sorted({image.stem for image in searched.images})
@@ -87,12 +86,11 @@ def convert_openimages(
         if name not in images:
             report.note_found(found[name], path.name)
             images[name] = _Image()
-            sizes[name] = size_of_image(files[name])
         image = images[name]
         image.num_annotated += 1
         image.boxed.add(row["LabelName"])
         with report.reading_object(files[name].name, line):
-            image.objects.append(_box(line, row, names, sizes[name] or (1, 1), crowds))
+            image.objects.append(_box(line, row, names, crowds))
     only_labelled = _read_labels(Path(labels), names, images, files, report) if labels is not None else set()
     report.images_seen = len(images) + len(elsewhere) + len(only_labelled)
     if elsewhere:
@@ -118,10 +116,17 @@ def convert_openimages(
                 report.note(Note.UNBOXED_CLASS, file, None, f"seen by people, without a box: {', '.join(unboxed)}")
         sources.append(
             SourceImage(
-                file, file, files[name], sizes[name], tuple(image.objects), image.num_annotated, metadata=metadata
+                file,
+                file,
+                files[name],
+                None,
+                tuple(image.objects),
+                image.num_annotated,
+                sizeless=True,
+                metadata=metadata,
             )
         )
-    return assemble(sources, report, options)
+    return assemble(sources, report, options, Meaning(path, "shares"))
 
 
 def _rows(path: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
@@ -141,17 +146,14 @@ def _rows(path: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, dict[str, 
         raise DataError(f"cannot be read: {error}", path=path) from error
 
 
-def _box(line: int, row: dict[str, str], names: dict[str, str], size: tuple[int, int], crowds: Crowds) -> SourceObject:
+def _box(line: int, row: dict[str, str], names: dict[str, str], crowds: Crowds) -> SourceShape:
     desc = names.get(row["LabelName"])
     if desc is None:
         raise LeftOut(SkipReason.UNKNOWN_CATEGORY, f"class {row['LabelName']} has no description")
     if row.get("IsGroupOf", "").strip() == "1" and crowds == "leave_out":
         raise LeftOut(SkipReason.CROWD, f"{desc}: the box of a group")
     texts = [row[side] for side in ("XMin", "YMin", "XMax", "YMax")]
-    box = finite_numbers([number(text) for text in texts])
-    if box is None or max(map(abs, box)) > 2:  # a little beyond 1 is an object at the edge
-        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: {texts}; expected shares of the image, 0..1")
-    return SourceObject(line, desc, "bbox_2d", tuple(value * size[at % 2] for at, value in enumerate(box)))
+    return shape_of(line, desc, "corners", [number(text) for text in texts], texts)
 
 
 def _class_descriptions(table: Path) -> Path:

@@ -11,13 +11,14 @@ import base64
 import math
 import posixpath
 import xml.etree.ElementTree as ET
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
+from coordexp.data.convert.numbers import Meaning, bounds
 from coordexp.data.convert.shapes import (
     REPORT_SUFFIX,
     ConversionReport,
@@ -26,16 +27,15 @@ from coordexp.data.convert.shapes import (
     ShapeGeometry,
     SkipReason,
     SourceImage,
-    SourceObject,
-    bounds,
-    box_object,
+    SourceShape,
+    by_object,
     check_choice,
     check_folder,
     declared_size,
-    ellipse_object,
     finite_numbers,
+    flat,
     number,
-    polygon_object,
+    shape_of,
 )
 from coordexp.data.files import read_json, read_text, read_xml
 from coordexp.data.find_images import (
@@ -126,7 +126,7 @@ def convert_voc(
         named = with_slashes(_text(tree, "filename"))
         if named and xmls[stem].stem not in (PurePosixPath(named).name, PurePosixPath(named).stem):
             report.note(Note.FILENAME_MISMATCH, shown, None, f"<filename> is {named!r}; used {found.path.name!r}")
-        objects: list[SourceObject] = []
+        objects: list[SourceShape] = []
         nodes = tree.findall("object")
         for index, node in enumerate(nodes):
             with report.reading_object(shown, index):
@@ -134,7 +134,7 @@ def convert_voc(
         size = declared_size(*(number(_text(tree, f"size/{side}")) for side in ("width", "height")))
         problem = found.problem or f"no image of one of the names {', '.join(names)} in {image_dir}"
         sources.append(SourceImage(found.name, shown, found.path, size, tuple(objects), len(nodes), problem=problem))
-    return assemble(sources, report, options)
+    return assemble(sources, report, options, Meaning(xml_dir))
 
 
 def _find_folders(
@@ -239,17 +239,25 @@ def _stem_of(line: str, xmls: Collection[str]) -> str:
     return without if f"{dot}{suffix.lower()}" in SEEN_SUFFIXES and without in xmls else stem
 
 
-def _read_object(index: int, node: ET.Element, one_based: bool, skip_difficult: bool) -> SourceObject:
+def _read_object(index: int, node: ET.Element, one_based: bool, skip_difficult: bool) -> SourceShape:
     desc = _text(node, "name")
+    if _text(node, "deleted") == "1":  # LabelMe's web tool keeps what was deleted
+        raise LeftOut(SkipReason.IGNORED, f"{desc} is marked deleted")
     if skip_difficult and _text(node, "difficult") == "1":
         raise LeftOut(SkipReason.DIFFICULT, f"{desc} is marked difficult")
+    if node.find("robndbox") is not None:  # roLabelImg's: centre, size and an angle in radians
+        cx, cy, w, h, angle = (number(_text(node, f"robndbox/{name}")) for name in ("cx", "cy", "w", "h", "angle"))
+        shown = f"robndbox is {[cx, cy, w, h, angle]}"
+        return shape_of(index, desc, "centre", [cx, cy, w, h], shown, turn=math.degrees(angle or 0.0))
+    points = node.findall("polygon/pt")
+    if points and node.find("bndbox") is None:  # LabelMe's web tool
+        values = [number(_text(point, axis)) for point in points for axis in "xy"]
+        return shape_of(index, desc, "ring", values)
     texts = [_text(node, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")]
-    corners = finite_numbers([number(text) for text in texts])
-    if corners is None:
-        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: bndbox is {texts}, not four numbers")
-    x1, y1, x2, y2 = corners
+    x1, y1, x2, y2 = (number(text) for text in texts)
     # Pixels x1..x2 counted from 1, both included: their edges are x1 - 1 and x2.
-    return SourceObject(index, desc, "bbox_2d", (x1 - one_based, y1 - one_based, x2, y2))
+    first = [None if value is None else value - one_based for value in (x1, y1)]
+    return shape_of(index, desc, "corners", [*first, x2, y2], f"bndbox is {texts}")
 
 
 def _text(node: ET.Element, path: str) -> str:
@@ -310,20 +318,23 @@ def convert_labelme(
     for (file, content), found in zip(contents.items(), images.find_all(wanted, hints), strict=True):
         shown = file.relative_to(folder).as_posix()
         report.note_found(found, shown)
-        objects = []
-        for index, shape in enumerate(content["shapes"]):
-            with report.reading_object(shown, index):
-                objects.append(_read_shape(index, shape, geometry))
+        objects: list[SourceShape] = []
+        groups = by_object(content["shapes"], _group_of)
+        for parts in groups:
+            with report.reading_object(shown, parts[0][0]):
+                objects += [
+                    _read_shape(index, shape, parts[0][0] if len(parts) > 1 else None) for index, shape in parts
+                ]
         size = declared_size(content.get("imageWidth"), content.get("imageHeight"))
         data = content.get("imageData")
         # A file that is no image, such as the annotation itself (LabelMe's tutorial), is not the photo either.
         is_embedded = isinstance(data, str) and bool(data) and size_of_image(found.path) is None
         # Read again when its turn comes: all images of a folder would not fit into memory.
         embedded = partial(_embedded_image, file) if is_embedded else None
-        shapes = len(content["shapes"])
-        problem = found.problem
-        sources.append(SourceImage(found.name, shown, found.path, size, tuple(objects), shapes, embedded, problem))
-    return assemble(sources, report, options)
+        sources.append(
+            SourceImage(found.name, shown, found.path, size, tuple(objects), len(groups), embedded, found.problem)
+        )
+    return assemble(sources, report, options, Meaning(folder, geometry=geometry))
 
 
 def _embedded_image(file: Path) -> bytes:
@@ -333,25 +344,30 @@ def _embedded_image(file: Path) -> bytes:
         raise DataError(f"no base64: {error}", path=file) from error
 
 
-def _read_shape(index: int, shape: Any, geometry: ShapeGeometry) -> SourceObject:
+def _group_of(shape: Any) -> Hashable:
+    # Shapes of one label and group_id are parts of one object.
+    group = shape.get("group_id") if isinstance(shape, dict) else None
+    return None if group is None else (str(shape.get("label")), str(group))
+
+
+def _read_shape(index: int, shape: Any, part_of: int | None) -> SourceShape:
     fields = shape if isinstance(shape, dict) else {}
-    kind, label = fields.get("shape_type") or "polygon", fields.get("label")
-    desc = label if isinstance(label, str) else ""
-    needed = {"polygon": 3, "rectangle": 2, "circle": 2}.get(kind) if isinstance(kind, str) else None
-    if needed is None:
+    kind, desc, points = fields.get("shape_type") or "polygon", fields.get("label"), flat(fields.get("points"))
+    desc = desc if isinstance(desc, str) else ""
+    if desc == "__ignore__":
+        raise LeftOut(SkipReason.IGNORED, "__ignore__ marks a region to leave out")
+    shown = f"{kind} with points {fields.get('points')}"
+    if kind in ("polygon", "rotation"):  # the latter is X-AnyLabeling's, four points
+        return shape_of(index, desc, "ring", points, shown, part_of=part_of)
+    if kind not in ("rectangle", "circle"):
         detail = f"{desc}: shape_type {kind!r} has no area, or is a mask; polygon, rectangle and circle are read"
         raise LeftOut(SkipReason.UNSUPPORTED_SHAPE, detail)
-    given = fields.get("points")
-    points = None
-    if isinstance(given, list) and all(isinstance(point, list) and len(point) == 2 for point in given):
-        points = finite_numbers([value for point in given for value in point])
-    if points is None or len(points) < 2 * needed or (kind != "polygon" and len(points) not in (4, 8)):
-        detail = f"{desc}: {kind} with points {str(given)[:80]}; expected [[x, y], …]"
-        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
+    numbers = finite_numbers(points)
     if kind == "rectangle":  # two corners in any order; newer versions write all four
-        return box_object(index, desc, bounds(points), geometry)
-    if kind == "circle":  # its centre, and a point on it
-        x, y, edge_x, edge_y = points[:4]
-        radius = math.hypot(edge_x - x, edge_y - y)
-        return ellipse_object(index, desc, (x, y, radius, radius), 0.0, geometry)
-    return polygon_object(index, desc, points, geometry)
+        corners = points if numbers is None or len(numbers) not in (4, 8) else list(bounds(numbers))
+        return shape_of(index, desc, "corners", corners, shown, part_of=part_of)
+    if numbers is None or len(numbers) != 4:
+        return shape_of(index, desc, "ellipse", None, shown)
+    x, y, edge_x, edge_y = numbers  # its centre, and a point on it
+    radius = math.hypot(edge_x - x, edge_y - y)
+    return shape_of(index, desc, "ellipse", [x, y, radius, radius], shown, part_of=part_of)

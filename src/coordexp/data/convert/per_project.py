@@ -6,28 +6,28 @@ from __future__ import annotations
 import math
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
+from coordexp.data.convert.numbers import Meaning
 from coordexp.data.convert.shapes import (
     ConversionReport,
     LeftOut,
+    Note,
     ShapeGeometry,
     SkipReason,
     SourceImage,
-    SourceObject,
-    box_object,
+    SourceShape,
+    by_object,
     check_choice,
     check_folder,
     declared_size,
-    ellipse_object,
-    finite_numbers,
+    flat,
     number,
-    polygon_object,
-    turned_box,
+    shape_of,
 )
 from coordexp.data.files import read_json, read_xml
 from coordexp.data.find_images import FoundImage, ImageFolder, files_below, with_slashes
@@ -76,35 +76,34 @@ def convert_cvat(
         report.images_seen += 1
         shown = found.name
         shapes = [child for child in node if child.tag != "tag"]  # a tag is about the whole image
-        objects = []
-        for index, shape in enumerate(shapes):
-            with report.reading_object(shown, index):
-                objects.append(_cvat_shape(index, shape, geometry))
+        objects, groups = [], by_object(shapes, _cvat_group)
+        for parts in groups:
+            with report.reading_object(shown, parts[0][0]):
+                part_of = parts[0][0] if len(parts) > 1 else None
+                objects += [_cvat_shape(index, shape, part_of) for index, shape in parts]
         size = declared_size(*(number(node.get(side, "")) for side in ("width", "height")))
-        sources.append(SourceImage(shown, shown, found.path, size, tuple(objects), len(shapes), problem=found.problem))
-    return assemble(sources, report, options)
+        sources.append(SourceImage(shown, shown, found.path, size, tuple(objects), len(groups), problem=found.problem))
+    return assemble(sources, report, options, Meaning(file, geometry=geometry))
 
 
-def _cvat_shape(index: int, node: ET.Element, geometry: ShapeGeometry) -> SourceObject:
+def _cvat_group(node: ET.Element) -> Hashable:
+    # A group's shapes are one object in CVAT's own exports.
+    group = node.get("group_id", "0")
+    return None if group in ("", "0") else (node.get("label"), group)
+
+
+def _cvat_shape(index: int, node: ET.Element, part_of: int | None) -> SourceShape:
     desc = node.get("label", "")
-
-    def values(*names: str) -> tuple[float, ...]:
-        texts = [node.get(name, "") for name in names]
-        numbers = finite_numbers([number(text) for text in texts])
-        if numbers is None:
-            raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: {', '.join(names)} are {texts}, not numbers")
-        return numbers
-
     turn = number(node.get("rotation", "0")) or 0.0
-    if node.tag == "box":
-        return turned_box(index, desc, values("xtl", "ytl", "xbr", "ybr"), turn, geometry)
-    if node.tag == "ellipse":
-        return ellipse_object(index, desc, values("cx", "cy", "rx", "ry"), turn, geometry)
     if node.tag == "polygon":
         text = node.get("points", "")
-        ring = finite_numbers([number(part) for part in re.split("[;,]", text)])
-        return polygon_object(index, desc, _checked_ring(ring, desc, text), geometry)
-    raise LeftOut(SkipReason.UNSUPPORTED_SHAPE, f"{desc}: a {node.tag}; boxes, polygons and ellipses are read")
+        return shape_of(index, desc, "ring", [number(part) for part in re.split("[;,]", text)], text, part_of=part_of)
+    names = {"box": ("xtl", "ytl", "xbr", "ybr"), "ellipse": ("cx", "cy", "rx", "ry")}.get(node.tag)
+    if names is None:
+        raise LeftOut(SkipReason.UNSUPPORTED_SHAPE, f"{desc}: a {node.tag}; boxes, polygons and ellipses are read")
+    texts = [node.get(name, "") for name in names]
+    form = "corners" if node.tag == "box" else "ellipse"
+    return shape_of(index, desc, form, [number(text) for text in texts], texts, turn=turn, part_of=part_of)
 
 
 def convert_labelstudio(
@@ -117,7 +116,8 @@ def convert_labelstudio(
 ) -> ConversionReport:
     """Convert Label Studio's JSON or JSON-MIN to ``out_dir/{name}.jsonl``, its images in ``out_dir/images/{name}/``.
 
-    The first annotation of a task that was not cancelled counts. Tasks without one are left out: nobody looked at them.
+    One annotation of a task counts: the one marked as ground truth, else the first that was not cancelled. Tasks
+    without one are left out: nobody looked at them.
 
     Args:
         source: the JSON, or a folder with a single one.
@@ -143,7 +143,10 @@ def convert_labelstudio(
     sources = []
     for at, found in zip(wanted, _find(file, images_dir, list(wanted.values()), report), strict=True):
         task, shown = tasks[at], found.name
-        results = _results_of(task)
+        results, num_others = _results_of(task)
+        if num_others:
+            detail = f"task {at} has {num_others} other annotations; took the ground truth, or else the first"
+            report.note(Note.SEVERAL_ANSWERS, shown, None, detail)
         if results is None:
             report.skip_image(SkipReason.UNLABELLED, shown, f"task {at} has no annotation")
             continue
@@ -164,9 +167,9 @@ def convert_labelstudio(
             for label in labels if isinstance(labels, list) else [labels]:
                 count += 1
                 with report.reading_object(shown, count - 1):
-                    objects.append(_labelstudio_shape(count - 1, str(label), kind, value, (width, height), geometry))
+                    objects.append(_labelstudio_shape(count - 1, str(label), kind, value))
         sources.append(SourceImage(shown, shown, found.path, size, tuple(objects), count, problem=found.problem))
-    return assemble(sources, report, options)
+    return assemble(sources, report, options, Meaning(file, "percent", geometry))
 
 
 def _image_link(data: dict[str, Any]) -> str | None:
@@ -181,11 +184,14 @@ def _image_link(data: dict[str, Any]) -> str | None:
     return paths.get("image") or next(iter(named), None)
 
 
-def _results_of(task: dict[str, Any]) -> list[dict[str, Any]] | None:
-    # The regions of a task, as JSON has them; None without an annotation. JSON-MIN has the values alone, by field.
+def _results_of(task: dict[str, Any]) -> tuple[list[dict[str, Any]] | None, int]:
+    # The regions of a task, as JSON has them, and the number of other annotations; None without one. JSON-MIN has the
+    # values alone, by field.
     annotations = task.get("annotations", task.get("completions"))
+    done = []
     if isinstance(annotations, list):
         done = [one for one in annotations if isinstance(one, dict) and not one.get("was_cancelled")]
+        done.sort(key=lambda one: not one.get("ground_truth"))
         found = done[0].get("result") if done else None
         results = found if isinstance(found, list) else ([] if done else None)
     else:
@@ -198,42 +204,24 @@ def _results_of(task: dict[str, Any]) -> list[dict[str, Any]] | None:
             if key.endswith("labels")
         ]
         if not results and not any(key in task for key in ("annotator", "annotation_id", "lead_time")):
-            return None
+            return None, 0
     if results is None:
-        return None
-    return [result for result in results if isinstance(result, dict) and isinstance(result.get("value"), dict)]
+        return None, 0
+    sound = [result for result in results if isinstance(result, dict) and isinstance(result.get("value"), dict)]
+    return sound, max(len(done) - 1, 0)
 
 
-def _labelstudio_shape(
-    index: int, desc: str, kind: str, value: dict[str, Any], size: tuple[Any, Any], geometry: ShapeGeometry
-) -> SourceObject:
-    sides = declared_size(*size)
-    if sides is None:
-        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: no original_width and original_height")
-    width, height = sides
-
-    def values(*names: str) -> tuple[float, ...]:
-        given = [value.get(name) for name in names]
-        numbers = finite_numbers(given)
-        if numbers is None:
-            raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: {', '.join(names)} are {given}, not numbers")
-        return tuple(v * side / 100 for v, side in zip(numbers, (width, height, width, height), strict=True))
-
-    turn = value.get("rotation") or 0.0
+def _labelstudio_shape(index: int, desc: str, kind: str, value: dict[str, Any]) -> SourceShape:
+    turn = value.get("rotation")
     turn = float(turn) if isinstance(turn, int | float) else 0.0
     if kind.startswith("rectangle"):
-        x, y, w, h = values("x", "y", "width", "height")
-        return turned_box(index, desc, (x, y, x + w, y + h), turn, geometry, about=(x, y))
+        numbers = [value.get(name) for name in ("x", "y", "width", "height")]
+        return shape_of(index, desc, "size", numbers, turn=turn, about_corner=True)
     if kind.startswith("ellipse"):
-        return ellipse_object(index, desc, values("x", "y", "radiusX", "radiusY"), turn, geometry)
+        numbers = [value.get(name) for name in ("x", "y", "radiusX", "radiusY")]
+        return shape_of(index, desc, "ellipse", numbers, turn=turn)
     if kind.startswith("polygon"):
-        points = value.get("points")
-        flat = None
-        if isinstance(points, list) and all(isinstance(point, list) and len(point) == 2 for point in points):
-            flat = [v for point in points for v in point]
-        ring = _checked_ring(finite_numbers(flat), desc, str(points))
-        shares = (width / 100, height / 100)
-        return polygon_object(index, desc, tuple(v * shares[at % 2] for at, v in enumerate(ring)), geometry)
+        return shape_of(index, desc, "ring", flat(value.get("points")), value.get("points"))
     raise LeftOut(SkipReason.UNSUPPORTED_SHAPE, f"{desc}: {kind}; rectangles, polygons and ellipses are read")
 
 
@@ -277,9 +265,12 @@ def convert_via(
         objects = []
         for index, region in enumerate(regions):
             with report.reading_object(shown, index):
-                objects.append(_via_shape(index, region, attribute, geometry))
-        sources.append(SourceImage(shown, shown, found.path, None, tuple(objects), len(regions), problem=found.problem))
-    return assemble(sources, report, options)
+                objects.append(_via_shape(index, region, attribute))
+        shapes = tuple(objects)
+        sources.append(
+            SourceImage(shown, shown, found.path, None, shapes, len(regions), problem=found.problem, sizeless=True)
+        )
+    return assemble(sources, report, options, Meaning(file, geometry=geometry))
 
 
 def _regions(entry: dict[str, Any]) -> list[dict[str, Any]]:
@@ -299,7 +290,7 @@ def _class_attribute(regions: Sequence[dict[str, Any]], file: Path) -> str:
     return usual[0] if usual else "label"
 
 
-def _via_shape(index: int, region: dict[str, Any], attribute: str, geometry: ShapeGeometry) -> SourceObject:
+def _via_shape(index: int, region: dict[str, Any], attribute: str) -> SourceShape:
     shape, attributes = (region.get(key) for key in ("shape_attributes", "region_attributes"))
     shape = shape if isinstance(shape, dict) else {}
     given = attributes.get(attribute, "") if isinstance(attributes, dict) else ""
@@ -307,28 +298,19 @@ def _via_shape(index: int, region: dict[str, Any], attribute: str, geometry: Sha
         given = next((name for name, is_on in given.items() if is_on), "")
     desc, kind = str(given), shape.get("name")
 
-    def values(*names: str) -> tuple[float, ...]:
-        numbers = finite_numbers([shape.get(name) for name in names])
-        if numbers is None:
-            raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: {kind} without numbers {', '.join(names)}")
-        return numbers
-
-    if kind == "rect":
-        x, y, width, height = values("x", "y", "width", "height")
-        return box_object(index, desc, (x, y, x + width, y + height), geometry)
-    if kind == "circle":
-        x, y, radius = values("cx", "cy", "r")
-        return ellipse_object(index, desc, (x, y, radius, radius), 0.0, geometry)
-    if kind == "ellipse":
-        turn = shape.get("theta", 0.0)
-        degrees = math.degrees(turn) if isinstance(turn, int | float) else 0.0
-        return ellipse_object(index, desc, values("cx", "cy", "rx", "ry"), degrees, geometry)
     if kind == "polygon":
         xs, ys = shape.get("all_points_x"), shape.get("all_points_y")
-        flat = None
+        points = None
         if isinstance(xs, list) and isinstance(ys, list) and len(xs) == len(ys):
-            flat = [v for point in zip(xs, ys, strict=True) for v in point]
-        return polygon_object(index, desc, _checked_ring(finite_numbers(flat), desc, str(shape)), geometry)
+            points = [list(point) for point in zip(xs, ys, strict=True)]
+        return shape_of(index, desc, "ring", flat(points), shape)
+    if kind == "rect":
+        return shape_of(index, desc, "size", [shape.get(name) for name in ("x", "y", "width", "height")], shape)
+    if kind in ("circle", "ellipse"):
+        names = ("cx", "cy", "r", "r") if kind == "circle" else ("cx", "cy", "rx", "ry")
+        theta = shape.get("theta")
+        turn = math.degrees(theta) if isinstance(theta, int | float) and kind == "ellipse" else 0.0
+        return shape_of(index, desc, "ellipse", [shape.get(name) for name in names], shape, turn=turn)
     detail = f"{desc}: {kind!r} has no area; rect, circle, ellipse and polygon are read"
     raise LeftOut(SkipReason.UNSUPPORTED_SHAPE, detail)
 
@@ -356,9 +338,3 @@ def _find(
     for one in found:
         report.note_found(one, file.name)
     return found
-
-
-def _checked_ring(ring: tuple[float, ...] | None, desc: str, given: str) -> tuple[float, ...]:
-    if ring is None or len(ring) < 6 or len(ring) % 2:
-        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: polygon {given[:80]}; expected 3 points or more")
-    return ring

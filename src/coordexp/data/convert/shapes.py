@@ -7,7 +7,7 @@ import heapq
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -43,6 +43,8 @@ class SkipReason(StrEnum):
     STUFF = "stuff"  # a region without instances: sky, road
     NO_SEGMENTATION = "no_segmentation"
     UNSUPPORTED_SHAPE = "unsupported_shape"  # a point, a line, a mask
+    OTHER_UNIT = "other_unit"  # shares of the image in a format of pixels, or the other way
+    IGNORED = "ignored"  # a region that its annotator marked to be ignored, or a deleted shape
     DIFFICULT = "difficult"  # left out on request
     UNKNOWN_CATEGORY = "unknown_category"
     UNKNOWN_IMAGE = "unknown_image"
@@ -86,6 +88,8 @@ class Note(StrEnum):
     CLIPPED = "clipped"  # reached over the image's edge
     COLLAPSED_BINS = "collapsed_bins"  # thinner than one norm1000 bin
     MULTIPART_POLYGON = "multipart_polygon"  # the largest part was kept
+    JOINED_PARTS = "joined_parts"  # one box around the parts of an object
+    SEVERAL_ANSWERS = "several_answers"  # of annotators; the detail says which was taken
     DUPLICATE_OBJECT = "duplicate_object"  # same description and shape as an earlier object of the image
     CROWD_KEPT = "crowd_kept"  # on request: a group as one object
     MASK_TRACED = "mask_traced"  # the polygon is a mask's outline
@@ -251,16 +255,48 @@ ShapeGeometry = Literal["as_annotated", "bbox", "poly"]
 Crowds = Literal["leave_out", "keep"]  # leave annotations of groups out, or keep each as one object
 # How four numbers of a box are read. "auto": as the format says, and refused if the numbers look like corners.
 BoxFields = Literal["auto", "xywh", "xyxy"]
-_LEAVING = 0.05  # share of a side by which a box reaches over the edge, as no annotator draws it
-_SUSPICIOUS, _FITTING = 0.1, 0.95  # shares of boxes that leave the image, and that fit as corners
 
 CONVERTED: BinRule = "pixel_edges"  # the rule of all converted records
 _CANVAS = 1000  # on which a simplified polygon is compared: fine enough that a lost pixel shows
 
 
+# A shape's numbers: (x1, y1, x2, y2); (x, y, width, height); the same from its centre; centre and radii; a flat ring.
+Form = Literal["corners", "size", "centre", "ellipse", "ring"]
+_EXPECTED: dict[Form, str] = {
+    "corners": "four numbers", "size": "[x, y, width, height]", "centre": "centre, width and height",
+    "ellipse": "centre and two radii", "ring": "a polygon of at least 3 points",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SourceShape:
+    """An annotated shape as its file has it: in the file's unit, not yet checked. ``index`` as in Problem.
+
+    ``turn``: degrees clockwise, about the middle, or about the corner (x1, y1). Shapes of one ``part_of`` are parts of
+    one object."""
+
+    index: int
+    desc: str
+    form: Form
+    numbers: tuple[float, ...]
+    turn: float = 0.0
+    about_corner: bool = False
+    part_of: Hashable = None
+
+
+def shape_of(index: int, desc: Any, form: Form, values: Any, shown: Any = None, **more: Any) -> SourceShape:
+    """A shape of these ``values``; ``shown``: what the file has in their place. Raises LeftOut if they are none."""
+    desc = desc if isinstance(desc, str) else ""
+    numbers = finite_numbers(list(values) if isinstance(values, tuple) else values)
+    if numbers is None or (len(numbers) < 6 or len(numbers) % 2 if form == "ring" else len(numbers) != 4):
+        detail = f"{desc}: {str(values if shown is None else shown)[:80]}; expected {_EXPECTED[form]}"
+        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
+    return SourceShape(index, desc, form, numbers, **more)
+
+
 @dataclass(frozen=True, slots=True)
 class SourceObject:
-    """An annotated shape in source pixels: ``(x1, y1, x2, y2)`` or a flat ring of points. ``index`` as in Problem."""
+    """A shape in source pixels: ``(x1, y1, x2, y2)`` or a flat ring of points."""
 
     index: int
     desc: str
@@ -270,20 +306,38 @@ class SourceObject:
 
 @dataclass(frozen=True, slots=True)
 class SourceImage:
-    """An image with its sound-looking objects. ``file`` names it in the report and below ``images/`` in the output;
+    """An image with its shapes. ``file`` names it in the report and below ``images/`` in the output;
     ``declared_size`` is the ``(width, height)`` in its annotation, None without one. ``embedded`` returns the bytes of
     an image that is in no file. ``num_annotated``: objects in its annotation, with those that cannot be used.
-    ``metadata`` is added to the record's. ``problem``: why ``path`` does not exist, if there is more to say."""
+    ``metadata`` is added to the record's. ``problem``: why ``path`` does not exist, if there is more to say.
+    ``sizeless``: the format has no place for a size."""
 
     file: str
     annotation: str
     path: Path
     declared_size: tuple[int, int] | None
-    objects: tuple[SourceObject, ...]
+    shapes: tuple[SourceShape, ...]
     num_annotated: int
     embedded: Callable[[], bytes] | None = None
     problem: str | None = None
+    sizeless: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def objects(self) -> list[list[SourceShape]]:
+        """The parts of each object."""
+        parts: dict[Hashable, list[SourceShape]] = {}
+        for at, shape in enumerate(self.shapes):
+            parts.setdefault((at,) if shape.part_of is None else ("part", shape.part_of), []).append(shape)
+        return list(parts.values())
+
+
+def by_object(shapes: Sequence[Any], group_of: Callable[[Any], Hashable]) -> list[list[tuple[int, Any]]]:
+    """Numbered shapes, those of one group together: parts of one object. A shape of group None is one by itself."""
+    groups: dict[Hashable, list[tuple[int, Any]]] = {}
+    for index, shape in enumerate(shapes):
+        group = group_of(shape)
+        groups.setdefault((index,) if group is None else ("group", group), []).append((index, shape))
+    return list(groups.values())
 
 
 def check_choice(what: str, given: str, known: Any) -> None:
@@ -311,6 +365,13 @@ def number(text: str) -> float | None:
         return None
 
 
+def flat(points: Any) -> list[Any] | None:
+    """``[[x, y], …]`` as ``[x, y, …]``; None for anything else."""
+    if not isinstance(points, list) or any(not isinstance(point, list) or len(point) != 2 for point in points):
+        return None
+    return [value for point in points for value in point]
+
+
 def finite_numbers(values: Any) -> tuple[float, ...] | None:
     """``values`` as floats; None unless they are a list of finite numbers."""
     if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
@@ -320,88 +381,6 @@ def finite_numbers(values: Any) -> tuple[float, ...] | None:
     except OverflowError:  # an integer of hundreds of digits
         return None
     return numbers if all(math.isfinite(value) for value in numbers) else None
-
-
-def box_object(index: int, desc: str, box: Sequence[float], geometry: ShapeGeometry) -> SourceObject:
-    x1, y1, x2, y2 = box
-    if geometry == "poly" and x1 < x2 and y1 < y2:  # corners would hide that a box is inverted
-        return SourceObject(index, desc, "poly", (x1, y1, x2, y1, x2, y2, x1, y2))
-    return SourceObject(index, desc, "bbox_2d", (x1, y1, x2, y2))
-
-
-@dataclass
-class CornerCheck:
-    """Counts the boxes of a set that would be sound as ``[x1, y1, x2, y2]`` and leave the image as they are read."""
-
-    boxes: int = 0
-    leaving: int = 0
-    fitting: int = 0
-
-    def add(self, given: Sequence[float], read: Sequence[float], size: tuple[float, float]) -> None:
-        """Add a box: its four numbers, and the corners (x1, y1, x2, y2) as they are read, in the unit of ``size``."""
-        self.boxes += 1
-        low, high = -_LEAVING, 1 + _LEAVING
-        self.leaving += any(not low <= value / size[at % 2] <= high for at, value in enumerate(read))
-        x1, y1, x2, y2 = (value / size[at % 2] for at, value in enumerate(given))
-        self.fitting += -0.01 <= x1 < x2 <= 1.01 and -0.01 <= y1 < y2 <= 1.01
-
-    def refuse(self, path: Path, fields: str) -> None:
-        """Raise DataError if the boxes are corners; ``fields`` names what they were read as."""
-        if self.leaving and self.leaving >= _SUSPICIOUS * self.boxes and self.fitting >= _FITTING * self.boxes:
-            raise DataError(
-                f"{self.leaving} of {self.boxes} boxes leave the image if they are {fields}, and {self.fitting} fit as "
-                "[x1, y1, x2, y2]; add --boxes xyxy to read them so, or --boxes xywh if they are right as they are",
-                path=path,
-            )
-
-
-def polygon_object(index: int, desc: str, points: tuple[float, ...], geometry: ShapeGeometry) -> SourceObject:
-    if geometry == "bbox":
-        return SourceObject(index, desc, "bbox_2d", bounds(points))
-    return SourceObject(index, desc, "poly", points)
-
-
-def turned_box(
-    index: int,
-    desc: str,
-    box: Sequence[float],
-    degrees: float,
-    geometry: ShapeGeometry,
-    about: tuple[float, float] | None = None,
-) -> SourceObject:
-    """A box that is turned clockwise, about its middle unless ``about`` says otherwise: a polygon if it is turned."""
-    if degrees % 360 == 0:
-        return box_object(index, desc, box, geometry)
-    x1, y1, x2, y2 = box
-    middle = about or ((x1 + x2) / 2, (y1 + y2) / 2)
-    return polygon_object(index, desc, _turned((x1, y1, x2, y1, x2, y2, x1, y2), middle, degrees), geometry)
-
-
-_ROUND = 24  # vertices of an ellipse: 99% of its area
-
-
-def ellipse_object(
-    index: int, desc: str, ellipse: Sequence[float], degrees: float, geometry: ShapeGeometry
-) -> SourceObject:
-    """Centre and radii, turned clockwise: a box, or points with ``poly``."""
-    x, y, width, height = ellipse
-    if geometry == "poly":
-        angles = [2 * math.pi * k / _ROUND for k in range(_ROUND)]
-        ring = tuple(v for a in angles for v in (x + width * math.cos(a), y + height * math.sin(a)))
-        return SourceObject(index, desc, "poly", _turned(ring, (x, y), degrees))
-    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    half_width, half_height = math.hypot(width * cos, height * sin), math.hypot(width * sin, height * cos)
-    return SourceObject(index, desc, "bbox_2d", (x - half_width, y - half_height, x + half_width, y + half_height))
-
-
-def _turned(ring: Sequence[float], about: tuple[float, float], degrees: float) -> tuple[float, ...]:
-    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    points = ((x - about[0], y - about[1]) for x, y in zip(ring[0::2], ring[1::2], strict=True))
-    return tuple(v for x, y in points for v in (about[0] + x * cos - y * sin, about[1] + x * sin + y * cos))
-
-
-def bounds(points: Sequence[float]) -> tuple[float, float, float, float]:
-    return min(points[0::2]), min(points[1::2]), max(points[0::2]), max(points[1::2])
 
 
 def quantise(

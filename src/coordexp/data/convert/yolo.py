@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,27 +13,27 @@ from typing import Literal
 import yaml
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
+from coordexp.data.convert.numbers import Meaning, check_keypoints, refuse_unlabelled
 from coordexp.data.convert.shapes import (
     BoxFields,
     ConversionReport,
-    CornerCheck,
     LeftOut,
     Note,
     ShapeGeometry,
     SkipReason,
     SourceImage,
-    SourceObject,
-    box_object,
+    SourceShape,
     check_choice,
     finite_numbers,
     number,
-    polygon_object,
+    shape_of,
 )
 from coordexp.data.files import read_text
 from coordexp.data.find_images import list_files, with_slashes
-from coordexp.data.images import SEEN_SUFFIXES, size_of_image
+from coordexp.data.images import SEEN_SUFFIXES
 from coordexp.errors import DataError
 
+_NO_LABELS = ("classes.txt", "train.txt", "val.txt", "test.txt")
 Unlabelled = Literal["skip", "empty"]  # leave an image without a label file out, or take it as one without objects
 
 SKIP_UNLABELLED = "skip_if_label_file_missing"
@@ -83,7 +84,8 @@ def convert_yolo(
         report.note(Note.IGNORED_KEY, layout.file.name, None, f"{key!r} has no meaning here and was ignored")
     skip_unlabelled = unlabelled == "skip" or (unlabelled is None and layout.skip_unlabelled)
     images: list[tuple[Path, Path]] = []  # each with the folder that its name starts in
-    labels: set[Path] = set()
+    labels: dict[Path, Path] = {}  # by their names in lower case, as suffixes may be in any
+    wholes: set[Path] = set()
     for place in layout.places:
         if not place.is_dir():  # a list, one path a line, from the file's own folder
             home = Path(os.path.normpath(place.parent))
@@ -91,43 +93,69 @@ def convert_yolo(
             paths = [Path(os.path.normpath(home / line)) for line in lines]
             outside = [path.parent for path in paths if not path.is_relative_to(home)]
             shared = Path(os.path.commonpath(outside)) if outside else home
-            images += [(path, home if path.is_relative_to(home) else shared) for path in paths]
-            continue
-        listing = report.pass_over(list_files(place))
-        images += [(path, place) for path in listing.with_suffix(*SEEN_SUFFIXES)]
-        # A folder is taken whole, so a label without an image is worth a line in the report.
-        folder = _label_of(place / "any.jpg").parent
-        labels |= set((list_files(folder) if folder.is_dir() else listing).with_suffix(".txt"))
+            found = [(path, home if path.is_relative_to(home) else shared) for path in paths]
+            folders = {_label_folder(path) for path in paths} | {path.parent for path in paths}
+            listings = [list_files(folder) for folder in folders if folder.is_dir()]
+        else:
+            listing = report.pass_over(list_files(place))
+            found = [(path, place) for path in listing.with_suffix(*SEEN_SUFFIXES)]
+            # A folder is taken whole, so a label without an image is worth a line in the report.
+            folder = _label_folder(place / "any.jpg")
+            listings = [listing, *([list_files(folder)] if folder.is_dir() and folder != place else [])]
+            wholes |= set(listings[-1].with_suffix(".txt"))
+        labels |= {_key(path): path for listing in listings for path in listing.with_suffix(".txt")}
+        if unlabelled is None and not layout.skip_unlabelled and found:
+            _refuse_without_labels(place, [path for path, _ in found], labels)
+        images += found
+    if len({path.relative_to(root) for path, root in images}) < len(images):  # equal names in several folders
+        shared = Path(os.path.commonpath([root for _, root in images]))
+        images = [(path, shared) for path, _ in images]
+    label_of = {path: _label_of(path, labels) for path, _ in images}
     sources: list[SourceImage] = []
-    corners = CornerCheck()
     for path, root in images:
         report.images_seen += 1
         file = path.relative_to(root).as_posix()
-        label = _label_of(path)
-        if not label.is_file():
+        label = label_of[path]
+        if label is None:
+            missing = _label_folder(path) / f"{path.stem}.txt"
             if skip_unlabelled:
-                report.skip_image(SkipReason.UNLABELLED, file, f"no file {label}")
+                report.skip_image(SkipReason.UNLABELLED, file, f"no file {missing}")
                 continue
-            detail = f"no file {label}; read as an image without objects, --unlabelled skip leaves it out"
+            detail = f"no file {missing}; read as an image without objects, --unlabelled skip leaves it out"
             report.note(Note.NO_LABEL_FILE, file, None, detail)
-        size = size_of_image(path)
         lines, objects = _lines_of(label), []
         for index, line in enumerate(lines):
             with report.reading_object(file, index):
-                objects.append(_read_line(index, line, layout.names, size or (1, 1), geometry, boxes, corners))
-        sources.append(SourceImage(file, file, path, size, tuple(objects), len(lines)))
-    corners.refuse(layout.file, "centre, width and height")
-    for label in sorted(labels - {_label_of(path) for path, _ in images}):
-        if label.name != "classes.txt":
+                objects.append(_read_line(index, line, layout.names))
+        sources.append(SourceImage(file, file, path, None, tuple(objects), len(lines), sizeless=True))
+    check_keypoints([shape.numbers for source in sources for shape in source.shapes], layout.file)
+    for label in sorted(wholes - set(label_of.values())):
+        if label.name not in _NO_LABELS:
             report.images_seen += 1
             lost = len(_lines_of(label))
             report.objects_seen += lost
             report.skip_image(SkipReason.MISSING_IMAGE, label.name, f"no image for the label {label}", lost)
-    return assemble(sources, report, options)
+    return assemble(sources, report, options, Meaning(layout.file, "shares", geometry, boxes))
 
 
-def _lines_of(label: Path) -> list[str]:
-    if not label.is_file():
+def _refuse_without_labels(place: Path, images: Sequence[Path], labels: Mapping[Path, Path]) -> None:
+    # A folder of a split in which no image has a label: most often the labels are elsewhere.
+    if any(_label_of(image, labels) is not None for image in images):
+        return
+    stems = {image.stem for image in images}
+    around = place.parent if place.is_file() or place.name not in ("train", "val", "valid", "test") else (
+        place.parent.parent)  # fmt: skip
+    near = [path for path in list_files(around).with_suffix(".txt") if path.stem in stems]
+    folders = ", ".join(str(folder) for folder in sorted({path.parent for path in near})[:3])
+    where = f"has a label in {_label_folder(images[0])} or next to it"
+    cure = "--unlabelled empty reads them so" + (
+        f"; files of the same names are in {folders}: rename the folders to images and labels" if near else ""
+    )
+    refuse_unlabelled(len(images), where, place, cure)
+
+
+def _lines_of(label: Path | None) -> list[str]:
+    if label is None:
         return []
     text = label.read_text(encoding="utf-8-sig", errors="replace")  # invalid numbers are counted line by line
     return [line for line in text.splitlines() if line.strip()]
@@ -213,39 +241,30 @@ def _read_layout(source: Path, split: str | None) -> _Layout:
     return _Layout(source, {int(key): name for key, name in names.items()}, places, skip, tuple(ignored))
 
 
-def _label_of(image: Path) -> Path:
-    # YOLO's rule: the last folder called `images` on the way is `labels`. The label may also be next to the image, if
-    # no folder has that name or the rule finds no file.
+def _label_folder(image: Path) -> Path:
+    # YOLO's rule: the last folder called `images` on the way is `labels`.
     parts = list(image.parts)
     at = max((i for i, part in enumerate(parts[:-1]) if part == "images"), default=None)
     if at is not None:
         parts[at] = "labels"
-    by_rule, beside = Path(*parts).with_suffix(".txt"), image.with_suffix(".txt")
-    return beside if beside.is_file() and not by_rule.is_file() else by_rule
+    return Path(*parts).parent
 
 
-def _read_line(
-    index: int, line: str, names: dict[int, str], size: tuple[int, int], geometry: ShapeGeometry,
-    boxes: BoxFields, corners: CornerCheck,
-) -> SourceObject:  # fmt: skip
+def _label_of(image: Path, labels: Mapping[Path, Path]) -> Path | None:
+    # By the rule, or else next to the image; None without one.
+    named = f"{image.stem}.txt"
+    return labels.get(_key(_label_folder(image) / named), labels.get(_key(image.parent / named)))
+
+
+def _key(label: Path) -> Path:
+    return label.with_suffix(".txt")  # in whatever case it is written
+
+
+def _read_line(index: int, line: str, names: dict[int, str]) -> SourceShape:
     category, *values = finite_numbers([number(text) for text in line.split()]) or (0.0,)
-    is_box = len(values) == 4
-    if not is_box and (len(values) < 6 or len(values) % 2):
+    if len(values) != 4 and (len(values) < 6 or len(values) % 2):
         detail = f"{line[:80]!r}: expected 'class cx cy w h' or 'class x y x y x y …'"
         raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
     if category not in names:
         raise LeftOut(SkipReason.UNKNOWN_CATEGORY, f"class {category:g} has no name")
-    desc = names[int(category)]
-    if max(map(abs, values)) > 2:  # a little beyond 1 is an object at the edge
-        detail = f"{desc}: {line[:80]!r} looks like pixels; YOLO's values are shares of the image, 0..1"
-        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
-    if is_box and boxes != "xyxy":
-        x, y, width, height = values
-        read = x - width / 2, y - height / 2, x + width / 2, y + height / 2
-        if boxes == "auto":
-            corners.add(values, read, (1, 1))
-        values = read
-    pixels = tuple(value * size[at % 2] for at, value in enumerate(values))
-    if is_box:
-        return box_object(index, desc, pixels, geometry)
-    return polygon_object(index, desc, pixels, geometry)
+    return shape_of(index, names[int(category)], "centre" if len(values) == 4 else "ring", values, line)

@@ -1,0 +1,555 @@
+"""What the numbers of an annotation mean: units, corners, parts of objects, ids, and images that nobody labelled."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from coordexp.data import read_jsonl
+from coordexp.data.convert import (
+    ConversionReport,
+    convert_coco,
+    convert_csv,
+    convert_cvat,
+    convert_dota,
+    convert_labelme,
+    convert_labelstudio,
+    convert_openimages,
+    convert_via,
+    convert_voc,
+    convert_yolo,
+)
+from coordexp.errors import DataError
+from coordexp.geometry import pixel_box, pixel_ring
+from support.annotation_folders import KEEP, paint, voc_object, voc_xml
+
+SIZE = (640, 480)
+Box = tuple[float, float, float, float]  # corners
+
+
+def written(path: Path, content: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+def boxes_of(report: ConversionReport) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    """Names and bounds in whole pixels, by image."""
+    return {
+        record.metadata["source"]["file"]: [
+            (obj.desc, tuple(round(v) for v in pixel_box(obj, *SIZE, "pixel_edges"))) for obj in record.objects
+        ]
+        for record in read_jsonl(report.jsonl)
+    }
+
+
+def image(home: Path, *names: str) -> None:
+    for name in names or ("a.jpg",):
+        paint(home / "images" / name, SIZE)
+
+
+# Each writes one image with these numbers in its format, and converts it. Four numbers a box: corners.
+
+
+def coco(home: Path, given: list[Box], **options: Any) -> ConversionReport:
+    image(home)
+    sizes = [{"bbox": [a, b, c - a, d - b]} for a, b, c, d in given]
+    content = {
+        "images": [{"id": 1, "file_name": "a.jpg", "width": 640, "height": 480}],
+        "annotations": [{"id": k, "image_id": 1, "category_id": 1, **box} for k, box in enumerate(sizes)],
+        "categories": [{"id": 1, "name": "crack"}],
+    }
+    return convert_coco(written(home / "c.json", content), home / "images", home / "out", options=KEEP, **options)
+
+
+def voc(home: Path, boxes: list[Box]) -> ConversionReport:
+    image(home)
+    voc_xml(home, "a", *(voc_object("crack", *box) for box in boxes), size=SIZE)
+    return convert_voc(home, home / "out", images_dir="images", options=KEEP)
+
+
+def labelme(home: Path, boxes: list[Box]) -> ConversionReport:
+    image(home)
+    shapes = [{"label": "crack", "points": [[a, b], [c, d]], "shape_type": "rectangle"} for a, b, c, d in boxes]
+    content = {"shapes": shapes, "imagePath": "a.jpg", "imageWidth": 640, "imageHeight": 480}
+    written(home / "images" / "a.json", content)
+    return convert_labelme(home / "images", home / "out", options=KEEP)
+
+
+def via(home: Path, boxes: list[Box]) -> ConversionReport:
+    image(home)
+    shapes = [{"name": "rect", "x": a, "y": b, "width": c - a, "height": d - b} for a, b, c, d in boxes]
+    regions = [{"shape_attributes": shape, "region_attributes": {"label": "crack"}} for shape in shapes]
+    file = written(home / "images" / "v.json", {"a": {"filename": "a.jpg", "regions": regions}})
+    return convert_via(file, home / "out", options=KEEP)
+
+
+def cvat(home: Path, boxes: list[Box]) -> ConversionReport:
+    image(home)
+    shapes = "".join(f'<box label="crack" xtl="{a}" ytl="{b}" xbr="{c}" ybr="{d}"/>' for a, b, c, d in boxes)
+    text = f'<annotations><image name="a.jpg" width="640" height="480">{shapes}</image></annotations>'
+    return convert_cvat(written(home / "images" / "a.xml", text), home / "out", options=KEEP)
+
+
+def dota(home: Path, boxes: list[Box]) -> ConversionReport:
+    image(home)
+    lines = "".join(f"{a} {b} {c} {b} {c} {d} {a} {d} crack 0\n" for a, b, c, d in boxes)
+    written(home / "labelTxt" / "a.txt", lines)
+    return convert_dota(home, home / "out", options=KEEP)
+
+
+def csv(home: Path, given: list[Box], header: str = "x1,y1,x2,y2", **options: Any) -> ConversionReport:
+    image(home)
+    lines = [f"image,name,{header}", *(f"a.jpg,crack,{','.join(map(str, box))}" for box in given)]
+    table = written(home / "images" / "t.csv", "\n".join(lines))
+    return convert_csv(table, home / "out", options=KEEP, **options)
+
+
+PIXEL_FORMATS: list[Callable[..., ConversionReport]] = [coco, voc, labelme, via, cvat, dota, csv]
+SHARES: list[Box] = [(0.1, 0.2, 0.6, 0.6), (0.25, 0.5, 0.75, 1.0), (0.0, 0.0, 0.5, 0.25)]
+PIXELS: list[Box] = [(64, 96, 384, 288), (160, 240, 480, 480), (0, 0, 320, 120)]
+
+
+def yolo(home: Path, boxes: list[Box]) -> ConversionReport:
+    image(home)
+    lines = "".join(f"0 {(a + c) / 2} {(b + d) / 2} {c - a} {d - b}\n" for a, b, c, d in boxes)
+    written(home / "labels" / "a.txt", lines)
+    return convert_yolo(written(home / "data.yaml", "train: images\nnames: [crack]\n"), home / "out", options=KEEP)
+
+
+def open_images(home: Path, boxes: list[Box]) -> ConversionReport:
+    image(home)
+    written(home / "class-descriptions.csv", "/m/1,crack\n")
+    lines = "".join(f"a,/m/1,{a},{c},{b},{d}\n" for a, b, c, d in boxes)
+    table = written(home / "boxes.csv", f"ImageID,LabelName,XMin,XMax,YMin,YMax\n{lines}")
+    return convert_openimages(table, home / "out", images_dir=home / "images", options=KEEP)
+
+
+def normalised_csv(home: Path, boxes: list[Box]) -> ConversionReport:
+    return csv(home, boxes, normalised=True)
+
+
+def labelstudio(home: Path, boxes: list[Box]) -> ConversionReport:
+    image(home)
+    values = [{"x": a, "y": b, "width": c - a, "height": d - b, "rectanglelabels": ["crack"]} for a, b, c, d in boxes]
+    result = [{"type": "rectanglelabels", "value": v, "original_width": 640, "original_height": 480} for v in values]
+    tasks = [{"data": {"image": "a.jpg"}, "annotations": [{"result": result}]}]
+    return convert_labelstudio(written(home / "images" / "l.json", tasks), home / "out", options=KEEP)
+
+
+SHARE_FORMATS: list[Callable[..., ConversionReport]] = [yolo, open_images, normalised_csv]
+
+
+@pytest.mark.parametrize("convert", PIXEL_FORMATS)
+def test_shares_in_a_format_of_pixels_are_refused(convert: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"all 3 shapes have numbers of at most (1|0.75|0.5): shares of the image, not pixels"
+    ):
+        convert(tmp_path, SHARES)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("convert", PIXEL_FORMATS)
+def test_shares_among_pixels_are_left_out_and_counted(convert: Any, tmp_path: Path) -> None:
+    report = convert(tmp_path, [*PIXELS, SHARES[0]])
+    assert [box for _, box in boxes_of(report)["a.jpg"]] == PIXELS
+    assert report.skipped_objects == {"other_unit": 1}
+    (problem,) = [p for p in report.problems if p.reason == "other_unit"]
+    assert "shares" in problem.detail and "crack" in problem.detail
+
+
+@pytest.mark.parametrize("convert", PIXEL_FORMATS)
+def test_a_box_of_one_pixel_in_the_corner_is_read(convert: Any, tmp_path: Path) -> None:
+    report = convert(tmp_path, [(0, 0, 1, 1), PIXELS[0]])
+    assert [box for _, box in boxes_of(report)["a.jpg"]] == [(0, 0, 1, 1), PIXELS[0]]
+
+
+@pytest.mark.parametrize("convert", SHARE_FORMATS)
+def test_pixels_in_a_format_of_shares_are_refused(convert: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"all 3 shapes have numbers above 2: pixels, not shares"):
+        convert(tmp_path, PIXELS)
+
+
+@pytest.mark.parametrize("convert", SHARE_FORMATS)
+def test_pixels_among_shares_are_left_out_and_counted(convert: Any, tmp_path: Path) -> None:
+    report = convert(tmp_path, [*SHARES, PIXELS[0]])
+    assert [box for _, box in boxes_of(report)["a.jpg"]] == PIXELS
+    assert report.skipped_objects == {"other_unit": 1}
+
+
+def test_label_studio_has_percent(tmp_path: Path) -> None:
+    percent: list[Box] = [(10, 20, 60, 60), (25, 50, 75, 100), (0, 0, 50, 25)]
+    assert [box for _, box in boxes_of(labelstudio(tmp_path / "a", percent))["a.jpg"]] == PIXELS
+    with pytest.raises(DataError, match="shares of the image, not percent"):
+        labelstudio(tmp_path / "b", SHARES)
+    with pytest.raises(DataError, match="above 200: pixels, not percent"):
+        labelstudio(tmp_path / "c", [(250, 300, 500, 470)])
+    report = labelstudio(tmp_path / "d", [*percent, SHARES[0], (250, 300, 500, 470)])
+    assert report.skipped_objects == {"other_unit": 2} and report.objects == 3
+
+
+# --- corners ---
+
+UPPER_LEFT: list[Box] = [(10, 20, 60, 80), (40, 30, 90, 110), (100, 90, 130, 120), (70, 10, 150, 60), (5, 90, 20, 140)]
+
+
+@pytest.mark.parametrize("form", ["coco", "x,y,w,h", "cx,cy,w,h"])
+def test_corners_that_stay_in_the_image_are_refused_as_sizes(form: str, tmp_path: Path) -> None:
+    """They are objects in the upper left part."""
+
+    def convert(name: str, boxes: Any, given: list[Box] = UPPER_LEFT) -> ConversionReport:
+        if form == "coco":
+            as_sizes = [(a, b, a + c, b + d) for a, b, c, d in given]  # which `coco` turns back
+            return coco(tmp_path / name, as_sizes, boxes=boxes)
+        return csv(tmp_path / name, given, form, boxes=boxes)
+
+    with pytest.raises(
+        DataError, match=r"(all 5 boxes are small and in the upper left|1 of 5 boxes leave).*--boxes xyxy"
+    ):
+        convert("auto", "auto")
+    assert [box for _, box in boxes_of(convert("xyxy", "xyxy"))["a.jpg"]] == UPPER_LEFT
+    assert convert("xywh", "xywh").objects == 5
+    if form != "cx,cy,w,h":  # where one of them leaves the image
+        assert convert("few", "auto", UPPER_LEFT[:4]).objects == 4, "four boxes are no evidence"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(20, 10, 600, 460)] * 6,  # one large object an image
+        [(300, 200, 50, 40), *[(10, 10, 60, 50)] * 5],  # one of them is elsewhere
+        [(0, 0, 64, 64)] * 6,  # both readings are the same
+    ],
+)
+def test_sound_sizes_are_read(sizes: list[Box], tmp_path: Path) -> None:
+    report = csv(tmp_path, sizes, "x,y,w,h")
+    assert [box for _, box in boxes_of(report)["a.jpg"]] == [(a, b, a + c, b + d) for a, b, c, d in sizes]
+
+
+@pytest.mark.parametrize("convert", [voc, csv, cvat])
+def test_sizes_in_the_place_of_corners_are_refused(convert: Any, tmp_path: Path) -> None:
+    sizes = [(300, 200, 50, 40), (10, 10, 60, 50), (400, 100, 100, 90), (20, 300, 90, 80), (500, 20, 60, 70)]
+    with pytest.raises(DataError, match=r"4 of 5 boxes are inverted.*5 fit as \[x, y, width, height\]"):
+        convert(tmp_path, sizes)
+    report = convert(tmp_path / "one", [*PIXELS, sizes[0]])
+    assert report.skipped_objects == {"inverted": 1}, "four boxes are no evidence"
+
+
+# --- keypoints ---
+
+
+@pytest.mark.parametrize(
+    ("lines", "count"),
+    [
+        (["0 0.5 0.5 0.4 0.4 0.4 0.4 2 0.6 0.6 1"], 2),  # with visibility
+        (["0 0.5 0.5 0.4 0.4 0.4 0.4 0.6 0.6 0.5 0.5"] * 5, 3),  # without
+        (["0 0.5 0.5 0.4 0.4 0.4 0.4 1 0.6 0.6 0", "0 0.3 0.3 0.2 0.2 0.3 0.3 0 0.25 0.3 1"] * 3, 2),
+    ],
+)
+def test_lines_of_keypoints_are_no_polygons(lines: list[str], count: int, tmp_path: Path) -> None:
+    image(tmp_path)
+    written(tmp_path / "labels" / "a.txt", "\n".join(lines))
+    file = written(tmp_path / "data.yaml", "train: images\nnames: [person]\n")
+    with pytest.raises(DataError, match=rf"hold a box and {count} keypoints"):
+        convert_yolo(file, tmp_path / "out", options=KEEP)
+
+
+@pytest.mark.parametrize(
+    "ring", ["0.2 0.2 0.6 0.2 0.6 0.6 0.2 0.6", "0 0 1 0 1 1", "0.1 0.1 0.9 0.1 0.9 0.9 0.5 0.95 0.1 0.9"]
+)
+def test_polygons_are_no_keypoints(ring: str, tmp_path: Path) -> None:
+    image(tmp_path)
+    written(tmp_path / "labels" / "a.txt", f"0 {ring}\n" * 6)
+    file = written(tmp_path / "data.yaml", "train: images\nnames: [roof]\n")
+    assert convert_yolo(file, tmp_path / "out", options=KEEP).objects == 6
+
+
+# --- labels that are not found ---
+
+
+@pytest.mark.parametrize(
+    ("images", "labels"),
+    [("image", "labels"), ("Images", "Labels"), ("VOC/JPEGImages", "VOC/labels"), ("images/train", "annotations/train"),
+     ("images", "labels/train")],
+)  # fmt: skip
+def test_a_folder_in_which_no_image_has_a_label_is_refused(images: str, labels: str, tmp_path: Path) -> None:
+    for stem in "ab":
+        paint(tmp_path / images / f"{stem}.jpg")
+        written(tmp_path / labels / f"{stem}.txt", "0 0.5 0.5 0.25 0.5\n")
+    file = written(tmp_path / "data.yaml", f"train: {images}\nnames: [cat]\n")
+    with pytest.raises(DataError, match=rf"none of 2 images has a label.*files of the same names are in .*{labels}"):
+        convert_yolo(file, tmp_path / "out", options=KEEP)
+    if labels != "labels/train":  # where the labels belong to other images
+        report = convert_yolo(file, tmp_path / "out", unlabelled="empty", options=KEEP)
+        assert (report.images, report.objects) == (2, 0)
+
+
+def test_each_folder_of_a_split_needs_labels(tmp_path: Path) -> None:
+    for part in ("one", "two"):
+        paint(tmp_path / part / "images" / "a.jpg")
+    written(tmp_path / "one" / "labels" / "a.txt", "0 0.5 0.5 0.25 0.5\n")
+    file = written(tmp_path / "data.yaml", "train: [one/images, two/images]\nnames: [cat]\n")
+    with pytest.raises(DataError, match=r"two/images: none of 1 images"):
+        convert_yolo(file, tmp_path / "out", options=KEEP)
+    written(tmp_path / "two" / "labels" / "a.txt", "")  # an empty label says that there is nothing
+    report = convert_yolo(file, tmp_path / "out", options=replace(KEEP, name="x"))
+    assert [record.metadata["source"]["file"] for record in read_jsonl(report.jsonl)] == [
+        "one/images/a.jpg", "two/images/a.jpg",
+    ]  # fmt: skip
+
+
+def test_a_list_file_needs_labels_too(tmp_path: Path) -> None:
+    paint(tmp_path / "photos" / "a.jpg")
+    written(tmp_path / "txt" / "a.txt", "0 0.5 0.5 0.25 0.5\n")
+    written(tmp_path / "train.txt", "photos/a.jpg\n")
+    file = written(tmp_path / "data.yaml", "train: train.txt\nnames: [cat]\n")
+    with pytest.raises(DataError, match=r"none of 1 images.*/txt"):
+        convert_yolo(file, tmp_path / "out", options=KEEP)
+
+
+def test_labels_have_suffixes_in_any_case(tmp_path: Path) -> None:
+    for stem, suffix in (("a", ".txt"), ("b", ".TXT"), ("c", ".Txt")):
+        paint(tmp_path / "images" / f"{stem}.jpg", SIZE)
+        written(tmp_path / "labels" / f"{stem}{suffix}", "0 0.5 0.5 0.25 0.5\n")
+    report = convert_yolo(written(tmp_path / "data.yaml", "train: images\nnames: [cat]\n"), tmp_path / "out",
+                          options=KEEP)  # fmt: skip
+    assert boxes_of(report) == {f"{stem}.jpg": [("cat", (240, 120, 400, 360))] for stem in "abc"}
+
+
+def test_a_coco_file_without_annotations_is_refused(tmp_path: Path) -> None:
+    """COCO's image_info_test2017.json."""
+    with pytest.raises(DataError, match=r"none of 1 images has an annotation.*--keep-emptied"):
+        coco(tmp_path, [])
+
+
+# --- COCO's ids and fields ---
+
+
+def coco_file(home: Path, annotations: list[Any], ids: list[Any], category: Any = 1) -> Path:
+    names = [f"{chr(97 + k)}.jpg" for k in range(len(ids))]
+    image(home, *names)
+    content = {
+        "images": [{"id": k, "file_name": n, "width": 640, "height": 480} for k, n in zip(ids, names, strict=True)],
+        "annotations": [{"category_id": category, "bbox": [10, 20, 50, 60], **a} for a in annotations],
+        "categories": [{"id": category, "name": "crack"}],
+    }
+    return written(home / "c.json", content)
+
+
+CRACK = [("crack", (10, 20, 60, 80))]
+
+
+@pytest.mark.parametrize(
+    ("ids", "given", "category"),
+    [([1, 2], [1, "2"], 1), ([1.0, 2.0], [1.0, 2], 1.0), (["1", "2"], [1, 2.0], "7"), (["x1", "07"], ["x1", "07"], 3)],
+)
+def test_ids_compare_as_text(ids: list[Any], given: list[Any], category: Any, tmp_path: Path) -> None:
+    path = coco_file(tmp_path, [{"image_id": k} for k in given], ids, category)
+    report = convert_coco(path, tmp_path / "images", tmp_path / "out", options=KEEP)
+    assert boxes_of(report) == {"a.jpg": CRACK, "b.jpg": CRACK} and not report.skipped
+
+
+@pytest.mark.parametrize("bad", [True, 1.5, None, [1]])
+def test_other_ids_are_none(bad: Any, tmp_path: Path) -> None:
+    path = coco_file(tmp_path, [{"image_id": 1}, {"image_id": bad}], [1])
+    report = convert_coco(path, tmp_path / "images", tmp_path / "out", options=KEEP)
+    assert report.skipped_objects == {"unknown_image": 1}
+
+
+@pytest.mark.parametrize(("crowd", "kept"), [("0", 1), (0.0, 1), (None, 1), (False, 1), ("1", 0), (1, 0), (True, 0)])
+def test_crowds_are_marked_in_several_ways(crowd: Any, kept: int, tmp_path: Path) -> None:
+    path = coco_file(tmp_path, [{"image_id": 1}, {"image_id": 1, "iscrowd": crowd}], [1])
+    report = convert_coco(path, tmp_path / "images", tmp_path / "out", options=KEEP)
+    assert (report.objects, report.skipped_objects) == (1 + kept, {} if kept else {"crowd": 1})
+
+
+def test_a_polygon_without_a_list_around_it_is_read(tmp_path: Path) -> None:
+    ring = [10, 20, 60, 20, 60, 80, 10, 80]
+    path = coco_file(tmp_path, [{"image_id": 1, "segmentation": ring}], [1])
+    report = convert_coco(path, tmp_path / "images", tmp_path / "out", geometry="poly", options=KEEP)
+    assert boxes_of(report) == {"a.jpg": CRACK}
+
+
+def test_an_object_without_a_box_names_the_cure(tmp_path: Path) -> None:
+    ring = [[10, 20, 60, 20, 60, 80]]
+    path = coco_file(tmp_path, [{"image_id": 1}, {"image_id": 1, "bbox": [], "segmentation": ring}], [1])
+    report = convert_coco(path, tmp_path / "images", tmp_path / "out", options=KEEP)
+    assert report.skipped_objects == {"malformed_geometry": 1} and "--geometry poly" in report.problems[-1].detail
+
+
+# --- parts of one object, and regions to leave out ---
+
+
+def square(label: str, x: float, group: Any, kind: str = "polygon") -> dict[str, Any]:
+    points = [[x, 100], [x + 60, 100], [x + 60, 160], [x, 160]]
+    points = [points[0], points[2]] if kind == "rectangle" else points
+    return {"label": label, "points": points, "shape_type": kind, "group_id": group}
+
+
+def labelme_shapes(home: Path, *shapes: dict[str, Any], **options: Any) -> ConversionReport:
+    image(home)
+    content = {"shapes": list(shapes), "imagePath": "a.jpg", "imageWidth": 640, "imageHeight": 480}
+    written(home / "images" / "a.json", content)
+    return convert_labelme(home / "images", home / "out", options=KEEP, **options)
+
+
+def test_shapes_of_a_labelme_group_are_one_object(tmp_path: Path) -> None:
+    shapes = (square("bus", 10, 1), square("bus", 200, 1), square("bus", 400, 2), square("__ignore__", 520, None))
+    report = labelme_shapes(tmp_path, *shapes, geometry="bbox")
+    assert boxes_of(report)["a.jpg"] == [("bus", (10, 100, 260, 160)), ("bus", (400, 100, 460, 160))]
+    assert report.skipped_objects == {"ignored": 1} and report.notes == {"joined_parts": 1}
+    assert (report.objects_seen, report.objects) == (3, 2)
+
+
+def test_the_largest_part_of_a_group_is_its_polygon(tmp_path: Path) -> None:
+    large = square("bus", 200, 1) | {"points": [[200, 100], [300, 100], [300, 300], [200, 300]]}
+    report = labelme_shapes(tmp_path, square("bus", 10, 1), large)
+    assert boxes_of(report)["a.jpg"] == [("bus", (200, 100, 300, 300))]
+    assert report.notes == {"multipart_polygon": 1}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "boxes"),
+    [
+        ([square("bus", 10, 1), square("car", 200, 1)], [("bus", (10, 100, 70, 160)), ("car", (200, 100, 260, 160))]),
+        ([square("bus", 10, None), square("bus", 200, None)],
+         [("bus", (10, 100, 70, 160)), ("bus", (200, 100, 260, 160))]),
+        ([square("bus", 10, 0, "rectangle"), square("bus", 200, 0, "rectangle")], [("bus", (10, 100, 260, 160))]),
+        ([square("bus", 10, "a"), square("bus", 200, "b")],
+         [("bus", (10, 100, 70, 160)), ("bus", (200, 100, 260, 160))]),
+    ],
+)  # fmt: skip
+def test_a_group_is_a_label_and_a_number(shapes: Any, boxes: Any, tmp_path: Path) -> None:
+    report = labelme_shapes(tmp_path, *shapes)
+    assert boxes_of(report)["a.jpg"] == boxes and not report.skipped
+
+
+def test_an_object_with_a_part_that_cannot_be_read_is_left_out_whole(tmp_path: Path) -> None:
+    broken = square("bus", 200, 1) | {"points": [[1, 1]]}
+    report = labelme_shapes(tmp_path, square("bus", 10, 1), broken, square("bus", 400, 2))
+    assert boxes_of(report)["a.jpg"] == [("bus", (400, 100, 460, 160))]
+    assert (report.objects_seen, report.skipped_objects) == (2, {"malformed_geometry": 1})
+
+
+def test_groups_of_cvat_are_one_object(tmp_path: Path) -> None:
+    image(tmp_path)
+    boxes = "".join(
+        f'<box label="bus" xtl="{x}" ytl="100" xbr="{x + 60}" ybr="160" group_id="{group}"/>'
+        for x, group in ((10, 1), (200, 1), (400, 0), (500, 0))
+    )
+    text = f'<annotations><image name="a.jpg" width="640" height="480">{boxes}</image></annotations>'
+    report = convert_cvat(written(tmp_path / "images" / "a.xml", text), tmp_path / "out", options=KEEP)
+    assert [box for _, box in boxes_of(report)["a.jpg"]] == [
+        (10, 100, 260, 160), (400, 100, 460, 160), (500, 100, 560, 160),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("marked", "taken"), [(None, 0), (1, 1)])
+def test_one_of_several_answers_of_annotators_is_taken_with_a_note(
+    marked: int | None, taken: int, tmp_path: Path
+) -> None:
+    image(tmp_path)
+    answers = []
+    for k, x in enumerate((10, 50)):
+        value = {"x": x, "y": 10, "width": 20, "height": 20, "rectanglelabels": ["cat"]}
+        region = {"type": "rectanglelabels", "value": value, "original_width": 640, "original_height": 480}
+        answers.append({"result": [region], "ground_truth": k == marked})
+    tasks = [{"data": {"image": "a.jpg"}, "annotations": answers}]
+    report = convert_labelstudio(written(tmp_path / "images" / "l.json", tasks), tmp_path / "out", options=KEEP)
+    ((_, box),) = boxes_of(report)["a.jpg"]
+    assert box[0] == (64, 320)[taken] and report.notes == {"several_answers": 1}
+
+
+# --- tables ---
+
+
+@pytest.mark.parametrize(
+    ("cell", "boxes", "names", "skipped"),
+    [
+        ("\"['cow', 'pig']\"", "[[10, 20, 100, 200], [30, 40, 50, 60]]", ["cow", "pig"], {}),
+        ('"[""cow"", ""pig""]"', "[[10, 20, 100, 200], [30, 40, 50, 60]]", ["cow", "pig"], {}),
+        ("cow", "[[10, 20, 100, 200], [30, 40, 50, 60]]", ["cow", "cow"], {}),
+        ("\"['cow']\"", "[10, 20, 100, 200]", ["cow"], {}),
+        ("\"['cow', 'pig', 'hen']\"", "[[10, 20, 100, 200], [30, 40, 50, 60]]", [], {"malformed_geometry": 2}),
+        ("[cow]", "[10, 20, 100, 200]", ["[cow]"], {}),
+    ],
+)  # fmt: skip
+def test_a_list_of_names_has_one_a_box(
+    cell: str, boxes: str, names: list[str], skipped: dict[str, int], tmp_path: Path
+) -> None:
+    image(tmp_path, "a.jpg", "b.jpg")
+    text = f'image,labels,bboxes\na.jpg,{cell},"{boxes}"\nb.jpg,dog,"[1, 2, 30, 40]"\n'
+    report = convert_csv(written(tmp_path / "images" / "t.csv", text), tmp_path / "out", boxes="xywh", options=KEEP)
+    assert [name for name, _ in boxes_of(report).get("a.jpg", [])] == names
+    assert report.skipped_objects == skipped
+
+
+@pytest.mark.parametrize("between", ["\n", "\r\n", "\x0b", "\u2028", "\x85"])
+def test_a_line_break_in_a_name_is_refused_not_lost(between: str, tmp_path: Path) -> None:
+    image(tmp_path)
+    text = f'filename,class,xmin,ymin,xmax,ymax\na.jpg,"two{between}lines",10,20,110,220\na.jpg,cat,10,20,60,80\n'
+    report = convert_csv(written(tmp_path / "images" / "t.csv", text), tmp_path / "out", options=KEEP)
+    assert boxes_of(report)["a.jpg"] == [("cat", (10, 20, 60, 80))]
+    assert report.skipped_objects == {"refused_desc": 1}
+
+
+# --- photos that are stored on their side ---
+
+
+def test_formats_without_sizes_note_photos_that_exif_turns(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+
+    def turned(home: Path) -> Path:
+        paint(home / "images" / "a.jpg", SIZE, exif=exif)
+        return home
+
+    written(turned(tmp_path / "y") / "labels" / "a.txt", "0 0.25 0.25 0.2 0.3\n")
+    file = written(tmp_path / "y" / "data.yaml", "train: images\nnames: [cat]\n")
+    assert convert_yolo(file, tmp_path / "y" / "out", options=KEEP).notes == {"exif_applied": 1}
+    written(turned(tmp_path / "d") / "labelTxt" / "a.txt", "4 3 90 3 90 80 4 80 cat 0\n")
+    assert convert_dota(tmp_path / "d", tmp_path / "d" / "out", options=KEEP).notes == {"exif_applied": 1}
+    written(turned(tmp_path / "o") / "class-descriptions.csv", "/m/1,cat\n")
+    table = written(tmp_path / "o" / "b.csv", "ImageID,LabelName,XMin,XMax,YMin,YMax\na,/m/1,0.1,0.2,0.1,0.2\n")
+    report = convert_openimages(table, tmp_path / "o" / "out", images_dir=tmp_path / "o" / "images", options=KEEP)
+    assert report.notes == {"exif_applied": 1}
+    plain = csv(tmp_path / "c", PIXELS)
+    assert plain.notes == {}, "a format without sizes does not miss them"
+
+
+# --- rotated boxes of other tools ---
+
+TURNED = ((110, 80), (110, 120), (90, 120), (90, 80))  # 40 x 20 about (100, 100), a quarter turn
+
+
+def ring_of(report: ConversionReport) -> set[tuple[int, int]]:
+    (record,) = read_jsonl(report.jsonl)
+    (obj,) = record.objects
+    return {(round(x), round(y)) for x, y in pixel_ring(obj, *SIZE, "pixel_edges")}
+
+
+def test_rotated_boxes_of_rolabelimg_and_x_anylabeling_are_polygons(tmp_path: Path) -> None:
+    image(tmp_path / "r")
+    box = f"<cx>100</cx><cy>100</cy><w>40</w><h>20</h><angle>{math.pi / 2}</angle>"
+    voc_xml(tmp_path / "r", "a", f"<object><type>robndbox</type><name>ship</name><robndbox>{box}</robndbox></object>",
+            size=SIZE)  # fmt: skip
+    assert ring_of(convert_voc(tmp_path / "r", tmp_path / "r/out", images_dir="images", options=KEEP)) == set(TURNED)
+    points = [list(point) for point in TURNED]
+    shape = {"label": "ship", "shape_type": "rotation", "points": points, "direction": 1.57, "group_id": None}
+    assert ring_of(labelme_shapes(tmp_path / "x", shape)) == set(TURNED)
+    image(tmp_path / "w")
+    pts = "".join(f"<pt><x>{x}</x><y>{y}</y></pt>" for x, y in TURNED)
+    shapes = (
+        f"<object><name>ship</name><deleted>0</deleted><polygon>{pts}</polygon></object>",
+        f"<object><name>ship</name><deleted>1</deleted><polygon>{pts}</polygon></object>",
+    )
+    voc_xml(tmp_path / "w", "a", *shapes, size=SIZE)
+    report = convert_voc(tmp_path / "w", tmp_path / "w/out", images_dir="images", options=KEEP)
+    assert ring_of(report) == set(TURNED) and report.skipped_objects == {"ignored": 1}
