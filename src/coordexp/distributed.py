@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from coordexp import errors
+from coordexp.out_of_memory import facts_of, is_out_of_memory
 
 if TYPE_CHECKING:
     from torch import device
@@ -115,7 +117,9 @@ def gather_json(value: Any) -> list[Any]:
     return [json.loads(bytes(part[: int(n)].tolist())) for part, n in zip(parts, lengths, strict=True)]
 
 
+SAY_AFTER_S = 1.0  # seconds after which a rank that fails prints its error, although the others do not know it yet
 _SHARED = "is_every_ranks"  # set on errors that all ranks have raised
+CANNOT_BE_TOLD = "cannot_be_told"  # set on errors after which the others wait for this rank's part of a forward pass
 
 
 @contextmanager
@@ -138,11 +142,35 @@ def raise_on_all_ranks(where: str) -> Iterator[Callable[[], None]]:
     try:
         yield agree
     except Exception as error:
+        if getattr(error, CANNOT_BE_TOLD, False):
+            raise
         if not agreed:
-            agree(error)
+            try:
+                with _said_if_others_are_late(error, where):
+                    agree(error)
+            except Exception as lost:
+                if getattr(lost, _SHARED, False) or lost is error:
+                    raise
+                # The others cannot be told, for example because they wait for this rank's part of a sharded forward.
+                raise error from lost
         raise
     if not agreed:
         agree()
+
+
+@contextmanager
+def _said_if_others_are_late(error: Exception, where: str) -> Iterator[None]:
+    """Write ``error`` to stderr if the other ranks do not take part within :data:`SAY_AFTER_S`: they may compute for
+    minutes, or hang."""
+    text = f"rank {rank()}, {where}: {type(error).__name__}: {error}; waiting for the other ranks to end too"
+    timer = threading.Timer(SAY_AFTER_S, lambda: os.write(2, f"{text}\n".encode()))
+    timer.daemon = True
+    if world_size() > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def raise_first_failure(failure: Exception | None, where: str) -> None:
@@ -152,7 +180,10 @@ def raise_first_failure(failure: Exception | None, where: str) -> None:
             raise failure
         return
     is_shared = getattr(failure, _SHARED, False)
-    told = gather_json(None if failure is None else [type(failure).__name__, str(failure), is_shared])
+    kind, text = type(failure).__name__, str(failure)
+    if failure is not None and is_out_of_memory(failure):  # of which only the failing rank knows what was free
+        kind, text = errors.OutOfMemory.__name__, facts_of(failure)
+    told = gather_json(None if failure is None else [kind, text, is_shared])
     first = next((r for r, one in enumerate(told) if one is not None), None)
     if first is None:
         return

@@ -74,6 +74,10 @@ class RowLate(CoordExpError):
     """A packed row was not built in time: the machine swaps, or a driver hangs."""
 
 
+class OutOfMemory(CoordExpError):
+    """Memory ran out, of a GPU or of the machine; says in which phase and what helps."""
+
+
 class ProcessesLost(CoordExpError):
     """A process of torchrun ended, or did not answer the others in time."""
 

@@ -3,6 +3,8 @@ make equally many."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,3 +44,15 @@ def smallest_prompt(model: Any) -> dict[str, torch.Tensor]:
         "pixel_values": torch.zeros(side * side, values, device=device, dtype=model.dtype),
         "image_grid_thw": torch.tensor([[1, side, side]], device=device),
     }
+
+
+@contextmanager
+def forward_passes(model: Any) -> Iterator[None]:
+    """Around forward passes: an error of one rank in it leaves the others waiting for its part of a sharded pass, so
+    that it cannot tell them; it ends alone, and its end ends them."""
+    try:
+        yield
+    except Exception as error:
+        if distributed.world_size() > 1 and is_sharded(model):
+            setattr(error, distributed.CANNOT_BE_TOLD, True)
+        raise

@@ -91,7 +91,9 @@ def die(aim: str, times: int, when: str, error: str) -> None:
         return
     from accelerate import Accelerator
 
+    from coordexp.modeling.scores import TokenScorer
     from coordexp.objective import RowTensors
+    from coordexp.rollouts.hf import HFBackend
     from coordexp.training import checkpoint, loop, saving
     from coordexp.training.loop import CoordExpTrainer
     from coordexp.training.step import TrainStep
@@ -101,7 +103,7 @@ def die(aim: str, times: int, when: str, error: str) -> None:
             raise RuntimeError(error)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    owners = (TrainStep, RowTensors, CoordExpTrainer, saving, loop, checkpoint, Accelerator)
+    owners = (TrainStep, RowTensors, CoordExpTrainer, saving, loop, checkpoint, Accelerator, HFBackend, TokenScorer)
     owner: Any = next(one for one in owners if hasattr(one, aim))
     act, left = getattr(owner, aim), times
 

@@ -14,7 +14,8 @@ SOURCE = Path(__file__).parents[2] / "src" / "coordexp"
 LAYERS: dict[str, int] = {
     name: number
     for number, names in {
-        0: "errors printable",
+        -1: "errors",
+        0: "out_of_memory printable",
         1: "records background distributed cpu_wheels transport",
         2: "config geometry coords sharding transfer",
         3: "data parsing matching packing rollouts",
@@ -41,7 +42,7 @@ PLUGIN_MAY_IMPORT = (
 
 HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "swift")
 TORCH_FREE = [
-    *("records", "errors", "background", "distributed", "cpu_wheels", "transport", "data.files"),
+    *("records", "errors", "out_of_memory", "background", "distributed", "cpu_wheels", "transport", "data.files"),
     *("config", "geometry", "coords", "checkpoints.describe", "cli.init", "parsing", "matching", "packing", "metrics"),
     *("rollouts", "rollouts.chunking", "rollouts.backend", "rollouts.repeat_guard", "rollouts.allowed_labels"),
     *("weight_sync", "engine.arguments", "engine.engine_process", "engine.client", "doctor"),

@@ -13,15 +13,20 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from coordexp.checkpoints.describe import TABLES, weight_shapes
 from coordexp.checkpoints.folder import Checkpoint, part_of
 from coordexp.config import RunConfig
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.schema import AnswerConfig
 from coordexp.errors import ConfigError
+from coordexp.out_of_memory import Kind, note_cure
 from coordexp.records import NUM_BINS
 
 # bfloat16 numbers per token while one layer's backward pass runs, as factors of H and I.
@@ -209,6 +214,75 @@ def check_memory(config: RunConfig, world_size: int = 1, gpu_bytes: int | None =
         f"model.model: {Path(config.model.model)} needs about {estimate}, and this GPU has {gpu_bytes / 1e9:.0f} GB. "
         f"It fits with {'; or '.join(fitting) if fitting else 'a smaller model'}"
     )
+
+
+@contextmanager
+def advising(config: RunConfig | AnswerConfig, saved: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """If memory runs out within it, the error gets the keys of ``config`` that help, and what is ``saved``."""
+    try:
+        yield
+    except Exception as error:
+        note_cure(error, partial(keys_that_help, config), saved())
+        raise
+
+
+def keys_that_help(config: RunConfig | AnswerConfig, kind: Kind) -> list[str]:
+    """What a user can change after memory ran out during ``kind``, best first; without values that ``config`` has
+    already."""
+    if kind in ("engine", "rollouts", "evaluation") and config.rollout_matching is not None:
+        keys = _answering_keys(config.rollout_matching)
+    elif isinstance(config, RunConfig):
+        keys = _training_keys(config)[kind]
+    else:
+        keys = {"model.dtype: bfloat16": config.model.dtype != "float32"}
+    return [*(key for key, is_so in keys.items() if not is_so), "end other programs that use this memory"]
+
+
+def _answering_keys(rollout: RolloutMatchingConfig) -> dict[str, bool]:
+    if rollout.rollout_backend == "hf":
+        size = rollout.decode_batch_size
+        return {
+            f"lower rollout_matching.decode_batch_size (now {size})": size == 1,
+            f"lower rollout_matching.max_new_tokens (now {rollout.max_new_tokens})": False,
+        }
+    vllm, elsewhere = rollout.vllm, not rollout.is_colocated
+    moved = "rollout_matching.offload.enabled and offload_optimizer: true"
+    return {
+        f"lower rollout_matching.vllm.gpu_memory_utilization (now {vllm.gpu_memory_utilization:g})": False,
+        f"lower rollout_matching.vllm.max_num_seqs (now {vllm.max_num_seqs or 'as vLLM chooses'})": False,
+        "rollout_matching.vllm.sleep_level: 1": elsewhere or vllm.sleep_level > 0,
+        moved: elsewhere or rollout.offload.enabled,
+        "rollouts on a device of their own: coordexp launch": elsewhere,
+    }
+
+
+def _training_keys(config: RunConfig) -> dict[Kind, dict[str, bool]]:
+    training, lora = config.training, {"tuner.train_type: lora": config.tuner.train_type == "lora"}
+    if config.fsdp.enabled:
+        sharded = {"fsdp.cpu_offload: true": config.fsdp.cpu_offload}
+    else:
+        sharded = {"fsdp.enabled: true, with several GPUs": config.deepspeed.enabled}
+    size = training.per_device_train_batch_size
+    batch = {f"lower training.per_device_train_batch_size (now {size})": size == 1}
+    row = {f"lower global_max_length (now {config.global_max_length})": False} if training.packing else batch
+    recomputes = training.gradient_checkpointing or config.fsdp.activation_checkpointing
+    workers = config.data.num_workers
+    return {
+        "start": {"model.dtype: bfloat16": config.model.dtype != "float32", **lora, **sharded},
+        "reading": {f"lower data.num_workers (now {workers})": workers == 0, **batch},
+        "engine": {},
+        "rollouts": {},
+        "evaluation": {},
+        "training": {
+            "training.gradient_checkpointing: true": recomputes,
+            "training.gradient_checkpointing_every: 1": training.gradient_checkpointing_every == 1,
+            **row,
+            **lora,
+            **sharded,
+        },
+        "optimizer": {**sharded, **lora},
+        "saving": {"fsdp.state_dict_type: SHARDED_STATE_DICT": not config.fsdp.enabled, **lora},
+    }
 
 
 def _with(section: Any, path: str, value: object) -> Any:

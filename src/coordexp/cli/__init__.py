@@ -18,6 +18,7 @@ from coordexp.cli.model import model_app
 from coordexp.cli.run import config_app
 from coordexp.cli.usage import App
 from coordexp.errors import CoordExpError, RunFinished, RunStopped
+from coordexp.out_of_memory import describe
 from coordexp.printable import PrintableFilter
 
 USER_ERROR = 2
@@ -126,7 +127,8 @@ def _global_options(
 def main(argv: list[str] | None = None) -> None:
     """Run the command and exit: 0 done, or nothing left to do; 2 an error that the user can cure (no traceback); 128 +
     its number if a signal ended it: 130 for Ctrl-C. Errors of the operating system (a full disk, a file in place of a
-    folder, a port in use) are the user's to cure. Any other exception is a bug and leaves with its traceback."""
+    folder, a port in use) and memory that ran out, whichever library reports it, are the user's to cure. Any other
+    exception is a bug and leaves with its traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     logger = logging.getLogger("coordexp")
     if not any(isinstance(one, PrintableFilter) for one in logger.filters):
@@ -144,10 +146,11 @@ def main(argv: list[str] | None = None) -> None:
         if distributed.is_main():
             echo(str(finished))
         sys.exit()
-    except (CoordExpError, OSError) as error:
-        if debug:
+    except Exception as error:
+        shortage = describe(error, distributed.rank() if distributed.world_size() > 1 else None)
+        if debug or (shortage is None and not isinstance(error, (CoordExpError, OSError))):
             raise
-        text = _system_error(error) if isinstance(error, OSError) else str(error)
+        text = _system_error(error) if shortage is None and isinstance(error, OSError) else str(shortage or error)
         echo(f"error: {text}", fg=typer.colors.RED, err=True)
         sys.exit(USER_ERROR)
 

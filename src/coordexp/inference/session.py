@@ -20,6 +20,7 @@ from coordexp.config.load import parse_section, validate
 from coordexp.config.schema import AnswerConfig, RunConfig, TrainingConfig
 from coordexp.config.source import Document, apply_arguments
 from coordexp.errors import CheckpointError, ConfigError, DataError
+from coordexp.out_of_memory import phase
 
 if TYPE_CHECKING:
     from coordexp.coords import CoordVocab
@@ -260,6 +261,7 @@ def open_session(
     import torch
     from accelerate import PartialState
 
+    from coordexp.checkpoints.memory import advising
     from coordexp.data.images import open_rgb
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import load_model
@@ -270,8 +272,9 @@ def open_session(
 
     distributed.join(use_cpu=config.use_cpu)
     state = PartialState(cpu=config.use_cpu)
-    loaded = load_model(model, config.model.dtype, config.model.attn_implementation)
-    torch.nn.Module.to(loaded.model, state.device if device is None else torch.device(device))
+    with advising(config), phase("start", "loading the model"):
+        loaded = load_model(model, config.model.dtype, config.model.attn_implementation)
+        torch.nn.Module.to(loaded.model, state.device if device is None else torch.device(device))
     parts = LearnerParts(
         model=loaded.model,
         vocab=loaded.vocab,
@@ -281,9 +284,10 @@ def open_session(
         open_image=lambda path: loaded.preparation(open_rgb(path)),
         preparation=loaded.preparation,
     )
-    backend = build_backend(config.rollout_matching, parts, classes)
+    with advising(config), phase("engine", "the start of the engine"):
+        backend = build_backend(config.rollout_matching, parts, classes)
     try:
-        with rollout_session(backend, 0):
+        with advising(config), phase("rollouts", "answering"), rollout_session(backend, 0):
             template = config.template
             encoder = PromptEncoder(loaded.processor, template.prompt, template.system, loaded.preparation)
             scorer = TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id, loaded.card.calibration)

@@ -27,6 +27,7 @@ from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.adapter import merge_adapter
 from coordexp.modeling.attention import transformers_names
 from coordexp.modeling.patches import project_by_product
+from coordexp.out_of_memory import is_out_of_memory
 
 DTYPE: str = default_of(ModelConfig, "dtype")
 ATTENTION: str = default_of(ModelConfig, "attn_implementation")
@@ -141,6 +142,8 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -
     try:
         loaded: Any = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         raise CheckpointError(
             f"{path}: its weights cannot be read ({error}); restore the checkpoint's files"
         ) from error

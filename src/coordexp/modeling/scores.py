@@ -27,7 +27,7 @@ import torch
 from coordexp.checkpoints.calibration import Calibration
 from coordexp.coords import CoordVocab
 from coordexp.records import NUM_BINS, ParsedRollout, Rollout, RolloutRequest
-from coordexp.sharding import missing_calls, smallest_prompt
+from coordexp.sharding import forward_passes, missing_calls, smallest_prompt
 
 COORD_WEIGHT = 0.7
 NEIGHBOURS = 2  # bins to either side that count as the same coordinate
@@ -61,9 +61,10 @@ class TokenScorer:
         was_training = self.model.training
         self.model.eval()
         try:
-            scores = [self._score(*answer) for answer in zip(requests, rollouts, parsed, strict=True)]
-            for _ in range(missing):
-                self.model(**smallest_prompt(self.model), logits_to_keep=1, use_cache=False)
+            with forward_passes(self.model):
+                scores = [self._score(*answer) for answer in zip(requests, rollouts, parsed, strict=True)]
+                for _ in range(missing):
+                    self.model(**smallest_prompt(self.model), logits_to_keep=1, use_cache=False)
         finally:
             self.model.train(was_training)
         return scores

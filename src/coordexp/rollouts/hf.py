@@ -38,7 +38,7 @@ from coordexp.rollouts.backend import (
 )
 from coordexp.rollouts.hf_drafting import DraftedAnswer, DraftedDecoding
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
-from coordexp.sharding import missing_calls, smallest_prompt
+from coordexp.sharding import forward_passes, missing_calls, smallest_prompt
 from coordexp.transfer import join, send
 
 # Whether the repeat guard ended the answer of a row of the batch, given without its end token.
@@ -105,7 +105,8 @@ class HFBackend:
         missing = missing_calls(self._model, len(batches))
         for batch in batches:
             on_ended = None if on_answer is None else lambda ended, done=done: on_answer(done + ended)
-            rollouts = self._generate_batch(batch, on_ended)
+            with forward_passes(self._model):
+                rollouts = self._generate_batch(batch, on_ended)
             done += len(batch)
             if on_answer is not None:
                 on_answer(done)

@@ -26,6 +26,7 @@ from coordexp.errors import AppendError, CheckpointError
 from coordexp.matching import MatchingConfig, match_objects
 from coordexp.metrics import rollout_counters
 from coordexp.modeling.inputs import check_prompt
+from coordexp.out_of_memory import phase
 from coordexp.parsing import parse_rollout
 from coordexp.records import MatchResult, ParsedRollout, Rollout, TrainingTarget
 from coordexp.rollouts import RolloutBackend, RolloutRound, SeedContext, rollout_session
@@ -215,7 +216,8 @@ class RolloutQueue:
         the first error of any rank: RolloutError of the backend, AlignmentError, CheckpointError if saved answers are
         for other samples."""
         content, self.content = self.content, None
-        with distributed.raise_on_all_ranks(f"rollouts of step {step + 1}"):
+        where = f"rollouts of step {step + 1}"
+        with phase("rollouts", f"the {where}"), distributed.raise_on_all_ranks(where):
             started = time.perf_counter()
             if content is None:
                 self._pushed_at = step
@@ -240,7 +242,8 @@ class RolloutQueue:
         assert self.content is None, "answers that no step took"
         if self._pushed_at != step:
             started = time.perf_counter()
-            self.backend.sync_weights(step)
+            with phase("rollouts", f"the push of weights in step {step + 1}"):
+                self.backend.sync_weights(step)
             metrics["time/weight_sync_s"] = time.perf_counter() - started
         future = in_background(
             lambda: self._with_report(self._request(batches, step + 1)), name="rollouts one step ahead"

@@ -17,6 +17,7 @@ from coordexp import distributed
 from coordexp.config.objective import Channel
 from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.data.epochs import EpochPlan
+from coordexp.out_of_memory import phase
 
 MicroBatches = list[list[Sample]]
 
@@ -82,7 +83,8 @@ class StepBatches:
         return epoch + min(1.0, steps_in_epoch * self.accumulation_steps / self.batches_per_epoch)
 
     def _read(self) -> MicroBatches:
-        with distributed.raise_on_all_ranks(f"reading the samples of step {self._next_step + 1}"):
+        where = f"reading the samples of step {self._next_step + 1}"
+        with phase("reading", where), distributed.raise_on_all_ranks(where):
             epoch, place = divmod(self._next_step, self.steps_per_epoch)
             first = place * self.accumulation_steps
             if self._loader is None or place == 0:

@@ -26,6 +26,7 @@ from coordexp.checkpoints.card import CARD
 from coordexp.checkpoints.run_folder import CHECKPOINT, SEAL, checkpoints_in
 from coordexp.data.files import PIECE_BYTES, checksums, flush_file, write_atomically
 from coordexp.errors import CheckpointError, DataError
+from coordexp.out_of_memory import is_out_of_memory
 from coordexp.records import from_json
 
 # No resume reads the card, and `coordexp evaluate --calibrate` writes it again.
@@ -237,6 +238,8 @@ def readable(checkpoint: Path, *files: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, MemoryError,
             UnpicklingError, SafetensorError) as error:  # fmt: skip
+        if is_out_of_memory(error):  # nothing is wrong with the file
+            raise
         raise CheckpointError(
             f"{checkpoint}: {' or '.join(files)} cannot be read ({type(error).__name__}: {str(error).strip()[:200]}); "
             "resume from an older checkpoint, or start a new run"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
@@ -23,6 +24,7 @@ from coordexp.evaluation.answers import answer_dataset
 from coordexp.evaluation.summary import COUNTS_ONLY, summarise
 from coordexp.metrics import MetricsPayload
 from coordexp.modeling.scores import TokenScorer
+from coordexp.out_of_memory import is_out_of_memory, phase
 from coordexp.rollouts import RolloutBackend, rollout_session
 from coordexp.training.batches import StepBatches
 from coordexp.training.checkpoint import delete_old, read_seal
@@ -201,7 +203,8 @@ class CoordExpTrainer:
 
     def _notify(self, event: str, **details: Any) -> None:
         handler: Any = self.callback_handler
-        self.control = getattr(handler, event)(self.args, self.state, self.control, **details)
+        with distributed.raise_on_all_ranks(f"callbacks of {event} after step {self.state.global_step}"):
+            self.control = getattr(handler, event)(self.args, self.state, self.control, **details)
 
     # -- logs ----------------------------------------------------------------------------------------------------------
 
@@ -226,6 +229,7 @@ class CoordExpTrainer:
                 self.run.queue.wait()  # the answers in progress need the weights before this push
             with (
                 self._saving_on_error(where),
+                phase("evaluation", f"the {where}"),
                 distributed.raise_on_all_ranks(where),
                 rollout_session(self.backend, self.state.global_step),
             ):
@@ -313,6 +317,8 @@ class CoordExpTrainer:
 
     def _save_after(self, what: str, error: Exception) -> None:
         step = self.state.global_step
+        if is_out_of_memory(error):
+            _release_memory_of(error)
         together = distributed.is_every_ranks(error)
         if together and distributed.all_reduce([float(has_broken_weight(self.model))], "max")[0]:
             raise TrainingDiverged(
@@ -325,7 +331,8 @@ class CoordExpTrainer:
             logger.error("rank %d: the other processes cannot be reached, so nothing more is saved", distributed.rank())
         elif self._saved is None or self._saved[0] != step:
             self.save_checkpoint()
-        if self._saved is not None and distributed.is_main():
+        # What is saved is part of the line on memory that ran out.
+        if self._saved is not None and distributed.is_main() and not is_out_of_memory(error):
             logger.error(
                 "%s failed after %d steps; the first %d are saved. To continue, fix the cause and start again with "
                 "training.resume_from_checkpoint: %s",
@@ -337,3 +344,13 @@ class CoordExpTrainer:
     def close(self) -> None:
         """Release the rollout engine."""
         self.backend.close()
+
+
+def _release_memory_of(error: BaseException) -> None:
+    """Let go of the activations that the frames of ``error`` hold: the save that follows may need that memory."""
+    one: BaseException | None = error
+    while one is not None:
+        traceback.clear_frames(one.__traceback__)
+        one = one.__cause__ or one.__context__
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

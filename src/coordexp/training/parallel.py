@@ -194,7 +194,7 @@ def join_processes(config: RunConfig) -> None:
 
 _LOST = re.compile(
     r"gloo|nccl|ProcessGroup|Connection (closed|reset|refused)|Timed out waiting|Socket Timeout|recvValue|sendBytes"
-    r"|Broken pipe|TCPStore|DistStore",
+    r"|Broken pipe|TCPStore|DistStore|pair closure|unbound_buffer|EnforceNotMet",
     re.IGNORECASE,
 )
 

@@ -23,7 +23,7 @@ from transformers.trainer_utils import align_special_tokens
 from coordexp import distributed
 from coordexp.checkpoints.card import card_of_run
 from coordexp.checkpoints.folder import check_lengths, length_advice
-from coordexp.checkpoints.memory import check_memory
+from coordexp.checkpoints.memory import advising, check_memory
 from coordexp.checkpoints.run_folder import RECORDS, check_start, clear_results, newest_checkpoint
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
@@ -49,6 +49,7 @@ from coordexp.modeling.kernels import fuse_layers, liger_kernels, wants_fused
 from coordexp.modeling.load import LoadedModel, load_model, load_vocab
 from coordexp.modeling.scores import TokenScorer
 from coordexp.modeling.weights import LearnerWeights
+from coordexp.out_of_memory import is_out_of_memory, phase
 from coordexp.recording.rollout_record import Settings
 from coordexp.recording.writer import RolloutLog, RolloutPictures, RolloutRecorder
 from coordexp.records import ImageRecord
@@ -204,12 +205,14 @@ def build_trainer(
     # Before the model is wrapped: a wrapper may expose other parameters during a forward.
     build_row = RowBuilder.from_model(loaded, accelerator.device)
     offload = build_offload(loaded.model, rollout)
-    state = _prepared_state(training, args, accelerator, loaded, max_steps)
+    with phase("start", "placing the model and its optimizer"):
+        state = _prepared_state(training, args, accelerator, loaded, max_steps)
     if offload is not None:
         owner = "DeepSpeed" if state.is_deepspeed else "FSDP" if state.is_fsdp else None
         offload.bind(lambda: state.optimizer, sharded_by=owner)
     if backend is None:
-        backend = build_backend(rollout, _learner_parts(loaded, offload))
+        with phase("engine", "the start of the rollout engine"):
+            backend = build_backend(rollout, _learner_parts(loaded, offload))
     state.buffer = build_buffer(config, train, resume)
     tasks, schedule = build_tasks(config, rollout, loaded.vocab, backend, state.buffer)
     with_rollouts = next((task for task in tasks.values() if task.rollouts is not None), None)
@@ -280,7 +283,8 @@ def _epoch_plan(run: CheckedRun, console: Console) -> EpochPlan | None:
 
 def _tuned_model(run: CheckedRun, accelerator: Accelerator, console: Console) -> LoadedModel:
     config = run.config
-    loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
+    with phase("start", "loading the model"):
+        loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
     loaded = replace(loaded, card=card_of_run(config, preparation_of(run.train), class_list(run.train)))
     tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
     if wants_fused(config.model, accelerator.device.type):
@@ -364,18 +368,23 @@ def run_training(
     RunStopped if a signal ended the run, with everything saved, ProcessesLost if another process of torchrun is gone,
     RunFinished if all steps were trained before.
     """
-    checked = check_run(config)
-    set_allocator(checked.rollout)
+    trainer: CoordExpTrainer | None = None
+    saved = lambda: "Nothing of this run is saved" if trainer is None else trainer.last_saved()  # noqa: E731
     try:
-        join_processes(config)
-        with only_run_in(Path(config.training.output_dir)):
-            trainer, resume = build_trainer(checked, console, description, config_path, overrides, callbacks=callbacks)
-            if resume is not None:
-                console.print(f"resuming from {resume}", highlight=False, markup=False, soft_wrap=True)
-            _train(trainer, resume, config.training.stop_within_s)
-            trainer.save_model()  # with everything that was logged, for the viewer's curves
+        with advising(config, saved), phase("start", "the start of the run"):
+            checked = check_run(config)
+            set_allocator(checked.rollout)
+            join_processes(config)
+            with only_run_in(Path(config.training.output_dir)):
+                trainer, resume = build_trainer(
+                    checked, console, description, config_path, overrides, callbacks=callbacks
+                )
+                if resume is not None:
+                    console.print(f"resuming from {resume}", highlight=False, markup=False, soft_wrap=True)
+                _train(trainer, resume, config.training.stop_within_s)
+                trainer.save_model()  # with everything that was logged, for the viewer's curves
     except RuntimeError as error:
-        if not lost_each_other(error):
+        if is_out_of_memory(error) or not lost_each_other(error):
             raise
         raise ProcessesLost(
             f"rank {distributed.rank()}: another process of this run ended, or did not answer within "

@@ -27,6 +27,7 @@ from coordexp.data.dataset import RecordDataset
 from coordexp.data.files import give_ordinary_mode, write_atomically
 from coordexp.errors import CheckpointError, DataError
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
+from coordexp.out_of_memory import phase
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment, TrainingTarget, from_json, to_json
 from coordexp.training.answers import RolloutQueue, SavedAnswers
@@ -38,6 +39,7 @@ logger = logging.getLogger("coordexp")
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+@phase("saving", "saving a checkpoint")
 def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> Path:
     """Write the checkpoint of the finished steps, and seal it when everything is on the disk. A collective call.
 
@@ -81,6 +83,7 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
     return folder
 
 
+@phase("saving", "saving the model")
 def save_model(run: RunState, folder: Path, *, writes: bool) -> None:
     """The model, or its adapter, with its processor and card. A collective call if the model is sharded.
 

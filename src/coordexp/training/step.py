@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -32,6 +32,7 @@ from coordexp.config.objective import Channel
 from coordexp.data.dataset import LEFT_OUT
 from coordexp.errors import TrainingDiverged
 from coordexp.objective import HeadScores, RowObjective, RowTensors
+from coordexp.out_of_memory import phase
 from coordexp.recording.writer import RolloutLog, RolloutRecorder, token_losses
 from coordexp.records import ImageRecord, PackedRow
 from coordexp.targets import SampleOutcome, count_terms, is_closed
@@ -162,14 +163,16 @@ class TrainStep:
         samples = batches.take()
         started = time.perf_counter()
         metrics["time/data_wait_s"] = started - began
-        prepared = self.prepared = prepare_step(task, samples, step, metrics, self.rollout_log)
+        with phase("training", f"the targets of {where}"):
+            prepared = self.prepared = prepare_step(task, samples, step, metrics, self.rollout_log)
         records = [sample.record for batch in samples for sample in batch]
         self.outcomes = list(zip(records, prepared.outcomes, strict=True)) if task.rollouts is not None else []
         with PrefetchedRows(lambda row: self.build_row(row, task.objective), prepared.rows) as rows:
             self._request_ahead(batches, step, metrics)
-            if self.recorder is not None and prepared.outcomes:
-                self.recorder.offer(step, self.logging_steps, samples, prepared.outcomes)
-                metrics |= self.recorder.take_counters()
+            with distributed.raise_on_all_ranks(f"records of {where}"):
+                if self.recorder is not None and prepared.outcomes:
+                    self.recorder.offer(step, self.logging_steps, samples, prepared.outcomes)
+                    metrics |= self.recorder.take_counters()
             metrics["time/window_prepare_s"] = time.perf_counter() - started
             run.sums.add({**metrics, **self._channel_metrics(task, step)})
             run.sums.count_step(task.channel)
@@ -179,11 +182,11 @@ class TrainStep:
             started, forward_s, on_device, positions = time.perf_counter(), 0.0, DeviceMetrics(), 0
             run.model.train()
             # Sharded ranks communicate in every forward, so a rank that fails alone has already lost contact.
-            with nullcontext(lambda: None) if run.shards else distributed.raise_on_all_ranks(where) as agree:
-                for number, row in enumerate(rows, start=1):
+            computing = nullcontext(lambda: None) if run.shards else distributed.raise_on_all_ranks(where)
+            with phase("training", f"forward and backward of {where}"), computing as agree:
+                for number, row in enumerate(self._on_device(rows, where), start=1):
                     is_last = number == len(prepared.rows)
                     positions += len(row.supervision.position_N)
-                    row = row.to(run.accelerator.device)
                     run.accelerator.sync_gradients = is_last
                     with nullcontext() if is_last or run.shards else run.accelerator.no_sync(run.model):
                         begun = time.perf_counter()
@@ -213,9 +216,10 @@ class TrainStep:
         """Clip, step the optimizer and the schedule, clear gradients. Returns: the gradient's norm before clipping, and
         the learning rate that was used."""
         run, began = self.run, time.perf_counter()
-        norm = run.accelerator.clip_grad_norm_(run.model.parameters(), self.max_grad_norm or float("inf"))
-        self.notify("on_pre_optimizer_step")
-        run.optimizer.step()
+        with phase("optimizer", f"the optimizer of step {run.progress.global_step + 1}"):
+            norm = run.accelerator.clip_grad_norm_(run.model.parameters(), self.max_grad_norm or float("inf"))
+            self.notify("on_pre_optimizer_step")
+            run.optimizer.step()
         self.notify("on_optimizer_step")
         rate = run.optimizer.param_groups[0]["lr"]
         if not (run.accelerator.optimizer_step_was_skipped or needs_metric(run.scheduler)):
@@ -223,6 +227,16 @@ class TrainStep:
         run.optimizer.zero_grad()
         run.sums.add({"time/optimizer_s": time.perf_counter() - began, **_peak_memory()})
         return {"grad_norm": norm, "learning_rate": rate}  # a tensor stays on its device until it is logged
+
+    def _on_device(self, rows: Iterable[RowTensors], where: str) -> Iterator[RowTensors]:
+        device, waiting = self.run.accelerator.device, iter(rows)
+        # Sharded ranks, and DDP's in the second step, wait for each other inside a forward. So a rank without its first
+        # row tells the others before they begin one.
+        with distributed.raise_on_all_ranks(where):
+            first = next(waiting).to(device)
+        yield first
+        for row in waiting:
+            yield row.to(device)
 
     def _request_ahead(self, batches: StepBatches, step: int, metrics: MutableMapping[str, float]) -> None:
         """With ``rollouts_ahead``: request the next step's answers from the current weights, while this step trains."""
