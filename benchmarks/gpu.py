@@ -203,7 +203,7 @@ def run_part(part: Part, options: Options, writing: Material, deadline: float) -
 
 
 def json_flag(part: Part, file: Path) -> list[object]:
-    return [] if part.name == "tests" else ["--json", file]
+    return [] if part.name in ("tests", "as_shipped") else ["--json", file]
 
 
 def start(command: Sequence[object], options: Options, name: str) -> subprocess.Popen[bytes]:
@@ -302,7 +302,7 @@ def run_of(name: str, file: str, size: str, steps: int, *keys: str, on_gpu: Sequ
         return [
             PYTHON, HERE / "gpu_run.py", file, "--name", name, "--model", options.made(size), "--scenes",
             options.made(scenes) / "scenes.jsonl", "--folder", options.work / "runs" / name, "--steps", count,
-            "--warm-up", first, "--set", *keys, *more,
+            "--warm-up", first, "--log", log_of(options, f"{name}.train"), "--set", *keys, *more,
         ]  # fmt: skip
 
     return command
@@ -322,7 +322,11 @@ def engine(kind: str) -> Callable[[Options], list[object] | str]:
 
 
 def tests(options: Options) -> list[object] | str:
-    return [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests/gpu"]
+    return [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests/gpu/test_on_gpu.py"]
+
+
+def as_shipped(options: Options) -> list[object] | str:
+    return [PYTHON, "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", "tests/gpu/test_as_shipped_on_gpu.py"]
 
 
 def profile(options: Options) -> list[object] | str:
@@ -371,7 +375,7 @@ PARTS = (
     Part("doctor", 200, doctor, ("2B",)),
     Part(
         "rewritten",
-        70,
+        90,
         run_of(
             "rewritten", "stage2_rollout_aligned/rewritten.yaml", "2B", 1,
             on_gpu=("rollout_matching.max_new_tokens=64",), warm_up=1,
@@ -380,13 +384,14 @@ PARTS = (
     ),
     Part(
         "hf",
-        70,
+        90,
         run_of(
             "hf", "stage2_rollout_aligned/hf.yaml", "2B", 1,
             on_gpu=("rollout_matching.max_new_tokens=64",), warm_up=1,
         ),
         ("photos", "2B"),
     ),
+    Part("as_shipped", 300, as_shipped),
     Part("engine_start", 90, engine("start"), ("wide", "wide_scenes")),
     Part("lora_8b", 120, run_of("lora_8b", "stage1/lora.yaml", "8B", 4), ("photos", "8B")),
     Part("lora_4b", 90, run_of("lora_4b", "stage1/lora.yaml", "4B", 4), ("photos", "4B")),

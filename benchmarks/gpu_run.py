@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--model", type=Path, required=True, help="checkpoint")
     flags.add_argument("--scenes", type=Path, required=True, help="JSONL to train on")
     flags.add_argument("--folder", type=Path, required=True, help="for the run and its output; emptied")
+    flags.add_argument("--log", type=Path, help="of the run [train.log in its folder]")
     flags.add_argument("--steps", type=positive, default=6, help="measured optimizer steps [6]")
     flags.add_argument("--warm-up", type=positive, default=2, help="steps before them [2]")
     flags.add_argument("--limit", type=float, default=600.0, help="seconds that the run may take [600]")
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     shutil.rmtree(options.folder, ignore_errors=True)
     given = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in options.set)}
     keys = shortened(options, given)
-    run = train_shipped(options.file, keys, options.folder / "train.log", options.limit, options.warm_up)
+    run = train_shipped(options.file, keys, options.log or options.folder / "train.log", options.limit, options.warm_up)
     results: dict[str, Any] = {
         "file": options.file, "keys": keys, "steps": options.steps, "seconds": run.seconds, **run.figures,
         "first_step": dict(run.lines[0]), "lines": [dict(line) for line in run.lines],

@@ -28,6 +28,7 @@ from support.ports import free_ports
 START_S = 300.0  # imports, model, engine and all steps, on a busy machine
 AFTER_LAST_STEP_S = 60.0  # the last evaluation, saving, and ending; servers have 15 s
 AFTER_SIGNAL_S = 10.0
+MODULES = {"coordexp": "coordexp", "torchrun": "torch.distributed.run"}
 _MARK = "COORDEXP_TEST_START"
 CHECKPOINT = ROOT / "checkpoints" / "demo-stage1"
 
@@ -97,7 +98,12 @@ def started(command: Sequence[str], cwd: Path, **environment: str) -> Started:
     scratch.mkdir(parents=True)
     log = scratch / "output.log"
     program = Path(sys.executable).with_name(command[0])
-    words = [str(program) if program.is_file() else command[0], *command[1:]]
+    if program.is_file():
+        words = [str(program), *command[1:]]
+    elif command[0] in MODULES:  # a source tree on PYTHONPATH, without an installation
+        words = [sys.executable, "-m", MODULES[command[0]], *command[1:]]
+    else:
+        words = list(command)
     source = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     given = {
         **os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false",

@@ -81,7 +81,15 @@ def test_every_configuration_of_a_part_is_valid(cpu: bool, tmp_path: Path, monke
         raise Read
 
     monkeypatch.setattr("coordexp.doctor.runs.train_shipped", read)
-    words = ["--work", str(tmp_path), "--wide", str(tmp_path / "wide"), *(["--cpu"] if cpu else [])]
+    words = [
+        "--out",
+        str(tmp_path),
+        "--work",
+        str(tmp_path),
+        "--wide",
+        str(tmp_path / "wide"),
+        *(["--cpu"] if cpu else []),
+    ]
     options = gpu.read_options(words)
     for one in gpu.PARTS:
         command = [str(word) for word in one.command(options)]
