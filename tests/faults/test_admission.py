@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,11 @@ import pytest
 import uvicorn
 from PIL import Image, ImageFile
 
+from coordexp.engine.connections import BoundedProtocol
 from coordexp.engine.protocol import RequestRefused, open_image
 from coordexp.engine.serve_app import RolloutServer
 from coordexp.engine.serve_engine import Heartbeat
+from coordexp.engine.serve_http import Admission
 from coordexp.errors import ServerTimeout
 from support.settings import client_to, serve_options_of
 
@@ -57,6 +60,10 @@ class Engine:
     def shutdown(self) -> None: ...
 
 
+class Bounded(BoundedProtocol):
+    head_s, most = 1.0, 12
+
+
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return Engine()
@@ -71,7 +78,8 @@ def url(engine: Engine) -> Iterator[str]:
     server.heartbeat = Heartbeat(served, every_s=0.05)
     app = server.app(body_s=0.5)
     listener = socket.create_server(("127.0.0.1", 0))
-    running = uvicorn.Server(uvicorn.Config(app, log_config=None))
+    bounded: Any = Bounded
+    running = uvicorn.Server(uvicorn.Config(app, http=bounded, log_config=None))
     thread = threading.Thread(target=lambda: asyncio.run(running.serve(sockets=[listener])), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -118,6 +126,93 @@ def test_a_body_that_is_never_sent_times_out(url: str) -> None:
     with socket.create_connection((host, int(port)), timeout=30) as client:
         client.sendall(b"POST /infer/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
         assert client.recv(100).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: loc"])
+def test_a_head_that_does_not_arrive_closes_its_connection(sent: bytes, url: str) -> None:
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(sent)
+        began = time.monotonic()
+        with suppress(ConnectionResetError):
+            assert client.recv(100) == b""
+        assert 0.5 < time.monotonic() - began < 8
+
+
+def test_silent_connections_do_not_keep_others_out(url: str) -> None:
+    host, _, port = url.removeprefix("http://").partition(":")
+    with ExitStack() as stack:
+        for _ in range(60):
+            with suppress(OSError):
+                stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+        deadline = time.monotonic() + 10
+        while True:  # until the first of them have been closed
+            with suppress(httpx.TransportError):
+                assert httpx.get(f"{url}/health/", trust_env=False).status_code == 200
+                return
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/", "/infer/"])
+def test_a_body_is_not_read_before_its_token(path: str) -> None:
+    async def no_app(*_: Any) -> None:
+        raise AssertionError("the request was let in")
+
+    async def no_body() -> Any:
+        raise AssertionError("the body was read")
+
+    replies: list[Any] = []
+
+    async def send(message: Any) -> None:
+        replies.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"content-length", b"2000000000")],
+             "query_string": b"", "server": ("127.0.0.1", 80), "scheme": "http"}  # fmt: skip
+    asyncio.run(Admission(no_app, "secret", "localhost", 30.0)(scope, no_body, send))
+    assert replies[0]["status"] == 401
+
+
+def test_bodies_of_all_connections_share_one_budget() -> None:
+    """Two of 2 GiB fit; the third is refused until one is answered."""
+    statuses: list[int] = []
+
+    async def call(admission: Admission, answer: asyncio.Event) -> None:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status", 0))
+
+        scope = {"type": "http", "method": "POST", "path": "/infer/", "query_string": b"", "scheme": "http",
+                 "headers": [(b"content-length", b"2147483648"), (b"host", b"localhost")],
+                 "server": ("127.0.0.1", 80), "answer": answer}  # fmt: skip
+        await admission(scope, receive, send)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await scope["answer"].wait()
+
+    async def run() -> None:
+        admission, answer, at_once = Admission(app, None, "localhost", 30.0), asyncio.Event(), asyncio.Event()
+        at_once.set()
+        waiting = [asyncio.create_task(call(admission, answer)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        await call(admission, at_once)
+        assert statuses[0] == 503
+        answer.set()
+        await asyncio.gather(*waiting)
+        statuses.clear()
+        await call(admission, at_once)
+        assert statuses == []  # let in
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("image", ["/" + "a/" * 2500 + "b.png", "/tmp/\x00.png", "/proc/self/mem"])
+def test_a_path_that_is_no_image_is_the_clients_mistake(image: str) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        open_image(image)
+    assert refused.value.status == 400
 
 
 def test_an_abandoned_request_is_cancelled(url: str, engine: Engine) -> None:

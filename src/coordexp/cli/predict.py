@@ -49,6 +49,7 @@ Answers = Annotated[
     int,
     typer.Option(min=1, help="Answers per image, merged; the first is greedy, others are sampled, at 0.7 by default."),
 ]
+MOST_REFUSED = 20  # images that are not placed, whose reasons are printed
 _SHOWN = 20  # images whose objects are printed
 
 
@@ -234,7 +235,10 @@ def export(
         bool, typer.Option("--fractions", help="Fractions of pixels instead of whole numbers. For voc.")
     ] = False,
     images: Annotated[
-        bool, typer.Option("--images", help="Place the images too, and use their pixels. Always for yolo.")
+        bool, typer.Option("--images", help="Copy the images too, and use their pixels. Always for yolo.")
+    ] = False,
+    link: Annotated[
+        bool, typer.Option("--link", help="Hard links instead of copies: an edited image changes in both places.")
     ] = False,
 ) -> None:
     """Write predictions or a dataset as COCO, YOLO, VOC, DOTA or others.
@@ -263,6 +267,8 @@ def export(
     for option, (value, users) in given.items():
         if value is not None and form not in users:
             raise ConfigError(f"{option} has no use here; it belongs to {' and '.join(users)}")
+    if link and not (images or form in yolo):
+        raise ConfigError("--link has no use here; it belongs to --images")
     terms = _terms(annotations, classes, predictions)
     of_dataset = is_dataset(predictions)
     if of_dataset:
@@ -289,9 +295,13 @@ def export(
         for a in answers
     ]
     if images or form in yolo:
-        answers, missing = place_images(answers, out / IMAGE_FOLDERS[form])
-        if missing:
-            say(console, f"note: {missing} images are missing, and were not placed next to the annotations")
+        answers, refused = place_images(answers, out / IMAGE_FOLDERS[form], link=link)
+        if refused:
+            say(console, f"note: {len(refused)} images were not placed next to the annotations:")
+        for problem in refused[:MOST_REFUSED]:
+            say(console, f"  {problem}")
+        if len(refused) > MOST_REFUSED:
+            say(console, f"  … and {len(refused) - MOST_REFUSED} more")
     options = {"coco": {"completed": completed}, "voc": {"fractions": fractions}, "yolo": {"scores": scores}}
     options["yolo-obb"] = options["yolo"]
     exported = FORMATS[form](answers, out, terms, **options.get(form, {}))

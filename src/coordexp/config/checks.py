@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from coordexp.config.base import Problem, parse_dotted
 from coordexp.config.environment import unknown_names
@@ -120,6 +121,20 @@ def _answers_as_written_are_left_alone(config: RunConfig) -> Findings:
                 f"{_RM}.target.{key}",
                 "concerns rewritten answers alone; write target.answer: rewritten, or leave it at "
                 f"{'null' if default is None else default}",
+            )
+
+
+def _servers_have_no_passwords(config: RunConfig) -> Findings:
+    """The address is printed and stored; the message does not repeat it."""
+    rollout = config.rollout_matching
+    if rollout is None or rollout.vllm.server is None:
+        return
+    for index, server in enumerate(rollout.vllm.server.servers):
+        if "@" in urlsplit(server.base_url).netloc:
+            yield (
+                f"{_VLLM}.server.servers[{index}].base_url",
+                "holds a user name or password, which would be printed and stored; write http://HOST:PORT, and name "
+                "the variable with the token in rollout_matching.vllm.server.api_key_env",
             )
 
 
@@ -300,6 +315,7 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
     Rule(f"{_VLLM}.server", lambda c, r: r.is_served and r.vllm.server is None,
          "missing; mode: server needs server.servers[] with base_url and group_port of each. Without servers "
          "write vllm.mode: colocate or rollout_backend: hf"),
+    _servers_have_no_passwords,
     _servers_differ,
     Rule(f"{_RM}.max_new_tokens",
          lambda c, r: r.rollout_backend == "vllm" and r.max_new_tokens >= (r.vllm.max_model_len or float("inf")),

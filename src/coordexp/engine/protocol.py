@@ -16,7 +16,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordexp.coords import CoordVocab
-from coordexp.data.images import image_bytes, open_rgb, read_header
+from coordexp.data.images import image_bytes, image_exists, open_rgb, read_header
 from coordexp.data.preparation import ImagePreparation
 from coordexp.data.shards import shard_of
 from coordexp.engine.arguments import NAMES_KEY
@@ -363,7 +363,7 @@ def open_image(source: str) -> Image.Image:
             return open_rgb(Path("the data URL"), data=_decoded(encoded), max_pixels=MAX_IMAGE_PIXELS)
         if source.startswith(("/", "file:///")) and not is_jpeg:
             path = Path(source.removeprefix("file://"))
-            if path.is_file() and path.stat().st_size > MAX_IMAGE_BYTES:
+            if image_exists(path) and path.is_file() and path.stat().st_size > MAX_IMAGE_BYTES:
                 raise RequestRefused(413, f"{path}: larger than {MAX_IMAGE_BYTES >> 20} MiB")
             return open_rgb(path, max_pixels=MAX_IMAGE_PIXELS)
         return open_rgb(Path("the base64 image"), data=_decoded(source), max_pixels=MAX_IMAGE_PIXELS)

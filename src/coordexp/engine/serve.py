@@ -174,6 +174,7 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
 async def _serve(server: RolloutServer, listener: socket.socket) -> None:
     import uvicorn
 
+    from coordexp.engine.connections import BoundedProtocol, most_connections
     from coordexp.engine.logits_processors import check_processors
     from coordexp.engine.serve_http import openai_routes
 
@@ -183,7 +184,8 @@ async def _serve(server: RolloutServer, listener: socket.socket) -> None:
     app.router.routes += await openai_routes(server)
     options = server.options
     logger.info("serving %s at %s:%d (%d devices)", options.model, options.host, options.port, options.world_size)
-    config: Any = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=DRAIN_S)
+    BoundedProtocol.most = most_connections()
+    config: Any = uvicorn.Config(app, http=BoundedProtocol, log_config=None, timeout_graceful_shutdown=DRAIN_S)
     await uvicorn.Server(config).serve(sockets=[listener])
 
 

@@ -274,7 +274,11 @@ class RolloutServer:
 
     async def _rendered(self, request: InferRequest) -> Any:
         def render() -> Any:
-            return self.engine.render(self._prompts.build(request))
+            prompt = self._prompts.build(request)
+            try:
+                return self.engine.render(prompt)
+            except ValueError as error:  # what the processor refuses, such as an image of 1 x 201 pixels
+                raise RequestRefused(400, f"the prompt cannot be rendered: {error}") from error
 
         return await asyncio.get_running_loop().run_in_executor(self._images, render)
 

@@ -7,7 +7,8 @@ import ipaddress
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 2 << 30
+MAX_BODIES_BYTES = 4 << 30  # of all requests that are read or answered
 # A body may take this long, plus its size at the slowest accepted speed.
 BODY_S = 30.0
 SLOWEST_BYTES_S = 1 << 20
-OPEN_PATHS = {"/health", "/health/"}  # for probes without a token
+OPEN_PATHS = {"/health", "/health/"}  # GET and HEAD need no token: probes have none
 # vLLM's other routes (scaling, development, LoRA from disk) could change weights without the weight lock.
 OPENAI_PATHS = {"/v1/models": "GET", "/v1/chat/completions": "POST", "/v1/completions": "POST", "/metrics": "GET"}
 
@@ -52,6 +54,7 @@ class Admission:
         self._api_key = api_key
         self._host = host.lower()
         self._body_s = body_s
+        self._held_bytes = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -59,16 +62,17 @@ class Admission:
             return
         request = Request(scope, receive)
         try:
-            if request.url.path not in OPEN_PATHS:
+            if request.url.path not in OPEN_PATHS or request.method not in ("GET", "HEAD"):
                 self._check_sender(request)
-            if request.method == "POST":
-                receive = await self._whole_body(request)
+            with ExitStack() as stack:
+                if request.method == "POST":
+                    stack.enter_context(self._room_for(size := _size_of_body(request)))
+                    receive = await self._whole_body(request, size)
+                await self._app(scope, receive, send)
         except RequestRefused as error:
             reply = refusal(error.status, str(error))
             reply.headers["Connection"] = "close"  # the body may still arrive
             await reply(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
 
     def _check_sender(self, request: Request) -> None:
         if self._api_key is not None:
@@ -89,14 +93,19 @@ class Admission:
                 403, f"this server has no token and is not called {name!r}: name it as in base_url, or {advice}"
             ) from None
 
-    async def _whole_body(self, request: Request) -> Any:
+    @contextmanager
+    def _room_for(self, num_bytes: int) -> Iterator[None]:
+        """Count a body among those in memory, until its request is answered. Raises RequestRefused without room."""
+        if self._held_bytes + num_bytes > MAX_BODIES_BYTES:
+            raise RequestRefused(503, f"requests with {self._held_bytes >> 20} MiB are being answered; try again")
+        self._held_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._held_bytes -= num_bytes
+
+    async def _whole_body(self, request: Request, num_bytes: int) -> Any:
         # Read the body. Returns a ``receive`` that replays it.
-        length = request.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()):
-            raise RequestRefused(411, "Content-Length is required")
-        num_bytes = int(length[:20])
-        if num_bytes > MAX_BODY_BYTES:
-            raise RequestRefused(413, f"more than {MAX_BODY_BYTES >> 20} MiB in one request")
         messages: list[Any] = []
         try:
             async with asyncio.timeout(self._body_s + num_bytes / SLOWEST_BYTES_S):
@@ -110,6 +119,16 @@ class Admission:
             return messages.pop() if messages else await request.receive()
 
         return replay
+
+
+def _size_of_body(request: Request) -> int:
+    length = request.headers.get("Content-Length", "")
+    if not (length.isascii() and length.isdigit()):
+        raise RequestRefused(411, "Content-Length is required")
+    num_bytes = int(length[:20])
+    if num_bytes > MAX_BODY_BYTES:
+        raise RequestRefused(413, f"more than {MAX_BODY_BYTES >> 20} MiB in one request")
+    return num_bytes
 
 
 def refusal(status: int, message: str) -> JSONResponse:

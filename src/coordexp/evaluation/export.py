@@ -8,9 +8,12 @@ the annotations. Classes have the numbers of the user's own list, or of the chec
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,16 +21,19 @@ from xml.etree import ElementTree
 
 from coordexp.checkpoints.card import read_card
 from coordexp.data.class_list import ClassNumbers, class_list
+from coordexp.data.convert.columns import FORMULA_STARTS
 from coordexp.data.find_images import match_names, with_slashes
-from coordexp.data.images import image_bytes
+from coordexp.data.images import image_bytes, image_exists, open_rgb
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.polygons import smallest_rectangle
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage, original_image
 from coordexp.evaluation.coco import to_coco
 from coordexp.geometry import pixel_box, pixel_ring
+from coordexp.printable import printable
 from coordexp.records import ImageRecord
 
+LONGEST_PART = 120  # bytes of a part of a path; file systems take 255, and suffixes are added
 _COMPLETION = "completion"  # key of a record's metadata, which coordexp.inference.completion writes
 
 
@@ -99,28 +105,60 @@ IMAGE_FOLDERS = {"coco": "images", "yolo": "images", "yolo-obb": "images", "voc"
                  "csv": "images", "dota": "images"}  # fmt: skip
 
 
-def place_images(answers: Sequence[ImageAnswer], folder: Path) -> tuple[list[ImageAnswer], int]:
-    """Link or copy each image into ``folder`` under its original name. Returns the answers in the pixels of these
-    images, and the number of images that are missing."""
-    placed, missing = [], 0
+def place_images(
+    answers: Sequence[ImageAnswer], folder: Path, *, link: bool = False
+) -> tuple[list[ImageAnswer], list[str]]:
+    """Copy each image into ``folder`` under its original name; ``link``: as a hard link where the file system can.
+
+    Only files that decode as images are placed: paths come from a file that may be anybody's, and the folder is made
+    to be shared. Returns the answers in the pixels of the placed images, and a line for each image that was refused.
+    """
+    placed, refused = [], []
     for answer, _, name in _with_paths(answers, ""):
-        target = folder / f"{name}{Path(answer.image).suffix}"
-        original = OriginalImage(target.relative_to(folder).as_posix(), answer.width, answer.height)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        source = Path(answer.image)
+        target = folder / f"{name}{safe_part(source.suffix)}"
         try:
-            if not target.exists():
-                os.link(answer.image, target)
-            elif not target.samefile(answer.image):
-                raise DataError("exists already; name another folder", path=target)
-        except OSError:  # another file system, or an image in a shard
-            try:
-                target.write_bytes(image_bytes(Path(answer.image)))
-            except DataError:
-                missing += 1
-                placed.append(answer)
-                continue
+            if not image_exists(source):
+                raise DataError("no such image file", path=source)
+            data = image_bytes(source)
+            open_rgb(source, data=data)
+        except DataError as error:
+            refused.append(f"{answer.sample_id}: {error}")
+            placed.append(answer)
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            _place(source, data, target, link)
+        elif target.read_bytes() != data:
+            raise DataError("exists already; name another folder", path=target)
+        original = OriginalImage(target.relative_to(folder).as_posix(), answer.width, answer.height)
         placed.append(replace(answer, image=str(target), original=original))
-    return placed, missing
+    return placed, refused
+
+
+def _place(source: Path, data: bytes, target: Path, link: bool) -> None:
+    if link:
+        with suppress(OSError):  # another file system, or an image in a shard
+            os.link(source, target)
+            return
+    target.write_bytes(data)
+
+
+def safe_part(part: str) -> str:
+    """A part of a path that every file system takes: control characters become ``_``, and at most 120 bytes are kept.
+
+    >>> safe_part("a\\x00b.png")
+    'a_b.png'
+    """
+    part = re.sub(r"\\u[0-9a-f]{4}", "_", printable(part))
+    if len(part.encode()) <= LONGEST_PART:
+        return part
+    stem, dot, suffix = part.rpartition(".")
+    if not stem or len(suffix) > 8:
+        stem, dot, suffix = part, "", ""
+    digest = hashlib.sha256(part.encode()).hexdigest()[:8]  # different long names stay different
+    kept = stem.encode()[: LONGEST_PART - 10 - len(suffix.encode())].decode(errors="ignore")
+    return f"{kept}-{digest}{dot}{suffix}"
 
 
 def _numbers(used: Sequence[str], terms: UsersTerms, first: int) -> tuple[ClassNumbers, list[str]]:
@@ -209,8 +247,9 @@ def export_yolo(
                 values.append(1.0 if detection.score is None else detection.score)
             lines.append(" ".join([str(numbers[detection.desc]), *(f"{value:.6f}" for value in values)]) + "\n")
         files.append(_write(out / "labels" / name, "".join(lines)))
+    # JSON's strings are YAML's, but for characters that YAML wants escaped as well.
     by_number = numbers.names(used).items()
-    named = "".join(f"  {k}: {json.dumps(name, ensure_ascii=False)}\n" for k, name in by_number)
+    named = "".join(f"  {k}: {printable(json.dumps(name, ensure_ascii=False))}\n" for k, name in by_number)
     files.append(_write(out / "data.yaml", f"path: .\ntrain: images\nval: images\nnames:\n{named}"))
     return Exported(files, [*notes, *_rectangles(num_rectangles)])
 
@@ -232,7 +271,7 @@ def export_dota(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) ->
                 ring, num_rectangles = smallest_rectangle(ring), num_rectangles + 1
             names |= {detection.desc} if " " in detection.desc else set()
             corners = " ".join(f"{value:.2f}" for point in ring for value in point)
-            lines.append(f"{corners} {'_'.join(detection.desc.split())} 0\n")
+            lines.append(f"{corners} {printable('_'.join(detection.desc.split()))} 0\n")
         files.append(_write(out / "labelTxt" / name, "".join(lines)))
     spaced = (
         [f"{len(names)} names have spaces, which are written as _: {', '.join(sorted(names)[:8])}"] if names else []
@@ -249,23 +288,30 @@ def _rectangles(count: int) -> list[str]:
 def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, fractions: bool = False) -> Exported:
     """``Annotations/NAME.xml``; coordinates count from 0, as ``coordexp data convert voc`` reads them. They are whole
     numbers, which many readers need, unless ``fractions``."""
-    files, polygons = [], 0
+    files, polygons, escaped = [], 0, set()
     for answer, original, name in _with_paths(answers, ".xml"):
         root = ElementTree.Element("annotation")
         size = {"width": original.width, "height": original.height, "depth": 3}
-        _add(root, {"filename": PurePosixPath(original.file).name, "size": size})
+        _add(root, {"filename": printable(PurePosixPath(original.file).name), "size": size})
         for detection in answer.pred:
             polygons += detection.kind == "poly"
             corners = pixel_box(detection, original.width, original.height, answer.bin_rule)
             texts = [f"{value:.2f}" if fractions else str(round(value)) for value in corners]
             box = dict(zip(("xmin", "ymin", "xmax", "ymax"), texts, strict=True))
-            entry = {"name": detection.desc, "difficult": 0, "bndbox": box}
+            escaped |= {detection.desc} if printable(detection.desc) != detection.desc else set()
+            entry = {"name": printable(detection.desc), "difficult": 0, "bndbox": box}
             if detection.score is not None:
                 entry["score"] = f"{detection.score:.6f}"
             _add(root, {"object": entry})
         ElementTree.indent(root)
         files.append(_write(out / "Annotations" / name, ElementTree.tostring(root, encoding="unicode") + "\n"))
-    return Exported(files, [f"{polygons} polygons are written as their bounds; VOC has only boxes"] if polygons else [])
+    notes = [f"{polygons} polygons are written as their bounds; VOC has only boxes"] if polygons else []
+    if escaped:
+        shown = ", ".join(sorted(printable(name) for name in escaped)[:8])
+        notes.append(
+            f"{len(escaped)} names have characters that XML cannot hold, which are written as \\uXXXX: {shown}"
+        )
+    return Exported(files, notes)
 
 
 def _add(parent: ElementTree.Element, children: Mapping[str, Any]) -> None:
@@ -323,8 +369,16 @@ def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
                 )
                 points = " ".join(f"{x:.2f} {y:.2f}" for x, y in ring)
                 score = "" if detection.score is None else f"{detection.score:.6f}"
-                writer.writerow([image, original.width, original.height, detection.desc, score, *box, points])
+                line = [cell_text(image), original.width, original.height, cell_text(detection.desc)]
+                writer.writerow([*line, score, *box, points])
     return Exported([path])
+
+
+def cell_text(text: str) -> str:
+    """Text for a cell of a table: a spreadsheet would run one that begins like a formula, so it gets a leading ``'``,
+    which ``coordexp data convert csv`` removes."""
+    text = printable(text)
+    return f"'{text}" if text[:1] in FORMULA_STARTS else text
 
 
 FORMATS: dict[str, Callable[..., Exported]] = {
@@ -350,8 +404,9 @@ def _with_paths(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[Image
             given = PurePosixPath(answer.sample_id)
             name = given if given.name == name.name else name
         if name.is_absolute() or ".." in name.parts:
-            name = PurePosixPath(name.name)
-        path = Path(name.with_suffix(suffix))
+            name = PurePosixPath(name.name if name.name != ".." else "")
+        parts = [safe_part(part) for part in name.parts] or [f"image-{number}"]  # a file name may be "" or "/"
+        path = Path(*parts).with_suffix(suffix)
         if path in taken:
             path = path.with_name(f"{path.stem}.{number}{suffix}")
         taken.add(path)

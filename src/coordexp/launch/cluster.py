@@ -11,12 +11,15 @@ import json
 import os
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from coordexp.config import RunConfig, load_config
@@ -102,7 +105,7 @@ def render(job: ClusterJob, scheduler: Scheduler, image: str = "", accelerator: 
         keep_trailing_newline=True,
     )
     environment.filters["json"] = json.dumps
-    return environment.get_template(TEMPLATES[scheduler]).render(
+    text = environment.get_template(TEMPLATES[scheduler]).render(
         job=job,
         run=shlex.join((job.config, *job.arguments)),
         host_variables=[HOST_VARIABLE.format(index=index) for index in range(job.servers)],
@@ -111,6 +114,22 @@ def render(job: ClusterJob, scheduler: Scheduler, image: str = "", accelerator: 
         image=image,
         accelerator=accelerator,
     )
+    _check_readable(text, scheduler)
+    return text
+
+
+def _check_readable(text: str, scheduler: Scheduler) -> None:
+    """Read a job as its scheduler will. Raises ConfigError if names or arguments break its syntax."""
+    try:
+        documents = list(yaml.safe_load_all(text)) if scheduler != "slurm" else []
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--for {scheduler}: the job is not valid YAML ({error}); rename what breaks it") from error
+    scripts = {"slurm": [text], "kubernetes": [], "skypilot": [job.get("run", "") for job in documents]}[scheduler]
+    for script in scripts:
+        if bash := shutil.which("bash"):
+            checked = subprocess.run([bash, "-n"], input=script, capture_output=True, text=True, timeout=30)
+            if checked.returncode:
+                raise ConfigError(f"--for {scheduler}: the job is not a valid script: {checked.stderr.strip()}")
 
 
 def _problems(run: RunConfig, trainer_nodes: int, gpus: int, time_limit: str) -> Iterator[str]:

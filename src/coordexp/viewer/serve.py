@@ -74,6 +74,9 @@ def make_server(
         timeout = 10.0
 
         def do_GET(self) -> None:  # the name that http.server calls
+            if not self._from_this_machine():
+                self.send_error(HTTPStatus.FORBIDDEN)
+                return
             path = self.path.split("?")[0]
             image = re.fullmatch(r"/image/(\d{1,7})", path)
             try:
@@ -90,6 +93,13 @@ def make_server(
             except DataError:  # an image or a record that is gone, or half written: the next request may succeed
                 self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
 
+        def _from_this_machine(self) -> bool:
+            """Whether the page was asked for by its own address. Another page's name server could resolve its own name
+            to this machine, and the page would read images and answers."""
+            own = {f"{name}:{server.server_port}" for name in ("127.0.0.1", "localhost")}
+            origin = self.headers.get("Origin")
+            return self.headers.get("Host") in own and (origin is None or origin.removeprefix("http://") in own)
+
         def _send(self, kind: str, body: bytes) -> None:
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", kind)
@@ -103,7 +113,8 @@ def make_server(
             """Log nothing."""
 
     try:
-        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        return server
     except OSError as error:
         error.filename = f"127.0.0.1:{port}"  # which the socket's error does not name
         raise

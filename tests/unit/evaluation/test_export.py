@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+import yaml
 from PIL import Image
 
 from coordexp.data import read_jsonl
@@ -25,6 +28,7 @@ from coordexp.data.jsonl import write_jsonl
 from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage, make_answer, read_answers, write_answers
 from coordexp.geometry import pixel_box
 from coordexp.inference.completion import PROVENANCE
+from coordexp.printable import printable
 from coordexp.records import BinRule, GTObject, ImageRecord, ParsedRollout, PredictedObject, Rollout
 from support.cli_runs import Outcome, run_cli
 
@@ -305,3 +309,89 @@ def test_a_dataset_is_exported_in_pixels_of_the_originals(tmp_path: Path, capsys
     assert not (tmp_path / "coco" / "results.json").exists()
     xml = (tmp_path / "voc" / "Annotations" / "in" / "photo.xml").read_text()
     assert "<xmax>1280</xmax>" in xml and "<xmax>384</xmax>" in xml and "<score>0.750000</score>" in xml
+
+
+@pytest.mark.parametrize("form", ["yolo", "coco"])
+def test_only_files_that_decode_as_images_are_copied(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Predictions may come from anybody, and the folder is made to be shared."""
+    Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
+    (tmp_path / "key").write_text("-----BEGIN PRIVATE KEY-----", encoding="utf-8")
+    (tmp_path / "key").chmod(0o600)
+    (tmp_path / "key.png").write_bytes((tmp_path / "key").read_bytes())
+    (tmp_path / "link.png").symlink_to(tmp_path / "key")
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "half.png").write_bytes((tmp_path / "b.png").read_bytes()[:60])
+    names = ["b.png", "key", "key.png", "link.png", "pipe.png", "half.png", "gone.png", "/etc/passwd"]
+    answers = [ImageAnswer(name, str(tmp_path / name), 50, 40, None, (CAT,), bin_rule="pixel_edges") for name in names]
+    write_answers(answers, tmp_path / "run" / "predictions.jsonl")
+    shown = run_cli(capsys, "export", form, tmp_path / "run", "--out", tmp_path / "out", "--images")
+    assert shown.code == 0, shown.err
+    assert [path.name for path in (tmp_path / "out" / "images").rglob("*") if path.is_file()] == ["b.png"]
+    assert "7 images were not placed" in shown.out
+    assert all(name in shown.out for name in names[1:])
+
+
+def test_copies_are_copies_unless_links_are_asked_for(
+    predictions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for out, options, same in (("copies", (), False), ("links", ("--link",), True)):
+        shown = run_cli(capsys, "export", "yolo", predictions, "--out", tmp_path / out, *options)
+        assert shown.code == 0, shown.err
+        assert (tmp_path / out / "images" / "b.png").samefile(tmp_path / "b.png") is same
+    assert run_cli(capsys, "export", "voc", predictions, "--out", tmp_path / "x", "--link").code != 0
+
+
+@pytest.mark.parametrize("form", ["coco", "yolo", "yolo-obb", "voc", "labelme", "csv", "dota"])
+@pytest.mark.parametrize("file", ["", "/", "a/..", "..", "a\x00b.png", "x" * 300 + ".png", "é" * 200, "a\x1b[2Jb.png"])
+def test_any_file_name_can_be_exported(
+    form: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
+    answer = ImageAnswer("s", str(tmp_path / "b.png"), 50, 40, None, (CAT,), original=OriginalImage(file, 50, 40),
+                         bin_rule="pixel_edges")  # fmt: skip
+    write_answers([answer], tmp_path / "run" / "predictions.jsonl")
+    out = tmp_path / "out"
+    shown = run_cli(capsys, "export", form, tmp_path / "run", "--out", out, "--images")
+    assert shown.code == 0, shown.err
+    assert all(path.resolve().is_relative_to(out.resolve()) for path in out.rglob("*"))
+    assert not {path.name for path in tmp_path.iterdir()} - {"b.png", "run", "out"}
+
+
+NAMES = ["=1+1", "+a", "-b", "@c", "red\x1b[2J", "a\u2028b", "tab\tx", "\x7f", "</script>", "'quoted", "ends'"]
+
+
+def test_csv_gives_names_back_and_no_formula(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
+    pred = tuple(Detection(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
+    answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred, bin_rule="pixel_edges")
+    write_answers([answer], tmp_path / "run" / "predictions.jsonl")
+    shown = run_cli(capsys, "export", "csv", tmp_path / "run", "--out", tmp_path / "out")
+    assert shown.code == 0, shown.err
+    rows = list(csv.DictReader((tmp_path / "out" / "objects.csv").open(encoding="utf-8", newline="")))
+    assert not any(row["name"].startswith(tuple("=+-@")) for row in rows)
+    report = convert_csv(tmp_path / "out" / "objects.csv", tmp_path / "back", images_dir=tmp_path)
+    (record,) = read_jsonl(report.jsonl)
+    assert sorted(obj.desc for obj in record.objects) == sorted(printable(name) for name in NAMES)
+
+
+def test_voc_writes_xml_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
+    pred = tuple(Detection(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
+    answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred, bin_rule="pixel_edges")
+    write_answers([answer], tmp_path / "run" / "predictions.jsonl")
+    shown = run_cli(capsys, "export", "voc", tmp_path / "run", "--out", tmp_path / "out")
+    assert shown.code == 0 and "4 names have characters that XML cannot hold" in shown.out
+    root = ElementTree.parse(tmp_path / "out" / "Annotations" / "b.xml").getroot()
+    assert [one.findtext("name") for one in root.iter("object")] == [printable(name) for name in NAMES]
+
+
+def test_yolos_names_are_valid_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
+    pred = tuple(Detection(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
+    answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred, bin_rule="pixel_edges")
+    write_answers([answer], tmp_path / "run" / "predictions.jsonl")
+    assert run_cli(capsys, "export", "yolo", tmp_path / "run", "--out", tmp_path / "out").code == 0
+    found = yaml.safe_load((tmp_path / "out" / "data.yaml").read_text(encoding="utf-8"))["names"]
+    assert sorted(found.values()) == sorted(NAMES)

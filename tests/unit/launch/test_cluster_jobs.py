@@ -8,6 +8,7 @@ given exit code.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -263,3 +264,29 @@ def test_reading_a_configuration_does_not_change_the_environment(monkeypatch: py
 def test_missing_scheduler_options_are_named(scheduler: Any, flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         render(JOB, scheduler)
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes", "skypilot"])
+@pytest.mark.parametrize("argument", ["a=x\nsetup: rm -rf /", "a=it's", "a=b: {c", "a=\n\n  d", 'a="#$(e)'])
+def test_any_argument_reaches_the_trainer_as_it_is(scheduler: cluster.Scheduler, argument: str) -> None:
+    job = replace(JOB, arguments=(argument,))
+    text = render(job, scheduler, image="i:1", accelerator="H100")
+    if scheduler == "slurm":
+        scripts = [text]
+    elif scheduler == "skypilot":
+        (document,) = yaml.safe_load_all(text)
+        assert document["setup"] == "pip install '.[vllm]'"
+        scripts = [document["run"]]
+    else:
+        (document,) = yaml.safe_load_all(text)
+        pods = [one["template"]["spec"]["template"]["spec"] for one in document["spec"]["replicatedJobs"]]
+        scripts = [container["command"][2] for pod in pods for container in pod["containers"]]
+    for script in scripts:
+        assert shlex.quote(argument) in script
+        assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=20).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["H100: x", "A\nsetup: y", "{", "#", "H100"])
+def test_an_accelerators_name_stays_a_name(name: str) -> None:
+    (document,) = yaml.safe_load_all(render(JOB, "skypilot", accelerator=name))
+    assert document["resources"]["accelerators"] == f"{name}:8"

@@ -135,6 +135,20 @@ def test_the_page_is_served_with_the_original_images_only(tmp_path: Path) -> Non
             assert client.get(path).status_code == 404
 
 
+@pytest.mark.parametrize("path", ["/", "/version", "/image/0"])
+def test_the_page_answers_to_its_own_address_only(path: str, tmp_path: Path) -> None:
+    Image.new("RGB", (90, 60), "red").save(tmp_path / "a.png")
+    write_answers([replace(a, image=str(tmp_path / "a.png")) for a in random_answers(1, 1)], tmp_path / PREDICTIONS)
+    with served(tmp_path) as client:
+        port = client.base_url.port
+        for own in (f"127.0.0.1:{port}", f"localhost:{port}"):
+            assert client.get(path, headers={"Host": own, "Origin": f"http://{own}"}).status_code == 200
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", ""):
+            assert client.get(path, headers={"Host": host}).status_code == 403
+        assert client.get(path, headers={"Origin": "http://evil.example"}).status_code == 403
+        assert client.get(path, headers={"Origin": "null"}).status_code == 403
+
+
 def test_a_followed_run_shows_its_new_records(tmp_path: Path) -> None:
     write_answers(random_answers(2, 1), tmp_path / PREDICTIONS)
     with served(tmp_path, follow=True) as client:

@@ -50,6 +50,9 @@ class Table:
     shape: str
 
 
+FORMULA_STARTS = "=+-@"  # spreadsheets compute cells that begin so
+
+
 def read_table(path: Path, columns: str | Mapping[str, str] | None, with_name: bool) -> Table:
     """Read a CSV with a header; separators are commas, semicolons or tabs. ``columns``: header by meaning, as a mapping
     or ``meaning=header,…``; ``with_name``: a column of names is needed. Raises DataError if a column is missing, or if
@@ -58,7 +61,7 @@ def read_table(path: Path, columns: str | Mapping[str, str] | None, with_name: b
     first = text.split("\n", 1)[0]
     separator = max(",;\t", key=first.count)
     header, *rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator) if text.strip() else [[]]
-    rows = [row for row in rows if any(cell.strip() for cell in row)]
+    rows = [[_unquoted(cell) for cell in row] for row in rows if any(cell.strip() for cell in row)]
     found = _Header(path, header, rows)
     given = found.given(columns)
     column_of = {meaning: at for meaning in NAMES if (at := found.column(meaning, given)) is not None}
@@ -145,6 +148,11 @@ def _example(meanings: tuple[str, ...], header: list[str], column_of: Mapping[st
 
 def _plain(cell: str) -> str:
     return cell.strip().lower().replace(" ", "_").replace(".", "_").replace("-", "_")
+
+
+def _unquoted(cell: str) -> str:
+    """A cell without the quote by which ``coordexp export csv`` keeps spreadsheets from computing it."""
+    return cell[1:] if cell[:1] == "'" and cell[1:2] in tuple(FORMULA_STARTS) else cell
 
 
 def _cell(row: list[str], at: int) -> str:
