@@ -88,6 +88,7 @@ def build_model(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Any:
 
     from coordexp.modeling.attention import transformers_names
     from coordexp.modeling.load import Qwen3VLForConditionalGeneration
+    from coordexp.modeling.patches import PixelScale
 
     third = sizes.head_dim // 2 // 3
     config = Qwen3VLConfig(
@@ -127,6 +128,7 @@ def build_model(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Any:
     with torch.device(device):
         model: Any = Qwen3VLForConditionalGeneration(config)
         model = model.to(dtype)
+    model.model.pixel_scale = PixelScale((127.5,) * 3, (127.5,) * 3, frames=2)
     model.set_attn_implementation(transformers_names("packed"))
     return model.train()
 
@@ -144,7 +146,7 @@ def draw_segments(lengths: Sequence[int], sizes: Sizes, seed: int = 0, answer: f
         words = rng.integers(FIRST_WORD, FIRST_WORD + 500, max(1, prompt - placeholders - 2)).tolist()
         ids = (VISION_START, *[IMAGE] * placeholders, VISION_END, *words)
         inputs = {
-            "pixel_values": torch.randn(side * side, 3 * 2 * sizes.patch**2),
+            "pixel_values": torch.randint(0, 256, (side * side, 3 * sizes.patch**2), dtype=torch.uint8),
             "image_grid_thw": torch.tensor([[1, side, side]]),
         }
         segments.append(Segment(str(number), ids, target, inputs))
@@ -232,7 +234,7 @@ def padded(model: Any, batch: Sequence[Segment], totals: Mapping[str, int]) -> t
         "input_ids": ids,
         "attention_mask": mask,
         "mm_token_type_ids": (ids == IMAGE).int(),
-        "pixel_values": torch.cat([segment.model_inputs["pixel_values"] for segment in batch]).to(model.dtype),
+        "pixel_values": torch.cat([segment.model_inputs["pixel_values"] for segment in batch]),
         "image_grid_thw": torch.cat([segment.model_inputs["image_grid_thw"] for segment in batch]),
     }
     logits = model(**to_device(inputs, model.device), use_cache=False).logits.float()
@@ -255,7 +257,7 @@ FORMS: dict[str, Callable[[Any, Sequence[Segment], Mapping[str, int]], torch.Ten
 
 def _row(model: Any, batch: Sequence[Segment]) -> tuple[dict[str, Any], SupervisionTensors]:
     row = build_row(batch)
-    inputs = row_inputs(row, model.model.get_rope_index, IMAGE, "packed", model.dtype, VisionTower.from_model(model))
+    inputs = row_inputs(row, model.model.get_rope_index, IMAGE, "packed", VisionTower.from_model(model))
     return inputs, SupervisionTensors.from_row(row)
 
 

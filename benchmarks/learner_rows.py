@@ -65,15 +65,16 @@ def rows(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
         time.sleep(COMPUTE_S)
         return 0.0
 
-    def builder(dtype: torch.dtype) -> Callable[[PackedRow], RowTensors]:
-        rope_index, tower = model.model.get_rope_index, VisionTower.from_model(model)
-        build = RowBuilder(rope_index, tower, IMAGE, "packed", dtype, device)
-        return lambda row: build(row, objective)
+    tower = VisionTower.from_model(model)
+    builder = RowBuilder(model.model.get_rope_index, tower, IMAGE, "packed", device)
+
+    def build(row: PackedRow) -> RowTensors:
+        return builder(row, objective)
 
     full = build_row(draw_segments([options.full_row // 10] * 10, sizes, answer=1 / 6))
     return {
-        "trained": _both_ways(builder(model.dtype), packed, learn, options.repeats),
-        "played": _both_ways(builder(torch.bfloat16), [full] * FULL_ROWS, sleep, options.repeats),
+        "trained": _both_ways(build, packed, learn, options.repeats),
+        "played": _both_ways(build, [full] * FULL_ROWS, sleep, options.repeats),
     }
 
 

@@ -241,7 +241,7 @@ def packed_row(
     row = PackedRow(tuple(segments), np.array(ids), tuple(offsets))
     image_id = _special(encoder.processor.tokenizer, "image_token_id")
     tower = VisionTower.from_model(model)
-    inputs = row_inputs(row, model.model.get_rope_index, image_id, "packed", torch.float32, tower)
+    inputs = row_inputs(row, model.model.get_rope_index, image_id, "packed", tower)
     return inputs, torch.tensor(is_answer)
 
 

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-
-
-def join(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """``parts`` along their first axis, in ``dtype``: joined and converted in one pass over memory."""
-    joined = torch.empty(sum(len(part) for part in parts), *parts[0].shape[1:], dtype=dtype)
-    return torch.cat(list(parts), out=joined)
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:

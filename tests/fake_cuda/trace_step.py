@@ -39,6 +39,7 @@ from coordexp.modeling.attention import transformers_names
 from coordexp.modeling.inputs import VisionTower
 from coordexp.modeling.kernels import fuse_layers
 from coordexp.modeling.load import Qwen3VLForConditionalGeneration
+from coordexp.modeling.patches import PixelScale
 from coordexp.packing import CarryBuffer
 from coordexp.recording.writer import RolloutLog
 from coordexp.records import GTObject, ImageRecord, RolloutRequest
@@ -78,7 +79,7 @@ def samples_of(length: int, vocab: Any, field_order: FieldOrder) -> list[Sample]
     width, height = IMAGE
     grid = torch.tensor([[1, height // 16, width // 16]])
     patches = int(grid[0, 1] * grid[0, 2])
-    inputs = {"pixel_values": torch.zeros(patches, 3 * 2 * 16 * 16), "image_grid_thw": grid}
+    inputs = {"pixel_values": torch.zeros(patches, 3 * 16 * 16, dtype=torch.uint8), "image_grid_thw": grid}
     prompt = (*PROMPT_BEFORE, *[IMAGE_TOKEN] * (patches // 4), *PROMPT_AFTER)
     generator = np.random.default_rng(0)
     samples: list[Sample] = []
@@ -139,6 +140,7 @@ def trace(flags: argparse.Namespace) -> dict[str, Any]:
                 model: Any = Qwen3VLForConditionalGeneration(shape)
             torch.set_default_dtype(torch.float32)
             model.tie_weights()
+            model.model.pixel_scale = PixelScale((127.5,) * 3, (127.5,) * 3, frames=2)
             model.train()
             model.set_attn_implementation(transformers_names("packed"))
             for module in model.modules():  # from_pretrained leaves rotary frequencies in float32
@@ -168,8 +170,7 @@ def trace(flags: argparse.Namespace) -> dict[str, Any]:
                 sums=SimpleNamespace(add=lambda metrics: None, count_step=lambda channel: None),
             )  # fmt: skip
             build_row = RowBuilder(
-                model.model.get_rope_index, VisionTower.from_model(model), IMAGE_TOKEN, "packed", torch.bfloat16,
-                torch.device("cpu"),
+                model.model.get_rope_index, VisionTower.from_model(model), IMAGE_TOKEN, "packed", torch.device("cpu"),
             )  # fmt: skip
             step = TrainStep(
                 run, {None: task}, None, build_row=build_row, max_grad_norm=1.0, rollout_log=RolloutLog(Path(folder), 0)

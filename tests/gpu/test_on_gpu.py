@@ -150,7 +150,7 @@ def objective_of(loaded: Any) -> RowObjective:
 
 def builder(loaded: Any) -> Callable[[PackedRow], RowTensors]:
     device = torch.device("cuda", torch.cuda.current_device())
-    build = RowBuilder.from_model(loaded, device, torch.bfloat16)
+    build = RowBuilder.from_model(loaded, device)
     return lambda row: build(row, objective_of(loaded))
 
 

@@ -45,7 +45,7 @@ CLAIMS = {
 
 def inputs_of(loaded: LoadedModel, which: slice) -> dict[str, Any]:
     row = row_of(gt_segments(loaded, 4)[which])
-    return row_inputs(row, loaded.model.model.get_rope_index, loaded.image_token_id, "packed", torch.float32)
+    return row_inputs(row, loaded.model.model.get_rope_index, loaded.image_token_id, "packed")
 
 
 def scored(model: Any, loaded: LoadedModel, which: slice) -> torch.Tensor:

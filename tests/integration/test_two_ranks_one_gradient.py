@@ -58,7 +58,7 @@ def row_loss(
 ) -> torch.Tensor:
     """One row's share of the loss. ``model``: the bare model, or what DDP or FSDP made of it."""
     objective = RowObjective(PIPELINE, loaded.vocab.coord_token_ids)
-    row = RowBuilder.from_model(loaded, torch.device("cpu"), torch.float64)(row_of(row_segments), objective)
+    row = RowBuilder.from_model(loaded, torch.device("cpu"))(row_of(row_segments), objective)
     scores = model(forward_fn=partial(objective.scores, row=row))
     return objective.result(row.supervision, scores, totals).loss
 

@@ -261,7 +261,7 @@ def _first_layer(check: str, settings: Settings, learner: LoadedModel, backend: 
 
     model: Any = learner.model
     tower = model.model.visual
-    pixels = request.model_inputs["pixel_values"].to(tower.device, tower.dtype)
+    pixels = model.model.pixel_scale(request.model_inputs["pixel_values"].to(tower.device), tower.dtype)
     ours, seen = tower.patch_embed(pixels).float().cpu(), backend.engine.ask_worker(in_the_engine)
     error = float((ours - seen.reshape(ours.shape)).norm() / ours.norm())
     limit = PIXEL_LIMIT[str(model.dtype).removeprefix("torch.")]
@@ -295,7 +295,7 @@ def _agreement(check: str, learner: LoadedModel, requests: Sequence[RolloutReque
             input_ids=ids_1L,
             attention_mask=torch.ones_like(ids_1L),
             mm_token_type_ids=(ids_1L == learner.image_token_id).int(),
-            pixel_values=request.model_inputs["pixel_values"].to(device, model.dtype),
+            pixel_values=request.model_inputs["pixel_values"].to(device),
             image_grid_thw=request.model_inputs["image_grid_thw"].to(device),
             logits_to_keep=len(answer) + 1,
             use_cache=False,

@@ -161,11 +161,11 @@ def offload_of(model: Any, device: torch.device) -> LearnerOffload:
 def packed_row_error(loaded: LoadedModel, segments: Sequence[Segment], device: torch.device) -> float:
     """Largest relative error of the logits of a packed row against those of each segment alone."""
     model: Any = loaded.model
-    tower, dtype = VisionTower.from_model(model), next(model.parameters()).dtype
+    tower = VisionTower.from_model(model)
 
     def logits(chosen: Sequence[Segment]) -> torch.Tensor:
         rope_index = model.model.get_rope_index
-        inputs = row_inputs(build_row(chosen), rope_index, loaded.image_token_id, loaded.attention, dtype, tower)
+        inputs = row_inputs(build_row(chosen), rope_index, loaded.image_token_id, loaded.attention, tower)
         return model(**to_device(inputs, device), use_cache=False).logits[0]
 
     together = logits(segments).split([segment.length for segment in segments])

@@ -6,7 +6,7 @@ Trainer, HF rollouts and every check use these token ids; an engine that reports
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from coordexp.data.images import ResizeRule, open_rgb, shape_problem
 from coordexp.errors import AlignmentError, DataError
 from coordexp.modeling.attention import Segments, row_arguments
 from coordexp.modeling.load import load_processor, load_vocab, read_config
+from coordexp.modeling.patches import PixelScale, cut
 from coordexp.records import ImageRecord, PackedRow, RolloutRequest
-from coordexp.transfer import join
 
 # Only the host reads these, in every layer: they stay in main memory.
 ON_HOST = ("image_grid_thw", "image_cu_seqlens")
@@ -89,6 +89,17 @@ def build_messages(image: Path, prompt: str | None, system: str | None) -> tuple
     return (*before, user)
 
 
+@dataclass(frozen=True, slots=True)
+class _PromptTokens:
+    before: tuple[int, ...]
+    placeholder: int
+    patches: int  # of one placeholder
+    after: tuple[int, ...]
+
+    def around(self, patches: int) -> tuple[int, ...]:
+        return (*self.before, *[self.placeholder] * (patches // self.patches), *self.after)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEncoder:
     """Records → rollout requests, by the checkpoint's own processor and chat template. ``prepare``: applied to each
@@ -98,12 +109,13 @@ class PromptEncoder:
     prompt: str | None
     system: str | None
     prepare: Callable[[Image.Image], Image.Image] | None = None
+    _known: dict[str, _PromptTokens] = field(default_factory=dict, init=False, repr=False)
 
     def encode(self, record: ImageRecord, image: Image.Image | None = None) -> RolloutRequest:
         """Tokenise the prompt, with image placeholders expanded, and preprocess the record's image (or ``image``, of
         the same size, instead).
 
-        ``model_inputs`` has ``pixel_values`` (patches, features) and ``image_grid_thw`` (1, 3).
+        ``model_inputs`` has ``pixel_values`` (patches, features), as bytes, and ``image_grid_thw`` (1, 3).
         """
         if problem := shape_problem(record.width, record.height):
             raise DataError(problem, path=record.image)
@@ -112,14 +124,44 @@ class PromptEncoder:
         if image is None:
             image = open_rgb(record.image, expected_size=(record.width, record.height))
         shown = image if self.prepare is None else self.prepare(image)
-        encoded = self.processor(text=[text], images=[shown], return_tensors="pt")
+        patches_PF, grid_13 = cut(self.processor.image_processor, shown)
+        tokens = self._known.get(text)
+        if tokens is None:
+            tokens = self._known[text] = self._whole(text, shown, patches_PF)
         return RolloutRequest(
             sample_id=record.sample_id,
             image=record.image,
             messages=messages,
-            prompt_token_ids=tuple(encoded["input_ids"][0].tolist()),
-            model_inputs={"pixel_values": encoded["pixel_values"], "image_grid_thw": encoded["image_grid_thw"]},
+            prompt_token_ids=tokens.around(len(patches_PF)),
+            model_inputs={"pixel_values": patches_PF, "image_grid_thw": grid_13},
         )
+
+    def _whole(self, text: str, image: Image.Image, patches_PF: torch.Tensor) -> _PromptTokens:
+        # By the processor in one call, once for each text: tokenising hundreds of placeholders takes longer than
+        # cutting the image. Raises AlignmentError if the parts do not add up to it.
+        vision = self.processor.image_processor
+        if (written := text.count(self.processor.image_token)) != 1:
+            raise AlignmentError(
+                f"the prompt has {written} placeholders {self.processor.image_token} and must have one, the image's; "
+                "remove it from template.prompt and template.system, or restore the checkpoint's chat template"
+            )
+        encoded = self.processor(text=[text], images=[image], return_tensors="pt")
+        ids = encoded["input_ids"][0].tolist()
+        first, count = ids.index(self.processor.image_token_id), ids.count(self.processor.image_token_id)
+        tokens = _PromptTokens(
+            tuple(ids[:first]), self.processor.image_token_id, vision.merge_size**2, tuple(ids[first + count :])
+        )
+        if tokens.around(len(patches_PF)) != tuple(ids):
+            raise AlignmentError(
+                f"the checkpoint's processor writes an image of {len(patches_PF)} patches as {count} placeholders; "
+                f"expected one run of {len(patches_PF) // vision.merge_size**2}; restore its files"
+            )
+        if not torch.equal(PixelScale.of(vision)(patches_PF, torch.float32), encoded["pixel_values"]):
+            raise AlignmentError(
+                "the checkpoint's image processor does more with pixels than to resize, scale and normalise them; "
+                "restore its preprocessor_config.json"
+            )
+        return tokens
 
 
 def row_inputs(
@@ -127,7 +169,6 @@ def row_inputs(
     rope_index: RopeIndex,
     image_token_id: int,
     attention: str,
-    dtype: torch.dtype,
     tower: VisionTower | None = None,
 ) -> dict[str, Any]:
     """Arguments of one packed row of L tokens (S in a segment) for Qwen3-VL's forward without a cache, on the CPU.
@@ -152,7 +193,7 @@ def row_inputs(
         "input_ids": ids_1L,
         "mm_token_type_ids": is_image_1L,
         "position_ids": torch.cat(positions, dim=2),
-        "pixel_values": join(pixels, dtype),
+        "pixel_values": torch.cat(pixels),
         "image_grid_thw": torch.cat(grids),
     }
     if tower is not None:

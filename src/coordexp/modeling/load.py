@@ -26,7 +26,7 @@ from coordexp.data.preparation import ImagePreparation
 from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.adapter import merge_adapter
 from coordexp.modeling.attention import transformers_names
-from coordexp.modeling.patches import project_by_product
+from coordexp.modeling.patches import PixelScale, take_bytes
 from coordexp.out_of_memory import is_out_of_memory
 
 DTYPE: str = default_of(ModelConfig, "dtype")
@@ -44,7 +44,7 @@ class Qwen3VLForConditionalGeneration(transformers.Qwen3VLForConditionalGenerati
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        project_by_product(self)
+        take_bytes(self)
         self.lm_head.register_forward_pre_hook(_with_plain_strides)
 
     @wraps(transformers.Qwen3VLForConditionalGeneration.forward)  # generate() reads the signature
@@ -115,11 +115,12 @@ def load_model(path: str | Path | Checkpoint, dtype: str = DTYPE, attention: str
     CheckpointError for weights that are unreadable, missing or of another shape, VocabError without the tokens."""
     checkpoint = Checkpoint.open(path)
     vocab = load_vocab(checkpoint)
-    model = read_weights(checkpoint, getattr(torch, dtype))
+    model: Any = read_weights(checkpoint, getattr(torch, dtype))
     model.name_or_path = str(checkpoint.path.absolute())  # adapters trained on it will name it as their base
     model.set_attn_implementation(transformers_names(attention))
-    card = read_card(checkpoint.path)
-    return LoadedModel(checkpoint, model, load_processor(checkpoint), vocab, attention, card)
+    processor = load_processor(checkpoint)
+    model.model.pixel_scale = PixelScale.of(processor.image_processor)
+    return LoadedModel(checkpoint, model, processor, vocab, attention, read_card(checkpoint.path))
 
 
 def load_processor(path: str | Path | Checkpoint) -> Any:

@@ -83,7 +83,7 @@ class TokenScorer:
             input_ids=ids_1L,
             attention_mask=torch.ones_like(ids_1L),
             mm_token_type_ids=(ids_1L == self.image_token_id).int(),
-            pixel_values=request.model_inputs["pixel_values"].to(device, self.model.dtype),
+            pixel_values=request.model_inputs["pixel_values"].to(device),
             image_grid_thw=request.model_inputs["image_grid_thw"].to(device),
             logits_to_keep=position_N - 1,
             use_cache=False,

@@ -29,7 +29,7 @@ def widened(model: Any, width: Width, seed: int = 0) -> Any:
     The root mean square of a padded hidden state is ``sqrt(d / D)`` times the narrow one's, so norms have that factor.
     Their epsilon, which the heads' norms share, gets its square: heads differ by less than rounding in float32.
     """
-    from transformers import Qwen3VLForConditionalGeneration
+    from coordexp.modeling.load import Qwen3VLForConditionalGeneration
 
     config = type(model.config).from_dict(model.config.to_dict())
     text, old = config.text_config, model.config.text_config
@@ -44,6 +44,7 @@ def widened(model: Any, width: Width, seed: int = 0) -> Any:
     text.rms_norm_eps = old.rms_norm_eps * share
     torch.manual_seed(seed)
     wide: Any = Qwen3VLForConditionalGeneration(config).to(model.dtype)
+    wide.model.pixel_scale = model.model.pixel_scale
     known = dict(model.named_parameters())
     with torch.no_grad():
         for name, weight in wide.named_parameters():

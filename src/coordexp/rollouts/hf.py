@@ -39,7 +39,7 @@ from coordexp.rollouts.backend import (
 from coordexp.rollouts.hf_drafting import DraftedAnswer, DraftedDecoding
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 from coordexp.sharding import forward_passes, missing_calls, smallest_prompt
-from coordexp.transfer import join, send
+from coordexp.transfer import send
 
 # Whether the repeat guard ended the answer of a row of the batch, given without its end token.
 Stopped = Callable[[int, Sequence[int]], bool]
@@ -193,7 +193,7 @@ class HFBackend:
             "input_ids": ids_BL,
             "attention_mask": mask_BL,
             "mm_token_type_ids": (ids_BL == self._image_token_id).int(),
-            "pixel_values": join([one.model_inputs["pixel_values"] for one in requests], self._model.dtype),
+            "pixel_values": torch.cat([request.model_inputs["pixel_values"] for request in requests]),
             "image_grid_thw": torch.cat([request.model_inputs["image_grid_thw"] for request in requests]),
         }
         return {name: send(tensor, device) for name, tensor in prompt.items()}

@@ -1,6 +1,6 @@
 """The packed rows of a step: which segments share a row, the row's tensors, and its metrics on the device.
 
-Building a row's tensors is CPU work: joining and casting pixels, positions, masks and, for a GPU, page-locked
+Building a row's tensors is CPU work: joining pixels, positions, masks and, for a GPU, page-locked
 copies. It takes about as long as a small model's forward and backward (``benchmarks/learner_rows.py``), so
 a second thread builds the next row while one computes. That thread draws no random number and calls no other rank.
 """
@@ -135,25 +135,23 @@ class RowBuilder:
     tower: VisionTower
     image_token_id: int
     attention: str
-    dtype: torch.dtype
     device: torch.device
 
     @classmethod
-    def from_model(cls, loaded: LoadedModel, device: torch.device, dtype: torch.dtype | None = None) -> RowBuilder:
-        """For rows that go to ``loaded``'s bare model; ``dtype``: of pixels, None for the model's own."""
+    def from_model(cls, loaded: LoadedModel, device: torch.device) -> RowBuilder:
+        """For rows that go to ``loaded``'s bare model."""
         model = loaded.model
         return cls(
             rope_index=model.model.get_rope_index,
             tower=VisionTower.from_model(model),
             image_token_id=loaded.image_token_id,
             attention=loaded.attention,
-            dtype=next(model.parameters()).dtype if dtype is None else dtype,
             device=device,
         )
 
     def __call__(self, row: PackedRow, objective: RowObjective) -> RowTensors:
         """Returns tensors on the CPU, in page-locked memory if the device is a GPU."""
-        inputs = row_inputs(row, self.rope_index, self.image_token_id, self.attention, self.dtype, self.tower)
+        inputs = row_inputs(row, self.rope_index, self.image_token_id, self.attention, self.tower)
         supervision = SupervisionTensors.from_row(row)
         queries = objective.queries(supervision)
         if self.device.type == "cuda":

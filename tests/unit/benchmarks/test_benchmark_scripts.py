@@ -36,6 +36,7 @@ TINY = {
     "--repeats 1 --full-row 600",
     "packing": "--segments 8,24 --capacity 512 --trials 3 --stream-steps 12",
     "peers": "--only coordexp-sft --steps 1 --warmup 1 --images 2",
+    "photos": "--side 256 --repeats 1",
     "repeat_guard": "--batch 2 --tokens 8 --saved-tokens 300",
     "rollouts": "--backends hf --batches 1,2 --objects 1 --model MODEL --check",
     "saving": "--mib 1 --rounds 2 --folder FOLDER",
@@ -100,6 +101,8 @@ def test_benchmark_runs_and_writes_figures(name: str, run: Run) -> None:
         assert losses == pytest.approx([losses[0]] * 3, rel=1e-4), "three forms, one loss"
     if name == "packing":
         assert all(pool["ratios"]["oldest-first"]["fill"] >= 1 for pool in results["pool"])
+    if name == "photos":
+        assert results["numbers"]["mb"] == 8 * results["bytes"]["mb"]
     if name == "rollouts":
         assert [(row["batch"], row["equal_to_first"]) for row in results] == [(1, 1), (2, 2)]
     if name == "scale":

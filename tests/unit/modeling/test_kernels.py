@@ -61,7 +61,7 @@ def loss_and_gradients(
     model.gradient_checkpointing_enable(None, every_n_layers=2)
     rope_index, tower = model.model.get_rope_index, VisionTower.from_model(model)
     row = row_of(gt_segments(loaded, 3))
-    inputs = row_inputs(row, rope_index, loaded.image_token_id, "packed", getattr(torch, dtype), tower)
+    inputs = row_inputs(row, rope_index, loaded.image_token_id, "packed", tower)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         logits = model(**inputs, use_cache=False).logits.float()
     logits.square().mean().backward()

@@ -187,7 +187,7 @@ def run(loaded: LoadedModel, segments: Sequence[Segment], settings: SelfContext)
 
 def inputs_of(loaded: LoadedModel, segments: Sequence[Segment]) -> dict[str, Any]:
     rope_index, tower = loaded.model.model.get_rope_index, VisionTower.from_model(loaded.model)
-    return row_inputs(row_of(segments), rope_index, loaded.image_token_id, loaded.attention, torch.float32, tower)
+    return row_inputs(row_of(segments), rope_index, loaded.image_token_id, loaded.attention, tower)
 
 
 @contextmanager
