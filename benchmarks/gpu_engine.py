@@ -7,6 +7,7 @@ sizes, so its CUDA graphs are those of the largest. `gpu.py` runs this script fo
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import statistics
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--folder", type=Path, required=True, help="for the configuration and the answers")
     flags.add_argument("--batches", type=positive_list, default=[64, 8, 1], help="answers at once [64,8,1]")
     flags.add_argument("--images", type=positive_list, default=[128, 16, 6], help="answered at each [128,16,6]")
+    flags.add_argument("--turn", type=Path, help="file that engines lock while they measure: several may start together")
     flags.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="[bfloat16]")
     options = flags.parse_args(argv)
     set_threads(options.threads)
@@ -80,6 +82,8 @@ def measured(options: Any) -> Iterator[dict[str, Any]]:
         backend.sync_weights(0)
         backend.release()
         yield {"start_s": time.perf_counter() - began, "cache_was_there": compiled}
+        if options.turn is not None:
+            fcntl.flock(stack.enter_context(options.turn.open("w")), fcntl.LOCK_EX)
         encoder = PromptEncoder(loaded.processor, PROMPT, None)
         requests = [encoder.encode(record) for record in read_jsonl(options.scenes)]
         if options.kind != "start":
