@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--folder", type=Path, required=True, help="for the configuration and the answers")
     flags.add_argument("--batches", type=positive_list, default=[64, 8, 1], help="answers at once [64,8,1]")
     flags.add_argument("--images", type=positive_list, default=[128, 16, 6], help="answered at each [128,16,6]")
-    flags.add_argument("--turn", type=Path, help="file that engines lock while they measure: several may start together")
+    flags.add_argument("--turn", type=Path, help="file to lock while measuring: several engines may start together")
     flags.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="[bfloat16]")
     options = flags.parse_args(argv)
     set_threads(options.threads)
