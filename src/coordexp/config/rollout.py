@@ -139,14 +139,15 @@ class EvalDetectionConfig(StrictModel):
     """IoU thresholds of average precision; null = 0.50, 0.55, … 0.95"""
     f1ish_iou_thrs: Annotated[ListOf[Share], Field(min_length=1)] = (0.5,)
     """IoU thresholds of precision, recall and F1; the first names the plain figures"""
-    score_mode: Literal["constant", "confidence"] = "constant"
-    """score of a prediction: constant_score, or its tokens' probability"""
+    score_mode: Literal["constant", "confidence"] | None = None
+    """score of a prediction for average precision: its tokens' probability, as coordexp evaluate uses it (confidence),
+    or constant_score; null = confidence, and constant where offload moves the model away while it answers"""
     constant_score: Probability = 1.0
     """score of every prediction in mode 'constant'"""
 
     @property
     def fixed_score(self) -> float | None:
-        """Score of every prediction; None if each has its own."""
+        """Score of every prediction; None if each has its own. Of a resolved section."""
         return self.constant_score if self.score_mode == "constant" else None
 
     def scored(self, constant_score: float | None) -> EvalDetectionConfig:
@@ -432,4 +433,8 @@ def resolved_rollout(config: RunConfig) -> RolloutMatchingConfig:
         "max_lora_rank": vllm.adapter_rank(config.tuner.lora_rank),
         "sync": vllm.sync.model_copy(update={"mode": vllm.sync.resolved(vllm.enable_lora)}),
     }
-    return rollout.model_copy(update={"vllm": vllm.model_copy(update=engine)})
+    detection = rollout.eval_detection
+    if detection.score_mode is None:
+        mode = "constant" if rollout.offload.enabled and rollout.is_colocated else "confidence"
+        detection = detection.model_copy(update={"score_mode": mode})
+    return rollout.model_copy(update={"vllm": vllm.model_copy(update=engine), "eval_detection": detection})

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 PREDICTIONS = "predictions.jsonl"
 SETTINGS, METRICS = "prediction.json", "metrics.json"  # next to it: of coordexp predict, of coordexp evaluate
+LAST_EVALUATION = "last_evaluation.jsonl"  # in a run's folder: the answers of its last evaluation while it trained
 CLASS_LIST = "class_list"  # their key with the class list of the checkpoint that answered
 _SHOWN = 60  # characters of an answer that is not JSON
 

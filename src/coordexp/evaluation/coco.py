@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,13 +66,13 @@ def to_coco(
     Args:
         iou_type: of results: "bbox" gives them a ``bbox``, "segm" a mask as run lengths, None all of
             :func:`coco_shape`, but no ``segmentation`` of boxes.
-        constant_score: of predictions without a score.
+        constant_score: of every prediction, instead of its own.
         numbers: of the classes; None numbers the descriptions of the ground truth, or of the predictions for images
             without annotations, from 1.
         image_ids: one per answer instead of 1, 2, ….
 
     Raises:
-        DataError: a prediction has no score, and no ``constant_score`` was given.
+        DataError: a prediction has no score, and no ``constant_score`` is given.
     """
     if numbers is None:
         sources = [answer.pred if answer.gt is None else answer.gt for answer in answers]
@@ -86,7 +86,7 @@ def to_coco(
             annotation |= {"iscrowd": int(obj.soft is not None), **coco_shape(obj, answer)}
             annotations.append(annotation)
         for detection in answer.pred:
-            score = detection.score if detection.score is not None else constant_score
+            score = detection.score if constant_score is None else constant_score
             if score is None:
                 raise DataError(
                     f"{answer.sample_id}: {detection.desc!r} has no score, and average precision needs one; "
@@ -107,6 +107,11 @@ def to_coco(
     used = (obj.desc for answer in answers for obj in (*(answer.gt or ()), *answer.pred))
     categories = [{"id": number, "name": name} for number, name in numbers.names(used).items()]
     return CocoData({"images": images, "annotations": annotations, "categories": categories}, results)
+
+
+def with_scores(answer: ImageAnswer) -> ImageAnswer:
+    """The answer with score 1 for each prediction that has none: results need a number where nothing is ranked."""
+    return replace(answer, pred=tuple(o if o.score is not None else replace(o, score=1.0) for o in answer.pred))
 
 
 def write_coco(

@@ -28,7 +28,7 @@ from coordexp.data.jsonl import read_jsonl
 from coordexp.data.polygons import smallest_rectangle
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage, original_image
-from coordexp.evaluation.coco import to_coco
+from coordexp.evaluation.coco import to_coco, with_scores
 from coordexp.geometry import pixel_box, pixel_ring
 from coordexp.printable import printable
 from coordexp.records import ImageRecord
@@ -201,7 +201,7 @@ def export_coco(
         in_originals.append(replace(answer, original=original))
     if terms.images and num_unknown:
         notes.append(f"{num_unknown} images are not among the given annotations; they get the next numbers")
-    data = to_coco(in_originals, None, 1.0, numbers, image_ids)
+    data = to_coco([with_scores(answer) for answer in in_originals], None, None, numbers, image_ids)
     for entry in (*data.ground_truth["annotations"], *data.results):
         entry |= {"bbox": [round(value, 3) for value in entry["bbox"]], "area": round(entry["area"], 3)}
         if "segmentation" in entry:

@@ -135,14 +135,11 @@ def summarise(
         found.append(
             f"{soft} soft objects do not count as ground truth; {ignored} predictions that found one are ignored"
         )
-    known = {obj.desc for answer in answers for obj in answer.gt or ()}
-    unknown = Counter(obj.desc for answer in answers for obj in answer.pred if obj.desc not in known)
-    if unknown:
-        shown = ", ".join(f"{desc!r} ({count})" for desc, count in unknown.most_common(5))
+    unknown = unknown_names(answers)
+    if unknown is not None:
         found.append(
-            f"{unknown.total()} predictions have a description that is annotated nowhere: {shown}; they are wrong in "
-            "F1, and unseen by average precision, which knows only annotated classes. --classes allows only the names "
-            "that you list, --aliases maps one name to another"
+            f"{unknown}; they are wrong in F1, and unseen by average precision, which has only annotated classes. "
+            "--classes allows only the names that you list, --aliases maps one name to another"
         )
     return Summary(
         figures,
@@ -152,6 +149,16 @@ def summarise(
         tuple(best_thresholds(answers)) if with_confidences else (),
         tuple(reliability(answers)) if with_confidences else (),
     )
+
+
+def unknown_names(answers: Sequence[ImageAnswer]) -> str | None:
+    """A sentence about predictions whose name is annotated in none of ``answers``; None if there are none."""
+    known = {obj.desc for answer in answers for obj in answer.gt or ()}
+    unknown = Counter(obj.desc for answer in answers for obj in answer.pred if obj.desc not in known)
+    if not unknown:
+        return None
+    shown = ", ".join(f"{desc!r} ({count})" for desc, count in unknown.most_common(5))
+    return f"{unknown.total()} predictions have names that are annotated nowhere: {shown}"
 
 
 def _row(name: str, counts: Mapping[str, float], ap: float | None) -> GroupRow:

@@ -18,7 +18,7 @@ from coordexp.data.class_list import ClassNumbers
 from coordexp.data.images import open_rgb
 from coordexp.errors import DataError, require
 from coordexp.evaluation.answers import ImageAnswer
-from coordexp.evaluation.coco import coco_shape, to_coco
+from coordexp.evaluation.coco import coco_shape, to_coco, with_scores
 from coordexp.evaluation.drawing import draw_detections
 from coordexp.geometry import pixel_box, pixel_ring
 from coordexp.printable import printable
@@ -189,7 +189,7 @@ class Detections:
         numbers = ClassNumbers.of_list(self.classes, 1)
         if category_ids is not None:
             numbers = ClassNumbers.given(category_ids, 1)
-        results = to_coco([self.answer], None, 1.0, numbers, [image_id]).results
+        results = to_coco([with_scores(self.answer)], None, None, numbers, [image_id]).results
         for result, name in zip(results, self.names, strict=True):
             result["category_name"] = name
             del result["area"]

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
@@ -20,8 +20,8 @@ from coordexp import distributed
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.errors import RunStopped, TrainingDiverged
-from coordexp.evaluation.answers import answer_dataset
-from coordexp.evaluation.summary import COUNTS_ONLY, summarise
+from coordexp.evaluation.answers import LAST_EVALUATION, ImageAnswer, answer_dataset, write_answers
+from coordexp.evaluation.summary import COUNTS_ONLY, summarise, unknown_names
 from coordexp.metrics import MetricsPayload
 from coordexp.modeling.scores import TokenScorer
 from coordexp.out_of_memory import is_out_of_memory, phase
@@ -52,7 +52,8 @@ class CoordExpTrainer:
     It calls transformers' callbacks at their usual events, and they may set its control flags. Loggers are callbacks.
     ``rollout_matching_cfg``: the resolved ``rollout_matching`` section, for plugins that read it. ``measured``: the
     figures that an evaluation computes; None: none. ``keep_checkpoints``: as ``training.save_total_limit``; None keeps
-    all. ``on_answer``: gets the number of answers of an evaluation so far, and of all.
+    all. ``on_answer``: gets the number of answers of an evaluation so far, and of all. ``on_note``: gets a sentence
+    about an evaluation's answers.
     """
 
     run: RunState
@@ -68,6 +69,7 @@ class CoordExpTrainer:
     scorer: TokenScorer | None = None
     keep_checkpoints: int | None = None
     on_answer: Callable[[int, int], None] = lambda done, total: None
+    on_note: Callable[[str], None] = lambda note: None
     stopped_by: int | None = field(default=None, init=False)
 
     def __post_init__(self, max_steps: int, callbacks: list[TrainerCallback]) -> None:
@@ -134,6 +136,8 @@ class CoordExpTrainer:
             self.state.global_step = step + 1
             self.state.epoch = self.batches.epoch_after(step + 1)
             self._notify("on_step_end")
+            if self.state.global_step >= self.state.max_steps:
+                self.control.should_log = True  # the last interval may be shorter than the others
             signal_number = int(distributed.all_reduce([float(self._signal() or 0)], "max")[0])
             # On all ranks, if any of them got a signal.
             if signal_number and self.state.global_step < self.state.max_steps:
@@ -223,6 +227,7 @@ class CoordExpTrainer:
         assert dataset is not None, "evaluation without custom.val_jsonl"
         started = time.perf_counter()
         figures: dict[str, float] = {}
+        answers: Sequence[ImageAnswer] = ()
         if self.measured is not None:
             where = f"evaluation after step {self.state.global_step}"
             if self.run.queue is not None:
@@ -244,10 +249,14 @@ class CoordExpTrainer:
                     on_answer=self.on_answer,
                 )
                 figures = summarise(answers, self.measured).figures
+                if self.args.should_save:
+                    write_answers(answers, Path(str(self.args.output_dir)) / LAST_EVALUATION)
         metrics = {f"eval_rollout/{name}": value for name, value in figures.items()}
         metrics["eval_time/runtime_s"] = time.perf_counter() - started
         self._log(dict(MetricsPayload("eval", self.state.global_step, metrics).metrics))
         self._notify("on_evaluate", metrics=metrics)
+        if answers and (unknown := unknown_names(answers)) is not None:
+            self.on_note(f"{unknown}; F1 counts them as wrong, f1_any_desc looks at their boxes alone")
         return metrics
 
     def _evaluate_and_note_best(self) -> None:

@@ -140,7 +140,8 @@ _SHOWN = (
     ("coord_diag/expected_bin_mae", "coord diagnostic: error", " bins"),
 )
 _EVALUATED = (
-    *(("f1", "F1"), ("precision", "precision"), ("recall", "recall"), ("AP", "AP"), ("AP50", "AP50")),
+    *(("f1", "F1"), ("f1_any_desc", "F1 of boxes alone"), ("precision", "precision"), ("recall", "recall")),
+    *(("AP", "AP"), ("AP50", "AP50")),
     ("truncated_rate", "truncated"),
 )
 
@@ -156,6 +157,7 @@ class RichProgress(TrainerCallback):
         self._task: Any = None
         self._note = ""
         self._lines: Lines | None = None
+        self._evaluation_lines: Lines | None = None
         self._first = 0
         self._other_bars = False
         self._evaluation: Any = None  # the bar of an evaluation under way
@@ -197,9 +199,13 @@ class RichProgress(TrainerCallback):
                 self._evaluation = self._progress.add_task("evaluation", total=total, note="images")
             self._progress.update(self._evaluation, completed=done, total=total)
         elif self._lines is not None:
-            if done == 0:
-                self._lines = Lines(self._console)  # its time left follows from this evaluation alone
-            self._lines.tell(f"{self._description}: evaluation, {done}/{total} images", done, total)
+            if done == 0 or self._evaluation_lines is None:
+                self._evaluation_lines = Lines(self._console)  # its time left follows from this evaluation alone
+            self._evaluation_lines.tell(f"{self._description}: evaluation, {done}/{total} images", done, total)
+
+    def note(self, text: str) -> None:
+        """Print a sentence about the evaluation."""
+        self._print(f"note: {text}")
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: Any, metrics: dict[str, float] | None = None, **kwargs: Any
@@ -207,6 +213,9 @@ class RichProgress(TrainerCallback):
         if self._progress is not None and self._evaluation is not None:
             self._progress.remove_task(self._evaluation)
             self._evaluation = None
+        if self._lines is not None:
+            # The time left follows from steps alone.
+            self._lines, self._first = Lines(self._console), state.global_step
         found = {name.removeprefix("eval_rollout/"): value for name, value in (metrics or {}).items()}
         figures = [f"{label} {found[name]:.3f}" for name, label in _EVALUATED if name in found]
         if figures and self._lines is not None:

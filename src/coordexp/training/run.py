@@ -245,7 +245,7 @@ def build_trainer(
     )
     progress = RichProgress(console, description)
     trainer.add_callback(progress)
-    trainer.on_answer = progress.answered
+    trainer.on_answer, trainer.on_note = progress.answered, progress.note
     with distributed.raise_on_all_ranks("training.output_dir"):
         if distributed.is_main():  # after everything is built: a failed start does not change the folder
             clear_results(config, resume)

@@ -12,7 +12,7 @@ from coordexp.config.source import read_document
 from coordexp.coords import CoordVocab
 from coordexp.data.files import read_json
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import PREDICTIONS, Detection, ImageAnswer, read_answers
+from coordexp.evaluation.answers import LAST_EVALUATION, PREDICTIONS, Detection, ImageAnswer, read_answers
 from coordexp.evaluation.detection import IOU_THRESHOLD, assigner, match_answer
 from coordexp.records import GTObject, PredictedObject, TokenRole
 from coordexp.rollouts.answer_state import AnswerGrammar, forced_positions
@@ -92,6 +92,7 @@ def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 10
     the answers; without it tokens are not shown. Of more than ``max_records``, those evenly over the run are kept, with
     a note. Raises DataError if nothing there can be shown."""
     records: list[ViewRecord] = []
+    notes: list[str] = []
     if not source.exists():
         raise DataError("no such file or folder", path=source)
     recorded = rollout_records_at(source)
@@ -105,6 +106,9 @@ def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 10
     folders = (source, source / "evaluation")
     if any((folder / PREDICTIONS).is_file() for folder in folders) or not (recorded or source.is_dir()):
         records += [_from_answer(answer) for answer in read_answers(source)]
+    if not records and (source / LAST_EVALUATION).is_file():
+        records = [_from_answer(answer) for answer in read_answers(source / LAST_EVALUATION)]
+        notes.append("these are the answers of the last evaluation while the run trained")
     curves = _curves(source)
     if not records and not curves:
         raise DataError(
@@ -112,7 +116,6 @@ def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 10
             "trainer_state.json; let its model answer first: coordexp evaluate RUN.yaml --model FOLDER",
             path=source,
         )
-    notes = []
     if not records:
         resolved = source / RESOLVED_CONFIG
         command = f"coordexp evaluate {resolved if resolved.is_file() else 'RUN.yaml'} --model {source}"
@@ -123,8 +126,8 @@ def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 10
             )
         else:
             notes.append(
-                "stage 1 writes no answers while it trains, so only curves are shown; let its model answer, then look "
-                f"again: {command}"
+                "this run has evaluated nothing, so only curves are shown; let its model answer, then look again: "
+                f"{command}"
             )
     records = _thinned(records, max_records, notes)
     if vocab is None and any(record.step is not None for record in records):

@@ -94,6 +94,8 @@ RULES = [
     (vllm(), {f"{RM}.offload.enabled": True}, f"{RM}.offload.enabled", "moves nothing"),
     (changed(vllm(), {f"{RM}.offload": OFFLOAD}), {f"{RM}.eval_detection.score_mode": "confidence"},
      f"{RM}.eval_detection.score_mode", "write score_mode: constant"),
+    (stage2(), {f"{RM}.eval_detection": {"score_mode": "confidence", "constant_score": 0.5}},
+     f"{RM}.eval_detection.constant_score", "has no effect"),
     (stage1(), {"training.fp16": True, "training.use_cpu": True}, "training.fp16", "needs a GPU"),
     (vllm(), {f"{RM}.offload": OFFLOAD, "deepspeed": {"enabled": True, "config": "z.json"}}, f"{RM}.offload.enabled",
      "DeepSpeed owns"),

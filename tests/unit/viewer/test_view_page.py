@@ -76,7 +76,7 @@ def test_too_many_records_are_thinned_evenly_and_reported(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("custom", "says"),
-    [({}, "stage 1 writes no answers"), ({"trainer_variant": "stage2_rollout_aligned"}, "recorded no rollouts")],
+    [({}, "has evaluated nothing"), ({"trainer_variant": "stage2_rollout_aligned"}, "recorded no rollouts")],
 )
 def test_a_run_without_answers_names_the_fix(custom: dict[str, str], says: str, tmp_path: Path) -> None:
     history = [{"step": k, "loss": 2.0 - k} for k in (1, 2)]

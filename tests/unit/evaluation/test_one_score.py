@@ -1,0 +1,58 @@
+"""Average precision ranks by one score: in training's evaluation, of new and of saved answers, and in comparisons."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordexp.config import parse_config, resolved_rollout
+from coordexp.evaluation.answers import write_answers
+from coordexp.evaluation.coco import average_precision
+from coordexp.evaluation.compare import compare
+from support.cli_runs import run_cli
+from support.config_samples import set_keys, stage1, stage2
+from support.scored_answers import random_answers
+
+RM = "rollout_matching"
+OFFLOAD = {"enabled": True, "offload_model": True}
+COLOCATED = stage2(rollout_backend="vllm", vllm={"mode": "colocate"})
+
+
+def test_a_constant_score_replaces_those_of_saved_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = random_answers(20, 1)
+    write_answers(answers, tmp_path / "run" / "predictions.jsonl")
+    equal = [replace(one, pred=tuple(replace(o, score=1.0) for o in one.pred)) for one in answers]
+
+    def ap(*options: object) -> float:
+        done = run_cli(capsys, "evaluate", tmp_path / "run", "--json", *options)
+        return json.loads(done.out)["metrics"]["AP"]
+
+    own, constant = ap(), ap("--constant-score", 1.0)
+    assert own == pytest.approx(average_precision(answers).figures["AP"])
+    assert constant == pytest.approx(average_precision(equal).figures["AP"]) and constant != pytest.approx(own)
+
+
+def test_a_comparison_uses_the_constant_score() -> None:
+    answers = random_answers(20, 1)
+    for constant in (None, 1.0):
+        (difference,) = [one for one in compare(answers, answers, resamples=10, constant_score=constant).figures
+                         if one.name == "AP"]  # fmt: skip
+        assert difference.a == pytest.approx(average_precision(answers, constant_score=constant).figures["AP"])
+
+
+@pytest.mark.parametrize(
+    ("config", "mode"),
+    [
+        (stage1(), "confidence"),
+        (stage2(), "confidence"),
+        (COLOCATED, "confidence"),
+        (set_keys(COLOCATED, {f"{RM}.offload": OFFLOAD}), "constant"),
+        (set_keys(stage2(), {f"{RM}.eval_detection": {"score_mode": "constant"}}), "constant"),
+    ],
+)
+def test_training_scores_as_evaluate_does_unless_the_model_is_moved_away(config: dict[str, Any], mode: str) -> None:
+    assert resolved_rollout(parse_config(config)).eval_detection.score_mode == mode

@@ -1,0 +1,79 @@
+"""The first, short runs: what is logged of them, why F1 is 0, and what is left to look at."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from coordexp.evaluation.answers import LAST_EVALUATION, read_answers
+from coordexp.training.progress import RichProgress
+from coordexp.viewer.collect import collect
+from support.answers import CAT, answer, entry
+from support.tiny_run import InMemoryBackend, load_tiny, run_config, step_lines, train
+
+
+@pytest.mark.parametrize(("steps", "every", "logged"), [(3, 10, [3]), (3, 2, [2, 3]), (2, 2, [2])])
+def test_the_last_interval_is_logged_also_if_it_is_incomplete(
+    steps: int, every: int, logged: list[int], tmp_path: Path
+) -> None:
+    trainer = train(run_config(tmp_path, 1, training__max_steps=steps, training__logging_steps=every))
+    lines = step_lines(trainer)
+    assert [line["step"] for line in lines] == logged
+    assert all(line["loss"] > 0 and line["time/learner_s"] > 0 for line in lines)
+    assert sum(line["train/samples_total"] for line in lines) == trainer.args.train_batch_size * steps
+    (end,) = [line for line in trainer.state.log_history if "train_loss" in line]
+    assert end["train_loss"] > 0
+
+
+def test_an_evaluation_says_which_names_are_annotated_nowhere_and_keeps_its_answers(tmp_path: Path) -> None:
+    notes: list[str] = []
+
+    def listen(trainer: Any) -> None:
+        trainer.on_note = notes.append
+
+    backend = InMemoryBackend(load_tiny().vocab, lambda _: answer(entry(1, CAT), entry(2, CAT)))
+    keys = {"training__eval_strategy": "steps", "training__eval_steps": 1, "training__max_steps": 1}
+    trainer = train(run_config(tmp_path, 1, **keys), backend, listen)
+    (note,) = notes
+    assert note.startswith("10 predictions have names that are annotated nowhere: 'black cat' (10); F1 counts them")
+    folder = Path(str(trainer.args.output_dir))
+    answers = read_answers(folder / LAST_EVALUATION)
+    assert len(answers) == 5 and {obj.desc for one in answers for obj in one.pred} == {"black cat"}
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": trainer.state.log_history}))
+    shown = collect(folder)
+    assert len(shown.records) == 5 and "answers of the last evaluation while the run trained" in shown.notes[0]
+
+
+def test_the_time_left_after_an_evaluation_follows_from_the_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten steps of 1 s, an evaluation of 100 s, then steps of 1 s again: 5 s are left after 15 of 20 steps."""
+    now = [0.0]
+    monkeypatch.setattr("coordexp.data.progress_bar.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("coordexp.data.progress_bar.LINE_EVERY_S", 0.5)
+    file = io.StringIO()
+    progress = RichProgress(Console(file=file, width=200), "run")
+    state: Any = SimpleNamespace(global_step=0, max_steps=20, is_world_process_zero=True, best_model_checkpoint=None)
+    nothing: Any = None
+
+    def steps(count: int) -> Iterator[int]:
+        for _ in range(count):
+            now[0] += 1
+            state.global_step += 1
+            progress.on_step_end(nothing, state, nothing)
+            yield state.global_step
+
+    progress.on_train_begin(nothing, state, nothing)
+    list(steps(10))
+    for done in range(101):
+        progress.answered(done, 100)
+        now[0] += 1
+    progress.on_evaluate(nothing, state, nothing, metrics={"eval_rollout/f1": 0.0})
+    list(steps(5))
+    assert file.getvalue().splitlines()[-1].startswith("run: step 15/20, eta 5 s")
+    assert "evaluation, 50/100 images, eta 50 s" in file.getvalue()
