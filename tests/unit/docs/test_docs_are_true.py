@@ -47,6 +47,7 @@ def commands() -> list[tuple[str, str]]:
         "generate_config_reference.py",
         "generate_cli_reference.py",
         "generate_metrics.py",
+        "generate_gpu.py",
         "draw_architecture.py",
         "draw_forced_tokens.py",
         "draw_matching.py",

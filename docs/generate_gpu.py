@@ -1,0 +1,205 @@
+"""Writes the tables of ``docs/gpu.md``: measured figures from the results of ``make gpu`` in ``benchmarks/results``,
+estimates from shapes and from traces; the text between them is written by hand.
+
+python docs/generate_gpu.py            # write them
+python docs/generate_gpu.py --check    # exit 1 if a table is not what would be written
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+TARGET = DOCS / "gpu.md"
+RESULTS = ROOT / "benchmarks" / "results"
+HARDWARE = "h100-80gb"  # with which the names of result folders begin
+ON_PAPER = RESULTS / "cpu-2core-epyc-2026-11-25" / "decode_wide_batch_1.json"
+ROW = 12_000  # tokens of the row that `make fake-gpu` traces
+_TABLE = re.compile(r"(?<=<!-- table: )([a-z_ ]+)( -->\n).*?(?=<!-- end of table -->)", re.S)
+# Row → part of make gpu, shipped file, size, and the row of docs/learner.md with its least time.
+TRAINED = {
+    "2B, all weights": ("sft", "stage1/sft.yaml", "2B", "full with"),
+    "4B, all weights": (None, "stage1/sft.yaml", "4B", "full with"),
+    "8B, all weights": (None, "stage1/sft.yaml", "8B", "full with"),
+    "2B, LoRA": ("lora", "stage1/lora.yaml", "2B", None),
+    "4B, LoRA": ("lora_4b", "stage1/lora.yaml", "4B", None),
+    "8B, LoRA": ("lora_8b", "stage1/lora.yaml", "8B", None),
+}
+SPLIT = {
+    "2B, all weights": "sft",
+    "2B, LoRA": "lora",
+    "8B, LoRA": "lora_8b",
+    "stage 2, colocated, 300 tokens an answer": "rewritten_colocate",
+    "stage 2, colocated, answers of ten boxes": "colocate_answers",
+    "stage 2, transformers, 64 tokens an answer": "rewritten",
+}
+PARTS = ("reading", "push", "answers", "targets", "packing", "rows", "forward and backward", "optimizer")
+
+
+def page(text: str) -> str:
+    """``text`` with every table as the results have it. Raises ValueError for a table that is not defined."""
+    if unknown := {match[1] for match in _TABLE.finditer(text)} ^ TABLES.keys():
+        raise ValueError(f"{TARGET.name}: tables {sorted(unknown)} are missing or not defined")
+    return _TABLE.sub(lambda match: f"{match[1]}{match[2]}" + "\n".join(TABLES[match[1]]()) + "\n", text)
+
+
+@cache
+def measured(part: str | None) -> Mapping[str, Any] | None:
+    """The newest complete result of a part."""
+    files = sorted(RESULTS.glob(f"{HARDWARE}*/{part}.json"), key=lambda file: file.parent.name[-10:])
+    found = [json.loads(file.read_text(encoding="utf-8")) | {"file": file} for file in files]
+    complete = [one for one in found if one["complete"]]
+    return complete[-1] if complete else None
+
+
+def cell(result: Mapping[str, Any] | None, show: Callable[[Any], str]) -> str:
+    return "–" if result is None else show(result["results"])
+
+
+def training() -> Iterator[str]:
+    yield "| | tokens/s | at most, by trace | images/s | MFU | of whole steps | peak memory, GB | estimated |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, (part, file, size, traced) in TRAINED.items():
+        found = measured(part)
+        cells = [
+            cell(found, lambda r: f"{r['tokens_per_s']:,.0f}"),
+            f"{ROW / least_s(size, traced):,.0f}" if traced else "",
+            cell(found, lambda r: f"{r['images_per_s']:.1f}"),
+            cell(found, lambda r: f"{r['mfu']:.3f}"),
+            cell(found, lambda r: f"{r['mfu_of_step']:.3f}"),
+            cell(found, lambda r: f"{r['allocated_peak_gb']:.1f}"),
+            f"{estimated_gb(file, size):.1f}",
+        ]
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def least_s(size: str, row: str) -> float:
+    """Least seconds of a row of :data:`ROW` tokens on an H100, from the table in docs/learner.md."""
+    lines = (DOCS / "learner.md").read_text(encoding="utf-8").splitlines()
+    (line,) = [line for line in lines if line.startswith(f"| {row}") and "time (s)" in line]
+    return float(line.split("|")[2 + ("2B", "4B", "8B").index(size)])
+
+
+@cache
+def estimated_gb(file: str, size: str) -> float:
+    """The estimate of ``coordexp config check`` for a shipped file and a checkpoint of that size."""
+    sys.path.append(str(ROOT / "tests"))
+    import torch
+    from transformers import Qwen3VLForConditionalGeneration
+
+    from coordexp.checkpoints.memory import estimate_memory
+    from coordexp.config import load_config
+    from support.qwen_sizes import qwen3_vl_config
+
+    config = qwen3_vl_config(size)
+    with torch.device("meta"):
+        model: Any = Qwen3VLForConditionalGeneration(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    run = load_config(ROOT / "configs" / file, {"model.fused_kernels": True})
+    return estimate_memory(run, config.to_dict(), shapes).total / 1e9
+
+
+def parts() -> Iterator[str]:
+    yield f"| seconds | {' | '.join(PARTS)} | a step | images |"
+    yield "|---" * (len(PARTS) + 3) + "|"
+    for name, part in SPLIT.items():
+        found = measured(part)
+        cells = [cell(found, lambda r, p=p: f"{r[f'{p}_s']:.2f}") for p in PARTS]
+        cells += [cell(found, lambda r: f"{r['step_s']:.2f}"), cell(found, lambda r: f"{r['images']:.0f}")]
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def decoding() -> Iterator[str]:
+    rows = json.loads(ON_PAPER.read_text(encoding="utf-8"))["results"]
+    paper = {
+        row["batch"]: row for row in rows if "on_paper" in row and (row["objects"], row["names"]) == (10, "different")
+    }
+    headings = ("answers at once", "boxes/s, token by token", "on paper", "boxes/s, skipping", "on paper")
+    yield f"| {' | '.join(headings)} | tokens/s, token by token | skipping | equal answers |"
+    yield "|---|---|---|---|---|---|---|---|"
+    plain, skipped = measured("engine_plain"), measured("engine_skipped")
+    for batch in (1, 8, 64):
+        key = f"batch_{batch}"
+        cells = [
+            cell(plain, lambda r, k=key: f"{r[k]['boxes_per_s']:,.0f}"),
+            f"{paper[batch]['decoded_boxes_per_s']:,.0f}",
+            cell(skipped, lambda r, k=key: f"{r[k]['boxes_per_s']:,.0f}"),
+            f"{paper[batch]['skipped_boxes_per_s']:,.0f}",
+            cell(plain, lambda r, k=key: f"{r[k]['tokens_per_s']:,.0f}"),
+            cell(skipped, lambda r, k=key: f"{r[k]['tokens_per_s']:,.0f}"),
+            cell(skipped, lambda r, k=key: f"{r[k].get('equal_to_plain', '–')} of {r[k]['images']}"),
+        ]
+        yield f"| {batch} | {' | '.join(cells)} |"
+
+
+def engine() -> Iterator[str]:
+    yield "| | measured |"
+    yield "|---|---|"
+    plain, again = measured("engine_plain"), measured("engine_start")
+    for found, name in ((plain, "start, compiling"), (again, "start, compiled before")):
+        shown = cell(found, lambda r: f"{r['start_s']:.0f} s")
+        yield f"| {name} | {shown} |"
+    for key, name in (
+        ("full", "push of all weights"),
+        ("full_with_checksums", "the same with checksums"),
+        ("lora_merged", "push of adapters, merged"),
+    ):
+
+        def push(r: Any, key: str = key) -> str:
+            return f"{r['push'][key]['push_s']:.3f} s for {r['push'][key]['bytes'] / 1e9:.1f} GB"
+
+        yield f"| {name} | {cell(plain, push)} |"
+    for key, name in (("sleep_s", "sleep"), ("wake_s", "wake")):
+
+        def seconds(r: Any, key: str = key) -> str:
+            return f"{r['push']['full'][key]:.2f} s, with adapters {r['push']['lora_merged'][key]:.2f} s"
+
+        yield f"| {name} | {cell(plain, seconds)} |"
+
+
+def sources() -> Iterator[str]:
+    yield "| part | commit | date | GPU | torch, vLLM, liger-kernel | figures |"
+    yield "|---|---|---|---|---|---|"
+    for part in (*dict.fromkeys([*SPLIT.values(), "lora_4b"]), "engine_plain", "engine_skipped", "engine_start"):
+        found = measured(part)
+        if found is None:
+            yield f'| `{part}` | not measured: `make gpu GPU_ARGS="--only {part}"` | | | | |'
+            continue
+        where, file = found["machine"], found["file"]
+        summary = json.loads((file.parent / "summary.json").read_text(encoding="utf-8"))
+        versions = ", ".join(str(where["packages"].get(name)) for name in ("torch", "vllm", "liger-kernel"))
+        link = f"[{file.name}](../{file.relative_to(ROOT).as_posix()})"
+        cells = (summary["machine"]["commit"][:8], where["date"][:10], where["gpu"], versions, link)
+        yield f"| `{part}` | {' | '.join(cells)} |"
+
+
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "training": training,
+    "parts of a step": parts,
+    "decoding": decoding,
+    "engine": engine,
+    "sources": sources,
+}
+
+
+def main() -> None:
+    """Write the tables, or compare them with ``--check``."""
+    text = TARGET.read_text(encoding="utf-8")
+    wanted = page(text)
+    if "--check" in sys.argv[1:]:
+        if text != wanted:
+            sys.exit(f"{TARGET} is out of date; run: python docs/generate_gpu.py")
+        return
+    TARGET.write_text(wanted, encoding="utf-8")
+    print(f"wrote the tables of {TARGET}")
+
+
+if __name__ == "__main__":
+    main()
