@@ -42,9 +42,9 @@ def rank_environment(folder: Path, rank: int) -> dict[str, str]:
             RENDEZVOUS: str(folder / "store"), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
 
 
-def run_all(folder: Path, ranks: int, death: Death = LIVES, dies: int = 0) -> list[int]:
+def run_all(folder: Path, ranks: int, death: Death = LIVES, dies: int = 0, odd: str = "run.yaml") -> list[int]:
     """Train ``folder/run.yaml``; rank ``dies`` dies. If one is killed, the others are killed too, as if their machine
-    went down.
+    went down. ``odd``: the file of the last rank.
 
     Returns:
         The exit codes, negative for a signal.
@@ -52,7 +52,8 @@ def run_all(folder: Path, ranks: int, death: Death = LIVES, dies: int = 0) -> li
     (folder / "store").unlink(missing_ok=True)
     started = [
         forked(
-            _train, str(folder / "run.yaml"), death if rank == dies else LIVES, log=folder / f"log{rank}",
+            _train, str(folder / (odd if rank == ranks - 1 else "run.yaml")), death if rank == dies else LIVES,
+            log=folder / f"log{rank}",
             environment=rank_environment(folder, rank) if ranks > 1 else {},
         )
         for rank in range(ranks)

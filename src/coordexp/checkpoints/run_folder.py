@@ -5,26 +5,24 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from coordexp.checkpoints.folder import RESOLVED_CONFIG, base_of, is_adapter_folder, read_object
+from coordexp.checkpoints.fingerprints import DATA, MODEL, SEAL, inputs_of, is_whole, with_bases
+from coordexp.checkpoints.folder import RESOLVED_CONFIG, read_object
 from coordexp.config import RunConfig
 from coordexp.config.resume import FIXED, Change, changes
 from coordexp.config.source import read_document
 from coordexp.errors import CheckpointError, ConfigError, RunFinished
 
 MANIFEST = "run_manifest.json"
-SEAL = "complete.json"  # the last file of a checkpoint: it is whole
 STATE = "trainer_state.json"  # next to a final model: the steps of a finished run
 CURVES, RECORDS = "runs", "rollout_records"  # folders of TensorBoard's files and of rollout records
 CHECKPOINT = "checkpoint"  # N steps are in checkpoint-N, as transformers names it
 _MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", STATE)
-_MODEL, _DATA = "model.model", "custom.train_jsonl"  # the inputs of a run
 _WEIGHT = re.compile(r" x [^ ]+")  # of a file, after its fingerprint
 
 
@@ -66,7 +64,7 @@ def check_start(config: RunConfig, checkpoint: Path | None) -> tuple[Change, ...
             "folder, continue that run with training.resume_from_checkpoint: true, or replace it with "
             "training.overwrite_output_dir: true"
         )
-    if found and any(_is_inside(one, training.output_dir) for one in _with_bases(Path(config.model.model))):
+    if found and any(_is_inside(one, training.output_dir) for one in with_bases(Path(config.model.model))):
         raise ConfigError(
             f"training.overwrite_output_dir: would delete model.model, {config.model.model}, which is in "
             "training.output_dir; name another folder"
@@ -111,24 +109,6 @@ def clear_results(config: RunConfig, checkpoint: Path | None) -> None:
             shutil.rmtree(folder)
     for path in results_in(output_dir):
         path.unlink()
-
-
-def fingerprint(path: Path) -> str:
-    """A short fingerprint of a file, or of a checkpoint with the models that its adapters are put on: the size of each
-    file and checksums of its first and last MiB, so that large files take no longer."""
-    files = [path]
-    if path.is_dir():
-        patterns = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer.json")
-        files = [file for place in _with_bases(path) for one in patterns for file in sorted(place.glob(one))]
-    return f"{zlib.crc32(b''.join(map(_ends, files))):08x}-{sum(file.stat().st_size for file in files)}"
-
-
-def inputs_of(config: RunConfig) -> dict[str, str]:
-    """The fingerprints of the model and the training data as they are now, by key; of several files with weights."""
-    files = config.custom.train_jsonl
-    weights = [f" x {file.weight!r}" if file.weight != 1 else "" for file in files]
-    data = " + ".join(fingerprint(file.path) + weight for file, weight in zip(files, weights, strict=True))
-    return {_MODEL: fingerprint(Path(config.model.model)), _DATA: data}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -180,9 +160,10 @@ def _settings_of_run(folder: Path) -> Mapping[str, Any]:
 
 def _by_content(found: Iterable[Change], config: RunConfig, manifest: Mapping[str, Any]) -> Iterator[Change]:
     """``found``, with the model and the data by what they hold: a moved file is harmless, other content is not."""
-    recorded, inputs = manifest.get("inputs") or {}, inputs_of(config)
+    recorded: Mapping[str, str] = manifest.get("inputs") or {}
+    inputs = inputs_of(config, whole=all(map(is_whole, recorded.values()))) if recorded else {}
     by_key = {one.key: one for one in found}
-    paths = {_MODEL: config.model.model, _DATA: ", ".join(str(file.path) for file in config.custom.train_jsonl)}
+    paths = {MODEL: config.model.model, DATA: ", ".join(str(file.path) for file in config.custom.train_jsonl)}
     for key, path in paths.items():
         moved = by_key.pop(key, None)
         if key in recorded:
@@ -220,23 +201,9 @@ def _listed(found: list[Path], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _with_bases(model: Path) -> Iterator[Path]:
-    yield model
-    while is_adapter_folder(model):
-        model = base_of(model)
-        yield model
-
-
 def _is_inside(path: Path, folder: Path) -> bool:
     return path.resolve().is_relative_to(folder.resolve())
 
 
 def _is_own(checkpoint: Path, output_dir: Path) -> bool:
     return checkpoint.absolute().parent.resolve() == output_dir.resolve()
-
-
-def _ends(file: Path, size: int = 1 << 20) -> bytes:
-    with file.open("rb") as opened:
-        head = opened.read(size)
-        opened.seek(max(len(head), file.stat().st_size - size))
-        return head + opened.read(size)

@@ -87,6 +87,12 @@ def changes(earlier: Mapping[str, Any], config: RunConfig) -> Iterator[Change]:
 _NOTHING: Any = object()
 
 
+def differing(one: Any, other: Any) -> Iterator[tuple[KeyPath, str, str]]:
+    """Path and both values, as YAML, of everything in which two pieces of plain data differ."""
+    for path, first, second in _differences(one, other, ()):
+        yield path, _shown(first), _shown(second)
+
+
 def _differences(was: Any, now: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any, Any]]:
     if isinstance(was, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*now, *was]):

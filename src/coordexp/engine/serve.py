@@ -149,7 +149,8 @@ def prepare_environment(repeat_terminate: RepeatTerminateConfig, *, gpu: bool) -
 
 
 def run_server(options: ServeOptions, *, gpu: bool) -> None:
-    """Serve until SIGTERM or SIGINT. Raises RolloutError: a taken port, or an engine unlike the configuration."""
+    """Serve until SIGTERM or SIGINT. Raises RolloutError: a taken port, or an engine unlike the configuration;
+    CheckpointError: a weight that is NaN or infinite."""
     listener = _listener(options.host, options.port)  # before the engine starts, so a port in use is reported at once
     require("vllm", "coordexp serve")
     # Nothing else handles signals while the engine starts. SystemExit runs the clean-up that ends it.
@@ -177,9 +178,13 @@ async def _serve(server: RolloutServer, listener: socket.socket) -> None:
     from coordexp.engine.connections import BoundedProtocol, most_connections
     from coordexp.engine.logits_processors import check_processors
     from coordexp.engine.serve_http import openai_routes
+    from coordexp.modeling.finite import not_finite
 
     workers = await server.engine.workers("coordexp_status")
     check_processors(workers, activated_config(os.environ), server.options.closed_names)
+    for name in await server.engine.workers("coordexp_broken_weight", timeout_s=server.options.ready_s):
+        if name is not None:
+            raise not_finite(server.options.model, name)
     app = server.app()
     app.router.routes += await openai_routes(server)
     options = server.options

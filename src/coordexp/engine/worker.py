@@ -21,6 +21,7 @@ from coordexp.engine.logits_processors import (
     processor_of,
 )
 from coordexp.errors import RolloutError
+from coordexp.modeling.finite import broken_weight
 from coordexp.weight_sync.group import GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver
 
@@ -131,6 +132,10 @@ class WeightSyncExtension:
             logger.exception("%s failed", method)
             # vLLM raises assertions without a message where sizes do not fit.
             return {FAILURE: str(error).strip() or f"{type(error).__name__}; is this the trainer's model?"}
+
+    def coordexp_broken_weight(self) -> str | None:
+        """As :func:`~coordexp.modeling.finite.broken_weight`, under vLLM's name."""
+        return broken_weight(self.model_runner.model)
 
     def coordexp_beat(self) -> int:
         """Heartbeat: number of positions, accepted drafts or not, that this worker has sampled at since its start."""

@@ -17,8 +17,8 @@ from rich.console import Console
 from coordexp import distributed
 from coordexp.checkpoints.calibration import Calibration
 from coordexp.checkpoints.card import read_card, write_card
+from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.checkpoints.folder import checkpoint_fingerprint
-from coordexp.checkpoints.run_folder import fingerprint
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.schema import AnswerConfig

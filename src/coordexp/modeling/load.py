@@ -26,6 +26,7 @@ from coordexp.data.preparation import ImagePreparation
 from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.adapter import merge_adapter
 from coordexp.modeling.attention import transformers_names
+from coordexp.modeling.finite import check_finite
 from coordexp.modeling.patches import PixelScale, take_bytes
 from coordexp.out_of_memory import is_out_of_memory
 
@@ -134,11 +135,13 @@ def read_config(path: str | Path | Checkpoint) -> Any:
 
 
 def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -> Qwen3VLForConditionalGeneration:
-    """As transformers' ``from_pretrained``, but unreadable, missing or misshapen weights raise CheckpointError."""
+    """As transformers' ``from_pretrained``, but weights that are unreadable, missing, misshapen, NaN or infinite raise
+    CheckpointError."""
     path = checkpoint.path
     if checkpoint.parent is not None:
         merged = read_weights(checkpoint.parent, dtype)
         merge_adapter(merged, path)
+        check_finite(merged, path)
         return merged
     try:
         loaded: Any = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=dtype, output_loading_info=True)
@@ -154,6 +157,7 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -
         raise CheckpointError(
             f"{path}: {len(missing)} weights are missing, {missing[0]} first; restore the checkpoint's files"
         )
+    check_finite(model, path)
     return model
 
 
@@ -231,6 +235,7 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
     stored = read_config(parent).dtype
     loaded = load_model(parent, dtype or str(stored or "float32").removeprefix("torch."), attention="sdpa")
     merge_adapter(loaded.model, folder)
+    check_finite(loaded.model, folder)
     _save(loaded, read_card(folder), output)
     return output
 

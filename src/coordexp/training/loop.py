@@ -23,6 +23,7 @@ from coordexp.errors import RunStopped, TrainingDiverged
 from coordexp.evaluation.answers import LAST_EVALUATION, ImageAnswer, answer_dataset, write_answers
 from coordexp.evaluation.summary import COUNTS_ONLY, summarise, unknown_names
 from coordexp.metrics import MetricsPayload
+from coordexp.modeling.finite import broken_weight, check_finite
 from coordexp.modeling.scores import TokenScorer
 from coordexp.out_of_memory import is_out_of_memory, phase
 from coordexp.rollouts import RolloutBackend, rollout_session
@@ -31,7 +32,6 @@ from coordexp.training.checkpoint import delete_old, read_seal
 from coordexp.training.optimizer import needs_metric
 from coordexp.training.progress import DriftWatch
 from coordexp.training.saving import (
-    has_broken_weight,
     load_optimizer,
     load_progress,
     load_rank_state,
@@ -178,6 +178,8 @@ class CoordExpTrainer:
         for name in ("global_step", "epoch", "log_history", "best_metric", "best_model_checkpoint", "best_global_step"):
             setattr(state, name, getattr(progress, name))
         load_weights(self.run, checkpoint)
+        with distributed.raise_on_all_ranks(f"loading {checkpoint}"):
+            check_finite(self.model, checkpoint)
         load_optimizer(self.run, checkpoint)
         return state.global_step
 
@@ -329,7 +331,7 @@ class CoordExpTrainer:
         if is_out_of_memory(error):
             _release_memory_of(error)
         together = distributed.is_every_ranks(error)
-        if together and distributed.all_reduce([float(has_broken_weight(self.model))], "max")[0]:
+        if together and distributed.all_reduce([float(broken_weight(self.model) is not None)], "max")[0]:
             raise TrainingDiverged(
                 f"{what}: the weights are NaN or infinite after {step} steps; {TrainingDiverged.ADVICE}. "
                 f"{self.last_saved()}"

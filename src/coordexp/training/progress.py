@@ -24,18 +24,18 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import coordexp
 from coordexp import distributed
+from coordexp.checkpoints.fingerprints import inputs_of
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
-from coordexp.checkpoints.run_folder import CURVES, MANIFEST, inputs_of, read_manifest
+from coordexp.checkpoints.run_folder import CURVES, MANIFEST, read_manifest
 from coordexp.config import RunConfig, resolved_yaml
 from coordexp.config.resume import Change
 from coordexp.data.files import write_atomically
 from coordexp.data.progress_bar import Lines, make_progress
+from coordexp.training.agreement import PACKAGES
 from coordexp.training.checkpoint import read_seal
 
 if TYPE_CHECKING:
     from coordexp.training.loop import CoordExpTrainer
-
-_PACKAGES = ("torch", "transformers", "accelerate", "peft", "numpy", "scipy")
 
 
 def write_manifest(
@@ -73,7 +73,7 @@ def write_manifest(
         "git": _git_state(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: metadata.version(name) for name in _PACKAGES},
+        "packages": {name: metadata.version(name) for name in PACKAGES},
     }
     write_atomically(output_dir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 

@@ -55,6 +55,7 @@ from coordexp.recording.writer import RolloutLog, RolloutPictures, RolloutRecord
 from coordexp.records import ImageRecord
 from coordexp.rollouts import RolloutBackend, build_backend
 from coordexp.rollouts.learner import LearnerParts
+from coordexp.training.agreement import check_agreement
 from coordexp.training.batches import StepBatches
 from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
 from coordexp.training.loop import CoordExpTrainer
@@ -375,6 +376,7 @@ def run_training(
             checked = check_run(config)
             set_allocator(checked.rollout)
             join_processes(config)
+            check_agreement(config)
             with only_run_in(Path(config.training.output_dir)):
                 trainer, resume = build_trainer(
                     checked, console, description, config_path, overrides, callbacks=callbacks

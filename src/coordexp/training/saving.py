@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
@@ -193,15 +192,6 @@ def load_rank_state(run: RunState, folder: Path) -> None:
         run.sums.load_state_dict(json.loads(_rank_file(folder, "log_line").read_text(encoding="utf-8")))
     with readable(folder, _random_file()):
         set_random_states(torch.load(folder / _random_file(), weights_only=True))
-
-
-def has_broken_weight(model: torch.nn.Module) -> bool:
-    """Whether any weight is NaN or infinite; if sharded, in this rank's part."""
-    for weight in model.parameters():
-        local: Any = weight.to_local() if isinstance(weight, DTensor) else weight
-        if not bool(torch.isfinite(local).all()):
-            return True
-    return False
 
 
 def _save_optimizer(run: RunState, folder: Path, args: TrainingArguments) -> None:
