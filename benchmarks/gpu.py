@@ -194,12 +194,19 @@ def run_part(part: Part, options: Options, writing: Material, deadline: float) -
     finally:
         end(process)
     figures = json.loads(result_file.read_text(encoding="utf-8")) if result_file.is_file() else {}
-    last = next((line for line in reversed(log.read_text(errors="replace").splitlines()) if line.strip()), "")
+    last = last_line(log.read_text(errors="replace"), is_error=code != 0)
     if code == 0:
-        return row("ok", note_of(figures) or last.strip(), **short(figures))
+        return row("ok", note_of(figures) or last, **short(figures))
     if code is None:
-        return row("timeout", f"after {limit:.0f} s; {note_of(figures) or last.strip()}", **short(figures))
-    return row("failed", f"exit code {code}: {last.strip()[:200]}", **short(figures))
+        return row("timeout", f"after {limit:.0f} s; {note_of(figures) or last}", **short(figures))
+    return row("failed", f"exit code {code}: {last}", **short(figures))
+
+
+def last_line(output: str, is_error: bool) -> str:
+    """The last line, or the last one that names an error."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"^error: |Error\b|^FAILED ", line)] if is_error else []
+    return (errors or lines or [""])[-1][:300]
 
 
 def json_flag(part: Part, file: Path) -> list[object]:
@@ -212,10 +219,12 @@ def start(command: Sequence[object], options: Options, name: str) -> subprocess.
     path = os.pathsep.join([str(root / "src"), str(root / "tests"), str(HERE), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {
         "PYTHONPATH": path,
+        "PYTHONPYCACHEPREFIX": str(options.work / "pycache"),  # parts start dozens of processes
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CACHE_ROOT": str(options.work / "vllm_cache"),
     }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     with log_of(options, name).open("wb") as output:
         return subprocess.Popen(
             [str(word) for word in command],
@@ -349,9 +358,9 @@ def doctor(options: Options) -> list[object] | str:
 TEN_BOXES = ("rollout_matching.max_new_tokens=300",)
 PARTS = (
     Part("tests", 60, tests),
-    Part("sft", 90, run_of("sft", "stage1/sft.yaml", "2B", 6), ("photos", "2B")),
+    Part("sft", 90, run_of("sft", "stage1/sft.yaml", "2B", 4), ("photos", "2B")),
     Part("profile", 60, profile, ("photos", "2B")),
-    Part("lora", 80, run_of("lora", "stage1/lora.yaml", "2B", 6), ("photos", "2B")),
+    Part("lora", 80, run_of("lora", "stage1/lora.yaml", "2B", 4), ("photos", "2B")),
     Part("engine_plain", 180, engine("plain"), ("wide", "wide_scenes")),
     Part("engine_skipped", 150, engine("skipped"), ("wide", "wide_scenes")),
     Part(

@@ -56,9 +56,9 @@ def optimizer_states(settings: Settings) -> Iterator[Row]:
     trainer = trainer_of(config)
     first_step(trainer)
     trainer.step.update()
-    device = trainer.run.accelerator.device
+    device = next(trainer.model.parameters()).device
     held = [tensor for tensor in held_by(trainer.run.optimizer.optimizer) if tensor.dim()]
-    elsewhere = sum(tensor.device != device for tensor in held)
+    elsewhere = sum(tensor.device != device for tensor in held) + (device.type != trainer.run.accelerator.device.type)
     figure = f"{len(held) - elsewhere} of {len(held)} tensors on {device}, {config.training.master_weights} masters"
     advice = "set training.master_weights: null, and report this table"
     yield judged("optimizer states", bool(held) and not elsewhere, figure, advice)

@@ -45,17 +45,17 @@ WRITES = 'open(sys.argv[2], "w").write(\'{"results": {"tokens_per_s": 5.0, "imag
 
 def test_a_part_that_fails_or_hangs_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     parts = [
-        part("fails", "sys.exit('out of memory')"),
+        part("fails", "print('OutOfMemoryError: 80 GB', 'bye', sep='\\n'); sys.exit(1)"),
         part("hangs", f"{WRITES}\ntime.sleep(600)", limit_s=1.0),
         part("fine", WRITES),
     ]
     code, rows = run(monkeypatch, tmp_path, parts)
     assert code == 1
     assert [row["result"] for row in rows.values()] == ["failed", "timeout", "ok"]
-    assert "out of memory" in rows["fails"]["note"]
+    assert rows["fails"]["note"] == "exit code 1: OutOfMemoryError: 80 GB", "not the last line, which says nothing"
     assert rows["hangs"]["figures"] == {"tokens_per_s": 5.0, "images_per_s": 2.0}, "what it had written"
     assert "5 tokens/s" in rows["fine"]["note"]
-    assert (tmp_path / "out" / "logs" / "fails.log").read_text().strip() == "out of memory"
+    assert (tmp_path / "out" / "logs" / "fails.log").read_text().splitlines()[-1] == "bye"
 
 
 def test_parts_are_chosen_and_end_with_the_total_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
