@@ -166,7 +166,7 @@ def trace(flags: argparse.Namespace) -> dict[str, Any]:
             wrapped.train, wrapped.parameters = model.train, model.parameters  # pyright: ignore[reportFunctionMemberAccess]
             run: Any = SimpleNamespace(
                 model=wrapped, optimizer=optimizer, scheduler=build_scheduler(optimizer, args, 10),
-                accelerator=OneFakeGPU(), shards=False,
+                accelerator=OneFakeGPU(), shards=False, progress=SimpleNamespace(global_step=0),
                 sums=SimpleNamespace(add=lambda metrics: None, count_step=lambda channel: None),
             )  # fmt: skip
             build_row = RowBuilder(

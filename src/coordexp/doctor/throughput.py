@@ -3,7 +3,6 @@ generated images; and memory against the estimate."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +12,10 @@ from coordexp.checkpoints.memory import check_memory
 from coordexp.doctor.check import Row, Settings, judged, measured
 from coordexp.doctor.runs import ShippedRun, matrix_flops, train_shipped
 from coordexp.doctor.samples import answering_model, model_of
+from coordexp.training.reading import loaders_needed
 
 WARM_UP, TIMED = 2, 4  # steps
 MEMORY_RATIO = (0.75, 1.15)  # of the measured peak to the estimate; below, runs that fit are refused
-WAIT_SHARE = 0.05  # of a step that may wait for images
 NEEDS_GPU = "needs a GPU"
 
 
@@ -86,7 +85,6 @@ def _loaders(run: ShippedRun) -> Row:
     """Whether loader processes are fast enough, and how many would be."""
     workers, share = run.config.data.num_workers, run.parts["reading"] / run.step_s
     figure = f"a step waits {share:.1%} for {workers} of them"
-    if workers and share > WAIT_SHARE:
-        # Together they read a step's images in the time of a step; alone the GPU needs the rest of it.
-        figure += f"; set data.num_workers: {math.ceil(workers / (1 - share))}"
+    if (needed := loaders_needed(workers, share, 1.0)) is not None:
+        figure += f"; set data.num_workers: {needed}"
     return measured("loader processes", figure, share=share, workers=workers)

@@ -57,6 +57,16 @@ def wants_fused(config: ModelConfig, device: str) -> bool:
     return device == "cuda" and config.fuses_on_gpu
 
 
+def unfused_note(config: ModelConfig, device: str) -> str | None:
+    """A line for the log if ``fused_kernels: auto`` trains on a GPU without them, because the package is missing."""
+    if device != "cuda" or config.fused_kernels != "auto" or config.fuses_on_gpu:
+        return None
+    return (
+        f"fused kernels: none, because liger-kernel is not installed; a step takes about a half longer ({_KEY}). To "
+        "fuse them: pip install 'coordexp[kernels]'"
+    )
+
+
 def liger_kernels() -> LayerKernels:
     """Liger's kernels. Triton compiles them at their first call."""
     ops: Any = importlib.import_module("liger_kernel.ops")

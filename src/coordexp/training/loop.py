@@ -31,6 +31,7 @@ from coordexp.training.batches import StepBatches
 from coordexp.training.checkpoint import delete_old, read_seal
 from coordexp.training.optimizer import needs_metric
 from coordexp.training.progress import DriftWatch
+from coordexp.training.reading import ReadingWatch
 from coordexp.training.saving import (
     load_optimizer,
     load_progress,
@@ -82,6 +83,8 @@ class CoordExpTrainer:
         self.callback_handler = CallbackHandler(
             [DefaultFlowCallback(), *callbacks], run.loaded.model, run.loaded.processor, run.optimizer, run.scheduler
         )
+        on_cpu = run.accelerator.device.type == "cpu"
+        self._reading = ReadingWatch(batches.num_workers, torch.get_num_threads() if on_cpu else 0)
         step.notify = self._notify
         step.last_step = max_steps
         self.state.max_steps = max_steps
@@ -194,6 +197,7 @@ class CoordExpTrainer:
                 self._drift = DriftWatch()
                 self._drift.replay(self.state.log_history)
             metrics |= self._drift.observe(metrics, self.state.global_step)
+            self._reading.observe(metrics, self.state.global_step)
             norm, rate = self._last_update["grad_norm"], self._last_update["learning_rate"]
             payload = MetricsPayload("train", self.state.global_step, metrics).metrics
             trainer = {} if norm is None else {"grad_norm": float(norm)}

@@ -45,7 +45,7 @@ from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.attention import check_attention
 from coordexp.modeling.inputs import PromptEncoder
-from coordexp.modeling.kernels import fuse_layers, liger_kernels, wants_fused
+from coordexp.modeling.kernels import fuse_layers, liger_kernels, unfused_note, wants_fused
 from coordexp.modeling.load import LoadedModel, load_model, load_vocab
 from coordexp.modeling.scores import TokenScorer
 from coordexp.modeling.weights import LearnerWeights
@@ -292,6 +292,8 @@ def _tuned_model(run: CheckedRun, accelerator: Accelerator, console: Console) ->
         fuse_layers(loaded.model, liger_kernels())
         if distributed.is_main():
             console.print(f"fused kernels: liger-kernel {version('liger-kernel')} (model.fused_kernels)")
+    elif distributed.is_main() and (note := unfused_note(config.model, accelerator.device.type)) is not None:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     align_special_tokens(loaded.model, loaded.processor)
     return loaded
 

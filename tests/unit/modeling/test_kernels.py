@@ -20,7 +20,7 @@ from coordexp.config.schema import ModelConfig, TunerConfig
 from coordexp.errors import ConfigError
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.inputs import VisionTower, row_inputs
-from coordexp.modeling.kernels import LayerKernels, fuse_layers, wants_fused
+from coordexp.modeling.kernels import LayerKernels, fuse_layers, unfused_note, wants_fused
 from support.tiny_run import gt_segments, load_tiny, row_of
 
 TESTS = Path(__file__).parents[2]
@@ -113,6 +113,8 @@ def test_auto_fuses_on_a_gpu_with_the_package_and_true_requires_both(
             wants_fused(config, device)
     else:
         assert wants_fused(config, device) is expected
+        is_missing = choice == "auto" and device == "cuda" and not installed
+        assert ("liger-kernel is not installed" in (unfused_note(config, device) or "")) is is_missing
 
 
 @pytest.mark.skipif(
