@@ -156,7 +156,10 @@ convert_app.add("lvis", "coordexp data convert lvis lvis_v1_val.json coco --out 
 @convert_app.add("yolo", "coordexp data convert yolo data.yaml --out data/mine --split train")
 @_converter("yolo")
 def yolo_command(
-    source: Annotated[Path, typer.Argument(help="data.yaml, or a folder with images, labels and classes.txt.")],
+    source: Annotated[
+        Path,
+        typer.Argument(help="data.yaml, darknet's obj.data, or a folder with images, labels and classes.txt."),
+    ],
     out_dir: OutDir,
     options: OfPolygons,
     split: Annotated[str | None, typer.Option(help="train, val or test of data.yaml; or a folder of images.")] = None,
@@ -166,6 +169,12 @@ def yolo_command(
         typer.Option(help="Images without a label file: leave them out, or take them as images without objects."),
     ] = None,
     boxes: OfBoxes = "auto",
+    images_dir: Annotated[
+        str | None, typer.Option("--images", help="Folder of the images of a folder with classes.txt [images].")
+    ] = None,
+    labels_dir: Annotated[
+        str | None, typer.Option("--labels", help="Folder of the labels of a folder with classes.txt [labels].")
+    ] = None,
     name: SplitName = None,
 ) -> None:
     """YOLO labels (boxes and polygons) to JSONL."""

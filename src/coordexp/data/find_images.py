@@ -48,9 +48,10 @@ class Listing:
         ]
 
 
-def list_files(folder: Path) -> Listing:
+def list_files(folder: Path, *, converted: bool = True) -> Listing:
     """All files of ``folder``, at any depth. Linked folders are entered, each folder once. Hidden files and folders and
-    those of tools are passed over. Raises DataError for a folder that cannot be opened."""
+    those of tools are passed over, and images that a conversion wrote unless ``converted``. Raises DataError for a
+    folder that cannot be opened."""
     files: list[Path] = []
     passed_over: list[tuple[str, str]] = []
     seen: set[tuple[int, int]] = set()
@@ -73,11 +74,28 @@ def list_files(folder: Path) -> Listing:
                 passed_over.append((path.relative_to(folder).as_posix(), "hidden"))
             elif entry.name in _OF_TOOLS:
                 passed_over.append((path.relative_to(folder).as_posix(), "a tool's own folder"))
+            elif not converted and entry.is_dir() and _is_converted(path):
+                passed_over.append((path.relative_to(folder).as_posix(), "images that a conversion wrote"))
             elif entry.is_dir():
                 (links if entry.is_symlink() else folders).append(path)
             else:
                 files.append(path)
     return Listing(folder, tuple(sorted(files)), tuple(sorted(passed_over)))
+
+
+REPORT_SUFFIX = ".conversion_report.json"
+
+
+def _is_converted(folder: Path) -> bool:
+    # OUT/images/NAME next to OUT/NAME.jsonl and its report, whose first record has an image there.
+    out = folder.parent.parent
+    if folder.parent.name != "images" or not (out / f"{folder.name}{REPORT_SUFFIX}").is_file():
+        return False
+    try:
+        with (out / f"{folder.name}.jsonl").open("rb") as file:
+            return f'"images/{folder.name}/'.encode() in file.readline()
+    except OSError:
+        return False
 
 
 def folder_levels(root: Path) -> Iterator[list[Path]]:
@@ -278,7 +296,7 @@ class ImageFolder:
     listing: Listing = field(init=False)
 
     def __post_init__(self) -> None:
-        self.listing = list_files(self.folder)
+        self.listing = list_files(self.folder, converted=False)
 
     @property
     def images(self) -> list[Path]:

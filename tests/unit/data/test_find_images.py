@@ -231,6 +231,19 @@ def test_addresses_of_coco_are_found_with_a_note(name: str, tmp_path: Path) -> N
     assert coco(tmp_path, [name]).notes == {"found_by_tail": 1}
 
 
+@pytest.mark.parametrize("again", [coco, csv])
+def test_images_that_an_earlier_conversion_wrote_are_not_searched(again: Any, tmp_path: Path) -> None:
+    """Otherwise there would be two files of the name."""
+    paint(tmp_path / "images" / "raw" / "x.png")
+    first = again(tmp_path, ["photos/x.png"])
+    first.jsonl.rename(tmp_path / "images" / "c.jsonl")
+    first.path.rename(tmp_path / "images" / "c.conversion_report.json")
+    paint(tmp_path / "images" / "images" / "c" / "x.png")
+    (tmp_path / "images" / "c.jsonl").write_text('{"images": ["images/c/x.png"]}\n')
+    second = again(tmp_path, ["photos/x.png"])
+    assert second.images == 1 and second.notes == {"found_by_tail": 1, "passed_over": 1}
+
+
 def test_subsets_of_a_cvat_project_may_repeat_names(tmp_path: Path) -> None:
     for k, part in enumerate(("Train", "Test")):
         paint(tmp_path / "images" / part / "img0.jpg", (40 + 8 * k, 24))

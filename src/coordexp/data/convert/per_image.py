@@ -20,7 +20,6 @@ from typing import Any
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning, bounds
 from coordexp.data.convert.shapes import (
-    REPORT_SUFFIX,
     ConversionReport,
     LeftOut,
     Note,
@@ -39,6 +38,7 @@ from coordexp.data.convert.shapes import (
 )
 from coordexp.data.files import read_json, read_text, read_xml
 from coordexp.data.find_images import (
+    REPORT_SUFFIX,
     ImageFolder,
     files_below,
     folder_levels,

@@ -12,6 +12,7 @@ from coordexp.data.find_images import files_below
 _HEAD = 1 << 16  # bytes of a file that tell its format
 _FILES = 200  # looked at in a folder, before the search ends
 # Names by command of coordexp data convert; texts that are all in the head of such a file.
+_UNREAD = "which no converter reads; convert it to COCO first"
 _MARKS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     ".xml": [
         ("cvat", "CVAT for images", ("<annotations", "<image ")),
@@ -27,8 +28,14 @@ _MARKS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
         ("labelstudio", "Label Studio", ('"result"', '"annotations"')),
         ("labelstudio", "Label Studio", ('"original_width"', "labels")),
         ("coco", "COCO", ('"images"', '"file_name"')),
+        ("", f"CreateML, {_UNREAD}", ('"annotations"', '"coordinates"', '"image')),
+        ("", f"VoTT, {_UNREAD}", ('"asset"', '"regions"')),
+        ("", f"Supervisely, {_UNREAD}", ('"classTitle"', '"objects"')),
+        ("", f"Labelbox, {_UNREAD}", ('"data_row"',)),
+        ("", f"Datumaro, {_UNREAD}", ('"items"', '"categories"', '"label_id"')),
     ],
     ".csv": [
+        ("", "VIA's CSV, which no converter reads; export the annotations as JSON", ("region_shape_attributes",)),
         ("openimages", "Open Images", ("ImageID", "LabelName", "XMin", "YMax")),
         *(("csv", "a table of boxes", (mark,)) for mark in ("image", "bbox", "xmin", "x_min", "filename")),
     ],
@@ -36,8 +43,16 @@ _MARKS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     ".txt": [],
 }  # fmt: skip
 _DOTA = re.compile(r"(imagesource:.*|gsd:.*|\s*(-?[\d.]+(e[+-]?\d+)?\s+){8}[^\s\d.]\S*( .*)?)", re.IGNORECASE)
+_KITTI = re.compile(r"[A-Za-z_]+\s+-?[\d.]+\s+-?\d+\s+(-?[\d.]+\s+){11}-?[\d.]+(\s+-?[\d.]+)?\s*")
+_OID_TOOLKIT = re.compile(r"[A-Za-z][^\d]*(\s+\d+(\.\d+)?){4}\s*")
+_WIDER = re.compile(r"\S+\.(jpe?g|png)", re.IGNORECASE)
+_NO_HEADER = re.compile(r"[^,]+\.(jpe?g|png|bmp),(\d+(\.\d+)?,){4}[^,]+", re.IGNORECASE)
 _YOLO = re.compile(r"\s*\d+((\s+-?[\d.]+(e-?\d+)?){2}){2,}\s*", re.IGNORECASE)
-_LINES = {("dota", "DOTA"): _DOTA, ("yolo", "YOLO"): _YOLO}  # by the first line of a text file
+_LINES = {  # by the first line of a text file
+    ("dota", "DOTA"): _DOTA, ("yolo", "YOLO"): _YOLO, ("", f"KITTI, {_UNREAD}"): _KITTI,
+    ("", f"OIDv4 ToolKit's, {_UNREAD}"): _OID_TOOLKIT,
+    ("", "a table without a header; add the line image,x1,y1,x2,y2,name and read it as csv"): _NO_HEADER,
+}  # fmt: skip
 
 
 def recognise(source: Path) -> tuple[str, str] | None:
@@ -49,8 +64,10 @@ def recognise(source: Path) -> tuple[str, str] | None:
                 head = file.read(_HEAD).decode("utf-8", "replace")
         except OSError:
             continue
-        if path.suffix.lower() == ".txt":
-            line = next(iter(head.split("\n")), "").strip("\r")
+        if path.suffix.lower() in (".txt", ".csv"):
+            line, *others = (line.strip("\r") for line in head.split("\n"))
+            if _WIDER.fullmatch(line) and others and others[0].strip().isdecimal():
+                return "", f"WIDER FACE, {_UNREAD}"
             if found := next((named for named, form in _LINES.items() if form.fullmatch(line)), None):
                 return found
         for command, name, marks in _MARKS[path.suffix.lower()]:

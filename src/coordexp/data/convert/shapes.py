@@ -17,14 +17,13 @@ from typing import Any, Literal, get_args
 from rich.table import Table
 from rich.text import Text
 
-from coordexp.data.find_images import FoundImage, Listing
+from coordexp.data.find_images import REPORT_SUFFIX, FoundImage, Listing
 from coordexp.data.jsonl import clean_desc
 from coordexp.data.polygons import canonical_ring, shape_area
 from coordexp.errors import DataError
 from coordexp.geometry import mask_iou, to_bin
 from coordexp.records import BinRule, GeometryKind, GTObject
 
-REPORT_SUFFIX = ".conversion_report.json"
 _REASONS_SHOWN = 3  # in an error
 
 

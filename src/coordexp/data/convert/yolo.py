@@ -24,12 +24,13 @@ from coordexp.data.convert.shapes import (
     SourceImage,
     SourceShape,
     check_choice,
+    check_folder,
     finite_numbers,
     number,
     shape_of,
 )
 from coordexp.data.files import read_text
-from coordexp.data.find_images import list_files, with_slashes
+from coordexp.data.find_images import ImageFolder, list_files, with_slashes
 from coordexp.data.images import SEEN_SUFFIXES
 from coordexp.errors import DataError
 
@@ -59,13 +60,16 @@ def convert_yolo(
     geometry: ShapeGeometry = "as_annotated",
     unlabelled: Unlabelled | None = None,
     boxes: BoxFields = "auto",
+    images_dir: str | Path | None = None,
+    labels_dir: str | Path | None = None,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
     """Convert a YOLO data set to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
 
     Args:
-        source: a ``data.yaml`` (``path``, ``names``, and a folder, a list file or several per split), or a folder with
-            ``images``, ``labels`` and the class names in ``data.yaml`` or ``classes.txt``.
+        source: a ``data.yaml`` (``path``, ``names``, and a folder, a list file or several per split); darknet's
+            ``obj.data``; a folder with one of these; or a folder with ``classes.txt`` and either ``images`` and
+            ``labels``, or images next to their labels (labelImg).
         split: ``train``, ``val``, …; needed if a ``data.yaml`` has several. Without a ``data.yaml`` a folder below
             ``images``.
         geometry: ``bbox`` writes the bounds of polygons, ``poly`` boxes by their corners.
@@ -73,12 +77,14 @@ def convert_yolo(
             ``empty``, which is YOLO's own rule.
         boxes: what a line of five numbers holds. ``auto`` reads centre, width and height, and refuses numbers that look
             like corners.
+        images_dir, labels_dir: the folders of images and labels of a folder with ``classes.txt``, relative to it or
+            absolute, if they have other names.
     """
     check_choice("geometry", geometry, ShapeGeometry)
     check_choice("boxes", boxes, BoxFields)
     if unlabelled is not None:
         check_choice("unlabelled", unlabelled, Unlabelled)
-    layout = _read_layout(Path(source), split)
+    layout = _read_layout(Path(source), split, images_dir, labels_dir)
     report = ConversionReport(Path(out_dir) / f"{options.name or split or 'data'}.jsonl")
     for key in layout.ignored:
         report.note(Note.IGNORED_KEY, layout.file.name, None, f"{key!r} has no meaning here and was ignored")
@@ -87,30 +93,25 @@ def convert_yolo(
     labels: dict[Path, Path] = {}  # by their names in lower case, as suffixes may be in any
     wholes: set[Path] = set()
     for place in layout.places:
-        if not place.is_dir():  # a list, one path a line, from the file's own folder
-            home = Path(os.path.normpath(place.parent))
-            lines = [with_slashes(line.strip()) for line in read_text(place).splitlines() if line.strip()]
-            paths = [Path(os.path.normpath(home / line)) for line in lines]
-            outside = [path.parent for path in paths if not path.is_relative_to(home)]
-            shared = Path(os.path.commonpath(outside)) if outside else home
-            found = [(path, home if path.is_relative_to(home) else shared) for path in paths]
+        if not place.is_dir():
+            found, paths = _listed_images(place, layout.base, report)
             folders = {_label_folder(path) for path in paths} | {path.parent for path in paths}
             listings = [list_files(folder) for folder in folders if folder.is_dir()]
         else:
-            listing = report.pass_over(list_files(place))
+            listing = report.pass_over(list_files(place, converted=False))
             found = [(path, place) for path in listing.with_suffix(*SEEN_SUFFIXES)]
             # A folder is taken whole, so a label without an image is worth a line in the report.
-            folder = _label_folder(place / "any.jpg")
+            folder = layout.labels or _label_folder(place / "any.jpg")
             listings = [listing, *([list_files(folder)] if folder.is_dir() and folder != place else [])]
             wholes |= set(listings[-1].with_suffix(".txt"))
         labels |= {_key(path): path for listing in listings for path in listing.with_suffix(".txt")}
         if unlabelled is None and not layout.skip_unlabelled and found:
-            _refuse_without_labels(place, [path for path, _ in found], labels)
+            _refuse_without_labels(place, [path for path, _ in found], labels, layout.labels)
         images += found
+    label_of = {path: _label_of(path, labels, layout.labels) for path, _ in images}
     if len({path.relative_to(root) for path, root in images}) < len(images):  # equal names in several folders
         shared = Path(os.path.commonpath([root for _, root in images]))
         images = [(path, shared) for path, _ in images]
-    label_of = {path: _label_of(path, labels) for path, _ in images}
     sources: list[SourceImage] = []
     for path, root in images:
         report.images_seen += 1
@@ -138,19 +139,40 @@ def convert_yolo(
     return assemble(sources, report, options, Meaning(layout.file, "shares", geometry, boxes))
 
 
-def _refuse_without_labels(place: Path, images: Sequence[Path], labels: Mapping[Path, Path]) -> None:
+def _listed_images(file: Path, base: Path, report: ConversionReport) -> tuple[list[tuple[Path, Path]], list[Path]]:
+    # The images of a list, one path a line, each with the folder that its name starts in. A path starts in the file's
+    # own folder, or in the set's; darknet's starts with `data/`, which its own exports lack.
+    home = Path(os.path.normpath(file.parent))
+    lines = [with_slashes(line.strip()) for line in read_text(file).splitlines() if line.strip()]
+    paths = [Path(os.path.normpath(home / line)) for line in lines]
+    if gone := [at for at, path in enumerate(paths) if not path.is_file()]:
+        searched = ImageFolder(base)
+        names = [[lines[at], lines[at].removeprefix("data/")] for at in gone]
+        for at, found in zip(gone, searched.find_all(names), strict=True):
+            if found.there:
+                paths[at] = Path(os.path.normpath(found.path))
+                report.note_found(found, file.name)
+    outside = [path.parent for path in paths if not path.is_relative_to(home)]
+    shared = Path(os.path.commonpath(outside)) if outside else home
+    return [(path, home if path.is_relative_to(home) else shared) for path in paths], paths
+
+
+def _refuse_without_labels(
+    place: Path, images: Sequence[Path], labels: Mapping[Path, Path], labels_dir: Path | None
+) -> None:
     # A folder of a split in which no image has a label: most often the labels are elsewhere.
-    if any(_label_of(image, labels) is not None for image in images):
+    if any(_label_of(image, labels, labels_dir) is not None for image in images):
         return
     stems = {image.stem for image in images}
     around = place.parent if place.is_file() or place.name not in ("train", "val", "valid", "test") else (
         place.parent.parent)  # fmt: skip
     near = [path for path in list_files(around).with_suffix(".txt") if path.stem in stems]
     folders = ", ".join(str(folder) for folder in sorted({path.parent for path in near})[:3])
-    where = f"has a label in {_label_folder(images[0])} or next to it"
-    cure = "--unlabelled empty reads them so" + (
-        f"; files of the same names are in {folders}: rename the folders to images and labels" if near else ""
-    )
+    where = f"has a label in {labels_dir or _label_folder(images[0])} or next to it"
+    cure = "--unlabelled empty reads them so"
+    if near:
+        cure += f"; files of the same names are in {folders}: name the folders images and labels"
+        cure += ", or give --images and --labels"
     refuse_unlabelled(len(images), where, place, cure)
 
 
@@ -163,30 +185,33 @@ def _lines_of(label: Path | None) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """``file``: the ``data.yaml``, or the folder without one. ``places``: folders and list files of the split."""
+    """``file``: the ``data.yaml``, or the folder without one. ``places``: folders and list files of the split;
+    ``base``: where paths of a list may start; ``labels``: the folder of all labels, if it was named."""
 
     file: Path
     names: dict[int, str]
     places: list[Path]
+    base: Path
+    labels: Path | None = None
     skip_unlabelled: bool = False
     ignored: tuple[str, ...] = ()
 
 
-def _read_layout(source: Path, split: str | None) -> _Layout:
+def _read_layout(
+    source: Path, split: str | None, images_dir: str | Path | None, labels_dir: str | Path | None
+) -> _Layout:
     if source.is_dir():
         described = [path for path in (source / "data.yaml", source / "data.yml") if path.is_file()]
-        if not described:
-            images = source / "images" / (split or "")
-            classes = [path for path in (source / "classes.txt", source / "labels" / "classes.txt") if path.is_file()]
-            if images.is_dir() and classes:
-                names = dict(enumerate(line.strip() for line in read_text(classes[0]).splitlines()))
-                return _Layout(source, names, [images])
-            raise DataError(
-                "no data.yaml, and no folder images with a classes.txt (one name a line) next to it", path=source
-            )
+        described = described or sorted(source.glob("*.data"))
+        if not described or images_dir is not None or labels_dir is not None:
+            return _read_folder(source, split, images_dir, labels_dir)
         source = described[0]
     if not source.is_file():
         raise DataError("not found; give a data.yaml, or a folder with images and labels", path=source)
+    if images_dir is not None or labels_dir is not None:
+        raise DataError("--images and --labels are for a folder with a classes.txt; give the folder", path=source)
+    if source.suffix.lower() == ".data":
+        return _read_darknet(source, split)
     try:
         content = yaml.safe_load(read_text(source))
     except yaml.YAMLError as error:
@@ -238,7 +263,58 @@ def _read_layout(source: Path, split: str | None) -> _Layout:
             detail = f"{entry!r} is neither a folder nor a list of images (looked for {candidates[0]})"
             raise DataError(detail, path=source)
         places.append(existing)
-    return _Layout(source, {int(key): name for key, name in names.items()}, places, skip, tuple(ignored))
+    by_number = {int(key): name for key, name in names.items()}
+    return _Layout(source, by_number, places, base, None, skip, tuple(ignored))
+
+
+def _read_folder(
+    source: Path, split: str | None, images_dir: str | Path | None, labels_dir: str | Path | None
+) -> _Layout:
+    # A folder with class names, one a line: with images and labels, or with images next to their labels.
+    images, labels = source / (images_dir or "images") / (split or ""), None
+    if images_dir is None and not images.is_dir() and split is None:
+        images = source
+    if labels_dir is not None:
+        labels = source / labels_dir / (split or "")
+        labels = labels if labels.is_dir() else source / labels_dir
+        check_folder(labels, "folder of labels (--labels)")
+    homes = [source, source / "labels", images, *([] if labels is None else [labels, source / str(labels_dir)])]
+    classes = [home / name for home in homes for name in ("classes.txt", "obj.names") if (home / name).is_file()]
+    if not classes or not images.is_dir():
+        raise DataError(
+            "no data.yaml, no obj.data, and no folder images (or --images) with a classes.txt (one name a line) next "
+            "to it",
+            path=source,
+        )
+    names = dict(enumerate(line.strip() for line in read_text(classes[0]).splitlines()))
+    return _Layout(source, names, [images], source, labels)
+
+
+def _read_darknet(file: Path, split: str | None) -> _Layout:
+    # Lines `train = data/train.txt`, `valid = …`, `names = data/obj.names`; paths start in darknet's folder.
+    pairs = [line.partition("=") for line in read_text(file).splitlines() if "=" in line and line.strip()[0] != "#"]
+    fields = {key.strip(): with_slashes(value.strip()) for key, _, value in pairs}
+
+    def path_of(key: str) -> Path:
+        places = [file.parent / name for name in (fields[key], fields[key].removeprefix("data/"))]
+        places.append(file.parent / Path(fields[key]).name)
+        found = next((place for place in places if place.is_file()), None)
+        if found is None:
+            raise DataError(f"{key} = {fields[key]}: no such file (looked for {places[0]})", path=file)
+        return found
+
+    splits = {"val" if key == "valid" else key: key for key in ("train", "valid", "val", "test") if key in fields}
+    split = "val" if split == "valid" else split
+    if split is None and len(splits) == 1:
+        split = next(iter(splits))
+    if split not in splits or "names" not in fields:
+        raise DataError(
+            f"expected lines names = … and train = … or valid = …; found: {', '.join(fields) or 'none'}; name a split "
+            "with --split",
+            path=file,
+        )
+    names = dict(enumerate(line.strip() for line in read_text(path_of("names")).splitlines() if line.strip()))
+    return _Layout(file, names, [path_of(splits[split])], file.parent)
 
 
 def _label_folder(image: Path) -> Path:
@@ -250,9 +326,11 @@ def _label_folder(image: Path) -> Path:
     return Path(*parts).parent
 
 
-def _label_of(image: Path, labels: Mapping[Path, Path]) -> Path | None:
-    # By the rule, or else next to the image; None without one.
+def _label_of(image: Path, labels: Mapping[Path, Path], labels_dir: Path | None) -> Path | None:
+    # In the named folder; else by the rule, or next to the image; None without one.
     named = f"{image.stem}.txt"
+    if labels_dir is not None:
+        return labels.get(_key(labels_dir / named))
     return labels.get(_key(_label_folder(image) / named), labels.get(_key(image.parent / named)))
 
 

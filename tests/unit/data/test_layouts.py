@@ -1,0 +1,132 @@
+"""Layouts of other tools: labelImg's and darknet's YOLO, lists of other machines, formats that are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordexp.data import read_jsonl
+from coordexp.data.convert import ConversionReport, convert_yolo, recognise
+from coordexp.errors import DataError
+from coordexp.geometry import pixel_box
+from support.annotation_folders import KEEP, paint
+from support.cli_runs import run_cli
+
+LINE = "1 0.5 0.5 0.25 0.5\n"
+SIZE = (640, 480)
+DOG = [("dog", (240, 120, 400, 360))]
+
+
+def folder(home: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        if name.endswith((".jpg", ".png")):
+            paint(home / name, SIZE)
+        else:
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            (home / name).write_text(text)
+    return home
+
+
+def told(report: ConversionReport) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    return {
+        record.metadata["source"]["file"]: [
+            (obj.desc, tuple(round(v) for v in pixel_box(obj, *SIZE, "pixel_edges"))) for obj in record.objects
+        ]
+        for record in read_jsonl(report.jsonl)
+    }
+
+
+CLASSES = "cat\ndog\n"
+CVAT_YOLO = {  # CVAT's "YOLO 1.1"
+    "obj.data": "classes = 2\ntrain = data/train.txt\nnames = data/obj.names\nbackup = backup/\n", "obj.names": CLASSES,
+    "train.txt": "data/obj_train_data/a.jpg\ndata/obj_train_data/b.jpg\n",
+    "obj_train_data/a.jpg": "", "obj_train_data/a.txt": LINE, "obj_train_data/b.jpg": "", "obj_train_data/b.txt": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "arguments", "found", "notes"),
+    [
+        pytest.param({"a.jpg": "", "a.txt": LINE, "b.jpg": "", "b.txt": "", "classes.txt": CLASSES}, "", {},
+                     {"a.jpg": DOG, "b.jpg": []}, {}, id="labelImg, one folder"),
+        pytest.param({"JPEGImages/a.jpg": "", "Annotations/a.txt": LINE, "Annotations/classes.txt": CLASSES}, "",
+                     {"images_dir": "JPEGImages", "labels_dir": "Annotations"}, {"a.jpg": DOG}, {},
+                     id="labelImg, two folders"),
+        pytest.param({"photos/train/a.jpg": "", "txt/train/a.txt": LINE, "classes.txt": CLASSES}, "",
+                     {"images_dir": "photos", "labels_dir": "txt", "split": "train"}, {"a.jpg": DOG}, {},
+                     id="folders of splits"),
+        pytest.param(CVAT_YOLO, "", {}, {"obj_train_data/a.jpg": DOG, "obj_train_data/b.jpg": []}, {}, id="CVAT"),
+        pytest.param(CVAT_YOLO, "obj.data", {"split": "train"},
+                     {"obj_train_data/a.jpg": DOG, "obj_train_data/b.jpg": []}, {}, id="obj.data named"),
+        pytest.param({"cfg.data": "valid=data/test.txt\nnames=data/my.names\n", "data/my.names": CLASSES,
+                      "data/test.txt": "data/obj/a.jpg\n", "data/obj/a.jpg": "", "data/obj/a.txt": LINE}, "cfg.data",
+                     {"split": "val"}, {"obj/a.jpg": DOG}, {}, id="darknet's own folder"),
+        pytest.param({"data.yaml": "path: set\ntrain: train.txt\nnames: [cat, dog]\n",
+                      "set/train.txt": "images/a.jpg\n", "set/images/a.jpg": "",
+                      "set/labels/a.txt": LINE}, "data.yaml", {}, {"images/a.jpg": DOG}, {},
+                     id="a list next to its images"),
+        pytest.param({"data.yaml": "path: set\ntrain: ../lists/train.txt\nnames: [cat, dog]\n",
+                      "lists/train.txt": "images/a.jpg\n", "set/images/a.jpg": "", "set/labels/a.txt": LINE},
+                     "data.yaml", {}, {"a.jpg": DOG}, {}, id="a list below path"),
+        pytest.param({"data.yaml": "train: train.txt\nnames: [cat, dog]\n", "train.txt": "C:\\yolo\\images\\a.jpg\n",
+                      "images/a.jpg": "", "labels/a.txt": LINE}, "data.yaml", {}, {"images/a.jpg": DOG},
+                     {"found_by_tail": 1}, id="a list of Windows"),
+        pytest.param({"data.yaml": "train: train.txt\nnames: [cat, dog]\n", "train.txt": "/content/images/a.jpg\n",
+                      "images/a.jpg": "", "labels/a.txt": LINE}, "data.yaml", {}, {"images/a.jpg": DOG},
+                     {"found_by_tail": 1}, id="a list of another machine"),
+    ],
+)  # fmt: skip
+def test_yolo_layouts(
+    files: dict[str, str], source: str, arguments: Any, found: Any, notes: dict[str, int], tmp_path: Path
+) -> None:
+    home = folder(tmp_path / "in", files)
+    report = convert_yolo(home / source, tmp_path / "out", options=KEEP, **arguments)
+    assert told(report) == found
+    assert (report.notes, report.skipped) == (notes, {})
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments", "says"),
+    [
+        ({"a.jpg": "", "a.txt": LINE}, {}, "classes.txt"),
+        ({"a.jpg": "", "classes.txt": CLASSES}, {"labels_dir": "gone"}, "--labels"),
+        ({"obj.data": "names = obj.names\n", "obj.names": CLASSES}, {}, "train = "),
+        ({"obj.data": "train = data/train.txt\nnames = obj.names\n", "obj.names": CLASSES}, {}, r"train\.txt: no such"),
+        (
+            {"a.jpg": "", "classes.txt": CLASSES, "b/a.txt": LINE},
+            {},
+            r"none of 1 images.*files of the same names are in",
+        ),
+    ],
+)
+def test_incomplete_layouts_are_refused(files: dict[str, str], arguments: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=says):
+        convert_yolo(folder(tmp_path, files), tmp_path / "out", options=KEEP, **arguments)
+
+
+FORMATS = [
+    ("a.txt", "Car 0.00 0 -1.57 614.24 181.78 727.31 284.77 1.57 1.73 4.15 1.00 1.75 13.22 -1.62\n", "KITTI"),
+    ("a.txt", "Apple 12.5 33.4 200.1 300.2\n", "OIDv4"),
+    ("gt.txt", "0--Parade/a.jpg\n2\n449 330 122 149 0 0 0 0 0 0\n", "WIDER FACE"),
+    ("a.json", json.dumps([{"image": "a.jpg", "annotations": [{"label": "x", "coordinates": {"x": 1}}]}]), "CreateML"),
+    ("a.json", json.dumps({"asset": {"name": "a.jpg"}, "regions": []}), "VoTT"),
+    ("a.json", json.dumps({"size": {}, "objects": [{"classTitle": "x", "points": {}}]}), "Supervisely"),
+    ("a.csv", "#filename,file_size,file_attributes,region_count,region_id,region_shape_attributes\n", "VIA's CSV"),
+    ("a.csv", "photos/a.jpg,10,20,30,40,cat\n", "without a header"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "named"), FORMATS, ids=[named for *_, named in FORMATS])
+def test_formats_that_no_converter_reads_are_named(name: str, text: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    found = recognise(tmp_path / name)
+    assert found is not None and found[0] == "" and named in found[1]
+
+
+def test_the_error_of_a_converter_names_the_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text(FORMATS[0][1])
+    failed = run_cli(capsys, "data", "convert", "yolo", tmp_path, "--out", tmp_path / "out")
+    assert failed.code == 2 and "KITTI, which no converter reads; convert it to COCO first" in failed.err
