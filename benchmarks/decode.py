@@ -404,7 +404,7 @@ def started(
                      "sleep_level": sleep_level},
         },
     }  # fmt: skip
-    path = folder / "decode.yaml"
+    path = folder / f"{'skipped' if drafts else 'plain'}.yaml"  # of its own: several engines may start in one folder
     path.write_text(yaml.safe_dump(config))
     loaded = load_model(model, dtype)
     loaded.model.eval()

@@ -7,6 +7,7 @@ G text positions of the text gate; V vocabulary, C columns of a chunk, B = 1000 
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from coordexp.records import PackedRow
 # Logits in memory at a time: a CPU should keep them in its cache, a GPU needs large matrix products.
 CHUNK_LOGITS_CPU = 2**20
 CHUNK_LOGITS_GPU = 2**25
+_ALIGNED = 256  # width of a chunk, in rows of the vocabulary
+_VECTOR = 8  # bfloat16 numbers in the 16 bytes that matrix kernels load at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -366,10 +369,13 @@ class _HeadProducts:
         self.coord_BH = self.weight_VH[self.coords.ids_B].to(self.dtype)
 
     def chunks(self, positions: int) -> Iterator[_Chunk]:
-        """The vocabulary in equal parts, small enough that a part's logits fit the budget."""
-        size = max(256, self.chunk_logits // max(1, positions))
-        for start in range(0, len(self.weight_VH), size):
-            stop = min(start + size, len(self.weight_VH))
+        """The vocabulary in parts, small enough that a part's logits fit the budget, and of widths that a GPU's vectors
+        divide: for others cuBLAS takes kernels of an older generation. A rest of a few rows is a part by itself."""
+        size = max(_ALIGNED, self.chunk_logits // max(1, positions) // _ALIGNED * _ALIGNED)
+        num = len(self.weight_VH)
+        aligned = num - num % _VECTOR
+        bounds = [*range(0, aligned, size), *{aligned, num}]
+        for start, stop in itertools.pairwise(sorted(bounds)):
             rows_CH = self.weight_VH[start:stop].to(self.dtype)
             yield _Chunk(start, stop, rows_CH, *self.coords.within(start, stop))
 

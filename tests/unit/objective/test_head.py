@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coordexp.objective import HeadQuery, HeadScores, score_head
+from coordexp.objective import head as head_module
 from support.objective_rows import scores_from_logits
 
 V, H, N = 700, 5, 9
@@ -230,3 +231,19 @@ def test_no_buffer_has_the_size_of_positions_times_vocabulary() -> None:
         torch.autograd.backward(total(scores))
     # The largest are the weight and its gradient; the logits would be larger.
     assert peak.numel == size * hidden_size < 7 * size
+
+
+def test_vocabulary_products_have_widths_that_gpus_are_fast_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen's 152,670 rows are no multiple of 8: the six left over are a product by themselves."""
+    widths: list[int] = []
+    exact = head_module.product
+
+    def recorded(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+        widths.append(b.shape[1])
+        return exact(a, b, *rest)
+
+    monkeypatch.setattr(head_module, "product", recorded)
+    hidden, weight, _, label = tensors()
+    rows = torch.cat([weight, weight.new_zeros(152_670 - len(weight), weight.shape[1])])
+    score_head(hidden, rows, query(), label, CONTIGUOUS, chunk_logits=450_000)
+    assert [width for width in widths if width != len(CONTIGUOUS)] == [64_256, 64_256, 24_152, 6]
