@@ -20,7 +20,7 @@ LAYERS: dict[str, int] = {
         2: "config geometry coords sharding transfer",
         3: "data parsing matching packing rollouts",
         4: "checkpoints targets weight_sync rollouts.learner",
-        5: "modeling metrics",
+        5: "modeling metrics runs",
         6: "objective evaluation",
         7: "engine recording",
         8: "viewer",
@@ -42,6 +42,7 @@ PLUGIN_MAY_IMPORT = (
 
 HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "swift")
 TORCH_FREE = [
+    "runs.start",
     *("records", "errors", "out_of_memory", "background", "distributed", "cpu_wheels", "transport", "data.files"),
     *("config", "geometry", "coords", "checkpoints.describe", "cli.init", "parsing", "matching", "packing", "metrics"),
     *("rollouts", "rollouts.chunking", "rollouts.backend", "rollouts.repeat_guard", "rollouts.allowed_labels"),

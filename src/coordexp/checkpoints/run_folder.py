@@ -48,6 +48,14 @@ def check_start(config: RunConfig, checkpoint: Path | None) -> tuple[Change, ...
         if checkpoint is None and state:
             _check_changes(config, training.output_dir)
         if _is_finished(config, state):
+            if not any(training.output_dir.glob("*.safetensors")) and not _holds_shards(config):
+                if checkpoint is not None:
+                    return applied  # nothing is left to train; its model is saved again
+                raise ConfigError(
+                    f"training.output_dir: {training.output_dir}: this run is finished ({STATE}), but its model is "
+                    "gone: there is no *.safetensors and no checkpoint. Put the files back, or train again with "
+                    "training.overwrite_output_dir: true or into another folder"
+                )
             raise RunFinished(
                 f"{training.output_dir}: this run is finished: {state['global_step']} steps are trained and its model "
                 "is saved; nothing was done. Raise training.max_steps to train longer, or name another "
@@ -186,6 +194,11 @@ def _is_finished(config: RunConfig, state: Mapping[str, Any]) -> bool:
     if training.max_steps > 0:
         return state["global_step"] >= training.max_steps
     return (state.get("epoch") or 0) >= training.num_train_epochs
+
+
+def _holds_shards(config: RunConfig) -> bool:
+    # A sharded run leaves its model in its checkpoints alone.
+    return config.fsdp.enabled and config.fsdp.state_dict_type != "FULL_STATE_DICT"
 
 
 def _check_writable(key: str, folder: Path) -> None:

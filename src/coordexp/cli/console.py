@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import wraps
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from coordexp.coords import CoordVocab
+    from coordexp.records import ImageRecord
 
 
 def open_console(stderr: bool = False) -> Console:
@@ -105,28 +106,33 @@ def check_checkpoint(path: Path) -> None:
         raise CheckpointError(f"{path}: {what}; name a checkpoint, such as a run's output_dir; {how_to_download(path)}")
 
 
-def check_inputs(model: str | Path, datasets: Mapping[Path | None, int | None]) -> None:
-    """Check without torch what training and evaluation check again after its import: the checkpoint's small files, and
-    every line and image of the datasets (path -> maximum number of records). Raises all problems at once."""
+def check_inputs(
+    model: str | Path, datasets: Iterable[tuple[Path | None, int | None]]
+) -> dict[tuple[Path, int | None], Sequence[ImageRecord]]:
+    """Check without torch the checkpoint's small files, and every line and image of the datasets (path and maximum
+    number of records), which are returned. Raises all problems at once."""
     from coordexp.checkpoints.folder import Checkpoint
     from coordexp.data.dataset_cache import check_images, open_records
 
     problems: list[CoordExpError] = []
+    records: dict[tuple[Path, int | None], Sequence[ImageRecord]] = {}
     try:
         if (opened := Checkpoint.open(model)).has_tokenizer_file:
             opened.read_vocab()
     except CoordExpError as error:
         problems.append(error)
-    for path, limit in datasets.items():
+    for path, limit in datasets:
         try:
             if path is not None:
-                check_images(open_records(path, limit=limit))
+                records[path, limit] = open_records(path, limit=limit)
+                check_images(records[path, limit])
         except CoordExpError as error:
             problems.append(error)
     if len(problems) == 1:
         raise problems[0]
     if problems:
         raise ConfigError("\n".join(map(str, problems)))
+    return records
 
 
 def picture(path: Path | None) -> Path | None:

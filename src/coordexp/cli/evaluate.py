@@ -195,7 +195,7 @@ def _evaluate_model(
 
     if distributed.world_size() == 1:
         limit = run.custom.val_sample_limit if options.limit is None else options.limit
-        check_inputs(options.model or run.model.model, {options.data or run.custom.val_jsonl: limit})
+        check_inputs(options.model or run.model.model, [(options.data or run.custom.val_jsonl, limit)])
     from coordexp.inference.prediction import run_evaluation
 
     no_bars_in_log_files()

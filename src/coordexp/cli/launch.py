@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from coordexp.cli.console import echo, open_console, say
-from coordexp.cli.run import Arguments, ConfigFile, Print, checked_start, print_config
+from coordexp.cli.run import Arguments, ConfigFile, Print, print_config
 from coordexp.errors import ConfigError
 
 
@@ -53,7 +53,9 @@ def launch(
         return
     run = load_config(config, arguments=given)
     if Path(run.model.model).is_dir():
-        run = checked_start(run)
+        from coordexp.runs.start import decide_start
+
+        run = decide_start(run).config
     from rich.text import Text
 
     from coordexp.engine.engine_process import num_gpus

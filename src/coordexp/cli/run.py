@@ -61,18 +61,6 @@ def print_config(config: Path, arguments: Sequence[str], plain: bool = False, on
     return explained.config
 
 
-def checked_start(run: RunConfig) -> RunConfig:
-    """``run`` with the prompt of its checkpoint. Raises, before torch is imported, as
-    :func:`~coordexp.checkpoints.run_folder.check_start` and
-    :func:`~coordexp.checkpoints.template.with_own_template`."""
-    from coordexp.checkpoints.run_folder import check_start, newest_checkpoint
-    from coordexp.checkpoints.template import with_own_template
-
-    run = with_own_template(run)
-    check_start(run, newest_checkpoint(run))
-    return run
-
-
 def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = False) -> None:
     """Train a model.
 
@@ -96,19 +84,22 @@ def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = F
         },
         run.custom.data_paths,
     )
+    from coordexp.runs.start import decide_start
+
     console = open_console()
+    records = {}
     if distributed.world_size() == 1:  # what needs no torch is refused before its import, which takes seconds
         from coordexp.checkpoints.run_lock import check_not_running
 
         custom = run.custom
         check_not_running(Path(run.training.output_dir))
-        limits: dict[Path | None, int | None] = {file.path: custom.train_sample_limit for file in custom.train_jsonl}
-        check_inputs(run.model.model, {**limits, custom.val_jsonl: custom.val_sample_limit})
-    run = checked_start(run)
+        datasets = [(file.path, custom.train_sample_limit) for file in custom.train_jsonl]
+        records = check_inputs(run.model.model, [*datasets, (custom.val_jsonl, custom.val_sample_limit)])
+    start = decide_start(run, records)
     from coordexp.training.run import run_training
 
     no_bars_in_log_files()
-    run_training(run, console, run.custom.trainer_variant or "stage 1", config, given)
+    run_training(start.config, console, run.custom.trainer_variant or "stage 1", config, given, start=start)
     console.print(f"saved to {run.training.output_dir}", soft_wrap=True)
 
 

@@ -24,12 +24,10 @@ from coordexp import distributed
 from coordexp.checkpoints.card import card_of_run
 from coordexp.checkpoints.folder import check_lengths, length_advice
 from coordexp.checkpoints.memory import advising, check_memory
-from coordexp.checkpoints.run_folder import RECORDS, check_start, clear_results, newest_checkpoint
-from coordexp.checkpoints.template import with_own_template
+from coordexp.checkpoints.run_folder import RECORDS, clear_results
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
 from coordexp.config.datasets import TrainFile
 from coordexp.config.environment import check_training_environment
-from coordexp.config.resume import Change
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import TrainingConfig
 from coordexp.data.class_list import class_list
@@ -55,6 +53,7 @@ from coordexp.recording.writer import RolloutLog, RolloutPictures, RolloutRecord
 from coordexp.records import ImageRecord
 from coordexp.rollouts import RolloutBackend, build_backend
 from coordexp.rollouts.learner import LearnerParts
+from coordexp.runs.start import Start, decide_start
 from coordexp.training.agreement import check_agreement
 from coordexp.training.batches import StepBatches
 from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
@@ -87,18 +86,22 @@ class CheckedRun:
     """A configuration with checked data, tokenizer and backend. Nothing heavy is loaded."""
 
     config: RunConfig
+    start: Start
     rollout: RolloutMatchingConfig
     train: Sequence[ImageRecord]
     val: Sequence[ImageRecord]
 
 
-def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up: bool = True) -> CheckedRun:
+def check_run(
+    config: RunConfig, *, learners: int | None = None, servers_are_up: bool = True, start: Start | None = None
+) -> CheckedRun:
     """Read data and tokenizer, query the rollout servers: report every mistake that can be found before the model
     loads.
 
     Args:
         learners: number of trainer processes; None for this process's own world.
         servers_are_up: false before a launch, when no server runs yet.
+        start: what the run starts from, if that is decided already.
 
     Raises: ConfigError, DataError, CheckpointError, VocabError, MissingDependency: a single mistake. ConfigError:
     several, one per line. RunFinished: nothing is left to do.
@@ -114,9 +117,8 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
         except CoordExpError as error:
             errors.append(error)
 
-    config = attempt(with_own_template, config) or config
-    if not errors:
-        attempt(check_start, config, newest_checkpoint(config))
+    start = start or attempt(decide_start, config)
+    config = config if start is None else start.config
     rollout = resolved_rollout(config)
     if distributed.is_main():
         for sentence in (*advice(config), *length_advice(config)):
@@ -132,12 +134,19 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
     attempt(check_lengths, config)
     custom, wait_s = config.custom, config.training.ddp_timeout
     read = partial(open_records, wait_s=wait_s)
-    opened = [attempt(partial(read, limit=custom.train_sample_limit), file.path) for file in custom.train_jsonl]
+    known = {} if start is None else start.records
+
+    def opened_from(path: Path, limit: int | None) -> Any:
+        return known[path, limit] if (path, limit) in known else attempt(partial(read, limit=limit), path)
+
+    opened = [opened_from(file.path, custom.train_sample_limit) for file in custom.train_jsonl]
     train: Any = None if None in opened else _joined(custom.train_jsonl, opened)
     val: Any = []
     if custom.val_jsonl is not None:
-        val = attempt(partial(read, limit=custom.val_sample_limit), custom.val_jsonl)
-    attempt(partial(check_images, wait_s=wait_s), *(records or () for records in opened), val or ())
+        val = opened_from(custom.val_jsonl, custom.val_sample_limit)
+    seen = {id(records) for records in known.values()}
+    unseen = [records for records in (*opened, val) if records and id(records) not in seen]
+    attempt(partial(check_images, wait_s=wait_s), *unseen)
     paths = ", ".join(str(file.path) for file in custom.train_jsonl)
     for key, path, records in (("train_jsonl", paths, train), ("val_jsonl", custom.val_jsonl, val)):
         if records and not any(record.objects for record in records):
@@ -151,7 +160,8 @@ def check_run(config: RunConfig, *, learners: int | None = None, servers_are_up:
     if len(rules) > 1 and distributed.is_main():
         counted = ", ".join(f"{count:,} lines have {rule}" for rule, count in rules.most_common())
         logger.warning(f"custom.train_jsonl: both bin rules occur: {counted}; all are read as pixel_edges")
-    return CheckedRun(config, rollout, train, val)
+    assert start is not None
+    return CheckedRun(config, start, rollout, train, val)
 
 
 def _joined(files: Sequence[TrainFile], opened: Sequence[Sequence[ImageRecord]]) -> Sequence[ImageRecord]:
@@ -182,7 +192,8 @@ def build_trainer(
     given["use_cpu"] = training.use_cpu or not torch.cuda.is_available()
     args: Any = TrainingArguments(**given)
     accelerator = build_accelerator(args)
-    resume, applied = _resume_point(config)
+    start = _resume_point(run.start)
+    resume, applied = start.checkpoint, start.applied
     _print_notes(console, config, rollout, applied)
     set_seed(training.seed)
     loaded = _tuned_model(run, accelerator, console)
@@ -333,17 +344,17 @@ def _prepared_state(
     return RunState(loaded, model, optimizer, scheduler, accelerator, progress)
 
 
-def _resume_point(config: RunConfig) -> tuple[Path | None, tuple[Change, ...]]:
-    """The checkpoint to resume from, and the keys that differ from its configuration."""
-    training = config.training
+def _resume_point(start: Start) -> Start:
+    """``start`` from a checkpoint whose contents are whole. A collective call."""
+    training = start.config.training
     resume = resolve_resume(training.output_dir, training.resume_from_checkpoint)
     if resume is not None:
         check_resume(resume, training.packing)
     with distributed.raise_on_all_ranks("training.output_dir"):
-        applied = check_start(config, resume) if distributed.is_main() else ()
-    start = 0 if resume is None else read_seal(resume).step
-    warn_of_checkpoints_ahead(training.output_dir, start, training.resume_from_checkpoint)
-    return resume, applied
+        start = start.at(resume) if distributed.is_main() else replace(start, checkpoint=resume)
+    step = 0 if resume is None else read_seal(resume).step
+    warn_of_checkpoints_ahead(training.output_dir, step, training.resume_from_checkpoint)
+    return start
 
 
 def _recorder(run: CheckedRun, task: Task | None) -> RolloutRecorder | None:
@@ -364,10 +375,12 @@ def run_training(
     config_path: Path | None = None,
     overrides: Sequence[str] = (),
     callbacks: Sequence[TrainerCallback] = (),
+    start: Start | None = None,
 ) -> CoordExpTrainer:
     """Check, build, train, and save the final model with its processor to ``training.output_dir``. Returns the trainer.
 
-    ``config_path`` and ``overrides`` (``key.path=value``) say in the manifest what ``config`` was loaded from. Raises
+    ``config_path`` and ``overrides`` (``key.path=value``) say in the manifest what ``config`` was loaded from;
+    ``start``: what it starts from, if that is decided already. Raises
     RunStopped if a signal ended the run, with everything saved, ProcessesLost if another process of torchrun is gone,
     RunFinished if all steps were trained before.
     """
@@ -375,7 +388,7 @@ def run_training(
     saved = lambda: "Nothing of this run is saved" if trainer is None else trainer.last_saved()  # noqa: E731
     try:
         with advising(config, saved), phase("start", "the start of the run"):
-            checked = check_run(config)
+            checked = check_run(config, start=start)
             set_allocator(checked.rollout)
             join_processes(config)
             check_agreement(config)

@@ -1,0 +1,78 @@
+"""What a run starts from, and whether it may: decided once, without torch, and passed on as :class:`Start`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from coordexp.checkpoints.folder import read_object
+from coordexp.checkpoints.run_folder import STATE, check_start, newest_checkpoint
+from coordexp.checkpoints.template import with_own_template
+from coordexp.config import RunConfig
+from coordexp.config.resume import Change
+from coordexp.errors import ConfigError
+from coordexp.records import ImageRecord
+
+_SCHEDULE = ("training.max_steps", "training.num_train_epochs")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """``config``: with the prompt of its checkpoint. ``checkpoint``: from which the run resumes, by its name and seal;
+    None for a new run. ``applied``: the keys that differ from that checkpoint's configuration. ``records``: datasets
+    that were read and whose images were checked, by file and limit."""
+
+    config: RunConfig
+    checkpoint: Path | None
+    applied: tuple[Change, ...]
+    records: Mapping[tuple[Path, int | None], Sequence[ImageRecord]] = field(default_factory=dict)
+
+    def at(self, checkpoint: Path | None) -> Start:
+        """This start from ``checkpoint``, which is decided again only if it is another one: the newest is damaged."""
+        if checkpoint == self.checkpoint:
+            return self
+        return replace(self, checkpoint=checkpoint, applied=_applied(self.config, checkpoint))
+
+
+def decide_start(
+    config: RunConfig, records: Mapping[tuple[Path, int | None], Sequence[ImageRecord]] | None = None
+) -> Start:
+    """Decide what the run of ``config`` starts from.
+
+    Raises:
+        RunFinished: all steps are trained and the model is saved.
+        ConfigError: the run may not start so: other settings than the checkpoint's, a schedule that ends before the
+            steps that it has trained, results of another run in its folder, or a folder that cannot be written.
+    """
+    config = with_own_template(config)
+    checkpoint = newest_checkpoint(config)
+    return Start(config, checkpoint, _applied(config, checkpoint), records or {})
+
+
+def _applied(config: RunConfig, checkpoint: Path | None) -> tuple[Change, ...]:
+    applied = check_start(config, checkpoint)
+    if checkpoint is not None:
+        _check_schedule(config, checkpoint, applied)
+    return applied
+
+
+def _check_schedule(config: RunConfig, checkpoint: Path, applied: Sequence[Change]) -> None:
+    """Raise ConfigError if the schedule was changed and ends at or before the checkpoint's step: nothing would be
+    trained, and a model whose learning rate never decayed would count as finished."""
+    changed = [one for one in applied if one.key in _SCHEDULE]
+    state = read_object(checkpoint, STATE, "trainer state")
+    if not changed or not state:
+        return
+    training = config.training
+    step, epoch = int(state.get("global_step") or 0), float(state.get("epoch") or 0.0)
+    ended = step >= training.max_steps if training.max_steps > 0 else epoch >= training.num_train_epochs
+    if not ended:
+        return
+    planned = int(state.get("max_steps") or step)
+    listed = "\n".join(f"  {one}" for one in changed)
+    raise ConfigError(
+        f"training.resume_from_checkpoint: {checkpoint} has trained {step} of {planned} steps ({epoch:.4g} epochs), "
+        f"and this schedule ends before that\n{listed}\nTo continue, restore these values, on the command line too. To "
+        f"keep the model of step {step} as it is: coordexp model export {checkpoint} FOLDER"
+    )

@@ -1,0 +1,139 @@
+"""What a run starts from is decided once, without torch; a schedule that ends before what is trained is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from coordexp.config import RunConfig, load_config, resolved_yaml
+from coordexp.errors import ConfigError, RunFinished
+from coordexp.runs.start import decide_start
+from support.cli_runs import run_cli, small_checkpoint, write_run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def configured(folder: Path, model: Path, **training: Any) -> RunConfig:
+    keys = {f"training__{key}": value for key, value in training.items()}
+    path = write_run(folder, 1, model, training__resume_from_checkpoint=True, **keys)
+    content = yaml.safe_load(path.read_text())
+    if "num_train_epochs" in training:
+        del content["training"]["max_steps"]
+    path.write_text(yaml.safe_dump(content))
+    return load_config(path)
+
+
+def trained(config: RunConfig, step: int, of: int, epoch: float) -> Path:
+    """A checkpoint as a run of ``config`` leaves it, by its seal, settings and state."""
+    folder = Path(config.training.output_dir) / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "complete.json").write_text(json.dumps({"resumable": True, "step": step}))
+    (folder / "resolved_config.yaml").write_text(resolved_yaml(config))
+    state = {"global_step": step, "max_steps": of, "epoch": epoch}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ({"num_train_epochs": 14}, {"num_train_epochs": 3}),
+        ({"max_steps": 252}, {"max_steps": 100}),
+        ({"max_steps": 252}, {"max_steps": 177}),
+        ({"num_train_epochs": 14}, {"max_steps": 54}),
+    ],
+)
+def test_a_schedule_that_ends_before_what_is_trained_is_refused(
+    was: dict[str, Any], now: dict[str, Any], tmp_path: Path, model: Path
+) -> None:
+    checkpoint = trained(configured(tmp_path, model, **was), 177, 252, 9.83)
+    with pytest.raises(ConfigError) as refused:
+        decide_start(configured(tmp_path, model, **now))
+    text = str(refused.value)
+    assert f"{checkpoint} has trained 177 of 252 steps (9.83 epochs), and this schedule ends before that" in text
+    key, value = next(iter(was.items()))
+    assert f"training.{key}: {float(value) if key == 'num_train_epochs' else value} in the checkpoint" in text
+    assert f"coordexp model export {checkpoint} FOLDER" in text
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "step", "epoch"),
+    [
+        ({"num_train_epochs": 14}, {"num_train_epochs": 14}, 177, 9.83),
+        ({"num_train_epochs": 14}, {"num_train_epochs": 10}, 177, 9.83),
+        ({"max_steps": 252}, {"max_steps": 300}, 177, 9.83),
+        ({"max_steps": 252}, {"max_steps": 252}, 252, 14.0),
+    ],
+)
+def test_other_schedules_resume(
+    was: dict[str, Any], now: dict[str, Any], step: int, epoch: float, tmp_path: Path, model: Path
+) -> None:
+    """The last one saves the model of a run that ended between its last checkpoint and its model."""
+    checkpoint = trained(configured(tmp_path, model, **was), step, 252, epoch)
+    start = decide_start(configured(tmp_path, model, **now))
+    assert start.checkpoint == checkpoint
+    assert [one.key for one in start.applied] == ([] if was == now else [f"training.{next(iter(now))}"])
+
+
+def finished(config: RunConfig) -> Path:
+    output = Path(config.training.output_dir)
+    output.mkdir(parents=True)
+    (output / "trainer_state.json").write_text(json.dumps({"global_step": 2, "max_steps": 2, "epoch": 1.0}))
+    (output / "resolved_config.yaml").write_text(resolved_yaml(config))
+    return output
+
+
+def test_a_run_is_finished_only_if_its_model_is_there(tmp_path: Path, model: Path) -> None:
+    config = configured(tmp_path, model, max_steps=2)
+    output = finished(config)
+    with pytest.raises(ConfigError, match=r"finished .*, but its model is gone"):
+        decide_start(config)
+    checkpoint = trained(config, 2, 2, 1.0)
+    assert decide_start(config).checkpoint == checkpoint, "its model is saved again"
+    (output / "model.safetensors").touch()
+    with pytest.raises(RunFinished, match="its model is saved"):
+        decide_start(config)
+
+
+def test_a_start_from_another_checkpoint_is_decided_again(tmp_path: Path, model: Path) -> None:
+    config = configured(tmp_path, model, max_steps=300)
+    older = trained(configured(tmp_path, model, max_steps=200), 50, 200, 1.0)
+    newest = trained(config, 100, 300, 2.0)
+    start = decide_start(config)
+    assert (start.checkpoint, start.applied) == (newest, ()) and start.at(newest) is start
+    (change,) = start.at(older).applied
+    assert (change.key, change.was, change.now) == ("training.max_steps", "200", "300")
+
+
+def test_the_start_of_a_run_is_decided_and_its_data_read_once(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from coordexp.checkpoints import run_folder
+    from coordexp.data import dataset_cache
+    from coordexp.runs import start
+
+    counted: list[str] = []
+
+    def counting(name: str, act: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counted.append(name)
+            return act(*args, **kwargs)
+
+        return call
+
+    import coordexp.training.run as training
+
+    monkeypatch.setattr(start, "check_start", counting("start", run_folder.check_start))
+    reading = counting("data", dataset_cache.open_records)
+    monkeypatch.setattr(dataset_cache, "open_records", reading)
+    monkeypatch.setattr(training, "open_records", reading)
+    done = run_cli(capsys, "train", write_run(tmp_path, 1, model))
+    assert done.code == 0, done.err
+    assert sorted(counted) == ["data", "data", "start"], "train and val, each once"
