@@ -156,8 +156,9 @@ class CustomConfig(StrictModel):
     """use only the first N validation samples; null = all"""
     object_field_order: Literal["desc_first", "geometry_first"] = FIELD_ORDER
     """order of the fields within one object's text"""
-    object_ordering: Literal["sorted", "random", "file"] = "sorted"
-    """objects of an answer from top to bottom then left to right, shuffled again each epoch, or as in the file"""
+    object_ordering: Literal["sorted", "sorted_x", "random", "file"] = "sorted"
+    """objects of an answer from top to bottom then left to right, from left to right then top to bottom (sorted_x),
+    shuffled again each epoch, or as in the file"""
     coord_soft_ce_w1: CoordSoftCEW1Config | None = None
     """coordinate loss of stage 1; null = off. Stage 2 declares its losses in a pipeline instead"""
 

@@ -28,7 +28,7 @@ from coordexp.data.images import read_header, shape_problem, size_problem
 from coordexp.errors import DataError
 from coordexp.records import BIN_RULE, GEOMETRY_KINDS, NUM_BINS, BinRule, GeometryKind, GTObject, ImageRecord
 
-ObjectOrdering = Literal["sorted", "random", "file"]
+ObjectOrdering = Literal["sorted", "sorted_x", "random", "file"]
 Fault = Literal["inverted_box", "beyond_bins"]  # beyond: outside 0..999, usually pixels
 
 MAX_PROBLEMS_SHOWN = 20
@@ -301,14 +301,16 @@ def check_dataset(records: Iterable[ImageRecord]) -> None:
 def order_objects(
     objects: Sequence[GTObject], ordering: ObjectOrdering, rng: random.Random | None = None
 ) -> tuple[GTObject, ...]:
-    """The order in which the answer lists its objects: ``sorted`` by (min y, min x) of each shape with ties in file
-    order, ``random`` by ``rng``, or ``file`` order."""
+    """The order in which the answer lists its objects: ``sorted`` by (min y, min x) of each shape, ``sorted_x`` by
+    (min x, min y), both with ties in file order; ``random`` by ``rng``, or ``file`` order."""
     if ordering == "file":
         return tuple(objects)
     if ordering == "sorted":
         return tuple(sorted(objects, key=lambda obj: (min(obj.bins[1::2]), min(obj.bins[0::2]))))
+    if ordering == "sorted_x":
+        return tuple(sorted(objects, key=lambda obj: (min(obj.bins[0::2]), min(obj.bins[1::2]))))
     if ordering != "random":
-        raise DataError(f"object ordering {ordering!r} is unknown; use sorted, random or file")
+        raise DataError(f"object ordering {ordering!r} is unknown; use sorted, sorted_x, random or file")
     if rng is None:
         raise DataError("object ordering 'random' needs a random.Random; pass rng so that runs can be repeated")
     return tuple(rng.sample(list(objects), len(objects)))

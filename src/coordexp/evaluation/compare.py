@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import ImageAnswer
+from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.evaluation.coco import average_precision
-from coordexp.evaluation.detection import DENSITIES, IOU_THRESHOLD, count_image, detection_metrics
+from coordexp.evaluation.detection import (
+    DENSITIES,
+    IOU_THRESHOLD,
+    ImageCounts,
+    count_image,
+    detection_metrics,
+    match_answer,
+    match_by_desc,
+)
 from coordexp.evaluation.summary import text_table
 from coordexp.printable import printable
+from coordexp.records import GTObject
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95  # of every interval
@@ -52,13 +61,47 @@ class GroupDifference:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """``part`` of ``whole``, and the interval of their ratio."""
+
+    part: int
+    whole: int
+    interval: tuple[float, float]
+
+    @property
+    def value(self) -> float:
+        return self.part / self.whole if self.whole else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Single objects from run ``a`` to run ``b``, which equal totals hide.
+
+    ``kept``, ``lost``: annotated objects that ``a`` found, of all that it found. ``gained``: found by ``b`` alone, of
+    those that ``a`` missed. ``false_gained``, ``false_lost``: wrong boxes of one run that the other does not have, of
+    this run's predictions; a wrong box that both have is of equal description and overlaps by IoU 0.5 or more.
+    ``repeats_a``, ``repeats_b``: predictions that repeat another one, of a run's predictions.
+    """
+
+    kept: Share
+    lost: Share
+    gained: Share
+    false_gained: Share
+    false_lost: Share
+    repeats_a: Share
+    repeats_b: Share
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
-    """``figures`` of all images; ``by_class`` of the annotated descriptions, most frequent first; ``by_density``."""
+    """``figures`` of all images; the ``ledger`` of single objects; ``by_class`` of the annotated descriptions, most
+    frequent first; ``by_density``."""
 
     images: int
     resamples: int
     seed: int
     figures: tuple[Difference, ...]
+    ledger: Ledger
     by_class: tuple[GroupDifference, ...]
     by_density: tuple[GroupDifference, ...]
 
@@ -94,6 +137,7 @@ def compare(
         difference_R = np.array([after[name] - before[name] for before, after in zip(*drawn, strict=True)])
         figures.append(Difference(name, whole_a[name], whole_b[name], _interval(difference_R)))
 
+    ledger = _ledger([_changes(before, after) for before, after in zip(a, b, strict=True)], counted, weights_RN)
     images_of: defaultdict[str, set[int]] = defaultdict(set)
     for run in counted:
         for n, part in enumerate(run):
@@ -113,7 +157,53 @@ def compare(
         if of_N:
             parts = [[run[n].counts for n in of_N] for run in counted]
             by_density.append(_group(f"{name} objects", parts, weights_RN[:, of_N]))
-    return Comparison(len(a), resamples, seed, tuple(figures), tuple(by_class), tuple(by_density))
+    return Comparison(len(a), resamples, seed, tuple(figures), ledger, tuple(by_class), tuple(by_density))
+
+
+def _changes(before: ImageAnswer, after: ImageAnswer) -> dict[str, int]:
+    """What one image adds to the ledger."""
+    gt = before.gt or ()
+    annotated = {j for j, obj in enumerate(gt) if obj.soft is None}
+    found, wrong = [], []
+    for answer in (before, after):
+        pairs = match_answer(answer, IOU_THRESHOLD)
+        found.append({j for _, j, _ in pairs} & annotated)
+        right = {i for i, _, _ in pairs}
+        wrong.append([one for i, one in enumerate(answer.pred) if i not in right])
+    same_wrong = len(match_by_desc(wrong[0], [_as_object(one) for one in wrong[1]], IOU_THRESHOLD))
+    return {
+        "found": len(found[0]), "missed": len(annotated - found[0]), "kept": len(found[0] & found[1]),
+        "lost": len(found[0] - found[1]), "gained": len(found[1] - found[0]),
+        "false_lost": len(wrong[0]) - same_wrong, "false_gained": len(wrong[1]) - same_wrong,
+    }  # fmt: skip
+
+
+def _as_object(detection: Detection) -> GTObject:
+    return GTObject(detection.desc, detection.kind, detection.bins)
+
+
+def _ledger(
+    changes: Sequence[Mapping[str, int]], counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray
+) -> Ledger:
+    columns = {name: np.array([one[name] for one in changes], np.float64) for name in changes[0]}
+    for run, parts in zip("ab", counted, strict=True):
+        for name in ("pred", "duplicates"):
+            columns[f"{name}_{run}"] = np.array([part.counts[name] for part in parts], np.float64)
+
+    def share(part: str, whole: str) -> Share:
+        part_R, whole_R = (weights_RN @ columns[name] for name in (part, whole))
+        ratio_R = np.divide(part_R, whole_R, out=np.zeros(len(part_R)), where=whole_R > 0)
+        return Share(int(columns[part].sum()), int(columns[whole].sum()), _interval(ratio_R))
+
+    return Ledger(
+        kept=share("kept", "found"),
+        lost=share("lost", "found"),
+        gained=share("gained", "missed"),
+        false_gained=share("false_gained", "pred_b"),
+        false_lost=share("false_lost", "pred_a"),
+        repeats_a=share("duplicates_a", "pred_a"),
+        repeats_b=share("duplicates_b", "pred_b"),
+    )
 
 
 def _group(
@@ -162,6 +252,19 @@ def comparison_tables(comparison: Comparison, names: tuple[str, str], max_classe
     for one in comparison.figures:
         table.add_row(one.name, *_cells(one))
     yield table
+    table = text_table("single objects, from a to b", "", "objects", "of", "share", "interval")
+    ledger = comparison.ledger
+    for label, one in (
+        ("found by both", ledger.kept),
+        ("lost: found by a alone", ledger.lost),
+        ("gained: of those that a missed", ledger.gained),
+        ("wrong boxes gained, of b's", ledger.false_gained),
+        ("wrong boxes lost, of a's", ledger.false_lost),
+        ("repeats of a", ledger.repeats_a),
+        ("repeats of b", ledger.repeats_b),
+    ):
+        table.add_row(label, str(one.part), str(one.whole), f"{one.value:.3f}", "{:.3f} … {:.3f}".format(*one.interval))
+    yield table
     more = len(comparison.by_class) - max_classes
     by_class = "F1 by class" + (f" ({more} more with --json)" if more > 0 else "")
     for heading, first, rows in (
@@ -199,6 +302,17 @@ def comparison_json(comparison: Comparison, names: tuple[str, str]) -> Mapping[s
     return {
         **{"a": names[0], "b": names[1], "confidence": CONFIDENCE} | counts,
         "figures": [plain(one) for one in comparison.figures],
+        "ledger": {
+            one.name: {
+                "part": share.part,
+                "whole": share.whole,
+                "share": share.value,
+                "low": share.interval[0],
+                "high": share.interval[1],
+            }
+            for one in fields(Ledger)
+            for share in (getattr(comparison.ledger, one.name),)
+        },
         "by_class": [group(row) for row in comparison.by_class],
         "by_density": [group(row) for row in comparison.by_density],
     }

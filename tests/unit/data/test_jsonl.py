@@ -234,6 +234,10 @@ def test_sorted_is_by_top_then_left_with_ties_in_file_order() -> None:
     assert order_objects(OBJECTS, "file") == OBJECTS
 
 
+def test_sorted_x_is_by_left_then_top_with_ties_in_file_order() -> None:
+    assert [obj.desc for obj in order_objects(OBJECTS, "sorted_x")] == ["low", "left", "right", "tie"]
+
+
 def test_random_order_is_a_seeded_permutation() -> None:
     orders = [order_objects(OBJECTS, "random", random.Random(seed)) for seed in range(12)]
     assert all(sorted(order, key=OBJECTS.index) == list(OBJECTS) for order in orders)

@@ -6,6 +6,7 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, Renaming, from_line, read_aliases, read_answers, to_line
-from coordexp.evaluation.compare import compare
+from coordexp.evaluation.compare import compare, comparison_json
 from coordexp.evaluation.detection import density_bin
 from coordexp.evaluation.summary import CONFUSION, COUNTS_ONLY, CURVES, SIZES, summarise, write_summary
 from coordexp.records import GTObject
@@ -208,3 +209,31 @@ def test_runs_of_other_images_cannot_be_compared() -> None:
         compare(answers[1:], answers)
     with pytest.raises(DataError, match="other annotations"):
         compare(answers, [replace(answers[0], gt=(CAT,)), *answers[1:]])
+
+
+def test_the_ledger_shows_what_equal_totals_hide() -> None:
+    """Both runs find two of three objects, with one wrong box each: other objects, and another wrong box."""
+    cow, ghost, other = (GTObject(name, "bbox_2d", box) for name, box in (
+        ("cow", (300, 10, 400, 100)), ("ghost", (800, 10, 900, 90)), ("ghost", (10, 800, 90, 900))))  # fmt: skip
+    a = [answered([CAT, DOG, cow], [CAT, DOG, ghost]), answered([CAT], [CAT, ghost], "t")]
+    b = [answered([CAT, DOG, cow], [CAT, cow, other]), answered([CAT], [CAT, CAT, ghost], "t")]
+    comparison = compare(a, b, resamples=50)
+    assert [one.a == one.b for one in comparison.figures if one.name == "recall"] == [True]
+    ledger = comparison.ledger
+    assert (ledger.kept.part, ledger.lost.part, ledger.kept.whole, ledger.lost.whole) == (2, 1, 3, 3)
+    assert (ledger.gained.part, ledger.gained.whole) == (1, 1)
+    # In t both have the ghost; b's second cat is wrong as well.
+    assert (ledger.false_lost.part, ledger.false_lost.whole) == (1, 5)
+    assert (ledger.false_gained.part, ledger.false_gained.whole) == (2, 6)
+    assert (ledger.repeats_a.part, ledger.repeats_b.part) == (0, 1)
+    low, high = ledger.lost.interval
+    assert low <= ledger.lost.value <= high and ledger.lost.value == pytest.approx(1 / 3)
+    found: Any = comparison_json(comparison, ("a", "b"))["ledger"]
+    assert (found["lost"]["part"], found["gained"]["part"]) == (1, 1)
+
+
+def test_soft_objects_are_not_in_the_ledger() -> None:
+    soft = replace(DOG, soft=0.5)
+    ledger = compare([answered([CAT, soft], [CAT, DOG])], [answered([CAT, soft], [CAT])], resamples=10).ledger
+    assert (ledger.kept.part, ledger.lost.part, ledger.gained.part) == (1, 0, 0)
+    assert (ledger.false_lost.part, ledger.false_gained.part) == (0, 0)
