@@ -3,6 +3,7 @@ random for experiments on incomplete sets, and shards. A seed gives the same dat
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import io
 import os
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 from coordexp.data.files import whole_binary_file
 from coordexp.data.images import image_bytes
-from coordexp.data.jsonl import line_of, write_jsonl
+from coordexp.data.jsonl import clean_desc, line_of, write_jsonl
 from coordexp.data.preparation import original_image
 from coordexp.data.shards import SHARD_SUFFIX
 from coordexp.errors import DataError
@@ -25,6 +26,7 @@ from coordexp.records import GTObject, ImageRecord
 
 ObjectSize = Literal["small", "medium", "large"]
 SIZES: tuple[ObjectSize, ...] = ("small", "medium", "large")
+IMAGE_LABELS = "image_labels"  # key of a record's metadata: names of classes in lists, as Open Images' converter writes
 _SMALL, _LARGE = 32.0**2, 96.0**2  # COCO's limits, in pixels
 
 
@@ -121,6 +123,35 @@ def without_soft(records: Sequence[ImageRecord]) -> tuple[list[ImageRecord], int
     """The records with their annotations alone, and how many soft objects went."""
     left = [replace(r, objects=tuple(obj for obj in r.objects if obj.soft is None)) for r in records]
     return left, sum(len(r.objects) for r in records) - sum(len(r.objects) for r in left)
+
+
+def rename_classes(
+    records: Sequence[ImageRecord], renames: Mapping[str, str]
+) -> tuple[list[ImageRecord], Counter[str]]:
+    """Records whose objects have the new names, and the number of renamed objects by old name. All names change at
+    once, so two can be exchanged; a name that exists already is joined. Raises DataError for a name that no object has,
+    and for one that is not allowed."""
+    known = Counter(obj.desc for record in records for obj in record.objects)
+    for old, new in renames.items():
+        if old not in known:
+            near = difflib.get_close_matches(old, known, 1, 0.5)
+            raise DataError(f"no object is called {old!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        try:
+            if not new.strip() or clean_desc(new) != new:
+                raise ValueError("it is empty, or has spaces around it or characters of another form")
+        except ValueError as error:
+            raise DataError(f"{old}={new}: the new name cannot be used: {error}") from error
+    renamed = []
+    for record in records:
+        objects = tuple(replace(obj, desc=renames.get(obj.desc, obj.desc)) for obj in record.objects)
+        metadata = dict(record.metadata)
+        if isinstance(labels := metadata.get(IMAGE_LABELS), dict):  # classes that people saw in the image, or did not
+            metadata[IMAGE_LABELS] = {
+                key: [renames.get(name, name) for name in names] if isinstance(names, list) else names
+                for key, names in labels.items()
+            }
+        renamed.append(replace(record, objects=objects, metadata=metadata))
+    return renamed, Counter({old: known[old] for old in renames})
 
 
 def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed: int) -> list[list[ImageRecord]]:

@@ -14,10 +14,10 @@ from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.images import IMAGE_SUFFIXES, JPEG_SUFFIXES, open_rgb, rgb_of
 from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.evaluation.detection import ignored_predictions, match_answer, match_by_desc
-from coordexp.geometry import pixel_ring
+from coordexp.geometry import aabb, pixel_ring
 from coordexp.parsing import parse_rollout
 from coordexp.printable import printable
-from coordexp.records import GTObject, ImageRecord, PredictedObject
+from coordexp.records import NUM_BINS, GTObject, ImageRecord, PredictedObject
 
 _Point = tuple[float, float]
 Drawable = GTObject | PredictedObject | Detection
@@ -32,6 +32,8 @@ _SMALLEST, _LARGEST = 320, 640  # pixels of a panel's longer side: thin outlines
 _READABLE = 640  # pixels: images less than half as long are enlarged before names are drawn over them
 _BAR = 26
 _TILE, _CAPTION = 320, 16
+_COVERED = 3  # heights of a name: an object that is lower is hidden by it
+_TINY, _SEEN, _ZOOM = 20, 60, 8  # pixels on a tile: what is enlarged, and to what; at most so much
 _NAME = 40  # characters of a file name that fit under a tile
 _COMPRESSION = 1  # of PNG: the default takes four times as long for files a fifth smaller
 
@@ -77,8 +79,8 @@ def colours_by_name(objects: Iterable[Drawable]) -> dict[str, str]:
 def draw_objects(
     image: Image.Image, coloured: Sequence[tuple[Drawable, str]], labels: bool = True, width: int = 2
 ) -> None:
-    """Draw outlines over ``image``, soft objects dashed, and descriptions inside the objects, on white: for sheets of
-    small images."""
+    """Draw outlines over ``image``, soft objects dashed, and descriptions on white: for sheets of small images. A
+    description is inside its object, or above or below one that it would cover."""
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(11)
     for obj, colour in coloured:
@@ -87,7 +89,11 @@ def draw_objects(
             left, top = min(x for x, _ in ring), min(y for _, y in ring)
             name = printable(obj.desc)
             _, _, right, bottom = draw.textbbox((0, 0), name, font=font)
-            corner = (max(0, min(left + 2, image.width - right)), max(0, min(top + 1, image.height - bottom)))
+            far_right, low = max(x for x, _ in ring), max(y for _, y in ring)
+            y = top + 1
+            if far_right - left < right + 4 or low - top < _COVERED * bottom:
+                y = top - bottom - 1 if top > bottom else low + 2
+            corner = (max(0, min(left + 2, image.width - right)), max(0, min(y, image.height - bottom)))
             draw.rectangle(draw.textbbox(corner, name, font=font), fill="white")
             draw.text(corner, name, fill=colour, font=font)
 
@@ -210,6 +216,17 @@ def round_trip(objects: Sequence[GTObject], vocab: CoordVocab) -> list[GTObject]
     return [GTObject(obj.desc, obj.kind, obj.bins, soft) for obj, soft in zip(parsed.objects, softs, strict=True)]
 
 
+def _tiniest(objects: Sequence[GTObject], size: tuple[int, int]) -> tuple[int, tuple[float, float]] | None:
+    # How much to enlarge a tile for the smallest object that is tiny on it, and the object's middle there.
+    found: tuple[int, tuple[float, float]] | None = None
+    for obj in objects:
+        x1, y1, x2, y2 = (value * size[at % 2] / (NUM_BINS - 1) for at, value in enumerate(aabb(obj)))
+        zoom = min(_ZOOM, math.ceil(_SEEN / max(x2 - x1, y2 - y1, 1)))
+        if max(x2 - x1, y2 - y1) < _TINY and (found is None or zoom > found[0]):
+            found = zoom, ((x1 + x2) / 2, (y1 + y2) / 2)
+    return found
+
+
 def _caption(record: ImageRecord) -> str:
     line = record.sample_id.rpartition(":")[2]
     name = record.image.name
@@ -224,23 +241,38 @@ def draw_contact_sheet(
     images: Sequence[Image.Image] | None = None,
 ) -> Path:
     """A PNG with a tile per record: its image, its objects after the round trip, one colour per description, and the
-    end of its line's and its file's name.
+    end of its line's and its file's name. If an object is tiny there, the next tile shows it enlarged.
     ``images`` replace the records' files. Raises DataError if an image cannot be read, ValueError without records."""
     if not records:
         raise ValueError("nothing to draw: pass at least one record")
     colour_of = colours_by_name(obj for record in records for obj in record.objects)
-    rows = -(-len(records) // columns)
-    sheet = Image.new("RGB", (columns * _TILE, rows * (_TILE + _CAPTION)), "#202020")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
+    tiles: list[tuple[Image.Image, str]] = []
     for k, record in enumerate(records):
         image = open_rgb(record.image) if images is None else images[k]
+        coloured = [(obj, colour_of.get(obj.desc, "white")) for obj in round_trip(record.objects, vocab)]
         scale = (_TILE - 4) / max(image.size)
-        image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
-        objects = round_trip(record.objects, vocab)
-        draw_objects(image, [(obj, colour_of.get(obj.desc, "white")) for obj in objects])
-        left, top = k % columns * _TILE, k // columns * (_TILE + _CAPTION)
-        sheet.paste(image, (left + 2, top + 2))
-        draw.text((left + 4, top + _TILE), _caption(record), fill="white", font=font)
+        tile = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
+        draw_objects(tile, coloured)
+        tiles.append((tile, _caption(record)))
+        tiny = _tiniest(record.objects, tile.size) if images is None else None
+        if tiny is not None:
+            zoom, middle = tiny
+            enlarged = image.resize((tile.width * zoom, tile.height * zoom))
+            draw_objects(enlarged, coloured)
+            left, top = (max(0, round(m * zoom - _TILE / 2 + 2)) for m in middle)
+            left, top = min(left, enlarged.width - tile.width), min(top, enlarged.height - tile.height)
+            detail = enlarged.crop((left, top, left + tile.width, top + tile.height))
+            tiles.append((detail, f"{record.sample_id.rpartition(':')[2]}: enlarged {zoom} times"))
+    rows = [tiles[start : start + columns] for start in range(0, len(tiles), columns)]
+    heights = [max(tile.height for tile, _ in row) + 4 + _CAPTION for row in rows]
+    sheet = Image.new("RGB", (columns * _TILE, sum(heights)), "#202020")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
+    top = 0
+    for row, height in zip(rows, heights, strict=True):
+        for column, (tile, caption) in enumerate(row):
+            sheet.paste(tile, (column * _TILE + 2, top + 2))
+            draw.text((column * _TILE + 4, top + height - _CAPTION), caption, fill="white", font=font)
+        top += height
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path, compress_level=_COMPRESSION)
     return path

@@ -204,3 +204,36 @@ def test_a_prompt_that_differs_from_training_is_reported(half: Path, capsys: pyt
     outcome = run_cli(capsys, *command, "--prompt", "Compose a long letter to your grandmother about the weather.")
     assert outcome.code == 0 and "Was the model trained with this prompt?" in outcome.out
     assert run_cli(capsys, "data", "complete", half, "--out", half.with_name("x.jsonl")).code == 2  # which model?
+
+
+def test_rename(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = [obj.desc for record in read_jsonl(scenes) for obj in record.objects]
+    one, other = sorted(set(before))[:2]
+    done = run_cli(capsys, "data", "rename", scenes, f"{one}={other}", "--out", tmp_path / "new.jsonl")
+    assert done.code == 0 and f"{before.count(one)} objects, joined with its {before.count(other)}" in done.out
+    after = [obj.desc for record in read_jsonl(tmp_path / "new.jsonl", check_images=True) for obj in record.objects]
+    assert after == [other if desc == one else desc for desc in before]
+    for words, says in (([f"{one}={other}"], "--overwrite"), (["none"], "OLD=NEW"), (["redd=x"], "no object")):
+        out = tmp_path / ("new.jsonl" if "overwrite" in says else "other.jsonl")
+        refused = run_cli(capsys, "data", "rename", scenes, *words, "--out", out)
+        assert refused.code == 2 and says in refused.err
+
+
+def test_tiny_objects_are_enlarged_on_the_sheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plate of 16 pixels in a wide photo: its tile is low, and the next one shows it."""
+    photo = Image.new("RGB", (1600, 800), (60, 90, 60))
+    photo.paste((250, 250, 0), (1000, 600, 1016, 608))
+    photo.save(tmp_path / "a.png")
+    bins = [round(999 * v / side) for v, side in ((1000, 1600), (600, 800), (1016, 1600), (608, 800))]
+    line = {"images": ["a.png"], "width": 1600, "height": 800, "objects": [{"desc": "plate", "bbox_2d": bins}]}
+    (tmp_path / "d.jsonl").write_text(json.dumps(line) + "\n")
+    done = run_cli(capsys, "data", "check", tmp_path / "d.jsonl", "--model", DEMO, "--sheet", tmp_path / "s.png")
+    assert done.code == 0, done.err
+    with Image.open(tmp_path / "s.png") as sheet:
+        assert sheet.size == (4 * 320, 158 + 4 + 16), "as high as a tile of the photo, not square"
+
+        def yellow(left: int) -> int:
+            tile = sheet.crop((left, 0, left + 320, 160))
+            return sum(count for count, colour in tile.getcolors(1 << 16) or () if min(colour[:2]) > 200 > colour[2])
+
+        assert yellow(320) > 5 * max(yellow(0), 1)

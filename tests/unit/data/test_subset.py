@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from coordexp.data.subset import DropRates, drop_annotations, object_size, sample_records, split_records, without_soft
+from coordexp.data.subset import (
+    DropRates,
+    drop_annotations,
+    object_size,
+    rename_classes,
+    sample_records,
+    split_records,
+    without_soft,
+)
 from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
 
@@ -125,3 +133,34 @@ def test_copies_of_one_image_stay_on_one_side(tmp_path: Path) -> None:
     for seed in range(5):
         for part in split_records(everything, [0.5, 0.5], seed):
             assert sorted(int(record.sample_id) ^ 1 for record in part) == sorted(int(r.sample_id) for r in part)
+
+
+def named(*descs: str) -> list[ImageRecord]:
+    objects = tuple(GTObject(desc, "bbox_2d", (0, 0, 10 + k, 10)) for k, desc in enumerate(descs))
+    metadata = {"image_labels": {"present": ["Cat"], "absent": ["dog"]}}
+    return [ImageRecord("d:1", Path("a.png"), 9, 9, objects, metadata)]
+
+
+@pytest.mark.parametrize(
+    ("renames", "descs", "present"),
+    [
+        ({"Cat": "cat"}, ["cat", "cat", "dog"], ["cat"]),  # joined
+        ({"dog": "hound", "cat": "puss"}, ["Cat", "puss", "hound"], ["Cat"]),
+        ({"Cat": "dog", "dog": "Cat"}, ["dog", "cat", "Cat"], ["dog"]),  # exchanged
+    ],
+)
+def test_classes_are_renamed_all_at_once(renames: dict[str, str], descs: list[str], present: list[str]) -> None:
+    ((record,), counts) = rename_classes(named("Cat", "cat", "dog"), renames)
+    assert [obj.desc for obj in record.objects] == descs and counts == dict.fromkeys(renames, 1)
+    assert [obj.bins[2] for obj in record.objects] == [10, 11, 12]
+    assert record.metadata["image_labels"]["present"] == present
+
+
+@pytest.mark.parametrize(
+    ("renames", "says"),
+    [({"catt": "x"}, "did you mean 'cat'"), ({"zebra": "x"}, "no object is called 'zebra'$"), ({"cat": " "}, "empty"),
+     ({"cat": "a\nb"}, "control"), ({"cat": " x"}, "spaces")],
+)  # fmt: skip
+def test_names_that_cannot_be_used_are_refused(renames: dict[str, str], says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        rename_classes(named("cat", "dog"), renames)

@@ -27,9 +27,9 @@ from coordexp.data.convert.shapes import (
 )
 from coordexp.data.files import read_text
 from coordexp.data.find_images import ImageFolder
+from coordexp.data.subset import IMAGE_LABELS
 from coordexp.errors import DataError
 
-IMAGE_LABELS = "image_labels"  # key of a record's metadata: classes that people verified, in lists present and absent
 _BOXES = ("ImageID", "LabelName", "XMin", "XMax", "YMin", "YMax")
 _LABELS = ("ImageID", "LabelName", "Confidence")
 
