@@ -97,13 +97,18 @@ def refuse_filled(folder: Path, otherwise: str = "") -> None:
         raise DataError(", ".join(["the folder is not empty; name a new one", *filter(None, [otherwise])]), path=folder)
 
 
-def check_checkpoint(path: Path) -> None:
-    """Raise CheckpointError unless ``path`` is a folder, before torch is imported."""
+def check_checkpoint(path: Path, *, has_base: bool = True) -> None:
+    """Raise CheckpointError unless ``path`` is a Qwen3-VL checkpoint, before torch is imported. ``has_base``: False for
+    adapters whose base is somewhere else now."""
     if not path.is_dir():
         from coordexp.config.checks import how_to_download
 
         what = "is a file, not a folder" if path.exists() else "no such folder"
         raise CheckpointError(f"{path}: {what}; name a checkpoint, such as a run's output_dir; {how_to_download(path)}")
+    if has_base:
+        from coordexp.checkpoints.folder import Checkpoint
+
+        Checkpoint.open(path)
 
 
 def check_inputs(

@@ -78,7 +78,7 @@ def merge_command(
 
     The result has the run's adapters and coordinate rows in its weights; transformers and vLLM load it.
     """
-    check_checkpoint(run)
+    check_checkpoint(run, has_base=base is None)
     refuse_filled(out)
     from coordexp.modeling.load import merge_checkpoint
 

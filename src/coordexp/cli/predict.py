@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from coordexp.cli.console import echo, no_bars_in_log_files, on_interrupt, open_console, refuse_filled, say, say_written
+from coordexp.cli.console import (
+    check_checkpoint,
+    echo,
+    no_bars_in_log_files,
+    on_interrupt,
+    open_console,
+    refuse_filled,
+    say,
+    say_written,
+)
 from coordexp.cli.run import is_config, split_words
 from coordexp.errors import ConfigError, DataError
 
@@ -106,6 +115,7 @@ def predict(
     if min_confidence is not None and constant_score is not None and answers == 1:
         raise ConfigError("--min-confidence needs confidences; leave out --constant-score")
     check_paths({"--model": model} if model is not None else {"model.model": run.model.model})
+    check_checkpoint(model or Path(run.model.model))
     labels = read_classes(classes, model or run.model.model)
     folder = out or _new_folder(Path("outputs/predict"))
     console = open_console(stderr=as_json)

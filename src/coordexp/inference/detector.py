@@ -34,7 +34,6 @@ from coordexp.inference.session import (
     size_note,
     with_several_answers,
 )
-from coordexp.modeling.load import no_progress_bars
 from coordexp.records import ImageRecord
 from coordexp.rollouts import DatasetSeeds
 
@@ -101,6 +100,8 @@ class Detector:
         self._scores = scores
         self._allowed = allowed
         self._open = ExitStack()
+        from coordexp.modeling.load import no_progress_bars  # torch and transformers take seconds to import
+
         with no_progress_bars():
             self._session: InferenceSession | None = self._open.enter_context(
                 open_session(config, Path(model), allowed, device)

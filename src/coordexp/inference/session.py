@@ -63,6 +63,7 @@ def inference_config(model: str | Path, options: PredictOptions, arguments: Sequ
     folder = Path(model)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name a checkpoint, such as a run's output_dir")
+    Checkpoint.open(folder)
     own = training_of(folder)
     template = settings_for_answers(own)
     if options.prompt is not None:

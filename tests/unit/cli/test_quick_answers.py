@@ -101,6 +101,14 @@ REFUSED = [
     ("config", "check", "nothing.yaml"),
     ("replay", "nothing"),
     ("init", "nothing", "--model", "MODEL", "--out", "x.yaml"),
+    ("predict", "images", "--model", "qwen2"),
+    ("predict", "qwen2.yaml", "images"),
+    ("evaluate", "--model", "qwen2", "--data", "scenes.jsonl"),
+    ("model", "expand-vocab", "qwen2", "out"),
+    ("model", "export", "qwen2", "out"),
+    ("model", "merge", "qwen2", "out"),
+    ("data", "complete", "scenes.jsonl", "--model", "qwen2", "--out", "out.jsonl"),
+    ("init", "scenes.jsonl", "--model", "qwen2", "--out", "x.yaml"),
     ("serve", "--config", "views.yaml"),
     ("launch", "--config", "nothing.yaml"),
 ]
@@ -177,9 +185,24 @@ def test_read_only_and_refused_commands_do_not_import_torch(tmp_path: Path) -> N
         assert code == (2 if argv in REFUSED else 0), f"{command}: {err}"
         named = {"imageless.yaml": "imageless.jsonl:1", "empty.yaml": "empty.jsonl", "qwen2.yaml": "qwen2",
                  "running.yaml": "another run"}  # fmt: skip
+        if any("qwen2" in word for word in argv):
+            assert "model type 'qwen2'" in err, f"{command}: {err}"
+            continue
         expected = ("nothing", "model.model: checkpoints/tiny: no such folder", named.get(argv[-1], "nothing"))
         assert argv in READS or any(text in err for text in expected), f"{command}: {err}"
     assert '"target":{"pieces":[' in (tmp_path / "tokens.html").read_text(encoding="utf-8")
+
+
+def test_the_detector_is_imported_without_torch_and_refuses_another_model_type_without_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    code = (
+        "import sys\nfrom coordexp import Detector\n"
+        "try:\n    Detector(sys.argv[1])\nexcept Exception as error:\n    print(error)\n"
+        f"print(sorted({HEAVY!r} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)
+    refused, imported = done.stdout.splitlines()
+    assert "model type 'qwen2'" in refused and imported == "[]", done.stderr
 
 
 def test_help_and_yaml_errors_do_not_import_numpy(tmp_path: Path) -> None:
