@@ -65,29 +65,35 @@ def find_images(sources: Sequence[Path], *, limit: int | None = None, skip_broke
                 found[name] = str(error)
     chosen = [one for one in found.values() if isinstance(one, ImageRecord)][:limit]
     if skip_broken:
-        # Decode all of them first: that is cheap compared to prediction, and all ranks must skip the same images.
-        def problem_of(record: ImageRecord) -> str | None:
-            if (problem := shape_problem(record.width, record.height)) is not None:
-                return f"{record.image}: {problem}"
-            try:
-                open_rgb(record.image, expected_size=(record.width, record.height))
-            except DataError as error:
-                return str(error)
-            return None
-
-        with ThreadPoolExecutor(_WORKERS) as pool:
-            for record, problem in zip(chosen, pool.map(problem_of, chosen), strict=True):
-                if problem is not None:
-                    found[record.sample_id] = problem
+        found |= {chosen[at].sample_id: problem for at, problem in broken_images(chosen).items()}
     else:
         check_dataset([record for record in chosen if record.sample_id in annotated])
-    names = [name for name, one in found.items() if isinstance(one, str) or one in chosen]
+    taken = {record.sample_id for record in chosen}
+    names = [name for name, one in found.items() if isinstance(one, str) or name in taken]
     skipped = [(name, problem) for name in names if isinstance(problem := found[name], str)]
     records = [record for name in names if isinstance(record := found[name], ImageRecord)]
     if not records:
         reasons = f"; the first: {skipped[0][1]}" if skipped else ""
         raise DataError(f"no image that can be read ({len(skipped)} skipped{reasons})", path=sources[0])
     return FoundImages(tuple(records), frozenset(annotated), tuple(skipped), tuple(names), tuple(passed_over))
+
+
+def broken_images(records: Sequence[ImageRecord]) -> dict[int, str]:
+    """Why images cannot be answered, by position. Decodes all of them: that is cheap compared to answering, and all
+    ranks must skip the same images."""
+
+    def problem_of(record: ImageRecord) -> str | None:
+        if (problem := shape_problem(record.width, record.height)) is not None:
+            return f"{record.image}: {problem}"
+        try:
+            open_rgb(record.image, expected_size=(record.width, record.height))
+        except DataError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        problems = enumerate(pool.map(problem_of, records))
+        return {at: problem for at, problem in problems if problem is not None}
 
 
 def _size(path: Path) -> tuple[int, int]:

@@ -7,7 +7,7 @@ A line of ``predictions.jsonl`` is one :class:`ImageAnswer`; coordinates are nor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -481,11 +481,17 @@ def samples_of_batch(backend: RolloutBackend, count: int) -> int:
 
 
 def answer_dataset(
-    dataset: RecordDataset, backend: RolloutBackend, vocab: CoordVocab, *, count: int = 1, **options: Any
+    dataset: RecordDataset,
+    backend: RolloutBackend,
+    vocab: CoordVocab,
+    *,
+    count: int = 1,
+    leave_out: Collection[int] = (),
+    **options: Any,
 ) -> list[ImageAnswer]:
     """The answers of all ranks, on every rank, in the order of ``dataset``, ``count`` per sample. A collective call;
-    ``options`` as for :func:`answer_batches`."""
-    positions = range(len(dataset))
+    ``leave_out``: positions that are not answered; ``options`` as for :func:`answer_batches`."""
+    positions = [at for at in range(len(dataset)) if at not in leave_out]
     with distributed.raise_on_all_ranks("evaluation"):
         batches = list(answer_batches(dataset, positions, backend, vocab, count=count, **options))
     parts = distributed.gather_json([to_line(answer) for answer in chain.from_iterable(batches)])

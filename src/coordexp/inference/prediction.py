@@ -26,7 +26,7 @@ from coordexp.data.class_list import check_known
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.files import append_line, write_atomically
-from coordexp.data.image_sources import FoundImages, find_images
+from coordexp.data.image_sources import FoundImages, broken_images, find_images
 from coordexp.data.preparation import ImagePreparation
 from coordexp.data.progress_bar import reporting
 from coordexp.engine import check_backend
@@ -355,7 +355,7 @@ def run_evaluation(
         **rename.about,
     }
     check_replaced(folder, {"classes": None, "answers": None, **about}, overwrite)
-    jsonl, written = answer_jsonl(
+    jsonl, written, broken = answer_jsonl(
         config, console, f"evaluating {path}", path, data, limit, scored=constant_score is None, classes=classes,
         calibrates=calibrate, answers=answers,
     )  # fmt: skip
@@ -373,6 +373,10 @@ def run_evaluation(
         about["by_answers"] = by_answers
     merged = merge_all(single, answers)
     summary = summarise(merged, options, rename.note(written, single), with_confidences=True)
+    if broken:
+        about["skipped"] = broken
+        note = f"{len(broken)} images cannot be decoded and were not answered; the figures are of the others"
+        summary = replace(summary, notes=(*summary.notes, note))
     if distributed.is_main():
         files += write_summary(folder, summary, merged, about, options, listed or tuple(classes))
     return EvaluationResult(summary, tuple(merged), jsonl, folder / METRICS, tuple(files), by_answers)
@@ -402,9 +406,10 @@ def answer_jsonl(
     classes: Sequence[str] = (),
     calibrates: bool = False,
     answers: int = 1,
-) -> tuple[Path, list[ImageAnswer]]:
-    """The dataset (None: ``custom.val_jsonl``), and all ranks' answers for it. Everything cheap is checked before
-    weights are loaded. ``calibrates``: with raw confidences; ``answers``: of each image, which follow each other."""
+) -> tuple[Path, list[ImageAnswer], dict[str, str]]:
+    """The dataset (None: ``custom.val_jsonl``), all ranks' answers for it, and, by sample, why images that cannot be
+    decoded were left out. Everything cheap is checked before weights are loaded. ``calibrates``: with raw confidences;
+    ``answers``: of each image, which follow each other."""
     config = with_own_template(config, model)
     answering = with_several_answers(AnswerConfig.of_run(config), answers)
     check_backend(answering.rollout_matching, bool(classes))
@@ -415,6 +420,12 @@ def answer_jsonl(
     records = open_records(jsonl, limit=limit, wait_s=config.training.ddp_timeout)
     check_images(records, wait_s=config.training.ddp_timeout)
     checked_model(answering, model)
+    broken = broken_images(records)
+    if len(broken) == len(records):
+        raise DataError(f"no image that can be read; the first: {broken[0]}", path=jsonl)
+    skipped = {records[at].sample_id: problem for at, problem in broken.items()}
+    for sample, problem in skipped.items():
+        console.print(f"skipped {sample}: {problem}", highlight=False, markup=False, soft_wrap=True)
     with (
         open_session(answering, model, classes) as session,
         reporting(console, description, stays=True) as on_progress,
@@ -431,5 +442,6 @@ def answer_jsonl(
             scorer=scorer if scored else None,
             bin_rule=session.preparation.bin_rule,
             count=answers,
+            leave_out=broken,
         )
-    return Path(jsonl), answered
+    return Path(jsonl), answered, skipped

@@ -302,3 +302,22 @@ def test_predict_images_without_a_configuration(
         "photos/a.jpg",
         "photos/b.png",
     ]
+
+
+def test_evaluate_skips_images_that_cannot_be_decoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = write_scenes(tmp_path, 3, SPARSE, 77), tmp_path / "out"
+    broken = tmp_path / "images" / "000001.png"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[: len(whole) // 2])  # its header is sound
+    asked = ("evaluate", "--model", asset("checkpoints/demo-stage1"), "--data", data)
+    done = run_cli(capsys, *asked, "--out", out)
+    assert done.code == 0, done.err
+    assert re.search(r"^skipped scenes\.jsonl:2: .*000001\.png", done.out, re.M)
+    assert "1 images cannot be decoded" in done.out
+    content = json.loads((out / "metrics.json").read_text())
+    assert list(content["skipped"]) == ["scenes.jsonl:2"] and "1 images cannot be decoded" in content["notes"][-1]
+    assert [answer.sample_id for answer in read_answers(out)] == ["scenes.jsonl:1", "scenes.jsonl:3"]
+    for image in (tmp_path / "images").iterdir():
+        image.write_bytes(image.read_bytes()[:200])
+    refused = run_cli(capsys, *asked, "--out", tmp_path / "none")
+    assert refused.code == 2 and "no image that can be read" in refused.err
