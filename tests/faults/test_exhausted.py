@@ -5,22 +5,26 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import resource
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from coordexp.errors import CheckpointError, ServerTimeout
+from coordexp.training import loop
 from coordexp.training.checkpoint import check_contents, is_complete
 from faults.test_lying_servers import CALLS, DEADLINE_S, client_of
 from support.cli_runs import run_cli
 from support.lying_server import lying
-from support.tiny_run import run_config, same_weights, train, weights
+from support.tiny_run import run_config, same_weights, tiny_checkpoint, train, weights
 
 SAVING: dict[str, Any] = {"training__max_steps": 3, "training__save_strategy": "steps", "training__save_steps": 1}
 
@@ -163,3 +167,81 @@ def test_a_run_is_unchanged_when_the_clock_jumps(hours: float, tmp_path: Path, m
     jumped = train(run_config(tmp_path / "jumped", 1, **SAVING))
     assert same_weights(weights(jumped.model), weights(straight.model))
     assert all(is_complete(tmp_path / "jumped" / "run" / f"checkpoint-{step}") for step in (1, 2, 3))
+
+
+def test_a_full_disk_at_the_end_keeps_the_last_checkpoint_and_the_next_start_writes_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seen: Callable[[object], None]
+) -> None:
+    """Half of the final model is on the disk when it is full."""
+    run_config(tmp_path, 1, **SAVING, training__resume_from_checkpoint=True)
+    final = loop.save_final_model
+
+    def save_to_full_disk(*arguments: Any, **options: Any) -> None:
+        with files_end_at(100_000):
+            final(*arguments, **options)
+
+    monkeypatch.setattr(loop, "save_final_model", save_to_full_disk)
+    refused = run_cli(capsys, "train", tmp_path / "run.yaml")
+    assert refused.code == 2 and "Traceback" not in refused.err
+    assert re.search(
+        r"error: \S+/run cannot be written: its disk is full \([\d,.]+ MB of [\d,.]+ MB free; the model takes about "
+        r"[\d,.]+ MB\)\. Saved are the first 3 steps, in \S+checkpoint-3\.",
+        refused.err,
+    ), refused.err
+    run = tmp_path / "run"
+    assert is_complete(run / "checkpoint-3")
+    assert not list(run.glob("*.safetensors")) and not (run / "trainer_state.json").exists(), "it looks finished"
+    monkeypatch.undo()
+    assert run_cli(capsys, "train", tmp_path / "run.yaml").code == 0
+    assert (run / "model.safetensors").read_bytes() == (run / "checkpoint-3" / "model.safetensors").read_bytes()
+    seen(refused.err.strip().splitlines()[-1])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_loggers_on_a_full_disk_warn_once_are_counted_and_recover(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, seen: Callable[[object], None]
+) -> None:
+    """TensorBoard, whose thread writes: no room in the second and third of five steps."""
+
+    pytest.importorskip("tensorboard")
+    with ExitStack() as full:
+
+        class FullInStep2(TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                if state.global_step == 1:
+                    full.enter_context(files_end_at(0))
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                if state.global_step == 3:
+                    full.close()
+
+        keys = {"training__max_steps": 5, "training__logging_steps": 1, "training__report_to": "tensorboard"}
+        trainer = train(run_config(tmp_path, 1, **keys), on_built=lambda built: built.add_callback(FullInStep2()))
+    warned = [one.getMessage() for one in caplog.records if "cannot write its log" in one.getMessage()]
+    assert len(warned) == 1 and "MB are free" in warned[0]
+    assert warned[0].startswith("TensorBoard cannot write its log (")
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert (
+        len(lines) == 5
+        and "train/log_writes_failed_total" not in lines[0]
+        and lines[-1]["train/log_writes_failed_total"] > 0
+    )
+    last = max((tmp_path / "run" / "runs").glob("events*"), key=lambda path: path.stat().st_mtime_ns)
+    assert last.stat().st_size > 1000, "curves go on when there is room again"
+    seen(warned[0])
+
+
+def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seen: Callable[[object], None]
+) -> None:
+    """It needs 0.4 MB of weights and twice that for AdamW, and again the weights for the final model."""
+    total = sum(path.stat().st_size for path in tiny_checkpoint().glob("*.safetensors"))
+    run_config(tmp_path, 1, **SAVING)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(3.5 * total)))
+    refused = run_cli(capsys, "train", tmp_path / "run.yaml")
+    assert refused.code == 2 and "MB left, and a checkpoint and the final model need about" in refused.err
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(4.5 * total)))
+    assert run_cli(capsys, "train", tmp_path / "run.yaml").code == 0
+    seen(refused.err.strip().splitlines()[-1])

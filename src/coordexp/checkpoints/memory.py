@@ -41,7 +41,7 @@ _KEPT = {
 }
 _KEPT_TOWER = {False: (14, 2, 0, 0), True: (11, 2, 0, 0)}  # of the vision tower, by fused
 _KEPT_DROPOUT = ((5.5, 0.5, 1.5, 0), (1.5, 0.5, 0, 0))  # of the adapters' dropout in both
-_ADAMW = ("adamw_torch", "adamw_torch_fused")
+ADAMW = ("adamw_torch", "adamw_torch_fused")
 ASLEEP = 3e9  # of a sleeping engine, CUDA graphs for the most part: assumed, as no GPU was at hand
 _PATCHES_PER_TOKEN = 2  # half of a row's tokens are image tokens, each of four patches
 
@@ -99,21 +99,14 @@ def estimate_memory(
     text, vision = model["text_config"], model["vision_config"]
     hidden = int(text["hidden_size"])
 
+    trained = trained_numbers(config, model, shapes)
     lora = tuner.train_type == "lora"
     stored = 4 if config.model.dtype == "float32" else 2
     masters = training.master_weights is not None
-    moments = 2 if training.optim in _ADAMW else 0
+    moments = 2 if training.optim in ADAMW else 0
     if lora:
-        trained = NUM_BINS * hidden if tuner.train_coord_rows else 0
-        for name, shape in shapes.items():
-            module, _, kind = name.rpartition(".")
-            is_linear = kind == "weight" and len(shape) == 2 and module.rpartition(".")[2] not in TABLES
-            is_target = "all-linear" in tuner.target_modules or module.endswith(tuple(tuner.target_modules))
-            if is_linear and is_target and part_of(name) not in frozen:
-                trained += tuner.lora_rank * sum(shape)
         weights, per_gradient, per_state = total * stored + trained * 4, 4, 4 * moments
     else:
-        trained = sum(size for name, size in sizes.items() if part_of(name) not in frozen)
         weights = total * stored
         # Master weights sum gradients in float32 in a single process; DDP exchanges them in the weights' own type.
         per_gradient = 4 if stored == 4 or (masters and world_size == 1) else 2
@@ -169,6 +162,25 @@ def estimate_memory(
         ) * rollout.offload.offload_model + optimizer * rollout.offload.offload_optimizer
     share, sleeps = rollout.vllm.gpu_memory_utilization, rollout.vllm.sleep_level > 0
     return MemoryEstimate(weights, gradients, optimizer, row, exchange, kept, share, sleeps)
+
+
+def trained_numbers(config: RunConfig, model: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> int:
+    """How many numbers the run trains: weights, or those of adapters and coordinate rows."""
+    tuner, trained = config.tuner, 0
+    frozen = {part for part in ("vit", "aligner", "llm") if getattr(tuner, f"freeze_{part}")}
+    tied = bool(model.get("tie_word_embeddings"))
+    sizes = {name: math.prod(shape) for name, shape in shapes.items() if not (tied and name == "lm_head.weight")}
+    if tuner.train_type != "lora":
+        return sum(size for name, size in sizes.items() if part_of(name) not in frozen)
+    if tuner.train_coord_rows:
+        trained = NUM_BINS * int(model["text_config"]["hidden_size"])
+    for name in sizes:
+        module, _, kind = name.rpartition(".")
+        is_linear = kind == "weight" and len(shapes[name]) == 2 and module.rpartition(".")[2] not in TABLES
+        is_target = "all-linear" in tuner.target_modules or module.endswith(tuple(tuner.target_modules))
+        if is_linear and is_target and part_of(name) not in frozen:
+            trained += tuner.lora_rank * sum(shapes[name])
+    return trained
 
 
 def check_memory(config: RunConfig, world_size: int = 1, gpu_bytes: int | None = None) -> MemoryEstimate:

@@ -103,7 +103,12 @@ def checkpoints_in(output_dir: Path) -> list[Path]:
 def results_in(output_dir: Path) -> list[Path]:
     """What a new run would replace: whole checkpoints and a model."""
     found = [folder for folder in checkpoints_in(output_dir) if (folder / SEAL).is_file()]
-    return found + sorted(path for pattern in _MODEL_FILES for path in output_dir.glob(pattern))
+    return found + model_files_in(output_dir)
+
+
+def model_files_in(output_dir: Path) -> list[Path]:
+    """The files by which a folder has a final model."""
+    return sorted(path for pattern in _MODEL_FILES for path in output_dir.glob(pattern))
 
 
 def clear_results(config: RunConfig, checkpoint: Path | None) -> None:

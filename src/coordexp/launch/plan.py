@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import shutil
 import socket
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
 
+from coordexp.checkpoints.disk import check_disk
 from coordexp.checkpoints.memory import check_memory
 from coordexp.config import RunConfig
 from coordexp.config.rollout import ServerEntry
@@ -26,8 +26,6 @@ from coordexp.engine.engine_process import DIE_WITH_PARENT, SERVER_API_KEY, engi
 from coordexp.engine.serve import ServeOptions, serve_options
 from coordexp.errors import CheckpointError, ConfigError, CoordExpError
 
-# Size of a training checkpoint (weights, two moments of the optimizer, weights being written) relative to the model's.
-CHECKPOINT_SHARE = 4.0
 LOOPBACK = "127.0.0.1"
 PLUGIN = Path(__file__).parents[1] / "engine" / "plugin" / "coordexp_rollout_plugin.py"
 # Settings of servers: if the launcher's shell exports them, they must not reach the learner.
@@ -337,7 +335,7 @@ def run_checks(config: RunConfig, plan: LaunchPlan, num_gpus: int) -> list[Check
     )
     return [
         *(devices, _model_check(config), *_memory_check(config, num_gpus)),
-        *(*_package_checks(config, started), *_port_checks(plan), _disk_check(config)),
+        *(*_package_checks(config, started), *_port_checks(plan), *_disk_check(config)),
     ]
 
 
@@ -414,18 +412,13 @@ def _port_checks(plan: LaunchPlan) -> Iterator[Check]:
             yield Check(f"{where}.{key}", f"{host}:{port}", problem)
 
 
-def _disk_check(config: RunConfig) -> Check:
-    folder = Path(config.training.output_dir).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
-    saves = 0 if config.training.save_strategy == "no" else 1
-    model = sum(file.stat().st_size for file in Path(config.model.model).glob("*.safetensors"))
-    needed = int(model * (1 + CHECKPOINT_SHARE * saves))
-    return Check(
-        "training.output_dir",
-        f"{free / 1e9:.1f} GB free at {existing}, about {needed / 1e9:.1f} GB for a checkpoint and the final model",
-        f"{existing} has {free / 1e9:.1f} GB left, a checkpoint and the final model need about {needed / 1e9:.1f} GB; "
-        "free some, or choose another folder"
-        if free < needed
-        else None,
-    )
+def _disk_check(config: RunConfig) -> Iterator[Check]:
+    if not Path(config.model.model).is_dir():
+        return  # the check of the model has reported it
+    try:
+        yield Check("training.output_dir", str(check_disk(config)))
+    except CheckpointError as error:
+        yield Check("training.output_dir", f"no estimate: {error}")
+    except ConfigError as error:
+        problem = str(error).removeprefix("training.output_dir: ")
+        yield Check("training.output_dir", "too little space", problem)

@@ -347,12 +347,14 @@ _DISK_FULL_MESSAGE = re.compile(
 
 
 @contextmanager
-def writing(folder: Path, needed_bytes: int, kept: str) -> Iterator[None]:
-    """Writes a checkpoint to ``folder``. ``needed_bytes``: its approximate size; ``kept``: a sentence on what is saved.
+def writing(folder: Path, needed_bytes: int, kept: str, what: str = "a checkpoint") -> Iterator[None]:
+    """Writes ``what`` to ``folder``. ``needed_bytes``: its approximate size; ``kept``: a sentence on what is saved.
     Raises CheckpointError, whatever the library raised, if the disk is full or cannot be written."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         full = isinstance(error, OSError) and error.errno in _FULL
         if not full and not _DISK_FULL_MESSAGE.search(str(error)):
             if not isinstance(error, OSError):
@@ -360,7 +362,7 @@ def writing(folder: Path, needed_bytes: int, kept: str) -> Iterator[None]:
             raise CheckpointError(f"{folder} cannot be written ({error}). {kept}") from error
         usage = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
         raise CheckpointError(
-            f"{folder} cannot be written: its disk is full ({_mb(usage.free)} of {_mb(usage.total)} free; a checkpoint "
+            f"{folder} cannot be written: its disk is full ({_mb(usage.free)} of {_mb(usage.total)} free; {what} "
             f"takes about {_mb(needed_bytes)}). {kept}. Free some space, or lower training.save_total_limit"
         ) from error
 

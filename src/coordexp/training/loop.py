@@ -29,6 +29,7 @@ from coordexp.out_of_memory import is_out_of_memory, phase
 from coordexp.rollouts import RolloutBackend, rollout_session
 from coordexp.training.batches import StepBatches
 from coordexp.training.checkpoint import delete_old, read_seal
+from coordexp.training.loggers import FAILED
 from coordexp.training.optimizer import needs_metric
 from coordexp.training.progress import DriftWatch
 from coordexp.training.reading import ReadingWatch
@@ -38,7 +39,7 @@ from coordexp.training.saving import (
     load_rank_state,
     load_weights,
     save_checkpoint,
-    save_model,
+    save_final_model,
 )
 from coordexp.training.state import RunState
 from coordexp.training.step import TrainStep
@@ -53,7 +54,8 @@ class CoordExpTrainer:
     It calls transformers' callbacks at their usual events, and they may set its control flags. Loggers are callbacks.
     ``rollout_matching_cfg``: the resolved ``rollout_matching`` section, for plugins that read it. ``measured``: the
     figures that an evaluation computes; None: none. ``keep_checkpoints``: as ``training.save_total_limit``; None keeps
-    all. ``on_answer``: gets the number of answers of an evaluation so far, and of all. ``on_note``: gets a sentence
+    all. ``on_answer``: gets the number of answers of an evaluation so far, and of all. ``failed_writes``: how often
+    a logger could not write. ``on_note``: gets a sentence
     about an evaluation's answers.
     """
 
@@ -70,6 +72,7 @@ class CoordExpTrainer:
     scorer: TokenScorer | None = None
     keep_checkpoints: int | None = None
     on_answer: Callable[[int, int], None] = lambda done, total: None
+    failed_writes: Callable[[], int] = lambda: 0
     on_note: Callable[[str], None] = lambda note: None
     stopped_by: int | None = field(default=None, init=False)
 
@@ -201,6 +204,8 @@ class CoordExpTrainer:
             norm, rate = self._last_update["grad_norm"], self._last_update["learning_rate"]
             payload = MetricsPayload("train", self.state.global_step, metrics).metrics
             trainer = {} if norm is None else {"grad_norm": float(norm)}
+            if lost := self.failed_writes():
+                trainer[FAILED] = lost
             line = {"loss": payload.get("loss", 0.0), **trainer, "learning_rate": rate, **payload}
             losses = [line["loss"]] * steps
             self._log(line)
@@ -290,9 +295,7 @@ class CoordExpTrainer:
     def save_model(self, folder: Path | None = None) -> None:
         """Write the model, its processor and all that was logged to the run's folder. A collective call."""
         folder = Path(str(self.args.output_dir)) if folder is None else folder
-        save_model(self.run, folder, writes=self.args.should_save)
-        if self.args.should_save:
-            self.state.save_to_json(str(folder / "trainer_state.json"))
+        save_final_model(self.run, folder, writes=self.args.should_save, last_saved=self.last_saved())
 
     def last_saved(self) -> str:
         """A sentence about the newest checkpoint."""

@@ -33,6 +33,7 @@ from coordexp.data.files import write_atomically
 from coordexp.data.progress_bar import Lines, make_progress
 from coordexp.training.agreement import PACKAGES
 from coordexp.training.checkpoint import read_seal
+from coordexp.training.loggers import FailedWrites
 
 if TYPE_CHECKING:
     from coordexp.training.loop import CoordExpTrainer
@@ -98,10 +99,11 @@ _TRAIN = "train/"  # transformers' loggers add it to every name that is not an e
 
 
 def set_up_loggers(
-    trainer: CoordExpTrainer, logging_dir: Path | None, resume: Path | None
+    trainer: CoordExpTrainer, logging_dir: Path | None, resume: Path | None, failed: FailedWrites
 ) -> list[TensorBoardCallback]:
     """Prepare a trainer's loggers, before it trains, and return TensorBoard's: its files of one run are in one folder,
     ``logging_dir`` or ``runs`` in the output folder, also after a resume, which purges the events after its checkpoint.
+    ``failed`` counts what they cannot write.
     """
     names = trainer.args.report_to or []
     reporting = tuple(get_reporting_integration_callbacks([names] if isinstance(names, str) else names))
@@ -109,6 +111,7 @@ def set_up_loggers(
     for one in callbacks:
         if isinstance(one, reporting):
             _keep_our_names(one)
+            failed.tolerate(one)
     boards = [one for one in callbacks if isinstance(one, TensorBoardCallback)]
     for board in boards:
         # transformers would take the folder from the environment alone, else one by the clock for every start.

@@ -22,6 +22,7 @@ from transformers.trainer_utils import align_special_tokens
 
 from coordexp import distributed
 from coordexp.checkpoints.card import card_of_run
+from coordexp.checkpoints.disk import check_disk
 from coordexp.checkpoints.folder import check_lengths, length_advice
 from coordexp.checkpoints.memory import advising, check_memory
 from coordexp.checkpoints.run_folder import RECORDS, clear_results
@@ -57,6 +58,7 @@ from coordexp.runs.start import Start, decide_start
 from coordexp.training.agreement import check_agreement
 from coordexp.training.batches import StepBatches
 from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
+from coordexp.training.loggers import FailedWrites
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.offload import LearnerOffload, build_offload
 from coordexp.training.optimizer import LearningRates, build_optimizer, build_scheduler, check_schedule
@@ -132,6 +134,7 @@ def check_run(
     attempt(check_schedule, config.training)
     attempt(load_vocab, config.model.model)
     attempt(check_lengths, config)
+    attempt(check_disk, config)
     custom, wait_s = config.custom, config.training.ddp_timeout
     read = partial(open_records, wait_s=wait_s)
     known = {} if start is None else start.records
@@ -257,18 +260,22 @@ def build_trainer(
     )
     progress = RichProgress(console, description)
     trainer.add_callback(progress)
+    failed = FailedWrites(Path(training.output_dir))
+    failed.tolerate(progress, "answered", "note")
+    trainer.failed_writes = lambda: failed.count
     trainer.on_answer, trainer.on_note = progress.answered, progress.note
     with distributed.raise_on_all_ranks("training.output_dir"):
         if distributed.is_main():  # after everything is built: a failed start does not change the folder
             clear_results(config, resume)
             write_manifest(config, config_path, overrides, None if resume is None else (resume, applied))
-    loggers = set_up_loggers(trainer, training.logging_dir, resume)
+    loggers = set_up_loggers(trainer, training.logging_dir, resume, failed)
     if rollout.monitor_dump.enabled and distributed.is_main():
         pictures = RolloutPictures(
             rollout.monitor_dump,
             outcomes=lambda: trainer.step.outcomes,
             writer=lambda: next((one.tb_writer for one in loggers), None),
         )
+        failed.tolerate(pictures)
         trainer.add_callback(pictures)
     (enable_full_determinism if args.full_determinism else set_seed)(training.seed)
     return trainer, resume

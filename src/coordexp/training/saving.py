@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TR
 from coordexp import distributed
 from coordexp.checkpoints.card import write_card
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
+from coordexp.checkpoints.run_folder import model_files_in
 from coordexp.config import RunConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.files import give_ordinary_mode, write_atomically
@@ -50,10 +51,7 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
     with distributed.raise_on_all_ranks(f"making room for {folder}"):
         if args.should_save and folder.exists():
             shutil.rmtree(folder)  # left unfinished, or of an earlier run: its files would mix with the new ones
-    # By identity, so that tied weights count once.
-    tensors = {id(one): one for one in (*run.loaded.model.parameters(), *held_by(run.optimizer))}
-    needed_bytes = sum(one.numel() * one.element_size() for one in tensors.values())
-    with writing(folder, needed_bytes, last_saved):
+    with writing(folder, _bytes_of([*run.loaded.model.parameters(), *held_by(run.optimizer)]), last_saved):
         with distributed.raise_on_all_ranks(f"saving to {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             if run.buffer is not None:
@@ -80,6 +78,27 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
             shared=not args.save_on_each_node,
         )
     return folder
+
+
+def save_final_model(run: RunState, folder: Path, *, writes: bool, last_saved: str) -> None:
+    """Write the model, its processor and all that was logged, to the run's folder. A collective call.
+
+    ``last_saved``: a sentence about the newest checkpoint. Raises CheckpointError on all ranks if the disk is full or
+    cannot be written; half a model is removed then, because the run would look finished, and a resumed run writes it.
+    """
+    model = run.loaded.model
+    trained = [one for one in model.parameters() if one.requires_grad or not has_adapter(model)]
+    # As for a checkpoint: gathering shards is collective.
+    together = nullcontext() if run.shards else distributed.raise_on_all_ranks(f"saving the model to {folder}")
+    with together, writing(folder, _bytes_of(trained), last_saved, "the model"):
+        try:
+            save_model(run, folder, writes=writes)
+            if writes:
+                run.progress.save_to_json(str(folder / TRAINER_STATE_NAME))
+        except BaseException:
+            for file in model_files_in(folder) if writes else ():
+                file.unlink(missing_ok=True)
+            raise
 
 
 @phase("saving", "saving the model")
@@ -192,6 +211,11 @@ def load_rank_state(run: RunState, folder: Path) -> None:
         run.sums.load_state_dict(json.loads(_rank_file(folder, "log_line").read_text(encoding="utf-8")))
     with readable(folder, _random_file()):
         set_random_states(torch.load(folder / _random_file(), weights_only=True))
+
+
+def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    distinct = {id(one): one for one in tensors}  # tied weights count once
+    return sum(one.numel() * one.element_size() for one in distinct.values())
 
 
 def _save_optimizer(run: RunState, folder: Path, args: TrainingArguments) -> None:

@@ -218,7 +218,7 @@ def test_used_ports_missing_devices_and_full_disks_are_all_named(
     servers[1]["group_port"] = servers[0]["group_port"]
     config = set_key(config, "launch.server_devices", [[0], [1]])
     config = set_key(config, "launch.learner_devices", [9])
-    monkeypatch.setattr("coordexp.launch.plan.CHECKPOINT_SHARE", 1e12)
+    monkeypatch.setattr("coordexp.checkpoints.disk.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     config = set_key(config, "training.save_strategy", "steps")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", int(servers[0]["base_url"].rsplit(":", 1)[1])))
@@ -231,7 +231,7 @@ def test_used_ports_missing_devices_and_full_disks_are_all_named(
     assert "device 9 does not exist" in text
     assert "servers[0].base_url" in text and "is taken" in text
     assert "servers[1].group_port" in text and "give each its own" in text
-    assert "training.output_dir" in text
+    assert "has 0.0 MB left, and a checkpoint and the final model need about" in text
 
 
 def test_a_gpu_that_is_too_small_is_refused_with_a_size_that_fits(
