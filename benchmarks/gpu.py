@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from reporting import machine, parser, print_machine, write_json
+from reporting import COMMIT, machine, parser, print_machine, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -68,6 +68,8 @@ class Options(Namespace):
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = read_options(argv)
+    if options.commit is not None:
+        os.environ[COMMIT] = options.commit
     console, where = Console(width=140), machine()
     if not where["gpu"] and not options.cpu:
         raise SystemExit("no GPU is visible to torch; --cpu runs every part with a tiny model")
@@ -84,10 +86,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for part in chosen:
             row = run_part(part, options, writing, deadline)
             summary.append(row)
-            write_json(out / "summary.json", "gpu", where | commit(options), vars(options), summary, complete=False)
+            write_json(out / "summary.json", "gpu", where, vars(options), summary, complete=False)
             console.print(f"{row['part']}: {row['result']}, {row['seconds']:.0f} s  {row['note']}", highlight=False)
     console.print(table(summary))
-    write_json(out / "summary.json", "gpu", where | commit(options), vars(options), summary)
+    write_json(out / "summary.json", "gpu", where, vars(options), summary)
     if any(row["result"] in ("failed", "timeout") for row in summary):
         raise SystemExit(1)
 
@@ -116,19 +118,6 @@ def folder_name(where: Mapping[str, Any]) -> str:
     name = where["gpu"] or f"cpu-{where['cores']}core"
     words = re.findall(r"[a-z0-9]+", name.lower())
     return "-".join([*(word for word in words if word != "nvidia"), datetime.now(UTC).date().isoformat()])
-
-
-def commit(options: Options) -> dict[str, Any]:
-    """The source tree's commit; nothing outside of a git repository."""
-    if options.commit is not None:
-        return {"commit": options.commit}
-    with suppress(OSError):
-        asked = subprocess.run(
-            ["git", "-C", str(HERE), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10
-        )
-        if asked.returncode == 0:
-            return {"commit": asked.stdout.strip()}
-    return {}
 
 
 class Material:

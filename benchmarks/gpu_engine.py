@@ -81,6 +81,11 @@ def measured(options: Any) -> Iterator[dict[str, Any]]:
         began = time.perf_counter()
         backend.sync_weights(0)
         backend.release()
+        drafts = backend.engine.ask_worker(lambda worker: worker.vllm_config.speculative_config is not None)
+        if drafts != skips:
+            raise SystemExit(
+                f"--kind {options.kind}: the engine {'skips' if drafts else 'does not skip'} forced tokens"
+            )
         yield {"start_s": time.perf_counter() - began, "cache_was_there": compiled}
         if options.turn is not None:
             fcntl.flock(stack.enter_context(options.turn.open("w")), fcntl.LOCK_EX)

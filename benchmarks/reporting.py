@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ PACKAGES = (
     "triton",
 )
 SCHEMA_VERSION = 1
+COMMIT = "COORDEXP_COMMIT"  # variable: of a source tree that was copied without its repository
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -89,6 +91,7 @@ def machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
+        "commit": commit(),
         "gpu": None,
     }
     import torch
@@ -96,6 +99,18 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
+
+
+def commit() -> str | None:
+    """The source tree's commit, from :data:`COMMIT` or git; None outside of a repository."""
+    if given := os.environ.get(COMMIT):
+        return given
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() if asked.returncode == 0 else None
 
 
 def print_machine(console: Console, where: Mapping[str, Any], **settings: Any) -> None:

@@ -1,5 +1,5 @@
-"""Writes the tables of ``docs/gpu.md``: measured figures from the results of ``make gpu`` in ``benchmarks/results``,
-estimates from shapes and from traces; the text between them is written by hand.
+"""Writes the tables of ``docs/gpu.md`` and the README's table of one H100: measured figures from the results of ``make
+gpu`` in ``benchmarks/results``, estimates from shapes and from traces; the text between them is written by hand.
 
 python docs/generate_gpu.py            # write them
 python docs/generate_gpu.py --check    # exit 1 if a table is not what would be written
@@ -17,7 +17,7 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-TARGET = DOCS / "gpu.md"
+TARGETS = (DOCS / "gpu.md", ROOT / "README.md")
 RESULTS = ROOT / "benchmarks" / "results"
 HARDWARE = "h100-80gb"  # with which the names of result folders begin
 ON_PAPER = RESULTS / "cpu-2core-epyc-2026-11-25" / "decode_wide_batch_1.json"
@@ -44,9 +44,7 @@ PARTS = ("reading", "push", "answers", "targets", "packing", "rows", "forward an
 
 
 def page(text: str) -> str:
-    """``text`` with every table as the results have it. Raises ValueError for a table that is not defined."""
-    if unknown := {match[1] for match in _TABLE.finditer(text)} ^ TABLES.keys():
-        raise ValueError(f"{TARGET.name}: tables {sorted(unknown)} are missing or not defined")
+    """``text`` with every table as the results have it. KeyError for a table that is not defined."""
     return _TABLE.sub(lambda match: f"{match[1]}{match[2]}" + "\n".join(TABLES[match[1]]()) + "\n", text)
 
 
@@ -118,22 +116,31 @@ def parts() -> Iterator[str]:
 
 def decoding() -> Iterator[str]:
     rows = json.loads(ON_PAPER.read_text(encoding="utf-8"))["results"]
-    paper = {
-        row["batch"]: row for row in rows if "on_paper" in row and (row["objects"], row["names"]) == (10, "different")
-    }
-    headings = ("answers at once", "boxes/s, token by token", "on paper", "boxes/s, skipping", "on paper")
-    yield f"| {' | '.join(headings)} | tokens/s, token by token | skipping | equal answers |"
-    yield "|---|---|---|---|---|---|---|---|"
+    of_ten = [row for row in rows if (row.get("objects"), row.get("names")) == (10, "different")]
+    (tokens_per_box,) = [row["tokens_per_box"] for row in of_ten if row.get("tokenizer") == "Qwen"]
+    paper = {row["batch"]: row for row in of_ten if "on_paper" in row}
+    headings = (
+        "answers at once",
+        "tokens/s",
+        "at most, on paper",
+        "skipping",
+        "at most, on paper",
+        "boxes/s",
+        "skipping",
+    )
+    yield f"| {' | '.join(headings)} | tokens a box | equal answers |"
+    yield "|---" * (len(headings) + 2) + "|"
     plain, skipped = measured("engine_plain"), measured("engine_skipped")
     for batch in (1, 8, 64):
         key = f"batch_{batch}"
         cells = [
-            cell(plain, lambda r, k=key: f"{r[k]['boxes_per_s']:,.0f}"),
-            f"{paper[batch]['decoded_boxes_per_s']:,.0f}",
-            cell(skipped, lambda r, k=key: f"{r[k]['boxes_per_s']:,.0f}"),
-            f"{paper[batch]['skipped_boxes_per_s']:,.0f}",
             cell(plain, lambda r, k=key: f"{r[k]['tokens_per_s']:,.0f}"),
+            f"{tokens_per_box * paper[batch]['decoded_boxes_per_s']:,.0f}",
             cell(skipped, lambda r, k=key: f"{r[k]['tokens_per_s']:,.0f}"),
+            f"{tokens_per_box * paper[batch]['skipped_boxes_per_s']:,.0f}",
+            cell(plain, lambda r, k=key: f"{r[k]['boxes_per_s']:,.0f}"),
+            cell(skipped, lambda r, k=key: f"{r[k]['boxes_per_s']:,.0f}"),
+            cell(plain, lambda r, k=key: f"{r[k]['tokens'] / max(1, r[k]['boxes']):.1f}"),
             cell(skipped, lambda r, k=key: f"{r[k].get('equal_to_plain', '–')} of {r[k]['images']}"),
         ]
         yield f"| {batch} | {' | '.join(cells)} |"
@@ -173,11 +180,40 @@ def sources() -> Iterator[str]:
             yield f'| `{part}` | not measured: `make gpu GPU_ARGS="--only {part}"` | | | | |'
             continue
         where, file = found["machine"], found["file"]
-        summary = json.loads((file.parent / "summary.json").read_text(encoding="utf-8"))
+        commit = where.get("commit") or commit_of_all(file.parent)
         versions = ", ".join(str(where["packages"].get(name)) for name in ("torch", "vllm", "liger-kernel"))
         link = f"[{file.name}](../{file.relative_to(ROOT).as_posix()})"
-        cells = (summary["machine"]["commit"][:8], where["date"][:10], where["gpu"], versions, link)
+        cells = (commit[:8], where["date"][:10], where["gpu"], versions, link)
         yield f"| `{part}` | {' | '.join(cells)} |"
+
+
+def in_short() -> Iterator[str]:
+    """The README's: what has been measured, in a line each."""
+    yield "| one H100 | measured | estimated |"
+    yield "|---|---|---|"
+    for name, (part, file, size, _) in TRAINED.items():
+        if (found := measured(part)) is not None:
+            r = found["results"]
+            shown = (
+                f"{r['tokens_per_s']:,.0f} tokens/s, {r['images_per_s']:.1f} images/s, {r['allocated_peak_gb']:.1f} GB"
+            )
+            yield f"| {name} | {shown} | {estimated_gb(file, size):.1f} GB |"
+    if (found := measured("rewritten_colocate")) is not None:
+        r = found["results"]
+        yield f"| stage 2 of 2B, colocated, 300 tokens an answer | {r['images_per_s']:.1f} images/s | |"
+    for part, how in (("engine_plain", "token by token"), ("engine_skipped", "skipping forced tokens")):
+        if (found := measured(part)) is not None:
+            rates = [found["results"][f"batch_{batch}"]["boxes_per_s"] for batch in (1, 64)]
+            yield f"| answers of 2B's cost, {how} | {rates[0]:,.0f} boxes/s, 64 at once {rates[1]:,.0f} | |"
+    if (found := measured("engine_plain")) is not None:
+        pushed = found["results"]["push"]["full_with_checksums"]
+        yield f"| push of {pushed['bytes'] / 1e9:.1f} GB, with checksums | {pushed['push_s']:.2f} s | |"
+
+
+def commit_of_all(folder: Path) -> str:
+    """The commit of a folder's summary; a dash if nobody noted it."""
+    file = folder / "summary.json"
+    return json.loads(file.read_text(encoding="utf-8"))["machine"].get("commit", "–") if file.is_file() else "–"
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
@@ -186,19 +222,21 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "decoding": decoding,
     "engine": engine,
     "sources": sources,
+    "one gpu": in_short,
 }
 
 
 def main() -> None:
     """Write the tables, or compare them with ``--check``."""
-    text = TARGET.read_text(encoding="utf-8")
-    wanted = page(text)
-    if "--check" in sys.argv[1:]:
-        if text != wanted:
-            sys.exit(f"{TARGET} is out of date; run: python docs/generate_gpu.py")
-        return
-    TARGET.write_text(wanted, encoding="utf-8")
-    print(f"wrote the tables of {TARGET}")
+    for target in TARGETS:
+        text = target.read_text(encoding="utf-8")
+        wanted = page(text)
+        if "--check" in sys.argv[1:]:
+            if text != wanted:
+                sys.exit(f"{target} is out of date; run: python docs/generate_gpu.py")
+        else:
+            target.write_text(wanted, encoding="utf-8")
+            print(f"wrote the tables of {target}")
 
 
 if __name__ == "__main__":
