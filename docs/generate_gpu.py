@@ -146,6 +146,19 @@ def decoding() -> Iterator[str]:
         yield f"| {batch} | {' | '.join(cells)} |"
 
 
+def profile() -> Iterator[str]:
+    yield "| kernels | ms | share |"
+    yield "|---|---|---|"
+    if (found := measured("profile")) is None:
+        return
+    r = found["results"]
+    for kind, milliseconds in r["kinds_ms"].items():
+        yield f"| {kind} | {milliseconds:.0f} | {milliseconds / r['device_ms']:.0%} |"
+    step_ms = 1e3 * (r["accumulate_s"] + r["update_s"])
+    yield f"| all, of a step of {step_ms:.0f} ms | {r['device_ms']:.0f} | |"
+    yield f"| launches | {r['launches']:,} | |"
+
+
 def engine() -> Iterator[str]:
     yield "| | measured |"
     yield "|---|---|"
@@ -174,7 +187,14 @@ def engine() -> Iterator[str]:
 def sources() -> Iterator[str]:
     yield "| part | commit | date | GPU | torch, vLLM, liger-kernel | figures |"
     yield "|---|---|---|---|---|---|"
-    for part in (*dict.fromkeys([*SPLIT.values(), "lora_4b"]), "engine_plain", "engine_skipped", "engine_start"):
+    yield from _tests()
+    for part in (
+        *dict.fromkeys([*SPLIT.values(), "lora_4b"]),
+        "profile",
+        "engine_plain",
+        "engine_skipped",
+        "engine_start",
+    ):
         found = measured(part)
         if found is None:
             yield f'| `{part}` | not measured: `make gpu GPU_ARGS="--only {part}"` | | | | |'
@@ -203,11 +223,22 @@ def in_short() -> Iterator[str]:
         yield f"| stage 2 of 2B, colocated, 300 tokens an answer | {r['images_per_s']:.1f} images/s | |"
     for part, how in (("engine_plain", "token by token"), ("engine_skipped", "skipping forced tokens")):
         if (found := measured(part)) is not None:
+            billions = found["results"]["push"]["full"]["bytes"] / 2e9
             rates = [found["results"][f"batch_{batch}"]["boxes_per_s"] for batch in (1, 64)]
-            yield f"| answers of 2B's cost, {how} | {rates[0]:,.0f} boxes/s, 64 at once {rates[1]:,.0f} | |"
+            shown = f"{rates[0]:,.0f} boxes/s, 64 at once {rates[1]:,.0f}"
+            yield f"| answers of {billions:.1f} B parameters, {how} | {shown} | |"
     if (found := measured("engine_plain")) is not None:
         pushed = found["results"]["push"]["full_with_checksums"]
         yield f"| push of {pushed['bytes'] / 1e9:.1f} GB, with checksums | {pushed['push_s']:.2f} s | |"
+
+
+def _tests() -> Iterator[str]:
+    """What the newest summary says of tests/gpu."""
+    for file in sorted(RESULTS.glob(f"{HARDWARE}*/summary.json"), reverse=True)[:1]:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+        where, notes = summary["machine"], [row["note"] for row in summary["results"] if row["part"] == "tests"]
+        if notes:
+            yield f"| `tests` | {where['commit'][:8]} | {where['date'][:10]} | {where['gpu']} | | {notes[0]} |"
 
 
 def commit_of_all(folder: Path) -> str:
@@ -220,6 +251,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "training": training,
     "parts of a step": parts,
     "decoding": decoding,
+    "profile": profile,
     "engine": engine,
     "sources": sources,
     "one gpu": in_short,
