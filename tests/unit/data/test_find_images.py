@@ -215,6 +215,15 @@ def test_hidden_copies_are_passed_over_and_counted(convert: Any, tmp_path: Path)
     assert not report.skipped
 
 
+@pytest.mark.parametrize("convert", [coco, cvat, labelstudio, csv, via, labelme])
+def test_images_that_no_annotation_names_are_counted(convert: Any, tmp_path: Path) -> None:
+    for name in ("a.jpg", "b.jpg", "deep/c.heic"):
+        paint(tmp_path / "images" / name, format="JPEG")
+    report = convert(tmp_path, ["a.jpg"])
+    assert (report.images, report.notes) == (1, {"unnamed_image": 2})
+    assert "b.jpg, deep/c.heic" in report.problems[-1].detail
+
+
 @pytest.mark.parametrize("convert", [coco, cvat, labelstudio, csv, via])
 @pytest.mark.parametrize(
     "name", ["..\\\\..\\\\media\\\\upload\\\\4\\\\x.png", "/home/someone/images/x.png", "photos/1/x.png"]

@@ -201,9 +201,8 @@ def _convert(
         listed[image_id] = where, given, declared_size(image.get("width"), image.get("height"))
     usable: dict[str, tuple[FoundImage, tuple[int, int] | None]] = {}
     seen: set[Path] = set()
-    images = ImageFolder(images_dir)
-    report.pass_over(images.listing)
-    found_images = images.find_all([[given] for _, given, _ in listed.values()])
+    wanted = [[given] for _, given, _ in listed.values()]
+    found_images = report.find_all(ImageFolder(images_dir), wanted, file.name)
     for (image_id, (where, given, size)), found in zip(listed.items(), found_images, strict=True):
         if found.there and found.path in seen:
             detail = f"{where}: {given!r} is listed twice; kept the first"
@@ -212,7 +211,6 @@ def _convert(
             detail = f"{where}: {given!r} leaves the images folder" + (f": {found.problem}" if found.problem else "")
             report.skip_image(SkipReason.UNSAFE_FILE_NAME, file.name, detail)
         else:
-            report.note_found(found, file.name)
             seen.add(found.path)
             usable[image_id] = found, size
     there = sum(found.there for found, _ in usable.values())

@@ -288,7 +288,6 @@ def convert_labelme(
     if not files:
         raise DataError("no *.json below this folder; LabelMe writes one next to each image", path=folder)
     report = ConversionReport(Path(out_dir) / f"{options.name or folder.absolute().name}.jsonl")
-    report.pass_over(listing)
     home = folder if images_dir is None else Path(images_dir)
     contents: dict[Path, dict[str, Any]] = {}
     for file in files:
@@ -306,7 +305,7 @@ def convert_labelme(
         contents[file] = content
     images = ImageFolder(home, outside=True)
     if home != folder:
-        report.pass_over(images.listing)
+        report.pass_over(listing)
     wanted, hints = [], []
     for file, content in contents.items():
         named = with_slashes(content["imagePath"])
@@ -314,10 +313,10 @@ def convert_labelme(
         is_absolute = PurePosixPath(named).is_absolute() or PureWindowsPath(named).is_absolute()
         wanted.append([named] if is_absolute else [posixpath.normpath(f"{base}/{named}"), named])
         hints.append([str(base / PurePosixPath(named).name)])
+    found_images = report.find_all(images, wanted, folder.name, hints)
     sources = []
-    for (file, content), found in zip(contents.items(), images.find_all(wanted, hints), strict=True):
+    for (file, content), found in zip(contents.items(), found_images, strict=True):
         shown = file.relative_to(folder).as_posix()
-        report.note_found(found, shown)
         objects: list[SourceShape] = []
         groups = by_object(content["shapes"], _group_of)
         for parts in groups:

@@ -332,9 +332,4 @@ def _find(
 ) -> list[FoundImage]:
     folder = file.parent if images_dir is None else Path(images_dir)
     check_folder(folder, "images folder")
-    images = ImageFolder(folder)
-    report.pass_over(images.listing)
-    found = images.find_all(wanted)
-    for one in found:
-        report.note_found(one, file.name)
-    return found
+    return report.find_all(ImageFolder(folder), wanted, file.name)

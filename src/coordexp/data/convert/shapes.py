@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from rich.table import Table
 from rich.text import Text
 
-from coordexp.data.find_images import REPORT_SUFFIX, FoundImage, Listing
+from coordexp.data.find_images import REPORT_SUFFIX, FoundImage, ImageFolder, Listing
 from coordexp.data.jsonl import clean_desc
 from coordexp.data.polygons import canonical_ring, shape_area
 from coordexp.errors import DataError
@@ -80,6 +80,7 @@ class Note(StrEnum):
     EXIF_APPLIED = "exif_applied"  # rotated upright by EXIF; the annotation's size is ambiguous
     NO_LABEL_FILE = "no_label_file"  # YOLO's way to say: no objects
     FOUND_BY_TAIL = "found_by_tail"  # no file of the annotation's own name; the only one of its last part was taken
+    UNNAMED_IMAGE = "unnamed_image"  # is in the folder of images, and the annotations do not mention it
     PASSED_OVER = "passed_over"  # hidden files and folders, those of tools, links to a folder that is read already
     FILENAME_MISMATCH = "filename_mismatch"  # the annotation names another image than its own file name does
     UNBOXED_CLASS = "unboxed_class"  # Open Images: a class that people saw in the image, without a box
@@ -177,6 +178,28 @@ class ConversionReport:
         for line in listing.summary():
             self.problems.append(Problem(Note.PASSED_OVER.value, str(listing.folder), None, line))
         return listing
+
+    def find_all(
+        self,
+        images: ImageFolder,
+        wanted: Sequence[Sequence[str]],
+        file: str,
+        hints: Sequence[Sequence[str]] | None = None,
+    ) -> list[FoundImage]:
+        """The image of each entry of ``file``. Counts what the search passed over, images that were found by the end of
+        their name, and images in the folder that no entry names."""
+        self.pass_over(images.listing)
+        found = images.find_all(wanted, hints)
+        for one in found:
+            self.note_found(one, file)
+        named = {one.path for one in found}
+        unnamed = [path.relative_to(images.folder).as_posix() for path in images.images if path not in named]
+        if unnamed:
+            self.notes[Note.UNNAMED_IMAGE.value] += len(unnamed)
+            shown = ", ".join(unnamed[:3]) + (", …" if len(unnamed) > 3 else "")
+            detail = f"{len(unnamed)} images of {images.folder} are named by no entry: {shown}"
+            self.problems.append(Problem(Note.UNNAMED_IMAGE.value, file, None, detail))
+        return found
 
     def note_found(self, found: FoundImage, file: str) -> None:
         """Note an image that was not found under its own name."""

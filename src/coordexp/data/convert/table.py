@@ -75,13 +75,11 @@ def convert_csv(
         {meaning: cells[at].strip() if at < len(cells) else "" for meaning, at in read.column_of.items()}
         for cells in read.rows
     ]
-    searched = ImageFolder(folder, outside=True)
-    report.pass_over(searched.listing)
     declared: dict[str, tuple[int, int] | None] = {}
     for row in rows:
         size = declared_size(*(number(row.get(side, "")) for side in ("width", "height")))
         declared.setdefault(_name_in(row), size)
-    found_images = searched.find_all([[named] for named in declared])
+    found_images = report.find_all(ImageFolder(folder, outside=True), [[named] for named in declared], path.name)
     objects: dict[str, list[SourceShape]] = {named: [] for named in declared}
     num_annotated: Counter[str] = Counter()
     for index, row in enumerate(rows):
@@ -100,7 +98,6 @@ def convert_csv(
     sources = []
     for (named, size), found in zip(declared.items(), found_images, strict=True):
         report.images_seen += 1
-        report.note_found(found, path.name)
         shapes = tuple(objects[named])
         image = SourceImage(
             found.name, path.name, found.path, size, shapes, num_annotated[named], None, found.problem,
