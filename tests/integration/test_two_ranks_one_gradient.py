@@ -1,11 +1,12 @@
-"""The gradient is the same however segments are packed, ordered, or spread over ranks: two real processes, float64."""
+"""The gradient is the same however segments are packed, ordered, or spread over ranks: the trainer's own step in two
+real processes, in float64, against a step that is written out here."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,29 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerState
 
 from coordexp import distributed
 from coordexp.config.objective import PipelineConfig
-from coordexp.matching import match_objects
+from coordexp.coords import TURN_END
+from coordexp.data.dataset import Sample
+from coordexp.matching import MatchingConfig, match_objects
 from coordexp.modeling.load import LoadedModel
 from coordexp.objective import RowObjective, build_pipeline
 from coordexp.parsing import parse_rollout
+from coordexp.recording.writer import RolloutLog
 from coordexp.records import Segment
-from coordexp.targets import build_target, count_terms
-from coordexp.training.rows import RowBuilder
+from coordexp.targets import TargetPolicy, TransportConfig, build_target, count_terms
+from coordexp.training.answers import AnswerReader, RolloutQueue, TargetOptions
+from coordexp.training.batches import MicroBatches
+from coordexp.training.rows import RowBuilder, RowLayout
+from coordexp.training.state import RunState
+from coordexp.training.step import Task, TrainStep
 from support.config_samples import pipeline
-from support.tiny_run import gt_segments, load_tiny, nearly_right, row_of, tiny_samples
+from support.tiny_run import InMemoryBackend, load_tiny, nearly_right, row_of, tiny_samples
 from support.torchrun import torchrun
 from support.tuned_models import untied_checkpoint
 
@@ -40,27 +50,24 @@ def load_double(checkpoint: Path | None = None) -> LoadedModel:
     return loaded
 
 
+def answer_of(samples: Sequence[Sample], sample_id: str) -> str:
+    """The first three samples' answers have no object, the others all but their last, each a little off."""
+    place = [sample.record.sample_id for sample in samples].index(sample_id)
+    return "{}" + TURN_END if place < 3 else nearly_right(samples[place].record.objects)
+
+
 def mixed_segments(loaded: LoadedModel) -> list[Segment]:
-    """Three answers written from ground truth, and three of the model's own with something found and missed."""
-    found = []
-    for sample in tiny_samples(loaded, 6)[3:]:
+    """Three answers to which everything is appended, and three in which something is found and missed."""
+    samples, found = tiny_samples(loaded, 6), []
+    for sample in samples:
         record, vocab = sample.record, loaded.vocab
-        parsed = parse_rollout(vocab.encode(nearly_right(record.objects)), vocab)
+        parsed = parse_rollout(vocab.encode(answer_of(samples, record.sample_id)), vocab)
         match = match_objects(parsed.objects, record.objects)
         target = build_target(parsed, match, record.objects, vocab, sample_id=record.sample_id)
         found.append(Segment(record.sample_id, sample.request.prompt_token_ids, target, sample.request.model_inputs))
-    assert sum(len(segment.target.matched_pred_idx) for segment in found) > 0
-    return [*gt_segments(loaded, 3), *found]
-
-
-def row_loss(
-    model: Any, loaded: LoadedModel, row_segments: Sequence[Segment], totals: Mapping[str, int]
-) -> torch.Tensor:
-    """One row's share of the loss. ``model``: the bare model, or what DDP or FSDP made of it."""
-    objective = RowObjective(PIPELINE, loaded.vocab.coord_token_ids)
-    row = RowBuilder.from_model(loaded, torch.device("cpu"))(row_of(row_segments), objective)
-    scores = model(forward_fn=partial(objective.scores, row=row))
-    return objective.result(row.supervision, scores, totals).loss
+    matched = [len(segment.target.matched_pred_idx) for segment in found]
+    assert sum(matched[:3]) == 0 < sum(matched[3:])
+    return found
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -73,16 +80,15 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def step(loaded: LoadedModel, micro_steps: Sequence[Sequence[Segment]]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradient of an optimizer step with these rows, in this process alone."""
+def by_hand(loaded: LoadedModel, segments: Sequence[Segment]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradient of an optimizer step with one row of all segments, written out here."""
     loaded.model.zero_grad()
-    totals = count_terms(segment.target for row in micro_steps for segment in row)
-    total = 0.0
-    for row in micro_steps:
-        loss = row_loss(loaded.model, loaded, row, totals)
-        loss.backward()
-        total += loss.item()
-    return total, gradients(loaded.model)
+    objective = RowObjective(PIPELINE, loaded.vocab.coord_token_ids)
+    row = RowBuilder.from_model(loaded, torch.device("cpu"))(row_of(segments), objective)
+    scores = loaded.model(forward_fn=partial(objective.scores, row=row))
+    loss = objective.result(row.supervision, scores, count_terms(segment.target for segment in segments)).loss
+    loss.backward()
+    return loss.item(), gradients(loaded.model)
 
 
 def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -104,30 +110,55 @@ CASES = {
 UNTIED = {f"{wrapper}: untied head": (wrapper, [[[0, 1, 2]], [[3, 4, 5]]]) for wrapper in ("ddp", "fsdp2")}
 
 
+class Rows:
+    """Stands for StepBatches: micro-batches of a single step."""
+
+    def __init__(self, batches: MicroBatches) -> None:
+        self.batches = batches
+
+    def take(self) -> MicroBatches:
+        return self.batches
+
+
+def product_step(
+    loaded: LoadedModel, model: Any, accelerator: Accelerator, rows: Sequence[Sequence[int]], folder: Path
+) -> float:
+    """Run the trainer's own step on this rank's samples, a micro-batch for each row. Returns the step's loss, over all
+    ranks; the gradient is in the model."""
+    samples, vocab = tiny_samples(loaded, 6), loaded.vocab
+    backend = InMemoryBackend(vocab, lambda request: answer_of(samples, request.sample_id))
+    task = Task(
+        RowObjective(PIPELINE, vocab.coord_token_ids),
+        RowLayout(None, capacity=None),
+        TargetOptions(vocab, "desc_first", TransportConfig(), TargetPolicy()),
+        RolloutQueue(backend, AnswerReader(vocab, MatchingConfig()), 3),
+    )
+    run = RunState(loaded, model, None, None, accelerator, TrainerState())
+    step = TrainStep(
+        run,
+        {None: task},
+        None,
+        build_row=RowBuilder.from_model(loaded, torch.device("cpu")),
+        max_grad_norm=0.0,
+        rollout_log=RolloutLog(folder, distributed.rank()),
+    )
+    batches: Any = Rows([[samples[index] for index in row] for row in rows])
+    step.accumulate(batches, 0)
+    return run.sums.take()["loss"]
+
+
 def leave_gradients(folder: Path) -> None:
     # Before there are ranks, of which only the first would write the tiny checkpoints.
     tied, untied = load_double(), load_double(untied_checkpoint())
-    segments = mixed_segments(tied)
     dist.init_process_group("gloo")
-    me, world = distributed.rank(), distributed.world_size()
-    losses = {}
+    me = distributed.rank()
+    accelerator, losses = Accelerator(cpu=True), {}
     for name, (wrapper, split) in (CASES | UNTIED).items():
         loaded = untied if name in UNTIED else tied
-        mine = [[segments[index] for index in row] for row in split[me]]
-        local = count_terms(segment.target for row in mine for segment in row)
-        summed = distributed.all_reduce(tuple(local.values()), "sum")
-        totals = {term: int(total) for term, total in zip(local, summed, strict=True)}
         bare = copy.deepcopy(loaded.model)
         model: Any = DistributedDataParallel(bare) if wrapper == "ddp" else sharded(bare)
-        total = 0.0
-        for number, row in enumerate(mine, start=1):
-            # Gradients are exchanged once, with the last row, as in the trainer.
-            waits = wrapper == "ddp" and number < len(mine)
-            with model.no_sync() if waits else nullcontext():
-                loss = row_loss(model, loaded, row, totals)
-                (loss * world).backward()
-            total += loss.item()
-        losses[name] = distributed.all_reduce([total], "sum")[0]
+        accelerator.state.fsdp_plugin = None if wrapper == "ddp" else object()  # by which a run knows that it shards
+        losses[name] = product_step(replace(loaded, model=bare), model, accelerator, split[me], folder / name)
         whole = gradients(bare)  # collective under FSDP
         if me == 0:
             torch.save(whole, folder / f"{name}.pt")
@@ -150,8 +181,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel) -> tuple[float, dict[str, torch.Tensor]]:
-    segments: list[Segment] = mixed_segments(loaded)
-    return step(loaded, [segments])
+    return by_hand(loaded, mixed_segments(loaded))
 
 
 @pytest.fixture(scope="module")

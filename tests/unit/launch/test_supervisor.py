@@ -167,6 +167,25 @@ def test_a_trainer_that_loses_its_server_can_save_first(tmp_path: Path) -> None:
     assert "server0 ended with exit code 137" in (tmp_path / "launch.log").read_text()
 
 
+def test_settings_of_servers_in_the_shell_do_not_reach_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = (
+        "COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION",
+        "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON",
+        "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH",
+        "COORDEXP_ENABLE_VLLM_CLOSED_NAMES",
+        "COORDEXP_ROLLOUT_API_KEY",
+    )
+    for name in names:
+        monkeypatch.setenv(name, "from the shell")
+    monkeypatch.setenv("COORDEXP_OTHER", "from the shell")
+    learner = "import os; print(sorted(name for name in os.environ if os.environ[name] == 'from the shell'))"
+    with launched(tmp_path, plan(tmp_path, learner)) as running:
+        assert running.process.wait(DEADLINE_S) == 0
+    assert (tmp_path / "learner.log").read_text() == "['COORDEXP_OTHER']\n"
+
+
 def test_a_server_that_does_not_start_ends_the_launch_with_its_log(tmp_path: Path) -> None:
     failing = "print('no such model', flush=True); raise SystemExit(7)"
     with launched(tmp_path, plan(tmp_path, LONG_LEARNER, server=failing)) as running:

@@ -51,6 +51,13 @@ def test_one_sample(response, counts):
     assert {name: n for name, n in got.items() if n} == {name: n for name, n in want.items() if n}
 
 
+def test_pairs_of_a_box_and_a_polygon_are_counted():
+    cat_as_polygon = GTObject("cat", "poly", (10, 20, 200, 20, 200, 220, 10, 220))
+    response = answer(entry(1, NEAR_CAT))
+    mixed, same = (outcome_of(response, [truth], qwen_vocab()) for truth in (cat_as_polygon, CAT))
+    assert rollout_counters([mixed, same, mixed])["match/mixed_kind_total"] == 2
+
+
 def test_samples_add_up():
     vocab = qwen_vocab()
     one, two = (outcome_of(text, [CAT], vocab) for text in (answer(entry(1, NEAR_CAT)), answer(entry(1, FAR))))
@@ -85,6 +92,7 @@ def over_ranks(monkeypatch, *ranks):
         ("coord_diag/p_target", 0.1, 0.2, 0.3),
         ("time/forward_s", 5.0, 3.0, 5.0),
         ("rollout/gen_new_tokens_p99", 12.0, 20.0, 20.0),
+        ("rollout/repeat_terminate_active", 1, 1, 1),  # a flag, not a count
         ("rollout/decode_greedy", 1, 1, 1),
         ("rollout/decode_beam", 1, 1, 1),
         ("rollout/decode_sample", 1, 1, 1),

@@ -7,7 +7,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordexp.rollouts.backend import MAX_SEED, DatasetSeeds, request_seed
+from coordexp.rollouts.backend import MAX_SEED, DatasetSeeds, SeedContext, request_seed
 
 PINNED = [363490752, 1634158894]
 ANY = st.integers(0, 2**40)
@@ -28,6 +28,12 @@ def test_seeds_do_not_change_between_releases_or_processes():
 def test_every_part_of_the_place_counts():
     places = list(itertools.product(range(3), range(5), range(4), range(4), range(4)))
     assert len({request_seed(*place) for place in places}) == len(places)
+
+
+def test_a_round_hands_each_part_of_its_place_to_the_seed():
+    assert SeedContext(training_seed=42, global_step=1000, micro_step_idx=3, rank=7).seed_of(16) == PINNED[1]
+    places = [(42, 5, 0, 0), (42, 5, 1, 0), (42, 5, 0, 1), (42, 6, 0, 0), (43, 5, 0, 0)]
+    assert len({SeedContext(*place).seed_of(0) for place in places}) == len(places)
 
 
 def test_neighbours_in_a_data_set_have_neighbouring_seeds():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -91,6 +93,16 @@ def test_descriptions_are_found_after_non_ascii_ones(make_vocab) -> None:
             runs.append(vocab.decode(here))
             here = []
     assert runs == descs
+
+
+def test_the_end_of_the_answer_weighs_fully_after_a_soft_object() -> None:
+    """The real tokenizer fuses the entry's closing brace with the root's."""
+    vocab, soft = qwen_vocab(), replace(CAT, soft=0.25)
+    target = build_gt_target([soft], vocab, sample_id="s", field_order="desc_first")
+    assert vocab.piece(target.token_ids[-2]).endswith("}}")
+    weight_T = target.weights["struct_ce"]
+    assert weight_T[-2:].tolist() == [1.0, 1.0]
+    assert weight_T[:-2].max() == 0.25
 
 
 @vocabs

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordexp import distributed
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.epochs import EpochPlan
 from coordexp.records import ImageRecord, RolloutRequest
@@ -126,6 +127,47 @@ def test_a_weighted_epoch_has_the_samples_of_its_plan_in_a_new_order() -> None:
         assert sorted(counts[f"s{k}"] for k in range(4)) == [1, 1, 2, 2]
     assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
     assert batches.epoch_after(3) == 1.0
+
+
+def test_the_last_step_of_an_epoch_reads_all_that_is_left() -> None:
+    """Seven samples, batches of two: four batches. Steps of three batches leave one; steps of four or more leave none,
+    and none of them skips a sample."""
+    for accumulation_steps, sizes in ((3, [[2, 2, 2], [1]]), (4, [[2, 2, 2, 1]]), (5, [[2, 2, 2, 1]])):
+        dataset = RecordDataset(RECORDS, request)
+        batches = StepBatches(dataset, batch_size=2, accumulation_steps=accumulation_steps, seed=3, num_workers=0)
+        batches.start(0)
+        steps = [taken(batches) for _ in range(batches.steps_per_epoch)]
+        assert [[len(batch) for batch in step] for step in steps] == sizes
+        assert sorted(name for step in steps for name in ids(step)) == [f"s{k}" for k in range(7)]
+
+
+def test_a_ragged_last_step_reads_more_than_one_batch() -> None:
+    """Eleven samples, batches of two, four batches a step: the second step has the last two batches."""
+    records = [ImageRecord(f"s{i}", Path(f"{i}.png"), 64, 64, ()) for i in range(11)]
+    batches = StepBatches(
+        RecordDataset(records, request), batch_size=2, accumulation_steps=4, seed=3, num_workers=0
+    )  # fmt: skip
+    batches.start(0)
+    steps = [taken(batches) for _ in range(batches.steps_per_epoch)]
+    assert [[len(batch) for batch in step] for step in steps] == [[2, 2, 2, 2], [2, 1]]
+    assert sorted(name for step in steps for name in ids(step)) == sorted(f"s{k}" for k in range(11))
+
+
+def test_every_rank_reads_its_own_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight samples on two ranks: together they read each of them once."""
+    records = [ImageRecord(f"s{i}", Path(f"{i}.png"), 64, 64, ()) for i in range(8)]
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "all_reduce", lambda values, how: [float(value) for value in values])
+    seen = []
+    for rank in range(2):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        batches = StepBatches(
+            RecordDataset(records, request), batch_size=2, accumulation_steps=2, seed=3, num_workers=0
+        )  # fmt: skip
+        batches.start(0)
+        seen.append([one for _ in range(batches.steps_per_epoch) for one in ids(taken(batches))])
+    assert [len(one) for one in seen] == [4, 4]
+    assert sorted(seen[0] + seen[1]) == [f"s{k}" for k in range(8)]
 
 
 @pytest.mark.parametrize("batches_at", [batches_from, planned_from], ids=["plain", "weighted"])

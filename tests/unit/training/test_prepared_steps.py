@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from coordexp.coords import TURN_END
 from coordexp.data.dataset import Sample
 from coordexp.errors import CarryBufferOverflow
 from coordexp.modeling.load import LoadedModel
-from coordexp.targets import count_terms
+from coordexp.targets import SampleOutcome, count_terms, empty_target
+from coordexp.training.answers import MatchedAnswer, TargetOptions
+from coordexp.training.rows import RowLayout
 from support.tiny_run import InMemoryBackend, prepare, task_of, tiny_samples
 
 
@@ -51,6 +54,44 @@ def test_totals_are_summed_over_all_ranks(
     monkeypatch.setattr("coordexp.distributed.all_reduce", lambda values, how: [2 * float(n) for n in values])
     both, _ = prepare(task_of(loaded), [samples[:2]])
     assert both.totals == {term: 2 * count for term, count in alone.totals.items()}
+
+
+def draining(loaded: LoadedModel, backend: Any, capacity: int | None) -> Any:
+    """Channel-B's task: it trains on all segments of a step, in as many rows as they need."""
+    task = task_of(loaded, backend, drop_unclosed=True)
+    return replace(task, layout=RowLayout(None, capacity=capacity, drain=True))
+
+
+def test_a_rank_with_fewer_rows_runs_blank_ones_first(
+    loaded: LoadedModel, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are exchanged with the last row, which is a real one where there is one."""
+    backend = InMemoryBackend(loaded.vocab, lambda _: "{}" + TURN_END)
+    monkeypatch.setattr(
+        "coordexp.distributed.all_reduce", lambda values, how: [3.0] if how == "max" else [float(n) for n in values]
+    )
+    prepared, metrics = prepare(draining(loaded, backend, 400), [samples[:2]])
+    supervised = [any(s.target.weights for s in row.segments) for row in prepared.rows]
+    assert supervised == [False, False, True] and metrics["packing/blank_rows_total"] == 2
+
+
+@pytest.mark.parametrize("capacity", [None, 400], ids=["unpacked", "packed"])
+def test_a_micro_step_whose_answers_all_drop_out_has_no_row(
+    loaded: LoadedModel, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, capacity: int | None
+) -> None:
+    backend = InMemoryBackend(loaded.vocab, lambda _: "{}" + TURN_END)
+    dropped = samples[2].record.sample_id
+    corrected = TargetOptions.corrected
+
+    def unclosable(self: TargetOptions, answer: MatchedAnswer, policy: Any, complete: bool) -> SampleOutcome:
+        outcome = corrected(self, answer, policy, complete)
+        is_dropped = answer.sample.record.sample_id == dropped
+        return replace(outcome, target=empty_target(dropped)) if is_dropped else outcome
+
+    monkeypatch.setattr(TargetOptions, "corrected", unclosable)
+    prepared, metrics = prepare(draining(loaded, backend, capacity), [samples[:2], samples[2:3]])
+    assert [name for row in prepared.rows for name in ids(row.segments)] == [s.record.sample_id for s in samples[:2]]
+    assert metrics["stage2/closure_dropped_total"] == 1
 
 
 def test_every_sample_is_trained_once_or_waits(loaded: LoadedModel, samples: list[Sample]) -> None:

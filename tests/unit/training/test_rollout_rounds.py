@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from coordexp import distributed
 from coordexp.coords import TURN_END
 from coordexp.data.dataset import Sample
 from coordexp.errors import RolloutError
@@ -17,7 +18,7 @@ from coordexp.matching import MatchingConfig
 from coordexp.modeling.load import LoadedModel
 from coordexp.recording.writer import RolloutLog
 from coordexp.records import Rollout
-from coordexp.rollouts.backend import IndexedRollout, RolloutRound
+from coordexp.rollouts.backend import IndexedRollout, RolloutRound, SeedContext
 from coordexp.training.answers import AnswerReader, RolloutQueue
 from support.tiny_run import (
     InMemoryBackend,
@@ -57,6 +58,16 @@ class Staged(InMemoryBackend):
 
 def queue_of(backend: InMemoryBackend, loaded: LoadedModel) -> RolloutQueue:
     return RolloutQueue(backend, AnswerReader(loaded.vocab, MatchingConfig()), 3)
+
+
+def test_each_micro_step_and_rank_has_seeds_of_its_own(
+    loaded: LoadedModel, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-steps of step 5 on rank 2, training seed 3."""
+    monkeypatch.setattr(distributed, "rank", lambda: 2)
+    backend = InMemoryBackend(loaded.vocab, lambda request: "{}" + TURN_END)
+    queue_of(backend, loaded).take([samples[:2], samples[2:]], 5, {})
+    assert backend.seeds == [SeedContext(3, 5, 0, 2), SeedContext(3, 5, 1, 2)]
 
 
 def test_answers_are_parsed_while_others_decode_and_keep_the_loaders_order(
