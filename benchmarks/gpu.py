@@ -2,10 +2,12 @@
 
 Each part is a process with a limit of its own; its output goes to logs/PART.log, its figures to PART.json as soon as
 there are any, and a line to summary.json when it ends. A part that fails or takes too long ends alone. Without a GPU,
-`--cpu` runs every part with a tiny model. Checkpoints with random weights are written while the tests run; figures of
-answers need a model that writes some: `--narrow FOLDER` from wide_checkpoint.py, or `--wide FOLDER`, widened already.
+`--cpu` runs every part with a tiny model. Checkpoints with random weights are written while the tests run. Answers are
+those of the demo's model, widened to the shape of 2B: with `--narrow FOLDER` those of one that wide_checkpoint.py
+taught Qwen's tokenizer, with `--wide FOLDER` of a model as it is.
 
-On one H100: 12 minutes for all parts.
+On one H100 the usual parts take at most 12 minutes; `--only` and `--all` run the others, mostly further engines, whose
+first start takes more than a minute each.
 """
 
 from __future__ import annotations
@@ -37,17 +39,20 @@ PYTHON = sys.executable
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``command``: of the options; a text says why it cannot run. ``material``: of gpu_material.py, which it reads."""
+    """``command``: of the options. ``material``: of gpu_material.py, which it reads. ``extra``: runs only if named, or
+    with ``--all`` or ``--cpu``."""
 
     name: str
     limit_s: float
-    command: Callable[[Options], list[object] | str]
+    command: Callable[[Options], list[object]]
     material: tuple[str, ...] = ()
     cpu_limit_s: float = 600.0
+    extra: bool = False
 
 
 class Options(Namespace):
     cpu: bool
+    all: bool
     only: list[str]
     skip: list[str]
     total_limit: float
@@ -96,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def read_options(argv: Sequence[str] | None) -> Options:
     flags, names = parser(__doc__), [part.name for part in PARTS]
-    flags.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=f"of {', '.join(names)}")
+    flags.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}")
+    flags.add_argument("--all", action="store_true", help="the extra parts too")
     flags.add_argument("--skip", nargs="+", choices=names, default=[], metavar="PART")
     flags.add_argument("--cpu", action="store_true", help="a tiny model on the CPU: shows that every part runs")
     flags.add_argument("--total-limit", type=float, default=None, metavar="S", help=f"[{TOTAL_S:.0f}; none with --cpu]")
@@ -108,8 +114,13 @@ def read_options(argv: Sequence[str] | None) -> Options:
     options = flags.parse_args(argv, Options())
     if options.total_limit is None:
         options.total_limit = 1e6 if options.cpu else TOTAL_S
+    if options.only is None:
+        options.only = [part.name for part in PARTS if options.cpu or options.all or not part.extra]
+    demo = HERE.parent / "checkpoints" / "demo-stage1"
     if options.cpu and options.wide is None:
-        options.wide = HERE.parent / "checkpoints" / "demo-stage1"
+        options.wide = demo
+    elif options.narrow is None and options.wide is None:
+        options.narrow = demo
     return options
 
 
@@ -128,7 +139,7 @@ class Material:
         writes = [name for name in ("photos", "wide_scenes", "2B", "wide", "4B", "8B") if name in names]
         if options.cpu:
             writes = list(dict.fromkeys("tiny" if name in ("2B", "4B", "8B") else name for name in writes))
-        if options.wide is not None or options.narrow is None:
+        if options.wide is not None:
             writes = [name for name in writes if name != "wide"]
         missing = [name for name in writes if not (options.work / name).exists()]
         if missing:
@@ -163,9 +174,6 @@ def run_part(part: Part, options: Options, writing: Material, deadline: float) -
             "figures": figures,
         }  # fmt: skip
 
-    command = part.command(options)
-    if isinstance(command, str):
-        return row("skipped", command)
     if problem := writing.wait(part.material, deadline - LEAST_S):
         return row("failed", problem)
     limit = min(part.cpu_limit_s if options.cpu else part.limit_s, deadline - time.monotonic())
@@ -175,7 +183,7 @@ def run_part(part: Part, options: Options, writing: Material, deadline: float) -
     result_file = options.out / f"{part.name}.json"
     result_file.unlink(missing_ok=True)
     log = log_of(options, part.name)
-    process = start([*command, *json_flag(part, result_file)], options, part.name)
+    process = start([*part.command(options), *json_flag(part, result_file)], options, part.name)
     try:
         code: int | None = process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -283,7 +291,7 @@ def table(summary: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def run_of(name: str, file: str, size: str, steps: int, *keys: str, on_gpu: Sequence[str] = (), scenes: str = "photos",
-           warm_up: int = 2) -> Callable[[Options], list[object] | str]:  # fmt: skip
+           warm_up: int = 2) -> Callable[[Options], list[object]]:  # fmt: skip
     """``coordexp train`` of a shipped file; ``keys`` everywhere, ``on_gpu`` only on GPUs."""
     small = ["global_max_length=2048", "rollout_matching.max_new_tokens=32", "training.effective_batch_size=8",
              "training.use_cpu=true", "rollout_matching.repeat_terminate.min_new_tokens=16"]  # fmt: skip
@@ -292,9 +300,7 @@ def run_of(name: str, file: str, size: str, steps: int, *keys: str, on_gpu: Sequ
     if "colocate" in file:
         small += ["rollout_matching.vllm.enforce_eager=true", "rollout_matching.vllm.max_num_batched_tokens=1024"]
 
-    def command(options: Options) -> list[object] | str:
-        if size == "wide" and options.narrow is None and options.wide is None:
-            return "needs a model that answers: --narrow or --wide"
+    def command(options: Options) -> list[object]:
         more = small if options.cpu else list(on_gpu)
         count, first = (1, 1) if options.cpu else (steps, warm_up)
         return [
@@ -306,10 +312,8 @@ def run_of(name: str, file: str, size: str, steps: int, *keys: str, on_gpu: Sequ
     return command
 
 
-def engine(kind: str) -> Callable[[Options], list[object] | str]:
-    def command(options: Options) -> list[object] | str:
-        if options.narrow is None and options.wide is None:
-            return "needs a model that answers: --narrow or --wide"
+def engine(kind: str) -> Callable[[Options], list[object]]:
+    def command(options: Options) -> list[object]:
         small = ["--batches", "4,1", "--images", "4,1", "--dtype", "float32"] if options.cpu else []
         return [
             PYTHON, HERE / "gpu_engine.py", "--kind", kind, "--model", options.made("wide"), "--scenes",
@@ -319,15 +323,15 @@ def engine(kind: str) -> Callable[[Options], list[object] | str]:
     return command
 
 
-def tests(options: Options) -> list[object] | str:
+def tests(options: Options) -> list[object]:
     return [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests/gpu/test_on_gpu.py"]
 
 
-def as_shipped(options: Options) -> list[object] | str:
+def as_shipped(options: Options) -> list[object]:
     return [PYTHON, "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", "tests/gpu/test_as_shipped_on_gpu.py"]
 
 
-def profile(options: Options) -> list[object] | str:
+def profile(options: Options) -> list[object]:
     """Rows as full as photographs of this size make them."""
     keys = ["training.use_cpu=true", "global_max_length=3500"] if options.cpu else []
     return [
@@ -337,10 +341,16 @@ def profile(options: Options) -> list[object] | str:
     ]  # fmt: skip
 
 
-def doctor(options: Options) -> list[object] | str:
-    answers = options.narrow is not None or options.wide is not None
-    chosen = ["--gpus", "0"] if options.cpu else ["--model", options.made("wide" if answers else "2B")]
-    return [PYTHON, "-m", "coordexp", "doctor", *chosen, "--timeout", "120", "--keep", options.work / "doctor"]
+def doctor(*sections: str) -> Callable[[Options], list[object]]:
+    """Some sections and checks, with the model that answers: other parts measure the speed of training."""
+
+    def command(options: Options) -> list[object]:
+        chosen = ["--gpus", "0"] if options.cpu else ["--model", options.made("wide")]
+        only = [word for section in sections for word in ("--only", section)]
+        folder = options.work / "doctor"
+        return [PYTHON, "-m", "coordexp", "doctor", *chosen, *only, "--timeout", "180", "--keep", folder]
+
+    return command
 
 
 # Tokens of an answer of random weights, which never end one: as many as ten boxes take in Qwen's tokenizer.
@@ -354,7 +364,7 @@ PARTS = (
     Part("engine_skipped", 150, engine("skipped"), ("wide", "wide_scenes")),
     Part(
         "rewritten_colocate",
-        150,
+        220,
         run_of(
             "rewritten_colocate", "stage2_rollout_aligned/rewritten_colocate.yaml", "2B", 3,
             on_gpu=(*TEN_BOXES, "rollout_matching.decoding.skip_forced_tokens=false"),
@@ -369,8 +379,10 @@ PARTS = (
             scenes="wide_scenes",
         ),
         ("wide", "wide_scenes"),
+        extra=True,
     ),
-    Part("doctor", 200, doctor, ("2B",)),
+    Part("doctor", 150, doctor("machine", "exactness", "training", "stage-2"), ("wide",)),
+    Part("doctor_engine", 240, doctor("engine", "skipping"), ("wide",), extra=True),
     Part(
         "rewritten",
         90,
@@ -379,6 +391,7 @@ PARTS = (
             on_gpu=("rollout_matching.max_new_tokens=64",), warm_up=1,
         ),
         ("photos", "2B"),
+        extra=True,
     ),
     Part(
         "hf",
@@ -388,11 +401,12 @@ PARTS = (
             on_gpu=("rollout_matching.max_new_tokens=64",), warm_up=1,
         ),
         ("photos", "2B"),
+        extra=True,
     ),
-    Part("as_shipped", 300, as_shipped),
-    Part("engine_start", 90, engine("start"), ("wide", "wide_scenes")),
-    Part("lora_8b", 120, run_of("lora_8b", "stage1/lora.yaml", "8B", 4), ("photos", "8B")),
-    Part("lora_4b", 90, run_of("lora_4b", "stage1/lora.yaml", "4B", 4), ("photos", "4B")),
+    Part("as_shipped", 300, as_shipped, extra=True),
+    Part("engine_start", 90, engine("start"), ("wide", "wide_scenes"), extra=True),
+    Part("lora_8b", 120, run_of("lora_8b", "stage1/lora.yaml", "8B", 4), ("photos", "8B"), extra=True),
+    Part("lora_4b", 90, run_of("lora_4b", "stage1/lora.yaml", "4B", 4), ("photos", "4B"), extra=True),
 )  # fmt: skip
 
 if __name__ == "__main__":

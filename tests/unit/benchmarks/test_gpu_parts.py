@@ -64,6 +64,15 @@ def test_parts_are_chosen_and_end_with_the_total_limit(monkeypatch: pytest.Monke
     assert {name: row["result"] for name, row in rows.items()} == {"first": "timeout", "third": "skipped"}
 
 
+def test_extra_parts_run_if_named_and_in_a_rehearsal() -> None:
+    usual = gpu.read_options([]).only
+    assert {"tests", "sft", "engine_plain", "engine_skipped", "rewritten_colocate", "doctor"} <= set(usual)
+    assert not {"as_shipped", "lora_8b", "doctor_engine"} & set(usual)
+    every = [part.name for part in gpu.PARTS]
+    assert gpu.read_options(["--all"]).only == gpu.read_options(["--cpu"]).only == every
+    assert gpu.read_options(["--only", "lora_8b"]).only == ["lora_8b"]
+
+
 def test_folders_are_named_by_hardware_and_date() -> None:
     name = gpu.folder_name({"gpu": "NVIDIA H100 80GB HBM3", "cores": 16})
     assert name.startswith("h100-80gb-hbm3-20") and len(name) == len("h100-80gb-hbm3-2026-11-26")
