@@ -93,10 +93,12 @@ def die(aim: str, times: int, when: str, error: str) -> None:
     from accelerate import Accelerator
 
     from coordexp.modeling.scores import TokenScorer
-    from coordexp.objective import RowTensors
+    from coordexp.objective import RowObjective, RowTensors
+    from coordexp.recording.writer import RolloutRecorder
     from coordexp.rollouts.hf import HFBackend
-    from coordexp.training import checkpoint, loop, saving
+    from coordexp.training import answers, batches, checkpoint, loop, saving
     from coordexp.training.loop import CoordExpTrainer
+    from coordexp.training.progress import RichProgress
     from coordexp.training.step import TrainStep
 
     def end() -> None:
@@ -104,7 +106,10 @@ def die(aim: str, times: int, when: str, error: str) -> None:
             raise RuntimeError(error)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    owners = (TrainStep, RowTensors, CoordExpTrainer, saving, loop, checkpoint, Accelerator, HFBackend, TokenScorer)
+    owners = (
+        *(TrainStep, RowTensors, CoordExpTrainer, saving, loop, checkpoint, Accelerator, HFBackend, TokenScorer),
+        *(RowObjective, RolloutRecorder, RichProgress, answers, batches),
+    )
     owner: Any = next(one for one in owners if hasattr(one, aim))
     act, left = getattr(owner, aim), times
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from coordexp import Detector
 from coordexp.errors import CheckpointError
 from coordexp.modeling.finite import broken_weight
 from support.cli_runs import run_cli
+from support.rollout_servers import served_checkpoint, server_config, started
 from support.tiny_run import load_tiny, run_config, tiny_checkpoint, tiny_scenes
 
 NAME = "model.language_model.layers.1.mlp.down_proj.weight"
@@ -72,3 +74,19 @@ def test_infinities_of_both_signs_do_not_cancel() -> None:
         model.weight[0, 0], model.weight[0, 1] = float("inf"), float("-inf")
     assert broken_weight(model) == "weight"
     assert broken_weight(load_tiny().model) is None
+
+
+@pytest.mark.campaign
+def test_a_server_refuses_broken_weights(tmp_path: Path, seen: Callable[[object], None]) -> None:
+    """Its engine loads them itself, in a process of its own."""
+    shutil.copytree(served_checkpoint(), tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors[NAME].view(-1)[7] = float("nan")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    config = server_config(tmp_path, checkpoint=tmp_path / "model")
+    with started(tmp_path, config) as server:
+        code = server.process.wait(180)
+    log = (tmp_path / "server0.log").read_text()
+    said = re.search(rf"error: {tmp_path / 'model'}: its weight \S+ is NaN or infinite", log)
+    assert code == 2 and said is not None, log[-3000:]
+    seen(said[0])
