@@ -112,7 +112,9 @@ def test_changed_weights_are_detected_by_checksum(
     flipped = EditedWeights(learner.model, lambda name, tensor: (name, tensor.flip(0)))
     with pushing(client, flipped) as sync:
         assert sync.push(2).checksum != report.checksum  # the same numbers in other places
-        monkeypatch.setattr("coordexp.engine.push.tensor_hash", lambda tensor: 17)  # as if other bytes had been sent
+        monkeypatch.setattr(
+            "coordexp.engine.push.tensor_hashes", lambda named: dict.fromkeys(dict(named), 17)
+        )  # as if other bytes had been sent
         sync.compared = False
         with pytest.raises(RolloutError, match="the checksum of its weights is"):
             sync.push(3)

@@ -23,7 +23,7 @@ from coordexp.engine.client import ServerClient
 from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import WeightSource
 from coordexp.weight_sync import WeightVersion
-from coordexp.weight_sync.buckets import combined, describe, in_buckets, piece_bytes, pieces, tensor_hash
+from coordexp.weight_sync.buckets import combined, describe, in_buckets, piece_bytes, pieces, tensor_hashes
 from coordexp.weight_sync.group import Communicator, GroupAddress, computed_by_now, join, wait_until_free
 
 logger = logging.getLogger("coordexp")
@@ -119,7 +119,7 @@ class WeightPusher(ABC):
                 if self.converts or compares:
                     bucket = [(name, _converted(tensor, dtype)) for name, tensor in bucket]
                 if compares:
-                    hashes |= {name: tensor_hash(tensor) for name, tensor in bucket}
+                    hashes |= tensor_hashes(bucket)
                 num_bytes += _num_bytes(bucket)
                 num_tensors += len(bucket)
                 self._send(bucket)

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -150,14 +150,78 @@ def tensor_hash(tensor: torch.Tensor) -> int:
     return (int(total) + bytes_N.numel()) & _MASK
 
 
+def tensor_hashes(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """:func:`tensor_hash` of each tensor. On a GPU by few kernels, and with one wait for all of them."""
+    tensors = list(named)
+    if all(tensor.device.type == "cuda" for _, tensor in tensors):
+        return hashes_together(tensors, _WORDS_ON_GPU)
+    return {name: tensor_hash(tensor) for name, tensor in tensors}
+
+
+def hashes_together(tensors: Sequence[tuple[str, torch.Tensor]], at_once: int) -> dict[str, int]:
+    """:func:`tensor_hash` of tensors of one device, ``at_once`` words of all of them in each group of kernels."""
+    parts: list[_Words] = []
+    for name, tensor in tensors:
+        bytes_N = as_bytes(tensor)
+        num_whole = bytes_N.numel() // 8
+        whole = bytes_N[: num_whole * 8]
+        words = (whole if whole.storage_offset() % 8 == 0 else whole.clone()).view(torch.int64)
+        parts += [_Words(name, at, words[at : at + at_once]) for at in range(0, num_whole, at_once)]
+        if bytes_N.numel() % 8:
+            last = torch.zeros(8, dtype=torch.uint8, device=bytes_N.device)
+            last[: bytes_N.numel() % 8] = bytes_N[num_whole * 8 :]
+            parts.append(_Words(name, num_whole, last.view(torch.int64)))
+    hashes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors}
+    sums: list[torch.Tensor] = []
+    group: list[_Words] = []
+    size = 0
+    for part in parts:
+        if size + len(part.words) > at_once:
+            sums += _sums(group)
+            group, size = [], 0
+        group.append(part)
+        size += len(part.words)
+    sums += _sums(group)
+    for part, total in zip(parts, torch.stack(sums).tolist() if sums else (), strict=True):
+        hashes[part.name] = (hashes[part.name] + total) & _MASK
+    return hashes
+
+
+class _Words(NamedTuple):
+    """64-bit words of a tensor, from its word ``start``."""
+
+    name: str
+    start: int
+    words: torch.Tensor
+
+
+def _sums(group: Sequence[_Words]) -> list[torch.Tensor]:
+    """The mixed sum of each part, as a scalar on its device."""
+    if not group:
+        return []
+    sizes = [len(part.words) for part in group]
+    steps = (torch.arange(max(sizes), device=group[0].words.device, dtype=torch.int64) + 1) * _signed(_STEP)
+    mixed = torch.cat([part.words for part in group]).add_(torch.cat([steps[:size] for size in sizes]))
+    for part, own in zip(group, mixed.split(sizes), strict=True):
+        if part.start:
+            own += _signed(part.start * _STEP)
+    _mix(mixed)
+    return [own.sum() for own in mixed.split(sizes)]
+
+
 def _sum(words: torch.Tensor, places: torch.Tensor, start: int) -> torch.Tensor:
     """Sum of SplitMix64(words); ``start``: index of words[0] in the tensor. ``places``: i·STEP."""
     mixed = words + (places[: words.numel()] + _signed((start + 1) * _STEP))
+    _mix(mixed)
+    return mixed.sum()
+
+
+def _mix(mixed: torch.Tensor) -> None:
+    """SplitMix64's finalizer, in place."""
     for shift, factor in (*_MIXES, (_LAST_SHIFT, 1)):
         mixed ^= (mixed >> shift) & (_MASK >> shift)  # torch's shift copies the sign
         if factor != 1:
             mixed *= _signed(factor)
-    return mixed.sum()
 
 
 def _signed(number: int) -> int:

@@ -19,7 +19,7 @@ import torch
 
 from coordexp.errors import RolloutError
 from coordexp.weight_sync import WeightVersion
-from coordexp.weight_sync.buckets import TensorInfo, as_bytes, combined, pieces, read_infos, tensor_hash, unpack
+from coordexp.weight_sync.buckets import TensorInfo, as_bytes, combined, pieces, read_infos, tensor_hashes, unpack
 from coordexp.weight_sync.group import Communicator, GroupAddress, computed_by_now, join
 
 Named = list[tuple[str, torch.Tensor]]
@@ -332,7 +332,7 @@ class WeightReceiver:
                 state.checksum = combined(state.received_hashes)
             elif wants_checksum:  # of nothing after an adapter
                 read = self.layout.read_back(state.shapes)
-                state.checksum = combined({name: tensor_hash(tensor) for name, tensor in read})
+                state.checksum = combined(tensor_hashes(read))
             state.weights = WeightVersion(state.weights.version + 1 if version is None else version, learner_id)
             state.pushes += 1
             state.base_overwritten |= not state.adapter_names
@@ -393,7 +393,7 @@ class WeightReceiver:
                 torch.cuda.current_stream(self._device).wait_event(ready)
         started = time.perf_counter()
         if self._sharded:
-            self.state.received_hashes |= {name: tensor_hash(tensor) for name, tensor in tensors}
+            self.state.received_hashes |= tensor_hashes(tensors)
         with torch.no_grad():
             unproven: Named = []
             for name, tensor in tensors:

@@ -16,11 +16,13 @@ from coordexp.weight_sync.buckets import (
     LONE_PIECE_BYTES,
     combined,
     describe,
+    hashes_together,
     in_buckets,
     piece_bytes,
     pieces,
     read_infos,
     tensor_hash,
+    tensor_hashes,
     unpack,
 )
 
@@ -127,6 +129,20 @@ def test_the_hash_does_not_depend_on_the_chunks(columns: int, monkeypatch: pytes
     assert tensor_hash(weights) == expected
     assert tensor_hash(weights.T.contiguous().T) == expected
     assert tensor_hash(weights[1:]) == by_definition(weights[1:])  # begins in the middle of a word, with 37 columns
+
+
+@pytest.mark.parametrize("at_once", [1, 8, 50, 10_000])
+def test_hashes_of_many_tensors_together_are_those_of_each(at_once: int) -> None:
+    rng = torch.Generator().manual_seed(0)
+    whole = torch.randn(7, 37, generator=rng)
+    tensors = {
+        "odd": whole, "inside": whole[1:3], "turned": whole.T, "half": torch.randn(64, 3, generator=rng).bfloat16(),
+        "one": torch.tensor([-0.0]), "byte": torch.arange(3, dtype=torch.uint8), "none": torch.zeros(0, 4),
+        "scalar": torch.tensor(2.5, dtype=torch.float64), "again": whole.clone(),
+    }  # fmt: skip
+    found = hashes_together(list(tensors.items()), at_once)
+    assert found == {name: by_definition(tensor) for name, tensor in tensors.items()} == tensor_hashes(tensors.items())
+    assert hashes_together([], at_once) == {}
 
 
 def test_two_flipped_signs_do_not_cancel() -> None:
