@@ -7,14 +7,14 @@ import math
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from coordexp.checkpoints.card import Training, read_card
+from coordexp.checkpoints.card import Card, Training, read_card
 from coordexp.checkpoints.describe import weight_shapes
 from coordexp.checkpoints.folder import Checkpoint, processor_rule
 from coordexp.checkpoints.memory import ASLEEP, MemoryEstimate, estimate_memory
@@ -24,6 +24,7 @@ from coordexp.coords import serialize_objects
 from coordexp.data.files import asset
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import ConfigError, DataError
+from coordexp.records import ImageRecord
 
 Stage = Literal[1, 2]
 _TEMPLATES: Mapping[Stage, str] = {1: "configs/stage1/sft.yaml", 2: "configs/stage2_rollout_aligned/base.yaml"}
@@ -42,6 +43,8 @@ _SMALL: Mapping[Stage, tuple[float, str]] = {
     2: (2e-4, "configs/demo/stage2.yaml"),
 }
 _SMALL_SIGMA = 8.0  # bins, in both
+_SEEN = 2000  # photos times epochs from which small data is learned (docs/quickstart.md)
+_MOST_EPOCHS = 200
 _CROWD = 6.0  # objects per image, on average, from which the study's recipe for crowds is better
 _USABLE = 0.85  # of a GPU's memory: the rest is CUDA's and fragmentation
 _ENGINE_LEAST = 6_000_000_000  # bytes that an engine needs next to its weights: activations, cache, CUDA graphs
@@ -50,7 +53,8 @@ _ENGINE_MOST = 0.6  # of a GPU's memory: enough cache for decode_batch_size answ
 
 @dataclass(frozen=True, slots=True)
 class DataAtHand:
-    """The dataset of a run. ``longest_sample``, ``longest_answer``: approximate numbers of tokens."""
+    """The dataset of a run. ``longest_sample``, ``longest_answer``: approximate numbers of tokens. ``notes``: what does
+    not fit the model."""
 
     train: Path
     val: Path | None
@@ -60,6 +64,7 @@ class DataAtHand:
     longest_sample: int
     longest_answer: int
     positions: int
+    notes: tuple[str, ...] = ()
 
 
 def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
@@ -103,7 +108,28 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
             "data with a smaller --max-pixels, or take another model"
         )
     labels = [obj.desc for record in records for obj in record.objects]
-    return DataAtHand(train, val, len(records), len(labels), len(set(labels)), sample, answer, positions)
+    notes = _misfits(records, set(labels), read_card(model), model)
+    return DataAtHand(train, val, len(records), len(labels), len(set(labels)), sample, answer, positions, notes)
+
+
+def _misfits(records: Sequence[ImageRecord], labels: set[str], card: Card, model: Path) -> tuple[str, ...]:
+    notes = []
+    seen = replace(card.preparation, resize=None)  # training does not resize
+    unlike = [record for record in records if seen.is_unlike_training(record.width, record.height)]
+    if unlike and seen.seen_pixels is not None:
+        most, first = seen.seen_pixels[1], unlike[0]
+        notes.append(
+            f"{len(unlike)} of {len(records)} images are far from the size that {model} was trained at "
+            f"({most:,} pixels), the first is {first.sample_id} ({first.width}x{first.height}); it learns faster from "
+            f"images of that size: convert the data with --max-pixels {most}"
+        )
+    new = sorted(labels.difference(card.classes)) if card.classes else []
+    if new:
+        named = ", ".join(new[:5]) + (", …" if len(new) > 5 else "")
+        notes.append(
+            f"{len(new)} of {len(labels)} classes are new to {model}: {named}; stage 1 has to learn them first"
+        )
+    return tuple(notes)
 
 
 def gpu_memory(assume_one: bool) -> int | None:
@@ -196,9 +222,13 @@ def _configuration(
     batch = device * max(1, min(8 if cpu else 32, at_hand.images) // device)
     steps = max(1, at_hand.images // batch)  # of an epoch
     epochs = yaml.safe_load(text)["training"]["num_train_epochs"]
+    if stage == 1 and epochs * at_hand.images < _SEEN:
+        epochs = min(_MOST_EPOCHS, round(_SEEN / at_hand.images))
     # Once an epoch, but at most four times in a run: an evaluation answers every image of the validation data.
     often = min(500 if stage == 1 else 200, max(steps, steps * epochs // 4))
-    row = min(at_hand.positions, max(2048 if cpu else _ROW, _rounded_up(2 * at_hand.longest_sample, 256)))
+    # A row that a step's samples fill, and not more.
+    filled = _rounded_up(max(2, device) * at_hand.longest_sample, 256)
+    row = min(at_hand.positions, max(2048 if cpu else _ROW, _rounded_up(2 * at_hand.longest_sample, 256)), filled)
     parameters = sum(map(math.prod, weight_shapes(Checkpoint.open(model)).values()))
     values: dict[str, Any] = {
         "model.model": str(model),
@@ -206,6 +236,7 @@ def _configuration(
         "custom.val_jsonl": None if at_hand.val is None else str(at_hand.val),
         "data.num_workers": 0 if cpu else 4,
         "training.output_dir": str(output),
+        **({"training.num_train_epochs": epochs} if stage == 1 else {}),
         "training.effective_batch_size": batch,
         "training.per_device_train_batch_size": device,
         "training.bf16": not cpu,
@@ -250,9 +281,6 @@ def _configuration(
     if cpu:
         use_cpu = "use_cpu: true # there is no GPU; remove this line where there is one"
         text = re.sub(r"(\n  bf16: .*)", rf"\1\n  {use_cpu}", text, count=1)
-    if stage == 2:
-        backend = "rollout_backend: hf # or vllm; see the manual's page on rollouts"
-        text = text.replace("\nrollout_matching:\n", f"\nrollout_matching:\n  {backend}\n")
     heading = (
         f"# yaml-language-server: $schema={asset(_SCHEMA)}\n"
         f"# Stage {stage}, written by coordexp init for {at_hand.images} images with {at_hand.classes} classes; the "

@@ -150,6 +150,12 @@ def init(
         f"{'the CPU' if memory is None else f'a GPU of {memory / 1e9:.0f} GB'}, training "
         f"{'adapters (LoRA)' if config.tuner.train_type == 'lora' else 'all weights'}; memory: {check_memory(config)}",
     )
+    for note in at_hand.notes:
+        say(console, f"note: {note}")
+    if stage == 2:
+        from coordexp.runs.start import advice_on_stage_2
+
+        say(console, f"note: {advice_on_stage_2(model)}")
     if at_hand.val is None:
         say(console, "note: nothing is evaluated; coordexp data split makes a val set, which --val names")
     say(console, f"next: coordexp train {path}")

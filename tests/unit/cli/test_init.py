@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -75,7 +76,7 @@ def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
             assert run.tuner.train_type == train_type and run.training.use_cpu is False
             assert run.training.learning_rate == pytest.approx(rate * (5 if train_type == "lora" else 1))
             assert (run.tuner.lora_rank == 32) == (train_type == "lora")  # lora.yaml's
-            assert (run.global_max_length < 4096) == (mebibytes == 64), "rows are halved until they fit"
+            assert (run.global_max_length < 2304) == (mebibytes == 64), "rows are halved until they fit"
     tool.write_text("#!/bin/sh\necho no driver >&2\nexit 9\n")
     done = run_cli(capsys, "init", data, "--model", DEMO, "--overwrite")
     assert done.code == 2 and "nvidia-smi fails: no driver" in done.err
@@ -234,3 +235,44 @@ def test_a_trained_checkpoint_keeps_the_prompt_of_its_run(
         for model, prompt in ((DEMO, "Detect every object."), (plain, None)):
             assert run_cli(capsys, "init", data, "--model", model, "--stage", stage, "--overwrite").code == 0
             assert load_config(f"stage{stage}.yaml").template.prompt == prompt
+
+
+@pytest.mark.parametrize(("images", "epochs"), [(20, 100), (5, 200), (400, 5)])
+def test_small_data_gets_the_epochs_and_the_row_that_fit_it(
+    images: int, epochs: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenes = write_scenes(tmp_path / "scenes", 5, SPARSE, 1)
+    (one, *_) = scenes.read_text(encoding="utf-8").splitlines()
+    scenes.write_text((one + "\n") * images, encoding="utf-8")
+    done = run_cli(capsys, "init", scenes, "--model", DEMO, "--cpu", "--out", tmp_path / "s.yaml")
+    assert done.code == 0, done.err
+    run = load_config(tmp_path / "s.yaml")
+    assert run.training.num_train_epochs == epochs
+    longest = int(
+        next(line for line in (tmp_path / "s.yaml").read_text().splitlines() if "tokens. All keys" in line).split()[1]
+    )
+    assert longest <= run.global_max_length <= 2 * longest + 256, "two samples of a step fill a row"
+
+
+def test_images_and_classes_that_the_model_has_not_seen_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenes = write_scenes(tmp_path / "scenes", 3, SPARSE, 1)
+    fits = run_cli(capsys, "init", scenes, "--model", DEMO, "--cpu", "--out", tmp_path / "a.yaml")
+    assert "far from the size" not in fits.out and "new to" not in fits.out
+    from PIL import Image
+
+    for path in (tmp_path / "scenes" / "images").rglob("*.png"):
+        Image.open(path).resize((800, 608)).save(path)
+    records = [json.loads(line) for line in scenes.read_text(encoding="utf-8").splitlines()]
+    lines = [json.dumps(record | {"width": 800, "height": 608}) + "\n" for record in records]
+    scenes.write_text("".join(lines).replace("circle", "disc").replace("square", "disc"), encoding="utf-8")
+    done = run_cli(capsys, "init", scenes, "--model", DEMO, "--cpu", "--stage", 2, "--out", tmp_path / "b.yaml")
+    assert done.code == 0, done.err
+    assert (
+        "3 of 3 images are far from the size" in done.out
+        and "(800x608)" in done.out
+        and "--max-pixels 16384" in done.out
+    )
+    assert "classes are new to" in done.out and "disc" in done.out
+    assert "has no evaluation next to it" in done.out and "train stage 1 longer" in done.out

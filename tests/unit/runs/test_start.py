@@ -11,7 +11,7 @@ import yaml
 
 from coordexp.config import RunConfig, load_config, resolved_yaml
 from coordexp.errors import ConfigError, RunFinished
-from coordexp.runs.start import decide_start
+from coordexp.runs.start import advice_on_stage_2, decide_start
 from support.cli_runs import run_cli, small_checkpoint, write_run
 
 
@@ -137,3 +137,25 @@ def test_the_start_of_a_run_is_decided_and_its_data_read_once(
     done = run_cli(capsys, "train", write_run(tmp_path, 1, model))
     assert done.code == 0, done.err
     assert sorted(counted) == ["data", "data", "start"], "train and val, each once"
+
+
+@pytest.mark.parametrize(
+    ("recall", "says"),
+    [(0.12, "it misses most annotated objects. Train stage 1 longer; stage 2 would make it worse"),
+     (0.74, "it finds most annotated objects. Stage 2 helps if half or more of the annotations are missing")],
+)  # fmt: skip
+@pytest.mark.parametrize("of", ["training", "evaluate"])
+def test_stage_2_is_advised_by_the_figures_next_to_its_start(of: str, recall: float, says: str, tmp_path: Path) -> None:
+    lines = [{"step": 1, "eval_rollout/f1": 0.99, "eval_rollout/recall": 0.99}]
+    if of == "training":
+        lines += [{"step": 9, "eval_rollout/f1": 0.3, "eval_rollout/recall": recall}, {"step": 9, "train_loss": 1.0}]
+    else:
+        (tmp_path / "evaluation").mkdir()
+        (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps({"metrics": {"f1": 0.3, "recall": recall}}))
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": lines}))
+    advice = advice_on_stage_2(tmp_path)
+    assert f"F1 0.300 and recall {recall:.3f}" in advice and says in advice
+
+
+def test_a_start_without_figures_names_the_command_that_measures_it(tmp_path: Path) -> None:
+    assert f"coordexp evaluate --model {tmp_path} --data VAL.jsonl" in advice_on_stage_2(tmp_path)
