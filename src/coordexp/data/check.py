@@ -32,6 +32,7 @@ from coordexp.errors import DataError
 from coordexp.geometry import pixel_box
 from coordexp.records import NUM_BINS, ImageRecord
 
+_ICON = 100  # pixels of the longer side
 _FIRST_PIXEL = 1.7  # in pixels: a share of 1, and half a bin of a large photo
 DENSITY_EDGES = (0, 1, 2, 3, 5, 10, 20, 50, 100)
 
@@ -183,7 +184,8 @@ def check_jsonl(
                 elif max(x2 - x1, y2 - y1) < 1:
                     size = f"{x2 - x1:.2g}x{y2 - y1:.2g} pixels of {record.width}x{record.height}"
                     check.add(Finding.SUBPIXEL, record.sample_id, f"{shown}: {size}")
-                outside_first_pixel |= max(x2, y2) > _FIRST_PIXEL
+                # On an icon, a pixel may be the size of an object.
+                outside_first_pixel |= max(x2, y2) > _FIRST_PIXEL or max(record.width, record.height) < _ICON
                 identity = obj.desc, obj.kind, obj.bins
                 if identity in seen:
                     check.add(Finding.DUPLICATE_OBJECT, record.sample_id, shown)
