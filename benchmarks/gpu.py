@@ -381,8 +381,8 @@ PARTS = (
         ("wide", "wide_scenes"),
         extra=True,
     ),
-    Part("doctor", 150, doctor("machine", "exactness", "training", "stage-2"), ("wide",)),
-    Part("doctor_engine", 240, doctor("engine", "skipping"), ("wide",), extra=True),
+    Part("doctor", 180, doctor("machine", "exactness", "training"), ("wide",)),
+    Part("doctor_engine", 300, doctor("engine", "skipping", "stage-2"), ("wide",), extra=True),
     Part(
         "rewritten",
         90,

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coordexp.cli.console import check_checkpoint, open_console, say, vocabulary_of
+
+if TYPE_CHECKING:
+    from coordexp.doctor import Row
 
 FAILED = 1
 WIDTH = 140  # of the table outside of a terminal
@@ -56,22 +60,17 @@ def doctor(
     with ExitStack() as stack:
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="coordexp-doctor-")))
         settings = Settings(folder.absolute(), gpus, None if model is None else model.absolute(), timeout)
-        rows = list(
-            diagnose(
-                checks,
-                settings,
-                only or [],
-                lambda check: say(progress, f"[{time.monotonic() - started:5.0f} s] {check.name}"),
-            )
-        )
+        rows: list[Row] = []
+        for row in diagnose(
+            checks,
+            settings,
+            only or [],
+            lambda check: say(progress, f"[{time.monotonic() - started:5.0f} s] {check.name}"),
+        ):
+            rows.append(row)
+            if json_file is not None:  # after each row, so that a doctor that is ended leaves the rows that it has
+                _write(json_file, rows, time.monotonic() - started)
     seconds = time.monotonic() - started
-    if json_file is not None:
-        from coordexp import __version__
-        from coordexp.data.files import write_atomically
-
-        content = {"coordexp": __version__, "seconds": seconds, "rows": [asdict(row) for row in rows]}
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(json_file, json.dumps(content, indent=2) + "\n")
 
     from rich.table import Table
     from rich.text import Text
@@ -96,3 +95,12 @@ def doctor(
     say(console, f"{count['ok']} ok, {count['failed']} failed, {count['skipped']} skipped in {seconds:.0f} s")
     if count["failed"]:
         raise typer.Exit(FAILED)
+
+
+def _write(file: Path, rows: Sequence[Row], seconds: float) -> None:
+    from coordexp import __version__
+    from coordexp.data.files import write_atomically
+
+    content = {"coordexp": __version__, "seconds": seconds, "rows": [asdict(row) for row in rows]}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(content, indent=2) + "\n")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from coordexp.doctor import CHECKS, SECTIONS, Check, Settings, diagnose, select
+from coordexp.cli.doctor import doctor
+from coordexp.doctor import CHECKS, SECTIONS, Check, Row, Settings, diagnose, select
 from coordexp.doctor.check import compared
 from coordexp.errors import ConfigError
 from support.rollout_servers import all_gone
@@ -85,6 +88,18 @@ def test_a_selection_includes_what_it_needs() -> None:
     assert select(CHECKS, []) == CHECKS
     with pytest.raises(ConfigError, match="no such section"):
         select(CHECKS, ["exactnes"])
+
+
+def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*_: object) -> Iterator[Row]:
+        yield Row("python", "ok", "3.11", section="machine")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("coordexp.doctor.diagnose", ended)
+    with pytest.raises(KeyboardInterrupt):
+        doctor(json_file=tmp_path / "doctor.json", keep=tmp_path)
+    (row,) = json.loads((tmp_path / "doctor.json").read_text())["rows"]
+    assert (row["check"], row["figure"]) == ("python", "3.11")
 
 
 def test_nccl_that_cannot_be_loaded_hides_nothing_of_the_machine() -> None:
