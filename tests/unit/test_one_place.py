@@ -64,6 +64,36 @@ PLACES = (
         ("data/files.py",),
         ("ET.parse", "ET.fromstring", "ElementTree.parse", "ElementTree.fromstring"),
     ),
+    Place(
+        "What travels with a checkpoint?",
+        ("checkpoints/card.py",),
+        ("Card", "Training"),
+    ),
+    Place(
+        "Which number has a class?",
+        ("data/class_list.py",),
+        ("ClassNumbers", "distinct_descs"),
+        ("data/", "evaluation/", "inference/", "cli/", "modeling/", "training/"),
+    ),
+    Place(
+        "Which pixels, and which score, does average precision use?",
+        ("evaluation/coco.py",),
+        ("COCO", "COCOeval", "COCOeval_faster", "OriginalImage"),
+        ("evaluation/", "inference/", "cli/", "training/", "viewer/"),
+        (("evaluation/answers.py", "the user's own image is its own original"),
+         ("evaluation/export.py", "an image that was placed next to its annotations")),
+    ),
+    Place(
+        "What does a run start from, and may it?",
+        ("runs/start.py",),
+        ("check_start", "newest_checkpoint"),
+    ),
+    Place(
+        "How is a name shown?",
+        ("printable.py", "cli/console.py", "data/progress_bar.py"),
+        ("typer.echo", "typer.secho", "print", "Console", "_LiteralConsole"),
+        besides=(("doctor/samples.py", "prints nothing"),),
+    ),
 )  # fmt: skip
 
 
@@ -118,6 +148,11 @@ def test_a_question_is_answered_in_its_place_only(place: Place) -> None:
         ("data/convert/kitti.py", "return SourceObject(0, 'car', 'bbox_2d', (0, 0, 1, 1))", 1),
         ("data/convert/kitti.py", "root = ET.parse(file).getroot()", 1),
         ("data/images.py", "Image.open(path)", 0),
+        ("modeling/quantise.py", "write(Card(schema_version=1), folder)", 1),
+        ("evaluation/new.py", "numbers = ClassNumbers({'cat': 1}, 2)", 1),
+        ("evaluation/new.py", "ap = COCOeval(truth, found, 'bbox')", 1),
+        ("cli/new.py", "check_start(config, newest_checkpoint(config))", 2),
+        ("cli/new.py", "typer.echo(name); print(name)", 2),
     ],
 )
 def test_a_new_door_is_found(module: str, code: str, found: int) -> None:
