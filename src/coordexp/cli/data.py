@@ -222,28 +222,16 @@ def rename_command(
 ) -> None:
     """Rename classes, or join them with others."""
     from coordexp.data.jsonl import read_jsonl, write_jsonl
-    from coordexp.data.subset import rename_classes
+    from coordexp.data.subset import read_renames, rename_classes
 
     if not overwrite:
         _refuse_existing(out)
     records = read_jsonl(jsonl)
-    known = {obj.desc for record in records for obj in record.objects}
-    pairs: dict[str, str] = {}
-    for text in renames:
-        # A name may contain "=" itself: the part that is a class decides.
-        parts = [(text[:at], text[at + 1 :]) for at, char in enumerate(text) if char == "="]
-        if not parts:
-            raise ConfigError(f"{text!r}: expected OLD=NEW")
-        old, new = next((part for part in parts if part[0] in known), parts[0])
-        if old in pairs:
-            raise ConfigError(f"{old!r} is renamed twice; keep one")
-        pairs[old] = new
+    pairs = read_renames(renames, records)
     renamed, counts = rename_classes(records, pairs)
     write_jsonl(renamed, out)
     for old, count in counts.items():
-        joined = f", joined with its {sum(obj.desc == pairs[old] for r in records for obj in r.objects)}" if (
-            pairs[old] in known - pairs.keys()) else ""  # fmt: skip
-        echo(f"  {printable(old)} -> {printable(pairs[old])}: {count} objects{joined}")
+        echo(f"  {printable(old)} -> {printable(pairs[old])}: {count} objects")
     echo(f"wrote {out}: {len(renamed)} images")
 
 

@@ -175,21 +175,7 @@ def check_jsonl(
                 digests[digest].append(record.sample_id)
             if not record.objects:
                 check.add(Finding.EMPTY_IMAGE, record.sample_id, "no objects")
-            seen: set[tuple[str, str, tuple[int, ...]]] = set()
-            for index, obj in enumerate(record.objects):
-                shown = f"objects[{index}] {obj.desc!r} {obj.kind} {list(obj.bins)}"
-                x1, y1, x2, y2 = pixel_box(obj, record.width, record.height, record.bin_rule)
-                if shape_area(obj.kind, obj.bins) == 0:
-                    check.add(Finding.DEGENERATE, record.sample_id, shown)
-                elif max(x2 - x1, y2 - y1) < 1:
-                    size = f"{x2 - x1:.2g}x{y2 - y1:.2g} pixels of {record.width}x{record.height}"
-                    check.add(Finding.SUBPIXEL, record.sample_id, f"{shown}: {size}")
-                # On an icon, a pixel may be the size of an object.
-                outside_first_pixel |= max(x2, y2) > _FIRST_PIXEL or max(record.width, record.height) < _ICON
-                identity = obj.desc, obj.kind, obj.bins
-                if identity in seen:
-                    check.add(Finding.DUPLICATE_OBJECT, record.sample_id, shown)
-                seen.add(identity)
+            outside_first_pixel |= _check_objects(check, record)
             if count_tokens is not None:
                 length = count_tokens(record)
                 check.token_lengths.append(length)
@@ -226,6 +212,27 @@ def check_jsonl(
         where = str(problem["file"]) if index is None else f"{problem['file']} object {index}"
         check.add(Finding.LEFT_OUT, where, f"{problem['reason']}: {problem['detail']}")
     return check
+
+
+def _check_objects(check: DatasetCheck, record: ImageRecord) -> bool:
+    # Returns whether an object reaches out of the image's first pixel.
+    seen: set[tuple[str, str, tuple[int, ...]]] = set()
+    reaches_out = False
+    for index, obj in enumerate(record.objects):
+        shown = f"objects[{index}] {obj.desc!r} {obj.kind} {list(obj.bins)}"
+        x1, y1, x2, y2 = pixel_box(obj, record.width, record.height, record.bin_rule)
+        if shape_area(obj.kind, obj.bins) == 0:
+            check.add(Finding.DEGENERATE, record.sample_id, shown)
+        elif max(x2 - x1, y2 - y1) < 1:
+            size = f"{x2 - x1:.2g}x{y2 - y1:.2g} pixels of {record.width}x{record.height}"
+            check.add(Finding.SUBPIXEL, record.sample_id, f"{shown}: {size}")
+        # On an icon, a pixel may be the size of an object.
+        reaches_out |= max(x2, y2) > _FIRST_PIXEL or max(record.width, record.height) < _ICON
+        identity = obj.desc, obj.kind, obj.bins
+        if identity in seen:
+            check.add(Finding.DUPLICATE_OBJECT, record.sample_id, shown)
+        seen.add(identity)
+    return reaches_out
 
 
 def _compare_spellings(check: DatasetCheck) -> None:

@@ -125,6 +125,22 @@ def without_soft(records: Sequence[ImageRecord]) -> tuple[list[ImageRecord], int
     return left, sum(len(r.objects) for r in records) - sum(len(r.objects) for r in left)
 
 
+def read_renames(texts: Sequence[str], records: Sequence[ImageRecord]) -> dict[str, str]:
+    """New names by old ones, of texts ``OLD=NEW``. A name may contain ``=`` itself: the part that is a class decides.
+    Raises DataError for other texts, and for an old name that is given twice."""
+    known = {obj.desc for record in records for obj in record.objects}
+    renames: dict[str, str] = {}
+    for text in texts:
+        parts = [(text[:at], text[at + 1 :]) for at, char in enumerate(text) if char == "="]
+        if not parts:
+            raise DataError(f"{text!r}: expected OLD=NEW")
+        old, new = next((part for part in parts if part[0] in known), parts[0])
+        if old in renames:
+            raise DataError(f"{old!r} is renamed twice; keep one")
+        renames[old] = new
+    return renames
+
+
 def rename_classes(
     records: Sequence[ImageRecord], renames: Mapping[str, str]
 ) -> tuple[list[ImageRecord], Counter[str]]:

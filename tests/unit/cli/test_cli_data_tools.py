@@ -210,7 +210,7 @@ def test_rename(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     before = [obj.desc for record in read_jsonl(scenes) for obj in record.objects]
     one, other = sorted(set(before))[:2]
     done = run_cli(capsys, "data", "rename", scenes, f"{one}={other}", "--out", tmp_path / "new.jsonl")
-    assert done.code == 0 and f"{before.count(one)} objects, joined with its {before.count(other)}" in done.out
+    assert done.code == 0 and f"{one} -> {other}: {before.count(one)} objects" in done.out
     after = [obj.desc for record in read_jsonl(tmp_path / "new.jsonl", check_images=True) for obj in record.objects]
     assert after == [other if desc == one else desc for desc in before]
     for words, says in (([f"{one}={other}"], "--overwrite"), (["none"], "OLD=NEW"), (["redd=x"], "no object")):

@@ -13,6 +13,7 @@ from coordexp.data.subset import (
     DropRates,
     drop_annotations,
     object_size,
+    read_renames,
     rename_classes,
     sample_records,
     split_records,
@@ -164,3 +165,11 @@ def test_classes_are_renamed_all_at_once(renames: dict[str, str], descs: list[st
 def test_names_that_cannot_be_used_are_refused(renames: dict[str, str], says: str) -> None:
     with pytest.raises(DataError, match=says):
         rename_classes(named("cat", "dog"), renames)
+
+
+def test_names_with_equals_signs_are_split_where_a_class_ends() -> None:
+    records = named("a=b", "c")
+    assert read_renames(["a=b=x", "c=d=e"], records) == {"a=b": "x", "c": "d=e"}
+    for texts, says in ((["c"], "OLD=NEW"), (["c=d", "c=e"], "twice")):
+        with pytest.raises(DataError, match=says):
+            read_renames(texts, records)
