@@ -1,6 +1,7 @@
 """Draws this manual's pictures from real runs and real terminals; none of them is drawn by hand.
 
 python docs/draw_images.py curves outputs/demo/stage2 docs/images/curves.svg       # a run's own log
+python docs/draw_images.py detections docs/images/python.png               # what the demo finds
 python docs/draw_images.py page view.html docs/images/viewer.png --height 1087     # an HTML page, by headless Chromium
 tmux capture-pane -ep | python docs/draw_images.py terminal "coordexp train" docs/images/training.svg
 """
@@ -55,6 +56,26 @@ def draw_curves(run: Path, out: Path) -> None:
     figure.savefig(out, metadata={"Date": None}, facecolor="white")
 
 
+def draw_detections(out: Path) -> None:
+    """Three scenes next to each other with what the demo's checkpoint finds, drawn by ``Detections.draw``."""
+    from PIL import Image
+
+    from coordexp import Detector
+    from coordexp.data import read_jsonl
+    from coordexp.data.files import asset
+    from coordexp.data.scenes import SPECS, write_scenes
+
+    with tempfile.TemporaryDirectory() as folder:
+        records = read_jsonl(write_scenes(Path(folder), 3, SPECS["sparse"], 11))
+        with Detector(asset("checkpoints/demo-stage1"), device="cpu") as detector:
+            drawn = [found.draw() for found in detector.predict([record.image for record in records])]
+    side, gap = 384, 8
+    picture = Image.new("RGB", (3 * side + 2 * gap, side), "white")
+    for k, one in enumerate(drawn):
+        picture.paste(one.resize((side, side)), (k * (side + gap), 0))
+    picture.quantize(256).save(out, optimize=True)  # flat colours: a palette is a quarter of the size
+
+
 def draw_terminal(ansi: str, title: str, out: Path) -> None:
     """Write a terminal's coloured text as an SVG that uses the reader's fonts."""
     from rich.console import Console
@@ -97,11 +118,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     page.add_argument("source", help="a file or an address")
     page.add_argument("--width", type=int, default=1500)
     page.add_argument("--height", type=int, default=950)
-    for kind in (curves, terminal, page):
+    detections = kinds.add_parser("detections")
+    for kind in (curves, terminal, page, detections):
         kind.add_argument("out", type=Path)
     given = parser.parse_args(arguments)
     if given.kind == "curves":
         draw_curves(given.run, given.out)
+    elif given.kind == "detections":
+        draw_detections(given.out)
     elif given.kind == "terminal":
         draw_terminal(sys.stdin.read(), given.title, given.out)
     else:
