@@ -180,7 +180,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("learning_rate", "", Rule.TRAINER, "of this step"),
         Metric("epoch", "epochs", Rule.TRAINER, "passes over the data so far"),
         Metric("step", "steps", Rule.TRAINER, "optimizer steps so far (in `log_history`)"),
-        Metric("train/log_writes_failed_total", "writes", Rule.TRAINER, "events that TensorBoard, the progress lines or pictures could not write, since the start, on this rank; absent while 0"),
+        Metric("train/log_writes_failed", "writes", Rule.TRAINER, "events that TensorBoard, the progress lines or pictures could not write, since the start, on this rank; absent while 0"),
         Metric("train_runtime", "seconds", Rule.WHOLE_RUN, "once, at the end"),
         Metric("train_samples_per_second", "1/s", Rule.WHOLE_RUN, "once, at the end"),
         Metric("train_steps_per_second", "1/s", Rule.WHOLE_RUN, "once, at the end"),

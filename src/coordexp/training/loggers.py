@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 logger = logging.getLogger("coordexp")
-FAILED = "train/log_writes_failed_total"
+FAILED = "train/log_writes_failed"
 
 
 class FailedWrites:

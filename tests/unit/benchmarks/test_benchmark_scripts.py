@@ -46,7 +46,7 @@ TINY = {
     "toolkit": "--images 2 --answers 6 --objects 4 --records 3 --resamples 2",
 }
 
-BY_HAND = ("fixed_boxes", "full_size", "gpu", "gpu_engine", "gpu_material", "gpu_run", "wide_checkpoint")
+BY_HAND = ("fixed_boxes", "full_size", "gpu", "gpu_engine", "gpu_material", "gpu_profile", "gpu_run", "wide_checkpoint")
 
 
 @pytest.fixture

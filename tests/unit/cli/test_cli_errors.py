@@ -133,7 +133,7 @@ def test_errors_of_the_operating_system_are_one_line(
     number: int, file: str | None, says: tuple[str, ...], capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    def fails(path: Path, **_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), file)
 
     monkeypatch.setattr(coordexp.config.load, "explain_config", fails)
@@ -145,7 +145,7 @@ def test_errors_of_the_operating_system_are_one_line(
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(path: Path, **_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(coordexp.config.load, "explain_config", broken)

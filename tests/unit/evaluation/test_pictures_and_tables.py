@@ -190,7 +190,7 @@ def test_a_name_at_the_edge_is_moved_into_the_picture(tmp_path):
     far = GTObject("a name of many letters", "bbox_2d", (950, 500, 999, 600))
     draw_comparison({"run": [prediction(tmp_path, [], [far], (320, 320))]}, tmp_path / "sheet.png")
     with Image.open(tmp_path / "sheet.png") as sheet:
-        label = sheet.crop((320 - 130, 26 + 160, 317, 26 + 176))
+        label = sheet.crop((320 - 130, 26 + 144, 317, 26 + 160))
         assert (255, 255, 255) in colours(label) and ORANGE in colours(label)
         assert label.getpixel((60, 8)) != (10, 10, 10)  # a label 120 pixels wide begins far left of the object
 
