@@ -83,6 +83,9 @@ _DECODE_MODE = (
 CoordDecodeMode = Annotated[Literal["exp", "st"], Field(description=_DECODE_MODE)]
 
 
+MOST_SKIPPING = 8  # answers at once, above which an engine on a GPU skips forced tokens only if it is told to
+
+
 class DecodingConfig(StrictModel):
     """Sampling of rollouts."""
 
@@ -94,8 +97,9 @@ class DecodingConfig(StrictModel):
     """number of most likely tokens kept, >= 1; -1 keeps every token"""
     skip_forced_tokens: bool | None = None
     """write tokens that JSON leaves no choice about without a forward pass each; null = where answers stay the same:
-    with transformers, and in greedy answers of vLLM. true: vLLM's samples too, which have the same distribution but
-    differ for a seed. Not for beam search and swift rollout"""
+    with transformers, and in greedy answers of vLLM, on GPUs only up to a decode_batch_size of 8, above which it may be
+    slower. true: vLLM's samples too, which have the same distribution but differ for a seed. Not for beam search and
+    swift rollout"""
 
 
 class RepeatTerminateConfig(StrictModel):
@@ -383,15 +387,18 @@ class RolloutMatchingConfig(StrictModel):
         """Whether servers answer, with weights of their own."""
         return self.rollout_backend == "vllm" and self.vllm.mode == "server"
 
-    @property
-    def skips_forced_tokens(self) -> bool:
-        """``decoding.skip_forced_tokens`` of transformers and of engines that CoordExp starts; null skips if that
-        changes no answer and no other key excludes it."""
+    def skips_forced_tokens(self, on_gpu: bool) -> bool:
+        """``decoding.skip_forced_tokens`` of transformers and of engines that CoordExp starts, on a GPU or on a CPU;
+        null skips if that changes no answer, no other key excludes it, and it is not likely to be slower."""
         if self.decoding.skip_forced_tokens is not None:
             return self.decoding.skip_forced_tokens
         if self.rollout_backend == "hf":
             return self.num_beams == 1
-        return self.decoding.temperature == 0 and not self.vllm.async_scheduling
+        if self.decoding.temperature > 0 or self.vllm.async_scheduling:
+            return False
+        # Engine steps with drafts wait for the host and replay no full CUDA graph. With few answers a step takes as
+        # long as reading the weights, so fewer steps are faster all the same.
+        return not on_gpu or self.decode_batch_size <= MOST_SKIPPING
 
 
 class ScheduleConfig(StrictModel):

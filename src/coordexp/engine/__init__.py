@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.engine.engine_process import has_gpu
 from coordexp.errors import MissingDependency, RolloutError
 from coordexp.rollouts.backend import RolloutBackend, decoding_options
 
@@ -89,9 +90,9 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: S
             learner.image_token_id,
             config.repeat_terminate,
             names,
-            skip_forced_tokens=config.skips_forced_tokens,
+            skip_forced_tokens=config.skips_forced_tokens(has_gpu()),
         )
-    if config.skips_forced_tokens and options.temperature > 0:
+    if config.decoding.skip_forced_tokens and options.temperature > 0:
         logger.warning(
             "rollout_matching.decoding.skip_forced_tokens: answers are sampled from the same distribution as without "
             "it, but a seed gives other samples"

@@ -283,7 +283,7 @@ class ColocatedBackend(RolloutBackend):
         self.engine_arguments = {
             **section_arguments(vllm, gpu=has_gpu()),
             **own_arguments(
-                learner.checkpoint, config.repeat_terminate.enabled, bool(names), config.skips_forced_tokens
+                learner.checkpoint, config.repeat_terminate.enabled, bool(names), config.skips_forced_tokens(has_gpu())
             ),
             "max_num_seqs": self._cap,
             # torchrun starts the ranks and assigns their devices.

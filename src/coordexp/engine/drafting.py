@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from transformers import AutoTokenizer
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from coordexp.coords import CoordVocab
@@ -40,7 +41,9 @@ class AnswerDrafter:
     def __init__(self, vllm_config: VllmConfig) -> None:
         tokenizer: Any = AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer)
         vocab = CoordVocab.from_tokenizer(tokenizer)
-        self._grammar = AnswerGrammar(vocab)
+        self._grammar = AnswerGrammar(vocab, on_gpu=not current_platform.is_cpu())
+        # Larger steps would run without a CUDA graph. None are captured on CPUs and with enforce_eager.
+        self._captured = max(vllm_config.compilation_config.cudagraph_capture_sizes or (), default=None)
         self._limit = vllm_config.speculative_config.num_speculative_tokens  # pyright: ignore[reportOptionalMemberAccess]
         self._max_len = vllm_config.model_config.max_model_len
         self._turn_start = tokenizer.convert_tokens_to_ids(TURN_START)
@@ -57,19 +60,20 @@ class AnswerDrafter:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts of all rows of the batch, at most ``MOST_DRAFTED`` tokens in total. A row that has not sampled a token
-        yet, because its prompt is being processed, gets an empty draft."""
+        """Drafts of all rows of the batch, in total at most ``MOST_DRAFTED`` tokens, and no more than fit with a token
+        of each row into the largest CUDA graph. A row that has not sampled a token yet, because its prompt is being
+        processed, gets an empty draft."""
         drafts: list[list[int]] = []
-        for row, sampled in enumerate(sampled_token_ids):
-            length = int(num_tokens_no_spec[row])
+        for row, (sampled, length) in enumerate(zip(sampled_token_ids, num_tokens_no_spec.tolist(), strict=False)):
             room = min(self._limit, self._max_len - length - 1)
             if not len(sampled) or room <= 0:
                 drafts.append([])
                 continue
             state = self._state(row, token_ids_cpu[row, :length])
             drafts.append(list(state.draft(room)) if state is not None else [])
-        if sum(map(len, drafts)) > MOST_DRAFTED:
-            return [draft[: MOST_DRAFTED // len(drafts)] for draft in drafts]
+        most = MOST_DRAFTED if self._captured is None else max(0, min(MOST_DRAFTED, self._captured - len(drafts)))
+        if sum(map(len, drafts)) > most:
+            return [draft[: most // len(drafts)] for draft in drafts]
         return drafts
 
     def _state(self, row: int, ids: np.ndarray) -> AnswerState | None:
@@ -90,18 +94,19 @@ class _TrackedAnswer:
     """The answer of one row as far as it was read, with the state after that."""
 
     def __init__(self, begin: int, state: AnswerState) -> None:
-        self._begin = begin
-        self._read = np.empty(0, dtype=np.int64)
+        self._begin = self._end = begin
+        self._read = b""  # the memory of the tokens: the fastest to compare
         self.state = state
 
     def is_prefix_of(self, ids: np.ndarray) -> bool:
-        end = self._begin + len(self._read)
-        return 0 < len(self._read) <= len(ids) - self._begin and np.array_equal(ids[self._begin : end], self._read)
+        return self._begin < self._end <= len(ids) and ids[self._begin : self._end].tobytes() == self._read
 
     def read(self, ids: np.ndarray) -> None:
-        for token in ids[self._begin + len(self._read) :].tolist():
+        new = ids[self._end :]
+        for token in new.tolist():
             self.state.push(token)
-        self._read = ids[self._begin :].astype(np.int64)
+        self._read += new.tobytes()
+        self._end = len(ids)
 
 
 class _MaskedRow(NamedTuple):
@@ -132,7 +137,9 @@ class DraftedMasks:
         first = 0
         for index, name in enumerate(batch.req_ids):
             count = 0 if metadata is None else metadata.num_draft_tokens[index]
-            draft = list(takewhile(lambda token: token >= 0, batch.spec_token_ids[index][:count]))  # vLLM pads with -1
+            draft = batch.spec_token_ids[index][:count]
+            if count and draft[-1] < 0:  # vLLM pads with -1
+                draft = list(takewhile(lambda token: token >= 0, draft))
             names, guard = self._rows[name].names, self._rows[name].guard
             rows = logits[first : first + count + 1]
             if names is not None:
@@ -162,7 +169,7 @@ class DraftedMasks:
     def _end_of(self, row: Any, draft: Sequence[int]) -> tuple[int, Any] | None:
         # The first position at which the guard ends the answer, if the draft up to there is accepted; its trigger.
         assert self.guard is not None
-        if not self.guard.read(row):
+        if not self.guard.read(row) or not row.guard.may_trigger_within(len(draft)):
             return None
         guard = row.guard.fork()
         for position in range(len(draft) + 1):

@@ -228,13 +228,15 @@ class RepeatTerminateProcessor(LogitsProcessor):
         guard, answer = row.guard, row.answer
         if guard.num_tokens > len(answer):  # vLLM took tokens back
             guard = row.guard = RepeatGuard(self.config, self._reader)
-        for token in answer[guard.num_tokens :] if guard.num_tokens < len(answer) else ():
-            if token < 0:
-                raise RolloutError(_TOO_EARLY)
-            if token == self.eos_id:
-                return False  # over: with async scheduling vLLM computes one more step, and drops it
-            guard.push(token)
-        return True
+        new = answer[guard.num_tokens :] if guard.num_tokens < len(answer) else []
+        is_over = self.eos_id in new  # with async scheduling vLLM computes one more step, and drops it
+        if is_over:
+            new = new[: new.index(self.eos_id)]
+        if min(new, default=0) < 0:
+            raise RolloutError(_TOO_EARLY)
+        if not is_over:
+            guard.extend(new)
+        return not is_over
 
     def keep_trigger(self, row: _GuardRow, trigger: Trigger) -> None:
         if row.request_id is not None:

@@ -118,7 +118,7 @@ def serve_options(
         push_wait_s=vllm.sync.timeout_s,
         ready_s=config.launch.wait_s,
         closed_names=vllm.server.closed_names,
-        skip_forced_tokens=rollout.skips_forced_tokens,
+        skip_forced_tokens=rollout.skips_forced_tokens(on_gpu=num_gpus > 0),
         api_key=api_key,
     )
 

@@ -28,9 +28,10 @@ from coordexp.records import GEOMETRY_KINDS, GeometryKind
 _BEGINNINGS = ("a", "Z", "7", "é", "龘", "-", "_", "(", "🙂", '\\"')
 _MAX_REMEMBERED = 50_000  # drafts, and texts between coordinates
 _BOX, _MIN_POLY = 4, 6  # coordinates
-# Most tokens of the guess that a name ends, which is often wrong. With Qwen's tokenizer it takes 6 tokens, and on a CPU
-# these cost more than the passes that it saves.
-_SHORT = 2
+_NEXT = b'", "'  # between two coordinates of an object
+# Most tokens of the guess that a name ends, which is often wrong. With Qwen's tokenizer it takes 6 tokens. On a CPU
+# these cost more than the passes that it saves; on a GPU a pass takes as long with them.
+_SHORT, _SHORT_ON_GPU = 2, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,13 @@ def _patterns(order: FieldOrder | None, kind: GeometryKind | None, count: int, i
 
 
 class AnswerGrammar:
-    """Canonical answers in one vocabulary. Remembers drafts, and the tokens of texts between coordinates."""
+    """Canonical answers in one vocabulary. Remembers drafts, and the tokens of texts between coordinates. ``on_gpu``:
+    guess more, because a drafted token costs less."""
 
-    def __init__(self, vocab: CoordVocab) -> None:
-        self.vocab = vocab
+    def __init__(self, vocab: CoordVocab, on_gpu: bool = False) -> None:
+        self.vocab, self.pieces = vocab, vocab.pieces
+        self.closing = frozenset((vocab.eos_id, *vocab.coord_token_ids))  # they end a text between coordinates
+        self.longest_guess = _SHORT_ON_GPU if on_gpu else _SHORT
         self.drafts: OrderedDict[Hashable, tuple[int, ...] | str] = OrderedDict()  # see AnswerState.draft
         self._known: OrderedDict[str, tuple[int, ...]] = OrderedDict()
 
@@ -113,13 +117,17 @@ class AnswerState:
         """Add the answer's next token."""
         if not self.is_canonical:
             return
-        vocab = self._grammar.vocab
-        ends = token_id == vocab.eos_id
-        if ends or vocab.bin_of(token_id) is not None:
-            self.is_canonical = self._close_text(ends)
+        grammar = self._grammar
+        if token_id not in grammar.closing:
+            self._ids.append(token_id)
+            self._bytes += grammar.pieces[token_id] if token_id < len(grammar.pieces) else b""
             return
-        self._ids.append(token_id)
-        self._bytes += vocab.pieces[token_id] if token_id < len(vocab.pieces) else b""
+        ends = token_id == grammar.vocab.eos_id
+        if self._bytes == _NEXT and not ends and self._index and (self._kind == "poly" or self._count < _BOX):
+            self._count += 1  # the first pattern, and by far the most frequent one
+            self._ids, self._bytes = [], b""
+            return
+        self.is_canonical = self._close_text(ends)
 
     def forced(self) -> tuple[int, ...]:
         """The tokens with which every canonical continuation begins; ``()`` where the next token is a decision."""
@@ -162,7 +170,7 @@ class AnswerState:
             return ()
         name = begun if known is None else known
         found = self._remembered((key, name), lambda: self._guess(name))
-        return found if known is not None or len(found) <= _SHORT else ()
+        return found if known is not None or len(found) <= self._grammar.longest_guess else ()
 
     def _remembered(self, key: Hashable, guess: Callable[[], tuple[int, ...] | str]) -> Any:
         drafts = self._grammar.drafts

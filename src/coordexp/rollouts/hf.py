@@ -87,7 +87,8 @@ class HFBackend:
         self._names = AllowedLabels(names, vocab.pieces, vocab.eos_id) if names else None
         counts_keys = self._guard is not None and self._guard.max_object_keys is not None
         self._key_reader = ObjectKeyReader(vocab.pieces) if counts_keys else None
-        self._grammar = AnswerGrammar(vocab) if skip_forced_tokens else None
+        on_gpu = skip_forced_tokens and next(model.parameters()).device.type == "cuda"
+        self._grammar = AnswerGrammar(vocab, on_gpu) if skip_forced_tokens else None
 
     def generate(
         self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None

@@ -73,6 +73,35 @@ class RepeatGuard:
                 self.trigger = Trigger(GuardRule.OBJECT_KEYS, self.num_tokens)
         return self.trigger
 
+    def extend(self, token_ids: Sequence[int]) -> Trigger | None:
+        """As :meth:`push` for each of the answer's next tokens."""
+        if self.may_trigger_within(len(token_ids)):
+            for token_id in token_ids:
+                self.push(token_id)
+            return self.trigger
+        last, run, window, matches = self._last, self._run, self._window, self._ngram_matches
+        size = window.maxlen
+        for token_id in token_ids:  # the counters alone
+            run = run + 1 if token_id == last else 1
+            last = token_id
+            if len(window) == size:
+                matches = matches + 1 if token_id == window[0] else 0
+            window.append(token_id)
+        self._last, self._run, self._ngram_matches = last, run, matches
+        self.num_tokens += len(token_ids)
+        return None
+
+    def may_trigger_within(self, count: int) -> bool:
+        """Whether ``count`` further tokens could trigger the guard, whatever they are; True if they perhaps could."""
+        settings, size, repeats = self._settings, self._settings.ngram_size, self._settings.ngram_repeats
+        if self.trigger is not None or settings.max_object_keys is not None:
+            return True
+        if self.num_tokens + count < settings.min_new_tokens:
+            return False
+        return 0 < settings.max_consecutive_token_repeats <= self._run + count or (
+            size > 0 and repeats > 0 and self._ngram_matches + count >= size * (repeats - 1)
+        )
+
     def fork(self) -> RepeatGuard:
         """An independent guard that has seen the same tokens: a beam that splits."""
         twin = copy.copy(self)

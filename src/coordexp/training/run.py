@@ -39,6 +39,7 @@ from coordexp.data.images import open_rgb
 from coordexp.data.joined import DataPart, JoinedRecords, bin_rules
 from coordexp.data.preparation import preparation_of
 from coordexp.engine import check_backend
+from coordexp.engine.engine_process import has_gpu
 from coordexp.engine.starting import SKIPPING
 from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost, RunFinished, RunStopped
 from coordexp.modeling.adapter import tune
@@ -285,7 +286,7 @@ def _print_notes(
     console: Console, config: RunConfig, rollout: RolloutMatchingConfig, applied: Sequence[object]
 ) -> None:
     notes = [f"applied to the resumed run: {change}" for change in applied]
-    if config.custom.trainer_variant and rollout.rollout_backend == "hf" and rollout.skips_forced_tokens:
+    if config.custom.trainer_variant and rollout.rollout_backend == "hf" and rollout.skips_forced_tokens(has_gpu()):
         notes.append(SKIPPING)  # vLLM's engines print it when they start
     for note in notes:
         console.print(note, highlight=False, markup=False, soft_wrap=True)

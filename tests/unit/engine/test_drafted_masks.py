@@ -34,6 +34,7 @@ def test_drafts_of_a_large_batch_are_shortened() -> None:
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(tokenizer=checkpoint, max_model_len=500),
         speculative_config=SimpleNamespace(num_speculative_tokens=32),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[]),  # as on a CPU
     )
     answer = serialize_objects([GTObject("cat", "bbox_2d", (1, 2, 3, 4))])[:-1]
     ids = np.array(vocab.encode(f"{TURN_START}assistant\n{answer}"))
@@ -48,6 +49,12 @@ def test_drafts_of_a_large_batch_are_shortened() -> None:
     crowd = drafts(MOST_DRAFTED // len(alone) * 2)
     assert 0 < sum(map(len, crowd)) <= MOST_DRAFTED
     assert all(draft == alone[: len(draft)] and draft for draft in crowd)
+    # On a GPU a step of every row's last token and its draft fits into a captured CUDA graph.
+    config.compilation_config.cudagraph_capture_sizes = [33, 66, 99]
+    assert drafts(1) == [alone]
+    for rows in (5, 20, 99, 200):
+        positions = rows + sum(map(len, drafts(rows)))
+        assert rows <= positions <= max(99, rows)
 
 
 def guarded(masks: DraftedMasks, answer: list[int], draft: list[int]) -> list[int]:

@@ -124,6 +124,7 @@ def test_a_name_of_as_many_words_as_the_one_before_is_guessed_to_end() -> None:
     assert draft_after(tiny, objects, "blue dog").startswith('"')
     assert draft_after(tiny, objects, "blue") == ""
     assert draft_after(qwen, objects, "blue dog") == ""  # the text after it takes many tokens
+    assert draft_after(AnswerGrammar(qwen_vocab(), on_gpu=True), objects, "blue dog").startswith('"')
 
 
 def test_a_polygon_is_guessed_to_be_as_long_as_the_one_before(grammar: AnswerGrammar) -> None:

@@ -219,3 +219,24 @@ def test_defaults_of_the_contract(tmp_path: Path) -> None:
 )
 def test_default_guard_triggers_as_in_the_contract(ids: list[int], expected: Trigger | None) -> None:
     assert first_trigger(ids, RepeatTerminateConfig(enabled=True)) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    parts=st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=8),
+    run=st.integers(0, 6), size=st.integers(0, 3), repeats=st.integers(0, 4), least=st.integers(0, 12),
+)  # fmt: skip
+def test_tokens_in_parts_trigger_where_single_ones_do_and_never_where_it_was_ruled_out(
+    parts: list[list[int]], run: int, size: int, repeats: int, least: int
+) -> None:
+    keys = Keys(
+        max_consecutive_token_repeats=run, ngram_size=size, ngram_repeats=repeats, min_new_tokens=least
+    )  # fmt: skip
+    single, in_parts = RepeatGuard(keys), RepeatGuard(keys)
+    for part in parts:
+        possible = in_parts.may_trigger_within(len(part))
+        for token in part:
+            single.push(token)
+        assert in_parts.extend(part) == single.trigger
+        assert possible or single.trigger is None
+    assert (in_parts.num_tokens, in_parts.trigger) == (single.num_tokens, single.trigger)

@@ -139,7 +139,23 @@ def parts(loaded: LoadedModel) -> LearnerParts:
 )
 def test_forced_tokens_are_skipped_where_that_changes_no_answer(keys: dict[str, Any], skips: bool) -> None:
     config = resolved(**{"rollout_backend": "vllm", **keys})
-    assert config.skips_forced_tokens is skips
+    assert config.skips_forced_tokens(on_gpu=False) is skips
+
+
+@pytest.mark.parametrize(
+    ("keys", "skips"),
+    [
+        ({"decode_batch_size": 8}, True),
+        ({"decode_batch_size": 9}, False),
+        ({"decode_batch_size": 32, "decoding": {"skip_forced_tokens": True}}, True),
+        ({"decode_batch_size": 8, "decoding": {"skip_forced_tokens": False}}, False),
+        ({"decode_batch_size": 32, "rollout_backend": "hf"}, True),
+    ],
+    ids=str,
+)
+def test_engines_on_gpus_skip_forced_tokens_of_up_to_eight_answers_at_once(keys: dict[str, Any], skips: bool) -> None:
+    config = resolved(**{"rollout_backend": "vllm", **keys})
+    assert config.skips_forced_tokens(on_gpu=True) is skips
 
 
 def test_hf_backend_is_built_from_the_section(loaded: LoadedModel) -> None:
