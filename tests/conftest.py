@@ -35,6 +35,8 @@ ON_PLAIN_SERVER = (
 )
 # Files that take minutes are first, so that no worker begins one when the other has nothing left.
 FIRST = (
+    "tests/as_shipped/test_servers.py",
+    "tests/as_shipped/test_commands.py",
     "tests/integration/test_server_rollouts.py",
     "tests/integration/test_colocated_rollouts.py",
     *ON_PLAIN_SERVER,
@@ -53,7 +55,10 @@ FIRST = (
     "tests/unit/training/test_resume.py",
     "tests/unit/training/test_rollouts_ahead.py",
     "tests/unit/benchmarks/test_benchmark_scripts.py",
+    "tests/as_shipped/test_rows.py",
 )
+# Tests that share nothing: a worker takes one at a time.
+ONE_BY_ONE = ("tests/as_shipped/test_rows.py", "tests/as_shipped/test_commands.py")
 
 
 def file_of(nodeid: str) -> str:
@@ -68,11 +73,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Like ``--dist loadfile``, but files with a common server count as one file."""
+    """Like ``--dist loadfile``, but files with a common server count as one file, and some tests as files."""
     from xdist.scheduler import LoadFileScheduling
 
     class Sharing(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if file_of(nodeid) in ONE_BY_ONE:
+                return nodeid
             return ON_PLAIN_SERVER[0] if (file := file_of(nodeid)) in ON_PLAIN_SERVER else file
 
     return Sharing(config, log) if config.getoption("dist") == "loadfile" else None

@@ -66,7 +66,7 @@ ONE_SERVER: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """``number`` is sent when the checkpoint of ``after_step`` is whole."""
+    """``number`` is sent when a checkpoint of this start is whole, of ``after_step`` or of a later step."""
 
     number: signal.Signals
     after_step: int
@@ -91,6 +91,8 @@ class Row:
             (keys that do not change the weights).
         same_as: the row with whose replaced configuration this one's is identical, except for ``training.output_dir``,
             which a test compares. It is not started.
+        server: the row whose ``coordexp serve`` answers this one's trainer on a machine without a GPU, where ``on_cpu``
+            trains by ``coordexp train``: a server takes a minute to start there, so rows share one.
         gpus: the least number on which its own command can run.
     """
 
@@ -104,6 +106,7 @@ class Row:
     again: tuple[Interruption, ...] = ()
     again_with: Mapping[str, Any] = field(default_factory=dict)
     same_as: str | None = None
+    server: str | None = None
     gpus: int = 1
 
     @property
@@ -116,17 +119,20 @@ class Row:
 
     def words(self, on_gpu: bool = False) -> list[str]:
         """The command's words, without replacements."""
-        return self.command.format(name=self.name).split()
+        joins_a_server = self.server is not None and not on_gpu and self.command == LAUNCH
+        return (TRAIN if joins_a_server else self.command).format(name=self.name).split()
 
     def replaced(self, on_gpu: bool = False) -> dict[str, Any]:
         return {**self.short, **({} if on_gpu else self.on_cpu)}
 
 
 _SIZES = "model, data, folder, steps; rows, answers and samples a step in proportion to 128-pixel images"
+_PORTS = f"{_SIZES}; one server, on free ports"
 _FEW = "model, data, folder; three steps of four samples"
 _OWN = "data, folder; three steps of four samples. The model is the file's own"
 TERM, INT, USR1, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL
 WORKERS = "data.num_workers"
+SERVED = "stage2_rollout_aligned/rewritten_server"
 
 ROWS: tuple[Row, ...] = (
     # -- stage 1 ------------------------------------------------------------------------------------------------------
@@ -136,30 +142,29 @@ ROWS: tuple[Row, ...] = (
     # -- stage 2 ------------------------------------------------------------------------------------------------------
     Row("stage2_rollout_aligned/base", FULL_SIZE, _SIZES, same_as="stage2_rollout_aligned/hf"),
     Row("stage2_rollout_aligned/hf", FULL_SIZE, _SIZES),
-    Row("stage2_rollout_aligned/rewritten", FULL_SIZE, _SIZES,
-        again=interrupted((KILL, 1), (INT, 2)), again_with={WORKERS: 0}),
+    Row("stage2_rollout_aligned/rewritten", FULL_SIZE | {"training.max_steps": 4}, _SIZES,
+        ends="in the middle of an epoch", again=interrupted((KILL, 1), (INT, 2))),
     Row("stage2_rollout_aligned/lora", FULL_SIZE | {"training.max_steps": 2}, _SIZES,
         ends="in the middle of an epoch"),
     Row("stage2_rollout_aligned/colocate", FULL_SIZE, _SIZES, ENGINE_ON_CPU),
     Row("stage2_rollout_aligned/rewritten_colocate", FULL_SIZE, _SIZES, ENGINE_ON_CPU),
-    Row("stage2_rollout_aligned/server", FULL_SIZE | ONE_SERVER, f"{_SIZES}; ports, which other tests use",
-        LAUNCH_ON_CPU, LAUNCH, gpus=2),
-    Row("stage2_rollout_aligned/rewritten_server", FULL_SIZE | ONE_SERVER, f"{_SIZES}; ports, which other tests use",
-        LAUNCH_ON_CPU, LAUNCH, gpus=2),
-    Row("stage2_rollout_aligned/server_3v1", FULL_SIZE | ONE_SERVER, _SIZES, LAUNCH_ON_CPU, LAUNCH, gpus=4),
-    Row("stage2_rollout_aligned/server_multi_node", FULL_SIZE | ONE_SERVER, _SIZES, ENGINE_ON_CPU, TORCHRUN, ranks=2,
-        gpus=20),
+    Row("stage2_rollout_aligned/server", FULL_SIZE | ONE_SERVER, _PORTS, LAUNCH_ON_CPU, LAUNCH, gpus=2),
+    Row(SERVED, FULL_SIZE | ONE_SERVER, _PORTS, LAUNCH_ON_CPU, LAUNCH, server=SERVED, gpus=2),
+    Row("stage2_rollout_aligned/server_3v1", FULL_SIZE | ONE_SERVER, _PORTS, LAUNCH_ON_CPU, LAUNCH, server=SERVED,
+        gpus=4),
+    Row("stage2_rollout_aligned/server_multi_node", FULL_SIZE | ONE_SERVER, _PORTS, ENGINE_ON_CPU, TORCHRUN, ranks=2,
+        server=SERVED, gpus=20),
     # -- two channels -------------------------------------------------------------------------------------------------
     Row("stage2_two_channel/base", FULL_SIZE, _SIZES, again=interrupted((USR1, 1)), again_with={WORKERS: 4}),
     Row("stage2_two_channel/mixed", FULL_SIZE, _SIZES, same_as="stage2_two_channel/base"),
     Row("stage2_two_channel/a_only", FULL_SIZE | {"training.max_steps": 2}, _SIZES, ends="in the middle of an epoch"),
     Row("stage2_two_channel/b_only", FULL_SIZE, _SIZES),
-    Row("stage2_two_channel/prod", FULL_SIZE | ONE_SERVER, _SIZES, LAUNCH_ON_CPU, LAUNCH, gpus=4),
+    Row("stage2_two_channel/prod", FULL_SIZE | ONE_SERVER, _PORTS, LAUNCH_ON_CPU, LAUNCH, server=SERVED, gpus=4),
     Row("stage2_two_channel/smoke", {"custom.train_jsonl": DATA, "training.output_dir": RUN},
-        "data, folder. Model, samples and its four steps are the file's own", ends="in the middle of an epoch"),
+        "data, folder. Model, samples and its four steps are the file's own"),
     # -- 4 million parameters -----------------------------------------------------------------------------------------
     Row("bccd/stage1", SAVED, _OWN),
-    Row("crowd/stage1", SAVED, _OWN, again=interrupted((KILL, 1)), again_with={WORKERS: 4}),
+    Row("crowd/stage1", SAVED, _OWN),
     Row("crowd/large", LATER, _FEW),
     Row("crowd/start", LATER | {"training.max_steps": 2}, _FEW, ends="in the middle of an epoch"),
     Row("crowd/stage2", LATER, _FEW),

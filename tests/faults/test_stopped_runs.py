@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from as_shipped.starting import started
 from coordexp.errors import ConfigError, RunStopped, TrainingDiverged
 from coordexp.objective import RowTensors
 from coordexp.training.checkpoint import is_complete
@@ -188,8 +190,7 @@ def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
 
 
 def start(folder: Path, pause_s: float, **keys: Any) -> Handle:
-    """A run in its second step, which pauses in each forward. A process of its own: Ctrl-C reaches it as a terminal
-    sends it, to the whole group, loader processes included."""
+    """A run in its second step, which pauses in each forward."""
     run_config(folder, 1, training__max_steps=50, training__resume_from_checkpoint=True, **keys)
     log = folder / "log"
     process = Handle(forked(train_slowly, str(folder / "run.yaml"), pause_s, log=log, err=folder / "err"))
@@ -200,16 +201,25 @@ def start(folder: Path, pause_s: float, **keys: Any) -> Handle:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.campaign)])
 def test_a_signal_to_the_process_group_saves(number: signal.Signals, tmp_path: Path) -> None:
-    """Ctrl-C in a terminal, or a batch system: processes that load data get it too."""
-    process = start(tmp_path, 0.5, data__num_workers=1)
-    os.killpg(process.pid, number)
-    code, err = process.wait(120), (tmp_path / "err").read_text()
-    assert code == 128 + number, err
-    assert f"stopped by {number.name} after step 2 of 50" in err and "Traceback" not in err
-    assert is_complete(tmp_path / "run" / "checkpoint-2")
-    assert load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
+    """Ctrl-C in a terminal, or a batch system: processes that load data get it too. The command as a shell starts it;
+    tests/as_shipped interrupts shipped configurations."""
+    run_config(tmp_path, 1, training__max_steps=5000, training__save_strategy="steps", training__save_steps=2,
+               training__save_total_limit=1, training__resume_from_checkpoint=True, data__num_workers=1)  # fmt: skip
+    run = started(["coordexp", "train", "run.yaml"], tmp_path)
+    try:
+        run.until(lambda: is_complete(tmp_path / "run" / "checkpoint-2"), DEADLINE_S, "a checkpoint")
+        limit_s = 10.0 * run.slowness()
+        os.killpg(run.process.pid, number)
+        assert run.end(limit_s, number.name) == 128 + number, run.output
+        run.nothing_is_left()
+    finally:
+        run.kill()
+    (step,) = re.findall(rf"stopped by {number.name} after step (\d+) of 5000", run.output)
+    assert "Traceback" not in run.output
+    assert is_complete(tmp_path / "run" / f"checkpoint-{step}")
+    assert load_file(tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors")
 
 
 def test_a_hanging_step_ends_at_its_timeout_or_a_second_signal(tmp_path: Path) -> None:

@@ -187,6 +187,8 @@ def _run(
     target: Callable[..., None], arguments: tuple[object, ...], log: str, err: str, environment: dict[str, str]
 ) -> None:
     os.setsid()
+    # Processes that it starts are forked from it, as from a command that a shell started, and inherit its files.
+    multiprocessing.set_start_method(None, force=True)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out if err == log else os.open(err, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)

@@ -8,6 +8,7 @@ import importlib.util
 import netrc
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -46,6 +47,9 @@ LOGGERS: dict[str, tuple[str, ...]] = {
     "trackio": ("trackio",), "wandb": ("wandb",),
 }  # fmt: skip
 
+_LONGEST_SOCKET = 107  # bytes of a socket's path in Linux
+_LONGEST_TEMPORARY = _LONGEST_SOCKET - len("/pymp-12345678/listener-12345678")  # multiprocessing's names
+
 
 def unknown_names(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(dotted key, message) of each name of ``training`` that transformers does not have."""
@@ -58,8 +62,8 @@ def unknown_names(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_training_environment(config: RunConfig) -> None:
-    """Check that the packages of the optimizer, the loggers and packing are installed, and that W&B has a login. Raises
-    ConfigError with all problems."""
+    """Check that the packages of the optimizer, the loggers and packing are installed, that W&B has a login, and that
+    loader processes can make sockets. Raises ConfigError with all problems."""
     training, problems = config.training, []
     for name in training.report_to:
         packages = LOGGERS.get(name, ())
@@ -81,6 +85,13 @@ def check_training_environment(config: RunConfig) -> None:
         )
     if training.packing and not _is_installed("binpacking"):
         problems.append("training.packing: needs the package binpacking; pip install binpacking, or write false")
+    temporary = os.fsencode(tempfile.gettempdir())
+    if config.data.num_workers and len(temporary) > _LONGEST_TEMPORARY:
+        problems.append(
+            f"data.num_workers: loader processes make sockets in {os.fsdecode(temporary)}, whose name has "
+            f"{len(temporary)} bytes, and a socket's may have {_LONGEST_SOCKET}; set TMPDIR to a folder with at most "
+            f"{_LONGEST_TEMPORARY}, or write 0"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -10,7 +10,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,6 +126,10 @@ def serve_options(
     )
 
 
+_VLLM_SOCKETS = "VLLM_RPC_BASE_PATH"
+_LONGEST_SOCKET = 107  # bytes of a socket's path in Linux
+
+
 def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -164,12 +171,25 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
     checkpoint = Checkpoint.open(options.model)
     options = replace(options, model=checkpoint.base)  # adapters come with the trainer's first push
     prompts = PromptBuilder(load_processor(checkpoint), options.max_images)
-    engine = ServedEngine.start(options, gpu)
-    with listener:
+    with listener, _folder_of_sockets():
+        engine = ServedEngine.start(options, gpu)
         try:
             asyncio.run(_serve(RolloutServer(options, engine, prompts), listener))
         finally:
             engine.shutdown()
+
+
+@contextmanager
+def _folder_of_sockets() -> Iterator[None]:
+    """Let vLLM make its sockets in a folder of their own, which is removed: it removes none. A user's own folder is
+    kept, and so is vLLM's if another level would make a socket's path too long."""
+    fits = len(os.fsencode(tempfile.gettempdir())) + len(f"/vllm-12345678/{uuid.uuid4()}") <= _LONGEST_SOCKET
+    if not fits or _VLLM_SOCKETS in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
+        os.environ[_VLLM_SOCKETS] = folder
+        yield
 
 
 async def _serve(server: RolloutServer, listener: socket.socket) -> None:

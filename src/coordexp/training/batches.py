@@ -3,8 +3,10 @@ in two-channel training, the channel."""
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
@@ -56,6 +58,10 @@ class StepBatches:
         self._loader: Iterator[Any] | None = None
         self._ahead: MicroBatches | None = None
         self._failure: Exception | None = None
+
+    def close(self) -> None:
+        """End the loader processes. They remove their sockets; at the end of the program they would be killed."""
+        self._loader = self._ahead = None
 
     def take(self) -> MicroBatches:
         """The micro-batches of the next step. A collective call. Raises the error of reading them, now or in
@@ -112,15 +118,34 @@ class StepBatches:
             num_workers=self.num_workers,
             collate_fn=list,
             generator=torch.Generator(),  # starting workers would otherwise draw from torch's global random state
-            worker_init_fn=_leave_process_group,
+            worker_init_fn=_begin_loader_process,
         )
         return iter(loader)
 
 
-def _leave_process_group(worker: int) -> None:
+def _begin_loader_process(worker: int) -> None:
     # Ctrl-C and batch systems signal the whole group, and the current step still needs its data. Workers end with
     # their parent all the same.
     os.setpgrp()
+    _let_go_of_inherited_files()
+
+
+def _let_go_of_inherited_files() -> None:
+    """In a forked process: release the parent's sockets and the files that it writes, such as logs and the run's lock.
+    Copies would keep a connection or a listener open after the parent has closed it, or has died."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/dev/fd"):
+        descriptor = int(name)
+        if descriptor <= 2 or descriptor == nothing:
+            continue
+        try:
+            mode = os.fstat(descriptor).st_mode
+            is_written = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+        except OSError:  # the listing's own, closed by now
+            continue
+        if stat.S_ISSOCK(mode) or (stat.S_ISREG(mode) and is_written):
+            os.dup2(nothing, descriptor)  # not closed: an object of the parent may still close this number
+    os.close(nothing)
 
 
 def _owning_memory(sample: Sample) -> Sample:

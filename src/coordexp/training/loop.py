@@ -360,7 +360,8 @@ class CoordExpTrainer:
             )
 
     def close(self) -> None:
-        """Release the rollout engine."""
+        """End the loader processes and release the rollout engine."""
+        self.batches.close()
         self.backend.close()
 
 

@@ -363,3 +363,14 @@ def test_a_password_in_an_address_is_refused_and_not_printed(url: str) -> None:
     with pytest.raises(ConfigError, match=r"servers\[0\]\.base_url: .*api_key_env") as refused:
         parse_config(vllm(mode="server", server=servers))
     assert "secret" not in str(refused.value)
+
+
+def test_a_folder_for_sockets_with_a_long_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loader processes could not send what they read, and the run would wait for ever."""
+    config = parse_config(set_key(stage1(), "data.num_workers", 1))
+    monkeypatch.setattr("tempfile.tempdir", "/" + "t" * 74)
+    check_training_environment(config)
+    monkeypatch.setattr("tempfile.tempdir", "/" + "t" * 75)
+    with pytest.raises(ConfigError, match=r"data\.num_workers: .* 76 bytes.*TMPDIR to a folder with at most 75"):
+        check_training_environment(config)
+    check_training_environment(parse_config(stage1()))
