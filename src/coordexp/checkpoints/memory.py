@@ -11,6 +11,7 @@ engine, or the part that the trainer keeps during rollouts and ``gpu_memory_util
 from __future__ import annotations
 
 import json
+import logging
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from coordexp import distributed
 from coordexp.checkpoints.describe import TABLES, weight_shapes
 from coordexp.checkpoints.folder import Checkpoint, part_of
 from coordexp.config import RunConfig
@@ -28,6 +30,8 @@ from coordexp.config.schema import AnswerConfig
 from coordexp.errors import ConfigError
 from coordexp.out_of_memory import Kind, note_cure
 from coordexp.records import NUM_BINS
+
+logger = logging.getLogger("coordexp")
 
 # bfloat16 numbers per token while one layer's backward pass runs, as factors of H and I.
 _RUNNING = (8, 14)
@@ -43,6 +47,7 @@ _KEPT_TOWER = {False: (14, 2, 0, 0), True: (11, 2, 0, 0)}  # of the vision tower
 _KEPT_DROPOUT = ((5.5, 0.5, 1.5, 0), (1.5, 0.5, 0, 0))  # of the adapters' dropout in both
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 ASLEEP = 3e9  # of a sleeping engine, CUDA graphs for the most part: assumed, as no GPU was at hand
+_COMFORTABLE = 0.9  # share of a GPU that an estimate may take without a warning
 _PATCHES_PER_TOKEN = 2  # half of a row's tokens are image tokens, each of four patches
 
 
@@ -184,7 +189,8 @@ def trained_numbers(config: RunConfig, model: Mapping[str, Any], shapes: Mapping
 
 
 def check_memory(config: RunConfig, world_size: int = 1, gpu_bytes: int | None = None) -> MemoryEstimate:
-    """The estimate for ``config.model.model``. ``gpu_bytes``: memory of each GPU; None compares with nothing.
+    """The estimate for ``config.model.model``. ``gpu_bytes``: memory of each GPU; None compares with nothing. Warns,
+    with what would fit, if the estimate's error or fragmentation may exceed it.
 
     Raises:
         ConfigError: it exceeds the GPU by more than the estimate's own error of 10 %; says what would fit.
@@ -193,8 +199,30 @@ def check_memory(config: RunConfig, world_size: int = 1, gpu_bytes: int | None =
     checkpoint = Checkpoint.open(config.model.model)
     model, shapes = checkpoint.config, weight_shapes(checkpoint)
     estimate = estimate_memory(config, model, shapes, world_size)
-    if gpu_bytes is None or estimate.peak(gpu_bytes, 0.9) <= gpu_bytes:
+    if gpu_bytes is None or estimate.peak(gpu_bytes) <= _COMFORTABLE * gpu_bytes:
         return estimate
+    fitting = "; or ".join(_what_fits(config, model, shapes, world_size, gpu_bytes)) or "a smaller model"
+    needs = f"model.model: {Path(config.model.model)} needs about {estimate}, and this GPU has {gpu_bytes / 1e9:.0f} GB"
+    if estimate.peak(gpu_bytes, 0.9) > gpu_bytes:
+        raise ConfigError(f"{needs}. It fits with {fitting}")
+    if distributed.is_main():
+        logger.warning(
+            "%s: tight, because the estimate may be 10 %% wrong and fragmentation takes 5 to 15 %%. If memory runs "
+            "out, it fits with %s",
+            needs,
+            fitting,
+        )
+    return estimate
+
+
+def _what_fits(
+    config: RunConfig,
+    model: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    world_size: int,
+    gpu_bytes: int,
+) -> Iterator[str]:
+    """Keys with which the run fits a GPU, with the memory that it then needs."""
     every = {"training.gradient_checkpointing_every": 1} if config.training.gradient_checkpointing_every > 1 else {}
     no_masters = {"training.master_weights": None} if config.training.master_weights is not None else {}
     choices: list[dict[str, Any]] = [
@@ -203,29 +231,23 @@ def check_memory(config: RunConfig, world_size: int = 1, gpu_bytes: int | None =
         {"fsdp.enabled": True, **no_masters},
         {"tuner.train_type": "lora", "model.dtype": "bfloat16", "training.gradient_checkpointing": True, **no_masters},
     ]
-    if estimate.engine_share:
+    engine_share = estimate_memory(config, model, shapes, world_size).engine_share
+    if engine_share:
         choices = [
             {"rollout_matching.vllm.sleep_level": 1},
             {"rollout_matching.offload.enabled": True, "rollout_matching.offload.offload_optimizer": True},
-            {"rollout_matching.vllm.gpu_memory_utilization": round(estimate.engine_share / 2, 2)},
+            {"rollout_matching.vllm.gpu_memory_utilization": round(engine_share / 2, 2)},
             *choices,
         ]
-    fitting = []
     for choice in choices:
         changed = config
         for path, value in choice.items():
             changed = _with(changed, path, value)
         processes = max(8, world_size) if "fsdp.enabled" in choice else world_size
         need = estimate_memory(changed, model, shapes, processes).peak(gpu_bytes)
-        if need <= 0.9 * gpu_bytes:
+        if need <= _COMFORTABLE * gpu_bytes:
             keys = ", ".join(f"{path}: {json.dumps(value)}" for path, value in choice.items())
-            fitting.append(
-                f"{keys} ({need / 1e9:.0f} GB{f' on each of {processes} GPUs' if processes > world_size else ''})"
-            )
-    raise ConfigError(
-        f"model.model: {Path(config.model.model)} needs about {estimate}, and this GPU has {gpu_bytes / 1e9:.0f} GB. "
-        f"It fits with {'; or '.join(fitting) if fitting else 'a smaller model'}"
-    )
+            yield f"{keys} ({need / 1e9:.0f} GB{f' on each of {processes} GPUs' if processes > world_size else ''})"
 
 
 @contextmanager

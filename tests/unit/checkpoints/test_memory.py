@@ -153,6 +153,18 @@ def test_a_run_that_cannot_fit_is_refused_with_a_size_that_fits() -> None:
     content["global_max_length"] = 4000
     config = parse_config(content)
     need = check_memory(config).total
-    assert check_memory(config, gpu_bytes=int(need)).total == need
     with pytest.raises(ConfigError, match=r"GB for each trainer process.*training\.gradient_checkpointing: true \("):
         check_memory(config, gpu_bytes=int(need / 2))
+
+
+@pytest.mark.parametrize(("share", "warns"), [(0.85, False), (0.95, True), (1.05, True)])
+def test_a_run_that_hardly_fits_is_warned_with_a_size_that_fits(
+    share: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = stage1()
+    content["model"]["model"] = str(tiny_checkpoint())
+    content["global_max_length"] = 4000
+    config = parse_config(content)
+    need = check_memory(config).total
+    assert check_memory(config, gpu_bytes=int(need / share)).total == need
+    assert ("tight" in caplog.text and "training.gradient_checkpointing: true (" in caplog.text) == warns
