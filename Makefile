@@ -59,9 +59,11 @@ fuzz: setup
 faults: setup
 	$(TEST_ENV) $(BIN)/python tests/faults/campaign.py --kills $(KILLS) --out $(FAULTS) $(PYTEST_ARGS)
 
-# Whole optimizer steps of Qwen3-VL-2B, 4B and 8B on a fake GPU: memory, waits and a roofline. About five minutes.
+# Every shipped configuration on a GPU that is simulated with values, with a tiny model; then whole optimizer steps of
+# Qwen3-VL-2B, 4B and 8B on one without values: memory and a roofline. About seven minutes.
 FAKE_GPU ?= "--size 2B --rows 2" "--size 4B" "--size 8B" "--size 2B --lora --rows 2" "--size 4B --lora" "--size 8B --lora"
 fake-gpu: setup
+	@PYTHONPATH=src:tests:tests/fake_cuda OMP_NUM_THREADS=1 $(BIN)/python tests/fake_cuda/run_on_gpu.py --out outputs/fake_gpu
 	@for step in $(FAKE_GPU); do PYTHONPATH=src:tests:tests/fake_cuda OMP_NUM_THREADS=1 $(BIN)/python \
 		tests/fake_cuda/trace_step.py $$step $(FAKE_GPU_ARGS) || exit 1; done
 

@@ -1,14 +1,13 @@
-"""Every operation on fake CUDA tensors: memory, waits of the host, operands on two devices, and a roofline.
+"""Every operation on fake CUDA tensors: memory, and a roofline.
 
-Real CPU tensors are the host, fake CUDA tensors the device. Mixed operands, which CUDA refuses, are counted; so is
-every operation for which the host must wait, with the function that asks for it.
+Real CPU tensors are the host, fake CUDA tensors the device. Waits of the host and operands on two devices are found by
+:mod:`valued_cuda`, on whole runs.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,16 +31,16 @@ MASKED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, at
 NO_KERNEL = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach")
 
 
-def caller() -> str:
-    """The innermost function of this project or of transformers: ``file function``."""
+def asked_by_transformers() -> bool:
+    """Whether the innermost function of this project, or of a package that it calls, is transformers'."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
         for package in ("coordexp", "transformers", "peft", "accelerate"):
             if f"/{package}/" in path:
-                return f"{package}/{path.rpartition(f'/{package}/')[2]} {frame.f_code.co_name}"
+                return package == "transformers"
         frame = frame.f_back
-    return "backward"
+    return False
 
 
 @dataclass
@@ -55,8 +54,7 @@ class Totals:
 
 
 class DeviceTrace(TorchDispatchMode):
-    """Use it inside ``fake``. ``peak``: bytes. ``waits``: (operation, caller) → times. ``mixed``: operations whose
-    operands lie on two devices."""
+    """Use it inside ``fake``. ``now`` and ``peak``: bytes."""
 
     def __init__(self, fake: FakeTensorMode, segments: Mapping[int, tuple[int, ...]], selected: int) -> None:
         """``segments``: lengths of the segments by the length of their row, of tokens and of patches. ``selected``:
@@ -64,15 +62,12 @@ class DeviceTrace(TorchDispatchMode):
         super().__init__()
         self.fake, self.segments, self.selected = fake, segments, selected
         self.now = self.peak = 0
-        self.waits: Counter[tuple[str, str]] = Counter()
-        self.mixed: list[str] = []
         self.totals = Totals()
         self._live: dict[int, Any] = {}
 
     def restart(self) -> None:
         """Count from here; live memory stays."""
         self.peak = self.now
-        self.waits.clear()
         self.totals = Totals()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,21 +84,16 @@ class DeviceTrace(TorchDispatchMode):
             if func.namespace == "prim":  # a property
                 return func(*args, **kwargs)
             if moves and goes_to == "cpu":
-                self.waits["copy to the host", caller()] += 1
                 with unset_fake_temporarily():
                     return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
             if func is aten._local_scalar_dense.default:
-                self.waits["item", caller()] += 1
                 if args[0].dtype == torch.bool:  # transformers asks whether its inputs fit, we whether any is broken
-                    return caller().startswith("transformers")
+                    return asked_by_transformers()
                 return 1.0 if args[0].is_floating_point() else 1
             sized = self._sized_by_values(func, args)
             if sized is not None:
                 self._hold(sized)
                 return sized
-            hosted = [one for one in tensors if not isinstance(one, FakeTensor) and one.dim() > 0]
-            if hosted and on_device and func not in (aten.copy_.default, *MASKED):
-                self.mixed.append(f"{func} {caller()}")
             out = func(*self._with_known_masks(func, args), **kwargs)
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"]
         self._count(func, on_device, results, args, kwargs)
@@ -118,7 +108,6 @@ class DeviceTrace(TorchDispatchMode):
         }
         if func not in shapes:
             return None
-        self.waits[func.overloadpacket.__name__, caller()] += 1
         dtype = torch.int64 if func is aten.nonzero.default else args[0].dtype
         return torch.empty(shapes[func](), dtype=dtype, device="cuda")
 
@@ -128,10 +117,7 @@ class DeviceTrace(TorchDispatchMode):
             return args
         indices: list[Any] = []
         for index in args[1]:
-            if isinstance(index, torch.Tensor) and not isinstance(index, FakeTensor):
-                self.waits[f"{func.overloadpacket.__name__} by an index on the host", caller()] += 1
             if isinstance(index, torch.Tensor) and index.dtype == torch.bool:
-                self.waits[f"{func.overloadpacket.__name__} by a mask", caller()] += 1
                 indices += [torch.zeros(self.selected, dtype=torch.int64, device="cuda")] * index.dim()
             else:
                 indices.append(index)

@@ -1,4 +1,4 @@
-"""What the trainer would do on a GPU, traced on fake CUDA tensors at Qwen3-VL's real width: memory, waits, devices."""
+"""Memory that a step would take on a GPU, traced on fake CUDA tensors at Qwen3-VL's real width."""
 
 from __future__ import annotations
 
@@ -14,15 +14,6 @@ import pytest
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to compile hooks.cpp")
-
-# Where the host may wait for the device in a step, and why.
-WAITS = {
-    "coordexp/objective/head.py read_any": "once a row: whether any logit is broken, before gradients are computed",
-    "coordexp/training/rows.py sync": "once a step: its numbers, after the last backward",
-    "transformers/models/qwen3_vl/modeling_qwen3_vl.py _deepstack_process": "masks of image tokens",
-    "transformers/utils/import_utils.py torch_compilable_check": "counts image tokens",
-    "backward": "gradients of masks and of masked_scatter",
-}
 
 
 def python(folder: Path, *arguments: str) -> None:
@@ -44,16 +35,13 @@ def python(folder: Path, *arguments: str) -> None:
         pytest.param(["--size", "2B", "--length", "6000", "--channel-a"], 16.7, id="channel a"),
     ],
 )
-def test_a_step_fits_and_waits_only_where_it_must(arguments: list[str], peak_gb: float, tmp_path: Path) -> None:
+def test_a_step_takes_the_recorded_memory(arguments: list[str], peak_gb: float, tmp_path: Path) -> None:
     python(tmp_path, str(HERE / "trace_step.py"), "--layers", "2", "--json", "found.jsonl", *arguments)
     found: dict[str, Any] = json.loads((tmp_path / "found.jsonl").read_text())
-    assert found["mixed"] == []
-    assert {place for _, place, _ in found["waits"]} <= WAITS.keys()
-    assert sum(count for _, place, count in found["waits"] if place.endswith("read_any")) <= 2 * found["rows"]
     assert found["peak_gb"] == pytest.approx(peak_gb, rel=0.05)
 
 
-def test_the_trace_sees_memory_waits_and_operands_on_two_devices(tmp_path: Path) -> None:
+def test_the_trace_sees_memory(tmp_path: Path) -> None:
     script = """
 import fake_cuda
 import torch
@@ -65,15 +53,7 @@ with (fake := FakeTensorMode(allow_non_fake_inputs=True)), DeviceTrace(fake, {},
     (weight * 2).sum().backward()
     assert trace.now == 2 * 4096, trace.now  # the weight and its gradient
     assert trace.peak == 2 * 4096 + 2 * 512, trace.peak  # for a moment the product and the sum
-    assert not trace.waits and not trace.mixed
-    weight.sum().item()
-    weight[weight > 0]
-    weight.cpu()
-    try:
-        weight + torch.ones(1024)
-    except RuntimeError:
-        pass
-assert sorted(what for what, _ in trace.waits) == ["copy to the host", "index by a mask", "item"], trace.waits
-assert len(trace.mixed) == 1, trace.mixed
+    weight[weight > 0]  # as many elements as the trace was given
+    assert trace.peak < 2 * 4096 + 4 * 512, trace.peak
 """
     python(tmp_path, "-c", script)

@@ -187,8 +187,6 @@ def trace(flags: argparse.Namespace) -> dict[str, Any]:
         "fused": flags.fused, "checkpoint_every": 0 if flags.no_checkpointing else flags.checkpoint_every,
         "length": flags.length, "rows": flags.rows, "tokens": done,
         "peak_gb": device.peak / 1e9, "estimate_gb": estimate.total / 1e9,
-        "mixed": device.mixed,
-        "waits": [[what, place, count] for (what, place), count in sorted(device.waits.items())],
         "kernels": totals.kernels, "tflop": totals.flops / 1e12, "gb_moved": totals.bytes / 1e9,
         "roofline_s": totals.seconds, "tokens_per_s": done / totals.seconds,
         "share_of_peak": totals.flops / totals.seconds / PEAK, "traced_s": time.perf_counter() - started,
@@ -219,9 +217,7 @@ def main() -> None:
         f"peak {found['peak_gb']:.1f} GB (estimate {found['estimate_gb']:.1f}), "
         f"{found['kernels']} kernels, {found['tflop']:.0f} TFLOP, {found['gb_moved']:.0f} GB moved, "
         f"roofline of an H100 {found['roofline_s']:.2f} s = {found['tokens_per_s']:.0f} tokens/s, "
-        f"{found['share_of_peak']:.2f} of its peak; "
-        f"{sum(count for *_, count in found['waits'])} waits, {len(found['mixed'])} operations on two devices; "
-        f"traced in {found['traced_s']:.0f} s"
+        f"{found['share_of_peak']:.2f} of its peak; traced in {found['traced_s']:.0f} s"
     )
 
 

@@ -20,6 +20,7 @@ from coordexp.config.rollout import OffloadConfig, RolloutMatchingConfig
 from coordexp.errors import ConfigError
 
 _KEY = "rollout_matching.offload.enabled"
+MOVABLE = (torch.Tensor, torch.nn.Parameter)  # not their subclasses: a DTensor is a shard that FSDP owns
 
 
 def lives_in_main_memory(tensor: torch.Tensor) -> bool:
@@ -123,7 +124,7 @@ def _by_storage(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Tensors grouped by the storage they share, which is moved once."""
     groups: dict[int, dict[int, torch.Tensor]] = {}
     for tensor in tensors:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if type(tensor) not in MOVABLE:
             raise _owned_by(type(tensor).__name__)
         groups.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
     return [list(group.values()) for group in groups.values()]
