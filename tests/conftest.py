@@ -50,6 +50,7 @@ FIRST = (
     "tests/integration/test_server_faults.py",
     "tests/integration/test_demo.py",
     "tests/integration/test_doctor.py",
+    "tests/fake_cuda/test_shipped_on_gpu.py",
     "tests/faults/test_kills.py",
     "tests/faults/test_lost_processes.py",
     "tests/unit/training/test_resume.py",
