@@ -47,10 +47,10 @@ WAITS = {
     },
     "start": {"coordexp/training/optimizer.py load_state_dict": "accelerate loads the new optimizer's own state"},
     "checkpoints": {
-        "": "weights and optimizer are copied to the host, and compared once loaded",
+        "": "weights and optimizer are copied to the host; once loaded, compared; once a checkpoint, all are finite",
     },
     "push": {
-        "coordexp/weight_sync/buckets.py tensor_hash": "once a weight: a checksum, in some pushes",
+        "coordexp/weight_sync/buckets.py hashes_together": "once a push, in some: checksums of all weights",
         "coordexp/weight_sync/receiver.py probe": "once a weight, first push: whether the engine took it",
         "coordexp/weight_sync/receiver.py _load": "once a bucket: its memory is used again",
         "coordexp/training/offload.py away": "the engine measures what is free",

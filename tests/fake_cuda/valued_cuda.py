@@ -36,6 +36,7 @@ READ_BY_HOST = ("equal", "is_nonzero", "allclose")
 # Parts of a run, by a file of this project on the stack; the outermost that is named decides.
 PHASES = {
     "training/saving.py": "checkpoints",
+    "modeling/finite.py": "checkpoints",
     "training/run.py": "start",
     "rollouts/hf.py": "answers",
     "modeling/scores.py": "scores",

@@ -135,7 +135,7 @@ class WeightSyncExtension:
 
     def coordexp_broken_weight(self) -> str | None:
         """As :func:`~coordexp.modeling.finite.broken_weight`, under vLLM's name."""
-        return broken_weight(self.model_runner.model)
+        return broken_weight(self.engine_model)
 
     def coordexp_beat(self) -> int:
         """Heartbeat: number of positions, accepted drafts or not, that this worker has sampled at since its start."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ def broken_weight(model: torch.nn.Module) -> str | None:
         local: Any = weight.to_local() if isinstance(weight, DTensor) else weight
         if local.numel() and local.is_floating_point() and not local.is_meta:
             named.append((name, local))
-    sums = [tensor.sum().float() for _, tensor in named]  # on a GPU, all of them before the first is waited for
+    # On a GPU the host waits once, for all of them.
+    sums = torch.stack([tensor.sum().float() for _, tensor in named]).tolist() if named else []
     for (name, tensor), total in zip(named, sums, strict=True):
-        if not torch.isfinite(total):
+        if not math.isfinite(total):
             least, most = torch.aminmax(tensor)  # NaN in either, if there is one
             if not (torch.isfinite(least) and torch.isfinite(most)):
                 return name
