@@ -254,14 +254,12 @@ def class_list_of(predictions: Path) -> tuple[str, ...]:
     """The class list of the checkpoint that made saved predictions (a file, or a folder with one), from the file next
     to them; empty if it had none. Raises DataError for a broken file."""
     folder = predictions if predictions.is_dir() else predictions.parent
-    for place in (folder, folder / "evaluation"):
-        for name in (SETTINGS, METRICS):
-            if (place / name).is_file() and (place / PREDICTIONS).is_file():
-                listed = read_json(place / name).get(CLASS_LIST) or ()
-                if not all(isinstance(one, str) for one in listed):
-                    raise DataError(f"{CLASS_LIST} is not a list of names", path=place / name)
-                return tuple(listed)
-    return ()
+    files = [place / name for place in (folder, folder / "evaluation") for name in (SETTINGS, METRICS)]
+    file = next((one for one in files if one.is_file() and one.with_name(PREDICTIONS).is_file()), None)
+    listed = () if file is None else read_json(file).get(CLASS_LIST) or ()
+    if not all(isinstance(one, str) for one in listed):
+        raise DataError(f"{CLASS_LIST} is not a list of names", path=file)
+    return tuple(listed)
 
 
 def write_answers(answers: Iterable[ImageAnswer], path: Path) -> None:
