@@ -251,8 +251,7 @@ def read_answers(path: str | Path) -> list[ImageAnswer]:
 
 
 def class_list_of(predictions: Path) -> tuple[str, ...]:
-    """The class list of the checkpoint that made saved predictions (a file, or a folder with one), from the file next
-    to them; empty if it had none. Raises DataError for a broken file."""
+    """The class list of the checkpoint that made saved predictions, from the file next to them; empty without one."""
     folder = predictions if predictions.is_dir() else predictions.parent
     files = [place / name for place in (folder, folder / "evaluation") for name in (SETTINGS, METRICS)]
     file = next((one for one in files if one.is_file() and one.with_name(PREDICTIONS).is_file()), None)
