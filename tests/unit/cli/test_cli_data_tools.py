@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -233,7 +234,7 @@ def test_tiny_objects_are_enlarged_on_the_sheet(tmp_path: Path, capsys: pytest.C
         assert sheet.size == (4 * 320, 158 + 4 + 16), "as high as a tile of the photo, not square"
 
         def yellow(left: int) -> int:
-            tile = sheet.crop((left, 0, left + 320, 160))
-            return sum(count for count, colour in tile.getcolors(1 << 16) or () if min(colour[:2]) > 200 > colour[2])
+            found: Any = sheet.crop((left, 0, left + 320, 160)).getcolors(1 << 16)
+            return sum(count for count, colour in found if min(colour[:2]) > 200 > colour[2])
 
         assert yellow(320) > 5 * max(yellow(0), 1)
