@@ -18,7 +18,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 KILLS ?= 50
 FAULTS ?= benchmarks/results/cpu-2core-xeon-2026-11-22
 
-.PHONY: setup docs docs-serve demo test browser fuzz mutants check bench gpu clean faults fake-gpu
+.PHONY: setup docs docs-serve demo test test-fast browser fuzz mutants check bench gpu clean faults fake-gpu
 
 setup: $(STAMP)
 
@@ -42,6 +42,10 @@ demo: setup
 # puts the files that take minutes first, and those that share a server together.
 test: setup browser
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 25 $(PYTEST_ARGS)
+
+# Unit tests and the contract's scenarios: without engines, servers and shipped configurations.
+test-fast: setup
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile tests/unit tests/scenarios $(PYTEST_ARGS)
 
 # The viewer is tested in headless Chromium, which no Python package brings.
 browser:
