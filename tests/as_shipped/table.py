@@ -2,7 +2,7 @@
 
 A row is started by the command of its file's own first lines. Its replacements are in two parts: ``short`` makes the
 run short, on every machine; ``on_cpu`` is for machines without a GPU. Everything else is as shipped: number types,
-loader processes, packing, saving, evaluation, logs, resuming. Rows of documented commands are in :mod:`commands`.
+loader processes, packing, saving, evaluation, logs, resuming. Rows of documented commands are in :mod:`documented`.
 
 This module imports neither torch nor coordexp.
 """

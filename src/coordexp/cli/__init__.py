@@ -4,6 +4,7 @@ needs it, so ``--help`` is instant."""
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import sys
 from typing import Annotated
@@ -133,6 +134,9 @@ def main(argv: list[str] | None = None) -> None:
     logger = logging.getLogger("coordexp")
     if not any(isinstance(one, PrintableFilter) for one in logger.filters):
         logger.addFilter(PrintableFilter())
+    for stream in (sys.stdout, sys.stderr):  # of a terminal that cannot show every character
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     debug = "--debug" in words
     try:
         app(args=[word for word in words if word != "--debug"], prog_name="coordexp")
@@ -160,6 +164,8 @@ _FIXES = {
     errno.EDQUOT: "free some space within your quota",
     errno.EACCES: "choose a path that you may read and write",
     errno.EPERM: "choose a path that you may read and write",
+    errno.EFBIG: "raise the limit on a file's size (ulimit -f), or choose another disk",
+    errno.ELOOP: "remove the link that leads to itself",
     errno.EROFS: "choose a path on a disk that can be written",
     errno.EEXIST: "choose another path, or move what is there",
     errno.ENOTDIR: "a file is where a folder is needed; choose another path, or move the file",

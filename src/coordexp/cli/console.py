@@ -76,12 +76,13 @@ def no_bars_in_log_files(*, nor_on_terminals: bool = False) -> None:
 
 
 @contextmanager
-def on_interrupt(message: str) -> Iterator[None]:
+def on_interrupt(message: str | Callable[[], str]) -> Iterator[None]:
     """Say after Ctrl-C what there is now, and how to continue."""
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted: {message}") from None
+        text = message if isinstance(message, str) else message()
+        raise KeyboardInterrupt(f"interrupted: {text}") from None
 
 
 def counting(description: str) -> AbstractContextManager[Callable[[int, int], None]]:

@@ -45,7 +45,7 @@ def expand_vocab_command(
 def export_command(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, such as a run's output_dir.")],
     out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
-    dtype: Annotated[Dtype, typer.Option(help="Number type of the weights.")] = "bfloat16",
+    dtype: Annotated[Dtype | None, typer.Option(help="Number type of the weights; the run's own without it.")] = None,
     target: Annotated[
         Literal["openai"] | None,
         typer.Option("--for", help="openai: for vllm serve and others, which hide special tokens and resize images."),
@@ -72,7 +72,7 @@ def merge_command(
     base: Annotated[
         Path | None, typer.Option(help="The model that the adapters were trained on, if it moved since.")
     ] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Number type of the weights; the base's own without it.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Number type of the weights; the run's own without it.")] = None,
 ) -> None:
     """Merge a LoRA run into a plain checkpoint.
 

@@ -119,7 +119,8 @@ def predict(
     labels = read_classes(classes, model or run.model.model)
     folder = out or _new_folder(Path("outputs/predict"))
     console = open_console(stderr=as_json)
-    with on_interrupt(f"answers so far are in {folder}; the same command with --out {folder} continues"):
+    continues = f"answers so far are in {folder}; the same command with --out {folder} continues"
+    with on_interrupt(lambda: continues if folder.exists() else "nothing is answered yet"):
         from coordexp.inference.prediction import run_prediction
 
         no_bars_in_log_files()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -158,7 +159,7 @@ def init(
         say(console, f"note: {advice_on_stage_2(model)}")
     if at_hand.val is None:
         say(console, "note: nothing is evaluated; coordexp data split makes a val set, which --val names")
-    say(console, f"next: coordexp train {path}")
+    say(console, f"next: coordexp train {shlex.quote(str(path))}")
 
 
 config_app = App("Check, explain and compare configurations.")

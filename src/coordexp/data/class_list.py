@@ -10,9 +10,10 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from coordexp.data.joined import distinct_descs
-from coordexp.errors import ConfigError
+from coordexp.errors import ConfigError, DataError
 from coordexp.records import ImageRecord
 
 MOST = 10_000  # more distinct descriptions are free text, not classes
@@ -57,6 +58,36 @@ class ClassNumbers:
             f"{others.total()} objects of {len(others)} names outside of the class list share number {self.other}, "
             f"{OTHER_NAMES!r}: {named}{more}"
         )
+
+
+def read_class_list(path: Path) -> dict[str, int]:
+    """The names of a file with their numbers: ``names`` of a ``data.yaml``, a list or a mapping from numbers; otherwise
+    one name a line, by line, where blank lines count. Raises DataError for a file that cannot be read, has no name, a
+    name twice, or one that YAML does not read as text (``no``, ``1.0``)."""
+    import yaml
+
+    wanted = "expected class names, one a line, or names of a data.yaml"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix.lower() in (".yaml", ".yml"):
+            names = (yaml.safe_load(text) or {}).get("names")
+            pairs = [(int(number), name) for number, name in names.items()] if isinstance(names, dict) else [
+                *enumerate(names or ())
+            ]  # fmt: skip
+        else:
+            pairs = [(number, line.strip()) for number, line in enumerate(text.splitlines()) if line.strip()]
+    except (OSError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise DataError(f"cannot be read: {error}; {wanted}", path=path) from error
+    if not pairs:
+        raise DataError(f"has no name; {wanted}", path=path)
+    numbers: dict[str, int] = {}
+    for number, name in pairs:
+        if not isinstance(name, str):
+            raise DataError(f"name {number} is {name!r}, and not text for YAML; write it in quotes", path=path)
+        if name in numbers:
+            raise DataError(f"{name!r} is name {numbers[name]} and name {number}; remove one", path=path)
+        numbers[name] = number
+    return numbers
 
 
 def class_list(records: Sequence[ImageRecord]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from coordexp.data.images import SEEN_SUFFIXES
 from coordexp.errors import DataError
+from coordexp.printable import printable
 
 _OF_TOOLS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "__pycache__")
 _SHOWN = 3
@@ -41,7 +42,7 @@ class Listing:
         """A line per reason: how many are passed over, and the first of them."""
         by_reason: defaultdict[str, list[str]] = defaultdict(list)
         for name, reason in self.passed_over:
-            by_reason[reason].append(name)
+            by_reason[reason].append(printable(name))
         return [
             f"{len(names)} passed over, {reason}: {', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
             for reason, names in by_reason.items()
@@ -64,23 +65,41 @@ def list_files(folder: Path, *, converted: bool = True) -> Listing:
                 passed_over.append((here.relative_to(folder).as_posix(), "a link to a folder that is read already"))
                 continue
             seen.add((status.st_dev, status.st_ino))
-            with os.scandir(here) as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
+            found = _entries(here)
         except OSError as error:
             raise DataError(f"cannot be searched ({error.strerror})", path=here) from error
-        for entry in found:
-            path = here / entry.name
-            if entry.name.startswith("."):
-                passed_over.append((path.relative_to(folder).as_posix(), "hidden"))
-            elif entry.name in _OF_TOOLS:
-                passed_over.append((path.relative_to(folder).as_posix(), "a tool's own folder"))
-            elif not converted and entry.is_dir() and _is_converted(path):
-                passed_over.append((path.relative_to(folder).as_posix(), "images that a conversion wrote"))
-            elif entry.is_dir():
-                (links if entry.is_symlink() else folders).append(path)
-            else:
+        for name, kind in found:
+            path = here / name
+            if kind not in ("file", "folder", "linked folder"):
+                passed_over.append((path.relative_to(folder).as_posix(), kind))
+            elif kind == "file":
                 files.append(path)
+            elif not converted and _is_converted(path):
+                passed_over.append((path.relative_to(folder).as_posix(), "images that a conversion wrote"))
+            else:
+                (links if kind == "linked folder" else folders).append(path)
     return Listing(folder, tuple(sorted(files)), tuple(sorted(passed_over)))
+
+
+def _entries(folder: Path) -> list[tuple[str, str]]:
+    """Names in ``folder`` in order, each with ``file``, ``folder``, ``linked folder``, or why it is passed over. Raises
+    OSError for a folder that cannot be opened."""
+    found: list[tuple[str, str]] = []
+    with os.scandir(folder) as entries:  # which knows the folders among many images without looking at each
+        for entry in entries:
+            if entry.name.startswith("."):
+                kind = "hidden"
+            elif entry.name in _OF_TOOLS:
+                kind = "a tool's own folder"
+            elif any("\ud800" <= char <= "\udfff" for char in entry.name):
+                kind = "a name that is not UTF-8; rename it"
+            else:
+                try:
+                    kind = "file" if not entry.is_dir() else "linked folder" if entry.is_symlink() else "folder"
+                except OSError as error:  # such as a link to itself
+                    kind = f"cannot be opened ({error.strerror})"
+            found.append((entry.name, kind))
+    return sorted(found)
 
 
 REPORT_SUFFIX = ".conversion_report.json"
@@ -110,9 +129,7 @@ def folder_levels(root: Path) -> Iterator[list[Path]]:
             if (status.st_dev, status.st_ino) in seen:
                 continue
             seen.add((status.st_dev, status.st_ino))
-            with os.scandir(folder) as entries:  # which knows the folders among many images without looking at each
-                names = sorted(entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name))
-            below += [folder / name for name in names]
+            below += [folder / name for name, kind in _entries(folder) if kind in ("folder", "linked folder")]
         level = below
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from coordexp.checkpoints.card import read_card
-from coordexp.data.class_list import ClassNumbers, class_list
+from coordexp.data.class_list import ClassNumbers, class_list, read_class_list
 from coordexp.data.convert.columns import FORMULA_STARTS
 from coordexp.data.find_images import match_names, with_slashes
 from coordexp.data.images import image_bytes, image_exists, open_rgb
@@ -427,8 +427,6 @@ def _write_json(path: Path, content: object) -> Path:
 def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
     """Numbers of a COCO file's categories and images; or a class list: names, one a line, those of a ``data.yaml``, of
     a dataset, or of a checkpoint's folder. Raises DataError or CheckpointError for a file without any."""
-    import yaml
-
     path = annotations or classes
     if path is None:
         return UsersTerms()
@@ -439,25 +437,15 @@ def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
         return UsersTerms(classes=listed)
     if path.suffix == ".jsonl":
         return UsersTerms(classes=class_list(read_jsonl(path)))
-    wanted = "class names, one a line, names of a data.yaml, a dataset, or a checkpoint's folder"
     if annotations is not None:
-        wanted = "COCO annotations with images and categories"
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        if annotations is not None:
-            content = json.loads(text)
+        try:
+            content = json.loads(path.read_text(encoding="utf-8-sig"))
             names = {str(one["name"]): int(one["id"]) for one in content["categories"]}
             return UsersTerms(names, {str(one["file_name"]): int(one["id"]) for one in content["images"]})
-        if path.suffix.lower() in (".yaml", ".yml"):
-            names = (yaml.safe_load(text) or {}).get("names")
-            pairs = names.items() if isinstance(names, dict) else enumerate(names or ())
-            ids = {str(name): int(number) for number, name in pairs}
-        else:
-            ids = {name.strip(): number for number, name in enumerate(text.splitlines()) if name.strip()}
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
-        raise DataError(f"cannot be read: {error!r}; expected {wanted}", path=path) from error
-    if not ids:
-        raise DataError(f"is empty; expected {wanted}", path=path)
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            wanted = "COCO annotations with images and categories"
+            raise DataError(f"cannot be read: {error!r}; expected {wanted}", path=path) from error
+    ids = read_class_list(path)
     in_order = sorted(ids, key=lambda name: ids[name])
     is_list = [ids[name] for name in in_order] == list(range(len(ids)))
     return UsersTerms(classes=tuple(in_order)) if is_list else UsersTerms(ids)

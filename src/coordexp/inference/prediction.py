@@ -50,6 +50,7 @@ from coordexp.evaluation.drawing import save_drawings
 from coordexp.evaluation.several_answers import merge_all, side_by_side
 from coordexp.evaluation.summary import Summary, check_replaced, summarise, write_summary
 from coordexp.inference.session import checked_model, open_session, size_note, with_several_answers
+from coordexp.printable import printable
 from coordexp.records import ImageRecord, read_lines
 
 DRAWINGS = "images"
@@ -232,7 +233,7 @@ def _note(console: Console, images: FoundImages, preparation: ImagePreparation) 
     for line in images.passed_over:
         console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
     for image, reason in images.skipped:
-        console.print(f"skipped {image}: {reason}", highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(f"skipped {image}: {reason}"), highlight=False, markup=False, soft_wrap=True)
 
 
 def _claim(output: Path, settings: dict[str, Any], records: Sequence[ImageRecord], overwrite: bool) -> None:

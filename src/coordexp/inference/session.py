@@ -155,25 +155,25 @@ def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence
 
 
 def read_classes(given: str | None, model: str | Path) -> tuple[str, ...]:
-    """The labels of ``--classes``: names between commas, a text file with one name a line, or all labels of a JSONL;
+    """The labels of ``--classes``: names between commas, a file of :func:`read_class_list`, or all labels of a JSONL;
     empty for None. Raises ConfigError as :func:`check_classes`, or for no name; DataError for an unreadable file."""
     if given is None:
         return ()
     path = Path(given)
     if not path.is_file():
-        if path.suffix in (".txt", ".jsonl"):
-            raise DataError("not found; --classes takes names between commas, a .txt or a .jsonl", path=path)
+        if path.suffix in (".txt", ".jsonl", ".yaml", ".yml"):
+            raise DataError("not found; --classes takes names between commas, a .txt, .jsonl or data.yaml", path=path)
         return check_classes(given.split(","), model)
     if path.suffix == ".jsonl":
         from coordexp.data.jsonl import read_jsonl
 
         lines = sorted({obj.desc for record in read_jsonl(path) for obj in record.objects})
     else:
-        try:
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot be read: {error}", path=path) from error
-    names = check_classes([line for line in lines if line.strip()], model)
+        from coordexp.data.class_list import read_class_list
+
+        numbers = read_class_list(path)
+        lines = sorted(numbers, key=numbers.__getitem__)
+    names = check_classes(lines, model)
     if not names:
         raise DataError("has no name; without --classes any is allowed", path=path)
     return names

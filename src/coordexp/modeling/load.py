@@ -168,13 +168,14 @@ def _read(source: Any, path: str | Path, what: str) -> Any:
         raise CheckpointError(f"{path}: its {what} cannot be read ({error}); restore the checkpoint's files") from error
 
 
-def export_checkpoint(checkpoint: Path, output: Path, dtype: str = DTYPE, for_openai: bool = False) -> Path:
-    """Write all of ``checkpoint`` that inference reads: model, tokenizer, processor, chat template, card. ``dtype``: of
-    the weights. ``for_openai``: for a server that is not CoordExp's, as :func:`adapt_for_openai`.
+def export_checkpoint(checkpoint: Path, output: Path, dtype: str | None = None, for_openai: bool = False) -> Path:
+    """Write all of ``checkpoint`` that inference reads: model, tokenizer, processor, chat template, card.
 
-    Attention is reset to transformers' default, so that the folder loads everywhere. Raises as :func:`load_model`.
+    ``dtype``: of the weights; None keeps the run's, since another would change its answers. ``for_openai``: for a
+    server that is not CoordExp's, as :func:`adapt_for_openai`. Attention is reset to transformers' default, so that the
+    folder loads everywhere. Raises as :func:`load_model`.
     """
-    loaded = load_model(checkpoint, dtype, attention="sdpa")
+    loaded = load_model(checkpoint, dtype or _own_dtype(checkpoint, checkpoint), attention="sdpa")
     _save(loaded, loaded.card, output)
     if for_openai:
         adapt_for_openai(output, loaded.preparation)
@@ -222,8 +223,9 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
     """Write the base model of ``folder``, with its adapters and coordinate offsets merged in, to ``output``, with the
     card of ``folder``.
 
-    ``base`` replaces the folder that the adapters name; ``dtype`` None keeps the base's number type. Each merged matrix
-    is computed in float32 and rounded once. Raises as :func:`load_model`, and CheckpointError for other adapters.
+    ``base`` replaces the folder that the adapters name; ``dtype`` None keeps the run's number type, since another would
+    change its answers. Each merged matrix is computed in float32 and rounded once. Raises as :func:`load_model`, and
+    CheckpointError for other adapters.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
@@ -232,12 +234,20 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
             f"{folder}: has no adapters to merge; a full model is copied by: coordexp model export FOLDER OUTPUT"
         )
     parent = Checkpoint.open(base or base_of(folder))
-    stored = read_config(parent).dtype
-    loaded = load_model(parent, dtype or str(stored or "float32").removeprefix("torch."), attention="sdpa")
+    loaded = load_model(parent, dtype or _own_dtype(folder, parent), attention="sdpa")
     merge_adapter(loaded.model, folder)
     check_finite(loaded.model, folder)
     _save(loaded, read_card(folder), output)
     return output
+
+
+def _own_dtype(folder: Path, weights: Path | Checkpoint) -> str:
+    """The number type in which the checkpoint in ``folder`` answers: its run's, or else that of the stored weights."""
+    training = read_card(folder).training
+    if training is not None:
+        return training.dtype
+    stored = read_config(weights if isinstance(weights, Checkpoint) else Checkpoint.open(weights)).dtype
+    return str(stored or "float32").removeprefix("torch.")
 
 
 def _save(loaded: LoadedModel, card: Card, output: Path) -> None:

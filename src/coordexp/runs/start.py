@@ -11,7 +11,7 @@ from coordexp.checkpoints.run_folder import STATE, check_start, newest_checkpoin
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig
 from coordexp.config.resume import Change
-from coordexp.errors import ConfigError
+from coordexp.errors import CheckpointError, ConfigError
 from coordexp.evaluation.answers import METRICS
 from coordexp.records import ImageRecord
 
@@ -63,8 +63,15 @@ def _check_schedule(config: RunConfig, checkpoint: Path, applied: Sequence[Chang
     """Raise ConfigError if the schedule was changed and ends at or before the checkpoint's step: nothing would be
     trained, and a model whose learning rate never decayed would count as finished."""
     changed = [one for one in applied if one.key in _SCHEDULE]
-    state = read_object(checkpoint, STATE, "trainer state")
-    if not changed or not state:
+    if not changed:
+        return
+    try:
+        state = read_object(checkpoint, STATE, "trainer state")
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{checkpoint}: {STATE} cannot be read ({error.__cause__}); resume from an older checkpoint"
+        ) from error
+    if not state:
         return
     training = config.training
     step, epoch = int(state.get("global_step") or 0), float(state.get("epoch") or 0.0)

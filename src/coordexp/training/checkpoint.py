@@ -361,9 +361,12 @@ def writing(folder: Path, needed_bytes: int, kept: str, what: str = "a checkpoin
                 raise
             raise CheckpointError(f"{folder} cannot be written ({error}). {kept}") from error
         usage = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
+        why, cure = "its disk is full", "Free some space, or lower training.save_total_limit"
+        if usage.free > needed_bytes:
+            why, cure = "a quota, or a limit on the size of files (ulimit -f), is reached", "Raise it"
         raise CheckpointError(
-            f"{folder} cannot be written: its disk is full ({_mb(usage.free)} of {_mb(usage.total)} free; {what} "
-            f"takes about {_mb(needed_bytes)}). {kept}. Free some space, or lower training.save_total_limit"
+            f"{folder} cannot be written: {why} ({_mb(usage.free)} of {_mb(usage.total)} free; {what} takes about "
+            f"{_mb(needed_bytes)}). {kept}. {cure}"
         ) from error
 
 

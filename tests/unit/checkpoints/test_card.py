@@ -126,11 +126,11 @@ def test_a_run_its_merged_and_its_exported_model_give_the_same_answers(
 ) -> None:
     """The run has a prompt of its own: with another one its model finds nothing."""
     run = write_run(tmp_path, 1, asset("checkpoints/demo-stage1"), tuner__train_type="lora", tuner__lora_rank=2,
-                    training__learning_rate=1e-6, rollout_matching__max_new_tokens=96)  # fmt: skip
+                    training__learning_rate=1e-3, rollout_matching__max_new_tokens=96)  # fmt: skip
     assert run_cli(capsys, "train", run).code == 0
     trained, merged, exported = tmp_path / "out1", tmp_path / "merged", tmp_path / "exported"
     assert run_cli(capsys, "model", "merge", trained, merged).code == 0
-    assert run_cli(capsys, "model", "export", merged, exported, "--dtype", "float32").code == 0
+    assert run_cli(capsys, "model", "export", trained, exported).code == 0
     cards = [read_card(folder) for folder in (trained, trained / "checkpoint-1", merged, exported)]
     assert cards[0].training is not None and cards[0].training.prompt == "Detect every object."
     assert len(set(map(str, cards))) == 1 and cards[0].classes
@@ -141,5 +141,9 @@ def test_a_run_its_merged_and_its_exported_model_give_the_same_answers(
         assert run_cli(capsys, "predict", scenes, "--model", model, "--out", out).code == 0
         return read_answers(out)
 
-    texts = [[answer.text for answer in answers(model)] for model in (trained, merged, exported)]
+    # The weights of the demo's checkpoint are bfloat16, and the run's float32.
+    found = [answers(model) for model in (trained, merged, exported)]
+    texts = [[answer.text for answer in answered] for answered in found]
     assert texts[0] == texts[1] == texts[2] and any("bbox_2d" in text for text in texts[0])
+    sure = [[one.confidence for answer in answered for one in answer.pred] for answered in found]
+    assert sure[1] == pytest.approx(sure[0], abs=1e-5) and sure[2] == pytest.approx(sure[0], abs=1e-5)

@@ -402,3 +402,14 @@ def test_exported_images_have_the_ids_of_the_users_own(
     exported = export_coco(answers, tmp_path, UsersTerms({"cat": 1}, known))
     images = json.loads((tmp_path / "dataset.json").read_text())["images"]
     assert [image["id"] for image in images] == ids and len(exported.notes) == notes
+
+
+def test_what_cannot_be_opened_or_named_is_passed_over_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"")
+    (tmp_path / "self.png").symlink_to("self.png")
+    with open(os.fsencode(tmp_path) + b"/latin\xe9.png", "wb"):
+        pass
+    listing = list_files(tmp_path)
+    assert [path.name for path in listing.files] == ["a.png"]
+    reasons = dict(listing.passed_over)
+    assert "Too many levels" in reasons["self.png"] and "UTF-8" in reasons[os.fsdecode(b"latin\xe9.png")]

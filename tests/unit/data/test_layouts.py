@@ -130,3 +130,10 @@ def test_the_error_of_a_converter_names_the_format(tmp_path: Path, capsys: pytes
     (tmp_path / "a.txt").write_text(FORMATS[0][1])
     failed = run_cli(capsys, "data", "convert", "yolo", tmp_path, "--out", tmp_path / "out")
     assert failed.code == 2 and "KITTI, which no converter reads; convert it to COCO first" in failed.err
+
+
+def test_a_blank_line_of_darknets_names_counts(tmp_path: Path) -> None:
+    """As in classes.txt: the number of a name is its line."""
+    source = folder(tmp_path / "in", {**CVAT_YOLO, "obj.names": "cat\n\ndog\n", "obj_train_data/a.txt": "2" + LINE[1:]})
+    report = convert_yolo(source / "obj.data", tmp_path / "out", split="train")
+    assert told(report)["obj_train_data/a.jpg"] == DOG

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import yaml
 from PIL import Image
 
 from coordexp.checkpoints.card import UNTRAINED, read_card, write_card
-from coordexp.data.class_list import OTHER_NAMES, ClassNumbers, check_known
+from coordexp.data.class_list import OTHER_NAMES, ClassNumbers, check_known, read_class_list
 from coordexp.data.jsonl import write_jsonl
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, class_list_of, write_answers
 from coordexp.evaluation.coco import to_coco
+from coordexp.evaluation.export import read_terms
 from coordexp.evaluation.summary import WITH_OWN_SCORES, summarise, write_summary
 from coordexp.inference.detections import as_detections
 from coordexp.inference.session import check_classes, read_classes
@@ -206,3 +208,40 @@ def test_a_dataset_loses_annotations_by_their_size_in_the_users_image(width: int
     obj = GTObject("cat", "bbox_2d", (100, 100, 200, 200))
     source = {"source": {"file": "photo.jpg", "width": width, "height": width}}
     assert object_size(obj, ImageRecord("a", Path("copy.png"), 224, 224, (obj,), source)) == size
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "numbers"),
+    [
+        ("a.txt", "cat\n\ndog \n", {"cat": 0, "dog": 2}),
+        ("a.yaml", "names: [cat, 'no', dog]", {"cat": 0, "no": 1, "dog": 2}),
+        ("a.yml", "names: {3: cat, 1: dog}", {"cat": 3, "dog": 1}),
+        ("a.names", "\ufeffcat\r\ndog", {"cat": 0, "dog": 1}),
+    ],
+)
+def test_a_file_of_classes_is_read_in_one_way(name: str, text: str, numbers: dict[str, int], tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    assert read_class_list(tmp_path / name) == numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("names: [cat, no]", "name 1 is False"),
+        ("names: [cat, 1.0]", "1.0"),
+        ("names: [a, b, a]", "'a' is name 0 and name 2"),
+        ("names: []", "has no name"),
+        ("path: .", "has no name"),
+        ("[", "cannot be read"),
+    ],
+)
+def test_a_file_of_classes_with_other_than_names_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "data.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=re.escape(says)):
+        read_class_list(tmp_path / "data.yaml")
+
+
+def test_predict_and_export_read_the_same_names(tmp_path: Path) -> None:
+    (tmp_path / "data.yaml").write_text("train: images\nnames:\n  1: dog\n  0: cat\n", encoding="utf-8")
+    assert read_classes(str(tmp_path / "data.yaml"), tmp_path) == ("cat", "dog")
+    assert read_terms(None, tmp_path / "data.yaml").classes == ("cat", "dog")

@@ -313,7 +313,7 @@ def _read_darknet(file: Path, split: str | None) -> _Layout:
             "with --split",
             path=file,
         )
-    names = dict(enumerate(line.strip() for line in read_text(path_of("names")).splitlines() if line.strip()))
+    names = dict(enumerate(line.strip() for line in read_text(path_of("names")).splitlines()))
     return _Layout(file, names, [path_of(splits[split])], file.parent)
 
 
