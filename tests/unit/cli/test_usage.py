@@ -127,6 +127,8 @@ def test_keys_for_a_prediction_by_a_checkpoint_alone(
 
     def interrupted(config: Any, *_: object, output: Path, **__: object) -> None:
         seen.append((config.rollout_matching.max_new_tokens, config.global_max_length))
+        if len(seen) == 2:
+            output.mkdir()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(coordexp.inference.prediction, "run_prediction", interrupted)
@@ -135,6 +137,8 @@ def test_keys_for_a_prediction_by_a_checkpoint_alone(
     asked = ("predict", data, "--model", model, "--out", out)
     outcome = run_cli(capsys, *asked, "rollout_matching.max_new_tokens=8", "global_max_length=512")
     assert seen == [(8, 512)]
+    assert outcome.code == 130 and outcome.err == "interrupted: nothing is answered yet\n"
+    outcome = run_cli(capsys, *asked)
     assert outcome.code == 130 and len(outcome.err.splitlines()) == 1 and str(out) in outcome.err
     refused = run_cli(capsys, *asked, "rollout_matching.max_new_token=8")
     assert refused.code == 2 and "max_new_tokens" in refused.err

@@ -135,12 +135,15 @@ def test_empty_labels_are_refused(vocab: CoordVocab) -> None:
 
 
 def test_labels_are_read_from_text_file_and_jsonl(tmp_path: Path) -> None:
-    (tmp_path / "n.txt").write_text("cat\n\n red car \ncat\n")
+    (tmp_path / "n.txt").write_text("cat\n\n red car \n")
     data = write_scenes(tmp_path, 6, SPARSE, 3)
     assert read_classes(None, tmp_path) == ()
     named = read_classes("cat, red car", tmp_path)
     assert named == read_classes(str(tmp_path / "n.txt"), tmp_path) == ("cat", "red car")
     assert "red circle" in read_classes(str(data), tmp_path)
+    (tmp_path / "twice.txt").write_text("cat\ndog\ncat\n")
+    with pytest.raises(DataError, match="'cat' is name 0 and name 2"):
+        read_classes(str(tmp_path / "twice.txt"), tmp_path)
     for given, error in (("cat,,dog", ConfigError), ("a<|im_end|>", ConfigError), (str(tmp_path / "x.txt"), DataError)):
         with pytest.raises(error):
             read_classes(given, tmp_path)
