@@ -383,25 +383,18 @@ PARTS = (
     ),
     Part("doctor", 180, doctor("machine", "exactness", "training"), ("wide",)),
     Part("doctor_engine", 300, doctor("engine", "skipping", "stage-2"), ("wide",), extra=True),
-    Part(
-        "rewritten",
-        90,
-        run_of(
-            "rewritten", "stage2_rollout_aligned/rewritten.yaml", "2B", 1,
-            on_gpu=("rollout_matching.max_new_tokens=64",), warm_up=1,
-        ),
-        ("photos", "2B"),
-        extra=True,
-    ),
-    Part(
-        "hf",
-        90,
-        run_of(
-            "hf", "stage2_rollout_aligned/hf.yaml", "2B", 1,
-            on_gpu=("rollout_matching.max_new_tokens=64",), warm_up=1,
-        ),
-        ("photos", "2B"),
-        extra=True,
+    *(
+        Part(
+            name,
+            90,
+            run_of(
+                name, f"stage2_rollout_aligned/{name}.yaml", "2B", 1,
+                on_gpu=("rollout_matching.max_new_tokens=64",), warm_up=1,
+            ),
+            ("photos", "2B"),
+            extra=True,
+        )
+        for name in ("rewritten", "hf")
     ),
     Part("as_shipped", 300, as_shipped, extra=True),
     Part("engine_start", 90, engine("start"), ("wide", "wide_scenes"), extra=True),

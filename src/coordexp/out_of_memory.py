@@ -1,7 +1,7 @@
 """Memory that ran out, on a GPU or a CPU: recognise the error of any library, note in which phase it was raised, and
 describe it in one line.
 
-:func:`phase` notes, while the error passes, what was asked for and what was free. :func:`describe` is called in one
+:func:`phase` notes, while the error passes, the requested size and the free memory. :func:`describe` is called in one
 place, where the process reports its errors. Imports no torch: its import may be what runs out of memory.
 """
 
@@ -19,7 +19,7 @@ from typing import Literal
 from coordexp.errors import OutOfMemory, RolloutError
 
 Kind = Literal["start", "reading", "engine", "rollouts", "evaluation", "training", "optimizer", "saving"]
-"""What a process was doing; the advice depends on it."""
+"""The activity of the process; the advice depends on it."""
 
 _TEXTS = re.compile(
     r"out of memory|can(?:'|no)t allocate memory|not enough memory|std::bad_alloc|failed to map segment"
@@ -53,18 +53,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def facts_of(error: BaseException) -> str:
-    """What was asked for and what is free now, in one sentence without a full stop."""
+    """The requested size and the free memory now, in one sentence without a full stop."""
     text = " ".join(str(error).split())
     if isinstance(error, (OutOfMemory, RolloutError)):
         return text.rstrip(".")
     asked, gpu = _ASKED.search(text), _GPU.search(text)
-    wanted = "more memory was asked for"
+    wanted = "more memory was needed"
     if asked is not None:
         unit = next(name for name in _PARTS if name.lower() == asked[2].lower())
-        wanted = f"{_size(float(asked[1]) * 1024 ** _PARTS[unit])} were asked for"
+        wanted = f"{_size(float(asked[1]) * 1024 ** _PARTS[unit])} were needed"
     if gpu is not None:
         return f"{wanted}, and {gpu[1]} has {gpu[3]} of {gpu[2]} free"
-    # Of a GPU's error without numbers, and of a process that was killed, the library's words are all there is.
+    # A GPU's error without numbers and a killed process leave only the library's own message.
     own = "" if asked is not None or not text else f" ({text[:_LONGEST]})"
     on_gpu = "CUDA" in text or "cuda" in text
     return f"{wanted}{own}" + ("" if on_gpu else f", and {_main_memory()}")

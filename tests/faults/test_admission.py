@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 from PIL import Image, ImageFile
 
-from coordexp.engine.connections import BoundedProtocol
+from coordexp.engine import connections
 from coordexp.engine.protocol import RequestRefused, open_image
 from coordexp.engine.serve_app import RolloutServer
 from coordexp.engine.serve_engine import Heartbeat
@@ -60,10 +60,6 @@ class Engine:
     def shutdown(self) -> None: ...
 
 
-class Bounded(BoundedProtocol):
-    head_s, most = 1.0, 12
-
-
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return Engine()
@@ -77,9 +73,15 @@ def url(engine: Engine) -> Iterator[str]:
     server = RolloutServer(options, served, prompts)
     server.heartbeat = Heartbeat(served, every_s=0.05)
     app = server.app(body_s=0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connections, "most_connections", lambda: 12)
+        patch.setattr(connections.BoundedProtocol, "head_s", 1.0)
+        yield from running_at(connections.bounded_config(app))
+
+
+def running_at(config: uvicorn.Config) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
-    bounded: Any = Bounded
-    running = uvicorn.Server(uvicorn.Config(app, http=bounded, log_config=None))
+    running = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(running.serve(sockets=[listener])), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -48,7 +48,7 @@ PHASES: dict[str, tuple[str, int, How, How]] = {
     "sealing": ("checksums", 2, "together", "together"),
 }
 ERRORS = {"a bug": "this rank is broken", "memory": ON_GPU}
-SAID = {"a bug": "this rank is broken", "memory": "2.50 GiB were asked for"}
+SAID = {"a bug": "this rank is broken", "memory": "2.50 GiB were needed"}
 QUICK = (("a callback", "DDP", "a bug"), ("evaluation, scores", "FSDP2", "a bug"))  # the others: `make faults`
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.campaign, id=" - ".join(case))

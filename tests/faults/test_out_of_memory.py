@@ -80,7 +80,7 @@ def test_memory_that_runs_out_is_one_line_with_its_phase_sizes_and_cures(
     ended = run_cli(capsys, "train", tmp_path / "run.yaml")
     (line,) = [one for one in ended.err.splitlines() if one.startswith("error: ")]
     assert ended.code == 2 and "Traceback" not in ended.err
-    sizes = "2.50 GiB were asked for, and GPU 1 has 15.06 MiB of 79.10 GiB free"
+    sizes = "2.50 GiB were needed, and GPU 1 has 15.06 MiB of 79.10 GiB free"
     assert line.startswith(f"error: out of memory in {phase}: {sizes}. {saved}"), line
     assert f"What helps, in this order: {first}" in line
     assert is_complete(tmp_path / "run" / "checkpoint-2") == (saved is TWO)
@@ -101,7 +101,7 @@ def test_one_rank_out_of_memory_ends_both_with_one_line_each(
     waited = time.monotonic() - begun
     said = [(tmp_path / f"log{rank}").read_text() for rank in (0, 1)]
     phase = "forward and backward of step" if aim == "to" else "the rollouts of step"
-    own = rf"error: out of memory in {phase} \d: rank 1\b.*: 2.50 GiB were asked for, and GPU 1 has 15.06 MiB"
+    own = rf"error: out of memory in {phase} \d: rank 1\b.*: 2.50 GiB were needed, and GPU 1 has 15.06 MiB"
     assert re.search(own, said[1]), said[1]
     others = "error: rank 0: another process of this run ended" if sharded and aim != "to" else own
     assert re.search(others, said[0]), said[0]
@@ -137,7 +137,7 @@ def test_main_memory_that_runs_out_in_a_step_is_one_line(tmp_path: Path, seen: C
     err = (tmp_path / "err").read_text()
     assert process.exitcode == 2, err
     (line,) = [one for one in err.splitlines() if one.startswith("error: ")]
-    assert "out of memory in forward and backward of step 2: 0.50 GiB were asked for, and " in line
+    assert "out of memory in forward and backward of step 2: 0.50 GiB were needed, and " in line
     assert " of the process's (ulimit -v) " in line and "Saved are the first 1 steps" in line, line
     seen(line)
 
@@ -160,5 +160,5 @@ def test_answering_images_names_the_keys_that_help(
     images = tiny_scenes().parent / "images"
     ended = run_cli(capsys, "predict", images, "--model", tiny_checkpoint(), "--out", tmp_path / "out")
     assert ended.code == 2
-    assert "error: out of memory in answering: 2.50 GiB were asked for" in ended.err
+    assert "error: out of memory in answering: 2.50 GiB were needed" in ended.err
     assert "What helps, in this order: (1) lower rollout_matching.decode_batch_size (now 8)" in ended.err

@@ -21,7 +21,7 @@ logger = logging.getLogger("coordexp")
 @dataclass(frozen=True, slots=True)
 class DiskSpace:
     """Bytes. ``where``: the deepest folder that exists; ``checkpoint``: of one, 0 if none is saved; ``model``: of the
-    final one; ``checkpoints``: so many are on the disk at once, besides those that are there already."""
+    final one; ``checkpoints``: this number is on the disk at once, besides those that are there already."""
 
     where: Path
     free: int

@@ -58,7 +58,7 @@ Answers = Annotated[
     int,
     typer.Option(min=1, help="Answers per image, merged; the first is greedy, others are sampled, at 0.7 by default."),
 ]
-MOST_REFUSED = 20  # images that are not placed, whose reasons are printed
+_MOST_REFUSED = 20  # images that are not placed, whose reasons are printed
 _SHOWN = 20  # images whose objects are printed
 
 
@@ -258,7 +258,7 @@ def export(
     """
     from coordexp.data.jsonl import read_jsonl
     from coordexp.evaluation.answers import read_answers
-    from coordexp.evaluation.confidence import at_least
+    from coordexp.evaluation.confidence import at_least, scored_at_least
     from coordexp.evaluation.export import (
         FORMATS,
         IMAGE_FOLDERS,
@@ -293,10 +293,8 @@ def export(
         refuse_filled(out, "or add --overwrite")
     console = open_console()
     if min_score is not None:
-        kept = [replace(a, pred=tuple(o for o in a.pred if o.score is None or o.score >= min_score)) for a in answers]
-        left_out = sum(len(a.pred) for a in answers) - sum(len(a.pred) for a in kept)
+        answers, left_out = scored_at_least(answers, min_score)
         say(console, f"{left_out} objects of a score below {min_score:g} are left out")
-        answers = kept
     if min_confidence is not None:
         answers, left_out = at_least(answers, min_confidence)
         say(console, f"{left_out} objects of a confidence below {min_confidence:g} are left out")
@@ -308,11 +306,9 @@ def export(
     if images or form in yolo:
         answers, refused = place_images(answers, out / IMAGE_FOLDERS[form], link=link)
         if refused:
-            say(console, f"note: {len(refused)} images were not placed next to the annotations:")
-        for problem in refused[:MOST_REFUSED]:
-            say(console, f"  {problem}")
-        if len(refused) > MOST_REFUSED:
-            say(console, f"  … and {len(refused) - MOST_REFUSED} more")
+            more = ["…"] if len(refused) > _MOST_REFUSED else []
+            lines = "\n  ".join([*refused[:_MOST_REFUSED], *more])
+            say(console, f"note: {len(refused)} images were not placed next to the annotations:\n  {lines}")
     options = {"coco": {"completed": completed}, "voc": {"fractions": fractions}, "yolo": {"scores": scores}}
     options["yolo-obb"] = options["yolo"]
     exported = FORMATS[form](answers, out, terms, **options.get(form, {}))

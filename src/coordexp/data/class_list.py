@@ -61,33 +61,45 @@ class ClassNumbers:
 
 
 def read_class_list(path: Path) -> dict[str, int]:
-    """The names of a file with their numbers: ``names`` of a ``data.yaml``, a list or a mapping from numbers; otherwise
-    one name a line, by line, where blank lines count. Raises DataError for a file that cannot be read, has no name, a
-    name twice, or one that YAML does not read as text (``no``, ``1.0``)."""
+    """The names of a file with their numbers, by :func:`names_of_yaml` (a ``data.yaml``) or :func:`names_of_lines`.
+    Raises DataError for a file that cannot be read, has no name, or a name twice."""
     import yaml
 
     wanted = "expected class names, one a line, or names of a data.yaml"
     try:
         text = path.read_text(encoding="utf-8-sig")
-        if path.suffix.lower() in (".yaml", ".yml"):
-            names = (yaml.safe_load(text) or {}).get("names")
-            pairs = [(int(number), name) for number, name in names.items()] if isinstance(names, dict) else [
-                *enumerate(names or ())
-            ]  # fmt: skip
-        else:
-            pairs = [(number, line.strip()) for number, line in enumerate(text.splitlines()) if line.strip()]
-    except (OSError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
+        is_yaml = path.suffix.lower() in (".yaml", ".yml")
+        content = yaml.safe_load(text) if is_yaml else None
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(f"cannot be read: {error}; {wanted}", path=path) from error
-    if not pairs:
+    by_number = names_of_yaml(content, path) if is_yaml else names_of_lines(text)
+    if not by_number:
         raise DataError(f"has no name; {wanted}", path=path)
     numbers: dict[str, int] = {}
-    for number, name in pairs:
-        if not isinstance(name, str):
-            raise DataError(f"name {number} is {name!r}, and not text for YAML; write it in quotes", path=path)
+    for number, name in by_number.items():
         if name in numbers:
             raise DataError(f"{name!r} is name {numbers[name]} and name {number}; remove one", path=path)
         numbers[name] = number
     return numbers
+
+
+def names_of_lines(text: str) -> dict[int, str]:
+    """Names by number, one a line: blank lines are no names, but count."""
+    return {number: line.strip() for number, line in enumerate(text.splitlines()) if line.strip()}
+
+
+def names_of_yaml(content: object, path: Path) -> dict[int, str]:
+    """The ``names`` of a ``data.yaml``'s ``content`` by number: a list, or a mapping from numbers. Raises DataError for
+    others, and for a name that YAML does not read as text (``no``, ``1.0``)."""
+    names = content.get("names") if isinstance(content, dict) else None
+    if isinstance(names, list):
+        names = dict(enumerate(names))
+    if not isinstance(names, dict) or not all(str(key).isdecimal() for key in names):
+        raise DataError("names must be a list of class names, or a mapping from numbers to them", path=path)
+    for key, name in names.items():
+        if not isinstance(name, str):
+            raise DataError(f"names[{key}] is {name!r}, not text; put it in quotes", path=path)
+    return {int(key): name for key, name in names.items()}
 
 
 def class_list(records: Sequence[ImageRecord]) -> tuple[str, ...]:

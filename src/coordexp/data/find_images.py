@@ -87,10 +87,8 @@ def _entries(folder: Path) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     with os.scandir(folder) as entries:  # which knows the folders among many images without looking at each
         for entry in entries:
-            if entry.name.startswith("."):
-                kind = "hidden"
-            elif entry.name in _OF_TOOLS:
-                kind = "a tool's own folder"
+            if is_hidden(entry.name):
+                kind = "a tool's own folder" if entry.name in _OF_TOOLS else "hidden"
             elif any("\ud800" <= char <= "\udfff" for char in entry.name):
                 kind = "a name that is not UTF-8; rename it"
             else:

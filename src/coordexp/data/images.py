@@ -214,7 +214,7 @@ def rgb_of(image: Image.Image | np.ndarray, name: str) -> Image.Image:
 
 
 def array_problem(array: np.ndarray) -> str | None:
-    """Why an array is no picture; None if it is one."""
+    """The reason why an array is not a picture; None if it is one."""
     if array.dtype == "uint8" and (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))) and array.size:
         return None
     return f"an array of shape {array.shape} and type {array.dtype}; expected uint8 of (height, width, 3), RGB"

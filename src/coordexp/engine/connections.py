@@ -8,6 +8,7 @@ import resource
 import time
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 logger = logging.getLogger(__name__)
@@ -15,6 +16,12 @@ HEAD_S = 20.0  # for the request line and headers; a connection without either i
 MOST_CONNECTIONS = 1024
 _OTHER_FILES = 128  # that the process needs beside connections
 _LOG_EVERY_S = 60.0
+
+
+def bounded_config(app: Any, **options: Any) -> uvicorn.Config:
+    """uvicorn's configuration of ``app`` with these limits; ``options``: uvicorn's own."""
+    protocol: Any = type("Bounded", (BoundedProtocol,), {"most": most_connections()})
+    return uvicorn.Config(app, http=protocol, log_config=None, **options)
 
 
 def most_connections() -> int:

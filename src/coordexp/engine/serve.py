@@ -195,7 +195,7 @@ def _folder_of_sockets() -> Iterator[None]:
 async def _serve(server: RolloutServer, listener: socket.socket) -> None:
     import uvicorn
 
-    from coordexp.engine.connections import BoundedProtocol, most_connections
+    from coordexp.engine.connections import bounded_config
     from coordexp.engine.logits_processors import check_processors
     from coordexp.engine.serve_http import openai_routes
     from coordexp.modeling.finite import not_finite
@@ -209,8 +209,7 @@ async def _serve(server: RolloutServer, listener: socket.socket) -> None:
     app.router.routes += await openai_routes(server)
     options = server.options
     logger.info("serving %s at %s:%d (%d devices)", options.model, options.host, options.port, options.world_size)
-    BoundedProtocol.most = most_connections()
-    config: Any = uvicorn.Config(app, http=BoundedProtocol, log_config=None, timeout_graceful_shutdown=DRAIN_S)
+    config = bounded_config(app, timeout_graceful_shutdown=DRAIN_S)
     await uvicorn.Server(config).serve(sockets=[listener])
 
 

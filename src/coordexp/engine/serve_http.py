@@ -7,8 +7,7 @@ import ipaddress
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -64,15 +63,27 @@ class Admission:
         try:
             if request.url.path not in OPEN_PATHS or request.method not in ("GET", "HEAD"):
                 self._check_sender(request)
-            with ExitStack() as stack:
-                if request.method == "POST":
-                    stack.enter_context(self._room_for(size := _size_of_body(request)))
-                    receive = await self._whole_body(request, size)
-                await self._app(scope, receive, send)
+            size = _size_of_body(request) if request.method == "POST" else None
         except RequestRefused as error:
-            reply = refusal(error.status, str(error))
-            reply.headers["Connection"] = "close"  # the body may still arrive
-            await reply(scope, receive, send)
+            await _refuse(error, scope, receive, send)
+            return
+        if size is None:
+            await self._app(scope, receive, send)
+            return
+        if self._held_bytes + size > MAX_BODIES_BYTES:
+            busy = f"requests with {self._held_bytes >> 20} MiB are being answered; try again"
+            await _refuse(RequestRefused(503, busy), scope, receive, send)
+            return
+        self._held_bytes += size  # until the request is answered
+        try:
+            try:
+                replay = await self._whole_body(request, size)
+            except RequestRefused as error:
+                await _refuse(error, scope, receive, send)
+                return
+            await self._app(scope, replay, send)
+        finally:
+            self._held_bytes -= size
 
     def _check_sender(self, request: Request) -> None:
         if self._api_key is not None:
@@ -93,17 +104,6 @@ class Admission:
                 403, f"this server has no token and is not called {name!r}: name it as in base_url, or {advice}"
             ) from None
 
-    @contextmanager
-    def _room_for(self, num_bytes: int) -> Iterator[None]:
-        """Count a body among those in memory, until its request is answered. Raises RequestRefused without room."""
-        if self._held_bytes + num_bytes > MAX_BODIES_BYTES:
-            raise RequestRefused(503, f"requests with {self._held_bytes >> 20} MiB are being answered; try again")
-        self._held_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self._held_bytes -= num_bytes
-
     async def _whole_body(self, request: Request, num_bytes: int) -> Any:
         # Read the body. Returns a ``receive`` that replays it.
         messages: list[Any] = []
@@ -119,6 +119,12 @@ class Admission:
             return messages.pop() if messages else await request.receive()
 
         return replay
+
+
+async def _refuse(error: RequestRefused, scope: Any, receive: Any, send: Any) -> None:
+    reply = refusal(error.status, str(error))
+    reply.headers["Connection"] = "close"  # the body may still arrive
+    await reply(scope, receive, send)
 
 
 def _size_of_body(request: Request) -> int:

@@ -164,3 +164,9 @@ def _best(found: Sequence[tuple[float, bool]], gt: int) -> float:
     f1_K = 2 * np.cumsum([is_right for _, is_right in ordered]) / (np.arange(1, len(ordered) + 1) + gt)
     f1_K[:-1][confidence_K[:-1] == confidence_K[1:]] = -1
     return float(confidence_K[int(np.argmax(f1_K))])
+
+
+def scored_at_least(answers: Sequence[ImageAnswer], score: float) -> tuple[list[ImageAnswer], int]:
+    """The answers without predictions of a lower score, and how many were left out. Those without a score stay."""
+    kept = [replace(a, pred=tuple(o for o in a.pred if o.score is None or o.score >= score)) for a in answers]
+    return kept, sum(len(a.pred) for a in answers) - sum(len(a.pred) for a in kept)

@@ -197,8 +197,8 @@ def build_trainer(
     args: Any = TrainingArguments(**given)
     accelerator = build_accelerator(args)
     start = _resume_point(run.start)
-    resume, applied = start.checkpoint, start.applied
-    _print_notes(console, config, rollout, applied)
+    resume = start.checkpoint
+    _print_notes(console, config, rollout, start.applied)
     set_seed(training.seed)
     loaded = _tuned_model(run, accelerator, console)
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
@@ -206,14 +206,7 @@ def build_trainer(
     rule = loaded.preparation.bin_rule
     train = RecordDataset(run.train, encoder.encode, ordering, training.seed, config.data.augment, rule)
     val = RecordDataset(run.val, encoder.encode, ordering, training.seed) if run.val else None
-    batches = StepBatches(
-        train,
-        batch_size=args.train_batch_size,
-        accumulation_steps=args.gradient_accumulation_steps,
-        seed=training.seed,
-        num_workers=config.data.num_workers,
-        plan=_epoch_plan(run, console),
-    )
+    batches = _step_batches(run, args, train, console)
     max_steps = args.max_steps
     if max_steps < 0:
         max_steps = math.ceil(args.num_train_epochs * batches.steps_per_epoch)
@@ -268,7 +261,7 @@ def build_trainer(
     with distributed.raise_on_all_ranks("training.output_dir"):
         if distributed.is_main():  # after everything is built: a failed start does not change the folder
             clear_results(config, resume)
-            write_manifest(config, config_path, overrides, None if resume is None else (resume, applied))
+            write_manifest(config, config_path, overrides, None if resume is None else (resume, start.applied))
     loggers = set_up_loggers(trainer, training.logging_dir, resume, failed)
     if rollout.monitor_dump.enabled and distributed.is_main():
         pictures = RolloutPictures(
@@ -280,6 +273,17 @@ def build_trainer(
         trainer.add_callback(pictures)
     (enable_full_determinism if args.full_determinism else set_seed)(training.seed)
     return trainer, resume
+
+
+def _step_batches(run: CheckedRun, args: Any, train: RecordDataset, console: Console) -> StepBatches:
+    return StepBatches(
+        train,
+        batch_size=args.train_batch_size,
+        accumulation_steps=args.gradient_accumulation_steps,
+        seed=run.config.training.seed,
+        num_workers=run.config.data.num_workers,
+        plan=_epoch_plan(run, console),
+    )
 
 
 def _print_notes(

@@ -227,11 +227,12 @@ def test_a_file_of_classes_is_read_in_one_way(name: str, text: str, numbers: dic
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("names: [cat, no]", "name 1 is False"),
+        ("names: [cat, no]", "names[1] is False"),
         ("names: [cat, 1.0]", "1.0"),
         ("names: [a, b, a]", "'a' is name 0 and name 2"),
         ("names: []", "has no name"),
-        ("path: .", "has no name"),
+        ("# names: [cat]", "names must be a list"),
+        ("path: .", "names must be a list"),
         ("[", "cannot be read"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Literal
 
 import yaml
 
+from coordexp.data.class_list import names_of_lines, names_of_yaml
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning, check_keypoints, refuse_unlabelled
 from coordexp.data.convert.shapes import (
@@ -231,14 +232,7 @@ def _read_layout(
     skip = content.get(SKIP_UNLABELLED, False)
     if not isinstance(skip, bool):
         raise DataError(f"{SKIP_UNLABELLED} is {skip!r}; expected true or false", path=source)
-    names = content.get("names")
-    if isinstance(names, list):
-        names = dict(enumerate(names))
-    if not isinstance(names, dict) or not all(str(key).isdecimal() for key in names):
-        raise DataError("names must be a list of class names, or a mapping from numbers to them", path=source)
-    for key, name in names.items():
-        if not isinstance(name, str):  # YAML reads no, on and 7 as something else than text
-            raise DataError(f"names[{key}] is {name!r}, not text; put it in quotes", path=source)
+    names = names_of_yaml(content, source)
     if "nc" in content and content["nc"] != len(names):
         raise DataError(f"nc is {content['nc']!r}, but names has {len(names)}; correct one of them", path=source)
     splits = {key: content[key] for key in ("train", "val", "test") if content.get(key)}
@@ -263,8 +257,7 @@ def _read_layout(
             detail = f"{entry!r} is neither a folder nor a list of images (looked for {candidates[0]})"
             raise DataError(detail, path=source)
         places.append(existing)
-    by_number = {int(key): name for key, name in names.items()}
-    return _Layout(source, by_number, places, base, None, skip, tuple(ignored))
+    return _Layout(source, names, places, base, None, skip, tuple(ignored))
 
 
 def _read_folder(
@@ -286,8 +279,7 @@ def _read_folder(
             "to it",
             path=source,
         )
-    names = dict(enumerate(line.strip() for line in read_text(classes[0]).splitlines()))
-    return _Layout(source, names, [images], source, labels)
+    return _Layout(source, names_of_lines(read_text(classes[0])), [images], source, labels)
 
 
 def _read_darknet(file: Path, split: str | None) -> _Layout:
@@ -313,8 +305,7 @@ def _read_darknet(file: Path, split: str | None) -> _Layout:
             "with --split",
             path=file,
         )
-    names = dict(enumerate(line.strip() for line in read_text(path_of("names")).splitlines()))
-    return _Layout(file, names, [path_of(splits[split])], file.parent)
+    return _Layout(file, names_of_lines(read_text(path_of("names"))), [path_of(splits[split])], file.parent)
 
 
 def _label_folder(image: Path) -> Path:
