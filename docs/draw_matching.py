@@ -1,4 +1,4 @@
-"""Draws docs/images/matching.svg, which docs/concepts.md shows: one answer becomes a training target.
+"""Draws docs/images/matching.svg, which docs/rollout-matching.md shows: one answer becomes a training target.
 
 The boxes, the IoU, the text and each token's colour are computed by the code that trains.
 

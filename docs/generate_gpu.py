@@ -23,7 +23,7 @@ HARDWARE = "h100-80gb"  # with which the names of result folders begin
 ON_PAPER = RESULTS / "cpu-2core-epyc-2026-11-25" / "decode_wide_batch_1.json"
 ROW = 12_000  # tokens of the row that `make fake-gpu` traces
 _TABLE = re.compile(r"(?<=<!-- table: )([a-z_ ]+)( -->\n).*?(?=<!-- end of table -->)", re.S)
-# Row → part of make gpu, shipped file, size, and the row of docs/learner.md with its least time.
+# Row → part of make gpu, shipped file, size, and the row of docs/training-step.md with its least time.
 TRAINED = {
     "2B, all weights": ("sft", "stage1/sft.yaml", "2B", "full with"),
     "4B, all weights": (None, "stage1/sft.yaml", "4B", "full with"),
@@ -79,8 +79,8 @@ def training() -> Iterator[str]:
 
 
 def least_s(size: str, row: str) -> float:
-    """Least seconds of a row of :data:`ROW` tokens on an H100, from the table in docs/learner.md."""
-    lines = (DOCS / "learner.md").read_text(encoding="utf-8").splitlines()
+    """Least seconds of a row of :data:`ROW` tokens on an H100, from the table in docs/training-step.md."""
+    lines = (DOCS / "training-step.md").read_text(encoding="utf-8").splitlines()
     (line,) = [line for line in lines if line.startswith(f"| {row}") and "time (s)" in line]
     return float(line.split("|")[2 + ("2B", "4B", "8B").index(size)])
 

@@ -63,7 +63,7 @@ def is_healthy(address: str) -> bool:
 
 
 def ask(address: str, model: Path, image: Path, prompt: str) -> str:
-    """The request of docs/deploy.md."""
+    """The request of docs/serve-a-model.md."""
     url = f"data:image/png;base64,{base64.b64encode(image.read_bytes()).decode()}"
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": prompt}]
     body = {

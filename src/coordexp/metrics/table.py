@@ -103,7 +103,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/duplicates_total", "objects", COUNT, "valid predictions that repeat an earlier one: equal description, mask IoU of at least 0.5"),
         rate("rollout/duplicate_rate", "0..1", "duplicates_total", "valid_pred_objects_total"),
         Metric("rollout/gating_rejections_total", "pairs", COUNT, "candidate pairs with overlapping boxes, but a mask IoU under the gate"),
-        Metric("match/mixed_kind_total", "pairs", COUNT, "matched pairs of a box and a polygon; [their coordinates](concepts.md#matching) are trained by `coord_reg` alone"),
+        Metric("match/mixed_kind_total", "pairs", COUNT, "matched pairs of a box and a polygon; [their coordinates](rollout-matching.md#matching) are trained by `coord_reg` alone"),
         Metric("rollout/prefix_coord_targets_total", "tokens", COUNT, "coordinates of matched objects supervised in prefixes"),
         Metric("rollout/parse_dropped_invalid", "entries", COUNT, "entries of answers that are not usable objects, all reasons"),
         Metric("rollout/dropped/<reason>", "entries", COUNT, "`parse_dropped_invalid` by [reason](#reasons); absent while 0"),

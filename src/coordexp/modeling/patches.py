@@ -3,7 +3,7 @@
 The processor resizes an image and cuts it into patches, as bytes and each frame once. The model subtracts the mean and
 divides by the deviation in float32, on its own device, so its numbers equal the processor's own bit for bit. Its first
 layer is a matrix product. transformers computes it as a convolution whose kernel is as large as its stride, and kernels
-for convolutions are slower at it (figures: docs/tuning.md).
+for convolutions are slower at it (figures: docs/what-is-trained.md).
 
 P patches, C channels, T frames (an image is shown in each), S pixels of a patch; D dimensions of the tower.
 """

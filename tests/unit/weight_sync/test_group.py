@@ -62,7 +62,7 @@ def test_workers_connect_to_the_address_that_their_machine_listens_on(host: str,
 
 
 def test_a_group_opens_one_port_per_member_on_one_address() -> None:
-    """As docs/serving.md says for firewall rules."""
+    """As docs/rollout-servers.md says for firewall rules."""
     (port,) = free_ports(1)
     before = listening()
     ends = both_ends(port)
