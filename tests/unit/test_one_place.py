@@ -55,7 +55,7 @@ PLACES = (
     ),
     Place(
         "When does a shape become bins?",
-        ("data/convert/shapes.py", "geometry.py"),
+        ("data/convert/shapes.py", "data/tiles.py", "geometry.py"),
         ("to_bin",),
         besides=(("data/scenes.py", "draws its own shapes"),),
     ),

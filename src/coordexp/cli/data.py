@@ -13,6 +13,7 @@ import typer
 from coordexp.cli.console import check_checkpoint, counting, echo, no_bars_in_log_files, open_console, picture
 from coordexp.cli.convert import convert_app
 from coordexp.cli.run import separate_config, split_words
+from coordexp.cli.tiles import tile_command
 from coordexp.cli.usage import App
 from coordexp.errors import ConfigError, DataError
 from coordexp.printable import printable
@@ -38,6 +39,7 @@ _EPOCHS = 4  # tiles of a row of --augment
 
 data_app = App("Make, convert and check datasets.")
 data_app.add_typer(convert_app, name="convert")
+data_app.add("tile", "coordexp data tile data/mine/train.jsonl --size 512 --out data/tiles/train.jsonl")(tile_command)
 
 
 @data_app.add("check", "coordexp data check data/mine/train.jsonl --sheet sheet.png")
@@ -128,9 +130,8 @@ def stats_command(jsonl: Dataset, as_json: AsJson = False) -> None:
     sizes = histogram(sides, (0, 2, 5, 10, 20, 40, 60, 80, 100))
     if as_json:
         fields = check.to_json()
-        kept = {
-            name: fields[name] for name in ("path", "images", "objects", "soft_objects", "classes", "kinds", "density")
-        }
+        names = ("path", "images", "objects", "soft_objects", "classes", "kinds", "density")
+        kept = {name: fields[name] for name in names}
         echo(json.dumps({**kept, "size_percent": sizes}, ensure_ascii=False))
         return
     console = open_console()

@@ -1,4 +1,4 @@
-"""Area and canonical form of polygons, flat rings ``x, y, x, y, …``. Light commands import it without NumPy."""
+"""Area, clipping and canonical form of polygons, flat rings ``x, y, …``. Light commands import it without NumPy."""
 
 from __future__ import annotations
 
@@ -18,6 +18,45 @@ def shape_area(kind: str, points: Sequence[float]) -> float:
     if kind == "bbox_2d":
         return (points[2] - points[0]) * (points[3] - points[1])
     return abs(signed_ring_area(points))
+
+
+def clipped_shape(
+    kind: str, points: Sequence[float], window: tuple[float, float, float, float]
+) -> tuple[tuple[float, ...], float]:
+    """The part of a shape inside the rectangle ``window`` (x1, y1, x2, y2), and its share of the shape's area. Without
+    any, ``((), 0.0)``. A side or a polygon without extent counts by its length.
+
+    A polygon that falls into several parts stays one ring, whose parts are connected along the rectangle's sides.
+    """
+    if kind == "bbox_2d":
+        x1, y1, x2, y2 = points
+        low, high = (max(x1, window[0]), max(y1, window[1])), (min(x2, window[2]), min(y2, window[3]))
+        share = 1.0
+        for from_, to, side in ((low[0], high[0], x2 - x1), (low[1], high[1], y2 - y1)):
+            share *= (max(0.0, to - from_) / side) if side else float(from_ <= to)
+        return ((*low, *high), share) if share > 0 else ((), 0.0)
+    xs, ys = points[0::2], points[1::2]
+    area = shape_area(kind, points)
+    if area == 0:
+        _, share = clipped_shape("bbox_2d", (min(xs), min(ys), max(xs), max(ys)), window)
+        return (tuple(points), 1.0) if share == 1 else ((), 0.0)
+    ring = list(zip(xs, ys, strict=True))
+    # Sutherland and Hodgman: cut by one side of the rectangle after the other.
+    for axis, limit, sign in ((0, window[0], 1), (0, window[2], -1), (1, window[1], 1), (1, window[3], -1)):
+        kept: list[tuple[float, float]] = []
+        for at, point in enumerate(ring):
+            before = ring[at - 1]
+            inside, was_inside = sign * (point[axis] - limit) >= 0, sign * (before[axis] - limit) >= 0
+            if inside != was_inside:
+                share = (limit - before[axis]) / (point[axis] - before[axis])
+                other = before[1 - axis] + share * (point[1 - axis] - before[1 - axis])
+                kept.append((limit, other) if axis == 0 else (other, limit))
+            if inside:
+                kept.append(point)
+        ring = kept
+    clipped = tuple(value for point in ring for value in point)
+    share = shape_area(kind, clipped) / area if len(clipped) >= 6 else 0.0
+    return (clipped, share) if share > 0 else ((), 0.0)
 
 
 def canonical_ring(bins: Sequence[int]) -> tuple[int, ...]:

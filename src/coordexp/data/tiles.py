@@ -1,0 +1,199 @@
+"""Photographs cut into overlapping tiles: which tiles there are, which objects each contains, and their dataset."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from coordexp.data.images import JPEG_SUFFIXES, open_rgb
+from coordexp.data.jsonl import write_jsonl
+from coordexp.data.polygons import canonical_ring, clipped_shape, shape_area
+from coordexp.data.preparation import original_image
+from coordexp.errors import ConfigError
+from coordexp.geometry import to_bin, to_pixel
+from coordexp.records import BIN_RULE, BinRule, GTObject, ImageRecord
+
+TILE = "tile"  # key of a tile's metadata
+_RULE: BinRule = "pixel_edges"  # of all tiles: a tile's right edge is a place where an object may be cut
+_WHOLE = 1 - 1e-9  # of an object's area, up to rounding
+_WORKERS = 4
+
+Window = tuple[int, int, int, int]
+"""x1, y1, x2, y2 of a tile in whole pixels of its photograph; x2 and y2 are the edges after its last pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Tiles of ``width`` x ``height`` pixels; neighbours share at least ``overlap`` (0 to 0.9) of a side. Raises
+    ConfigError for other numbers."""
+
+    width: int
+    height: int
+    overlap: float = 0.2
+
+    def __post_init__(self) -> None:
+        if min(self.width, self.height) < 1:
+            raise ConfigError(f"tiles of {self.width}x{self.height} pixels; give at least 1 pixel a side")
+        if not 0 <= self.overlap <= 0.9:
+            raise ConfigError(f"overlap of tiles: {self.overlap:g}; give a share of a tile's side, from 0 to 0.9")
+
+    @classmethod
+    def of(cls, size: str | int | Sequence[int], overlap: float = 0.2) -> Tiling:
+        """``size``: 512, "512", "640x480" or (640, 480), width first. Raises ConfigError for anything else."""
+        sides = size.lower().split("x") if isinstance(size, str) else [size] if isinstance(size, int) else [*size]
+        try:
+            width, height = map(int, sides * 2 if len(sides) == 1 else sides)
+        except ValueError:
+            raise ConfigError(f"tiles of {size!r}; give a side in pixels, such as 512, or 640x480") from None
+        return cls(width, height, overlap)
+
+    def windows(self, width: int, height: int) -> list[Window]:
+        """The tiles of a photograph of this size, row by row: as few as the overlap allows, evenly spread. All have the
+        same size, unless the photograph is smaller."""
+        across, down = _starts(width, self.width, self.overlap), _starts(height, self.height, self.overlap)
+        return [(x, y, min(x + self.width, width), min(y + self.height, height)) for y in down for x in across]
+
+
+def _starts(side: int, tile: int, overlap: float) -> list[int]:
+    last = max(0, side - tile)
+    steps = -(-last // max(1, tile - round(tile * overlap)))
+    return [round(last * k / max(1, steps)) for k in range(steps + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class TileCounts:
+    """Counts of :func:`write_tiles`.
+
+    ``whole`` and ``cut`` objects of tiles are written, ``left_out`` ones have too small a share in that tile; one of
+    the ``annotated`` objects may be in several tiles, and ``lost`` ones are in none. ``negatives``: written tiles
+    without objects; ``negatives_left_out``: those that are not written. ``resized``: photographs that a conversion
+    resized."""
+
+    photographs: int = 0
+    tiles: int = 0
+    annotated: int = 0
+    whole: int = 0
+    cut: int = 0
+    left_out: int = 0
+    lost: int = 0
+    negatives: int = 0
+    negatives_left_out: int = 0
+    resized: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def objects_in(record: ImageRecord, window: Window, min_area_ratio: float) -> tuple[dict[int, GTObject], Counter[str]]:
+    """The objects of a tile, in its own bins, by their number in ``record``; counts of ``whole``, ``cut`` and
+    ``left_out`` ones. An object is left out if less than ``min_area_ratio`` of its area is in the tile."""
+    sides = window[2] - window[0], window[3] - window[1]
+    found: dict[int, GTObject] = {}
+    counts: Counter[str] = Counter()
+    for number, obj in enumerate(record.objects):
+        size, rule = (record.width, record.height), record.bin_rule
+        points = [to_pixel(k, size[at % 2], rule) for at, k in enumerate(obj.bins)]
+        part, share = clipped_shape(obj.kind, points, window)
+        if not part:
+            continue
+        bins = tuple(to_bin(x - window[at % 2], sides[at % 2], _RULE) for at, x in enumerate(part))
+        if obj.kind == "poly":
+            bins = canonical_ring(bins)
+        collapsed = (obj.kind == "poly" and len(bins) < 6) or (share < _WHOLE and shape_area(obj.kind, bins) == 0)
+        if share < min_area_ratio or collapsed:
+            counts["left_out"] += 1
+            continue
+        counts["whole" if share >= _WHOLE else "cut"] += 1
+        found[number] = replace(obj, bins=bins)
+    return found, counts
+
+
+def write_tiles(
+    records: Sequence[ImageRecord],
+    out: Path,
+    tiling: Tiling,
+    *,
+    min_area_ratio: float = 0.1,
+    negatives: float = 1.0,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> TileCounts:
+    """Cut the photographs of ``records``, and write the dataset of their tiles to ``out``, which appears last; images
+    are in ``images/STEM`` next to it, JPEG of JPEG and PNG of all others.
+
+    A tile's ``metadata.tile`` has the photograph (path from ``out``, size, line, its own metadata) and the tile's
+    place in it.
+
+    Args:
+        min_area_ratio: least share of its area that a cut object must have in a tile.
+        negatives: share of the tiles without objects that is kept, 0 to 1, drawn with ``seed`` for each tile.
+        progress: called with (photographs done, all).
+
+    Raises:
+        DataError: a photograph cannot be read, or has another size than its record.
+    """
+    counts: Counter[str] = Counter(photographs=len(records))
+    folder = out.parent / "images" / out.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    stems = Counter(record.image.stem for record in records)
+
+    def tiles() -> Iterator[ImageRecord]:
+        for done, record in enumerate(records):
+            if progress is not None:
+                progress(done, len(records))
+            # One name for each line: photographs of several folders, or several lines of one.
+            stem = record.image.stem + ("" if stems[record.image.stem] == 1 else f"-{done + 1}")
+            jpeg = record.image.suffix.lower() in JPEG_SUFFIXES
+            written, covered = [], set()
+            for window in tiling.windows(record.width, record.height):
+                objects, of_tile = objects_in(record, window, min_area_ratio)
+                draw = random.Random(f"tile:{seed}:{record.sample_id}:{window}").random()
+                if not objects and draw >= negatives:
+                    counts["negatives_left_out"] += 1
+                    counts.update(of_tile)
+                    continue
+                counts.update(of_tile, tiles=1, negatives=int(not objects))
+                covered.update(objects)
+                path = folder / f"{stem}_{'_'.join(map(str, window))}{'.jpg' if jpeg else '.png'}"
+                about = {**_photograph(record, out), "box": list(window), **of_tile}
+                size = window[2] - window[0], window[3] - window[1]
+                metadata = {BIN_RULE: _RULE, TILE: about}
+                written.append((window, ImageRecord(str(path), path, *size, tuple(objects.values()), metadata)))
+            original = original_image(record)
+            counts["resized"] += original is not None and (original.width, original.height) != (
+                record.width,
+                record.height,
+            )
+            counts["annotated"] += len(record.objects)
+            counts["lost"] += len(record.objects) - len(covered)
+            if written:
+                image = open_rgb(record.image, expected_size=(record.width, record.height))
+                for _ in pool.map(lambda one, image=image: _save(image, one[0], one[1].image), written):
+                    pass
+            yield from (tile for _, tile in written)
+
+    with ThreadPoolExecutor(_WORKERS, thread_name_prefix="tiles") as pool:
+        write_jsonl(tiles(), out)
+    return TileCounts(**counts)
+
+
+def _photograph(record: ImageRecord, out: Path) -> dict[str, Any]:
+    image = Path(os.path.relpath(record.image, os.path.abspath(out.parent))).as_posix()
+    about = {"image": image, "width": record.width, "height": record.height, "line": record.sample_id}
+    return about | ({"metadata": dict(record.metadata)} if record.metadata else {})
+
+
+def _save(image: Image.Image, window: Window, path: Path) -> None:
+    tile = image.crop(window)
+    if path.suffix == ".jpg":
+        tile.save(path, format="JPEG", quality=95, subsampling=0)
+    else:
+        tile.save(path, format="PNG")
