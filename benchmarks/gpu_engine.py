@@ -133,7 +133,7 @@ def pushed(engine: Any, loaded: Any) -> Iterator[dict[str, Any]]:
     merged into them."""
     from coordexp.config.rollout import SyncConfig
     from coordexp.doctor.engine import LORA
-    from coordexp.engine.colocated import ColocatedPusher
+    from coordexp.engine.trainer.colocated import ColocatedPusher
     from coordexp.modeling.adapter import tune
     from coordexp.modeling.weights import LearnerWeights
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from coordexp.engine.client import ServerClient
+from coordexp.engine.trainer.client import ServerClient
 from coordexp.errors import RolloutError
 from support.ports import free_ports
 

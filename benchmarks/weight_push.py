@@ -31,8 +31,8 @@ from rich.table import Table
 from rollout_server import TIMEOUT_S, server_entry, serving
 
 from coordexp.config.rollout import SyncConfig
-from coordexp.engine.client import ServerClient
-from coordexp.engine.push import ServerPusher
+from coordexp.engine.trainer.client import ServerClient
+from coordexp.engine.trainer.push import ServerPusher
 from coordexp.errors import require
 from coordexp.modeling.load import load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint

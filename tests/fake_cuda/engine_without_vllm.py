@@ -13,7 +13,7 @@ from coordexp.checkpoints.describe import weight_shapes
 from coordexp.checkpoints.folder import Checkpoint
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import serialize_objects
-from coordexp.engine.colocated import ColocatedBackend, Prompt
+from coordexp.engine.trainer.colocated import ColocatedBackend, Prompt
 from coordexp.records import GTObject
 from coordexp.rollouts.backend import RolloutBackend, decoding_options
 from coordexp.rollouts.learner import LearnerParts
@@ -43,7 +43,7 @@ class ModelWithoutVLLM(torch.nn.Module):
 
 
 class EngineWithoutVLLM:
-    """The methods of :class:`coordexp.engine.colocated.InProcessEngine` that the backend and the pusher call."""
+    """The methods of :class:`coordexp.engine.trainer.colocated.InProcessEngine` that backend and pusher call."""
 
     def __init__(self, learner: LearnerParts) -> None:
         device = next(learner.model.parameters()).device
@@ -106,9 +106,9 @@ class BackendWithoutVLLM(ColocatedBackend):
 
 
 def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:
-    """As :func:`coordexp.engine.build_backend`, without vLLM."""
+    """As :func:`coordexp.engine.trainer.backends.build_backend`, without vLLM."""
     if config.rollout_backend == "hf":
-        from coordexp.engine import build_backend as real
+        from coordexp.engine.trainer.backends import build_backend as real
 
         return real(config, learner, names)
     vllm = config.vllm.model_copy(update={"mode": "colocate", "tensor_parallel_size": 1})

@@ -17,11 +17,11 @@ import pytest
 import uvicorn
 from PIL import Image, ImageFile
 
-from coordexp.engine import connections
-from coordexp.engine.protocol import RequestRefused, open_image
-from coordexp.engine.serve_app import RolloutServer
-from coordexp.engine.serve_engine import Heartbeat
-from coordexp.engine.serve_http import Admission
+from coordexp.engine.server import connections
+from coordexp.engine.server.admission import Admission
+from coordexp.engine.server.app import RolloutServer
+from coordexp.engine.server.served_engine import Heartbeat
+from coordexp.engine.wire.protocol import RequestRefused, open_image
 from coordexp.errors import ServerTimeout
 from support.settings import client_to, serve_options_of
 
@@ -272,7 +272,7 @@ def test_an_image_with_too_many_pixels_is_refused_before_decoding(monkeypatch: p
 
 @pytest.mark.parametrize("sign", ["engine_silent_s", "engine_tokenless_s"])
 def test_the_trainer_stops_when_the_servers_engine_stalls(sign: str) -> None:
-    from coordexp.engine.server_backend import LivenessWatch
+    from coordexp.engine.trainer.server_backend import LivenessWatch
     from support.fake_servers import FakeRolloutServer
 
     with FakeRolloutServer(1) as fake:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from coordexp.engine.colocated import ColocatedBackend
+from coordexp.engine.trainer.colocated import ColocatedBackend
 from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext
 from support.rollout_servers import colocated, load_served, requests_of

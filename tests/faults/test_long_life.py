@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from coordexp.config.rollout import SyncConfig
-from coordexp.engine.push import ServerPusher
+from coordexp.engine.trainer.push import ServerPusher
 from coordexp.errors import RolloutError
 from coordexp.modeling.weights import LearnerWeights
 from support.rollout_servers import RunningServer, load_served, payload, requests_of, server_config, serving

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordexp.engine.server_backend import ServerBackend
+from coordexp.engine.trainer.server_backend import ServerBackend
 from coordexp.errors import CoordExpError
 from coordexp.rollouts import RolloutRound, SeedContext
 from support.fake_servers import FakeRolloutServer

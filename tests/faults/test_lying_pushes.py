@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coordexp.config.rollout import SyncConfig
-from coordexp.engine.push import ServerPusher
+from coordexp.engine.trainer.push import ServerPusher
 from coordexp.errors import CoordExpError, RolloutError
 from support.fake_servers import FakePushServer
 from support.fused_model import FakeWeights

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordexp.engine.client import ServerClient
+from coordexp.engine.trainer.client import ServerClient
 from coordexp.errors import ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.weight_sync import WeightVersion
 from support.lying_server import lying

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coordexp.engine.serve_app import RolloutServer
+from coordexp.engine.server.app import RolloutServer
 from support.settings import serve_options_of
 
 REQUESTS = 100

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from coordexp.engine.server_backend import ServerBackend
+from coordexp.engine.trainer.server_backend import ServerBackend
 from coordexp.errors import CoordExpError
 from coordexp.rollouts import SeedContext
 from support.lying_proxy import AFTER, ANSWERS, BEFORE, STALE, LyingProxy, lying_proxy

@@ -14,12 +14,12 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from coordexp.engine.engine_process import HEARTBEAT_PATH, SerializeRequests, SharedHeartbeat, with_heartbeat
+from coordexp.engine.server.swift_pipes import HEARTBEAT_PATH, SerializeRequests, SharedHeartbeat, with_heartbeat
 from coordexp.errors import ServerTimeout
 
 WORKER = """
 import sys, time
-from coordexp.engine.engine_process import with_heartbeat
+from coordexp.engine.wire.engine_process import with_heartbeat
 step = with_heartbeat(lambda: time.sleep(0.05), 1)
 for _ in range(10):
     step()
@@ -97,7 +97,7 @@ def test_the_trainer_stops_when_the_heartbeat_shows_a_hung_worker(monkeypatch: p
     from support.fake_servers import FakeRolloutServer
     from support.server_backends import backend_of, requests_
 
-    monkeypatch.setattr("coordexp.engine.server_backend.WATCH_S", 0.1)
+    monkeypatch.setattr("coordexp.engine.trainer.server_backend.WATCH_S", 0.1)
     waits: list[float] = []
 
     def answers_late(body: dict[str, Any]) -> tuple[int, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordexp.engine.client import ServerClient
+from coordexp.engine.trainer.client import ServerClient
 from support.rollout_servers import PlainServer, RunningServer
 
 

@@ -7,7 +7,7 @@ import logging
 import httpx
 import pytest
 
-from coordexp.engine.client import ServerClient
+from coordexp.engine.trainer.client import ServerClient
 from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
 from support import tuned_models

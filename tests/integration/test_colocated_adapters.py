@@ -12,7 +12,7 @@ import torch
 
 import coordexp.training.run as run_module
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.engine.colocated import ColocatedBackend
+from coordexp.engine.trainer.colocated import ColocatedBackend
 from coordexp.modeling.adapter import save_adapter
 from coordexp.modeling.load import LoadedModel, merge_checkpoint
 from coordexp.modeling.tiny import build_tiny_checkpoint

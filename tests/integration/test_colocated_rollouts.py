@@ -17,8 +17,8 @@ from PIL import Image
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.data.dataset import Sample
 from coordexp.data.images import open_rgb
-from coordexp.engine.arguments import with_image_size
-from coordexp.engine.colocated import ColocatedBackend
+from coordexp.engine.trainer.colocated import ColocatedBackend
+from coordexp.engine.wire.arguments import with_image_size
 from coordexp.errors import AlignmentError, DataError, RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.inputs import PromptEncoder

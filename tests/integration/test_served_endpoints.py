@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from coordexp.background import in_background
-from coordexp.engine.arguments import executor_on_cpu
-from coordexp.engine.client import ServerClient
-from coordexp.engine.engine_process import has_gpu
+from coordexp.engine.trainer.client import ServerClient
+from coordexp.engine.wire.arguments import executor_on_cpu
+from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.errors import RolloutError, ServerUnreachable
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights

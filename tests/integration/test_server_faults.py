@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coordexp.config.rollout import SyncConfig
-from coordexp.engine.push import ServerPusher
+from coordexp.engine.trainer.push import ServerPusher
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.modeling.weights import LearnerWeights
 from support.rollout_servers import (

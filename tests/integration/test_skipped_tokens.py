@@ -18,7 +18,7 @@ from coordexp.config import resolved_rollout
 from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.scenes import SPECS, write_scenes
-from coordexp.engine.colocated import ColocatedBackend
+from coordexp.engine.trainer.colocated import ColocatedBackend
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.weights import LearnerWeights

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from coordexp.config.rollout import SyncConfig
-from coordexp.engine.arguments import executor_on_cpu, with_image_size
-from coordexp.engine.client import ServerClient
-from coordexp.engine.engine_process import has_gpu
-from coordexp.engine.push import ServerPusher
+from coordexp.engine.trainer.client import ServerClient
+from coordexp.engine.trainer.push import ServerPusher
+from coordexp.engine.wire.arguments import executor_on_cpu, with_image_size
+from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
@@ -210,7 +210,7 @@ def note_size_of_a_small_image(file: Path) -> None:
     from qwen_vl_utils import vision_process
     from swift.model.models.qwen import patch_qwen_vl_utils
 
-    from coordexp.engine.swift_rollout import install
+    from coordexp.engine.server.swift_rollout import install
 
     install()
     patch_qwen_vl_utils(vision_process)

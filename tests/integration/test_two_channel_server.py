@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from coordexp.engine.client import STALL_KEYS
-from coordexp.engine.serve_engine import HEARTBEAT_S
+from coordexp.engine.server.served_engine import HEARTBEAT_S
+from coordexp.engine.trainer.client import STALL_KEYS
 from coordexp.errors import RolloutError
 from coordexp.training.run import run_training
 from support.fake_servers import FakeRolloutServer

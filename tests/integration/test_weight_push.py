@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from coordexp.config.rollout import SyncConfig
-from coordexp.engine.client import ServerClient
-from coordexp.engine.push import ServerPusher
+from coordexp.engine.trainer.client import ServerClient
+from coordexp.engine.trainer.push import ServerPusher
 from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.weights import LearnerWeights
@@ -113,7 +113,7 @@ def test_changed_weights_are_detected_by_checksum(
     with pushing(client, flipped) as sync:
         assert sync.push(2).checksum != report.checksum  # the same numbers in other places
         monkeypatch.setattr(
-            "coordexp.engine.push.tensor_hashes", lambda named: dict.fromkeys(dict(named), 17)
+            "coordexp.engine.trainer.push.tensor_hashes", lambda named: dict.fromkeys(dict(named), 17)
         )  # as if other bytes had been sent
         sync.compared = False
         with pytest.raises(RolloutError, match="the checksum of its weights is"):

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.config import ConfigError, check_world_size, load_config, resolved_rollout, rollout_contract
-from coordexp.engine import check_backend
-from coordexp.engine.arguments import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, GUARD_PROCESSOR, activated_config
-from coordexp.engine.colocated import ColocatedBackend
+from coordexp.engine.trainer.backends import check_backend
+from coordexp.engine.trainer.colocated import ColocatedBackend
+from coordexp.engine.wire.arguments import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, GUARD_PROCESSOR, activated_config
 from coordexp.errors import MissingDependency
 from coordexp.launch.plan import plan_launch
 from coordexp.rollouts.backend import decoding_options
@@ -106,7 +106,7 @@ def test_missing_vllm_is_named_with_its_alternative(tmp_path: Path, monkeypatch:
 
 @pytest.mark.scenario("Preflight/runtime consume a shared validated rollout contract")
 def test_launcher_and_trainer_have_the_same_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from coordexp.engine.serve import serve_options
+    from coordexp.engine.server.options import serve_options
 
     monkeypatch.setenv("COORDEXP_TEST_KEY", "token")
     guard = {"enabled": True, "max_object_keys": 7}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from coordexp.engine.client import ServerClient
+from coordexp.engine.trainer.client import ServerClient
 from coordexp.weight_sync.group import GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver
 from support.fused_model import SHAPES, FakeWeights, FusedModel

@@ -12,8 +12,8 @@ import pytest
 
 from coordexp.config import load_config
 from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.engine.arguments import check_guard
-from coordexp.engine.server_backend import check_servers
+from coordexp.engine.trainer.server_backend import check_servers
+from coordexp.engine.wire.arguments import check_guard
 from coordexp.errors import RolloutError
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import RolloutRequest

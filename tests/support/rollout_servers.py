@@ -21,9 +21,9 @@ import torch
 from coordexp.config import RunConfig, load_config, resolved_rollout
 from coordexp.config.rollout import SyncConfig
 from coordexp.data.images import open_rgb
-from coordexp.engine.client import ServerClient
-from coordexp.engine.colocated import ColocatedBackend
-from coordexp.engine.push import ServerPusher
+from coordexp.engine.trainer.client import ServerClient
+from coordexp.engine.trainer.colocated import ColocatedBackend
+from coordexp.engine.trainer.push import ServerPusher
 from coordexp.launch.plan import LaunchPlan, ProcessPlan, plan_launch
 from coordexp.launch.supervisor import descendants
 from coordexp.modeling.load import LoadedModel, load_model

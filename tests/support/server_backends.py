@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.engine.push import PushReport
-from coordexp.engine.server_backend import ServerBackend
+from coordexp.engine.trainer.push import PushReport
+from coordexp.engine.trainer.server_backend import ServerBackend
 from coordexp.modeling.inputs import build_messages
 from coordexp.records import RolloutRequest
 from coordexp.rollouts.backend import decoding_options

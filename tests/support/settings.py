@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.config.rollout import RepeatTerminateConfig, RolloutMatchingConfig
-from coordexp.engine.client import ServerClient
-from coordexp.engine.serve import ServeOptions
+from coordexp.engine.server.options import ServeOptions
+from coordexp.engine.trainer.client import ServerClient
 from coordexp.rollouts.backend import DecodingOptions, decoding_options
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard, Trigger
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Set
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "coordexp"
 
 # A module's layer is that of its longest dotted name here.
-LAYERS: dict[str, int] = {
+LAYERS: dict[str, float] = {
     name: number
     for number, names in {
         -1: "errors",
@@ -22,8 +23,9 @@ LAYERS: dict[str, int] = {
         4: "checkpoints targets weight_sync rollouts.learner",
         5: "modeling metrics",
         6: "objective evaluation",
-        7: "engine recording",
-        8: "viewer runs",
+        7: "engine engine.wire recording",
+        7.5: "engine.trainer engine.server engine.worker",
+        8: "viewer runs rollouts.__init__",
         9: "training launch",
         10: "inference",
         11: "api doctor",
@@ -34,11 +36,15 @@ LAYERS: dict[str, int] = {
 }
 
 # The plugin runs inside ms-swift's processes and must not pull in the trainer's side.
-PLUGIN = ("engine.plugin", "engine.swift_rollout")
+PLUGIN = ("engine.server.plugin", "engine.server.swift_rollout", "engine.server.swift_pipes")
 PLUGIN_MAY_IMPORT = (
-    *("coordexp.engine", "coordexp.weight_sync"),
-    *("coordexp.rollouts.repeat_guard", "coordexp.rollouts.allowed_labels", "coordexp.errors"),
+    *("engine.server.swift_", "engine.wire", "weight_sync"),
+    *("rollouts.repeat_guard", "rollouts.allowed_labels", "errors"),
 )
+# Folders that run in different processes; what two of them need is in engine.wire.
+ROOMS = ("engine.trainer", "engine.server", "engine.worker")
+# Packages whose own file re-exports from layers above its modules.
+FRONT_DOORS = ("rollouts.__init__",)
 
 HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "swift")
 TORCH_FREE = [
@@ -46,44 +52,57 @@ TORCH_FREE = [
     *("records", "errors", "out_of_memory", "background", "distributed", "cpu_wheels", "transport", "data.files"),
     *("config", "geometry", "coords", "checkpoints.describe", "cli.init", "parsing", "matching", "packing", "metrics"),
     *("rollouts", "rollouts.chunking", "rollouts.backend", "rollouts.repeat_guard", "rollouts.allowed_labels"),
-    *("weight_sync", "engine.arguments", "engine.engine_process", "engine.client", "doctor"),
+    *("weight_sync", "engine.wire.arguments", "engine.wire.engine_process", "engine.trainer.client", "doctor"),
+    *("engine.trainer.backends", "engine.server.options", "engine.server.serving"),
 ]
 
 
-def modules() -> Iterator[tuple[str, Path]]:
-    for path in sorted(SOURCE.rglob("*.py")):
-        if path.parent == SOURCE and path.stem == "__init__":
-            continue  # the package's own page: checked to import nothing below
-        yield path.relative_to(SOURCE).with_suffix("").as_posix().replace("/", "."), path
+def modules() -> dict[str, Path]:
+    """Files by dotted name below coordexp; a package's own file is ``package.__init__``."""
+    files = sorted(SOURCE.rglob("*.py"))
+    return {file.relative_to(SOURCE).with_suffix("").as_posix().replace("/", "."): file for file in files}
 
 
-def imports(path: Path) -> Iterator[str]:
+MODULES = modules()
+
+
+def module_of(target: str) -> str:
+    """The module that ``import target`` or ``from package import name`` (``package.name``) reads, below coordexp."""
+    name = target.removeprefix("coordexp").removeprefix(".")
+    for candidate in (name, f"{name}.__init__".lstrip("."), f"{name.rpartition('.')[0]}.__init__".lstrip(".")):
+        if candidate in MODULES:
+            return candidate
+    return name.rpartition(".")[0]
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of coordexp that a file imports, also inside functions and for type checkers."""
+    targets: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
-            if node.module == "coordexp":
-                yield from (f"coordexp.{alias.name}" for alias in node.names)
-            elif node.module is not None and node.module.startswith("coordexp."):
-                yield node.module
+            targets += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("coordexp"))
+            targets += [alias.name for alias in node.names]
+    return {module_of(target) for target in targets if target.split(".")[0] == "coordexp"}
 
 
-def violations(name: str, imported: list[str]) -> list[str]:
-    """Imports of module ``name`` (below coordexp) that its layer forbids."""
+def violations(name: str, imported: Iterable[str]) -> list[str]:
+    """Imports of module ``name`` that its layer forbids."""
     if name.startswith(PLUGIN):
         return [target for target in imported if not target.startswith(PLUGIN_MAY_IMPORT)]
-    forbidden = []
-    for target in imported:
-        other = target.removeprefix("coordexp").removeprefix(".")
-        if other in ("", "__version__") or other.split(".")[0] == name.split(".")[0]:
-            continue
-        if layer(other) >= layer(name):
-            forbidden.append(target)
-    return forbidden
+    others = [target for target in imported if target != "__init__" and folder(target) != folder(name)]
+    return [target for target in others if layer(target) >= layer(name)]
 
 
-def layer(name: str) -> int:
+def folder(name: str) -> str:
+    """Modules of one folder may import each other: a package or, of ``engine``, a room. A front door is alone."""
+    if name in FRONT_DOORS:
+        return name
+    return next((room for room in ROOMS if name.startswith(f"{room}.")), name.split(".")[0])
+
+
+def layer(name: str) -> float:
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         if (number := LAYERS.get(".".join(parts[:length]))) is not None:
@@ -91,14 +110,29 @@ def layer(name: str) -> int:
     raise AssertionError(f"{name} has no layer; give it one in {Path(__file__).name}")
 
 
+def circles(graph: Mapping[str, Set[str]]) -> list[list[str]]:
+    """One circle of ``graph``, a module and what it imports, or none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [error.args[1]]
+    return []
+
+
 def test_modules_import_only_from_lower_layers() -> None:
-    found = {name: violations(name, list(imports(path))) for name, path in modules()}
+    found = {name: violations(name, imports(path)) for name, path in MODULES.items() if name != "__init__"}
     assert len(found) > 100
     assert {name: targets for name, targets in found.items() if targets} == {}
 
 
 def test_importing_the_package_imports_no_submodules() -> None:
-    assert list(imports(SOURCE / "__init__.py")) == []
+    assert imports(SOURCE / "__init__.py") == set()
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports inside functions and under TYPE_CHECKING count: they hide a circle and do not remove it."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == [["a", "c", "b", "a"]]
+    assert circles({name: imports(path) - {name} for name, path in MODULES.items()}) == []
 
 
 def test_imports_with_heavy_packages_blocked() -> None:

@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from coordexp.engine import TESTED_VERSIONS
+from coordexp.engine.wire.versions import TESTED_VERSIONS
 
 PINNED: dict[str, dict[str, list[str]]] = {
     "vllm": {

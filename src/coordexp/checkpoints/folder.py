@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from coordexp.config.schema import AnswerConfig, RunConfig
+from coordexp.config.resolved import AnswerConfig
+from coordexp.config.schema import RunConfig
 from coordexp.coords import CoordVocab
 from coordexp.data.images import ResizeRule
 from coordexp.errors import CheckpointError, ConfigError, VocabError

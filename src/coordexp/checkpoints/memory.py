@@ -25,8 +25,8 @@ from coordexp import distributed
 from coordexp.checkpoints.describe import TABLES, weight_shapes
 from coordexp.checkpoints.folder import Checkpoint, part_of
 from coordexp.config import RunConfig
+from coordexp.config.resolved import AnswerConfig
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.config.schema import AnswerConfig
 from coordexp.errors import ConfigError
 from coordexp.out_of_memory import Kind, note_cure
 from coordexp.records import NUM_BINS

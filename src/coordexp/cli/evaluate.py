@@ -186,7 +186,7 @@ def evaluate(
 def _evaluate_model(
     console: Console, run: RunConfig, options: OfEvaluation, rename: Renaming, arguments: Sequence[str]
 ) -> None:
-    from coordexp.config.schema import AnswerConfig
+    from coordexp.config.resolved import AnswerConfig
     from coordexp.inference.session import read_classes, with_several_answers
 
     classes = read_classes(options.classes, options.model or run.model.model)

@@ -58,7 +58,7 @@ def launch(
         run = decide_start(run).config
     from rich.text import Text
 
-    from coordexp.engine.engine_process import num_gpus
+    from coordexp.engine.wire.engine_process import num_gpus
     from coordexp.launch.plan import look_over
     from coordexp.launch.supervisor import run_plan
     from coordexp.training.run import check_run
@@ -119,8 +119,9 @@ def serve(
     check_lengths(run)
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("coordexp").setLevel(logging.INFO)  # not the root: vLLM sets that one
-    from coordexp.engine.engine_process import num_gpus
-    from coordexp.engine.serve import prepare_environment, run_server, serve_options
+    from coordexp.engine.server.options import serve_options
+    from coordexp.engine.server.serving import prepare_environment, run_server
+    from coordexp.engine.wire.engine_process import num_gpus
 
     gpus = num_gpus()
     options = serve_options(run, index, data_parallel_size, gpus, host)

@@ -25,7 +25,7 @@ from coordexp.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from coordexp.config.schema import AnswerConfig
+    from coordexp.config.resolved import AnswerConfig
     from coordexp.evaluation.export import UsersTerms
     from coordexp.inference.prediction import PredictionResult
 
@@ -147,7 +147,7 @@ def _configuration(
         return inference_config(model, options, arguments)
     from coordexp.checkpoints.template import with_own_template
     from coordexp.config import load_config
-    from coordexp.config.schema import AnswerConfig
+    from coordexp.config.resolved import AnswerConfig
 
     given = {"rollout_matching.max_new_tokens": max_new_tokens, "training.seed": seed}
     given = {key: value for key, value in given.items() if value is not None}

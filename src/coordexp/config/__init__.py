@@ -2,8 +2,8 @@
 
 from coordexp.config.checks import advice, check_world_size
 from coordexp.config.load import load_config, parse_config, resolved_yaml
-from coordexp.config.rollout import resolved_rollout
-from coordexp.config.schema import RunConfig, rollout_contract
+from coordexp.config.resolved import resolved_rollout, rollout_contract
+from coordexp.config.schema import RunConfig
 from coordexp.errors import ConfigError
 
 __all__ = [

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from coordexp.config.base import Count, FilePath, ListOf, NonNegative, Positive, Probability, Share, StrictModel
 from coordexp.config.objective import PipelineConfig
 from coordexp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from coordexp.config.schema import RunConfig
 
 FIELD_ORDER: Literal["desc_first", "geometry_first"] = "desc_first"
 """Default of ``custom.object_field_order``."""
@@ -425,23 +422,3 @@ class Stage2ABConfig(StrictModel):
     coord_decode_mode: CoordDecodeMode = "exp"
     pipeline: PipelineConfig
     """the objective of both channels; each module names its own"""
-
-
-def resolved_rollout(config: RunConfig) -> RolloutMatchingConfig:
-    """The section without nulls that mean another key's value, and without ``auto``.
-
-    A configuration without the section decodes with transformers by the section's defaults: stage 1 evaluates so.
-    """
-    rollout = config.rollout_matching or RolloutMatchingConfig(rollout_backend="hf")
-    vllm = rollout.vllm
-    engine = {
-        "max_model_len": vllm.max_model_len or config.global_max_length,
-        "dtype": vllm.dtype or config.model.dtype,
-        "max_lora_rank": vllm.adapter_rank(config.tuner.lora_rank),
-        "sync": vllm.sync.model_copy(update={"mode": vllm.sync.resolved(vllm.enable_lora)}),
-    }
-    detection = rollout.eval_detection
-    if detection.score_mode is None:
-        mode = "constant" if rollout.offload.enabled and rollout.is_colocated else "confidence"
-        detection = detection.model_copy(update={"score_mode": mode})
-    return rollout.model_copy(update={"vllm": vllm.model_copy(update=engine), "eval_detection": detection})

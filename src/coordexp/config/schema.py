@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from coordexp.config.base import Count, FilePath, ListOf, NonNegative, Positive, Probability, Share, StrictModel
 from coordexp.config.datasets import TrainFiles
-from coordexp.config.rollout import FIELD_ORDER, RolloutMatchingConfig, Stage2ABConfig, resolved_rollout
+from coordexp.config.rollout import FIELD_ORDER, RolloutMatchingConfig, Stage2ABConfig
 
 
 class ModelConfig(StrictModel):
@@ -441,42 +441,3 @@ class RunConfig(StrictModel):
     """two-channel training"""
     launch: LaunchConfig = LaunchConfig()
     """the processes that coordexp launch starts"""
-
-
-class AnswerConfig(StrictModel):
-    """All that inference reads of a configuration; ``rollout_matching`` is resolved."""
-
-    model: ModelConfig
-    template: TemplateConfig
-    rollout_matching: RolloutMatchingConfig
-    global_max_length: Count
-    use_cpu: bool
-    seed: int
-
-    @classmethod
-    def of_run(cls, run: RunConfig) -> AnswerConfig:
-        """How a checkpoint answers in the run's evaluation."""
-        return cls(
-            model=run.model,
-            template=run.template,
-            rollout_matching=resolved_rollout(run),
-            global_max_length=run.global_max_length,
-            use_cpu=run.training.use_cpu,
-            seed=run.training.seed,
-        )
-
-
-def rollout_contract(config: RunConfig) -> dict[str, Any]:
-    """``rollout_matching_cfg`` of the contract: :func:`resolved_rollout` as plain values, with the keys of packing and
-    of the order of objects and fields."""
-    training, custom = config.training, config.custom
-    return {
-        **resolved_rollout(config).model_dump(mode="json"),
-        "packing_enabled": training.packing,
-        "packing_length": config.global_max_length,
-        "packing_buffer": training.packing_buffer,
-        "packing_min_fill_ratio": training.packing_min_fill_ratio,
-        "packing_drop_last": training.packing_drop_last,
-        "object_ordering": custom.object_ordering,
-        "object_field_order": custom.object_field_order,
-    }

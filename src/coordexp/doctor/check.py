@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coordexp.distributed import RENDEZVOUS
-from coordexp.engine import versions
-from coordexp.engine.engine_process import environment_kept
+from coordexp.engine.wire.engine_process import environment_kept
+from coordexp.engine.wire.versions import versions
 from coordexp.errors import ConfigError, CoordExpError
 
 Result = Literal["ok", "failed", "skipped"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from coordexp.doctor.check import Row, Settings, attempted, measured
-from coordexp.engine.colocated import ColocatedBackend
+from coordexp.engine.trainer.colocated import ColocatedBackend
 from coordexp.modeling.load import LoadedModel
 from coordexp.parsing import parse_rollout
 from coordexp.records import RolloutRequest

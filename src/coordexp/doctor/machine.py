@@ -16,7 +16,7 @@ import torch
 from torch.cuda import nccl
 
 from coordexp.doctor.check import Row, Settings, judged, measured
-from coordexp.engine import TESTED_VERSIONS, versions
+from coordexp.engine.wire.versions import TESTED_VERSIONS, versions
 from coordexp.errors import ConfigError
 from coordexp.training.run import check_driver
 

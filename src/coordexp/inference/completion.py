@@ -17,8 +17,8 @@ from coordexp import distributed
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import load_config
 from coordexp.config.base import default_of
+from coordexp.config.resolved import AnswerConfig
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.config.schema import AnswerConfig
 from coordexp.data.files import write_atomically
 from coordexp.data.jsonl import clean_desc, read_jsonl, write_jsonl
 from coordexp.errors import ConfigError, DataError

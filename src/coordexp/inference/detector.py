@@ -16,7 +16,7 @@ from PIL import Image
 from coordexp.data.dataset import Sample
 from coordexp.data.image_sources import as_path, find_images
 from coordexp.data.images import array_problem, open_rgb, rgb_of, shape_problem
-from coordexp.engine import check_backend
+from coordexp.engine.trainer.backends import check_backend
 from coordexp.errors import ConfigError, DataError, DetectorClosed
 from coordexp.evaluation.answers import ImageAnswer, answer_samples, samples_of_batch
 from coordexp.evaluation.several_answers import merge_all

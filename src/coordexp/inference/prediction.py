@@ -21,7 +21,7 @@ from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.checkpoints.folder import checkpoint_fingerprint
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig, resolved_rollout
-from coordexp.config.schema import AnswerConfig
+from coordexp.config.resolved import AnswerConfig
 from coordexp.data.class_list import check_known
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
@@ -29,7 +29,7 @@ from coordexp.data.files import append_line, write_atomically
 from coordexp.data.image_sources import FoundImages, broken_images, find_images
 from coordexp.data.preparation import ImagePreparation
 from coordexp.data.progress_bar import reporting
-from coordexp.engine import check_backend
+from coordexp.engine.trainer.backends import check_backend
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import (
     CLASS_LIST,

@@ -17,7 +17,8 @@ from coordexp.checkpoints.card import read_card, settings_for_answers, training_
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, num_positions
 from coordexp.config.base import default_of
 from coordexp.config.load import parse_section, validate
-from coordexp.config.schema import AnswerConfig, RunConfig, TrainingConfig
+from coordexp.config.resolved import AnswerConfig
+from coordexp.config.schema import RunConfig, TrainingConfig
 from coordexp.config.source import Document, apply_arguments
 from coordexp.errors import CheckpointError, ConfigError, DataError
 from coordexp.out_of_memory import phase
@@ -99,7 +100,7 @@ def _with_engine(config: AnswerConfig) -> AnswerConfig:
     rollout = config.rollout_matching
     if rollout.rollout_backend != "vllm":
         return config
-    from coordexp.engine.engine_process import has_gpu
+    from coordexp.engine.wire.engine_process import has_gpu
 
     # One engine per process. Compiling its kernels takes minutes on a CPU, and saves little there.
     engine = {"tensor_parallel_size": 1, "enforce_eager": not has_gpu()}

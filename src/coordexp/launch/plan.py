@@ -21,13 +21,13 @@ from coordexp.checkpoints.disk import check_disk
 from coordexp.checkpoints.memory import check_memory
 from coordexp.config import RunConfig
 from coordexp.config.rollout import ServerEntry
-from coordexp.engine.arguments import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, NAMES_ENABLE, activation_environment
-from coordexp.engine.engine_process import DIE_WITH_PARENT, SERVER_API_KEY, engine_environment
-from coordexp.engine.serve import ServeOptions, serve_options
+from coordexp.engine.server.options import ServeOptions, serve_options
+from coordexp.engine.wire.arguments import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, NAMES_ENABLE, activation_environment
+from coordexp.engine.wire.engine_process import DIE_WITH_PARENT, SERVER_API_KEY, engine_environment
 from coordexp.errors import CheckpointError, ConfigError, CoordExpError
 
 LOOPBACK = "127.0.0.1"
-PLUGIN = Path(__file__).parents[1] / "engine" / "plugin" / "coordexp_rollout_plugin.py"
+PLUGIN = Path(__file__).parents[1] / "engine" / "server" / "plugin" / "coordexp_rollout_plugin.py"
 # Settings of servers: if the launcher's shell exports them, they must not reach the learner.
 SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, NAMES_ENABLE, SERVER_API_KEY)
 SWIFT_MODEL_TYPE = "qwen3_vl"  # the one that learners train; called the same in transformers and ms-swift

@@ -29,9 +29,9 @@ import psutil
 
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.distributed import RENDEZVOUS
-from coordexp.engine.arguments import ACTIVATION_PATH, check_guard
-from coordexp.engine.client import ServerClient, api_key_from_environment
-from coordexp.engine.engine_process import die_with_parent
+from coordexp.engine.trainer.client import ServerClient
+from coordexp.engine.wire.arguments import ACTIVATION_PATH, check_guard
+from coordexp.engine.wire.engine_process import api_key_from_environment, die_with_parent
 from coordexp.errors import CoordExpError, LaunchFailed, RolloutError
 from coordexp.launch.plan import PLAN_JSON, SERVER_ONLY, LaunchPlan, ProcessPlan, ServerPlan
 

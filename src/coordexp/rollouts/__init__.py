@@ -1,14 +1,13 @@
 """Rollouts: the interface of backends, seeds, request plans, the repeat guard, and the backend that generates with
 transformers.
 
-The backends over vLLM are in :mod:`coordexp.engine`, above this layer. This package imports without torch, transformers
-and vLLM.
+The backends over vLLM are in :mod:`coordexp.engine.trainer`, above this layer: modules of ``rollouts`` and ``engine``
+import from each other's modules, all others may import from here. Imports without torch, transformers and vLLM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from coordexp.rollouts.backend import (
@@ -41,5 +40,7 @@ __all__ = [
 
 
 def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:
-    """:func:`coordexp.engine.build_backend`, which is above this layer."""
-    return import_module("coordexp.engine").build_backend(config, learner, names)
+    """As :func:`coordexp.engine.trainer.backends.build_backend`, imported when it is called."""
+    from coordexp.engine.trainer import backends
+
+    return backends.build_backend(config, learner, names)

@@ -29,9 +29,9 @@ from coordexp.out_of_memory import is_out_of_memory, phase
 from coordexp.rollouts import RolloutBackend, rollout_session
 from coordexp.training.batches import StepBatches
 from coordexp.training.checkpoint import delete_old, read_seal
+from coordexp.training.drift import DriftWatch
 from coordexp.training.loggers import FAILED
 from coordexp.training.optimizer import needs_metric
-from coordexp.training.progress import DriftWatch
 from coordexp.training.reading import ReadingWatch
 from coordexp.training.saving import (
     load_optimizer,

@@ -38,9 +38,9 @@ from coordexp.data.epochs import EpochPlan, describe_epoch, plan_epochs
 from coordexp.data.images import open_rgb
 from coordexp.data.joined import DataPart, JoinedRecords, bin_rules
 from coordexp.data.preparation import preparation_of
-from coordexp.engine import check_backend
-from coordexp.engine.engine_process import has_gpu
-from coordexp.engine.starting import SKIPPING
+from coordexp.engine.trainer.backends import check_backend
+from coordexp.engine.wire.engine_process import has_gpu
+from coordexp.engine.wire.starting import SKIPPING
 from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost, RunFinished, RunStopped
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.attention import check_attention

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordexp.config import RunConfig, load_config, parse_config
-from coordexp.config.rollout import resolved_rollout
+from coordexp.config.resolved import resolved_rollout
 from support.config_samples import drop_key, set_key, stage2
 
 CONFIGS = Path(__file__).parents[3] / "configs"

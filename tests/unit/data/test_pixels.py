@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, TiffImagePlugin
 
 from coordexp.data.images import open_rgb, read_header, rgb_of
-from coordexp.engine.protocol import RequestRefused, open_image
+from coordexp.engine.wire.protocol import RequestRefused, open_image
 from coordexp.errors import DataError
 from coordexp.inference.detector import collect
 

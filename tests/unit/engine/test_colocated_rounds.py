@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.engine import colocated
-from coordexp.engine.colocated import ColocatedBackend, InProcessEngine
-from coordexp.engine.engine_process import settings_kept
+from coordexp.engine.trainer import colocated
+from coordexp.engine.trainer.colocated import ColocatedBackend, InProcessEngine
+from coordexp.engine.wire.engine_process import settings_kept
 from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext, rollout_session
 from coordexp.rollouts.backend import AdapterWeights

@@ -18,7 +18,7 @@ from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
-from coordexp.engine import cpu_patches
+from coordexp.engine.worker import cpu_patches
 
 if not current_platform.is_cpu():
     pytest.skip("vLLM is not patched on a GPU machine", allow_module_level=True)
@@ -29,7 +29,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-import coordexp.engine.cpu_patches
+import coordexp.engine.worker.cpu_patches
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 os.environ["VLLM_DIST_IDENT"] = "//"  # set by vLLM's worker under torchrun
@@ -38,7 +38,7 @@ group = SimpleNamespace(unique_name="tp:0", ranks=[0, 1], world_size=2, rank=ran
 memory = _CPUSHMDistributed(group)
 dist.barrier()
 assert memory.group_name != "//-tp:0-[0-1]-cpushm"  # vLLM's, the same in every run
-assert not list(coordexp.engine.cpu_patches.SHARED_MEMORY.glob("*" + memory.group_name.rpartition("]")[2] + "*"))
+assert not list(coordexp.engine.worker.cpu_patches.SHARED_MEMORY.glob("*" + memory.group_name.rpartition("]")[2] + "*"))
 total = torch.full((1024,), rank + 1.0)
 memory.all_reduce(total)
 print(total.unique().tolist())
@@ -80,7 +80,7 @@ STORE_OR_LOAD = """
 import sys
 from pathlib import Path
 import torch
-import coordexp.engine.cpu_patches
+import coordexp.engine.worker.cpu_patches
 
 def doubled_sum(x):
     return (2 * x).sum()

@@ -11,7 +11,7 @@ import torch
 
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.coords import serialize_objects
-from coordexp.engine.arguments import REQUEST_KEY, activation_environment
+from coordexp.engine.wire.arguments import REQUEST_KEY, activation_environment
 from coordexp.records import GTObject
 from support.answers import tiny_vocab
 from support.tiny_run import tiny_checkpoint
@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="the masks are applied in vLLM's model runner
 
 from vllm import SamplingParams
 
-from coordexp.engine.drafting import MOST_DRAFTED, TURN_START, AnswerDrafter, DraftedMasks
+from coordexp.engine.worker.drafting import MOST_DRAFTED, TURN_START, AnswerDrafter, DraftedMasks
 
 SETTINGS = RepeatTerminateConfig(
     enabled=True, min_new_tokens=0, max_consecutive_token_repeats=3, ngram_size=0, ngram_repeats=0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.engine.arguments import (
+from coordexp.engine.wire.arguments import (
     CONFIG_JSON,
     CONFIG_JSON_PATH,
     ENABLE,

@@ -16,8 +16,8 @@ from PIL import Image
 from coordexp.checkpoints.card import UNTRAINED, write_card
 from coordexp.data.images import open_rgb
 from coordexp.data.preparation import NO_RESIZE, ImagePreparation, ResizeRule
-from coordexp.engine.arguments import with_image_size
-from coordexp.engine.protocol import image_source, open_image
+from coordexp.engine.wire.arguments import with_image_size
+from coordexp.engine.wire.protocol import image_source, open_image
 from coordexp.errors import DataError
 
 ROTATED = 6

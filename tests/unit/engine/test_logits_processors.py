@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.engine.arguments import REQUEST_KEY, activation_environment
+from coordexp.engine.wire.arguments import REQUEST_KEY, activation_environment
 from coordexp.errors import RolloutError
 from coordexp.rollouts.repeat_guard import GuardRule, Trigger
 from support.qwen_tokenizer import qwen_vocab
@@ -21,14 +21,9 @@ pytest.importorskip("vllm", reason="the processor is a class of vLLM's interface
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-from coordexp.engine.logits_processors import (
-    KnownTokensProcessor,
-    RepeatTerminateProcessor,
-    check_processors,
-    guard_of_worker,
-    guard_report,
-    processor_of,
-)
+from coordexp.engine.wire.arguments import check_processors
+from coordexp.engine.worker.drafting import guard_of_worker, guard_report, processor_of
+from coordexp.engine.worker.logits_processors import KnownTokensProcessor, RepeatTerminateProcessor
 from support.settings import first_trigger
 
 SETTINGS = RepeatTerminateConfig(

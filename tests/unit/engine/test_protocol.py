@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from coordexp.coords import TURN_END, CoordVocab
-from coordexp.engine.protocol import infer_payload, read_answer
+from coordexp.engine.wire.protocol import infer_payload, read_answer
 from coordexp.errors import RolloutError
 from coordexp.modeling.inputs import build_messages
 from coordexp.records import RolloutRequest

@@ -10,9 +10,10 @@ import pytest
 
 from coordexp.config import RunConfig, load_config
 from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.engine.arguments import ENABLE, activated_config, activation_environment
-from coordexp.engine.engine_process import PLUGINS, engine_environment, needed_plugins
-from coordexp.engine.serve import ServeOptions, is_loopback, prepare_environment, serve_options
+from coordexp.engine.server.options import ServeOptions, is_loopback, serve_options
+from coordexp.engine.server.serving import prepare_environment
+from coordexp.engine.wire.arguments import ENABLE, activated_config, activation_environment
+from coordexp.engine.wire.engine_process import PLUGINS, engine_environment, needed_plugins
 from coordexp.errors import ConfigError, RolloutError
 from support.config_samples import set_key, stage2, write_yaml
 

@@ -12,10 +12,10 @@ from PIL import Image
 from pydantic import ValidationError
 
 from coordexp.data.images import open_rgb
-from coordexp.engine import protocol
-from coordexp.engine.arguments import NAMES_KEY
-from coordexp.engine.engine_process import seeded_by_place
-from coordexp.engine.protocol import InferRequest, PromptBuilder, RequestConfig, RequestRefused, open_image
+from coordexp.engine.server.swift_pipes import seeded_by_place
+from coordexp.engine.wire import protocol
+from coordexp.engine.wire.arguments import NAMES_KEY
+from coordexp.engine.wire.protocol import InferRequest, PromptBuilder, RequestConfig, RequestRefused, open_image
 
 
 class FakeProcessor:

@@ -12,9 +12,9 @@ import pytest
 
 from coordexp import distributed
 from coordexp.data.dataset import RecordDataset
-from coordexp.engine import server_backend as vllm_server
-from coordexp.engine.client import ServerClient
-from coordexp.engine.server_backend import check_servers
+from coordexp.engine.trainer import server_backend as vllm_server
+from coordexp.engine.trainer.client import ServerClient
+from coordexp.engine.trainer.server_backend import check_servers
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout
 from coordexp.evaluation.answers import answer_dataset
 from coordexp.records import GTObject, ImageRecord

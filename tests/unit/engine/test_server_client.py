@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from coordexp.engine.client import ServerClient, api_key_from_environment
+from coordexp.engine.trainer.client import ServerClient
+from coordexp.engine.wire.engine_process import api_key_from_environment
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from support.fake_servers import JsonServer, Reply
 from support.ports import free_ports

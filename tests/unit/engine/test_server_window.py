@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from coordexp import distributed
-from coordexp.engine.server_backend import check_servers
+from coordexp.engine.trainer.server_backend import check_servers
 from coordexp.errors import AlignmentError, ConfigError, MissingDependency, RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.recording.writer import RolloutLog

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.engine.arguments import with_image_size
-from coordexp.engine.starting import DURATIONS, announced_start
+from coordexp.engine.wire.arguments import with_image_size
+from coordexp.engine.wire.starting import DURATIONS, announced_start
 from coordexp.errors import CheckpointError
 
 CPU = {"model": "checkpoints/start", "dtype": "float32", "tensor_parallel_size": 1}

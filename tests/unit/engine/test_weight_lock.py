@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from coordexp.engine.protocol import RequestRefused
-from coordexp.engine.serve_app import WeightLock
-from coordexp.engine.serve_http import LockedEngine
+from coordexp.engine.server.app import WeightLock
+from coordexp.engine.server.openai import LockedEngine
+from coordexp.engine.wire.protocol import RequestRefused
 
 
 def run(scenario: Callable[[WeightLock], Awaitable[Any]], wait_s: float = 5.0) -> Any:

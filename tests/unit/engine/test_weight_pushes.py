@@ -15,7 +15,7 @@ import torch
 
 from coordexp import distributed
 from coordexp.config.rollout import SyncConfig
-from coordexp.engine.push import ServerPusher
+from coordexp.engine.trainer.push import ServerPusher
 from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.weight_sync import buckets

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordexp.engine.server_backend import in_flight
+from coordexp.engine.trainer.server_backend import in_flight
 from coordexp.errors import RolloutError
 from coordexp.rollouts.chunking import (
     Call,

@@ -13,7 +13,7 @@ import pytest
 
 from coordexp.checkpoints.memory import check_memory
 from coordexp.config import load_config
-from coordexp.engine.arguments import CONFIG_JSON, ENABLE
+from coordexp.engine.wire.arguments import CONFIG_JSON, ENABLE
 from coordexp.errors import ConfigError
 from coordexp.launch.plan import PLAN_JSON, Check, LaunchPlan, plan_launch, run_checks
 from support.cli_runs import run_cli

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from coordexp.config import load_config
 from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.engine.arguments import activated_config, activation_environment
+from coordexp.engine.wire.arguments import activated_config, activation_environment
 from coordexp.rollouts.repeat_guard import GuardRule, ObjectKeyReader, RepeatGuard, Trigger
 from support.config_samples import set_key, stage2, write_yaml
 from support.qwen_tokenizer import qwen_vocab

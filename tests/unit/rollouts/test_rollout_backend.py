@@ -14,8 +14,10 @@ from coordexp.config import parse_config, resolved_rollout
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.files import asset
 from coordexp.data.images import open_rgb
-from coordexp.engine import check_backend
-from coordexp.engine.arguments import (
+from coordexp.engine.trainer.backends import check_backend
+from coordexp.engine.trainer.colocated import ColocatedBackend
+from coordexp.engine.trainer.server_backend import check_servers
+from coordexp.engine.wire.arguments import (
     DRAFTER,
     GUARD_PROCESSOR,
     KNOWN_TOKENS_PROCESSOR,
@@ -23,9 +25,7 @@ from coordexp.engine.arguments import (
     NAMES_STATUS,
     section_arguments,
 )
-from coordexp.engine.colocated import ColocatedBackend
-from coordexp.engine.engine_process import has_gpu
-from coordexp.engine.server_backend import check_servers
+from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.errors import RolloutError
 from coordexp.inference.session import PredictOptions, inference_config
 from coordexp.modeling.load import LoadedModel

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 from transformers.utils import logging as hf_logging
 
-from coordexp.training.progress import DriftWatch, RichProgress
+from coordexp.training.drift import DriftWatch
+from coordexp.training.progress import RichProgress
 
 
 def run(console: Console, steps: int = 3, first: int = 0, main: bool = True) -> RichProgress:

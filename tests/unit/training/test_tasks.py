@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from pathlib import Path
 
-from coordexp.config.rollout import resolved_rollout
+from coordexp.config.resolved import resolved_rollout
 from coordexp.targets import SupervisionWeights
 from coordexp.training.tasks import build_tasks
 from support.answers import tiny_vocab

@@ -22,33 +22,33 @@ from swift.infer_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
 from swift.pipelines.infer import rollout as swift_rollout
 
-from coordexp.engine import versions, worker
-from coordexp.engine.arguments import (
+from coordexp.engine.server.swift_pipes import SerializeRequests, SharedHeartbeat, seeded_by_place, with_heartbeat
+from coordexp.engine.wire.arguments import (
+    ADAPTER_ID,
+    ADAPTER_NAME,
+    ADAPTER_PATH,
     NAMES_ENABLE,
     NAMES_KEY,
     REQUEST_KEY,
     CommitRequest,
     JoinRequest,
     activated_config,
+    check_processors,
     executor_on_cpu,
     with_image_size,
     with_processors,
 )
-from coordexp.engine.engine_process import (
+from coordexp.engine.wire.engine_process import (
     DIE_WITH_PARENT,
     SERVER_API_KEY,
-    SerializeRequests,
-    SharedHeartbeat,
     complete_environment,
     die_with_parent,
     has_gpu,
-    seeded_by_place,
     set_engine_owner,
     skip_main_reimport,
-    with_heartbeat,
 )
-from coordexp.engine.logits_processors import check_processors
-from coordexp.engine.protocol import envelope_of
+from coordexp.engine.wire.protocol import envelope_of
+from coordexp.engine.wire.versions import versions
 from coordexp.errors import RolloutError
 from coordexp.rollouts.allowed_labels import are_labels
 from coordexp.weight_sync import WeightVersion
@@ -147,9 +147,9 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         from vllm.lora.request import LoRARequest
 
         engine: Any = self.engine
-        if adapter_request is not None or not self.enable_lora or worker.ADAPTER_ID not in engine.list_loras():
+        if adapter_request is not None or not self.enable_lora or ADAPTER_ID not in engine.list_loras():
             return adapter_request
-        return LoRARequest(worker.ADAPTER_NAME, worker.ADAPTER_ID, worker.ADAPTER_PATH)
+        return LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH)
 
     def _workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         engine: Any = self.engine  # the synchronous one of ms-swift's two kinds

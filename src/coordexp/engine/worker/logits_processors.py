@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from transformers import AutoTokenizer
 from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
 
-from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.coords import CoordVocab
-from coordexp.engine.arguments import (
+from coordexp.engine.wire.arguments import (
     ACTIVATION_PATH,
-    KNOWN_TOKENS_PROCESSOR,
     NAMES_KEY,
-    NAMES_PROCESSOR,
-    NAMES_STATUS,
     REQUEST_KEY,
     activated_config,
-    check_guard,
 )
 from coordexp.errors import RolloutError
 from coordexp.rollouts.allowed_labels import START, AllowedLabels, ScanState
@@ -44,17 +39,6 @@ _TOO_EARLY = (
 )
 
 
-def processor_of(worker: Any, kind: type[Processor]) -> Processor | None:
-    """The processor of that class that a vLLM worker applies; None if vLLM dropped it."""
-    from coordexp.engine.drafting import masks_of  # which imports this module
-
-    runner = worker.model_runner
-    drafted = masks_of(runner)
-    batch = getattr(runner, "input_batch", None)
-    processors = getattr(getattr(batch, "logitsprocs", None), "all", ()) if drafted is None else drafted.processors
-    return next((one for one in processors if isinstance(one, kind)), None)
-
-
 class KnownTokensProcessor(LogitsProcessor):
     """Masks every id at or beyond the tokenizer's length. Checkpoints pad their language head to a round number of
     rows; an id of such a row has no text. ``num_sampled`` counts the positions that it masked: one for each token that
@@ -73,26 +57,6 @@ class KnownTokensProcessor(LogitsProcessor):
         self.num_sampled += len(logits)
         logits[:, self.num_known :] = -torch.inf
         return logits
-
-
-def check_processors(
-    workers: Sequence[Mapping[str, Any]], guard: RepeatTerminateConfig | None, holds_names: bool
-) -> None:
-    """Raises RolloutError unless every worker (of a server's ``/status/``) applies the logits processors that it was
-    started with; vLLM may drop them silently."""
-    check_guard(workers, guard)
-    unmasked = [number for number, status in enumerate(workers) if status["num_known_tokens"] is None]
-    if unmasked:
-        raise RolloutError(
-            f"workers {unmasked} dropped the logits processor {KNOWN_TOKENS_PROCESSOR}, so they could answer with ids "
-            "outside the tokenizer's vocabulary; install tested versions of vLLM and ms-swift, and set no other model "
-            "runner"
-        )
-    if holds_names and not all(status[NAMES_STATUS] for status in workers):
-        raise RolloutError(
-            f"an engine dropped the logits processor {NAMES_PROCESSOR}, so it would ignore the list of class names; "
-            "install a tested version of vLLM, and set no other model runner"
-        )
 
 
 @dataclass(slots=True)
@@ -243,20 +207,3 @@ class RepeatTerminateProcessor(LogitsProcessor):
             if len(self._triggers) >= _MAX_TRIGGERS:
                 self._triggers.pop(next(iter(self._triggers)))
             self._triggers[row.request_id] = trigger
-
-
-def guard_of_worker(worker: Any) -> RepeatTerminateProcessor | None:
-    """The guard that a vLLM worker applies, or None. Raises RolloutError for vLLM's second model runner."""
-    if getattr(getattr(worker.model_runner, "input_batch", None), "logitsprocs", None) is None:
-        runner = type(worker.model_runner)
-        raise RolloutError(
-            f"the worker's model runner is {runner.__module__}.{runner.__name__}, which does not support V1 logits "
-            "processors; start the server with VLLM_USE_V2_MODEL_RUNNER=0"
-        )
-    return processor_of(worker, RepeatTerminateProcessor)
-
-
-def guard_report(worker: Any) -> dict[str, Any]:
-    """The guard that a worker applies, JSON-serialisable, for the trainer to compare with its configuration."""
-    guard = guard_of_worker(worker) if activated_config(os.environ) is not None else None
-    return {"active": guard is not None, "config": None if guard is None else guard.config.model_dump()}

@@ -19,7 +19,7 @@ import torch
 from coordexp import distributed
 from coordexp.background import in_background, wait_for_all
 from coordexp.config.rollout import SyncConfig
-from coordexp.engine.client import ServerClient
+from coordexp.engine.trainer.client import ServerClient
 from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import WeightSource
 from coordexp.weight_sync import WeightVersion

@@ -9,17 +9,12 @@ from typing import Any
 
 import torch
 
-import coordexp.engine.cpu_patches  # noqa: F401  # applies them, before the engine loads its model
-from coordexp.engine import drafting
-from coordexp.engine.arguments import NAMES_STATUS
-from coordexp.engine.engine_process import DIE_WITH_PARENT, die_with_owner, die_with_parent
-from coordexp.engine.logits_processors import (
-    AllowedLabelsProcessor,
-    KnownTokensProcessor,
-    guard_of_worker,
-    guard_report,
-    processor_of,
-)
+import coordexp.engine.worker.cpu_patches  # noqa: F401  # applies them, before the engine loads its model
+from coordexp.engine.wire.arguments import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, FAILURE, NAMES_STATUS, RESULT
+from coordexp.engine.wire.engine_process import DIE_WITH_PARENT, die_with_owner, die_with_parent
+from coordexp.engine.worker import drafting
+from coordexp.engine.worker.drafting import guard_of_worker, guard_report, processor_of
+from coordexp.engine.worker.logits_processors import AllowedLabelsProcessor, KnownTokensProcessor
 from coordexp.errors import RolloutError
 from coordexp.modeling.finite import broken_weight
 from coordexp.weight_sync.group import GroupAddress
@@ -28,11 +23,6 @@ from coordexp.weight_sync.receiver import WeightReceiver
 drafting.install()  # before vLLM's model runner samples
 
 logger = logging.getLogger(__name__)
-ADAPTER_ID = 1
-ADAPTER_NAME = "coordexp"
-ADAPTER_PATH = "adapter-in-memory"  # vLLM requires a path; it is never read
-CALL = "coordexp_call"  # the method through which our server calls all others
-RESULT, FAILURE = "result", "failure"
 
 
 class WeightSyncExtension:

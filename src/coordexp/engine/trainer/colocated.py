@@ -25,15 +25,20 @@ import torch.distributed as dist
 from coordexp import distributed
 from coordexp.background import Prefetcher
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.engine.arguments import (
+from coordexp.engine.trainer.push import Mode, Named, WeightPusher, check_checksum
+from coordexp.engine.wire.arguments import (
+    ADAPTER_ID,
+    ADAPTER_NAME,
+    ADAPTER_PATH,
     NAMES_KEY,
     REQUEST_KEY,
     activation_environment,
+    check_processors,
     own_arguments,
     section_arguments,
     with_image_size,
 )
-from coordexp.engine.engine_process import (
+from coordexp.engine.wire.engine_process import (
     PLUGINS,
     default_group_kept,
     engine_environment,
@@ -43,8 +48,7 @@ from coordexp.engine.engine_process import (
     needed_plugins,
     settings_kept,
 )
-from coordexp.engine.push import Mode, Named, WeightPusher, check_checksum
-from coordexp.engine.starting import announced_start
+from coordexp.engine.wire.starting import announced_start
 from coordexp.errors import AlignmentError, DataError, RolloutError, require
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import (
@@ -305,8 +309,6 @@ class ColocatedBackend(RolloutBackend):
         # vLLM's import sets variables, which the trainer's children would inherit.
         with environment_kept(activation_environment(self._repeat_terminate)):
             require("vllm", "rollout_matching.rollout_backend: vllm")
-            from coordexp.engine.logits_processors import check_processors
-
             arguments = with_image_size(self.engine_arguments)
             with announced_start(arguments, gpu=has_gpu()):
                 engine = InProcessEngine(arguments, self._cap)
@@ -341,8 +343,6 @@ class ColocatedBackend(RolloutBackend):
         adapter = None
         if self.pusher.mode == "adapter":
             from vllm.lora.request import LoRARequest
-
-            from coordexp.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH
 
             adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH)
         num_answered = 0

@@ -22,17 +22,22 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from coordexp.engine.arguments import (
+from coordexp.engine.server.options import ServeOptions
+from coordexp.engine.wire.arguments import (
+    ADAPTER_ID,
+    ADAPTER_NAME,
+    ADAPTER_PATH,
+    CALL,
+    FAILURE,
     NAMES_KEY,
     REQUEST_KEY,
+    RESULT,
     activated_config,
     executor_on_cpu,
     own_arguments,
     with_image_size,
 )
-from coordexp.engine.serve import ServeOptions
-from coordexp.engine.starting import announced_start
-from coordexp.engine.worker import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, CALL, FAILURE, RESULT
+from coordexp.engine.wire.starting import announced_start
 from coordexp.errors import RolloutError
 
 logger = logging.getLogger(__name__)

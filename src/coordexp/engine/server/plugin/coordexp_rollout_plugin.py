@@ -8,9 +8,9 @@ in ms-swift's own environment, and is switched on by environment variables of th
     COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH     or the path of a file that contains it
     COORDEXP_ENABLE_VLLM_CLOSED_NAMES=1                 requests may limit answers to a list of class names
 
-The implementation is in :mod:`coordexp.engine.swift_rollout`. ``coordexp launch`` starts servers this way.
+The implementation is in :mod:`coordexp.engine.server.swift_rollout`. ``coordexp launch`` starts servers this way.
 """
 
-from coordexp.engine.swift_rollout import install
+from coordexp.engine.server.swift_rollout import install
 
 install()

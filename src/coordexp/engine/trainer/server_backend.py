@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 from coordexp import distributed
 from coordexp.background import in_background
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.engine.arguments import ACTIVATION_PATH, NAMES_ENABLE, NAMES_STATUS, check_guard
-from coordexp.engine.client import STALL_KEYS, ServerClient, api_key_from_environment
-from coordexp.engine.protocol import image_source, infer_payload, read_answer
+from coordexp.engine.trainer.client import STALL_KEYS, ServerClient
+from coordexp.engine.wire.arguments import ACTIVATION_PATH, NAMES_ENABLE, NAMES_STATUS, check_guard
+from coordexp.engine.wire.engine_process import api_key_from_environment
+from coordexp.engine.wire.protocol import image_source, infer_payload, read_answer
 from coordexp.errors import (
     ConfigError,
     MissingDependency,
@@ -207,7 +208,7 @@ class ServerBackend(RolloutBackend):
     ) -> None:
         """Wait for the servers; rank 0 opens groups for weights with its first push. ``names``: the allowed labels,
         empty for any."""
-        from coordexp.engine.push import ServerPusher
+        from coordexp.engine.trainer.push import ServerPusher
 
         server = config.vllm.server
         assert server is not None, "the schema requires servers for mode: server"

@@ -21,10 +21,12 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
-from coordexp.engine import versions
-from coordexp.engine.arguments import MAX_WAIT_S, CommitRequest, JoinRequest
-from coordexp.engine.engine_process import image_threads
-from coordexp.engine.protocol import (
+from coordexp.engine.server.admission import BODY_S, Admission, reply_to_error, reply_to_invalid
+from coordexp.engine.server.options import ServeOptions
+from coordexp.engine.server.served_engine import Heartbeat, ServedEngine
+from coordexp.engine.wire.arguments import MAX_WAIT_S, CommitRequest, JoinRequest
+from coordexp.engine.wire.engine_process import image_threads
+from coordexp.engine.wire.protocol import (
     ENVELOPE,
     MAX_REQUESTS,
     InferRequest,
@@ -33,9 +35,7 @@ from coordexp.engine.protocol import (
     RequestRefused,
     envelope_of,
 )
-from coordexp.engine.serve import ServeOptions
-from coordexp.engine.serve_engine import Heartbeat, ServedEngine
-from coordexp.engine.serve_http import BODY_S, Admission, reply_to_error, reply_to_invalid
+from coordexp.engine.wire.versions import versions
 from coordexp.errors import CoordExpError
 from coordexp.weight_sync import WeightVersion
 

@@ -12,22 +12,29 @@ import os
 from collections.abc import Sequence
 from functools import wraps
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from transformers import AutoTokenizer
 from vllm.platforms import current_platform
+from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from coordexp.coords import CoordVocab
-from coordexp.engine.arguments import DRAFTER, activated_config
-from coordexp.engine.logits_processors import AllowedLabelsProcessor, KnownTokensProcessor, RepeatTerminateProcessor
+from coordexp.engine.wire.arguments import DRAFTER, activated_config
+from coordexp.engine.worker.logits_processors import (
+    AllowedLabelsProcessor,
+    KnownTokensProcessor,
+    RepeatTerminateProcessor,
+)
+from coordexp.errors import RolloutError
 from coordexp.rollouts.answer_state import AnswerGrammar, AnswerState
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+Processor = TypeVar("Processor", bound=LogitsProcessor)
 # Tokens of all drafts of a step. Their logits take 0.8 GB with Qwen's vocabulary, and vLLM reserves no memory for them.
 # Above a few hundred tokens per step, a GPU also needs time for each further one.
 MOST_DRAFTED = 512
@@ -188,6 +195,32 @@ def masks_of(runner: Any) -> DraftedMasks | None:
     if getattr(runner, "coordexp_masks", None) is None:
         runner.coordexp_masks = DraftedMasks(runner.vllm_config, runner.device)
     return runner.coordexp_masks
+
+
+def processor_of(worker: Any, kind: type[Processor]) -> Processor | None:
+    """The processor of that class that a vLLM worker applies; None if vLLM dropped it."""
+    runner = worker.model_runner
+    drafted = masks_of(runner)
+    batch = getattr(runner, "input_batch", None)
+    processors = getattr(getattr(batch, "logitsprocs", None), "all", ()) if drafted is None else drafted.processors
+    return next((one for one in processors if isinstance(one, kind)), None)
+
+
+def guard_of_worker(worker: Any) -> RepeatTerminateProcessor | None:
+    """The guard that a vLLM worker applies, or None. Raises RolloutError for vLLM's second model runner."""
+    if getattr(getattr(worker.model_runner, "input_batch", None), "logitsprocs", None) is None:
+        runner = type(worker.model_runner)
+        raise RolloutError(
+            f"the worker's model runner is {runner.__module__}.{runner.__name__}, which does not support V1 logits "
+            "processors; start the server with VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    return processor_of(worker, RepeatTerminateProcessor)
+
+
+def guard_report(worker: Any) -> dict[str, Any]:
+    """The guard that a worker applies, JSON-serialisable, for the trainer to compare with its configuration."""
+    guard = guard_of_worker(worker) if activated_config(os.environ) is not None else None
+    return {"active": guard is not None, "config": None if guard is None else guard.config.model_dump()}
 
 
 def install() -> None:

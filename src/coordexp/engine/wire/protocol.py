@@ -19,7 +19,7 @@ from coordexp.coords import CoordVocab
 from coordexp.data.images import image_bytes, image_exists, open_rgb, read_header
 from coordexp.data.preparation import ImagePreparation
 from coordexp.data.shards import shard_of
-from coordexp.engine.arguments import NAMES_KEY
+from coordexp.engine.wire.arguments import NAMES_KEY
 from coordexp.errors import DataError, RolloutError
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.allowed_labels import are_labels

@@ -16,17 +16,23 @@ from coordexp.config.rollout import RepeatTerminateConfig, VLLMConfig
 from coordexp.errors import CheckpointError, RolloutError
 
 # Names of classes, because importing them would import vLLM.
-EXTENSION = "coordexp.engine.worker.WeightSyncExtension"
-KNOWN_TOKENS_PROCESSOR = "coordexp.engine.logits_processors:KnownTokensProcessor"
-NAMES_PROCESSOR = "coordexp.engine.logits_processors:AllowedLabelsProcessor"
-GUARD_PROCESSOR = "coordexp.engine.logits_processors:RepeatTerminateProcessor"
+EXTENSION = "coordexp.engine.worker.extension.WeightSyncExtension"
+KNOWN_TOKENS_PROCESSOR = "coordexp.engine.worker.logits_processors:KnownTokensProcessor"
+NAMES_PROCESSOR = "coordexp.engine.worker.logits_processors:AllowedLabelsProcessor"
+GUARD_PROCESSOR = "coordexp.engine.worker.logits_processors:RepeatTerminateProcessor"
 
-DRAFTER = "coordexp.engine.drafting.AnswerDrafter"
+DRAFTER = "coordexp.engine.worker.drafting.AnswerDrafter"
 _DRAFTED = 32  # most tokens of a draft: from the last coordinate of a box to the first of the next, with a short name
 
 # Keys of a request's SamplingParams.extra_args: its allowed labels, and its id.
 NAMES_KEY = "coordexp_names"
 REQUEST_KEY = "coordexp_request_id"
+
+ADAPTER_ID = 1
+ADAPTER_NAME = "coordexp"
+ADAPTER_PATH = "adapter-in-memory"  # vLLM requires a path; it is never read
+CALL = "coordexp_call"  # the method through which our server calls all others
+RESULT, FAILURE = "result", "failure"
 
 NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift rollout accept allowed labels
 NAMES_STATUS = "closed_names"  # key of a worker's status: whether it applies them
@@ -142,7 +148,7 @@ def with_image_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def executor_on_cpu(tensor_parallel_size: int) -> str:
     """``distributed_executor_backend`` of an engine on CPUs, as a class path that the core process imports."""
     name = "CoreExecutor" if tensor_parallel_size == 1 else "WorkersExecutor"
-    return f"coordexp.engine.cpu_patches.{name}"
+    return f"coordexp.engine.worker.cpu_patches.{name}"
 
 
 def activation_environment(config: RepeatTerminateConfig) -> dict[str, str]:
@@ -202,3 +208,23 @@ def check_guard(workers: Sequence[Mapping[str, Any]], wanted: RepeatTerminateCon
                 f"rollout_matching.repeat_terminate is not active as configured: wanted {expected}, but worker "
                 f"{number} has {guard}. It is activated at the server's start, by {ACTIVATION_PATH}"
             )
+
+
+def check_processors(
+    workers: Sequence[Mapping[str, Any]], guard: RepeatTerminateConfig | None, holds_names: bool
+) -> None:
+    """Raises RolloutError unless every worker (of a server's ``/status/``) applies the logits processors that it was
+    started with; vLLM may drop them silently."""
+    check_guard(workers, guard)
+    unmasked = [number for number, status in enumerate(workers) if status["num_known_tokens"] is None]
+    if unmasked:
+        raise RolloutError(
+            f"workers {unmasked} dropped the logits processor {KNOWN_TOKENS_PROCESSOR}, so they could answer with ids "
+            "outside the tokenizer's vocabulary; install tested versions of vLLM and ms-swift, and set no other model "
+            "runner"
+        )
+    if holds_names and not all(status[NAMES_STATUS] for status in workers):
+        raise RolloutError(
+            f"an engine dropped the logits processor {NAMES_PROCESSOR}, so it would ignore the list of class names; "
+            "install a tested version of vLLM, and set no other model runner"
+        )

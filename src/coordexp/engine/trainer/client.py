@@ -4,7 +4,6 @@ names the URL, the answer and a fix. Does not import torch."""
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 import httpcore
 import httpx
 
-from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
+from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.weight_sync import WeightVersion
 
 CONNECT_S = 10.0
@@ -36,24 +35,6 @@ _KEEPALIVE = [
         if hasattr(socket, option)
     ),
 ]
-
-
-def api_key_from_environment(variable: str | None) -> str | None:
-    """The bearer token in the environment variable that the configuration names, if any. Raises ConfigError if the
-    variable is not set, or contains characters that an HTTP header cannot."""
-    if variable is None:
-        return None
-    token = os.environ.get(variable, "").strip()
-    if not token:
-        raise ConfigError(
-            f"rollout_matching.vllm.server.api_key_env: the environment variable {variable} is not set; export it for "
-            "the trainer and the servers, or remove the key"
-        )
-    if not (token.isascii() and token.isprintable()):
-        raise ConfigError(
-            f"the token in {variable} contains characters that an HTTP header cannot; use printable ASCII"
-        )
-    return token
 
 
 class ServerClient:

@@ -1,0 +1,1 @@
+"""Rollout servers: processes that answer HTTP requests."""

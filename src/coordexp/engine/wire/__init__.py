@@ -1,0 +1,1 @@
+"""What trainer, servers and workers share; imports neither torch nor vLLM."""
