@@ -319,9 +319,6 @@ def complete_command(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Images answered at once [CONFIG.yaml's, or 8].")
     ] = None,
-    answers: Annotated[
-        int, typer.Option(min=1, help="Answers per image; objects in more than half are added. 1 was better for SFT.")
-    ] = 1,
     sheet: Annotated[
         Path | None, typer.Option(callback=picture, help="Picture of the likeliest missed objects.")
     ] = None,
@@ -356,16 +353,12 @@ def complete_command(
     from coordexp.config.checks import check_paths
     from coordexp.inference.completion import CompletionRules, completion_config, run_completion
 
-    run = completion_config(
-        model, config=config, prompt=prompt, batch_size=batch_size, arguments=arguments, answers=answers
-    )
+    run = completion_config(model, config=config, prompt=prompt, batch_size=batch_size, arguments=arguments)
     check_paths({"model.model": run.model.model}, {"DATA.jsonl": jsonl})
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
     rules = CompletionRules(threshold, max_overlap, min_size, weight, known_descs)
-    completed = run_completion(
-        run, console, source=jsonl, out=out, rules=rules, sheet=sheet, sheet_images=sheet_images, answers=answers
-    )
+    completed = run_completion(run, console, source=jsonl, out=out, rules=rules, sheet=sheet, sheet_images=sheet_images)
     if completed is None or console.quiet:
         return
     counts, files = asdict(completed[0]), completed[1]

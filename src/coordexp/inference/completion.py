@@ -25,7 +25,7 @@ from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers
 from coordexp.evaluation.drawing import draw_contact_sheet
 from coordexp.geometry import aabb, mask_iou
-from coordexp.inference.session import BATCH_SIZE, PredictOptions, inference_config, with_several_answers
+from coordexp.inference.session import BATCH_SIZE, PredictOptions, inference_config
 from coordexp.matching import MAX_OVERLAP_OF_OTHERS, MatchingConfig, match_objects
 from coordexp.records import NUM_BINS, GTObject, ImageRecord
 
@@ -37,7 +37,6 @@ class PredictionOutcome(StrEnum):
 
     MATCHED = "matched"  # one to one with an object of the dataset, by mask IoU
     BELOW_THRESHOLD = "below_threshold"
-    NO_MAJORITY = "no_majority"  # in no more than half of several answers
     TOO_SMALL = "too_small"
     REFUSED_DESC = "refused_desc"  # a description that no dataset may contain
     UNKNOWN_DESC = "unknown_desc"  # annotated nowhere in the dataset; only with ``known_descs``
@@ -114,11 +113,10 @@ def completion_config(
     prompt: str | None,
     batch_size: int | None,
     arguments: Sequence[str] = (),
-    answers: int = 1,
 ) -> AnswerConfig:
     """The configuration of ``config`` if given; else that of ``model``'s own run, with transformers as the backend.
-    Greedy, except for further ``answers`` per image. ``arguments`` (``key.path=value``) are put on top. Raises
-    ConfigError if neither is named, and as :func:`inference_config` and :func:`with_several_answers`."""
+    Greedy. ``arguments`` (``key.path=value``) are put on top. Raises ConfigError if neither is named, and as
+    :func:`inference_config`."""
     if config is not None:
         values: dict[str, Any] = {} if model is None else {"model.model": str(model)}
         if prompt is not None:
@@ -128,7 +126,7 @@ def completion_config(
             values["rollout_matching.decoding.temperature"] = 0.0
             values |= {} if batch_size is None else {"rollout_matching.decode_batch_size": batch_size}
             run = load_config(config, values, arguments)
-        return with_several_answers(AnswerConfig.of_run(with_own_template(run)), answers, arguments)
+        return AnswerConfig.of_run(with_own_template(run))
     if model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML")
     options = PredictOptions(
@@ -136,7 +134,7 @@ def completion_config(
         max_new_tokens=default_of(RolloutMatchingConfig, "max_new_tokens"),
         prompt=prompt,
     )
-    return with_several_answers(inference_config(model, options, arguments), answers, arguments)
+    return inference_config(model, options, arguments)
 
 
 def run_completion(
@@ -148,20 +146,19 @@ def run_completion(
     rules: CompletionRules,
     sheet: Path | None = None,
     sheet_images: int = 12,
-    answers: int = 1,
 ) -> tuple[CompletionCounts, list[Path]] | None:
     """Answer every image of ``source`` with ``run.model``, and write the completed dataset to ``out``.
 
     Answers are written to ``STEM.answers`` next to it as they arrive: the same call again continues where it stopped,
     and other rules reuse the answers. ``STEM.completion.json`` has the counts. ``sheet``: a picture of the
-    ``sheet_images`` images with the most likely missed objects. ``answers``: per image, merged; only objects in more
-    than half of them are added. Returns the counts and the files written; None on ranks
-    other than the first. Raises as :func:`~coordexp.inference.prediction.run_prediction` and :func:`complete_records`.
+    ``sheet_images`` images with the most likely missed objects. Returns the counts and the files written; None on
+    ranks other than the first. Raises as :func:`~coordexp.inference.prediction.run_prediction` and
+    :func:`complete_records`.
     """
     from coordexp.inference.prediction import run_prediction  # imports torch
 
     folder = out.with_name(f"{out.stem}.answers")
-    run_prediction(run, console, source=source, output=folder, score="confidence", answers=answers)
+    run_prediction(run, console, source=source, output=folder, score="confidence")
     result = None
     with distributed.raise_on_all_ranks("coordexp data complete"):
         if distributed.is_main():
@@ -174,7 +171,6 @@ def run_completion(
             done, counts = complete_records(read_jsonl(source), answer_of, rules, origin)
             write_jsonl([item.record for item in done], out)
             about = {"source": str(source), **origin, "prompt": run.template.prompt, "rules": asdict(rules)}
-            about |= {} if answers == 1 else {"answers": answers}
             summary = out.with_name(f"{out.stem}.completion.json")
             write_atomically(summary, json.dumps(about | asdict(counts), indent=2, ensure_ascii=False) + "\n")
             files = [out, summary]
@@ -254,8 +250,6 @@ def _complete(
             desc = None
         if scores[i] < rules.threshold:
             outcomes[i] = PredictionOutcome.BELOW_THRESHOLD
-        elif obj.answers is not None and 2 * obj.answers <= answer.num_answers:
-            outcomes[i] = PredictionOutcome.NO_MAJORITY
         elif x1 == x2 or y1 == y2 or 100 * ((x2 - x1) * (y2 - y1)) ** 0.5 / (NUM_BINS - 1) < rules.min_size:
             outcomes[i] = PredictionOutcome.TOO_SMALL
         elif desc is None:
@@ -271,26 +265,20 @@ def _complete(
             outcomes[i] = next(overlaps, PredictionOutcome.ADDED)
         if outcomes[i] is PredictionOutcome.ADDED:
             others[PredictionOutcome.OVERLAPS_ADDED].append(obj)
-    new, kept, in_answers = [], [], []
+    new, kept = [], []
     refused: Counter[str] = Counter()
     for i, obj in enumerate(answer.pred):
         if outcomes[i] is PredictionOutcome.ADDED:
             weight = min(1.0, round(scores[i], 4)) if rules.weight is None else rules.weight
             new.append(GTObject(clean_desc(obj.desc), obj.kind, obj.bins, weight))
             kept.append(round(scores[i], 4))
-            in_answers.append(obj.answers)
         elif outcomes[i] is not PredictionOutcome.MATCHED:
             refused[outcomes[i].value] += 1
-    several = answer.num_answers > 1
     entry = {
         **origin,
-        **({"answers": answer.num_answers} if several else {}),
         "threshold": rules.threshold,
         "max_overlap": rules.max_overlap,
-        "added": [
-            {"object": len(record.objects) + k, "score": score} | ({"answers": in_answers[k]} if several else {})
-            for k, score in enumerate(kept)
-        ],
+        "added": [{"object": len(record.objects) + k, "score": score} for k, score in enumerate(kept)],
         "refused": dict(refused),
     }
     metadata = {**record.metadata, PROVENANCE: [*earlier, entry]}

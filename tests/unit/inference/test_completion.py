@@ -100,16 +100,6 @@ def test_a_fixed_weight_and_the_thresholds_are_kept_with_the_record(tmp_path: Pa
     assert again.record.metadata["completion"][1]["added"] == [{"object": 2, "score": 0.9}]
 
 
-def test_only_what_a_majority_of_the_answers_contains_is_added() -> None:
-    found = [replace(box(300, 100 * n), answers=n) for n in (1, 2, 3, 4)]
-    done, counts = completed(record(CUP), *found, further_texts=("{}",) * 3)
-    assert [outcome.value for outcome in done.outcomes] == ["no_majority", "no_majority", "added", "added"]
-    assert counts.outcomes["no_majority"] == 2
-    (entry,) = done.record.metadata["completion"]
-    assert entry["answers"] == 4 and entry["refused"] == {"no_majority": 2}
-    assert entry["added"] == [{"object": 1, "score": 0.9, "answers": 3}, {"object": 2, "score": 0.9, "answers": 4}]
-
-
 def test_an_answer_for_another_image_is_refused() -> None:
     with pytest.raises(DataError, match=r"s\.jsonl:1: .*/data/1\.png.*/data/other\.png"):
         completed(record(CUP), image="/data/other.png")
