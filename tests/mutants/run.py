@@ -104,9 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = flags.parse_args(argv)
     listed = read_mutations()
     mutations = [one for one in listed if options.only in one.file and options.text in one.old + one.new]
-    stale = {one.name: why for one in mutations if (why := one.stale()) is not None}
-    for name, why in stale.items():
-        print(f"stale: {name} ({why})", flush=True)
+    stale = {one: why for one in mutations if (why := one.stale()) is not None}
+    for one, why in stale.items():
+        print(f"stale: {one.name} ({why})", flush=True)
     if options.list_stale:
         print(f"{len(stale)} of {len(mutations)} entries of {LIST.name} are stale")
         return int(bool(stale))
@@ -120,21 +120,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         _prepare(Path(folder))
         for number, one in enumerate(mutations, start=1):
             started = time.monotonic()
-            if one.name in stale:
+            if one in stale:
                 verdict = "stale"
             elif one.equivalent:
                 verdict = "equivalent"
             else:
-                verdict = verdicts.get(one.name) or _try(one, source, options.timeout, sound)
-            verdicts[one.name] = verdict
+                verdict = verdicts.get(one) or _try(one, source, options.timeout, sound)
+            verdicts[one] = verdict
             seconds = time.monotonic() - started
             print(f"{number:3}/{len(mutations)} {verdict:10} {seconds:5.1f} s  {one.name}", flush=True)
             if options.json is not None:
                 _write(options.json, listed, verdicts)
     for one in mutations:
-        if verdicts[one.name] not in GOOD:
-            print(f"{verdicts[one.name]}: {one.name}")
-    counts = Counter(verdicts[one.name] for one in mutations)
+        if verdicts[one] not in GOOD:
+            print(f"{verdicts[one]}: {one.name}")
+    counts = Counter(verdicts[one] for one in mutations)
     print(", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS))
     return int(any(counts[verdict] for verdict in VERDICTS if verdict not in GOOD))
 
@@ -199,7 +199,7 @@ def _tests_pass(tests: Sequence[str], timeout_s: float) -> bool:
     return False
 
 
-def _kept_verdicts(path: Path | None, listed: Sequence[Mutation]) -> dict[str, str]:
+def _kept_verdicts(path: Path | None, listed: Sequence[Mutation]) -> dict[Mutation, str]:
     if path is None or not path.exists():
         return {}
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["mutations"]
@@ -208,16 +208,16 @@ def _kept_verdicts(path: Path | None, listed: Sequence[Mutation]) -> dict[str, s
         for row in rows
         if row["verdict"] == "killed"
     }
-    return {one.name: "killed" for one in listed if not one.stale() and (one.name, one.fingerprint()) in killed}
+    return {one: "killed" for one in listed if not one.stale() and (one.name, one.fingerprint()) in killed}
 
 
-def _write(path: Path, mutations: Sequence[Mutation], verdicts: dict[str, str]) -> None:
+def _write(path: Path, mutations: Sequence[Mutation], verdicts: dict[Mutation, str]) -> None:
     rows = [
-        {"file": one.file, "old": one.old, "new": one.new, "verdict": verdicts[one.name]}
+        {"file": one.file, "old": one.old, "new": one.new, "verdict": verdicts[one]}
         | ({"why": one.equivalent} if one.equivalent else {})
-        | ({"fingerprint": one.fingerprint()} if verdicts[one.name] == "killed" else {})
+        | ({"fingerprint": one.fingerprint()} if verdicts[one] == "killed" else {})
         for one in mutations
-        if one.name in verdicts
+        if one in verdicts
     ]
     document = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "mutations": rows}
     path.parent.mkdir(parents=True, exist_ok=True)

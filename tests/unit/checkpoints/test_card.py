@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from coordexp.checkpoints.calibration import Calibration
-from coordexp.checkpoints.card import CARD, UNTRAINED, Card, Training, read_card, write_card
+from coordexp.checkpoints.card import CARD, UNTRAINED, Card, Training, card_of_run, read_card, write_card
+from coordexp.config import parse_config
 from coordexp.data.files import asset
 from coordexp.data.images import ResizeRule
 from coordexp.data.preparation import ImagePreparation
@@ -20,6 +21,7 @@ from coordexp.errors import CheckpointError
 from coordexp.evaluation.answers import ImageAnswer, read_answers
 from coordexp.inference.session import PredictOptions, inference_config
 from support.cli_runs import run_cli, small_checkpoint, write_run
+from support.config_samples import set_keys, stage2
 
 TRAINED = Training(
     prompt="Find it.",
@@ -90,6 +92,23 @@ def test_a_checkpoint_of_an_earlier_version_is_refused(name: str, tmp_path: Path
         read_card(tmp_path)
     write_card(FULL, tmp_path)
     assert read_card(tmp_path) == FULL
+
+
+def test_the_card_of_a_run_has_its_settings() -> None:
+    keys = {
+        "template.prompt": "Find it.", "template.system": "You detect.", "model.dtype": "bfloat16",
+        "custom.object_field_order": "geometry_first", "custom.object_ordering": "file",
+        "custom.val_jsonl": "val.jsonl", "tuner.train_type": "lora", "global_max_length": 3000,
+        "rollout_matching.max_new_tokens": 77,
+        "rollout_matching.repeat_terminate": {"enabled": True, "min_new_tokens": 5},
+    }  # fmt: skip
+    card = card_of_run(parse_config(set_keys(stage2(), keys)), FULL.preparation, ("kite", "ßé"))
+    assert card.training is not None
+    guard = {"enabled": True, "min_new_tokens": 5, "max_consecutive_token_repeats": 64, "ngram_size": 64}
+    assert card.training.repeat_terminate == guard | {"ngram_repeats": 2, "max_object_keys": None}
+    assert card == replace(
+        FULL, training=replace(TRAINED, repeat_terminate=card.training.repeat_terminate), calibration=None
+    )
 
 
 def test_a_checkpoint_answers_by_its_card(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from coordexp.data.convert import (
     convert_voc,
     convert_yolo,
 )
-from coordexp.data.find_images import ImageFolder, list_files, match_names
+from coordexp.data.find_images import ImageFolder, list_files, match_names, unsafe_file_name
 from coordexp.data.image_sources import find_images
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer
@@ -56,6 +56,7 @@ NAMES: list[tuple[str, list[str], list[str], list[str | None], int]] = [  # file
     ("another case is another name", ["A.png"], ["a.png"], [None], 0),
     ("no name", ["a.png"], [""], [None], 0),
     ("only steps", ["a.png"], ["../.."], [None], 0),
+    ("a suffix is part of the name", ["a.jpg.png"], ["a.jpg"], [None], 0),
 ]  # fmt: skip
 
 
@@ -74,6 +75,29 @@ def test_the_likeliest_name_comes_first() -> None:
     files = ["images/Train/0.jpg", "images/Test/0.jpg"]
     (found,) = match_names([["images/Test/0.jpg", "Test/0.jpg", "0.jpg"]], files)
     assert (found.file, found.note) == ("images/Test/0.jpg", None)
+
+
+def test_a_hint_never_gives_the_image_of_another_entry() -> None:
+    files, hints = ["a.png", "b.png"], [(), ["a.png"], ["b.png"]]
+    found = match_names([["a.png"], ["x.png"], ["y.png"]], files, hints=hints)
+    assert [match.file for match in found] == ["a.png", None, "b.png"]
+
+
+@pytest.mark.parametrize(
+    ("name", "unsafe"),
+    [("a.png", False), ("b/a.png", False), ("a..png", False), ("/a.png", True), ("C:/a.png", True), ("../a.png", True),
+     ("b/../../a.png", True), ("a\0.png", True), (" ", True)],
+)  # fmt: skip
+def test_names_that_lead_out_of_a_folder_are_unsafe(name: str, unsafe: bool) -> None:
+    assert unsafe_file_name(name) is unsafe
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_name_leads_out_of_the_folder_only_if_allowed(tmp_path: Path, outside: bool) -> None:
+    paint(tmp_path / "b.png")
+    paint(tmp_path / "images" / "a.png")
+    (found,) = ImageFolder(tmp_path / "images", outside=outside).find_all([["../b.png"]])
+    assert (found.there, found.path == tmp_path / "b.png") == (outside, outside)
 
 
 # --- folders ---
@@ -103,6 +127,14 @@ def test_linked_folders_are_entered_once_and_hidden_files_counted(folder: Path) 
         "deep/@eaDir": "a tool's own folder", "more": "a link to a folder that is read already",
         "deep/loop": "a link to a folder that is read already",
     }  # fmt: skip
+
+
+def test_a_folder_has_its_own_name_rather_than_that_of_a_link(tmp_path: Path) -> None:
+    paint(tmp_path / "images" / "z" / "a.png")
+    (tmp_path / "images" / "b").symlink_to(tmp_path / "images" / "z")
+    listing = list_files(tmp_path / "images")
+    assert [path.relative_to(tmp_path).as_posix() for path in listing.files] == ["images/z/a.png"]
+    assert listing.passed_over == (("b", "a link to a folder that is read already"),)
 
 
 def test_a_folder_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
@@ -249,6 +281,8 @@ def test_images_that_an_earlier_conversion_wrote_are_not_searched(again: Any, tm
     first.path.rename(tmp_path / "images" / "c.conversion_report.json")
     paint(tmp_path / "images" / "images" / "c" / "x.png")
     (tmp_path / "images" / "c.jsonl").write_text('{"images": ["images/c/x.png"]}\n')
+    names = [path.relative_to(tmp_path / "images").as_posix() for path in list_files(tmp_path / "images").files]
+    assert "images/c/x.png" in names, "other searches read them"
     second = again(tmp_path, ["photos/x.png"])
     assert second.images == 1 and second.notes == {"found_by_tail": 1, "passed_over": 1}
 

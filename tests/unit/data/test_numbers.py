@@ -233,6 +233,27 @@ def test_sound_sizes_are_read(sizes: list[Box], tmp_path: Path) -> None:
     assert [box for _, box in boxes_of(report)["a.jpg"]] == [(a, b, a + c, b + d) for a, b, c, d in sizes]
 
 
+def test_a_box_that_leaves_the_image_is_no_evidence(tmp_path: Path) -> None:
+    """1 of 20 would fit as corners; a tenth of them must leave the image."""
+    sizes: list[Box] = [(300, 200, 50, 40), *[(10, 10, 60, 50)] * 18, (600, 400, 630, 460)]
+    report = csv(tmp_path, sizes, "x,y,w,h")
+    assert (report.objects, report.notes) == (20, {"clipped": 1, "duplicate_object": 17})
+
+
+def test_boxes_are_compared_with_the_size_they_were_annotated_on(tmp_path: Path) -> None:
+    """The file has half of that size: there, 19 of them would leave it, and fit as corners."""
+    boxes: list[Box] = [(300, 200, 350, 240), *[(100, 80, 350, 280)] * 19]
+    coco(tmp_path, boxes)
+    paint(tmp_path / "images" / "a.jpg", (320, 240))
+    report = convert_coco(tmp_path / "c.json", tmp_path / "images", tmp_path / "half", options=KEEP, boxes="auto")
+    assert (report.objects, report.notes["size_scaled"]) == (20, 1)
+
+
+def test_an_inverted_box_is_left_out_as_a_polygon_too(tmp_path: Path) -> None:
+    report = csv(tmp_path, [*PIXELS, (300, 200, 50, 40)], geometry="poly")
+    assert (report.objects, report.skipped_objects) == (3, {"inverted": 1})
+
+
 @pytest.mark.parametrize("convert", [voc, csv, cvat])
 def test_sizes_in_the_place_of_corners_are_refused(convert: Any, tmp_path: Path) -> None:
     sizes = [(300, 200, 50, 40), (10, 10, 60, 50), (400, 100, 100, 90), (20, 300, 90, 80), (500, 20, 60, 70)]
@@ -533,6 +554,33 @@ def ring_of(report: ConversionReport) -> set[tuple[int, int]]:
     (record,) = read_jsonl(report.jsonl)
     (obj,) = record.objects
     return {(round(x), round(y)) for x, y in pixel_ring(obj, *SIZE, "pixel_edges")}
+
+
+def cvat_shape(home: Path, shape: str, **options: Any) -> ConversionReport:
+    image(home)
+    text = f'<annotations><image name="a.jpg" width="640" height="480">{shape}</image></annotations>'
+    return convert_cvat(written(home / "images" / "a.xml", text), home / "out", options=KEEP, **options)
+
+
+def test_turns_are_clockwise(tmp_path: Path) -> None:
+    box = '<box label="ship" xtl="80" ytl="90" xbr="120" ybr="110" rotation="30"/>'  # 40 x 20 about (100, 100)
+    (record,) = read_jsonl(cvat_shape(tmp_path, box).jsonl)
+    ring = pixel_ring(record.objects[0], *SIZE, "pixel_edges")
+    for corner in ((87.7, 81.3), (122.3, 101.3), (112.3, 118.7), (77.7, 98.7)):
+        assert min(math.dist(corner, point) for point in ring) < 0.6
+
+
+@pytest.mark.parametrize(
+    ("turn", "around"), [(0, (60, 80, 140, 120)), (30, (64, 74, 136, 126)), (90, (80, 60, 120, 140))]
+)
+def test_the_box_of_a_turned_ellipse_is_the_ellipses_own(turn: int, around: Box, tmp_path: Path) -> None:
+    """Smaller than the bounds of the turned box around it."""
+    ellipse = f'<ellipse label="pond" cx="100" cy="100" rx="40" ry="20" rotation="{turn}"/>'
+    assert boxes_of(cvat_shape(tmp_path / "box", ellipse))["a.jpg"] == [("pond", around)]
+    ring = ring_of(cvat_shape(tmp_path / "ring", ellipse, geometry="poly"))
+    assert len(ring) == 24
+    bounds = (min(x for x, _ in ring), min(y for _, y in ring), max(x for x, _ in ring), max(y for _, y in ring))
+    assert all(abs(a - b) <= 1 for a, b in zip(bounds, around, strict=True))
 
 
 def test_rotated_boxes_of_rolabelimg_and_x_anylabeling_are_polygons(tmp_path: Path) -> None:

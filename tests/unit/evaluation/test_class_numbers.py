@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 
 from coordexp.checkpoints.card import UNTRAINED, read_card, write_card
-from coordexp.data.class_list import OTHER_NAMES, ClassNumbers, check_known, read_class_list
+from coordexp.data.class_list import OTHER_NAMES, ClassNumbers, check_known, class_list, read_class_list
 from coordexp.data.jsonl import write_jsonl
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, class_list_of, write_answers
@@ -127,6 +127,12 @@ def test_an_evaluation_keeps_the_list_for_its_files(tmp_path: Path, capsys: pyte
     assert [one["name"] for one in truth["categories"]] == [*LIST, "yak"], "annotated names follow the list"
     assert [one["category_id"] for one in truth["annotations"]] == [4, 5]
     assert class_list_of(tmp_path / "figures") == LIST
+
+
+@pytest.mark.parametrize(("names", "listed"), [(10_000, 10_000), (10_001, 0)])
+def test_more_than_10000_descriptions_are_free_text_and_no_classes(names: int, listed: int) -> None:
+    objects = tuple(GTObject(f"thing {k}", "bbox_2d", BOX) for k in range(names))
+    assert len(class_list([ImageRecord("a", Path("a.png"), 50, 40, objects)])) == listed
 
 
 def test_numbers_of_a_list_with_gaps_are_kept() -> None:

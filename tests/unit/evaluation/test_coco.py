@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from coordexp.evaluation.coco import (
     AveragePrecision,
     IouType,
     average_precision,
+    coco_shape,
     to_coco,
     write_coco,
 )
@@ -188,6 +190,30 @@ def test_soft_objects_are_crowds() -> None:
     data = to_coco([replace(answer, gt=(a, soft))])
     assert [annotation["iscrowd"] for annotation in data.ground_truth["annotations"]] == [0, 1]
     assert average_precision([replace(answer, gt=(soft,))]).figures == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "bins", "box", "area"),
+    [
+        ("bbox_2d", (100, 200, 400, 300), [100, 200, 300, 100], 30_000),
+        ("poly", (100, 200, 400, 200, 100, 300), [100, 200, 300, 100], 15_000),
+        ("bbox_2d", (100, 200, 100, 300), [100, 200, 0.5, 100], 50),  # COCO finds no box without area
+    ],
+)
+def test_shapes_in_pixels(kind: Any, bins: tuple[int, ...], box: list[float], area: float) -> None:
+    answer = ImageAnswer("a", "a.png", 999, 999, None, (), bin_rule="pixel_edges")
+    shape = coco_shape(GTObject("cat", kind, bins), answer)
+    assert shape["bbox"] == pytest.approx(box) and shape["area"] == pytest.approx(area)
+
+
+def test_classes_are_those_of_the_annotations_and_each_has_one_number(tmp_path: Path) -> None:
+    truth = (GTObject("dog", "bbox_2d", SQUARE), GTObject("cat", "bbox_2d", SQUARE))
+    answers = [ImageAnswer("a", "a.png", 999, 999, truth, (Detection("ant", "bbox_2d", SQUARE, 0.5, 0.5),))]
+    names = [(one["id"], one["name"]) for one in to_coco(answers).ground_truth["categories"]]
+    assert names == [(1, "cat"), (2, "dog"), (3, "(not in the class list)")]
+    (file, _) = write_coco(answers, tmp_path, None, classes=("cat", "bee"))
+    written = [(one["id"], one["name"]) for one in json.loads(file.read_text())["categories"]]
+    assert written == [(1, "cat"), (2, "bee"), (3, "dog"), (4, "(not in the class list)")]
 
 
 def test_custom_thresholds() -> None:

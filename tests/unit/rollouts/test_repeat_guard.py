@@ -240,3 +240,16 @@ def test_tokens_in_parts_trigger_where_single_ones_do_and_never_where_it_was_rul
         assert in_parts.extend(part) == single.trigger
         assert possible or single.trigger is None
     assert (in_parts.num_tokens, in_parts.trigger) == (single.num_tokens, single.trigger)
+
+
+def test_object_keys_are_counted_in_parts_too() -> None:
+    guard = RepeatGuard(Keys(max_object_keys=1), BYTES)
+    assert guard.extend(list(b'{"object_1": {}, ')) is None
+    assert guard.extend(list(b'"object_2": {}}')) == Trigger(OBJECT_KEYS, 28)
+
+
+def test_a_pattern_that_breaks_off_in_a_part_is_counted_anew() -> None:
+    guard = RepeatGuard(Keys(ngram_size=2, ngram_repeats=3, min_new_tokens=9))
+    assert guard.extend([1, 2, 1, 2, 7, 8]) is None  # too few tokens for a trigger, so only counted
+    assert guard.extend([7, 8, 7]) is None
+    assert guard.extend([8]) == Trigger(NGRAM, 10)

@@ -45,6 +45,7 @@ def trained(config: RunConfig, step: int, of: int, epoch: float) -> Path:
     ("was", "now"),
     [
         ({"num_train_epochs": 14}, {"num_train_epochs": 3}),
+        ({"num_train_epochs": 14}, {"num_train_epochs": 9.83}),
         ({"max_steps": 252}, {"max_steps": 100}),
         ({"max_steps": 252}, {"max_steps": 177}),
         ({"num_train_epochs": 14}, {"max_steps": 54}),

@@ -58,6 +58,10 @@ def test_large_tensors_are_sent_from_their_own_memory() -> None:
     assert piece_bytes([large]).data_ptr() == large.data_ptr()
 
 
+def test_tensors_without_elements_are_not_sent() -> None:
+    assert pieces(describe([("empty", torch.zeros(0)), ("none", torch.zeros(3, 0))])) == []
+
+
 def test_a_transposed_weight_is_sent_in_the_order_of_its_shape() -> None:
     matrix = torch.arange(6.0).view(2, 3).T
     ((_, arrived),) = unpack(piece_bytes([matrix]), describe([("m", matrix)]))
@@ -66,7 +70,12 @@ def test_a_transposed_weight_is_sent_in_the_order_of_its_shape() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "names"),
-    [(8, [["a"], ["b"], ["c"], ["d"]]), (16, [["a"], ["b"], ["c", "d"]]), (1 << 20, [["a", "b", "c", "d"]])],
+    [
+        (4, [["a"], ["b"], ["c"], ["d"]]),
+        (8, [["a"], ["b"], ["c"], ["d"]]),
+        (16, [["a"], ["b"], ["c", "d"]]),
+        (1 << 20, [["a", "b", "c", "d"]]),
+    ],
 )
 def test_buckets_are_filled_and_a_larger_tensor_has_its_own(limit: int, names: list[list[str]]) -> None:
     sizes = {"a": 2, "b": 20, "c": 2, "d": 2}

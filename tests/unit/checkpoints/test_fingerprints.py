@@ -1,0 +1,72 @@
+"""What the fingerprint of a run's inputs depends on, and what it does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from coordexp.checkpoints.fingerprints import fingerprint, inputs_of, is_whole
+from coordexp.config import parse_config
+from support.config_samples import set_key, stage2
+
+
+def model(folder: Path, weights: bytes = b"1234") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+def adapter(folder: Path, base: Path, rank: int = 8) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": rank}))
+    (folder / "adapter_model.safetensors").write_bytes(b"5678")
+    return folder
+
+
+def test_an_adapter_changes_with_its_base_and_its_configuration(tmp_path: Path) -> None:
+    put_on = adapter(tmp_path / "adapter", model(tmp_path / "base"))
+    before = fingerprint(put_on)
+    model(tmp_path / "base", b"1235")
+    on_another = fingerprint(put_on)
+    assert on_another != before
+    model(tmp_path / "base", b"1234")
+    assert fingerprint(put_on) == before
+    adapter(tmp_path / "adapter", tmp_path / "base", rank=4)  # as many bytes
+    assert fingerprint(put_on) != before
+
+
+def test_sealed_checksums_count_only_for_a_file_of_the_sealed_size(tmp_path: Path) -> None:
+    folder = model(tmp_path / "model")
+    read = fingerprint(folder)
+    sealed = {"files": {"model.safetensors": {"bytes": 4, "crc32": ["00000000"]}}}
+    (folder / "complete.json").write_text(json.dumps(sealed))
+    assert fingerprint(folder) != read, "not read: the seal has its checksum"
+    sealed["files"]["model.safetensors"]["bytes"] = 5
+    (folder / "complete.json").write_text(json.dumps(sealed))
+    assert fingerprint(folder) == read
+
+
+def test_a_renamed_data_file_is_the_same_data(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "renamed.jsonl"):
+        (tmp_path / name).write_bytes(b"{}\n")
+    assert fingerprint(tmp_path / "train.jsonl") == fingerprint(tmp_path / "renamed.jsonl")
+
+
+def test_weights_of_joined_files_belong_to_the_data(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(b"{}\n")
+    base = model(tmp_path / "base")
+    found = {}
+    for weight in (1.0, 2.0):
+        files = [{"path": str(tmp_path / "a.jsonl"), "weight": weight}, {"path": str(tmp_path / "b.jsonl")}]
+        tree = set_key(set_key(stage2(), "custom.train_jsonl", files), "model.model", str(base))
+        found[weight] = inputs_of(parse_config(tree))["custom.train_jsonl"]
+    one = fingerprint(tmp_path / "a.jsonl")
+    assert found == {1.0: f"{one} + {one}", 2.0: f"{one} x 2.0 + {one}"}
+
+
+def test_fingerprints_of_whole_files_are_known_from_those_of_their_ends(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"{}\n")
+    assert is_whole(fingerprint(tmp_path / "a.jsonl"))
+    assert not is_whole(fingerprint(tmp_path / "a.jsonl", whole=False))
