@@ -27,7 +27,9 @@ IMAGES = {"train": 1024, "test": 256}
 SCENE_SEEDS = {"train": 71, "test": 72}
 START_STEPS, STEPS = 400, 60
 SIDES, VERTICES = (8.0, 18.0), 6
-FIGURES = ("f1", "f1@0.75", "segm_AP", "segm_AP50", "segm_AP75")
+FIGURES = (
+    "f1", "f1@0.75", "segm_AP", "segm_AP50", "segm_AP75", "precision", "recall", "mean_matched_iou", "pred_per_image",
+)  # fmt: skip
 
 
 def write_data(folder: Path, count: int, seed: int) -> Path:
@@ -131,16 +133,25 @@ def run(work: Path, seeds: Sequence[int], scale: float) -> None:
 
 
 def table() -> None:
-    """Print the means over seeds, a row per scale and variant."""
+    """Print means over seeds with each seed's value, and the differences of the variants seed by seed."""
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    print(f"| scale | variant | seeds | {' | '.join(FIGURES)} |")
-    print("| --- " * (3 + len(FIGURES)) + "|")
     for scale in sorted({row["scale"] for row in rows}, reverse=True):
-        for variant in ("start", *VARIANTS):
-            these = [row for row in rows if (row["variant"], row["scale"]) == (variant, scale)]
-            if these:
-                shown = " | ".join(f"{mean(row[name] for row in these):.3f}" for name in FIGURES)
-                print(f"| {scale:g} | {variant} | {len(these)} | {shown} |")
+        of = {(row["variant"], row["seed"]): row for row in rows if row["scale"] == scale}
+        old, new = VARIANTS
+        seeds = [seed for variant, seed in sorted(of) if variant == old and (new, seed) in of]
+        columns = {name: [row for (one, _), row in sorted(of.items()) if one == name] for name in ("start", *VARIANTS)}
+        print(f"scale {scale:g}, seeds {seeds}\n")
+        print(f"| figure | {' | '.join(columns)} | {new} less {old} |")
+        print("| --- " * (2 + len(columns)) + "|")
+        for figure in FIGURES:
+            cells = [_cell([row[figure] for row in column], "") for column in columns.values()]
+            cells.append(_cell([of[new, seed][figure] - of[old, seed][figure] for seed in seeds], "+"))
+            print(f"| {figure} | {' | '.join(cells)} |")
+
+
+def _cell(values: Sequence[float], sign: str) -> str:
+    shown = ", ".join(f"{value:{sign}.3f}" for value in values)
+    return shown if len(values) == 1 else f"{mean(values):{sign}.3f} ({shown})"
 
 
 def main() -> None:
@@ -150,7 +161,7 @@ def main() -> None:
     running.add_argument("--work", type=Path, default=ROOT / "outputs" / "small_polygons")
     running.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     running.add_argument("--scale", type=float, default=1.0, help="share of the images and steps [1.0]")
-    commands.add_parser("table", help="print the means over seeds")
+    commands.add_parser("table", help="print means, each seed's values and differences")
     options = flags.parse_args()
     if options.command == "run":
         run(options.work, options.seeds, options.scale)
