@@ -1,10 +1,10 @@
-"""How the command line reads and explains itself: help in groups with examples, ``--config`` as other tools
-spell it, and hints for what does not exist."""
+"""What the command line adds to typer: examples and headings in its help, ``--config`` as other tools spell it, and
+hints for what does not exist."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, TypeVar, cast
 
 import typer
@@ -99,14 +99,6 @@ class Command(TyperCommand):
             echo(str(stop) or "interrupted", err=True)
             raise
 
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        pieces = super().collect_usage_pieces(ctx)
-        # typer writes {CONFIG.yaml}, and {IMAGES...}... for a metavar with dots of its own.
-        return [re.sub(r"^\{(.*?)(\.\.\.)?\}(\.\.\.)?$", _bare, piece) for piece in pieces]
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_parameters(self, ctx, formatter)
-
 
 class Group(TyperGroup):
     """Commands under headings, and hints for those that do not exist."""
@@ -125,56 +117,11 @@ class Group(TyperGroup):
             _add_hint(error, ctx, args)
             raise
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Commands first: they are what a reader of the help of a group looks for."""
-        self.format_commands(ctx, formatter)
-        _write_parameters(self, ctx, formatter)
-
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for name, command in self.commands.items():
-            row = name, command.get_short_help_str(80)
-            sections.setdefault(str(getattr(command, "rich_help_panel", None) or "Commands"), []).append(row)
-        width = max(len(name) for rows in sections.values() for name, _ in rows)
-        for section, rows in sections.items():
+        panels = groupby(self.commands.items(), lambda item: getattr(item[1], "rich_help_panel", None) or "Commands")
+        for section, commands in panels:
             with formatter.section(section):
-                formatter.write_dl([(name.ljust(width), summary) for name, summary in rows])
-
-
-def _bare(match: re.Match[str]) -> str:
-    return f"{match[1]}{match[2] or match[3] or ''}"
-
-
-_TYPES = {"path": "PATH", "int": "N", "float": "X", "str": "TEXT"}
-
-
-def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
-    """Arguments and options, with ``PATH`` and ``1 to 2`` in place of typer's types and conditions."""
-    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-    for parameter in command.get_params(ctx):
-        if (record := parameter.get_help_record(ctx)) is None:
-            continue
-        is_argument = parameter.param_type_name == "argument"
-        name, text = record
-        name = re.sub(r" ?<(?:list\[)?(\w+)(?: range)?\]?>", "" if is_argument else _metavar, name)
-        text = re.sub(r" *\[required\]", "", text) if is_argument else text
-        text = re.sub(r"(?<=[\[ ])(?:([\d.-]+)<=)?x(?:([<>])=([\d.-]+))?(?=\]$)", _range, text)
-        sections["Arguments" if is_argument else "Options"].append((name, text))
-    for title, rows in sections.items():
-        if rows:
-            with formatter.section(title):
-                formatter.write_dl(rows)
-
-
-def _metavar(match: re.Match[str]) -> str:
-    return f" {_TYPES.get(match[1].lower(), match[1])}"
-
-
-def _range(match: re.Match[str]) -> str:
-    low, sign, bound = match.groups()
-    if low is not None and bound is not None:
-        return f"{low} to {bound}"
-    return f"at most {bound}" if sign == "<" else f"at least {bound}"
+                formatter.write_dl([(name, command.get_short_help_str(80)) for name, command in commands])
 
 
 def _add_hint(error: Any, ctx: Any, words: Sequence[str]) -> None:
