@@ -77,7 +77,7 @@ def test_several_answers_are_predicted_and_evaluated(tmp_path: Path, capsys: pyt
     assert "answers" not in figures_of_one and figures_of_one["metrics"]["f1"] == saved["by_answers"]["one"]["f1"]
 
 
-@pytest.mark.parametrize("command", ["predict", "evaluate", "complete"])
+@pytest.mark.parametrize("command", ["predict", "evaluate"])
 def test_impossible_numbers_of_answers_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -85,7 +85,6 @@ def test_impossible_numbers_of_answers_are_one_line(
     asked: tuple[Any, ...] = {
         "predict": ("predict", data, "--model", model, "--out", out),
         "evaluate": ("evaluate", "--model", model, "--data", data, "--out", out),
-        "complete": ("data", "complete", data, "--model", model, "--out", out),
     }[command]
     greedy = run_cli(capsys, *asked, "--answers", "2", "rollout_matching.decoding.temperature=0")
     beams = ("rollout_matching.decode_mode=beam", "rollout_matching.num_beams=2")
