@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from coordexp import distributed
 from coordexp.checkpoints.card import read_card
 from coordexp.config import RunConfig
+from coordexp.config.resolved import EvaluationConfig
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.errors import ConfigError
 
 logger = logging.getLogger("coordexp")
+Config = TypeVar("Config", bound=RunConfig | EvaluationConfig)
 
 _BUILT_IN = {"template.prompt": DEFAULT_PROMPT}  # what null means in the end
 
 
-def with_own_template(config: RunConfig, checkpoint: str | Path | None = None) -> RunConfig:
+def with_own_template(config: Config, checkpoint: str | Path | None = None) -> Config:
     """``config`` with the prompt, system message and order of fields that ``checkpoint`` (None: ``model.model``) was
     trained with, wherever ``config`` leaves them open. As it is if no run of CoordExp wrote the checkpoint, or with
     ``template.allow_prompt_change``.

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from coordexp.config import RunConfig
+    from coordexp.config.resolved import EvaluationConfig
     from coordexp.evaluation.answers import ImageAnswer, Renaming
     from coordexp.evaluation.summary import Summary
 
@@ -184,7 +185,11 @@ def evaluate(
 
 
 def _evaluate_model(
-    console: Console, run: RunConfig, options: OfEvaluation, rename: Renaming, arguments: Sequence[str]
+    console: Console,
+    run: RunConfig | EvaluationConfig,
+    options: OfEvaluation,
+    rename: Renaming,
+    arguments: Sequence[str],
 ) -> None:
     from coordexp.config.resolved import AnswerConfig
     from coordexp.inference.session import read_classes, with_several_answers

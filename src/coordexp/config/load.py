@@ -55,7 +55,7 @@ def parse_section(section: type[Section], data: Mapping[str, Any], source: str) 
         raise _error(source, Document(), list(problems_from(error, section))) from None
 
 
-def resolved_yaml(config: RunConfig) -> str:
+def resolved_yaml(config: StrictModel) -> str:
     """Every key with its value, as YAML that loads back to an equal configuration."""
     return dump_yaml(config.model_dump(mode="json"))
 

@@ -1,16 +1,56 @@
-"""Configurations that other parts of the program derive from a :class:`RunConfig`: a rollout section without nulls, and
-all that inference reads."""
+"""What evaluation and inference read of a configuration, and a rollout section without nulls."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from coordexp.config.base import Count, StrictModel
+from pydantic import Field
+
+from coordexp.config.base import Count, FilePath, StrictModel, default_of
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.config.schema import ModelConfig, RunConfig, TemplateConfig
+from coordexp.config.schema import (
+    CustomConfig,
+    FieldOrder,
+    ModelConfig,
+    ObjectOrdering,
+    RunConfig,
+    TemplateConfig,
+    TrainingConfig,
+    TunerConfig,
+)
 
 
-def resolved_rollout(config: RunConfig) -> RolloutMatchingConfig:
+class EvaluatedData(StrictModel):
+    """The keys of ``custom`` that an evaluation reads."""
+
+    val_jsonl: FilePath
+    val_sample_limit: Count | None = None
+    object_field_order: FieldOrder = default_of(CustomConfig, "object_field_order")
+    object_ordering: ObjectOrdering = default_of(CustomConfig, "object_ordering")
+
+
+class EvaluatingProcess(StrictModel):
+    """The keys of ``training`` that an evaluation reads."""
+
+    output_dir: FilePath
+    seed: Annotated[int, Field(ge=0)] = default_of(TrainingConfig, "seed")
+    use_cpu: bool = False
+    ddp_timeout: Count = default_of(TrainingConfig, "ddp_timeout")
+
+
+class EvaluationConfig(StrictModel):
+    """An evaluation without a run: the sections of :class:`RunConfig` that it reads, under the same keys."""
+
+    model: ModelConfig
+    template: TemplateConfig
+    custom: EvaluatedData
+    tuner: TunerConfig = TunerConfig()
+    training: EvaluatingProcess
+    global_max_length: Count
+    rollout_matching: RolloutMatchingConfig
+
+
+def resolved_rollout(config: RunConfig | EvaluationConfig) -> RolloutMatchingConfig:
     """The section without nulls that mean another key's value, and without ``auto``.
 
     A configuration without the section decodes with transformers by the section's defaults: stage 1 evaluates so.
@@ -41,7 +81,7 @@ class AnswerConfig(StrictModel):
     seed: int
 
     @classmethod
-    def of_run(cls, run: RunConfig) -> AnswerConfig:
+    def of_run(cls, run: RunConfig | EvaluationConfig) -> AnswerConfig:
         """How a checkpoint answers in the run's evaluation."""
         return cls(
             model=run.model,

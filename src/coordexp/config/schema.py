@@ -140,6 +140,10 @@ class CoordSoftCEW1Config(StrictModel):
     """radius in bins beyond which the target is zero; null keeps the whole Gaussian"""
 
 
+FieldOrder = Literal["desc_first", "geometry_first"]
+ObjectOrdering = Literal["sorted", "sorted_x", "random", "file"]
+
+
 class CustomConfig(StrictModel):
     """The training variant and its datasets."""
 
@@ -154,9 +158,9 @@ class CustomConfig(StrictModel):
     """use only the first N training samples, of each file; null = all"""
     val_sample_limit: Count | None = None
     """use only the first N validation samples; null = all"""
-    object_field_order: Literal["desc_first", "geometry_first"] = FIELD_ORDER
+    object_field_order: FieldOrder = FIELD_ORDER
     """order of the fields within one object's text"""
-    object_ordering: Literal["sorted", "sorted_x", "random", "file"] = "sorted"
+    object_ordering: ObjectOrdering = "sorted"
     """objects of an answer from top to bottom then left to right, from left to right then top to bottom (sorted_x),
     shuffled again each epoch, or as in the file"""
     coord_soft_ce_w1: CoordSoftCEW1Config | None = None

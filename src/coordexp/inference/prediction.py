@@ -21,7 +21,7 @@ from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.checkpoints.folder import checkpoint_fingerprint
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig, resolved_rollout
-from coordexp.config.resolved import AnswerConfig
+from coordexp.config.resolved import AnswerConfig, EvaluationConfig
 from coordexp.data.class_list import check_known
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
@@ -310,7 +310,7 @@ class EvaluationResult:
 
 
 def run_evaluation(
-    config: RunConfig,
+    config: RunConfig | EvaluationConfig,
     console: Console,
     *,
     model: Path | None = None,
@@ -396,7 +396,7 @@ def evaluation_folder(output_dir: Path, model: Path) -> Path:
 
 
 def answer_jsonl(
-    config: RunConfig,
+    config: RunConfig | EvaluationConfig,
     console: Console,
     description: str,
     model: Path,

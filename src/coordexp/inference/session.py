@@ -16,9 +16,9 @@ from coordexp import distributed
 from coordexp.checkpoints.card import read_card, settings_for_answers, training_of
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, num_positions
 from coordexp.config.base import default_of
-from coordexp.config.load import parse_section, validate
-from coordexp.config.resolved import AnswerConfig
-from coordexp.config.schema import RunConfig, TrainingConfig
+from coordexp.config.load import parse_section
+from coordexp.config.resolved import AnswerConfig, EvaluationConfig
+from coordexp.config.schema import TrainingConfig
 from coordexp.config.source import Document, apply_arguments
 from coordexp.errors import CheckpointError, ConfigError, DataError
 from coordexp.out_of_memory import phase
@@ -110,7 +110,7 @@ def _with_engine(config: AnswerConfig) -> AnswerConfig:
     return config.model_copy(update={"rollout_matching": rollout.model_copy(update={"vllm": vllm})})
 
 
-def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] = ()) -> RunConfig:
+def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] = ()) -> EvaluationConfig:
     """A configuration that evaluates ``model`` by its own settings, as :func:`inference_config`, on ``data`` or else on
     the validation data of its run; figures are written below the model's folder. Raises ConfigError without data."""
     own = read_card(model).training
@@ -122,12 +122,12 @@ def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] =
     document = Document(
         {
             **{key: answering[key] for key in ("model", "template", "rollout_matching", "global_max_length")},
-            "custom": {"train_jsonl": str(jsonl), "val_jsonl": str(jsonl), **kept},
+            "custom": {"val_jsonl": str(jsonl), **kept},
             "training": {"output_dir": str(model), "seed": answering["seed"]},
         }
     )
     apply_arguments(document, arguments)
-    return validate(document, str(model))
+    return parse_section(EvaluationConfig, document.data, str(model))
 
 
 def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence[str] = ()) -> AnswerConfig:
