@@ -46,16 +46,16 @@ class DiskSpace:
         )
 
 
-def check_disk(config: RunConfig) -> DiskSpace:
+def check_disk(config: RunConfig, checkpoint: Checkpoint | None = None) -> DiskSpace:
     """Estimate what this run will write, and compare it with the free space. Warns if there is no room for all
-    checkpoints that ``training.save_total_limit`` keeps.
+    checkpoints that ``training.save_total_limit`` keeps. ``checkpoint``: ``model.model``, if it is open.
 
     Raises:
         ConfigError: there is no room for one checkpoint and the final model.
         CheckpointError: ``model.model`` is not a readable checkpoint.
     """
     training = config.training
-    space = _estimate(config)
+    space = _estimate(config, Checkpoint.open(checkpoint or config.model.model))
     if space.free < space.least:
         raise ConfigError(
             f"training.output_dir: {space.where} has {_size(space.free)} left, and "
@@ -76,9 +76,8 @@ def check_disk(config: RunConfig) -> DiskSpace:
     return space
 
 
-def _estimate(config: RunConfig) -> DiskSpace:
+def _estimate(config: RunConfig, checkpoint: Checkpoint) -> DiskSpace:
     training = config.training
-    checkpoint = Checkpoint.open(config.model.model)
     shapes = weight_shapes(checkpoint)
     trained = trained_numbers(config, checkpoint.config, shapes)
     lora = config.tuner.train_type == "lora"

@@ -259,12 +259,12 @@ def check_lengths(config: RunConfig | AnswerConfig, checkpoint: str | Path | Che
         raise ConfigError("\n".join(f"{problem}: {of}" for problem in problems))
 
 
-def length_advice(config: RunConfig) -> Iterator[str]:
+def length_advice(config: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
     """A row may be longer than the positions, which restart with each sample in it; a sample may not."""
-    limit = num_positions(config.model.model)
+    limit = checkpoint.num_positions
     if limit is not None and config.global_max_length > limit:
         yield (
-            f"global_max_length: {config.global_max_length} is more than the {limit} positions of {config.model.model} "
+            f"global_max_length: {config.global_max_length} is more than the {limit} positions of {checkpoint.path} "
             "(max_position_embeddings); a longer sample uses positions on which the model was never trained. Write "
             f"{limit} or less"
         )

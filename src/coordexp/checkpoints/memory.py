@@ -188,15 +188,18 @@ def trained_numbers(config: RunConfig, model: Mapping[str, Any], shapes: Mapping
     return trained
 
 
-def check_memory(config: RunConfig, world_size: int = 1, gpu_bytes: int | None = None) -> MemoryEstimate:
+def check_memory(
+    config: RunConfig, world_size: int = 1, gpu_bytes: int | None = None, checkpoint: Checkpoint | None = None
+) -> MemoryEstimate:
     """The estimate for ``config.model.model``. ``gpu_bytes``: memory of each GPU; None compares with nothing. Warns,
-    with what would fit, if the estimate's error or fragmentation may exceed it.
+    with what would fit, if the estimate's error or fragmentation may exceed it. ``checkpoint``: ``model.model``, if it
+    is open.
 
     Raises:
         ConfigError: it exceeds the GPU by more than the estimate's own error of 10 %; says what would fit.
         CheckpointError: ``model.model`` is not a readable checkpoint.
     """
-    checkpoint = Checkpoint.open(config.model.model)
+    checkpoint = Checkpoint.open(checkpoint or config.model.model)
     model, shapes = checkpoint.config, weight_shapes(checkpoint)
     estimate = estimate_memory(config, model, shapes, world_size)
     if gpu_bytes is None or estimate.peak(gpu_bytes) <= _COMFORTABLE * gpu_bytes:

@@ -19,6 +19,7 @@ from coordexp.printable import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from coordexp.checkpoints.folder import Checkpoint
     from coordexp.coords import CoordVocab
     from coordexp.records import ImageRecord
 
@@ -114,13 +115,14 @@ def check_checkpoint(path: Path, *, has_base: bool = True) -> None:
 
 def check_inputs(
     model: str | Path, datasets: Iterable[tuple[Path | None, int | None]]
-) -> dict[tuple[Path, int | None], Sequence[ImageRecord]]:
+) -> tuple[Checkpoint, dict[tuple[Path, int | None], Sequence[ImageRecord]]]:
     """Check without torch the checkpoint's small files, and every line and image of the datasets (path and maximum
-    number of records), which are returned. Raises all problems at once."""
+    number of records). Returns both as they were opened. Raises all problems at once."""
     from coordexp.checkpoints.folder import Checkpoint
     from coordexp.data.dataset_cache import check_images, open_records
 
     problems: list[CoordExpError] = []
+    opened: Checkpoint | None = None
     records: dict[tuple[Path, int | None], Sequence[ImageRecord]] = {}
     try:
         if (opened := Checkpoint.open(model)).has_tokenizer_file:
@@ -138,7 +140,8 @@ def check_inputs(
         raise problems[0]
     if problems:
         raise ConfigError("\n".join(map(str, problems)))
-    return records
+    assert opened is not None
+    return opened, records
 
 
 def picture(path: Path | None) -> Path | None:

@@ -16,14 +16,16 @@ import yaml
 
 from coordexp.checkpoints.card import Card, Training, read_card
 from coordexp.checkpoints.describe import weight_shapes
-from coordexp.checkpoints.folder import Checkpoint, processor_rule
+from coordexp.checkpoints.folder import Checkpoint, processor_rule, read_object
 from coordexp.checkpoints.memory import ASLEEP, MemoryEstimate, estimate_memory
+from coordexp.checkpoints.run_folder import STATE
 from coordexp.config import parse_config
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import serialize_objects
 from coordexp.data.files import asset
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import ConfigError, DataError
+from coordexp.evaluation.answers import METRICS
 from coordexp.records import ImageRecord
 
 Stage = Literal[1, 2]
@@ -45,6 +47,7 @@ _SMALL: Mapping[Stage, tuple[float, str]] = {
 _SMALL_SIGMA = 8.0  # bins, in both
 _SEEN = 2000  # photos times epochs from which small data is learned (docs/quickstart.md)
 _MOST_EPOCHS = 200
+_MISSES_MOST = 0.5  # recall below which stage 2 is not recommended
 _CROWD = 6.0  # objects per image, on average, from which the study's recipe for crowds is better
 _USABLE = 0.85  # of a GPU's memory: the rest is CUDA's and fragmentation
 _ENGINE_LEAST = 6_000_000_000  # bytes that an engine needs next to its weights: activations, cache, CUDA graphs
@@ -314,3 +317,39 @@ def set_value(text: str, path: str, value: object, comment: str | None = None) -
 
 def _rounded_up(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+def known_figures(model: Path) -> tuple[float, float, Path] | None:
+    """F1 and recall of the checkpoint in ``model`` on validation data, and the file that has them: of its last
+    ``coordexp evaluate``, or else of its training's last evaluation. None if it was never evaluated."""
+    metrics = model / "evaluation" / METRICS
+    if metrics.is_file():
+        found = read_object(metrics.parent, METRICS, "evaluation").get("metrics") or {}
+        if {"f1", "recall"} <= found.keys():
+            return float(found["f1"]), float(found["recall"]), metrics
+    history = read_object(model, STATE, "trainer state").get("log_history") or []
+    for line in reversed(history):
+        if "eval_rollout/f1" in line and "eval_rollout/recall" in line:
+            return float(line["eval_rollout/f1"]), float(line["eval_rollout/recall"]), model / STATE
+    return None
+
+
+def advice_on_stage_2(model: Path) -> str:
+    """What the README's table says of a stage 2 that starts from ``model``, by the figures next to it."""
+    known = known_figures(model)
+    if known is None:
+        return (
+            f"{model} has no evaluation next to it. If it misses most objects or repeats itself, train stage 1 longer: "
+            f"stage 2 would make it worse. To see: coordexp evaluate --model {model} --data VAL.jsonl"
+        )
+    f1, recall, file = known
+    figures = f"{model} has F1 {f1:.3f} and recall {recall:.3f} ({file})"
+    if recall < _MISSES_MOST:
+        return (
+            f"{figures}: it misses most annotated objects. Train stage 1 longer; stage 2 would make it worse, unless "
+            "the validation data lacks most annotations"
+        )
+    return (
+        f"{figures}: it finds most annotated objects. Stage 2 helps if half or more of the annotations are missing; "
+        "with complete ones stage 1 is enough"
+    )

@@ -88,15 +88,15 @@ def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = F
     from coordexp.runs.start import decide_start
 
     console = open_console()
-    records = {}
+    model, records = None, {}
     if distributed.world_size() == 1:  # what needs no torch is refused before its import, which takes seconds
         from coordexp.checkpoints.run_lock import check_not_running
 
         custom = run.custom
         check_not_running(Path(run.training.output_dir))
         datasets = [(file.path, custom.train_sample_limit) for file in custom.train_jsonl]
-        records = check_inputs(run.model.model, [*datasets, (custom.val_jsonl, custom.val_sample_limit)])
-    start = decide_start(run, records)
+        model, records = check_inputs(run.model.model, [*datasets, (custom.val_jsonl, custom.val_sample_limit)])
+    start = decide_start(run, records, model)
     from coordexp.training.run import run_training
 
     no_bars_in_log_files()
@@ -133,7 +133,7 @@ def init(
         raise ConfigError(f"{path}: exists already; name another file with --out, or add --overwrite")
     check_checkpoint(model)
     from coordexp.checkpoints.memory import check_memory
-    from coordexp.cli.init import first_configuration, gpu_memory, look_at
+    from coordexp.cli.init import advice_on_stage_2, first_configuration, gpu_memory, look_at
     from coordexp.config import load_config
     from coordexp.data.files import write_atomically
 
@@ -154,8 +154,6 @@ def init(
     for note in at_hand.notes:
         say(console, f"note: {note}")
     if stage == 2:
-        from coordexp.runs.start import advice_on_stage_2
-
         say(console, f"note: {advice_on_stage_2(model)}")
     if at_hand.val is None:
         say(console, "note: nothing is evaluated; coordexp data split makes a val set, which --val names")

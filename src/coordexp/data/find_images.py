@@ -177,6 +177,18 @@ def match_names(
         wanted: the names of each entry, the likeliest first.
         is_file: whether a file of this relative name exists that ``files`` may lack.
         hints: names that an entry is likely to mean without saying so, tried before its tails, and noted as they are.
+
+    A name that is there means that file. Another name means the file that shares most of its last parts, with a note,
+    unless several files do or the file is another entry's:
+
+    >>> files = ["train/1.jpg", "train/2.jpg", "val/2.jpg"]
+    >>> wanted = [["train/1.jpg"], ["/disk/val/2.jpg"], ["2.jpg"], ["old/1.jpg"]]
+    >>> for match in match_names(wanted, files):
+    ...     print(match.file, match.note, match.problem, sep=" | ")
+    train/1.jpg | None | None
+    val/2.jpg | '/disk/val/2.jpg' is not there; took 'val/2.jpg', whose folders fit best | None
+    None | None | '2.jpg' is not there, and 2 files have this name: train/2.jpg, val/2.jpg
+    None | None | 'old/1.jpg' is not there, and 'train/1.jpg' is the image of another entry
     """
     known = _Names(files)
     exact = [known.exact(names) or _exists(names, is_file) for names in wanted]
@@ -248,7 +260,8 @@ class _Names:
             elif trusted and 1 + shared[file] < min(len(PurePosixPath(file).parts), len(parts)):
                 problem = problem or f"{given!r} is not there, and {file!r} is in another folder than the one it names"
             else:
-                return NameMatch(file, f"{given!r} is not there; took {file!r}, the only file of this name")
+                why = "whose folders fit best" if len(candidates) > 1 else "the only file of this name"
+                return NameMatch(file, f"{given!r} is not there; took {file!r}, {why}")
         return NameMatch(None, problem=problem)
 
 

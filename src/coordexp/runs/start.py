@@ -6,16 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from coordexp.checkpoints.folder import read_object
+from coordexp.checkpoints.folder import Checkpoint, read_object
 from coordexp.checkpoints.run_folder import STATE, check_start, newest_checkpoint
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig
 from coordexp.config.resume import Change
 from coordexp.errors import CheckpointError, ConfigError
-from coordexp.evaluation.answers import METRICS
 from coordexp.records import ImageRecord
 
-MISSES_MOST = 0.5  # recall
 _SCHEDULE = ("training.max_steps", "training.num_train_epochs")
 
 
@@ -23,12 +21,14 @@ _SCHEDULE = ("training.max_steps", "training.num_train_epochs")
 class Start:
     """``config``: with the prompt of its checkpoint. ``checkpoint``: from which the run resumes, by its name and seal;
     None for a new run. ``applied``: the keys that differ from that checkpoint's configuration. ``records``: datasets
-    that were read and whose images were checked, by file and limit."""
+    that were read and whose images were checked, by file and limit. ``model``: the checkpoint of ``model.model``, if
+    it was opened already."""
 
     config: RunConfig
     checkpoint: Path | None
     applied: tuple[Change, ...]
     records: Mapping[tuple[Path, int | None], Sequence[ImageRecord]] = field(default_factory=dict)
+    model: Checkpoint | None = None
 
     def at(self, checkpoint: Path | None) -> Start:
         """This start from ``checkpoint``, which is decided again only if it is another one: the newest is damaged."""
@@ -38,7 +38,9 @@ class Start:
 
 
 def decide_start(
-    config: RunConfig, records: Mapping[tuple[Path, int | None], Sequence[ImageRecord]] | None = None
+    config: RunConfig,
+    records: Mapping[tuple[Path, int | None], Sequence[ImageRecord]] | None = None,
+    model: Checkpoint | None = None,
 ) -> Start:
     """Decide what the run of ``config`` starts from.
 
@@ -49,7 +51,7 @@ def decide_start(
     """
     config = with_own_template(config)
     checkpoint = newest_checkpoint(config)
-    return Start(config, checkpoint, _applied(config, checkpoint), records or {})
+    return Start(config, checkpoint, _applied(config, checkpoint), records or {}, model)
 
 
 def _applied(config: RunConfig, checkpoint: Path | None) -> tuple[Change, ...]:
@@ -84,40 +86,4 @@ def _check_schedule(config: RunConfig, checkpoint: Path, applied: Sequence[Chang
         f"training.resume_from_checkpoint: {checkpoint} has trained {step} of {planned} steps ({epoch:.4g} epochs), "
         f"and this schedule ends before that\n{listed}\nTo continue, restore these values, on the command line too. To "
         f"keep the model of step {step} as it is: coordexp model export {checkpoint} FOLDER"
-    )
-
-
-def known_figures(model: Path) -> tuple[float, float, Path] | None:
-    """F1 and recall of the checkpoint in ``model`` on validation data, and the file that has them: of its last
-    ``coordexp evaluate``, or else of its training's last evaluation. None if it was never evaluated."""
-    metrics = model / "evaluation" / METRICS
-    if metrics.is_file():
-        found = read_object(metrics.parent, METRICS, "evaluation").get("metrics") or {}
-        if {"f1", "recall"} <= found.keys():
-            return float(found["f1"]), float(found["recall"]), metrics
-    history = read_object(model, STATE, "trainer state").get("log_history") or []
-    for line in reversed(history):
-        if "eval_rollout/f1" in line and "eval_rollout/recall" in line:
-            return float(line["eval_rollout/f1"]), float(line["eval_rollout/recall"]), model / STATE
-    return None
-
-
-def advice_on_stage_2(model: Path) -> str:
-    """What the README's table says of a stage 2 that starts from ``model``, by the figures next to it."""
-    known = known_figures(model)
-    if known is None:
-        return (
-            f"{model} has no evaluation next to it. If it misses most objects or repeats itself, train stage 1 longer: "
-            f"stage 2 would make it worse. To see: coordexp evaluate --model {model} --data VAL.jsonl"
-        )
-    f1, recall, file = known
-    figures = f"{model} has F1 {f1:.3f} and recall {recall:.3f} ({file})"
-    if recall < MISSES_MOST:
-        return (
-            f"{figures}: it misses most annotated objects. Train stage 1 longer; stage 2 would make it worse, unless "
-            "the validation data lacks most annotations"
-        )
-    return (
-        f"{figures}: it finds most annotated objects. Stage 2 helps if half or more of the annotations are missing; "
-        "with complete ones stage 1 is enough"
     )

@@ -23,7 +23,7 @@ from transformers.trainer_utils import align_special_tokens
 from coordexp import distributed
 from coordexp.checkpoints.card import card_of_run
 from coordexp.checkpoints.disk import check_disk
-from coordexp.checkpoints.folder import check_lengths, length_advice
+from coordexp.checkpoints.folder import Checkpoint, check_lengths, length_advice
 from coordexp.checkpoints.memory import advising, check_memory
 from coordexp.checkpoints.run_folder import RECORDS, clear_results
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
@@ -90,6 +90,7 @@ class CheckedRun:
 
     config: RunConfig
     start: Start
+    model: Checkpoint
     rollout: RolloutMatchingConfig
     train: Sequence[ImageRecord]
     val: Sequence[ImageRecord]
@@ -123,19 +124,21 @@ def check_run(
     start = start or attempt(decide_start, config)
     config = config if start is None else start.config
     rollout = resolved_rollout(config)
+    model = (None if start is None else start.model) or attempt(Checkpoint.open, config.model.model)
     if distributed.is_main():
-        for sentence in (*advice(config), *length_advice(config)):
+        for sentence in (*advice(config), *(() if model is None else length_advice(config, model))):
             logger.warning(sentence)
     attempt(check_world_size, config, learners)
     if servers_are_up and not errors:
         check_backend(rollout)
-    attempt(_check_device, config, learners)
+    attempt(_check_device, config, learners, model)
     attempt(check_parallel, config, learners)
     attempt(check_training_environment, config)
     attempt(check_schedule, config.training)
-    attempt(load_vocab, config.model.model)
-    attempt(check_lengths, config)
-    attempt(check_disk, config)
+    if model is not None:
+        attempt(load_vocab, model)
+        attempt(check_lengths, config, model)
+        attempt(check_disk, config, model)
     custom, wait_s = config.custom, config.training.ddp_timeout
     read = partial(open_records, wait_s=wait_s)
     known = {} if start is None else start.records
@@ -164,8 +167,8 @@ def check_run(
     if len(rules) > 1 and distributed.is_main():
         counted = ", ".join(f"{count:,} lines have {rule}" for rule, count in rules.most_common())
         logger.warning(f"custom.train_jsonl: both bin rules occur: {counted}; all are read as pixel_edges")
-    assert start is not None
-    return CheckedRun(config, start, rollout, train, val)
+    assert start is not None and model is not None
+    return CheckedRun(config, start, model, rollout, train, val)
 
 
 def _joined(files: Sequence[TrainFile], opened: Sequence[Sequence[ImageRecord]]) -> Sequence[ImageRecord]:
@@ -308,7 +311,7 @@ def _epoch_plan(run: CheckedRun, console: Console) -> EpochPlan | None:
 def _tuned_model(run: CheckedRun, accelerator: Accelerator, console: Console) -> LoadedModel:
     config = run.config
     with phase("start", "loading the model"):
-        loaded = load_model(config.model.model, config.model.dtype, config.model.attn_implementation)
+        loaded = load_model(run.model, config.model.dtype, config.model.attn_implementation)
     loaded = replace(loaded, card=card_of_run(config, preparation_of(run.train), class_list(run.train)))
     tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
     if wants_fused(config.model, accelerator.device.type):
@@ -455,7 +458,7 @@ def check_driver() -> None:
         )
 
 
-def _check_device(config: RunConfig, learners: int) -> None:
+def _check_device(config: RunConfig, learners: int, model: Checkpoint | None) -> None:
     """Raises ConfigError if training would silently take the CPU, or the GPU lacks the attention kernel or memory."""
     training = config.training
     on_cpu = training.use_cpu or not torch.cuda.is_available()
@@ -465,8 +468,8 @@ def _check_device(config: RunConfig, learners: int) -> None:
         logger.warning("no GPU is visible: this run trains on the CPU; write training.use_cpu: true if that is meant")
     if on_cpu and (key := next((key for key in ("fp16", "tf32") if getattr(training, key)), None)):
         raise ConfigError(f"training.{key}: needs a GPU, and this machine has none; remove it (bf16 works on CPUs)")
-    if not on_cpu:
-        check_memory(config, learners, torch.cuda.get_device_properties(0).total_memory)
+    if not on_cpu and model is not None:
+        check_memory(config, learners, torch.cuda.get_device_properties(0).total_memory, model)
     half = training.bf16 or training.fp16 or config.model.dtype != "float32"
     device = "cpu" if on_cpu else "cuda"
     check_attention(config.model.attn_implementation, device, half)

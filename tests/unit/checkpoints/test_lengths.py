@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordexp.checkpoints.folder import check_lengths, length_advice, num_positions
+from coordexp.checkpoints.folder import Checkpoint, check_lengths, length_advice, num_positions
 from coordexp.config import RunConfig, parse_config
 from coordexp.errors import ConfigError
 from coordexp.training.run import check_run
@@ -87,9 +87,11 @@ def test_another_checkpoint_has_its_own_limit(tmp_path: Path) -> None:
 
 
 def test_rows_beyond_the_positions_are_advised_against(tmp_path: Path) -> None:
-    (said,) = length_advice(config_of(tmp_path, rollout_matching__rollout_backend="hf", global_max_length=9000))
+    config = config_of(tmp_path, rollout_matching__rollout_backend="hf", global_max_length=9000)
+    opened = Checkpoint.open(config.model.model)
+    (said,) = length_advice(config, opened)
     assert said.startswith("global_max_length: 9000 is more than the 4096 positions")
-    assert not list(length_advice(config_of(tmp_path, global_max_length=4096)))
+    assert not list(length_advice(config_of(tmp_path, global_max_length=4096), opened))
 
 
 def test_a_run_is_refused_before_its_model_is_loaded(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import yaml
 import coordexp.cli.init
 from coordexp.checkpoints.card import read_card, write_card
 from coordexp.checkpoints.memory import check_memory
-from coordexp.cli.init import set_value
+from coordexp.cli.init import advice_on_stage_2, set_value
 from coordexp.config import RunConfig, load_config
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.data.files import asset
@@ -276,3 +276,25 @@ def test_images_and_classes_that_the_model_has_not_seen_are_named(
     )
     assert "classes are new to" in done.out and "disc" in done.out
     assert "has no evaluation next to it" in done.out and "train stage 1 longer" in done.out
+
+
+@pytest.mark.parametrize(
+    ("recall", "says"),
+    [(0.12, "it misses most annotated objects. Train stage 1 longer; stage 2 would make it worse"),
+     (0.74, "it finds most annotated objects. Stage 2 helps if half or more of the annotations are missing")],
+)  # fmt: skip
+@pytest.mark.parametrize("of", ["training", "evaluate"])
+def test_stage_2_is_advised_by_the_figures_next_to_its_start(of: str, recall: float, says: str, tmp_path: Path) -> None:
+    lines = [{"step": 1, "eval_rollout/f1": 0.99, "eval_rollout/recall": 0.99}]
+    if of == "training":
+        lines += [{"step": 9, "eval_rollout/f1": 0.3, "eval_rollout/recall": recall}, {"step": 9, "train_loss": 1.0}]
+    else:
+        (tmp_path / "evaluation").mkdir()
+        (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps({"metrics": {"f1": 0.3, "recall": recall}}))
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": lines}))
+    advice = advice_on_stage_2(tmp_path)
+    assert f"F1 0.300 and recall {recall:.3f}" in advice and says in advice
+
+
+def test_a_start_without_figures_names_the_command_that_measures_it(tmp_path: Path) -> None:
+    assert f"coordexp evaluate --model {tmp_path} --data VAL.jsonl" in advice_on_stage_2(tmp_path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,10 @@ def test_a_name_leads_out_of_the_folder_only_if_allowed(tmp_path: Path, outside:
     paint(tmp_path / "images" / "a.png")
     (found,) = ImageFolder(tmp_path / "images", outside=outside).find_all([["../b.png"]])
     assert (found.there, found.path == tmp_path / "b.png") == (outside, outside)
+
+
+def test_the_example_of_match_names_is_as_documented() -> None:
+    assert doctest.testmod(sys.modules[match_names.__module__]) == (0, 3)
 
 
 # --- folders ---

@@ -11,7 +11,7 @@ import yaml
 
 from coordexp.config import RunConfig, load_config, resolved_yaml
 from coordexp.errors import ConfigError, RunFinished
-from coordexp.runs.start import advice_on_stage_2, decide_start
+from coordexp.runs.start import decide_start
 from support.cli_runs import run_cli, small_checkpoint, write_run
 
 
@@ -113,10 +113,11 @@ def test_a_start_from_another_checkpoint_is_decided_again(tmp_path: Path, model:
     assert (change.key, change.was, change.now) == ("training.max_steps", "200", "300")
 
 
-def test_the_start_of_a_run_is_decided_and_its_data_read_once(
+def test_the_start_of_a_run_is_decided_and_its_model_and_data_are_opened_once(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from coordexp.checkpoints import run_folder
+    from coordexp.checkpoints.folder import Checkpoint
     from coordexp.data import dataset_cache
     from coordexp.runs import start
 
@@ -135,28 +136,15 @@ def test_the_start_of_a_run_is_decided_and_its_data_read_once(
     reading = counting("data", dataset_cache.open_records)
     monkeypatch.setattr(dataset_cache, "open_records", reading)
     monkeypatch.setattr(training, "open_records", reading)
+    opened, open_it = [], Checkpoint.open
+
+    def opening(path: Any) -> Checkpoint:
+        if not isinstance(path, Checkpoint):
+            opened.append(path)
+        return open_it(path)
+
+    monkeypatch.setattr(Checkpoint, "open", opening)
     done = run_cli(capsys, "train", write_run(tmp_path, 1, model))
     assert done.code == 0, done.err
     assert sorted(counted) == ["data", "data", "start"], "train and val, each once"
-
-
-@pytest.mark.parametrize(
-    ("recall", "says"),
-    [(0.12, "it misses most annotated objects. Train stage 1 longer; stage 2 would make it worse"),
-     (0.74, "it finds most annotated objects. Stage 2 helps if half or more of the annotations are missing")],
-)  # fmt: skip
-@pytest.mark.parametrize("of", ["training", "evaluate"])
-def test_stage_2_is_advised_by_the_figures_next_to_its_start(of: str, recall: float, says: str, tmp_path: Path) -> None:
-    lines = [{"step": 1, "eval_rollout/f1": 0.99, "eval_rollout/recall": 0.99}]
-    if of == "training":
-        lines += [{"step": 9, "eval_rollout/f1": 0.3, "eval_rollout/recall": recall}, {"step": 9, "train_loss": 1.0}]
-    else:
-        (tmp_path / "evaluation").mkdir()
-        (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps({"metrics": {"f1": 0.3, "recall": recall}}))
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": lines}))
-    advice = advice_on_stage_2(tmp_path)
-    assert f"F1 0.300 and recall {recall:.3f}" in advice and says in advice
-
-
-def test_a_start_without_figures_names_the_command_that_measures_it(tmp_path: Path) -> None:
-    assert f"coordexp evaluate --model {tmp_path} --data VAL.jsonl" in advice_on_stage_2(tmp_path)
+    assert opened == [str(model)]
