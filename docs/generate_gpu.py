@@ -199,46 +199,68 @@ def sources() -> Iterator[str]:
         if found is None:
             yield f'| `{part}` | not measured: `make gpu GPU_ARGS="--only {part}"` | | | | |'
             continue
-        where, file = found["machine"], found["file"]
-        commit = where.get("commit") or commit_of_all(file.parent)
+        where = found["machine"]
         versions = ", ".join(str(where["packages"].get(name)) for name in ("torch", "vllm", "liger-kernel"))
-        link = f"[{file.name}](../{file.relative_to(ROOT).as_posix()})"
-        cells = (commit[:8], where["date"][:10], where["gpu"], versions, link)
+        cells = (commit_of(found), where["date"][:10], where["gpu"], versions, link_to(found["file"], "../"))
         yield f"| `{part}` | {' | '.join(cells)} |"
+
+
+def commit_of(result: Mapping[str, Any]) -> str:
+    return (result["machine"].get("commit") or commit_of_all(result["file"].parent))[:8]
+
+
+def link_to(file: Path, root: str = "") -> str:
+    return f"[{file.name}]({root}{file.relative_to(ROOT).as_posix()})"
+
+
+def origin(result: Mapping[str, Any]) -> str:
+    """When a result was measured, by which commit, and its file."""
+    return f"{result['machine']['date'][:10]}, {commit_of(result)} | {link_to(result['file'])}"
 
 
 def in_short() -> Iterator[str]:
     """The README's: what has been measured, in a line each."""
-    yield "| one H100 | measured | estimated |"
-    yield "|---|---|---|"
+    yield "| one H100 | measured | estimated | when, commit | results |"
+    yield "|---|---|---|---|---|"
+    if (found := newest_summary()) is not None and (note := found["tests"]):
+        yield f"| the tests for GPUs | {note.partition(' in ')[0]} | | {origin(found)} |"
     for name, (part, file, size, _) in TRAINED.items():
         if (found := measured(part)) is not None:
             r = found["results"]
             shown = (
                 f"{r['tokens_per_s']:,.0f} tokens/s, {r['images_per_s']:.1f} images/s, {r['allocated_peak_gb']:.1f} GB"
             )
-            yield f"| {name} | {shown} | {estimated_gb(file, size):.1f} GB |"
+            yield f"| steps of {name} | {shown} | {estimated_gb(file, size):.1f} GB | {origin(found)} |"
     if (found := measured("rewritten_colocate")) is not None:
         r = found["results"]
-        yield f"| stage 2 of 2B, colocated, 300 tokens an answer | {r['images_per_s']:.1f} images/s | |"
+        shown = f"{r['images_per_s']:.1f} images/s"
+        yield f"| stage 2 of 2B, colocated, 300 tokens an answer | {shown} | | {origin(found)} |"
     for part, how in (("engine_plain", "token by token"), ("engine_skipped", "skipping forced tokens")):
         if (found := measured(part)) is not None:
             billions = found["results"]["push"]["full"]["bytes"] / 2e9
             rates = [found["results"][f"batch_{batch}"]["boxes_per_s"] for batch in (1, 64)]
             shown = f"{rates[0]:,.0f} boxes/s, 64 at once {rates[1]:,.0f}"
-            yield f"| answers of {billions:.1f} B parameters, {how} | {shown} | |"
+            yield f"| answers of {billions:.1f} B parameters, {how} | {shown} | | {origin(found)} |"
     if (found := measured("engine_plain")) is not None:
         pushed = found["results"]["push"]["full_with_checksums"]
-        yield f"| push of {pushed['bytes'] / 1e9:.1f} GB, with checksums | {pushed['push_s']:.2f} s | |"
+        shown = f"{pushed['push_s']:.2f} s"
+        yield f"| push of {pushed['bytes'] / 1e9:.1f} GB, with checksums | {shown} | | {origin(found)} |"
 
 
 def _tests() -> Iterator[str]:
     """What the newest summary says of tests/gpu."""
+    if (found := newest_summary()) is not None and found["tests"]:
+        where = found["machine"]
+        yield f"| `tests` | {commit_of(found)} | {where['date'][:10]} | {where['gpu']} | | {found['tests']} |"
+
+
+def newest_summary() -> dict[str, Any] | None:
+    """The newest summary, its ``file``, and what it notes of the ``tests``."""
     for file in sorted(RESULTS.glob(f"{HARDWARE}*/summary.json"), reverse=True)[:1]:
         summary = json.loads(file.read_text(encoding="utf-8"))
-        where, notes = summary["machine"], [row["note"] for row in summary["results"] if row["part"] == "tests"]
-        if notes:
-            yield f"| `tests` | {where['commit'][:8]} | {where['date'][:10]} | {where['gpu']} | | {notes[0]} |"
+        notes = [row["note"] for row in summary["results"] if row["part"] == "tests"]
+        return summary | {"file": file, "tests": notes[0] if notes else None}
+    return None
 
 
 def commit_of_all(folder: Path) -> str:
