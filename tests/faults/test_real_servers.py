@@ -12,10 +12,11 @@ import pytest
 from coordexp.engine.trainer.server_backend import ServerBackend
 from coordexp.errors import CoordExpError
 from coordexp.rollouts import SeedContext
+from support.busy import busyness
 from support.lying_proxy import AFTER, ANSWERS, BEFORE, STALE, LyingProxy, lying_proxy
 from support.rollout_servers import PlainServer, server_config, server_keys, swift_rollout, vllm_config
 
-DEADLINE_S = 3.0
+DEADLINE_S = 3.0 * busyness()  # of healthy requests too
 COMMIT = "/process_weights_after_loading/"
 
 
@@ -84,11 +85,11 @@ def healed(behind: Proxied) -> Iterator[list[tuple[int, ...]]]:
 
 
 def refused(act: Callable[[], Any], seen: Callable[[object], None]) -> str:
-    """The trainer's error, raised within its deadline and two seconds."""
+    """The trainer's error, raised within its deadline and, on a quiet machine, two seconds."""
     begun = time.monotonic()
     with pytest.raises(CoordExpError) as error:
         act()
-    assert time.monotonic() - begun < DEADLINE_S + 2
+    assert time.monotonic() - begun < DEADLINE_S + 2 * busyness()
     seen(error.value)
     return str(error.value)
 

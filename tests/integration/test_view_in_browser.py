@@ -20,12 +20,13 @@ from coordexp.printable import printable
 from coordexp.viewer.collect import collect, compare
 from coordexp.viewer.render import render
 from support.answers import tiny_vocab
+from support.busy import busyness
 from support.ports import free_ports
 from support.scored_answers import random_answers, with_soft
 from support.view_runs import HOSTILE, hostile_answers, write_run
 
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key that the standard gives to references
-_CALL_S = 30.0
+_CALL_S = 30.0 * busyness()
 _KEYS = {"Escape": "\ue00c", "ArrowDown": "\ue015", "ArrowUp": "\ue013", "Home": "\ue011", "ArrowRight": "\ue014"}
 
 
@@ -112,7 +113,7 @@ def open_browser() -> Iterator[Browser]:
                 "goog:loggingPrefs": {"browser": "ALL"},
             }
             request = {"capabilities": {"alwaysMatch": wanted}}
-            answer = client.post("session", json=request, timeout=60.0).json()["value"]
+            answer = client.post("session", json=request, timeout=2 * _CALL_S).json()["value"]
             if "sessionId" not in answer:
                 raise AssertionError(f"Chromium did not start: {answer}")
             own = f"session/{answer['sessionId']}"
@@ -375,7 +376,7 @@ def test_the_list_is_saved_as_a_dataset(answers_page: Browser) -> None:
     )
     answers_page.choose("#filter", "missed")
     answers_page.click("#save-list")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + _CALL_S
     while (saved := answers_page.run("return window.saved")) is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
