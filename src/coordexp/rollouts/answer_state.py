@@ -14,10 +14,9 @@ read any text, degenerate answers too, so they have scanners of their own.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from coordexp.coords import CoordVocab, FieldOrder
@@ -26,9 +25,10 @@ from coordexp.records import GEOMETRY_KINDS, GeometryKind
 # Names that begin in ways that tokenizers treat differently. Tokens that are equal for all of them are taken to be the
 # same for any name.
 _BEGINNINGS = ("a", "Z", "7", "é", "龘", "-", "_", "(", "🙂", '\\"')
-_MAX_REMEMBERED = 50_000  # drafts, and texts between coordinates
+_MAX_REMEMBERED = 50_000  # places, and texts between coordinates
+_MAX_DRAFTS = 1_000  # of one place: with other names
 _BOX, _MIN_POLY = 4, 6  # coordinates
-_NEXT = b'", "'  # between two coordinates of an object
+_COORDINATE = -1  # stands for any coordinate's token
 # Most tokens of the guess that a name ends, which is often wrong. With Qwen's tokenizer it takes 6 tokens. On a CPU
 # these cost more than the passes that it saves; on a GPU a pass takes as long with them.
 _SHORT, _SHORT_ON_GPU = 2, 8
@@ -72,126 +72,140 @@ def _patterns(order: FieldOrder | None, kind: GeometryKind | None, count: int, i
 
 
 class AnswerGrammar:
-    """Canonical answers in one vocabulary. Remembers drafts, and the tokens of texts between coordinates. ``on_gpu``:
-    guess more, because a drafted token costs less."""
+    """Canonical answers in one vocabulary. Remembers places, with their drafts, and the tokens of texts between
+    coordinates. ``on_gpu``: guess more, because a drafted token costs less."""
 
     def __init__(self, vocab: CoordVocab, on_gpu: bool = False) -> None:
         self.vocab, self.pieces = vocab, vocab.pieces
-        self.closing = frozenset((vocab.eos_id, *vocab.coord_token_ids))  # they end a text between coordinates
+        self.coordinates = frozenset(vocab.coord_token_ids)
         self.longest_guess = _SHORT_ON_GPU if on_gpu else _SHORT
-        self.drafts: OrderedDict[Hashable, tuple[int, ...] | str] = OrderedDict()  # see AnswerState.draft
-        self._known: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._places: dict[tuple[Any, ...], _Place] = {}
+        self._known: dict[str, tuple[int, ...]] = {}
 
     def start(self) -> AnswerState:
         """The state of an empty answer."""
         return AnswerState(self)
 
+    def place(self, *decided: Any) -> _Place:
+        """The one place of these arguments of :class:`_Place`."""
+        found = self._places.get(decided)
+        if found is None:
+            if len(self._places) >= _MAX_REMEMBERED:
+                self._places.clear()  # answers keep those that they need
+            found = self._places[decided] = _Place(self, *decided)
+        return found
+
     def tokens(self, text: str) -> tuple[int, ...]:
         """Tokens of a text between coordinates."""
         found = self._known.get(text)
         if found is None:
+            if len(self._known) >= _MAX_REMEMBERED:
+                self._known.clear()
             found = self._known[text] = tuple(self.vocab.encode(text))
-            if len(self._known) > _MAX_REMEMBERED:
-                self._known.popitem(last=False)
         return found
 
 
-class AnswerState:
-    """One answer so far.
+class _Place:
+    """A place in canonical answers, shared by all answers that get there: the ``order`` of the fields, ``kind`` and
+    ``index`` of the object, its ``count`` coordinates so far, and since the last one the tokens ``ids`` that write
+    ``written``. ``begun``: the name of which the text has a beginning only, None outside a name.
 
-    Only canonical answers are followed: after another token ``is_canonical`` is False and nothing is forced any more.
-    ``names``: descriptions of the objects so far, as they are written in JSON.
+    Reading a token and drafting are look-ups here, because a GPU waits for both after each step.
     """
 
-    def __init__(self, grammar: AnswerGrammar) -> None:
+    def __init__(
+        self,
+        grammar: AnswerGrammar,
+        order: FieldOrder | None = None,
+        kind: GeometryKind | None = None,
+        index: int = 0,
+        count: int = 0,
+        ids: tuple[int, ...] = (),
+        written: bytes = b"",
+    ) -> None:
         self._grammar = grammar
-        self.is_canonical = True
-        self.names: list[str] = []
-        self._order: FieldOrder | None = None
-        self._kind: GeometryKind | None = None
-        self._index = self._count = self._poly_size = 0
-        self._ids: list[int] = []  # since the last coordinate
-        self._bytes = b""
+        self.decided, self.kind, self.count = (order, kind, index), kind, count
+        self.ids, self.written = ids, written
+        self._is_dead = False  # whether the text is known to fit no pattern
+        self.after: dict[int, _Step] = {}
+        self._drafts: dict[tuple[str | None, bool], tuple[int, ...]] = {}
 
-    def push(self, token_id: int) -> None:
-        """Add the answer's next token."""
-        if not self.is_canonical:
-            return
+    # Computed where a draft begins or a text ends, not for each token of an accepted draft.
+
+    @cached_property
+    def _text(self) -> str:
+        return self.written.decode("utf-8", errors="replace")
+
+    @cached_property
+    def _open(self) -> list[_Pattern]:
+        # Patterns that the text since the last coordinate may still become.
+        order, kind, index = self.decided
+        found = [one for one in _patterns(order, kind, self.count, index) if _fits(self._text, one)]
+        self._is_dead = not found
+        return found
+
+    @cached_property
+    def begun(self) -> str | None:
+        names = (_name_in(self._text, pattern) for pattern in self._open)
+        return next((name[0] for name in names if name is not None and not name[1]), None)
+
+    def step(self, token_id: int) -> _Step:
+        """The next place and what the answer learns on the way. All coordinates lead to one place."""
         grammar = self._grammar
-        if token_id not in grammar.closing:
-            self._ids.append(token_id)
-            self._bytes += grammar.pieces[token_id] if token_id < len(grammar.pieces) else b""
-            return
         ends = token_id == grammar.vocab.eos_id
-        if self._bytes == _NEXT and not ends and self._index and (self._kind == "poly" or self._count < _BOX):
-            self._count += 1  # the first pattern, and by far the most frequent one
-            self._ids, self._bytes = [], b""
-            return
-        self.is_canonical = self._close_text(ends)
+        if ends or token_id == _COORDINATE:
+            step = self._close_text(ends)
+        elif self._is_dead:
+            step = (None, None, None)
+        else:
+            piece = grammar.pieces[token_id] if token_id < len(grammar.pieces) else b""
+            step = grammar.place(*self.decided, self.count, (*self.ids, token_id), self.written + piece), None, None
+        self.after[token_id] = step
+        return step
+
+    def _close_text(self, ends: bool) -> _Step:
+        # A coordinate, or the end of the turn, ends the text: apply the pattern that it matches.
+        for pattern in self._open:
+            name = _name_in(self._text, pattern)
+            whole = pattern.before + ("" if name is None else name[0]) + (pattern.after or "")
+            if pattern.ends != ends or self._text != whole:
+                continue
+            poly_size = self.count if self.kind == "poly" and (pattern.kind is not None or ends) else None
+            order, kind, index = self.decided
+            if pattern.kind is None:
+                place = self._grammar.place(order, kind, index, self.count + 1)
+            else:
+                place = self._grammar.place(pattern.order, pattern.kind, index + 1, 1)
+            return place, None if name is None else name[0], poly_size
+        return None, None, None
 
     def forced(self) -> tuple[int, ...]:
-        """The tokens with which every canonical continuation begins; ``()`` where the next token is a decision."""
-        if not self.is_canonical:
-            return ()
-        text = self._text()
+        """The tokens with which every canonical continuation begins."""
         shared: tuple[int, ...] | None = None
-        for pattern in self._open():
-            name = _name_in(text, pattern)
+        for pattern in self._open:
+            name = _name_in(self._text, pattern)
             if name is not None and not name[1]:
                 return ()  # inside a name
             names = [name[0]] if name is not None else _BEGINNINGS if pattern.after is not None else [""]
             shared = self._shared_tokens(pattern, names, shared)
         return shared or ()
 
-    def draft(self, limit: int) -> tuple[int, ...]:
-        """Up to ``limit`` tokens that probably come next: forced ones, and guesses of decisions.
-
-        Guesses depend only on the answer: another object of the same kind follows; after two objects with one name, the
-        next one has it too; a name that begins like an earlier one is completed to it; any other name ends when it has
-        as many words as the one before, if the tokenizer needs few tokens for that; a polygon has as many coordinates
-        as the one before.
-        """
-        if not self.is_canonical:
-            return ()
-        repeated = self.names[-1] if len(self.names) > 1 and self.names[-1] == self.names[-2] else None
-        # All that a draft depends on. Inside a name it also depends on the answer's names, so the name's beginning is
-        # remembered then, and the draft for each name that is guessed.
-        key = (self._order, self._kind, self._count, self._index, tuple(self._ids), repeated, self._poly_ends())
-        found = self._remembered(key, lambda: self._guess(repeated) if (begun := self._name_begun()) is None else begun)
-        return (self._guess_after(found, key) if isinstance(found, str) else found)[:limit]
-
-    def _guess_after(self, begun: str, key: Hashable) -> tuple[int, ...]:
-        # Inside a name that begins with ``begun``.
-        if not begun:
-            return ()
-        known = next((name for name in reversed(self.names) if name.startswith(begun)), None)
-        words = len(self.names[-1].split()) if self.names else 1
-        if known is None and len(begun.split()) < words:
-            return ()
-        name = begun if known is None else known
-        found = self._remembered((key, name), lambda: self._guess(name))
-        return found if known is not None or len(found) <= self._grammar.longest_guess else ()
-
-    def _remembered(self, key: Hashable, guess: Callable[[], tuple[int, ...] | str]) -> Any:
-        drafts = self._grammar.drafts
-        found = drafts.get(key)
+    def draft(self, name: str | None, poly_ends: bool) -> tuple[int, ...]:
+        """Tokens of the most probable text that fits. With ``name`` None, only those that are the same for any name.
+        ``poly_ends``: the polygon probably ends here."""
+        found = self._drafts.get((name, poly_ends))
         if found is None:
-            found = drafts[key] = guess()
-            if len(drafts) > _MAX_REMEMBERED:
-                drafts.popitem(last=False)
+            if len(self._drafts) >= _MAX_DRAFTS:
+                self._drafts.clear()
+            found = self._drafts[name, poly_ends] = self._guess(name, poly_ends)
         return found
 
-    def _poly_ends(self) -> bool:
-        # Whether the polygon probably ends here.
-        return self._kind == "poly" and self._count == self._poly_size
-
-    def _guess(self, name: str | None) -> tuple[int, ...]:
-        # Tokens of the most probable text that fits; with ``name`` None, only those that are the same for any name.
-        patterns = self._open()
-        if self._poly_ends():
-            patterns.sort(key=lambda one: one.kind is None and not one.ends)  # another coordinate last
+    def _guess(self, name: str | None, poly_ends: bool) -> tuple[int, ...]:
+        patterns = self._open
+        if poly_ends:  # another coordinate last
+            patterns = sorted(patterns, key=lambda one: one.kind is None and not one.ends)
         for pattern in patterns:
-            written = _name_in(self._text(), pattern)
+            written = _name_in(self._text, pattern)
             if written is not None and written[1]:
                 names: Sequence[str] = [written[0]]
             elif pattern.after is None:
@@ -207,50 +221,80 @@ class AnswerState:
     ) -> tuple[int, ...] | None:
         # The tokens after the current ones with which ``shared`` and the pattern with each of the names begin; None for
         # no such text.
-        done = len(self._ids)
+        done = len(self.ids)
         for name in names:
             ids = self._grammar.tokens(pattern.before + name + (pattern.after or ""))
-            if list(ids[:done]) == self._ids:
+            if ids[:done] == self.ids:
                 ids = (*ids, self._grammar.vocab.eos_id) if pattern.ends else ids
                 shared = ids[done:] if shared is None else _common(shared, ids[done:])
         return shared
 
-    def _name_begun(self) -> str | None:
-        # The beginning of a name at the end of the text; None outside a name.
-        for pattern in self._open():
-            written = _name_in(self._text(), pattern)
-            if written is not None and not written[1]:
-                return written[0]
-        return None
 
-    def _text(self) -> str:
-        return self._bytes.decode("utf-8", errors="replace")
+# The next place (None: the answer is not canonical), a name that ended, and the coordinates of a polygon that ended.
+_Step = tuple[_Place | None, str | None, int | None]
 
-    def _open(self) -> list[_Pattern]:
-        # Patterns that the text since the last coordinate may still become.
-        text = self._text()
-        patterns = _patterns(self._order, self._kind, self._count, self._index)
-        return [pattern for pattern in patterns if _fits(text, pattern)]
 
-    def _close_text(self, ends: bool) -> bool:
-        # A coordinate, or the end of the turn, ends the text: apply the pattern that it matches. False if none does.
-        text = self._text()
-        for pattern in self._open():
-            name = _name_in(text, pattern)
-            whole = pattern.before + ("" if name is None else name[0]) + (pattern.after or "")
-            if pattern.ends != ends or text != whole:
-                continue
+class AnswerState:
+    """One answer so far.
+
+    Only canonical answers are followed: after another token ``is_canonical`` is False and nothing is forced any more.
+    ``names``: descriptions of the objects so far, as they are written in JSON.
+    """
+
+    def __init__(self, grammar: AnswerGrammar) -> None:
+        self.names: list[str] = []
+        self._poly_size = 0
+        self._place: _Place | None = grammar.place()
+        self._coordinates, self._longest_guess = grammar.coordinates, grammar.longest_guess
+
+    @property
+    def is_canonical(self) -> bool:
+        return self._place is not None
+
+    def push(self, token_id: int) -> None:
+        """Add the answer's next token."""
+        self.extend((token_id,))
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Add the answer's next tokens."""
+        place, coordinates = self._place, self._coordinates
+        for token_id in token_ids:
+            if place is None:
+                break
+            key = _COORDINATE if token_id in coordinates else token_id
+            place, name, poly_size = place.after.get(key) or place.step(key)
             if name is not None:
-                self.names.append(name[0])
-            if self._kind == "poly" and (pattern.kind is not None or ends):
-                self._poly_size = self._count
-            if pattern.kind is not None:
-                self._kind, self._order, self._count = pattern.kind, pattern.order, 0
-                self._index += 1
-            self._count += 1
-            self._ids, self._bytes = [], b""
-            return True
-        return False
+                self.names.append(name)
+            if poly_size is not None:
+                self._poly_size = poly_size
+        self._place = place
+
+    def forced(self) -> tuple[int, ...]:
+        """The tokens with which every canonical continuation begins; ``()`` where the next token is a decision."""
+        return () if self._place is None else self._place.forced()
+
+    def draft(self, limit: int) -> tuple[int, ...]:
+        """Up to ``limit`` tokens that probably come next: forced ones, and guesses of decisions.
+
+        Guesses depend only on the answer: another object of the same kind follows; after two objects with one name, the
+        next one has it too; a name that begins like an earlier one is completed to it; any other name ends when it has
+        as many words as the one before, if the tokenizer needs few tokens for that; a polygon has as many coordinates
+        as the one before.
+        """
+        place, names = self._place, self.names
+        if place is None:
+            return ()
+        begun = place.begun
+        if begun is None:
+            repeated = names[-1] if len(names) > 1 and names[-1] == names[-2] else None
+            return place.draft(repeated, place.kind == "poly" and place.count == self._poly_size)[:limit]
+        if not begun:
+            return ()
+        known = next((name for name in reversed(names) if name.startswith(begun)), None)
+        if known is None and len(begun.split()) < (len(names[-1].split()) if names else 1):
+            return ()
+        found = place.draft(begun if known is None else known, False)
+        return found[:limit] if known is not None or len(found) <= self._longest_guess else ()
 
 
 def forced_positions(grammar: AnswerGrammar, token_ids: Sequence[int]) -> Iterator[int]:

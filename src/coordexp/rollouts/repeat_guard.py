@@ -8,6 +8,7 @@ occurred r times in a row.
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,14 +94,17 @@ class RepeatGuard:
 
     def may_trigger_within(self, count: int) -> bool:
         """Whether ``count`` further tokens could trigger the guard, whatever they are; True if they perhaps could."""
+        return count >= self.fewest_to_trigger()
+
+    def fewest_to_trigger(self) -> float:
+        """The fewest further tokens that could trigger the guard; infinity if no rule is on."""
         settings, size, repeats = self._settings, self._settings.ngram_size, self._settings.ngram_repeats
         if self.trigger is not None or settings.max_object_keys is not None:
-            return True
-        if self.num_tokens + count < settings.min_new_tokens:
-            return False
-        return 0 < settings.max_consecutive_token_repeats <= self._run + count or (
-            size > 0 and repeats > 0 and self._ngram_matches + count >= size * (repeats - 1)
-        )
+            return 0
+        most = settings.max_consecutive_token_repeats
+        run = most - self._run if most > 0 else math.inf
+        ngram = size * (repeats - 1) - self._ngram_matches if size > 0 and repeats > 0 else math.inf
+        return max(settings.min_new_tokens - self.num_tokens, min(run, ngram))
 
     def fork(self) -> RepeatGuard:
         """An independent guard that has seen the same tokens: a beam that splits."""

@@ -32,6 +32,7 @@ TINY = {
     "data_start": "--records 30 --folder FOLDER",
     "dealing": "--ranks 3 --servers 3",
     "decode_transformers": "--images 2 --batches 1,2 --answers 2 --rounds 1",
+    "draft_steps": "--answers 2 --objects 2 --rounds 2",
     "learner": "--vocabulary 3000 --hidden 16 --positions 30 --samples 5 --lengths 30,60 --capacity 150 --batch 2 "
     "--repeats 1 --full-row 600",
     "packing": "--segments 8,24 --capacity 512 --trials 3 --stream-steps 12",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import wraps
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -76,44 +77,39 @@ class AnswerDrafter:
             if not len(sampled) or room <= 0:
                 drafts.append([])
                 continue
-            state = self._state(row, token_ids_cpu[row, :length])
+            state = self._state(row, token_ids_cpu[row], length)
             drafts.append(list(state.draft(room)) if state is not None else [])
         most = MOST_DRAFTED if self._captured is None else max(0, min(MOST_DRAFTED, self._captured - len(drafts)))
         if sum(map(len, drafts)) > most:
             return [draft[: most // len(drafts)] for draft in drafts]
         return drafts
 
-    def _state(self, row: int, ids: np.ndarray) -> AnswerState | None:
-        # Requests may move to other rows, so compare this row's answer with the one that its state has read. Equal
-        # answers have equal states, so it does not matter whose state it was.
+    def _state(self, row: int, ids: np.ndarray, length: int) -> AnswerState | None:
+        # Requests may move to other rows, so compare this row's answer with the one that its state has read, as bytes,
+        # which is fastest. Equal answers have equal states, so it does not matter whose state it was.
         tracked = self._rows.get(row)
-        if tracked is None or not tracked.is_prefix_of(ids):
-            starts = np.flatnonzero(ids == self._turn_start)
-            begin = int(starts[-1]) + 1 + len(self._header) if len(starts) else -1
-            if begin < 0 or not np.array_equal(ids[begin - len(self._header) : begin], self._header):
+        written = b"" if tracked is None else ids[tracked.begin : length].tobytes()
+        if tracked is None or not tracked.read or not written.startswith(tracked.read):
+            starts = np.flatnonzero(ids[:length] == self._turn_start)
+            begin = int(starts[-1]) + 1 + len(self._header) if len(starts) else length + 1
+            if begin > length or not np.array_equal(ids[begin - len(self._header) : begin], self._header):
                 return None
-            tracked = self._rows[row] = _TrackedAnswer(begin, self._grammar.start())
-        tracked.read(ids)
+            tracked = self._rows[row] = _TrackedAnswer(begin, begin, b"", self._grammar.start())
+            written = ids[begin:length].tobytes()
+        tracked.state.extend(ids[tracked.end : length].tolist())
+        tracked.read, tracked.end = written, length
         return tracked.state
 
 
+@dataclass(slots=True)
 class _TrackedAnswer:
-    """The answer of one row as far as it was read, with the state after that."""
+    """The answer of one row as far as it was read, as bytes, with the state after that. It begins at column ``begin``
+    of the batch's tokens and was read to ``end``."""
 
-    def __init__(self, begin: int, state: AnswerState) -> None:
-        self._begin = self._end = begin
-        self._read = b""  # the memory of the tokens: the fastest to compare
-        self.state = state
-
-    def is_prefix_of(self, ids: np.ndarray) -> bool:
-        return self._begin < self._end <= len(ids) and ids[self._begin : self._end].tobytes() == self._read
-
-    def read(self, ids: np.ndarray) -> None:
-        new = ids[self._end :]
-        for token in new.tolist():
-            self.state.push(token)
-        self._read += new.tobytes()
-        self._end = len(ids)
+    begin: int
+    end: int
+    read: bytes
+    state: AnswerState
 
 
 class _MaskedRow(NamedTuple):
@@ -137,23 +133,26 @@ class DraftedMasks:
 
     def sample(self, runner: Any, logits: torch.Tensor, metadata: Any, sample: Any) -> Any:
         """Mask ``logits`` in place (one row per position), and sample by ``sample(logits, metadata)``."""
-        batch = runner.input_batch
+        batch, before, guards = runner.input_batch, self._rows, self.guard
         self.known_tokens.apply(logits)
-        self._rows = {name: self._row(name, runner.requests[name]) for name in batch.req_ids}
+        self._rows = {}
         ends = []  # (request, position in its draft, trigger, row)
         first = 0
         for index, name in enumerate(batch.req_ids):
             count = 0 if metadata is None else metadata.num_draft_tokens[index]
-            draft = batch.spec_token_ids[index][:count]
-            if count and draft[-1] < 0:  # vLLM pads with -1
-                draft = list(takewhile(lambda token: token >= 0, draft))
-            names, guard = self._rows[name].names, self._rows[name].guard
-            rows = logits[first : first + count + 1]
-            if names is not None:
-                self.names.mask_rows(rows, names, draft)
-            if guard is not None and self.guard is not None and (end := self._end_of(guard, draft)) is not None:
-                self.guard.end(rows, [end[0]])
-                ends.append((index, end[0], end[1], guard))
+            request, row = runner.requests[name], before.get(name)
+            # vLLM may replace a request's list of tokens, as when it resumes a preempted one; its rows then start over.
+            if row is None or row.answer is not request.output_token_ids:
+                row = self._new_row(request)
+            self._rows[name] = row
+            guarded = guards is not None and guards.may_end_within(row.guard, count)
+            if guarded or row.names is not None:
+                draft = list(takewhile(lambda token: token >= 0, batch.spec_token_ids[index][:count]))  # padded with -1
+                if row.names is not None:
+                    self.names.mask_rows(logits[first : first + count + 1], row.names, draft)
+                if guards is not None and guarded and (end := self._end_of(row.guard, draft)) is not None:
+                    guards.end(logits, [first + end[0]])
+                    ends.append((index, *end, row.guard))
             first += count + 1
         output = sample(logits, metadata)
         for index, position, trigger, guard in ends:
@@ -164,12 +163,8 @@ class DraftedMasks:
                 self.guard.keep_trigger(guard, trigger)
         return output
 
-    def _row(self, name: str, request: Any) -> _MaskedRow:
-        # vLLM may replace a request's list of tokens, as when it resumes a preempted one; its rows then start over.
-        row, answer = self._rows.get(name), request.output_token_ids
-        if row is not None and row.answer is answer:
-            return row
-        params = request.sampling_params
+    def _new_row(self, request: Any) -> _MaskedRow:
+        params, answer = request.sampling_params, request.output_token_ids
         guard = None if self.guard is None else self.guard.new_row(params, None, answer)
         return _MaskedRow(answer, self.names.new_row(params, None, answer), guard)
 

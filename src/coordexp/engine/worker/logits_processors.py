@@ -120,11 +120,13 @@ class AllowedLabelsProcessor(LogitsProcessor):
 
 @dataclass(slots=True)
 class _GuardRow:
-    """One request: its answer so far (a list that vLLM extends) and how much of it the guard has seen."""
+    """One request: its answer so far (a list that vLLM extends), the guard with what it has read of it, and the
+    answer's length from which on the guard could end it."""
 
     request_id: str | None
     answer: list[int]
     guard: RepeatGuard
+    not_before: float = 0
 
 
 class RepeatTerminateProcessor(LogitsProcessor):
@@ -187,6 +189,11 @@ class RepeatTerminateProcessor(LogitsProcessor):
         self.keep_trigger(row, row.guard.trigger)
         return True
 
+    def may_end_within(self, row: _GuardRow, count: int) -> bool:
+        """Whether the guard could end the answer within ``count`` further tokens, whatever these are. As long as it
+        could not, the answer need not be read."""
+        return not row.guard.num_tokens <= len(row.answer) < row.not_before - count
+
     def read(self, row: _GuardRow) -> bool:
         """Push the answer's new tokens to its guard; False if the answer is over."""
         guard, answer = row.guard, row.answer
@@ -200,6 +207,7 @@ class RepeatTerminateProcessor(LogitsProcessor):
             raise RolloutError(_TOO_EARLY)
         if not is_over:
             guard.extend(new)
+            row.not_before = guard.num_tokens + guard.fewest_to_trigger()
         return not is_over
 
     def keep_trigger(self, row: _GuardRow, trigger: Trigger) -> None:
