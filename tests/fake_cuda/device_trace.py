@@ -7,7 +7,9 @@ Real CPU tensors are the host, fake CUDA tensors the device. Waits of the host a
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,7 @@ LAUNCH = 4e-6
 PEAK = 989e12
 
 MASKED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+PRODUCTS = ("mm", "addmm", "bmm", "convolution", "convolution_backward")
 NO_KERNEL = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach")
 
 
@@ -43,18 +46,39 @@ def asked_by_transformers() -> bool:
     return False
 
 
+def pass_of_a_row() -> str:
+    """The pass that launches the present kernel: forward, recomputed (within backward) or backward."""
+    frame: Any = sys._getframe(2)
+    passes = "forward" if threading.current_thread() is threading.main_thread() else "backward"
+    while frame is not None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if path.endswith("torch/utils/checkpoint.py") and name == "unpack_hook":
+            return "recomputed"
+        if name == "_engine_run_backward":
+            passes = "backward"
+        frame = frame.f_back
+    return passes
+
+
 @dataclass
 class Totals:
-    """Of one step. ``seconds``: each kernel by its bytes or its arithmetic, whichever takes longer."""
+    """Kernels, e.g. of one step. ``seconds``: each by its bytes or its arithmetic, whichever takes longer."""
 
     kernels: int = 0
     bytes: float = 0.0
     flops: float = 0.0
     seconds: float = 0.0
 
+    def add(self, moved: float, flops: float, seconds: float) -> None:
+        self.kernels += 1
+        self.bytes += moved
+        self.flops += flops
+        self.seconds += seconds
+
 
 class DeviceTrace(TorchDispatchMode):
-    """Use it inside ``fake``. ``now`` and ``peak``: bytes."""
+    """Use it inside ``fake``. ``now`` and ``peak``: bytes. ``parts``: kernels by kind and pass. ``updates``: set it
+    while the optimizer runs."""
 
     def __init__(self, fake: FakeTensorMode, segments: Mapping[int, tuple[int, ...]], selected: int) -> None:
         """``segments``: lengths of the segments by the length of their row, of tokens and of patches. ``selected``:
@@ -63,12 +87,15 @@ class DeviceTrace(TorchDispatchMode):
         self.fake, self.segments, self.selected = fake, segments, selected
         self.now = self.peak = 0
         self.totals = Totals()
+        self.parts: defaultdict[str, Totals] = defaultdict(Totals)
+        self.updates = False
         self._live: dict[int, Any] = {}
 
     def restart(self) -> None:
         """Count from here; live memory stays."""
         self.peak = self.now
         self.totals = Totals()
+        self.parts.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -173,7 +200,9 @@ class DeviceTrace(TorchDispatchMode):
             causal = 0.5 if lengths is self.segments[min(self.segments)] else 1.0
             flops = 4.0 * sum(n * n for n in lengths) * heads_dim * causal * (2.5 if backward else 1.0)
         seconds = max(moved / MEMORY, flops / speed, LAUNCH)
-        self.totals.kernels += 1
-        self.totals.bytes += moved
-        self.totals.flops += flops
-        self.totals.seconds += seconds
+        kind = (
+            "products" if name in PRODUCTS else "attention" if "attn" in name or "attention" in name else "element-wise"
+        )
+        part = "optimizer" if self.updates else f"{kind}, {pass_of_a_row()}"
+        for totals in (self.totals, self.parts[part]):
+            totals.add(moved, flops, seconds)

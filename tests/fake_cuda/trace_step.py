@@ -179,7 +179,9 @@ def trace(flags: argparse.Namespace) -> dict[str, Any]:
             for number in range(2):
                 device.restart()
                 step.accumulate(read, number)
+                device.updates = True
                 step.update()
+                device.updates = False
     totals, done = device.totals, sum(lengths) * flags.rows
     estimate = estimate_memory(config, shape.to_dict(), shapes)
     return {
@@ -189,6 +191,7 @@ def trace(flags: argparse.Namespace) -> dict[str, Any]:
         "peak_gb": device.peak / 1e9, "estimate_gb": estimate.total / 1e9,
         "kernels": totals.kernels, "tflop": totals.flops / 1e12, "gb_moved": totals.bytes / 1e9,
         "roofline_s": totals.seconds, "tokens_per_s": done / totals.seconds,
+        "parts": {name: vars(part) for name, part in sorted(device.parts.items())},
         "share_of_peak": totals.flops / totals.seconds / PEAK, "traced_s": time.perf_counter() - started,
     }  # fmt: skip
 
@@ -219,6 +222,11 @@ def main() -> None:
         f"roofline of an H100 {found['roofline_s']:.2f} s = {found['tokens_per_s']:.0f} tokens/s, "
         f"{found['share_of_peak']:.2f} of its peak; traced in {found['traced_s']:.0f} s"
     )
+    for name, part in found["parts"].items():
+        print(
+            f"  {name:26} {part['kernels']:6} kernels {part['bytes'] / 1e9:7.0f} GB {part['flops'] / 1e12:5.0f} TFLOP "
+            f"{1e3 * part['seconds']:6.0f} ms"
+        )
 
 
 if __name__ == "__main__":
