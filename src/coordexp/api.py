@@ -88,6 +88,8 @@ def evaluate(
     calibrate: bool = False,
     quiet: bool = False,
     answers: int = 1,
+    tiles: int | tuple[int, int] | None = None,
+    overlap: float = 0.2,
 ) -> EvaluationResult:
     """Evaluate a checkpoint as ``coordexp evaluate`` does, and write figures and answers.
 
@@ -103,6 +105,8 @@ def evaluate(
         calibrate: fit confidences to what is right here, and store that in the checkpoint's folder.
         quiet: without a progress bar.
         answers: per image, merged into one; ``by_answers`` then has figures of one, merged and best answers.
+        tiles: answer tiles of this side, or (width, height), in pixels, and merge their answers.
+        overlap: share of its side that a tile has at least from its neighbour.
 
     Returns:
         ``metrics`` by name, ``answers``, and ``summary`` with figures by class and thresholds.
@@ -122,6 +126,7 @@ def evaluate(
     else:
         run = evaluation_config(checkpoint, jsonl)
     check_paths({"model": checkpoint or run.model.model}, {"data": jsonl or run.custom.val_jsonl})
+    from coordexp.data.tiles import Tiling
     from coordexp.inference.prediction import run_evaluation
     from coordexp.modeling.load import no_progress_bars
 
@@ -129,6 +134,7 @@ def evaluate(
         return run_evaluation(
             run, _console(quiet), model=checkpoint, data=jsonl, limit=limit, output=None if out is None else Path(out),
             classes=check_classes(classes, checkpoint or run.model.model), calibrate=calibrate, answers=answers,
+            tiling=None if tiles is None else Tiling.of(tiles, overlap),
         )  # fmt: skip
 
 

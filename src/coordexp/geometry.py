@@ -11,7 +11,7 @@ Mask IoU is that of a fixed virtual canvas of R x R pixels: bins are clamped to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -30,21 +30,22 @@ class Shape(Protocol):
         ...
 
     @property
-    def bins(self) -> Sequence[int]:
-        """Flat norm1000 coordinates: x1, y1, x2, y2 of a box; x, y of each point of a polygon."""
+    def bins(self) -> Sequence[float]:
+        """Flat norm1000 coordinates: x1, y1, x2, y2 of a box; x, y of each point of a polygon. Whole numbers, except
+        in the answers of tiles, which are finer than a bin of their photograph."""
         ...
 
 
 def ring(shape: Shape) -> np.ndarray:
-    """The outline's vertices, (V, 2) int64, clamped to 0..999; a box gives its 4 corners, in either order. Raises
+    """The outline's vertices, (V, 2), clamped to 0..999; a box gives its 4 corners, in either order. Raises
     ValueError for an unknown kind, a box without 4 bins, a polygon with odd or fewer than 6 bins."""
-    bins = np.clip(np.asarray(shape.bins, dtype=np.int64), 0, NUM_BINS - 1)
+    bins = np.clip(np.asarray(shape.bins), 0, NUM_BINS - 1)
     if shape.kind == "bbox_2d":
         if bins.shape != (4,):
             raise ValueError(f"bbox_2d needs 4 bins, got {bins.size}")
         x1, x2 = sorted((bins[0], bins[2]))
         y1, y2 = sorted((bins[1], bins[3]))
-        return np.array([(x1, y1), (x2, y1), (x2, y2), (x1, y2)], dtype=np.int64)
+        return np.array([(x1, y1), (x2, y1), (x2, y2), (x1, y2)])
     if shape.kind == "poly":
         if bins.ndim != 1 or bins.size < 6 or bins.size % 2:
             raise ValueError(f"poly needs an even number of bins, at least 6, got {bins.size}")
@@ -52,7 +53,7 @@ def ring(shape: Shape) -> np.ndarray:
     raise ValueError(f"unknown geometry kind {shape.kind!r}; use 'bbox_2d' or 'poly'")
 
 
-def aabb(shape: Shape) -> tuple[int, int, int, int]:
+def aabb(shape: Shape) -> tuple[float, float, float, float]:
     """Axis-aligned bounding box ``(x1, y1, x2, y2)`` of a box or polygon, clamped to 0..999."""
     bins = shape.bins
     is_box, is_poly = shape.kind == "bbox_2d", shape.kind == "poly"
@@ -65,9 +66,9 @@ def aabb(shape: Shape) -> tuple[int, int, int, int]:
 
 
 def aabbs(shapes: Sequence[Shape]) -> np.ndarray:
-    """:func:`aabb` of each shape: (N, 4) int64, also for N = 0."""
+    """:func:`aabb` of each shape: (N, 4), int64 unless some shape has fractions of bins."""
     corners = [shape.bins if shape.kind == "bbox_2d" and len(shape.bins) == 4 else aabb(shape) for shape in shapes]
-    corners_N4 = np.array(corners, dtype=np.int64).reshape(-1, 4)
+    corners_N4 = np.array(corners, dtype=None if corners else np.int64).reshape(-1, 4)
     corners_N4 = np.minimum(np.maximum(corners_N4, 0), NUM_BINS - 1)  # np.clip is slower: it looks up its bounds' types
     low_N2, high_N2 = corners_N4[:, :2], corners_N4[:, 2:]
     return np.concatenate([np.minimum(low_N2, high_N2), np.maximum(low_N2, high_N2)], axis=1)
@@ -103,7 +104,7 @@ def overlapping_boxes(a_N4: np.ndarray, b_M4: np.ndarray) -> tuple[np.ndarray, n
     return first_K[overlap_K], second_K[overlap_K]
 
 
-def nearest_on_outline(points_N2: np.ndarray, box: tuple[int, int, int, int]) -> np.ndarray:
+def nearest_on_outline(points_N2: np.ndarray, box: tuple[float, float, float, float]) -> np.ndarray:
     """The nearest point of the box's outline for each point: (N, 2) float64. Between equally near sides the first of
     left, right, top, bottom counts."""
     x1, y1, x2, y2 = box
@@ -138,7 +139,12 @@ def to_pixel(k: float, side: int, rule: BinRule) -> float:
 
 def to_bin(x: float, side: int, rule: BinRule) -> int:
     """Pixel coordinate → the nearest bin on a side of ``side`` pixels, 0..999: the inverse of :func:`to_pixel`."""
-    return min(NUM_BINS - 1, max(0, round((NUM_BINS - 1) * x / _extent(side, rule))))
+    return round(to_fraction(x, side, rule))
+
+
+def to_fraction(x: float, side: int, rule: BinRule) -> float:
+    """As :func:`to_bin`, without rounding."""
+    return min(NUM_BINS - 1.0, max(0.0, (NUM_BINS - 1) * x / _extent(side, rule)))
 
 
 def _extent(side: int, rule: BinRule) -> int:
@@ -175,7 +181,8 @@ def mask_iou_pairs(
     Each polygon (and each box that meets one) is rasterised once; boxes against boxes are computed in closed form.
     If bounding boxes share no area, and are not equal, the mask IoU is 0: a raster stays within the pixels of its
     bounding box, and disjoint boxes share no pixel. ``aabbs_of``: :func:`aabbs` of ``first`` and ``second``, if the
-    caller has them.
+    caller has them. With fractions of bins among them, the IoU is exact instead: small objects of a large photograph
+    are smaller than the canvas's pixels.
     """
     if resolution < 2:
         raise ValueError(f"the canvas needs at least 2 pixels a side, got {resolution}")
@@ -186,11 +193,15 @@ def mask_iou_pairs(
     aabb_1, aabb_2 = aabbs_1[pairs_K2[:, 0]], aabbs_2[pairs_K2[:, 1]]
     both_boxes_K = is_box_1[pairs_K2[:, 0]] & is_box_2[pairs_K2[:, 1]]
     iou_K = np.zeros(len(pairs_K2), dtype=np.float64)
-    iou_K[both_boxes_K] = _box_pairs(aabb_1[both_boxes_K], aabb_2[both_boxes_K], resolution)
+    fractions = not aabbs_1.dtype == aabbs_2.dtype == np.int64
+    of_boxes = box_iou_pairs if fractions else partial(_box_pairs, resolution=resolution)
+    iou_K[both_boxes_K] = of_boxes(aabb_1[both_boxes_K], aabb_2[both_boxes_K])
     drawn_D = np.flatnonzero(~both_boxes_K)
     if drawn_D.size:
         drawn_D = drawn_D[box_iou_pairs(aabb_1[drawn_D], aabb_2[drawn_D]) > 0]
-    if drawn_D.size:
+    if drawn_D.size and fractions:
+        iou_K[drawn_D] = [exact_iou(ring(first[i]), ring(second[j])) for i, j in pairs_K2[drawn_D].tolist()]
+    elif drawn_D.size:
         iou_K[drawn_D] = _drawn_pairs(first, second, pairs_K2[drawn_D], resolution)
     return iou_K
 
@@ -225,7 +236,7 @@ def _drawn_pairs(first: Sequence[Shape], second: Sequence[Shape], pairs_D2: np.n
 
 def _outline(shape: Shape, resolution: int) -> list[float]:
     # A shape's ring on the canvas, (x, y, x, y, …) for pycocotools. Lists: faster for a dozen numbers.
-    bins = shape.bins
+    bins: Any = shape.bins  # whole numbers: fractions are not drawn
     if min(bins) < 0 or max(bins) >= NUM_BINS:
         bins = [min(max(k, 0), NUM_BINS - 1) for k in bins]
     if shape.kind == "bbox_2d":
@@ -272,7 +283,7 @@ _NO_AREA = 1e-9
 
 
 def exact_iou(a_V2: np.ndarray, b_W2: np.ndarray) -> float:
-    """Area IoU of two rings with integer vertices (self-intersections allowed), exact up to float rounding.
+    """Area IoU of two rings (self-intersections allowed), exact up to float rounding.
 
     Where neither ring encloses an area: 1 if their outlines are the same set of points, else 0.
     """

@@ -131,6 +131,7 @@ SESSIONS = {"own data": OWN_DATA, "photos": PHOTOS, "conversions": CONVERSIONS}
 
 # The same start as another command, after what is replaced.
 SAME_AS: dict[str, str] = {
+    "coordexp init data/tiles --model checkpoints/start": "coordexp init data/mine --model checkpoints/start",
     "coordexp train stage1.yaml training.max_steps=3": "coordexp train stage1.yaml",
     "coordexp train stage2.yaml": "torchrun --nproc_per_node=2 -m coordexp train stage2.yaml",
     "coordexp evaluate stage2.yaml --model outputs/stage2": "coordexp evaluate stage1.yaml --model outputs/stage1",
@@ -171,6 +172,30 @@ ELSEWHERE: dict[str, str] = {
     "coordexp data convert yolo data.yaml --split train --out data/mine": "tests/unit/data/test_converters.py",
     "coordexp data sample data/white/train.jsonl --count 50 --out data/white/few.jsonl":
         "tests/unit/data/test_subset.py",
+    **dict.fromkeys(
+        (
+            "coordexp data convert voc path/to/VOC --out data/photos --split train --no-resize",
+            "coordexp data convert voc path/to/VOC --out data/photos --split val --no-resize",
+        ),
+        "tests/unit/data/test_converters.py",
+    ),
+    **dict.fromkeys(
+        (
+            "coordexp data tile data/photos/train.jsonl --size 512 --overlap 0.2 --negatives 0.1 --out "
+            "data/tiles/train.jsonl",
+            "coordexp data tile data/photos/val.jsonl --size 512 --overlap 0.2 --out data/tiles/val.jsonl",
+        ),
+        "tests/unit/data/test_tiles.py",
+    ),
+    **dict.fromkeys(
+        (
+            "coordexp predict photos --model outputs/stage1 --tiles 512 --overlap 0.2",
+            "coordexp evaluate --model outputs/stage1 --data data/photos/val.jsonl --tiles 512",
+            "coordexp data complete data/photos/train.jsonl --model outputs/stage1 --tiles 512 --out "
+            "data/completed.jsonl",
+        ),
+        "tests/unit/inference/test_tiled_answers.py",
+    ),
     "coordexp model tiny checkpoints/start": "tests/unit/cli/test_cli_model.py",
     "coordexp model merge outputs/stage1 checkpoints/mine": "tests/unit/cli/test_cli_model.py",
     "torchrun --nproc-per-node 8 -m coordexp train stage1.yaml fsdp.enabled=true training.master_weights=null":

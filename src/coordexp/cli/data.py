@@ -13,7 +13,7 @@ import typer
 from coordexp.cli.console import check_checkpoint, counting, echo, no_bars_in_log_files, open_console, picture
 from coordexp.cli.convert import convert_app
 from coordexp.cli.run import separate_config, split_words
-from coordexp.cli.tiles import tile_command
+from coordexp.cli.tiles import TileOverlap, Tiles, read_tiling, tile_command
 from coordexp.cli.usage import App
 from coordexp.errors import ConfigError, DataError
 from coordexp.printable import printable
@@ -319,6 +319,8 @@ def complete_command(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Images answered at once [CONFIG.yaml's, or 8].")
     ] = None,
+    tiles: Tiles = None,
+    overlap: TileOverlap = None,
     sheet: Annotated[
         Path | None, typer.Option(callback=picture, help="Picture of the likeliest missed objects.")
     ] = None,
@@ -358,7 +360,10 @@ def complete_command(
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
     rules = CompletionRules(threshold, max_overlap, min_size, weight, known_descs)
-    completed = run_completion(run, console, source=jsonl, out=out, rules=rules, sheet=sheet, sheet_images=sheet_images)
+    tiling = read_tiling(tiles, overlap)
+    completed = run_completion(
+        run, console, source=jsonl, out=out, rules=rules, sheet=sheet, sheet_images=sheet_images, tiling=tiling
+    )
     if completed is None or console.quiet:
         return
     counts, files = asdict(completed[0]), completed[1]

@@ -24,6 +24,7 @@ from coordexp.cli.console import (
 )
 from coordexp.cli.predict import Answers, Classes, ConstantScore, Limit, ModelOption
 from coordexp.cli.run import Print, is_config, print_config, split_words
+from coordexp.cli.tiles import TileOverlap, Tiles, read_tiling
 from coordexp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ _USED_BY = {
     "segm": (_CONFIG, _SAVED),
     "calibrate": (_CONFIG,),
     "answers": (_CONFIG,),
+    "tiles": (_CONFIG,),
+    "overlap": (_CONFIG,),
     "print": (_CONFIG,),
     "resamples": (_RUNS,),
 }
@@ -82,6 +85,8 @@ class OfEvaluation:
         float | None, typer.Option(min=-1, max=1, help="Least cosine similarity of --embedder [0.7].")
     ] = None
     answers: Answers = 1
+    tiles: Tiles = None
+    overlap: TileOverlap = None
     calibrate: Annotated[
         bool,
         typer.Option("--calibrate", help="Fit confidences to what is right here; stored in the checkpoint's folder."),
@@ -163,6 +168,8 @@ def evaluate(
     if unused or (arguments and kind != _CONFIG):
         users = _USED_BY[unused[0][2:]] if unused else (_CONFIG,)
         raise ConfigError(f"{[*unused, 'KEY=VALUE'][0]} has no use here; it belongs to {' or '.join(users)}")
+    if options.calibrate and options.tiles is not None:
+        raise ConfigError("--calibrate fits answers for whole images; leave out --tiles")
     if options.calibrate and options.answers > 1:
         raise ConfigError("--calibrate fits single answers; leave out --answers")
     if options.calibrate and options.constant_score is not None:
@@ -195,6 +202,7 @@ def _evaluate_model(
     from coordexp.inference.session import read_classes, with_several_answers
 
     classes = read_classes(options.classes, options.model or run.model.model)
+    tiling = read_tiling(options.tiles, options.overlap)
     with_several_answers(AnswerConfig.of_run(run), options.answers, arguments)  # mistakes show at once
     from coordexp import distributed
 
@@ -209,6 +217,7 @@ def _evaluate_model(
             run, console, model=options.model, data=options.data, limit=options.limit, output=options.out,
             constant_score=options.constant_score, rename=rename, segm=options.segm, classes=classes,
             calibrate=options.calibrate, overwrite=options.overwrite, answers=options.answers,
+            tiling=tiling,
         )  # fmt: skip
     files = [*result.files, *_draw(options.sheet, {"prediction": result.answers})] if result.files else []
     if not options.as_json:

@@ -20,6 +20,7 @@ from coordexp.cli.console import (
     say_written,
 )
 from coordexp.cli.run import is_config, split_words
+from coordexp.cli.tiles import TileOverlap, Tiles, read_tiling
 from coordexp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def predict(
     classes: Classes = None,
     min_confidence: MinConfidence = None,
     answers: Answers = 1,
+    tiles: Tiles = None,
+    overlap: TileOverlap = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer [the run's own].")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of sampled answers [training.seed].")] = None,
     save_images: Annotated[
@@ -88,6 +91,7 @@ def predict(
     written as they come: the same command with the same --out continues where it stopped. predictions.jsonl keeps
     objects below --min-confidence.
     """
+    tiling = read_tiling(tiles, overlap)
     names, arguments = split_words(words)
     config = Path(names.pop(0)) if names and is_config(names[0]) else None
     from coordexp.data.image_sources import as_path, is_pattern
@@ -128,7 +132,7 @@ def predict(
             run, console, source=images if len(images) > 1 else images[0], output=folder, model=model, limit=limit,
             score="token_probability" if constant_score is None else constant_score,
             skip_broken=True, save_images=save_images, classes=labels, min_confidence=min_confidence,
-            overwrite=overwrite, answers=answers,
+            overwrite=overwrite, answers=answers, tiling=tiling,
         )  # fmt: skip
     if not as_json:
         _print(console, result, min_confidence)

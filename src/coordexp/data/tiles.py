@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from PIL import Image
 
@@ -22,6 +22,7 @@ from coordexp.geometry import to_bin, to_pixel
 from coordexp.records import BIN_RULE, BinRule, GTObject, ImageRecord
 
 TILE = "tile"  # key of a tile's metadata
+_PHOTOGRAPH, _WINDOW = "photograph", "window"  # keys of a tile's metadata while its photograph is answered
 _RULE: BinRule = "pixel_edges"  # of all tiles: a tile's right edge is a place where an object may be cut
 _WHOLE = 1 - 1e-9  # of an object's area, up to rounding
 _WORKERS = 4
@@ -66,6 +67,61 @@ def _starts(side: int, tile: int, overlap: float) -> list[int]:
     last = max(0, side - tile)
     steps = -(-last // max(1, tile - round(tile * overlap)))
     return [round(last * k / max(1, steps)) for k in range(steps + 1)]
+
+
+def tile_records(records: Iterable[ImageRecord], tiling: Tiling) -> list[ImageRecord]:
+    """A record without objects for each tile of each photograph, in order. Its image is the photograph still:
+    :class:`CutTiles` has the tiles' own."""
+    tiles = []
+    for record in records:
+        for window in tiling.windows(record.width, record.height):
+            name = f"{record.sample_id}#{','.join(map(str, window))}"
+            size = window[2] - window[0], window[3] - window[1]
+            place = {_PHOTOGRAPH: record.sample_id, _WINDOW: window}
+            tiles.append(ImageRecord(name, record.image, *size, (), place))
+    return tiles
+
+
+def whole_of(record: ImageRecord) -> str:
+    """The sample id of the photograph of one of :func:`tile_records`; of other records, their own."""
+    return record.metadata.get(_PHOTOGRAPH, record.sample_id)
+
+
+class CutTiles(Sequence[ImageRecord]):
+    """:func:`tile_records`, each cut into a PNG in ``folder`` when it is read, because all backends read files.
+
+    The last ``kept`` files exist, and one photograph is in memory, so read tiles in order. Reading raises DataError if
+    the photograph cannot be read."""
+
+    def __init__(self, tiles: Sequence[ImageRecord], folder: Path, kept: int) -> None:
+        self._tiles = tiles
+        self._folder = folder
+        self._kept = kept
+        self._files: deque[Path] = deque()
+        self._count = 0
+        self._photograph: tuple[Path, Image.Image] | None = None
+
+    def __len__(self) -> int:
+        return len(self._tiles)
+
+    @overload
+    def __getitem__(self, index: int) -> ImageRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ImageRecord]: ...
+    def __getitem__(self, index: int | slice) -> ImageRecord | list[ImageRecord]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        tile = self._tiles[index]
+        if self._photograph is None or self._photograph[0] != tile.image:
+            self._photograph = None  # before the next one is decoded
+            self._photograph = tile.image, open_rgb(tile.image)
+        while len(self._files) >= self._kept:
+            self._files.popleft().unlink()
+        self._count += 1
+        path = self._folder / f"tile-{self._count}.png"
+        self._photograph[1].crop(tile.metadata[_WINDOW]).save(path, compress_level=1)
+        self._files.append(path)
+        return replace(tile, image=path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.data.files import read_json, whole_file
 from coordexp.data.preparation import OriginalImage, original_image
+from coordexp.data.tiles import Tiling
 from coordexp.errors import CheckpointError, DataError, require
 from coordexp.geometry import bins_in_rule
 from coordexp.parsing import parse_rollout
@@ -54,11 +55,12 @@ _SHOWN = 60  # characters of an answer that is not JSON
 @dataclass(frozen=True, slots=True)
 class Detection:
     """A predicted object. ``score`` (to rank) and ``confidence`` (the probability that it is right) are None
-    if it was not scored. ``answers``: number of the image's answers that contain it, None for a single answer."""
+    if it was not scored. ``answers``: number of the image's answers that contain it, None for a single answer.
+    ``bins`` are whole numbers, and of merged tiles fractions."""
 
     desc: str
     kind: GeometryKind
-    bins: tuple[int, ...]
+    bins: tuple[float, ...]
     score: float | None = None
     confidence: float | None = None
     answers: int | None = None
@@ -68,7 +70,9 @@ class Detection:
 class ImageAnswer:
     """``gt`` is None for an image without annotations; ``dropped`` counts unusable entries by reason; ``original`` is
     None if the image is the user's own; ``bin_rule`` is that of ``gt`` and ``pred``. ``further_texts``: of the other
-    answers, if several are merged (:func:`~coordexp.evaluation.several_answers.merge_answers`)."""
+    answers, if several are merged (:func:`~coordexp.evaluation.several_answers.merge_answers`). ``tiling``: the tiles
+    whose answers are merged (:func:`~coordexp.evaluation.tiles.merge_tiles`), None for an image that was answered as a
+    whole."""
 
     sample_id: str
     image: str
@@ -84,6 +88,7 @@ class ImageAnswer:
     original: OriginalImage | None = None
     bin_rule: BinRule = "pixel_centres"
     further_texts: tuple[str, ...] = ()
+    tiling: Tiling | None = None
 
     @property
     def users_image(self) -> OriginalImage:
@@ -101,7 +106,7 @@ class ImageAnswer:
     @property
     def problem(self) -> str | None:
         """Why the answer may lack objects, in a few words; None for a complete and sound one."""
-        if self.num_answers > 1:
+        if self.num_answers > 1 or self.tiling is not None:
             return self._problem_of_several()
         if self.repeat_terminated:
             return f"stopped after {self.num_tokens} tokens because it repeated itself"
@@ -117,6 +122,8 @@ class ImageAnswer:
 
     def _problem_of_several(self) -> str | None:
         several = f"{self.num_answers} answers"
+        if self.tiling is not None:
+            several += f" of {len(self.tiling.windows(self.width, self.height))} tiles"
         if self.repeat_terminated:
             return f"at least one of {several} was stopped because it repeated itself"
         if self.truncated:
@@ -166,7 +173,8 @@ def make_answer(
     )
 
 
-_Bins = tuple[Annotated[int, msgspec.Meta(ge=0, lt=NUM_BINS)], ...]
+_Bin = Annotated[int, msgspec.Meta(ge=0, lt=NUM_BINS)] | Annotated[float, msgspec.Meta(ge=0, le=NUM_BINS - 1)]
+_Bins = tuple[_Bin, ...]
 
 
 class _Object(msgspec.Struct):
@@ -190,6 +198,14 @@ class _Object(msgspec.Struct):
         if len(self.poly) % 2:
             raise ValueError(f"{self.desc!r}: poly has an odd number of coordinates")
         return "poly", self.poly
+
+
+def _whole(obj: _Object) -> tuple[GeometryKind, tuple[int, ...]]:
+    kind, bins = obj.shape()
+    whole = tuple(k for k in bins if isinstance(k, int))
+    if len(whole) != len(bins):
+        raise ValueError(f"{obj.desc!r} is annotated with fractions of bins")
+    return kind, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +232,8 @@ def to_line(answer: ImageAnswer) -> str:
         del line["original"]
     if not answer.further_texts:
         del line["further_texts"]
+    if answer.tiling is None:
+        del line["tiling"]
     return to_json(line).decode()
 
 
@@ -223,7 +241,7 @@ def from_line(text: str | bytes, *, path: Path | None = None, line: int | None =
     """The inverse of :func:`to_line`. Raises DataError, with the reason, for a line that is not a prediction."""
     read = from_json(_Line, text, "a line of predictions", path=path, line=line)
     try:
-        gt = None if read.gt is None else tuple(GTObject(o.desc, *o.shape(), o.soft or None) for o in read.gt)
+        gt = None if read.gt is None else tuple(GTObject(o.desc, *_whole(o), o.soft or None) for o in read.gt)
         pred = tuple(Detection(o.desc, *o.shape(), o.score, o.confidence, o.answers) for o in read.pred)
     except ValueError as error:
         raise DataError(f"not a line of predictions: {error}", path=path, line=line) from error

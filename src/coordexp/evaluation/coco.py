@@ -28,6 +28,7 @@ RECALLS_R = np.linspace(0.0, 1.0, 101)
 AREAS = {"small": (0.0, 32.0**2), "medium": (32.0**2, 96.0**2), "large": (96.0**2, 1e5**2)}  # pixels, after "all"
 MAX_DETECTIONS = 100  # of a class in an image, highest scores first
 _THINNEST = 0.5  # of a bin: COCO gives a box without area IoU 0 with everything, itself included
+_THINNEST_FRACTION = 0.001  # in answers of tiles, in which half a bin of the photograph may be an object
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,8 @@ def coco_shape(obj: GTObject | Detection, answer: ImageAnswer) -> dict[str, Any]
     x1, y1, x2, y2 = aabb(obj)
     width, height, rule = answer.users_image.width, answer.users_image.height, answer.bin_rule
     x, y = to_pixel(x1, width, rule), to_pixel(y1, height, rule)
-    w, h = to_pixel(max(x2 - x1, _THINNEST), width, rule), to_pixel(max(y2 - y1, _THINNEST), height, rule)
+    thinnest = _THINNEST if isinstance(x1, int) else _THINNEST_FRACTION
+    w, h = to_pixel(max(x2 - x1, thinnest), width, rule), to_pixel(max(y2 - y1, thinnest), height, rule)
     if obj.kind == "bbox_2d":
         ring, area = [x, y, x + w, y, x + w, y + h, x, y + h], w * h
     else:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer
 from coordexp.evaluation.coco import average_precision
 from coordexp.evaluation.detection import (
     DENSITIES,
@@ -24,7 +24,6 @@ from coordexp.evaluation.detection import (
 )
 from coordexp.evaluation.summary import text_table
 from coordexp.printable import printable
-from coordexp.records import GTObject
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95  # of every interval
@@ -170,16 +169,12 @@ def _changes(before: ImageAnswer, after: ImageAnswer) -> dict[str, int]:
         found.append({j for _, j, _ in pairs} & annotated)
         right = {i for i, _, _ in pairs}
         wrong.append([one for i, one in enumerate(answer.pred) if i not in right])
-    same_wrong = len(match_by_desc(wrong[0], [_as_object(one) for one in wrong[1]], IOU_THRESHOLD))
+    same_wrong = len(match_by_desc(wrong[0], wrong[1], IOU_THRESHOLD))
     return {
         "found": len(found[0]), "missed": len(annotated - found[0]), "kept": len(found[0] & found[1]),
         "lost": len(found[0] - found[1]), "gained": len(found[1] - found[0]),
         "false_lost": len(wrong[0]) - same_wrong, "false_gained": len(wrong[1]) - same_wrong,
     }  # fmt: skip
-
-
-def _as_object(detection: Detection) -> GTObject:
-    return GTObject(detection.desc, detection.kind, detection.bins)
 
 
 def _ledger(

@@ -12,7 +12,7 @@ import numpy as np
 from coordexp.evaluation.answers import Detection, ImageAnswer
 from coordexp.geometry import aabbs, mask_iou_pairs, overlapping_boxes
 from coordexp.matching import DescribedShape, MatchingConfig, assign_pairs, duplicate_indices
-from coordexp.records import NUM_BINS, GTObject, PredictedObject
+from coordexp.records import NUM_BINS, PredictedObject
 
 IOU_THRESHOLD = 0.5
 GIANT = 0.8  # of the image's area
@@ -46,7 +46,7 @@ def density_bin(num_objects: int) -> str:
 
 
 def match_by_desc(
-    predicted: Sequence[Detection], truth: Sequence[GTObject], threshold: float = IOU_THRESHOLD
+    predicted: Sequence[Detection], truth: Sequence[DescribedShape], threshold: float = IOU_THRESHOLD
 ) -> list[tuple[int, int, float]]:
     """Assign within equal descriptions, mask IoU at least ``threshold``: ``(pred_idx, gt_idx, iou)`` triples, in order
     of prediction."""

@@ -21,6 +21,7 @@ from coordexp.config.resolved import AnswerConfig
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.files import write_atomically
 from coordexp.data.jsonl import clean_desc, read_jsonl, write_jsonl
+from coordexp.data.tiles import Tiling
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers
 from coordexp.evaluation.drawing import draw_contact_sheet
@@ -146,19 +147,21 @@ def run_completion(
     rules: CompletionRules,
     sheet: Path | None = None,
     sheet_images: int = 12,
+    tiling: Tiling | None = None,
 ) -> tuple[CompletionCounts, list[Path]] | None:
     """Answer every image of ``source`` with ``run.model``, and write the completed dataset to ``out``.
 
     Answers are written to ``STEM.answers`` next to it as they arrive: the same call again continues where it stopped,
     and other rules reuse the answers. ``STEM.completion.json`` has the counts. ``sheet``: a picture of the
-    ``sheet_images`` images with the most likely missed objects. Returns the counts and the files written; None on
-    ranks other than the first. Raises as :func:`~coordexp.inference.prediction.run_prediction` and
+    ``sheet_images`` images with the most likely missed objects. ``tiling``: answer tiles of each image;
+    ``rules.min_size`` is then of a tile. Returns the counts and the files written; None on ranks other than the first.
+    Raises as :func:`~coordexp.inference.prediction.run_prediction` and
     :func:`complete_records`.
     """
     from coordexp.inference.prediction import run_prediction  # imports torch
 
     folder = out.with_name(f"{out.stem}.answers")
-    run_prediction(run, console, source=source, output=folder, score="confidence")
+    run_prediction(run, console, source=source, output=folder, score="confidence", tiling=tiling)
     result = None
     with distributed.raise_on_all_ranks("coordexp data complete"):
         if distributed.is_main():
@@ -171,6 +174,7 @@ def run_completion(
             done, counts = complete_records(read_jsonl(source), answer_of, rules, origin)
             write_jsonl([item.record for item in done], out)
             about = {"source": str(source), **origin, "prompt": run.template.prompt, "rules": asdict(rules)}
+            about |= {} if tiling is None else {"tiles": asdict(tiling)}
             summary = out.with_name(f"{out.stem}.completion.json")
             write_atomically(summary, json.dumps(about | asdict(counts), indent=2, ensure_ascii=False) + "\n")
             files = [out, summary]
@@ -239,6 +243,10 @@ def _complete(
         PredictionOutcome.OVERLAPS_SOFT: [obj for obj in record.objects if obj.soft is not None],
         PredictionOutcome.OVERLAPS_ADDED: [],
     }
+    percent = 100.0
+    if answer.tiling is not None:  # of the tile, which is what the model saw
+        _, _, width, height = answer.tiling.windows(answer.width, answer.height)[0]
+        percent *= (answer.width * answer.height / (width * height)) ** 0.5
     for i in sorted(range(len(answer.pred)), key=lambda i: -scores[i]):  # stable: equal ones in the answer's order
         if i in outcomes:
             continue
@@ -250,7 +258,7 @@ def _complete(
             desc = None
         if scores[i] < rules.threshold:
             outcomes[i] = PredictionOutcome.BELOW_THRESHOLD
-        elif x1 == x2 or y1 == y2 or 100 * ((x2 - x1) * (y2 - y1)) ** 0.5 / (NUM_BINS - 1) < rules.min_size:
+        elif x1 == x2 or y1 == y2 or percent * ((x2 - x1) * (y2 - y1)) ** 0.5 / (NUM_BINS - 1) < rules.min_size:
             outcomes[i] = PredictionOutcome.TOO_SMALL
         elif desc is None:
             outcomes[i] = PredictionOutcome.REFUSED_DESC
@@ -270,7 +278,7 @@ def _complete(
     for i, obj in enumerate(answer.pred):
         if outcomes[i] is PredictionOutcome.ADDED:
             weight = min(1.0, round(scores[i], 4)) if rules.weight is None else rules.weight
-            new.append(GTObject(clean_desc(obj.desc), obj.kind, obj.bins, weight))
+            new.append(GTObject(clean_desc(obj.desc), obj.kind, tuple(map(round, obj.bins)), weight))
             kept.append(round(scores[i], 4))
         elif outcomes[i] is not PredictionOutcome.MATCHED:
             refused[outcomes[i].value] += 1

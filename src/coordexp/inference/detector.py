@@ -16,10 +16,12 @@ from PIL import Image
 from coordexp.data.dataset import Sample
 from coordexp.data.image_sources import as_path, find_images
 from coordexp.data.images import array_problem, open_rgb, rgb_of, shape_problem
+from coordexp.data.tiles import CutTiles, Tiling, tile_records, whole_of
 from coordexp.engine.trainer.backends import check_backend
 from coordexp.errors import ConfigError, DataError, DetectorClosed
 from coordexp.evaluation.answers import ImageAnswer, answer_samples, samples_of_batch
 from coordexp.evaluation.several_answers import merge_all
+from coordexp.evaluation.tiles import merge_tiles
 from coordexp.inference.detections import Detections, as_detections, without_answer
 from coordexp.inference.session import (
     BATCH_SIZE,
@@ -117,6 +119,8 @@ class Detector:
         classes: Sequence[str] | None = ...,
         prompt: str | None = ...,
         min_confidence: float | None = ...,
+        tiles: int | tuple[int, int] | None = ...,
+        overlap: float = ...,
     ) -> Detections: ...
     @overload
     def predict(
@@ -126,6 +130,8 @@ class Detector:
         classes: Sequence[str] | None = ...,
         prompt: str | None = ...,
         min_confidence: float | None = ...,
+        tiles: int | tuple[int, int] | None = ...,
+        overlap: float = ...,
     ) -> list[Detections]: ...
     @overload
     def predict(
@@ -135,6 +141,8 @@ class Detector:
         classes: Sequence[str] | None = ...,
         prompt: str | None = ...,
         min_confidence: float | None = ...,
+        tiles: int | tuple[int, int] | None = ...,
+        overlap: float = ...,
     ) -> Any: ...
 
     def predict(
@@ -144,6 +152,8 @@ class Detector:
         classes: Sequence[str] | None = None,
         prompt: str | None = None,
         min_confidence: float | None = None,
+        tiles: int | tuple[int, int] | None = None,
+        overlap: float = 0.2,
     ) -> Detections | list[Detections]:
         """Find objects in one image, or in each of several.
 
@@ -153,6 +163,9 @@ class Detector:
             classes: the only names that these answers may contain; empty for any, None for the detector's own.
             prompt: instead of the detector's own.
             min_confidence: leave out objects with a lower one.
+            tiles: answer tiles of this side, or (width, height), in pixels, and merge their answers: for small objects
+                in large photographs.
+            overlap: share of its side that a tile has at least from its neighbour, 0 to 0.9.
 
         Raises:
             DataError: a single image that cannot be read; or something that is not an image, before any is answered. An
@@ -164,7 +177,7 @@ class Detector:
             raise DetectorClosed("the detector is closed; make a new one")
         if min_confidence is not None and not self._scores and self._answers == 1:
             raise ConfigError("min_confidence: this detector was made with scores=False; leave one of them out")
-        session = self._session
+        session, tiling = self._session, None if tiles is None else Tiling.of(tiles, overlap)
         if prompt is not None:
             session = replace(session, encoder=replace(session.encoder, prompt=prompt))
         if classes is not None:
@@ -183,7 +196,7 @@ class Detector:
                 given, records, errors = collect([images] if single else images, Path(folder), raises=single)
                 order = (*records, *errors)
                 order = sorted(order, key=lambda name: int(name.partition(":")[0].removeprefix("image ")))
-            answers = self._answer(session, records, errors, raises=single)
+            answers = self._answer(session, records, errors, tiling, Path(folder), raises=single)
         results = []
         for name in order:
             if name in errors:
@@ -214,29 +227,43 @@ class Detector:
         self.close()
 
     def _answer(
-        self, session: InferenceSession, records: Mapping[str, ImageRecord], errors: dict[str, str], *, raises: bool
+        self,
+        session: InferenceSession,
+        records: Mapping[str, ImageRecord],
+        errors: dict[str, str],
+        tiling: Tiling | None,
+        folder: Path,
+        *,
+        raises: bool,
     ) -> dict[str, ImageAnswer]:
-        note = size_note(list(records.values()), session.preparation)
+        todo, size = list(records.values()), samples_of_batch(session.backend, self._answers)
+        asked = todo if tiling is None else tile_records(todo, tiling)
+        note = size_note(asked, session.preparation)
         if note is not None:
             warnings.warn(note, stacklevel=3)
         scorer, rule = session.scorer if self._scores else None, session.preparation.bin_rule
         answers: dict[str, ImageAnswer] = {}
-        todo, size = list(records.values()), samples_of_batch(session.backend, self._answers)
-        for start in range(0, len(todo), size):
+        shown = asked if tiling is None else CutTiles(asked, folder, size)
+        for start in range(0, len(asked), size):
             batch = []
-            for record in todo[start : start + size]:
+            for at in range(start, min(start + size, len(asked))):
                 try:
+                    record = shown[at]
                     batch.append(Sample(record, session.encoder.encode(record)))
                 except DataError as error:
                     if raises:
                         raise
-                    errors[record.sample_id] = str(error)
+                    errors[whole_of(asked[at])] = str(error)
             seeds = DatasetSeeds(self._seed, start)
             if batch:
                 answered = answer_samples(
                     batch, session.backend, session.vocab, seeds, scorer, None, rule, self._answers
                 )
                 answers |= {answer.sample_id: answer for answer in merge_all(answered, self._answers)}
+        for record in todo:
+            if tiling is not None and record.sample_id not in errors:
+                tiles = [answers[tile.sample_id] for tile in tile_records([record], tiling)]
+                answers[record.sample_id] = merge_tiles(record, tiling, tiles)
         return answers
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from coordexp.data.files import append_line, write_atomically
 from coordexp.data.image_sources import FoundImages, broken_images, find_images
 from coordexp.data.preparation import ImagePreparation
 from coordexp.data.progress_bar import reporting
+from coordexp.data.tiles import CutTiles, Tiling, tile_records, whole_of
 from coordexp.engine.trainer.backends import check_backend
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import (
@@ -41,6 +43,7 @@ from coordexp.evaluation.answers import (
     answer_batches,
     answer_dataset,
     from_line,
+    samples_of_batch,
     to_line,
     write_answers,
 )
@@ -49,6 +52,7 @@ from coordexp.evaluation.confidence import at_least, calibrated, fit
 from coordexp.evaluation.drawing import save_drawings
 from coordexp.evaluation.several_answers import merge_all, side_by_side
 from coordexp.evaluation.summary import Summary, check_replaced, summarise, write_summary
+from coordexp.evaluation.tiles import merge_all_tiles, merge_tiles
 from coordexp.inference.session import checked_model, open_session, size_note, with_several_answers
 from coordexp.printable import printable
 from coordexp.records import ImageRecord, read_lines
@@ -86,6 +90,7 @@ def run_prediction(
     min_confidence: float | None = None,
     overwrite: bool = False,
     answers: int = 1,
+    tiling: Tiling | None = None,
 ) -> PredictionResult:
     """Answer every image of ``source`` (:func:`~coordexp.data.image_sources.find_images`) and write
     ``predictions.jsonl`` and COCO results to ``output``.
@@ -103,6 +108,7 @@ def run_prediction(
         min_confidence: leave objects below out of everything but ``predictions.jsonl``.
         overwrite: delete the answers in ``output`` first.
         answers: per image, merged into one (:func:`~coordexp.evaluation.several_answers.merge_answers`).
+        tiling: answer tiles, and merge their answers (:func:`~coordexp.evaluation.tiles.merge_tiles`) at the end.
 
     Raises:
         ConfigError: as :func:`~coordexp.inference.session.with_several_answers`.
@@ -113,33 +119,37 @@ def run_prediction(
     sources = [source] if isinstance(source, Path) else list(source)
     images = find_images(sources, limit=limit, skip_broken=skip_broken)
     records = images.records
+    asked = records if tiling is None else tile_records(records, tiling)
     path = checked_model(config, model)
     card = read_card(path)
     check_known(classes, card.classes, path)
     calibration = card.calibration if score == "token_probability" else None
-    _note(console, images, card.preparation)
-    settings = _settings(config, path, sources, score, classes, card.preparation, calibration, answers)
+    _note(console, images, asked, card.preparation)
+    settings = _settings(config, path, sources, score, classes, card.preparation, calibration, answers, tiling)
     listed = card.classes or tuple(classes)
     settings[CLASS_LIST] = list(listed)
     distributed.join(use_cpu=config.use_cpu)
     with distributed.raise_on_all_ranks("coordexp predict"):
         if distributed.is_main():
-            _claim(output, settings, records, overwrite)
+            _claim(output, settings, [*records, *asked], overwrite)
         known = _answered(output)
-        todo = [index for index, record in enumerate(records) if record.sample_id not in known]
+        resumed = sum(record.sample_id in known for record in records)
+        todo = [at for at, one in enumerate(asked) if known.keys().isdisjoint((one.sample_id, whole_of(one)))]
     rank = distributed.rank()
     part = output / (PREDICTIONS if rank == 0 else f"predictions.rank{rank}.jsonl")
     with (
         open_session(config, path, classes) as session,
         reporting(console, f"predicting with {path}", stays=True) as on_progress,
+        tempfile.TemporaryDirectory(prefix="coordexp-tiles-") as cut,
         distributed.raise_on_all_ranks("coordexp predict"),
     ):
+        shown = asked if tiling is None else CutTiles(asked, Path(cut), samples_of_batch(session.backend, answers))
         scorer = session.scorer if isinstance(score, str) else None
         if scorer is not None and score == "confidence":
             scorer = replace(scorer, calibration=None)  # fitted on annotations that count as complete
         # Seeded by the images' positions in the source: an interrupted run answers as a whole one does.
         for batch in answer_batches(
-            RecordDataset(records, session.encoder.encode, "file", config.seed),
+            RecordDataset(shown, session.encoder.encode, "file", config.seed),
             todo,
             session.backend,
             session.vocab,
@@ -155,13 +165,10 @@ def run_prediction(
             if lines:
                 append_line(part, "".join(lines).encode("utf-8"))
     distributed.barrier()
-    resumed = len(records) - len(todo)
     if not distributed.is_main():
         return PredictionResult(len(records), resumed, (), images.skipped)
-    whole, files = _join_parts(output, records)
-    left_out = 0
-    if min_confidence is not None:
-        whole, left_out = at_least(whole, min_confidence)
+    whole, files = _join_parts(output, records, tiling, images.annotated)
+    whole, left_out = (whole, 0) if min_confidence is None else at_least(whole, min_confidence)
     has_polygons = any(obj.kind == "poly" for answer in whole for obj in answer.pred)
     files += write_coco(whole, output, None, segm=has_polygons, classes=listed)
     if save_images:
@@ -178,6 +185,7 @@ def _settings(
     preparation: ImagePreparation,
     calibration: Calibration | None,
     answers: int,
+    tiling: Tiling | None,
 ) -> dict[str, Any]:
     # Everything that an answer depends on.
     return {
@@ -189,6 +197,7 @@ def _settings(
         **_decoding(config),
         "score": score,
         **({} if answers == 1 else {"answers": answers}),
+        **({} if tiling is None else {"tiles": asdict(tiling)}),
         **({"classes": list(classes)} if classes else {}),
         **({} if preparation.resize is None else {"resize": asdict(preparation.resize)}),
         **({} if calibration is None else {"calibration": asdict(calibration)}),
@@ -219,8 +228,8 @@ def _finished(answer: ImageAnswer, score: Score, annotated: Collection[str]) -> 
     return replace(answer, pred=pred, gt=answer.gt if answer.sample_id in annotated else None)
 
 
-def _note(console: Console, images: FoundImages, preparation: ImagePreparation) -> None:
-    note = size_note(images.records, preparation)
+def _note(console: Console, images: FoundImages, asked: Sequence[ImageRecord], preparation: ImagePreparation) -> None:
+    note = size_note(asked, preparation)
     if note is not None:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     limit = Image.MAX_IMAGE_PIXELS or 0
@@ -275,9 +284,16 @@ def _answered(output: Path) -> dict[str, ImageAnswer]:
     return {answer.sample_id: answer for answer in answers}
 
 
-def _join_parts(output: Path, records: Sequence[ImageRecord]) -> tuple[list[ImageAnswer], list[Path]]:
-    """One file in the order of the source."""
+def _join_parts(
+    output: Path, records: Sequence[ImageRecord], tiling: Tiling | None, annotated: Collection[str]
+) -> tuple[list[ImageAnswer], list[Path]]:
+    """One file in the order of the source, an answer for each of its images."""
     answered = _answered(output)
+    for record in records:
+        if tiling is not None and record.sample_id not in answered:
+            tiles = [answered[tile.sample_id] for tile in tile_records([record], tiling)]
+            merged = merge_tiles(record, tiling, tiles)
+            answered[record.sample_id] = merged if record.sample_id in annotated else replace(merged, gt=None)
     answers = [answered[record.sample_id] for record in records]
     whole = output / PREDICTIONS
     write_answers(answers, whole)
@@ -324,6 +340,7 @@ def run_evaluation(
     calibrate: bool = False,
     overwrite: bool = False,
     answers: int = 1,
+    tiling: Tiling | None = None,
 ) -> EvaluationResult:
     """Evaluate, and write figures and answers to ``output`` (None: :func:`evaluation_folder`).
 
@@ -331,9 +348,11 @@ def run_evaluation(
     are spread over the ranks. ``rename`` gives predictions other descriptions; ``segm``: average precision of masks
     too; ``classes``: the only descriptions that answers may contain, empty for any; ``calibrate``: fit confidences to
     what is right here, and store the calibration in the checkpoint's folder; ``overwrite``: also replace the evaluation
-    of something else; ``answers``: per image, merged into one. Raises ConfigError, DataError, CheckpointError
-    or VocabError before weights are loaded.
+    of something else; ``answers``: per image, merged into one; ``tiling``: answer tiles, merged into one answer. Raises
+    ConfigError, DataError, CheckpointError or VocabError before weights are loaded.
     """
+    if calibrate and tiling is not None:
+        raise ConfigError("calibrate: a calibration is fitted to answers for whole images; leave out tiles")
     if calibrate and answers > 1:
         raise ConfigError("calibrate: a calibration is fitted to single answers; leave out answers")
     path, rename = Path(model or config.model.model), rename or Renaming()
@@ -353,12 +372,13 @@ def run_evaluation(
         "answering": _decoding(with_several_answers(AnswerConfig.of_run(config), answers)),
         **({"classes": list(classes)} if classes else {}),
         **({} if answers == 1 else {"answers": answers}),
+        **({} if tiling is None else {"tiles": [tiling.width, tiling.height, tiling.overlap]}),
         **rename.about,
     }
-    check_replaced(folder, {"classes": None, "answers": None, **about}, overwrite)
+    check_replaced(folder, {"classes": None, "answers": None, "tiles": None, **about}, overwrite)
     jsonl, written, broken = answer_jsonl(
         config, console, f"evaluating {path}", path, data, limit, scored=constant_score is None, classes=classes,
-        calibrates=calibrate, answers=answers,
+        calibrates=calibrate, answers=answers, tiling=tiling,
     )  # fmt: skip
     single = rename(written)  # before they are merged, which compares descriptions
     files: list[Path] = []
@@ -407,10 +427,11 @@ def answer_jsonl(
     classes: Sequence[str] = (),
     calibrates: bool = False,
     answers: int = 1,
+    tiling: Tiling | None = None,
 ) -> tuple[Path, list[ImageAnswer], dict[str, str]]:
     """The dataset (None: ``custom.val_jsonl``), all ranks' answers for it, and, by sample, why images that cannot be
     decoded were left out. Everything cheap is checked before weights are loaded. ``calibrates``: with raw confidences;
-    ``answers``: of each image, which follow each other."""
+    ``answers``: of each image, which follow each other; ``tiling``: from those of its tiles."""
     config = with_own_template(config, model)
     answering = with_several_answers(AnswerConfig.of_run(config), answers)
     check_backend(answering.rollout_matching, bool(classes))
@@ -427,14 +448,18 @@ def answer_jsonl(
     skipped = {records[at].sample_id: problem for at, problem in broken.items()}
     for sample, problem in skipped.items():
         console.print(f"skipped {sample}: {problem}", highlight=False, markup=False, soft_wrap=True)
+    whole = [] if tiling is None else [record for at, record in enumerate(records) if at not in broken]
+    asked = records if tiling is None else tile_records(whole, tiling)
     with (
         open_session(answering, model, classes) as session,
         reporting(console, description, stays=True) as on_progress,
+        tempfile.TemporaryDirectory(prefix="coordexp-tiles-") as cut,
     ):
         seed = config.training.seed
         scorer = replace(session.scorer, calibration=None) if calibrates else session.scorer
+        shown = asked if tiling is None else CutTiles(asked, Path(cut), samples_of_batch(session.backend, answers))
         answered = answer_dataset(
-            RecordDataset(records, session.encoder.encode, config.custom.object_ordering, seed),
+            RecordDataset(shown, session.encoder.encode, config.custom.object_ordering, seed),
             session.backend,
             session.vocab,
             seed=seed,
@@ -443,6 +468,8 @@ def answer_jsonl(
             scorer=scorer if scored else None,
             bin_rule=session.preparation.bin_rule,
             count=answers,
-            leave_out=broken,
+            leave_out=broken if tiling is None else (),
         )
+    if tiling is not None:
+        answered = merge_all_tiles(whole, tiling, answered, answers)
     return Path(jsonl), answered, skipped

@@ -32,7 +32,7 @@ class ViewShape:
 
     desc: str
     kind: str
-    bins: tuple[int, ...]
+    bins: tuple[float, ...]
     partner: int | None
     iou: float | None = None
     score: float | None = None

@@ -12,7 +12,7 @@ from PIL import Image
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.data.images import open_rgb
 from coordexp.data.polygons import clipped_shape
-from coordexp.data.tiles import TileCounts, Tiling, write_tiles
+from coordexp.data.tiles import CutTiles, TileCounts, Tiling, tile_records, whole_of, write_tiles
 from coordexp.errors import ConfigError, DataError
 from coordexp.geometry import pixel_box, pixel_ring
 from coordexp.records import GTObject, ImageRecord
@@ -143,6 +143,19 @@ def test_a_photograph_of_another_size_is_refused_and_writes_no_dataset(tmp_path:
     with pytest.raises(DataError, match="width=100"):
         write_tiles(read_jsonl(source), tmp_path / "tiles.jsonl", Tiling(64, 64))
     assert not (tmp_path / "tiles.jsonl").exists()
+
+
+def test_tiles_are_cut_one_after_the_other_and_few_files_exist(tmp_path: Path) -> None:
+    (record,) = read_jsonl(photograph(tmp_path / "photos", box(5, 5, 20, 20)))
+    (tmp_path / "cut").mkdir()
+    tiles = tile_records([record], Tiling(333, 333, 0.0))
+    photo, files = np.asarray(open_rgb(record.image)), []
+    for at, tile in enumerate(CutTiles(tiles, tmp_path / "cut", 4)):
+        x, y = at % 3 * 333, at // 3 * 333
+        assert (np.asarray(open_rgb(tile.image)) == photo[y : y + 333, x : x + 333]).all()
+        assert (tile.width, tile.height, tile.objects, whole_of(tile)) == (333, 333, (), record.sample_id)
+        files.append(len(list((tmp_path / "cut").iterdir())))
+    assert files == [1, 2, 3, 4, 4, 4, 4, 4, 4] and whole_of(record) == record.sample_id
 
 
 # --- shapes at a border ---

@@ -1,0 +1,149 @@
+"""The demo's checkpoint on a photograph made of its scenes, answered tile by tile by every command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from coordexp.data import read_jsonl, write_jsonl
+from coordexp.data.files import append_line, asset
+from coordexp.data.scenes import SPECS, write_scenes
+from coordexp.errors import ConfigError
+from coordexp.evaluation.answers import ImageAnswer, read_answers
+from coordexp.geometry import pixel_ring, to_bin
+from coordexp.inference.detector import Detector
+from coordexp.records import GTObject, ImageRecord
+from support.cli_runs import run_cli
+
+MODEL = asset("checkpoints/demo-stage1")
+SIDE = 128  # of a scene
+Mosaic = tuple[Path, list[Path]]
+
+
+@pytest.fixture(scope="module")
+def mosaic(tmp_path_factory: pytest.TempPathFactory) -> Mosaic:
+    """A dataset of one photograph of 2 x 2 scenes, and the scenes."""
+    folder = tmp_path_factory.mktemp("mosaic")
+    scenes = read_jsonl(write_scenes(folder, 4, SPECS["framed"], 4))
+    photo, size = np.zeros((2 * SIDE, 2 * SIDE, 3), dtype=np.uint8), (2 * SIDE, 2 * SIDE)
+    objects = []
+    for at, scene in enumerate(scenes):
+        x0, y0 = at % 2 * SIDE, at // 2 * SIDE
+        photo[y0 : y0 + SIDE, x0 : x0 + SIDE] = np.asarray(Image.open(scene.image))
+        for obj in scene.objects:
+            ring = pixel_ring(obj, SIDE, SIDE, scene.bin_rule)
+            corners = [ring[0], ring[2]] if obj.kind == "bbox_2d" else ring
+            bins = [to_bin(v, 2 * SIDE, "pixel_edges") for x, y in corners for v in (x + x0, y + y0)]
+            objects.append(GTObject(obj.desc, obj.kind, tuple(bins)))
+    Image.fromarray(photo).save(folder / "photo.png")
+    write_jsonl(
+        [ImageRecord("p", folder / "photo.png", *size, tuple(objects), {"bin_rule": "pixel_edges"})],
+        folder / "photo.jsonl",
+    )
+    return folder / "photo.jsonl", [scene.image for scene in scenes]
+
+
+@pytest.fixture(scope="module")
+def detector() -> Iterator[Detector]:
+    with Detector(MODEL, device="cpu", batch_size=3) as found:
+        yield found
+
+
+def test_a_photographs_objects_are_those_of_its_tiles(detector: Detector, mosaic: Mosaic) -> None:
+    photo, scenes = mosaic
+    found = detector(photo.with_name("photo.png"), tiles=SIDE, overlap=0.0)
+    expected = [
+        (obj.name, obj.confidence, tuple(v + (at % 2, at // 2)[k % 2] * SIDE for k, v in enumerate(obj.box)))
+        for at, scene in enumerate(detector(scenes))
+        for obj in scene
+    ]
+    assert len(found) == len(expected) > 4 and (found.width, found.height) == (256, 256)
+    for obj, (name, confidence, box) in zip(found, expected, strict=True):
+        assert (obj.name, obj.box) == (name, pytest.approx(box, abs=0.01))
+        assert obj.confidence == pytest.approx(confidence, abs=1e-4)
+    assert found.plot().size[0] >= 256 and json.loads(found.to_json())["width"] == 256
+
+
+def test_images_in_memory_have_tiles_too(detector: Detector, mosaic: Mosaic) -> None:
+    path = mosaic[0].with_name("photo.png")
+    pixels = np.asarray(Image.open(path))
+    several = detector([pixels, path], tiles=(SIDE, SIDE), overlap=0.0)
+    assert [one.names for one in several] == [detector(path, tiles=SIDE, overlap=0.0).names] * 2
+
+
+def test_impossible_tiles_are_refused(detector: Detector, mosaic: Mosaic) -> None:
+    with pytest.raises(ConfigError, match="overlap"):
+        detector(mosaic[0].with_name("photo.png"), tiles=SIDE, overlap=1.0)
+
+
+def answer_of(folder: Path) -> ImageAnswer:
+    (answer,) = read_answers(folder)
+    return answer
+
+
+def test_predict_continues_within_a_photograph(
+    mosaic: Mosaic, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photo, out = mosaic[0].with_name("photo.png"), tmp_path / "out"
+    command = ("predict", photo, "--model", MODEL, "--tiles", SIDE, "--overlap", 0.1, "--out", out)
+    done = run_cli(capsys, *command, "--json")
+    assert done.code == 0 and json.loads(done.out)["images"] == 1
+    whole = answer_of(out)
+    assert whole.gt is None and whole.pred and whole.tiling is not None and whole.tiling.overlap == 0.1
+    assert json.loads((out / "prediction.json").read_text())["tiles"] == {"width": 128, "height": 128, "overlap": 0.1}
+    again = run_cli(capsys, *command, "--json")
+    assert json.loads(again.out)["resumed"] == 1 and answer_of(out) == whole
+    from coordexp.inference import prediction
+
+    written: list[bytes] = []
+
+    def stopped(path: Path, line: bytes) -> None:
+        if written:
+            raise KeyboardInterrupt
+        written.append(line)
+        append_line(path, line)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prediction, "append_line", stopped)
+        interrupted = run_cli(capsys, *command[:-1], tmp_path / "two")
+    assert interrupted.code == 130 and written[0].count(b"\n") == 8  # of 9 tiles
+    continued = run_cli(capsys, *command[:-1], tmp_path / "two")
+    assert continued.code == 0 and answer_of(tmp_path / "two") == whole
+    other = run_cli(capsys, *command[:-4], "--overlap", 0.3, "--out", out)
+    assert other.code == 2 and "tiles" in other.err
+
+
+def test_evaluate_finds_with_tiles_what_it_does_not_find_without(
+    mosaic: Mosaic, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = {}
+    for name, more in {"whole": (), "tiles": ("--tiles", SIDE, "--overlap", 0)}.items():
+        out = tmp_path / name
+        done = run_cli(capsys, "evaluate", "--model", MODEL, "--data", mosaic[0], "--out", out, "--json", *more)
+        figures[name] = json.loads(done.out)["metrics"]
+    assert figures["tiles"]["f1"] > figures["whole"]["f1"] and figures["tiles"]["matched_objects"] > 4
+    again = run_cli(capsys, "evaluate", tmp_path / "tiles", "--json")
+    assert json.loads(again.out)["metrics"]["f1"] == pytest.approx(figures["tiles"]["f1"])
+
+
+def test_complete_adds_whole_bins_found_in_tiles(
+    mosaic: Mosaic, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (record,) = read_jsonl(mosaic[0])
+    few = mosaic[0].with_name("few.jsonl")
+    write_jsonl([ImageRecord("p", record.image, 256, 256, record.objects[:1], record.metadata)], few)
+    out = tmp_path / "completed.jsonl"
+    done = run_cli(capsys, "data", "complete", few, "--model", MODEL, "--tiles", SIDE, "--overlap", 0, "--out", out)
+    assert done.code == 0
+    (completed,) = read_jsonl(out)
+    assert len(completed.objects) > 2 and all(obj.soft is not None for obj in completed.objects[1:])
+
+
+def test_overlap_needs_tiles(capsys: pytest.CaptureFixture[str], mosaic: Mosaic) -> None:
+    refused = run_cli(capsys, "predict", mosaic[0], "--model", MODEL, "--overlap", 0.1)
+    assert refused.code == 2 and "--tiles" in refused.err
