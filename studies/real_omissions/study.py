@@ -1,6 +1,6 @@
 """Real omissions: annotators drew half of the cells; the judge is the boxes of others, who drew nearly all.
 
-    python study.py start others [--work FOLDER]    # trains starts/others again, which is committed
+    python study.py start others [--work FOLDER]    # trains and exports starts/others; interrupted, it continues
     python study.py run [--start others] [--variants …] [--seeds 0] [--splits val test]
     python study.py table [--start others] [--split test] [--against sft]
 
@@ -108,6 +108,8 @@ def train_variant(start: Path, name: str, seed: int, data: dict[str, Path], work
 def run(options: argparse.Namespace, data: dict[str, Path]) -> None:
     """Run what results.jsonl does not have."""
     start = HERE / "starts" / options.start
+    if not start.is_dir():
+        train_start(options.start, data, options.work)
     for seed in options.seeds:
         for name in options.variants or declared()["variants"]:
             for split in options.splits:
