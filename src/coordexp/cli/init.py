@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 import shutil
+import statistics
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from PIL.Image import Resampling
 
 from coordexp.checkpoints.card import Card, Training, read_card
 from coordexp.checkpoints.describe import weight_shapes
@@ -23,6 +28,7 @@ from coordexp.config import parse_config
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import serialize_objects
 from coordexp.data.files import asset
+from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import METRICS
@@ -48,16 +54,22 @@ _SMALL_SIGMA = 8.0  # bins, in both
 _SEEN = 2000  # photos times epochs from which small data is learned (docs/quickstart.md)
 _MOST_EPOCHS = 200
 _MISSES_MOST = 0.5  # recall below which stage 2 is not recommended
+_FILLED = 0.95  # of a row, on average, by the samples of a micro-step
+_TYPICAL = 200  # samples whose answers are counted for their mean
+_TIMED = 7  # photos that are read to learn how long it takes
+_FLOP_PER_S = 0.4 * 989e12  # of an H100 in training, at best
+_ROW_S = 6000 * 4e-6  # least seconds of a packed row: a GPU is sent 6,000 kernels, as the profile of 2B counted
 _CROWD = 6.0  # objects per image, on average, from which the study's recipe for crowds is better
 _USABLE = 0.85  # of a GPU's memory: the rest is CUDA's and fragmentation
+_ROOMY = 0.8  # the same, where more would only save time: the estimate may be 10 % wrong
 _ENGINE_LEAST = 6_000_000_000  # bytes that an engine needs next to its weights: activations, cache, CUDA graphs
 _ENGINE_MOST = 0.6  # of a GPU's memory: enough cache for decode_batch_size answers
 
 
 @dataclass(frozen=True, slots=True)
 class DataAtHand:
-    """The dataset of a run. ``longest_sample``, ``longest_answer``: approximate numbers of tokens. ``notes``: what does
-    not fit the model."""
+    """The dataset of a run. Samples and answers: approximate numbers of tokens. ``photos``: a few, with the
+    size to which the processor resizes them. ``notes``: what does not fit the model."""
 
     train: Path
     val: Path | None
@@ -66,7 +78,10 @@ class DataAtHand:
     classes: int
     longest_sample: int
     longest_answer: int
+    mean_sample: float
+    mean_answer: float
     positions: int
+    photos: tuple[tuple[Path, tuple[int, int]], ...]
     notes: tuple[str, ...] = ()
 
 
@@ -99,11 +114,13 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
     answer = max((len(vocab.encode_answer(text)) for text in texts[:_COUNTED]), default=0) + 1
     # Tokens of the largest image, as the checkpoint's image processor resizes it.
     rule = processor_rule(checkpoint.base)
-    image = 0
-    for record in records:
-        width, height = rule.size(record.width, record.height)
-        image = max(image, (height // rule.factor) * (width // rule.factor))
-    sample = len(vocab.encode(DEFAULT_PROMPT)) + _CHAT_TOKENS + image + answer
+    images = [math.prod(rule.size(record.width, record.height)) // rule.factor**2 for record in records]
+    prompt = len(vocab.encode(DEFAULT_PROMPT)) + _CHAT_TOKENS
+    sample = prompt + max(images, default=0) + answer
+    some = records[:: max(1, len(records) // _TYPICAL)]
+    lengths = [len(vocab.encode_answer(serialize_objects(record.objects))) + 1 for record in some]
+    mean_answer = sum(lengths) / max(1, len(lengths))
+    mean_sample = prompt + sum(images) / max(1, len(images)) + mean_answer
     positions = checkpoint.num_positions or _ROW
     if sample > positions:
         raise ConfigError(
@@ -112,7 +129,37 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
         )
     labels = [obj.desc for record in records for obj in record.objects]
     notes = _misfits(records, set(labels), read_card(model), model)
-    return DataAtHand(train, val, len(records), len(labels), len(set(labels)), sample, answer, positions, notes)
+    few = records[:: max(1, len(records) // _TIMED)][:_TIMED]
+    photos = tuple((record.image, rule.size(record.width, record.height)) for record in few)
+    return DataAtHand(
+        train, val, len(records), len(labels), len(set(labels)), sample, answer, mean_sample, mean_answer, positions,
+        photos, notes,
+    )  # fmt: skip
+
+
+@cache
+def _loading_seconds(photos: Sequence[tuple[Path, tuple[int, int]]]) -> float:
+    """Seconds in which one process reads a photo and resizes it: the median, because the first one loads a decoder."""
+    taken = []
+    for path, size in photos:
+        began = time.perf_counter()
+        open_rgb(path).resize(size, Resampling.BICUBIC)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+def _loaders(at_hand: DataAtHand, parameters: int, adapters: bool, samples: int) -> tuple[int, str]:
+    """Loader processes with which an H100 would hardly wait for photos, and why so many. ``samples``: of a row."""
+    computing_s = (4 if adapters else 6) * parameters * at_hand.mean_sample / _FLOP_PER_S
+    training_s = max(computing_s, _ROW_S / samples)
+    loading_s = _loading_seconds(at_hand.photos)
+    needed, cores = math.ceil(loading_s / training_s) + 1, max(1, len(os.sched_getaffinity(0)) - 1)
+    why = (
+        f"a photo takes {1e3 * loading_s:.1f} ms to read, and training on it about {1e3 * training_s:.1f} ms on an H100"
+    )
+    return min(needed, cores), why + (
+        f"; {needed} would be needed, but this machine has too few cores" * (needed > cores)
+    )
 
 
 def _misfits(records: Sequence[ImageRecord], labels: set[str], card: Card, model: Path) -> tuple[str, ...]:
@@ -166,14 +213,31 @@ def first_configuration(at_hand: DataAtHand, model: Path, stage: Stage, output: 
         return estimate_memory(parse_config(yaml.safe_load(text)), checkpoint.config, shapes)
 
     if not adapters and estimate(text).total > _USABLE * gpu_bytes:
-        text = _configuration(at_hand, model, stage, output, False, run, True)
-    shortest = _rounded_up(at_hand.longest_sample, 256)
+        adapters = True
+        text = _configuration(at_hand, model, stage, output, False, run, adapters)
+    shortest = _rounded_up(at_hand.longest_sample, 64)
     while estimate(text).total > _USABLE * gpu_bytes and (row := yaml.safe_load(text)["global_max_length"]) > shortest:
-        row = max(shortest, row // 2)
-        text = set_value(text, "global_max_length", row)
-        text = set_value(text, "rollout_matching.max_new_tokens", _longest_new(at_hand, row))
+        text = _configuration(at_hand, model, stage, output, False, run, adapters, row // 2)
     if stage == 2 and importlib.util.find_spec("vllm") is not None:
         text = _with_engine(text, estimate, gpu_bytes, sum(map(math.prod, shapes.values())))
+    return recomputing_less(text, estimate, gpu_bytes)
+
+
+def recomputing_less(text: str, estimate: Callable[[str], MemoryEstimate], gpu_bytes: int) -> str:
+    """``text`` with activations recomputed in as few layers as memory allows, because that takes time."""
+    for every in (None, 4, 3, 2):
+        key = "training.gradient_checkpointing"
+        changed = set_value(text, key, every is not None, "recompute activations: less memory, more time")
+        if every is not None:
+            changed = re.sub(
+                r"(\n  gradient_checkpointing: .*)", rf"\1\n  gradient_checkpointing_every: {every}", changed
+            )
+        peak = estimate(changed).peak(gpu_bytes)
+        if peak <= _ROOMY * gpu_bytes:
+            fits = f"{peak / 1e9:.0f} of {gpu_bytes / 1e9:.0f} GB by estimate"
+            if every is None:
+                return set_value(changed, key, False, f"activations are kept: {fits}")
+            return set_value(changed, f"{key}_every", every, f"in every {every}th layer only: {fits}; 1 = in all")
     return text
 
 
@@ -209,35 +273,58 @@ def _with_engine(text: str, estimate: Callable[[str], MemoryEstimate], gpu_bytes
     return text
 
 
+def _fit(at_hand: DataAtHand, stage: Stage, batch: int, most: int, longest_row: int) -> tuple[int, int]:
+    """Samples of a micro-step, and tokens of the row that they fill: a row with less leaves samples waiting, more and
+    more of them. ``most``: samples, where one long sample does not need a row for more."""
+    # The model's answers may be longer than the annotations.
+    typical = at_hand.mean_sample + (at_hand.mean_answer / 2 if stage == 2 else 0)
+    shortest = min(at_hand.positions, _rounded_up(at_hand.longest_sample, 64))
+    longest_row = min(at_hand.positions, max(shortest, longest_row))
+    most = max(most, math.floor(2 * _FILLED * shortest / typical))  # one of these numbers divides the batch
+    for samples in range(min(most, batch), 0, -1):
+        row = max(shortest, _rounded_up(math.ceil(samples * typical / _FILLED), 64))
+        if batch % samples == 0 and row <= longest_row:
+            return samples, row
+    return 1, shortest
+
+
 def _longest_new(at_hand: DataAtHand, row: int) -> int:
     return max(1, min(row // 2, _rounded_up(2 * at_hand.longest_answer, 64)))
 
 
 def _configuration(
-    at_hand: DataAtHand, model: Path, stage: Stage, output: Path, cpu: bool, run: Training | None, adapters: bool
+    at_hand: DataAtHand,
+    model: Path,
+    stage: Stage,
+    output: Path,
+    cpu: bool,
+    run: Training | None,
+    adapters: bool,
+    longest_row: int | None = None,
 ) -> str:
     text = asset(_TEMPLATES[stage]).read_text(encoding="utf-8")
     text = text[text.index("model:\n") :]
     if stage == 2:
         recipe = asset(_RECIPE).read_text(encoding="utf-8").partition("\nrollout_matching:\n")[2]
         text = re.sub(r"(?m)^  maskiou_gate:.*\n", "", text[: text.index("  pipeline:")]) + recipe
-    device = min(2 if cpu else 8, at_hand.images)
-    batch = device * max(1, min(8 if cpu else 32, at_hand.images) // device)
+    most = min(2 if cpu else 8, at_hand.images)
+    batch = most * max(1, min(8 if cpu else 32, at_hand.images) // most)
+    device, row = _fit(at_hand, stage, batch, most, longest_row or (2048 if cpu else _ROW))
     steps = max(1, at_hand.images // batch)  # of an epoch
     epochs = yaml.safe_load(text)["training"]["num_train_epochs"]
     if stage == 1 and epochs * at_hand.images < _SEEN:
         epochs = min(_MOST_EPOCHS, round(_SEEN / at_hand.images))
     # Once an epoch, but at most four times in a run: an evaluation answers every image of the validation data.
     often = min(500 if stage == 1 else 200, max(steps, steps * epochs // 4))
-    # A row that a step's samples fill, and not more.
-    filled = _rounded_up(max(2, device) * at_hand.longest_sample, 256)
-    row = min(at_hand.positions, max(2048 if cpu else _ROW, _rounded_up(2 * at_hand.longest_sample, 256)), filled)
     parameters = sum(map(math.prod, weight_shapes(Checkpoint.open(model)).values()))
+    loaders, why = (
+        (0, "the trainer's own process reads photos") if cpu else _loaders(at_hand, parameters, adapters, device)
+    )
     values: dict[str, Any] = {
         "model.model": str(model),
         "custom.train_jsonl": str(at_hand.train),
         "custom.val_jsonl": None if at_hand.val is None else str(at_hand.val),
-        "data.num_workers": 0 if cpu else 4,
+        "data.num_workers": loaders,
         "training.output_dir": str(output),
         **({"training.num_train_epochs": epochs} if stage == 1 else {}),
         "training.effective_batch_size": batch,
@@ -254,7 +341,7 @@ def _configuration(
         "rollout_matching.decode_batch_size": 4 if cpu else 8,
         "rollout_matching.max_new_tokens": _longest_new(at_hand, row),
     }
-    notes: dict[str, str] = {}
+    notes: dict[str, str] = {"data.num_workers": f"loader processes: {why}"}
     if parameters < _LARGE:
         rate, source = _SMALL[stage]
         values |= {"training.learning_rate": rate, **({"training.vit_lr": None} if stage == 1 else {})}

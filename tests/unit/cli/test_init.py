@@ -14,12 +14,13 @@ import yaml
 
 import coordexp.cli.init
 from coordexp.checkpoints.card import read_card, write_card
-from coordexp.checkpoints.memory import check_memory
-from coordexp.cli.init import advice_on_stage_2, set_value
+from coordexp.checkpoints.memory import MemoryEstimate, check_memory
+from coordexp.cli.init import advice_on_stage_2, look_at, recomputing_less, set_value
 from coordexp.config import RunConfig, load_config
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.data.files import asset
 from coordexp.data.scenes import DENSE, SPARSE, SPECS, write_scenes
+from coordexp.records import GTObject
 from support.cli_runs import run_cli, small_checkpoint
 
 DEMO = asset("checkpoints/demo-stage1")
@@ -76,7 +77,7 @@ def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
             assert run.tuner.train_type == train_type and run.training.use_cpu is False
             assert run.training.learning_rate == pytest.approx(rate * (5 if train_type == "lora" else 1))
             assert (run.tuner.lora_rank == 32) == (train_type == "lora")  # lora.yaml's
-            assert (run.global_max_length < 2304) == (mebibytes == 64), "rows are halved until they fit"
+            assert (run.global_max_length < 1600) == (mebibytes == 64), "rows are halved until they fit"
     tool.write_text("#!/bin/sh\necho no driver >&2\nexit 9\n")
     done = run_cli(capsys, "init", data, "--model", DEMO, "--overwrite")
     assert done.code == 2 and "nvidia-smi fails: no driver" in done.err
@@ -298,3 +299,48 @@ def test_stage_2_is_advised_by_the_figures_next_to_its_start(of: str, recall: fl
 
 def test_a_start_without_figures_names_the_command_that_measures_it(tmp_path: Path) -> None:
     assert f"coordexp evaluate --model {tmp_path} --data VAL.jsonl" in advice_on_stage_2(tmp_path)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("long", [0, 1, 30, 48])
+def test_the_samples_of_a_micro_step_fill_a_row_and_do_not_wait_for_one(
+    long: int, stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``long`` of 48 samples have 40 objects, the others one."""
+    (record,) = read_jsonl(write_scenes(tmp_path / "scenes", 1, SPARSE, 1))
+    few, many = ((GTObject("red circle", "bbox_2d", (10, 20, 300, 400)),) * count for count in (1, 40))
+    write_jsonl([replace(record, objects=many if k < long else few) for k in range(48)], tmp_path / "train.jsonl")
+    mean = look_at(tmp_path / "train.jsonl", DEMO).mean_sample
+    for where in ("--cpu", "--gpu"):
+        words = (tmp_path / "train.jsonl", "--model", DEMO, "--stage", stage, where, "--out", tmp_path / "s.yaml")
+        assert run_cli(capsys, "init", *words, "--overwrite").code == 0
+        run = load_config(tmp_path / "s.yaml")
+        assert 0.65 < run.training.per_device_train_batch_size * mean / run.global_max_length < 1
+
+
+def test_loader_processes_are_chosen_by_the_time_that_photos_take(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    for photo_s, least, most in ((0.0, 1, 1), (1.0, 15, 15)):
+        monkeypatch.setattr("coordexp.cli.init._loading_seconds", lambda _, s=photo_s: s)
+        assert run_cli(capsys, "init", data, "--model", DEMO, "--gpu", "--overwrite").code == 0
+        assert least <= load_config("stage1.yaml").data.num_workers <= most
+        (line,) = (one for one in Path("stage1.yaml").read_text().splitlines() if "num_workers" in one)
+        assert f"a photo takes {1e3 * photo_s:.1f} ms to read" in line and ("would be needed" in line) == (photo_s > 0)
+
+
+@pytest.mark.parametrize(("gigabytes", "every"), [(85.9, 2), (105, 4), (150, 0), (60, 1)])
+def test_activations_are_recomputed_in_as_few_layers_as_memory_allows(gigabytes: float, every: int) -> None:
+    """All weights of 2B, with an estimate of 44 GB, and 44 GB more if no layer recomputes."""
+
+    def estimate(text: str) -> MemoryEstimate:
+        training = yaml.safe_load(text)["training"]
+        recomputed = 1 / training.get("gradient_checkpointing_every", 1) if training["gradient_checkpointing"] else 0
+        return MemoryEstimate(0, 0, 0, 44e9 + (1 - recomputed) * 44e9, 0, 0)
+
+    text = recomputing_less(asset("configs/stage1/sft.yaml").read_text(), estimate, int(gigabytes * 1e9))
+    training = yaml.safe_load(text)["training"]
+    assert training["gradient_checkpointing"] == (every > 0)
+    assert training.get("gradient_checkpointing_every", 1) == max(1, every)
+    assert ("layer only" in text) == (every > 1) and ("are kept" in text) == (every == 0)
