@@ -62,12 +62,20 @@ FIRST = (
 ONE_BY_ONE = ("tests/as_shipped/test_rows.py", "tests/as_shipped/test_commands.py")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "campaign: takes long; started by `make faults` alone")
+
+
 def file_of(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("COORDEXP_CAMPAIGN") != "1":
+        late = [item for item in items if item.get_closest_marker("campaign") is not None]
+        items[:] = [item for item in items if item.get_closest_marker("campaign") is None]
+        config.hook.pytest_deselected(items=late)
     place = {file: number for number, file in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(file_of(item.nodeid), len(place)))
 

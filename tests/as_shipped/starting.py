@@ -20,17 +20,33 @@ from typing import Any
 
 import psutil
 
-from as_shipped.table import DATA, GROUP_PORT, MODEL, PORT, ROOT, RUN, SCENES, Interruption, Row
+from as_shipped.table import (
+    DATA,
+    GROUP_PORT,
+    MODEL,
+    PORT,
+    ROOT,
+    RUN,
+    SCENES,
+    Row,
+    interrupted_step,
+    interruption,
+)
 from coordexp.checkpoints.run_folder import SEAL, STATE, checkpoints_in
 from coordexp.checkpoints.run_lock import LOCK, check_not_running
 from coordexp.config import RunConfig, load_config
 from coordexp.data.scenes import SPARSE, write_scenes
+from support.busy import busyness
 from support.ports import free_ports
 
 START_S = 300.0  # imports, model, engine and all steps
-# On a quiet machine; a busy one takes longer in proportion, see Started.slowness.
+# On a quiet machine; a busy one takes longer in proportion.
 AFTER_LAST_STEP_S = 30.0  # the last evaluation, saving, and ending; servers have 15 s
 AFTER_SIGNAL_S = 10.0
+PASSES_USR1 = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun's, by docs/reliability.md
+SERVERS_END_S = 15.0  # those that a launch started, after its trainer
+# The token that server_multi_node.yaml asks for, in every process here.
+TOKEN = {"COORDEXP_API_KEY": "as-shipped"}
 MODULES = {"coordexp": "coordexp", "torchrun": "torch.distributed.run"}
 SERVERS = "rollout_matching.vllm.server.servers"
 _MARK = "COORDEXP_TEST_START"
@@ -45,15 +61,15 @@ class Started:
     log: Path
     scratch: Path
     mark: str
-    since: float
 
     @property
     def output(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def until(self, reached: Callable[[], bool], limit_s: float, what: str) -> None:
-        """Wait until ``reached()``. AssertionError if it takes ``limit_s``, or if the command ends before."""
-        deadline = time.monotonic() + limit_s
+        """Wait until ``reached()``. AssertionError if it takes ``limit_s``, which a busy machine prolongs, or if the
+        command ends before."""
+        deadline = time.monotonic() + limit_s * busyness()
         while not reached():
             ended = self.process.poll() is not None
             if (ended and not reached()) or time.monotonic() > deadline:
@@ -68,15 +84,6 @@ class Started:
             return [psutil.Process(self.process.pid)]
         return [one for one in psutil.Process(self.process.pid).children() if "coordexp" in one.cmdline()]
 
-    def slowness(self) -> float:
-        """How much longer than its processor time the command has run, at least 1: on a machine that is busy with other
-        work, limits are multiplied by it."""
-        used = 0.0
-        for one in self.processes():
-            with suppress(psutil.NoSuchProcess):
-                used += sum(one.cpu_times()[:4])  # with children that have ended
-        return max(1.0, (time.monotonic() - self.since) / max(used, 1.0))
-
     def end(self, limit_s: float, what: str) -> int:
         """The exit code. AssertionError if the command takes longer."""
         self.until(lambda: self.process.poll() is not None, limit_s, what)
@@ -87,8 +94,9 @@ class Started:
         return [one for one in psutil.process_iter() if _has_mark(one, self.mark)]
 
     def nothing_is_left(self, limit_s: float = 60.0) -> None:
-        """Assert that every process ends within ``limit_s``, and that no socket and no shared memory is left."""
-        deadline = time.monotonic() + limit_s
+        """Assert that every process ends within ``limit_s``, more on a busy machine, and that no socket and no shared
+        memory is left."""
+        deadline = time.monotonic() + limit_s * busyness()
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left, f"processes are left: {[(one.pid, one.cmdline()[:6]) for one in left]}"
@@ -102,7 +110,7 @@ class Started:
         for one in self.processes():
             with suppress(psutil.NoSuchProcess):
                 one.kill()
-        self.process.wait(30)
+        self.process.wait(30 * busyness())
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
@@ -137,7 +145,7 @@ def started(command: Sequence[str], cwd: Path, **environment: str) -> Started:
             words, cwd=cwd, env=given, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-    return Started(process, log, scratch, mark, time.monotonic())
+    return Started(process, log, scratch, mark)
 
 
 def finished(command: Sequence[str], cwd: Path, limit_s: float = START_S, **environment: str) -> str:
@@ -193,8 +201,9 @@ class RowRun:
         """The configuration with its replacements."""
         return load_config(self.row.path, arguments=self.command[-len(self.replaced) :])
 
-    def start(self) -> Started:
-        return started(self.command, self.folder, **self.environment)
+    def start(self, *options: str) -> Started:
+        """``options``: of the command's first word."""
+        return started([self.command[0], *options, *self.command[1:]], self.folder, **self.environment)
 
     def steps_saved(self) -> int:
         """Steps in the newest whole checkpoint."""
@@ -208,7 +217,7 @@ class RowRun:
         try:
             ended = one.process.poll  # at once, if a signal came in the last step
             one.until(lambda: _last_step(one.output) or ended() is not None, START_S, f"{self.row.name}: its last step")
-            code = one.end(AFTER_LAST_STEP_S * one.slowness(), f"{self.row.name}: the end after its last step")
+            code = one.end(AFTER_LAST_STEP_S, f"{self.row.name}: the end after its last step")
             assert code == 0, one.output[-6000:]
             one.nothing_is_left()
         finally:
@@ -237,30 +246,31 @@ class RowRun:
         after = {path: path.stat().st_mtime_ns for path in self.run.rglob("*")}
         assert {path for path in before if before[path] != after.get(path)} <= {self.run / LOCK}
 
-    def interrupt(self, by: Interruption) -> None:
-        """Start, and interrupt after a step. Asserts that a signal ends the run within 10 s with a checkpoint."""
-        step = max(by.after_step, self.steps_saved() + 1)  # of this start, not of the one before
-        one = self.start()
+    def interrupt(self, number: signal.Signals, after_step: int) -> None:
+        """Start, and send ``number`` when a checkpoint of ``after_step`` or of a later step is whole. Asserts that a
+        stop signal ends the run within 10 s with a checkpoint, and that nothing of it is left."""
+        step = max(after_step, self.steps_saved() + 1)  # of this start, not of the one before
+        launched = "launch" in self.command
+        to_torchrun = number == signal.SIGUSR1 and self.row.ranks > 1
+        one = self.start(*([PASSES_USR1] if to_torchrun else []))
         try:
-            what = f"{self.row.name}: a checkpoint of step {step}"
-            one.until(lambda: self.steps_saved() >= step, START_S, what)
-            limit_s = AFTER_SIGNAL_S * one.slowness()
-            if by.number == signal.SIGKILL:
+            one.until(lambda: self.steps_saved() >= step, START_S, f"{self.row.name}: a checkpoint of step {step}")
+            limit_s = AFTER_SIGNAL_S + (SERVERS_END_S if launched else 0.0)
+            if number == signal.SIGKILL:
                 one.trainers()[-1].kill()  # this process alone; others of the run notice
-            elif by.number == signal.SIGINT:
-                os.killpg(one.process.pid, by.number)  # as a terminal does, to the whole group
+            elif number == signal.SIGINT:
+                os.killpg(one.process.pid, number)  # as a terminal does, to the whole group
             else:
-                one.process.send_signal(by.number)
-            code = one.end(limit_s, f"{self.row.name}: the end after {by.number.name}")
-            if self.row.ranks > 1:
-                assert code == 1, "torchrun's, whatever its processes end with"
-            elif by.number == signal.SIGKILL:
+                one.process.send_signal(number)
+            code = one.end(limit_s, f"{self.row.name}: the end after {number.name}")
+            by_torchrun = self.row.ranks > 1 or launched
+            if number == signal.SIGKILL and self.row.ranks == 1:
                 assert code == -signal.SIGKILL, "the run ended before it was killed"
-            else:
-                assert code == 128 + by.number, one.output[-6000:]
-            if by.number != signal.SIGKILL:
-                assert f"stopped by {by.number.name} after step" in one.output, one.output[-6000:]
-                assert self.row.ranks > 1 or "Traceback" not in one.output, one.output[-6000:]
+            else:  # torchrun's is 1, whatever its processes end with, and a launch ends with its trainer's
+                assert code == (1 if by_torchrun else 128 + number), one.output[-6000:]
+            if number != signal.SIGKILL:
+                assert f"stopped by {number.name} after step" in one.output, one.output[-6000:]
+                assert by_torchrun or "Traceback" not in one.output, one.output[-6000:]
             one.nothing_is_left()
         finally:
             one.kill()
@@ -268,13 +278,18 @@ class RowRun:
         assert not any(self.run.glob("*.safetensors")), "an unfinished run must not look finished"
 
 
-def check_row(
-    row: Row, folder: Path, on_gpu: bool = False, servers: Any = None, environment: Mapping[str, str] | None = None
-) -> None:
-    """Start a row to its end, use its model, start it again, and interrupt and continue the same run if the row says
-    so. ``servers``: running ones, in place of the row's."""
-    whole = RowRun(row, folder, on_gpu, **({} if servers is None else {SERVERS: servers}))
-    whole.environment = environment or {}
+def run_of(row: Row, folder: Path, servers: Any = None, more: Mapping[str, Any] | None = None) -> RowRun:
+    """A run of ``row``. ``servers``: running ones, in place of the row's. ``more``: replacements on top."""
+    run = RowRun(row, folder, **({} if servers is None else {SERVERS: servers}), **(more or {}))
+    if row.server is not None:
+        run.environment = TOKEN
+    return run
+
+
+def check_row(row: Row, folder: Path, servers: Any = None) -> None:
+    """Start a row to its end, use its model, and start it again. Then interrupt another run of it as
+    :func:`interruption` says; after SIGKILL, continue it to the same weights."""
+    whole = run_of(row, folder, servers=servers)
     whole.to_the_end()
     config = whole.resolved()
     state = json.loads((whole.run / STATE).read_text(encoding="utf-8"))
@@ -282,12 +297,39 @@ def check_row(
     assert (state["epoch"] % 1 == 0) == (row.ends == "at the end of an epoch"), state["epoch"]
     whole.answers()
     whole.says_that_it_is_finished()
-    if row.again:
-        again = RowRun(row, folder / "again", on_gpu, **row.again_with)
-        for one in row.again:
-            again.interrupt(one)
+    number = interruption(row)
+    interrupt_and_continue(whole, [number], continues=number == signal.SIGKILL, servers=servers)
+
+
+def interrupt_and_continue(
+    whole: RowRun, numbers: Sequence[signal.Signals], continues: bool = True, servers: Any = None
+) -> None:
+    """Interrupt a second run of the row of ``whole`` by each of ``numbers``. ``continues``: then to its end, where its
+    weights equal those of ``whole`` in every bit."""
+    row, steps = whole.row, whole.resolved().training.max_steps
+    names = "-".join(number.name for number in numbers)
+    again = run_of(row, whole.folder / names, servers=servers, more=row.interrupted_with)
+    for number in numbers:
+        again.interrupt(number, interrupted_step(row, number, steps))
+    if continues:
         assert "resuming from" in again.to_the_end()
-        assert same_weights(again.run, whole.run), f"{row.name}: interrupted and continued, the weights differ"
+        assert same_weights(again.run, whole.run), f"{row.name}: interrupted by {names} and continued, weights differ"
+
+
+def is_healthy(served: RowRun) -> bool:
+    """Whether the server of ``served`` answers."""
+    from coordexp.errors import RolloutError
+    from support.settings import client_to
+
+    (entry,) = served.servers
+    client = client_to(entry["base_url"], entry["group_port"], timeout_s=5.0, infer_timeout_s=5.0)
+    try:
+        client.health(timeout_s=5.0)
+    except RolloutError:
+        return False
+    finally:
+        client.close()
+    return True
 
 
 def same_weights(one: Path, other: Path) -> bool:

@@ -1,14 +1,21 @@
 """Everything that users start: a row for each shipped YAML, and what a row replaces in it.
 
-A row is started by the command of its file's own first lines. Its replacements are in two parts: ``short`` makes the
-run short, on every machine; ``on_cpu`` is for machines without a GPU. Everything else is as shipped: number types,
-loader processes, packing, saving, evaluation, logs, resuming. Rows of documented commands are in :mod:`documented`.
+To read a row, for example ``Row("stage1/lora", FULL_SIZE, _SIZES)``: ``configs/stage1/lora.yaml`` is started by the
+command of its first lines, ``coordexp train configs/stage1/lora.yaml``, followed by each key of :data:`FULL_SIZE` as
+``key=value``; :data:`_SIZES` says in words what that replaces.
+
+Replacements are in two parts: ``short`` makes the run short, on every machine; ``on_cpu`` is for machines without a
+GPU. Everything else is as shipped: number types, loader processes, packing, saving, evaluation, logs, resuming.
+
+A row is started to its end, its model answers, the same command says that the run is finished, and a run of its own is
+ended by the signal of :func:`interruption`. Rows of documented commands are in :mod:`documented`.
 
 This module imports neither torch nor coordexp.
 """
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,19 +27,22 @@ CONFIGS = ROOT / "configs"
 TRAIN = "coordexp train configs/{name}.yaml"
 TORCHRUN = "torchrun --nproc_per_node=2 -m coordexp train configs/{name}.yaml"
 LAUNCH = "coordexp launch configs/{name}.yaml"
-# Names that a start replaces by its own paths and free ports.
+# A start puts its own paths and free ports in place of these.
 MODEL, DATA, RUN, PORT, GROUP_PORT = "{model}", "{data}", "{run}", "{port}", "{group_port}"
-SCENES = 12  # in DATA; with EFFECTIVE samples a step, an epoch has three steps
+SCENES = 12  # images of DATA; with EFFECTIVE of them a step, an epoch has three steps
 EFFECTIVE = 4
 
-# Of every row: twelve generated scenes.
+# --- sets of replacements ---
+
+# Every row: twelve generated scenes for training and validation, and a folder of its own.
 PLACES: dict[str, Any] = {
     "custom.train_jsonl": DATA,
     "custom.val_jsonl": DATA,
     "training.output_dir": RUN,
 }
-# Files for 2B and more: fewer samples a step and shorter rows, in proportion to images of 128 pixels; a checkpoint and
-# an evaluation within three steps. The model has 4 million parameters and answers in the right format.
+# Rows of files for models of 2B and more. The demo's model takes their place: it has 4 million parameters and answers
+# in the right format. Samples a step and the length of rows are in proportion to images of 128 pixels; there is a
+# checkpoint and an evaluation within three steps.
 FULL_SIZE: dict[str, Any] = PLACES | {
     "model.model": MODEL,
     "custom.val_sample_limit": 4,
@@ -44,14 +54,15 @@ FULL_SIZE: dict[str, Any] = PLACES | {
     "global_max_length": 384,
     "rollout_matching.max_new_tokens": 192,
 }
-# Files for 4 million parameters are of a CPU's size: only fewer samples and steps.
-SMALL: dict[str, Any] = PLACES | {
+# Rows of files for models of 4 million parameters, of a CPU's size already. Only samples and steps are fewer.
+TINY: dict[str, Any] = PLACES | {
     "custom.val_sample_limit": 4,
     "training.per_device_train_batch_size": EFFECTIVE,
     "training.max_steps": 3,
 }
-SAVED: dict[str, Any] = SMALL | {"training.save_steps": 1}
-LATER: dict[str, Any] = SAVED | {"model.model": MODEL}  # files whose model is the result of another run
+TINY_SAVES: dict[str, Any] = TINY | {"training.save_steps": 1}  # the file saves checkpoints, hundreds of steps apart
+TINY_CONTINUES: dict[str, Any] = TINY_SAVES | {"model.model": MODEL}  # the file's model is what another run leaves
+IN_MID_EPOCH = {"training.max_steps": 4}
 # vLLM without a GPU: its compiler takes minutes there, and the share of the device's memory is one of the machine's.
 ENGINE_ON_CPU: dict[str, Any] = {
     "rollout_matching.vllm.enforce_eager": True,
@@ -63,17 +74,17 @@ ONE_SERVER: dict[str, Any] = {
     "rollout_matching.vllm.server.servers": [{"base_url": f"http://127.0.0.1:{PORT}", "group_port": GROUP_PORT}]
 }
 
+# --- what ends a run before its last step ---
 
-@dataclass(frozen=True, slots=True)
-class Interruption:
-    """``number`` is sent when a checkpoint of this start is whole, of ``after_step`` or of a later step."""
-
-    number: signal.Signals
-    after_step: int
-
-
-def interrupted(*pairs: tuple[signal.Signals, int]) -> tuple[Interruption, ...]:
-    return tuple(Interruption(number, step) for number, step in pairs)
+TERM, INT, USR1, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL
+INTERRUPTIONS = (TERM, INT, USR1, KILL)
+WORKERS = "data.num_workers"
+# For files that save nothing before the end: an interrupted run of them has checkpoints, and continues from them.
+SAVES_STEPS = {
+    "training.save_strategy": "steps",
+    "training.save_steps": 1,
+    "training.resume_from_checkpoint": True,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +98,13 @@ class Row:
         command: as the file documents it; ``{name}`` is its name.
         ranks: processes of torchrun.
         ends: where in an epoch of three steps the run ends.
-        again: a run with the same weights, interrupted and continued by the same command, with ``again_with`` changed
-            (keys that do not change the weights).
+        interrupted_with: keys of the run that is interrupted; they do not change the weights.
         same_as: the row with whose replaced configuration this one's is identical, except for ``training.output_dir``,
             which a test compares. It is not started.
         server: the row whose ``coordexp serve`` answers this one's trainer on a machine without a GPU, where ``on_cpu``
             trains by ``coordexp train``: a server takes a minute to start there, so rows share one.
         gpus: the least number on which its own command can run.
+        failed: how the same start failed at commit b290dcee, when no test started shipped files.
     """
 
     name: str
@@ -103,11 +114,11 @@ class Row:
     command: str = TRAIN
     ranks: int = 1
     ends: str = "at the end of an epoch"
-    again: tuple[Interruption, ...] = ()
-    again_with: Mapping[str, Any] = field(default_factory=dict)
+    interrupted_with: Mapping[str, Any] = field(default_factory=dict)
     same_as: str | None = None
     server: str | None = None
     gpus: int = 1
+    failed: str | None = None
 
     @property
     def path(self) -> Path:
@@ -116,6 +127,15 @@ class Row:
     @property
     def uses_vllm(self) -> bool:
         return any(key.startswith("rollout_matching.vllm.") for key in self.on_cpu)
+
+    @property
+    def kind(self) -> str:
+        """What the run does. Each of :data:`INTERRUPTIONS` ends a row of each kind."""
+        if self.uses_vllm:
+            return "answers by vLLM"
+        if "two_channel" in self.name:
+            return "two channels"
+        return "rollout matching" if "stage2" in self.name else "stage 1"
 
     def words(self, on_gpu: bool = False) -> list[str]:
         """The command's words, without replacements."""
@@ -126,26 +146,27 @@ class Row:
         return {**self.short, **({} if on_gpu else self.on_cpu)}
 
 
+# Of ``why``.
 _SIZES = "model, data, folder, steps; rows, answers and samples a step in proportion to 128-pixel images"
 _PORTS = f"{_SIZES}; one server, on free ports"
-_FEW = "model, data, folder; three steps of four samples"
-_OWN = "data, folder; three steps of four samples. The model is the file's own"
-TERM, INT, USR1, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL
-WORKERS = "data.num_workers"
+_FEW = "model, data, folder; few steps of four samples"
+_OWN = "data, folder; few steps of four samples. The model is the file's own"
+# Of ``failed``. The third of these faults needs a GPU: tests/fake_cuda/shipped_rows.py.
+_HUNG = "loader processes: after the last step it waited for ever, and the final model was never written"
+_CRASHED = "float32 weights, bf16 and skipped forced tokens: the first rollout crashed (Index put requires …)"
+
 SERVED = "stage2_rollout_aligned/rewritten_server"
+MIDDLE = "in the middle of an epoch"
 
 ROWS: tuple[Row, ...] = (
     # -- stage 1 ------------------------------------------------------------------------------------------------------
-    Row("stage1/sft", FULL_SIZE | {"training.max_steps": 4}, _SIZES, ends="in the middle of an epoch",
-        again=interrupted((TERM, 1), (KILL, 2)), again_with={WORKERS: 1}),
+    Row("stage1/sft", FULL_SIZE | IN_MID_EPOCH, _SIZES, ends=MIDDLE, interrupted_with={WORKERS: 1}, failed=_HUNG),
     Row("stage1/lora", FULL_SIZE, _SIZES),
     # -- stage 2 ------------------------------------------------------------------------------------------------------
     Row("stage2_rollout_aligned/base", FULL_SIZE, _SIZES, same_as="stage2_rollout_aligned/hf"),
     Row("stage2_rollout_aligned/hf", FULL_SIZE, _SIZES),
-    Row("stage2_rollout_aligned/rewritten", FULL_SIZE | {"training.max_steps": 4}, _SIZES,
-        ends="in the middle of an epoch", again=interrupted((KILL, 1), (INT, 2))),
-    Row("stage2_rollout_aligned/lora", FULL_SIZE | {"training.max_steps": 2}, _SIZES,
-        ends="in the middle of an epoch"),
+    Row("stage2_rollout_aligned/rewritten", FULL_SIZE | IN_MID_EPOCH, _SIZES, ends=MIDDLE, failed=_CRASHED),
+    Row("stage2_rollout_aligned/lora", FULL_SIZE | IN_MID_EPOCH, _SIZES, ends=MIDDLE),
     Row("stage2_rollout_aligned/colocate", FULL_SIZE, _SIZES, ENGINE_ON_CPU),
     Row("stage2_rollout_aligned/rewritten_colocate", FULL_SIZE, _SIZES, ENGINE_ON_CPU),
     Row("stage2_rollout_aligned/server", FULL_SIZE | ONE_SERVER, _PORTS, LAUNCH_ON_CPU, LAUNCH, gpus=2),
@@ -155,27 +176,28 @@ ROWS: tuple[Row, ...] = (
     Row("stage2_rollout_aligned/server_multi_node", FULL_SIZE | ONE_SERVER, _PORTS, ENGINE_ON_CPU, TORCHRUN, ranks=2,
         server=SERVED, gpus=20),
     # -- two channels -------------------------------------------------------------------------------------------------
-    Row("stage2_two_channel/base", FULL_SIZE, _SIZES, again=interrupted((USR1, 1)), again_with={WORKERS: 4}),
+    Row("stage2_two_channel/base", FULL_SIZE, _SIZES, interrupted_with={WORKERS: 4}),
     Row("stage2_two_channel/mixed", FULL_SIZE, _SIZES, same_as="stage2_two_channel/base"),
-    Row("stage2_two_channel/a_only", FULL_SIZE | {"training.max_steps": 2}, _SIZES, ends="in the middle of an epoch"),
+    Row("stage2_two_channel/a_only", FULL_SIZE | IN_MID_EPOCH, _SIZES, ends=MIDDLE),
     Row("stage2_two_channel/b_only", FULL_SIZE, _SIZES),
     Row("stage2_two_channel/prod", FULL_SIZE | ONE_SERVER, _PORTS, LAUNCH_ON_CPU, LAUNCH, server=SERVED, gpus=4),
     Row("stage2_two_channel/smoke", {"custom.train_jsonl": DATA, "training.output_dir": RUN},
-        "data, folder. Model, samples and its four steps are the file's own"),
+        "data, folder. Model, samples and its four steps are the file's own", interrupted_with=SAVES_STEPS),
     # -- 4 million parameters -----------------------------------------------------------------------------------------
-    Row("bccd/stage1", SAVED, _OWN),
-    Row("crowd/stage1", SAVED, _OWN),
-    Row("crowd/large", LATER, _FEW),
-    Row("crowd/start", LATER | {"training.max_steps": 2}, _FEW, ends="in the middle of an epoch"),
-    Row("crowd/stage2", LATER, _FEW),
-    Row("demo/stage1", LATER | {"training.eval_steps": 2}, _FEW),
-    Row("demo/stage1_second", LATER | {"training.eval_steps": 2}, _FEW),
-    Row("demo/start", SMALL, _OWN),
-    Row("demo/sft", SAVED, _OWN),
-    Row("demo/completed", SAVED, _OWN, same_as="demo/sft"),
-    Row("demo/stage2", SAVED, _OWN),
-    Row("demo/two_channel", SMALL, _OWN),
+    Row("bccd/stage1", TINY_SAVES, _OWN),
+    Row("crowd/stage1", TINY_SAVES, _OWN),
+    Row("crowd/large", TINY_CONTINUES, _FEW),
+    Row("crowd/start", TINY_CONTINUES | IN_MID_EPOCH, _FEW, ends=MIDDLE),
+    Row("crowd/stage2", TINY_CONTINUES, _FEW),
+    Row("demo/stage1", TINY_CONTINUES | {"training.eval_steps": 2}, _FEW),
+    Row("demo/stage1_second", TINY_CONTINUES | {"training.eval_steps": 2}, _FEW),
+    Row("demo/start", TINY, _OWN, interrupted_with=SAVES_STEPS),
+    Row("demo/sft", TINY_SAVES, _OWN),
+    Row("demo/completed", TINY_SAVES, _OWN, same_as="demo/sft"),
+    Row("demo/stage2", TINY_SAVES, _OWN),
+    Row("demo/two_channel", TINY, _OWN, interrupted_with=SAVES_STEPS),
 )  # fmt: skip
+STARTED = [one for one in ROWS if one.same_as is None]
 
 # YAML files that are no configurations by themselves: which row uses them.
 FRAGMENTS: dict[str, str] = {
@@ -186,6 +208,19 @@ FRAGMENTS: dict[str, str] = {
 def row(name: str) -> Row:
     (found,) = [one for one in ROWS if one.name == name]
     return found
+
+
+def interruption(of: Row) -> signal.Signals:
+    """What ends a run of this row in every test run; the fault campaign tries all. In each kind, rows in a random order
+    take the four in turns."""
+    rows = [one.name for one in STARTED if one.kind == of.kind]
+    random.Random(f"rows of {of.kind}").shuffle(rows)
+    return INTERRUPTIONS[rows.index(of.name) % len(INTERRUPTIONS)]
+
+
+def interrupted_step(of: Row, number: signal.Signals, steps: int) -> int:
+    """After how many of ``steps`` steps: at least one more is whole, so that a slow test does not miss the run."""
+    return random.Random(f"{of.name} {number.name}").randint(1, steps - 2)
 
 
 def shipped() -> Iterator[str]:

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from as_shipped.starting import check_row
-from as_shipped.table import KILL, LAUNCH, ROWS, TERM, TORCHRUN, Row, interrupted, row
+from as_shipped.starting import check_row, interrupt_and_continue, run_of
+from as_shipped.table import KILL, LAUNCH, STARTED, TERM, TORCHRUN, Row, row
 
 # Rows with servers are in test_servers.py.
-STARTED = [one for one in ROWS if one.same_as is None and one.server is None and one.command != LAUNCH]
+WITHOUT_SERVERS = [one for one in STARTED if one.server is None and one.command != LAUNCH]
 
 
-@pytest.mark.parametrize("one", STARTED, ids=lambda one: one.name)
+def named(one: Row) -> str:
+    return one.name if one.failed is None else f"{one.name}, which failed at b290dcee"
+
+
+@pytest.mark.parametrize("one", WITHOUT_SERVERS, ids=named)
 def test_a_shipped_configuration_runs_to_its_end(one: Row, tmp_path: Path) -> None:
     if one.uses_vllm:
         pytest.importorskip("vllm")
@@ -23,5 +27,6 @@ def test_a_shipped_configuration_runs_to_its_end(one: Row, tmp_path: Path) -> No
 
 def test_two_ranks_under_torchrun_are_interrupted_and_continued(tmp_path: Path) -> None:
     """As the first lines of the file start it on several GPUs."""
-    by_two = replace(row("stage2_rollout_aligned/rewritten"), command=TORCHRUN, ranks=2)
-    check_row(replace(by_two, again=interrupted((TERM, 1), (KILL, 2))), tmp_path)
+    whole = run_of(replace(row("stage2_rollout_aligned/rewritten"), command=TORCHRUN, ranks=2), tmp_path)
+    whole.to_the_end()
+    interrupt_and_continue(whole, [TERM, KILL])

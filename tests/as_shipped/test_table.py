@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from as_shipped.starting import RowRun
-from as_shipped.table import CONFIGS, FRAGMENTS, ROWS, Row, row, shipped
+from as_shipped.table import CONFIGS, FRAGMENTS, INTERRUPTIONS, ROWS, STARTED, Row, interruption, row, shipped
 
 # A row replaces where things are and how much there is of them.
 REPLACED = {
@@ -46,3 +46,16 @@ def test_a_row_that_is_not_started_is_the_same_run_as_one_that_is(same: Row, tmp
     assert same.same_as is not None and row(same.same_as).same_as is None
     runs = [RowRun(one, tmp_path).resolved().model_dump() for one in (same, row(same.same_as))]
     assert runs[0] == runs[1]
+
+
+def test_each_signal_ends_a_row_of_each_kind() -> None:
+    kinds = {one.kind for one in STARTED}
+    assert {(one.kind, interruption(one)) for one in STARTED} == {(kind, by) for kind in kinds for by in INTERRUPTIONS}
+
+
+def test_runs_end_within_and_after_epochs_with_several_numbers_of_loader_processes_and_ranks(tmp_path: Path) -> None:
+    assert {one.ends for one in STARTED} == {"in the middle of an epoch", "at the end of an epoch"}
+    assert {one.ranks for one in STARTED} == {1, 2}
+    runs = [RowRun(one, tmp_path, **more).resolved() for one in STARTED for more in ({}, one.interrupted_with)]
+    assert {run.data.num_workers for run in runs} == {0, 1, 4}
+    assert all(run.training.max_steps >= 3 for run in runs), "interrupted before the last two"

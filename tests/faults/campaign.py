@@ -1,4 +1,5 @@
-"""``make faults``: inject every fault of this folder and write the table fault → promised → seen → seconds.
+"""``make faults``: inject every fault of this folder, interrupt every shipped configuration in every way, and write the
+table fault → promised → seen → seconds.
 
 Each fault adds a line to ``--log``. A later campaign skips faults that the log has as promised, so a campaign can be
 stopped and continued; delete the file to start again.
@@ -23,6 +24,8 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
+SHIPPED = ("test_interruptions.py", "test_servers.py::test_three_servers_answer_one_trainer")
+ALL = [str(HERE), *(f"{HERE.parent / 'as_shipped'}/{name}" for name in SHIPPED)]
 AS_PROMISED = "as promised"
 
 
@@ -126,7 +129,7 @@ def main() -> None:
     os.environ |= {"COORDEXP_KILLS": str(arguments.kills), "COORDEXP_CAMPAIGN": "1"}
     arguments.log.parent.mkdir(parents=True, exist_ok=True)
     log = Log(arguments.log, time.monotonic() + 60 * arguments.minutes)
-    options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", *(further or [str(HERE)])]
+    options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", *(further or ALL)]
     code = pytest.main([*options, *(["--collect-only"] if arguments.table_only else [])], plugins=[log])
     now = datetime.now(UTC).strftime("%Y-%m-%d")
     heading = f"# Faults, {now}\n\n{platform.platform()}, {os.cpu_count()} cores. Command: `make faults`."
