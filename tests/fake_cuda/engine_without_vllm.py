@@ -99,19 +99,19 @@ class EngineWithoutVLLM:
 
 
 class BackendWithoutVLLM(ColocatedBackend):
-    """Colocated vLLM with its engine replaced; also in place of servers, whose transport needs NCCL."""
+    """Colocated vLLM with its engine replaced."""
 
     def start_engine(self) -> Any:
         return EngineWithoutVLLM(self._learner)
 
 
 def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:
-    """As :func:`coordexp.engine.trainer.backends.build_backend`, without vLLM."""
-    if config.rollout_backend == "hf":
+    """As :func:`coordexp.engine.trainer.backends.build_backend`, without vLLM in this process."""
+    if not config.is_colocated:
         from coordexp.engine.trainer.backends import build_backend as real
 
         return real(config, learner, names)
-    vllm = config.vllm.model_copy(update={"mode": "colocate", "tensor_parallel_size": 1})
+    vllm = config.vllm.model_copy(update={"tensor_parallel_size": 1})
     return BackendWithoutVLLM(config.model_copy(update={"vllm": vllm}), learner, decoding_options(config), names)
 
 

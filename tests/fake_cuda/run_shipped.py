@@ -27,6 +27,7 @@ import engine_without_vllm
 import torch
 import vllm.exceptions  # noqa: F401  # pushes import it
 from rich.console import Console
+from server_without_vllm import servers_without_vllm
 from shipped_rows import ROWS, Row
 
 from coordexp.config import load_config
@@ -88,8 +89,13 @@ def overrides(row: Row, output_dir: Path) -> dict[str, Any]:
 def train(machine: Machine, row: Row, output_dir: Path, resume: Path | None) -> dict[str, Any]:
     """Train one row. Returns what the tests compare."""
     changes = overrides(row, output_dir) | {"training.resume_from_checkpoint": None if resume is None else str(resume)}
-    with machine.context():
+    with machine.context(), servers_without_vllm(row.servers, machine.device) as servers:
+        if servers:
+            urls = [{"base_url": one.url, "group_port": one.group_port} for one in servers]
+            changes["rollout_matching.vllm.server.servers"] = urls
         checked = run.check_run(load_config(CONFIGS / row.config, changes), servers_are_up=False)
+        for one in servers:
+            one.guarded = checked.rollout.repeat_terminate.enabled
         trainer, checkpoint = run.build_trainer(checked, Console(quiet=True))
         machine.after_loading()
         elsewhere = not_on(machine.device, trainer, "built")
@@ -104,6 +110,7 @@ def train(machine: Machine, row: Row, output_dir: Path, resume: Path | None) -> 
         "evaluated": any("eval_rollout/f1" in line for line in trainer.state.log_history),
         "elsewhere": elsewhere,
         "engine": engine,
+        "pushes_to_servers": [one.pushes for one in servers],
         "files": sorted(path.name for path in output_dir.iterdir()),
     }
 
@@ -127,6 +134,7 @@ def replaced(machine: Machine) -> Iterator[None]:
     with (
         patch.object(run, "build_backend", engine_without_vllm.build_backend),
         patch.object(offload, "MOVABLE", (*offload.MOVABLE, *machine.movable)),
+        patch.dict(os.environ, {"COORDEXP_API_KEY": "of server_multi_node.yaml"}),
     ):
         yield
 

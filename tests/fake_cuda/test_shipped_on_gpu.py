@@ -109,7 +109,7 @@ def allowed(row: Row, part: str, place: str) -> bool:
     return any(place.startswith(known) for known in places)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name + (", which failed at b290dcee" if row.failed else ""))
 def test_a_shipped_configuration_trains_on_a_gpu(row: Row, results: Path) -> None:
     found, on_cpu = result(results, "cuda", row), result(results, "cpu", row)
     assert found["elsewhere"] == []
@@ -128,6 +128,8 @@ def test_a_shipped_configuration_trains_on_a_gpu(row: Row, results: Path) -> Non
     assert bool(found["engine"]) == row.engine
     if row.engine:
         assert found["engine"]["slept"] == found["engine"]["pushes"] >= 1
+    assert len(found["pushes_to_servers"]) == row.servers
+    assert all(count >= 1 for count in found["pushes_to_servers"])
 
 
 def test_every_configuration_that_a_gpu_would_run_has_a_row() -> None:

@@ -144,6 +144,8 @@ class CudaTensor(torch.Tensor):
         RECORD.wait("tolist")
         return self.on_host.tolist()
 
+    def record_stream(self, stream: Any) -> None: ...
+
     def numpy(self, *_: Any, **__: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
 
