@@ -120,9 +120,11 @@ def test_a_shipped_configuration_trains_on_a_gpu(row: Row, results: Path) -> Non
                 if part in ("step", "answers") and size > LARGE]  # fmt: skip
     assert pageable == []
     assert [step for step, _, _ in found["losses"]] == [1, 2]
-    for (_, loss, norm), (_, on_cpu_loss, on_cpu_norm) in zip(found["losses"], on_cpu["losses"], strict=True):
+    for (step, loss, norm), (_, on_cpu_loss, on_cpu_norm) in zip(found["losses"], on_cpu["losses"], strict=True):
         assert loss == pytest.approx(on_cpu_loss, rel=1e-4)  # attention and autocast round differently
-        assert norm == pytest.approx(on_cpu_norm, rel=5e-3)
+        # AdamW's first update is the gradient's sign, so the roundings of the smallest gradients are whole updates. How
+        # much the next norm differs depends on the CPU: 3 % was seen on one with AMX, in rows with and without servers.
+        assert norm == pytest.approx(on_cpu_norm, rel=5e-3 if step == 1 else 5e-2)
     assert found["evaluated"]
     assert {"checkpoint-1", "checkpoint-2"} & set(found["files"])
     assert bool(found["engine"]) == row.engine
