@@ -1,12 +1,14 @@
-"""Writes what docs/architecture.md takes from the code: the picture of the data's way, and five paths with their files.
+"""Writes what docs/architecture.md takes from the code: the picture of the data's way, and six traced walks with their
+files.
 
 python docs/draw_architecture.py            # write docs/architecture.md's tables and docs/images/architecture.svg
-python docs/draw_architecture.py --check    # exit 1 if a step names what the code does not define, or a file is stale
+python docs/draw_architecture.py --check    # exit 1 if a traced function is gone, or a file is stale
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from functools import cache
@@ -18,117 +20,47 @@ DOCS = Path(__file__).parent
 SOURCE = DOCS.parent / "src" / "coordexp"
 PAGE, PICTURE = DOCS / "architecture.md", DOCS / "images" / "architecture.svg"
 
-# Path → its steps: (file below src/coordexp, name defined in it, its role), for a run with vLLM servers.
-# A file counts once; the page says how many files each path passes.
-PATHS: dict[str, list[tuple[str, str, str]]] = {
-    "key": [
-        ("config/source.py", "read_document", "reads the YAML and what it `extends`, and remembers each key's line"),
-        ("config/rollout.py", "RolloutMatchingConfig.decode_batch_size", "declares the key: type, bounds, default"),
-        ("config/load.py", "validate", "returns the `RunConfig`, or raises with every problem of the file"),
-        ("training/run.py", "check_run", "reads its section, with null values replaced by those of other keys"),
-        ("engine/trainer/backends.py", "build_backend", "passes the section to the backend that it names"),
-        ("engine/trainer/server_backend.py", "ServerBackend.batch_size", "uses it: this rank's share of all servers"),
-    ],
-    "image": [
-        ("data/dataset_cache.py", "open_records", "reads or maps the record"),
-        ("data/dataset.py", "RecordDataset.__getitem__", "orders the objects and encodes the sample"),
-        ("data/images.py", "open_rgb", "opens the file, turned and in RGB"),
-        ("modeling/inputs.py", "PromptEncoder.encode", "makes the prompt's tokens around it"),
-        ("modeling/patches.py", "cut", "resizes it and cuts it into patches of bytes, which the model normalises"),
-        ("training/batches.py", "StepBatches.take", "gives the sample to its optimizer step"),
-        ("training/step.py", "prepare_step", "puts the pixels next to the sample's target"),
-        ("packing.py", "build_row", "lays the prompt with its image placeholders into a row"),
-        ("training/rows.py", "RowBuilder", "joins the pixels of a row's images, on the device"),
-        ("modeling/forward.py", "supervised_hidden", "runs the vision tower and the language model on the row"),
-    ],
-    "served image": [
-        ("training/answers.py", "RolloutQueue", "puts the request into a round"),
-        ("engine/trainer/server_backend.py", "ServerBackend.generate_window", "assigns it to a server"),
-        ("engine/wire/protocol.py", "image_source", "writes the file's path, or its bytes, into the request"),
-        ("engine/trainer/client.py", "ServerClient.infer", "sends the request"),
-        ("engine/server/app.py", "RolloutServer.infer", "receives it"),
-        ("engine/wire/protocol.py", "open_image", "opens the image"),
-        ("engine/server/served_engine.py", "ServedEngine.render", "processes prompt and image for vLLM"),
-    ],
-    "token": [
-        ("engine/trainer/client.py", "ServerClient.infer", "receives it from the server"),
-        ("engine/trainer/server_backend.py", "ServerBackend.generate_window", "assigns the answer to its request"),
-        ("engine/wire/protocol.py", "read_answer", "checks the answer's shape and weight version"),
-        ("rollouts/backend.py", "response_tokens", "keeps it if it comes before the end of the turn"),
-        ("training/answers.py", "AnswerReader", "has it parsed and matched, then corrected by the step's policy"),
-        ("parsing/parse.py", "parse_rollout", "reads the objects; decides which tokens the prefix keeps"),
-        ("targets/build.py", "build_target", "gives it a role, weights of the loss terms, and a coordinate its target"),
-        ("packing.py", "build_row", "gives it a place in a packed row"),
-        ("training/rows.py", "RowBuilder", "makes the row's tensors: inputs, supervision"),
-        ("objective/pipeline.py", "RowObjective.scores", "runs the forward on the row's tensors"),
-        ("objective/head.py", "score_head", "computes the scores that some module requested there"),
-        ("training/step.py", "TrainStep.accumulate", "runs all of this, from answers to the gradient"),
-    ],
-    "loss": [
-        ("config/objective.py", "PipelineConfig", "declares the module and its keys"),
-        ("training/tasks.py", "build_tasks", "builds the pipeline and the token weights of its channel"),
-        ("targets/weights.py", "weigh_tokens", "writes the weight of each token in the term"),
-        ("objective/head.py", "score_head", "computes what its module requires of the language head"),
-        ("objective/pipeline.py", "TokenCE", "sums weighted values over a row, divides by the step's count"),
-        ("training/step.py", "prepare_step", "counts the term's positions on all ranks; runs the backward pass"),
-    ],
-    "logged loss": [
-        ("training/rows.py", "DeviceMetrics", "keeps it on the device until the step ends"),
-        ("metrics/reduce.py", "reduce_metrics", "adds it up over ranks and steps of a log line"),
-        ("metrics/table.py", "all_metrics", "names it in logs: unit, reduction, meaning"),
-    ],
-    "tensor": [
-        ("modeling/weights.py", "LearnerWeights.full", "gathers and merges it under the plain checkpoint's name"),
-        ("engine/trainer/push.py", "WeightPusher.push", "decides: all weights or the adapter, with checksums or not"),
-        ("weight_sync/buckets.py", "in_buckets", "puts it into a bucket: name, shape, type, place"),
-        ("engine/trainer/client.py", "ServerClient.update_flattened_params", "announces it over HTTP"),
-        ("weight_sync/group.py", "Communicator.broadcast", "carries the bytes, by NCCL or Gloo"),
-        ("engine/server/app.py", "RolloutServer.update_flattened_params", "passes the announcement to every worker"),
-        ("engine/server/served_engine.py", "ServedEngine.workers", "calls the workers of all ranks"),
-        ("engine/worker/extension.py", "WeightSyncExtension.update_flattened_params", "calls the receiver inside vLLM"),
-        ("weight_sync/receiver.py", "WeightReceiver.receive", "receives the bytes, checks coverage and checksum"),
-        ("weight_sync/receiver.py", "WeightLayout", "maps it to its part of a parameter of vLLM's model"),
-    ],
-}  # fmt: skip
-
-
-@cache
-def definitions(file: str) -> frozenset[str]:
-    """Names of functions, classes, their methods and fields that ``file`` defines."""
-    names: set[str] = set()
-    for node in ast.parse((SOURCE / file).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef):
-            names.add(node.name)
-            for inner in node.body:
-                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
-                    names.add(f"{node.name}.{inner.name}")
-                elif isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
-                    names.add(f"{node.name}.{inner.target.id}")
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            names.add(node.name)
-    return frozenset(names)
+# Walk → file below src/coordexp → its functions that had the value, as traced by docs/walks/run.py.
+WALKS: dict[str, dict[str, list[str]]] = json.loads((DOCS / "walks" / "walks.json").read_text(encoding="utf-8"))
+_MOST_NAMES = 2
 
 
 def problems() -> list[str]:
-    """Steps that name what the code does not define."""
+    """Traced functions that the code no longer defines."""
     return [
-        f"{title}: {file} defines no {name}"
-        for title, steps in PATHS.items()
-        for file, name, _ in steps
-        if not (SOURCE / file).is_file() or name not in definitions(file)
+        f"{walk}: {file} defines no {name}; run docs/walks/run.py"
+        for walk, files in WALKS.items()
+        for file, names in files.items()
+        for name in names
+        if not (SOURCE / file).is_file() or not re.search(rf"\b{re.escape(name.split('.')[-1])}\b", _text_of(file))
     ]
+
+
+@cache
+def _text_of(file: str) -> str:
+    return (SOURCE / file).read_text(encoding="utf-8")
+
+
+def _summary(file: str) -> str:
+    """First sentence of a file's docstring."""
+    text = " ".join((ast.get_docstring(ast.parse(_text_of(file))) or "").split()).replace("``", "`")
+    sentence = re.split(r"(?<=[\w`)])[.:;] ", re.sub(r":\w+:`~?(?:coordexp\.)?", "`", text))[0]
+    return sentence.rstrip(".").replace("|", "\\|")
 
 
 def page(text: str) -> str:
     """Return ``text`` with every table regenerated."""
-    for title, steps in PATHS.items():
-        rows = "".join(f"| `{file}` | `{name}` | {what} |\n" for file, name, what in steps)
-        files = len({file for file, _, _ in steps})
-        header = f"{files} files:\n\n| file | name | what it does |\n|---|---|---|\n"
-        table = f"<!-- path: {title} -->\n\n{header}{rows}\n<!-- end of path -->"
-        text, count = re.subn(rf"<!-- path: {title} -->.*?<!-- end of path -->", lambda _, t=table: t, text, flags=re.S)
+    for walk, files in WALKS.items():
+        rows = ""
+        for file, names in files.items():
+            shown = ", ".join(f"`{name}`" for name in names[:_MOST_NAMES])
+            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            rows += f"| `{file}` | {shown}{more} | {_summary(file)} |\n"
+        header = f"{len(files)} files:\n\n| file | functions | the file |\n|---|---|---|\n"
+        table = f"<!-- walk: {walk} -->\n\n{header}{rows}\n<!-- end of walk -->"
+        text, count = re.subn(rf"<!-- walk: {walk} -->.*?<!-- end of walk -->", lambda _, t=table: t, text, flags=re.S)
         if count != 1:
-            raise ValueError(f"{PAGE.name} has {count} places for the path {title!r}")
+            raise ValueError(f"{PAGE.name} has {count} places for the walk {walk!r}")
     return text
 
 

@@ -118,6 +118,8 @@ def test_evaluate_a_checkpoint_by_its_own_settings(
     assert "prompt: Detect every object." in shown, "the prompt of the run that wrote it"
     refused = run_cli(capsys, "evaluate", "--model", model)
     assert refused.code == 2 and "--data" in refused.err
+    refused = run_cli(capsys, "evaluate", "--model", model, "--data", data, "training.max_steps=3")
+    assert refused.code == 2 and "training.max_steps" in refused.err, "an evaluation does not read it"
 
 
 def test_keys_for_a_prediction_by_a_checkpoint_alone(

@@ -1,0 +1,190 @@
+"""Notes which files of coordexp handle a marked value, in each process of a run; ``sitecustomize`` starts it.
+
+A file handles a value if one of its functions has it among its arguments, its results or its local variables at the
+end, by itself or within three levels of lists, tuples, dicts and dataclasses. A file whose code names a key
+counts for that key too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+SOURCE = f"{os.sep}src{os.sep}coordexp{os.sep}"
+KEY, KEY_VALUE = "decode_batch_size", 100_003
+LOSS_KEY, STRUCT_CE_WEIGHT = "struct_ce_weight", 0.8125 + 2**-20  # exact in float32, and nothing else has this value
+IMAGE = "marked.png"
+COLOUR = (173, 91, 37)
+_PIXELS = (bytes(COLOUR) * 8, *(bytes([value]) * 64 for value in COLOUR))  # pixel by pixel; channel by channel
+_TENSOR = re.compile(r"layers\.0\.mlp\.down_proj\.weight$")
+_MOST_ITEMS, _MOST_NUMBERS, _LEVELS = 512, 1 << 20, 3
+
+
+class Walks:
+    """What each walk looks for, and what was found: ``(walk, file, function)``, each once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lines = (folder / f"{os.getpid()}.tsv").open("a", buffering=1, encoding="utf-8")
+        self._seen: set[tuple[str, str, str]] = set()
+        self._tokens: list[int] | None = None  # of the first answer, from its middle
+        self.trains = "train" in sys.orig_argv
+        self._pushing = not self.trains  # servers and their workers see weights only in pushes
+        self._reading = not self.trains  # an image's way begins where a step reads its sample
+
+    def on_event(self, frame: Any, event: str, result: Any) -> None:
+        """A profile function of :func:`sys.setprofile`."""
+        if event not in ("call", "return") or SOURCE not in frame.f_code.co_filename:
+            return
+        code = frame.f_code
+        file, function = code.co_filename.partition(SOURCE)[2], getattr(code, "co_qualname", code.co_name)
+        if self.trains:
+            for walk, key in (("key", KEY), ("loss", LOSS_KEY)):
+                if key in code.co_names or key in code.co_varnames or key in code.co_consts:
+                    self._note(walk, file, function)
+        if code.co_name == "<module>":
+            return
+        if function.endswith("sync_weights"):
+            self._pushing = event == "call"
+        self._reading |= function == "RecordDataset.__getitem__"
+        values = [value for name, value in frame.f_locals.items() if name != "self"]
+        values += [result] if event == "return" else []
+        if function == "ServerClient.infer" and self._tokens is None and event == "return":
+            self._tokens = _middle_of_an_answer(result)
+            if self._tokens is not None:
+                self._note("token", file, function)  # the reply has it deeper than three levels
+        looked_for: dict[str, Callable[[Any], bool]] = {}
+        if self._reading:
+            looked_for["image" if self.trains else "served image"] = _is_image
+        if self.trains:
+            looked_for["loss"] = _is_weight
+        if self._tokens is not None:
+            looked_for["token"] = self._is_answer
+        if self._pushing:
+            looked_for["tensor"] = _is_name
+        for walk, matches in looked_for.items():
+            if (walk, file, function) not in self._seen and any(holds(value, matches) for value in values):
+                self._note(walk, file, function)
+        if self.trains and any(type(value) is int and value == KEY_VALUE for value in values):
+            self._note("key", file, function)
+
+    def _note(self, walk: str, file: str, function: str) -> None:
+        if (walk, file, function) not in self._seen:
+            self._seen.add((walk, file, function))
+            self._lines.write(f"{walk}\t{file}\t{function}\n")
+
+    def _is_answer(self, value: Any) -> bool:
+        numbers = _numbers(value, "iu")
+        wanted = self._tokens
+        assert wanted is not None
+        return numbers is not None and any(
+            numbers[at : at + len(wanted)] == wanted for at, first in enumerate(numbers) if first == wanted[0]
+        )
+
+
+def holds(value: Any, matches: Callable[[Any], bool], levels: int = _LEVELS) -> bool:
+    """Whether ``value`` is what is looked for, or a container of it."""
+    if matches(value):
+        return True
+    if levels == 0 or isinstance(value, (str, bytes, int, float, type(None), type)):
+        return False
+    if type(value) is dict:
+        inside = [*list(value)[:_MOST_ITEMS], *list(value.values())[:_MOST_ITEMS]]
+    elif type(value) is list or (isinstance(value, tuple) and type(value).__module__ != "importlib.metadata"):
+        inside = list(value[:_MOST_ITEMS])
+    elif dataclasses.is_dataclass(value):
+        inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        return False
+    return any(holds(one, matches, levels - 1) for one in inside)
+
+
+def _is_image(value: Any) -> bool:
+    if isinstance(value, (str, Path)):
+        return str(value).endswith(IMAGE)
+    name = type(value).__module__
+    if name.startswith("PIL.") and hasattr(value, "getpixel"):
+        return value.mode == "RGB" and value.getpixel((0, 0)) == COLOUR
+    raw = value if isinstance(value, (bytes, bytearray)) else _bytes(value, "u")
+    return raw is not None and any(pattern in raw for pattern in _PIXELS)
+
+
+def _is_weight(value: Any) -> bool:
+    if type(value) is float:
+        return value == STRUCT_CE_WEIGHT
+    numbers = _numbers(value, "f")
+    return numbers is not None and STRUCT_CE_WEIGHT in numbers
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and len(value) < 200 and _TENSOR.search(value) is not None
+
+
+def _array(value: Any, kinds: str) -> Any:
+    # A small NumPy array of these kinds, also of a tensor; None for anything else.
+    name = type(value).__module__
+    if name.startswith("torch") and hasattr(value, "detach") and hasattr(value, "numel"):
+        if value.numel() > _MOST_NUMBERS or value.device.type != "cpu" or str(value.dtype) == "torch.bfloat16":
+            return None
+        value = value.detach().numpy()
+    elif name != "numpy" or not hasattr(value, "dtype"):
+        return None
+    return value if value.dtype.kind in kinds and 0 < value.size <= _MOST_NUMBERS else None
+
+
+def _bytes(value: Any, kinds: str) -> bytes | None:
+    array = _array(value, kinds)
+    return None if array is None or array.dtype.itemsize != 1 else array.tobytes()
+
+
+def _numbers(value: Any, kinds: str) -> list[Any] | None:
+    if isinstance(value, (list, tuple)):
+        wanted = float if kinds == "f" else int
+        return list(value) if value and all(type(one) is wanted for one in value) else None
+    array = _array(value, kinds)
+    return None if array is None or (kinds == "f" and array.dtype.itemsize != 4) else array.ravel().tolist()
+
+
+def _middle_of_an_answer(reply: Any) -> list[int] | None:
+    found: list[list[int]] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, Mapping):
+            ids = value.get("token_ids")
+            if isinstance(ids, list) and len(ids) > 24:
+                found.append(ids[len(ids) // 2 - 4 : len(ids) // 2 + 4])
+            for one in value.values():
+                look(one)
+        elif isinstance(value, (list, tuple)):
+            for one in value:
+                look(one)
+
+    look(reply)
+    return found[0] if found else None
+
+
+class _AtImport:
+    """Starts the profile of the importing thread with the first of these modules: before, a server starts vLLM."""
+
+    def __init__(self, profile: Any) -> None:
+        self._profile = profile
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name in ("coordexp.engine.server.openai", "coordexp.engine.worker.extension"):
+            sys.setprofile(self._profile)
+
+
+def start() -> None:
+    """Trace this process if ``COORDEXP_WALKS`` names a folder, which gets one file a process."""
+    if (folder := os.environ.get("COORDEXP_WALKS")) and "launch" not in sys.orig_argv:
+        walks = Walks(Path(folder))
+        threading.setprofile(walks.on_event)
+        if walks.trains:
+            sys.setprofile(walks.on_event)
+        else:
+            sys.meta_path.insert(0, _AtImport(walks.on_event))
