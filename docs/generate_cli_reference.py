@@ -17,7 +17,7 @@ from typing import Any
 import typer.main
 from typer import _click as click
 
-from coordexp.cli import app
+from coordexp.cli.commands import app
 
 TARGET = Path(__file__).with_name("cli-reference.md")
 

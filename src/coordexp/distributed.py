@@ -60,13 +60,33 @@ def join(*, use_cpu: bool, backend: str | None = None, timeout_s: float = 1800.0
     if not on_cpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     name, timeout = backend_of(on_cpus=on_cpus, chosen=backend), timedelta(seconds=timeout_s)
+    for variable, value in NCCL_WATCHDOG.items():
+        os.environ.setdefault(variable, value)
     rendezvous = os.environ.get(RENDEZVOUS)
     if rendezvous is None:
         dist.init_process_group(name, timeout=timeout)
-        return
-    store = dist.FileStore(rendezvous, world_size())
-    store.set_timeout(timeout)
-    dist.init_process_group(name, store=store, rank=rank(), world_size=world_size(), timeout=timeout)
+    else:
+        store = dist.FileStore(rendezvous, world_size())
+        store.set_timeout(timeout)
+        dist.init_process_group(name, store=store, rank=rank(), world_size=world_size(), timeout=timeout)
+    if "cuda:nccl" in name:
+        limit_waits("cuda", min(timeout_s, MOST_NCCL_S))
+
+
+# torch's watchdog of NCCL: end the process when a call fails or is late (3), and tell the other ranks so.
+NCCL_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_NCCL_PROPAGATE_ERROR": "1"}
+# Ranks agree by Gloo before they exchange gradients, so they meet in NCCL within the time of a forward pass; a rank
+# that takes longer has failed or hangs. torch's own limit for NCCL.
+MOST_NCCL_S = 600.0
+
+
+def limit_waits(device_type: str, timeout_s: float) -> None:
+    """Set the timeout of collective calls on tensors of one kind of device; others keep theirs."""
+    import torch
+    import torch.distributed as dist
+
+    group: Any = dist.group.WORLD
+    group._get_backend(torch.device(device_type))._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def _messages_device() -> device:

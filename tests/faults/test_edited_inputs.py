@@ -13,8 +13,9 @@ import pytest
 
 from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.checkpoints.run_folder import check_start, newest_checkpoint
-from coordexp.config import RunConfig
+from coordexp.config import RunConfig, resolved_yaml
 from coordexp.errors import ConfigError
+from support.cli_runs import run_cli
 from support.tiny_run import run_config, tiny_checkpoint, tiny_scenes, train
 
 FRACTIONS = (0.25, 0.5, 0.75)
@@ -81,3 +82,34 @@ def test_a_whole_fingerprint_is_fast(tmp_path: Path, seen: Callable[[object], No
     rate = file.stat().st_size / fastest / 1e6
     assert rate > 100
     seen(f"{rate:.0f} MB/s")
+
+
+def test_adapters_are_refused_on_a_base_that_was_edited(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seen: Callable[[object], None]
+) -> None:
+    """Wherever they are loaded, with both fingerprints. ``model merge --base`` takes the edited model, with a
+    warning."""
+    base, out = tmp_path / "model", tmp_path / "run" / "checkpoint-1"
+    shutil.copytree(tiny_checkpoint(), base)
+    keys = {"training__max_steps": 1, "training__save_strategy": "steps", "training__save_steps": 1}
+    keys |= {"model__model": str(base)}
+    train(run_config(tmp_path, 1, **keys, tuner__train_type="lora", tuner__lora_rank=4, tuner__lora_alpha=8))
+    was, image = fingerprint(base), next(tiny_scenes().parent.rglob("*.png"))
+    answer = ("predict", image, "--model", out, "--out", tmp_path / "answers", "--max-new-tokens", 4)
+    assert run_cli(capsys, *answer).code == 0
+    edit(base / "model.safetensors", 0.5)
+    again = run_config(tmp_path, 1, "again", **keys | {"model__model": str(out)})
+    (tmp_path / "again.yaml").write_text(resolved_yaml(again))
+    for words in (
+        (*answer, "--overwrite"),
+        ("evaluate", "--model", out, "--data", tiny_scenes(), "--out", tmp_path / "evaluation"),
+        ("model", "merge", out, tmp_path / "merged"),
+        ("model", "export", out, tmp_path / "exported"),
+        ("train", tmp_path / "again.yaml"),
+    ):
+        refused = run_cli(capsys, *words)
+        assert refused.code == 2 and was in refused.err and fingerprint(base) in refused.err, (words, refused.err)
+        assert "--base" in refused.err and refused.err.count("\n") == 1
+    merged = run_cli(capsys, "model", "merge", out, tmp_path / "merged", "--base", base)
+    assert merged.code == 0
+    seen(refused.err)

@@ -73,6 +73,20 @@ def exchange_messages(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def wait_for_a_rank_that_does_not_come(folder: Path) -> None:
+    """One of two ranks; writes how long rank 0 waited in a group of 60 s whose CPU tensors got one second."""
+    distributed.join(use_cpu=True, timeout_s=60)
+    distributed.limit_waits("cpu", 1)
+    begun = time.monotonic()
+    if distributed.rank() == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
+            distributed.barrier()
+    else:
+        time.sleep(5)
+    waited = time.monotonic() - begun
+    (folder / f"rank{distributed.rank()}.json").write_text(json.dumps(waited), encoding="utf-8")
+
+
 def raised(error: BaseException) -> list[str]:
     return [type(error).__name__, str(error), type(error.__cause__).__name__]
 
@@ -206,6 +220,12 @@ def test_both_ranks_end_with_one_error_and_a_checkpoint(case: str, tmp_path: Pat
 )  # fmt: skip
 def test_messages_have_a_backend_of_the_host(on_cpus: bool, chosen: str | None, backend: str) -> None:
     assert distributed.backend_of(on_cpus=on_cpus, chosen=chosen) == backend
+
+
+def test_the_tensors_of_one_device_may_have_a_limit_of_their_own(tmp_path: Path) -> None:
+    """As those that NCCL exchanges have; here the device is the CPU."""
+    waited, _ = results_of_two(tmp_path, wait_for_a_rank_that_does_not_come, tmp_path)
+    assert 0.9 < waited < 30
 
 
 def test_messages_never_go_through_the_gpu(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from coordexp.cli import app
+from coordexp.cli.commands import app
 from coordexp.config import ConfigError, check_world_size, load_config, resolved_rollout, rollout_contract
 from coordexp.engine.trainer.backends import check_backend
 from coordexp.engine.trainer.colocated import ColocatedBackend

@@ -44,7 +44,7 @@ LEARNER = Behind(
         "transformers.models.qwen3_vl.modeling_qwen3_vl",
         "transformers.models.qwen3_vl.processing_qwen3_vl",
         "transformers.trainer",
-        "coordexp.cli",
+        "coordexp.cli.commands",
         "coordexp.inference.prediction",
         "coordexp.training.run",
         "coordexp.training.loop",

@@ -119,6 +119,7 @@ PINNED: dict[str, dict[str, list[str]]] = {
         "torch.distributed": [
             *("ProcessGroupGloo._Options", "ProcessGroupGloo._Options._devices", "ProcessGroupGloo._Options._threads"),
             *("ProcessGroupGloo._Options._timeout", "ProcessGroupGloo.create_device", "ProcessGroupGloo.abort"),
+            *("ProcessGroup._get_backend", "ProcessGroupGloo._set_default_timeout"),
         ],
         "accelerate.state": ["PartialState._shared_state"],
         "transformers.training_args": ["TrainingArguments: _n_gpu"],

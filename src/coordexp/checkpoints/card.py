@@ -49,13 +49,15 @@ class Training:
 class Card:
     """The contents of :data:`CARD`. ``training``: None if no run of CoordExp trained the checkpoint; ``preparation``:
     how the images of its training data were resized; ``classes``: the names in that data, whose positions are class
-    ids, empty if unknown; ``calibration``: of confidences, None without one."""
+    ids, empty if unknown; ``calibration``: of confidences, None without one; ``base``: fingerprint of the model that
+    its adapters belong to, None for a plain model and in cards of earlier versions."""
 
     schema_version: Literal[1]
     training: Training | None
     preparation: ImagePreparation
     classes: tuple[str, ...]
     calibration: Calibration | None
+    base: str | None = None
 
 
 UNTRAINED = Card(schema_version=1, training=None, preparation=NO_RESIZE, classes=(), calibration=None)

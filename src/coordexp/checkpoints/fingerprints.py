@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from coordexp.checkpoints.card import read_card
 from coordexp.checkpoints.folder import base_of, is_adapter_folder, read_object
 from coordexp.config import RunConfig
 from coordexp.data.files import checksums
@@ -18,11 +19,11 @@ _FILES = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer.json
 _WHOLE = "whole"  # the last part of a fingerprint; earlier versions read only the first and last MiB of a file
 
 
-def fingerprint(path: Path, *, whole: bool = True) -> str:
+def fingerprint(path: Path, *, whole: bool = True, sealed: bool = True) -> str:
     """A short fingerprint of a file's content, or of a checkpoint's with the models that its adapters are put on.
 
-    Files that a seal lists with their present size are not read: it has their checksums. ``whole`` False: the first and
-    last MiB of each file only, as earlier versions of CoordExp computed it.
+    Files that a seal lists with their present size are not read, because it has their checksums; ``sealed`` False reads
+    them. ``whole`` False: the first and last MiB of each file only, as earlier versions of CoordExp computed it.
     """
     files = [path]
     if path.is_dir():
@@ -31,7 +32,7 @@ def fingerprint(path: Path, *, whole: bool = True) -> str:
     if not whole:
         return f"{zlib.crc32(b''.join(map(_ends, files))):08x}-{size}"
     # A single file may be renamed; those of a checkpoint have fixed names.
-    sums = "\n".join(f"{'' if file == path else file.name} {' '.join(_sums_of(file))}" for file in files)
+    sums = "\n".join(f"{'' if file == path else file.name} {' '.join(_sums_of(file, sealed))}" for file in files)
     return f"{zlib.crc32(sums.encode()):08x}-{size}-{_WHOLE}"
 
 
@@ -56,12 +57,21 @@ def with_bases(model: Path) -> Sequence[Path]:
     return places
 
 
-def _sums_of(file: Path) -> Sequence[str]:
+def base_problem(adapters: Path, base: Path) -> str | None:
+    """How ``base`` differs from the model on which the adapters in a folder were trained; None if it does not, or if
+    their card names no fingerprint. Reads all weights of ``base``."""
+    recorded = read_card(adapters).base
+    if recorded is None or recorded == (now := fingerprint(base, sealed=False)):
+        return None
+    return f"its adapters were trained on a model of fingerprint {recorded}, and {base} has {now}"
+
+
+def _sums_of(file: Path, sealed: bool) -> Sequence[str]:
     now = file.stat()
-    listed = read_object(file.parent, SEAL, "seal").get("files")
-    sealed = listed.get(file.name) if isinstance(listed, dict) else None
-    if isinstance(sealed, dict) and sealed.get("bytes") == now.st_size and isinstance(sealed.get("crc32"), list):
-        return sealed["crc32"]
+    listed = read_object(file.parent, SEAL, "seal").get("files") if sealed else None
+    entry = listed.get(file.name) if isinstance(listed, dict) else None
+    if isinstance(entry, dict) and entry.get("bytes") == now.st_size and isinstance(entry.get("crc32"), list):
+        return entry["crc32"]
     return _read_sums(file, now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino)
 
 

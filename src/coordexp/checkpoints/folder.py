@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from coordexp.config.resolved import AnswerConfig
 from coordexp.config.schema import RunConfig
 from coordexp.coords import CoordVocab
+from coordexp.data.files import LFS_POINTER, is_lfs_pointer
 from coordexp.data.images import ResizeRule
 from coordexp.errors import CheckpointError, ConfigError, VocabError
 
@@ -51,6 +52,9 @@ class Checkpoint:
             raise CheckpointError(
                 f"{folder}: no such folder; a Qwen3-VL checkpoint on disk is needed, nothing is downloaded"
             )
+        for file in (*sorted(folder.glob("*.safetensors")), folder / TOKENIZER):
+            if file.is_file() and is_lfs_pointer(file):
+                raise CheckpointError(f"{file}: is {LFS_POINTER}")
         if is_adapter_folder(folder):
             parent = cls.open(base_of(folder))
             return cls(folder, parent, parent.config)

@@ -294,7 +294,7 @@ class TrainingConfig(StrictModel):
     ddp_bucket_cap_mb: Count | None = None
     """size of the buckets in which gradients are summed; null leaves it to torch"""
     ddp_timeout: Count = 1800
-    """seconds after which a collective call of torchrun fails"""
+    """seconds after which a collective call of torchrun fails; by NCCL at most 600"""
 
     logging_dir: FilePath | None = None
     """folder of TensorBoard's files; null = runs in output_dir"""

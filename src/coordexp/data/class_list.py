@@ -47,15 +47,16 @@ class ClassNumbers:
         by_number = {number: name for name, number in sorted(self.listed.items(), key=lambda item: item[1])}
         return by_number | ({self.other: OTHER_NAMES} if any(name not in self.listed for name in used) else {})
 
-    def note(self, used: Iterable[str]) -> str | None:
-        """A sentence about the names of ``used`` that are not in the list; None if all are."""
+    def note(self, used: Iterable[str], what: str = "objects") -> str | None:
+        """A sentence about the names of ``used``, one for each of ``what``, that are not in the list; None if all
+        are."""
         others = Counter(name for name in used if name not in self.listed)
         if not others:
             return None
         named = ", ".join(f"{name!r} ({count})" for name, count in others.most_common(_SHOWN))
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
         return (
-            f"{others.total()} objects of {len(others)} names outside of the class list share number {self.other}, "
+            f"{others.total()} {what} of {len(others)} names outside of the class list share number {self.other}, "
             f"{OTHER_NAMES!r}: {named}{more}"
         )
 

@@ -141,10 +141,23 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text)
 
 
+LFS_MARK = b"version https://git-lfs"
+LFS_POINTER = "a pointer of Git LFS without the file itself; run git lfs pull"
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is what Git leaves in place of a large one that was not downloaded. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(len(LFS_MARK)) == LFS_MARK
+
+
 def read_text(path: Path) -> str:
     """A UTF-8 file's text, without the byte order mark that Windows editors write. Raises DataError."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
+        if text.startswith(LFS_MARK.decode()):
+            raise DataError(f"is {LFS_POINTER}", path=path)
+        return text
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 at byte {error.start + 1}; save it as UTF-8", path=path) from error
     except OSError as error:
@@ -167,6 +180,8 @@ def read_xml(path: Path) -> ElementTree.Element:
     """The root of an XML file, in any encoding that Python has. Raises DataError."""
     try:
         data = path.read_bytes()
+        if data.startswith(LFS_MARK):
+            raise DataError(f"is {LFS_POINTER}", path=path)
         declared = _XML_ENCODING.match(data)
         if declared is not None:  # the parser itself reads no encoding of several bytes a character, such as GBK
             return ElementTree.fromstring(data[declared.end() :].decode(declared[1].decode("ascii")))

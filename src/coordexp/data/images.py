@@ -12,6 +12,7 @@ import importlib
 import io
 import math
 import os
+import struct
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image, UnidentifiedImageError
 
+from coordexp.data.files import LFS_MARK, LFS_POINTER
 from coordexp.data.shards import MemberFile, find_member, shard_of
 from coordexp.errors import DataError
 
@@ -121,7 +123,7 @@ _OTHER_CONTENTS = (
     (b"\x00\x00\x01\x00", "an icon; convert it to PNG or JPEG"),
     (b"DDS ", "a texture (DDS); convert it to PNG or JPEG"),
     (b"SIMPLE  =", "a FITS file; convert it to PNG or JPEG"),
-    (b"version https://git-lfs", "a pointer of Git LFS without the image; run git lfs pull"),
+    (LFS_MARK, LFS_POINTER),
     (b"<!doctype html", "a web page, which a failed download leaves; download the image again"),
     (b"<html", "a web page, which a failed download leaves; download the image again"),
     (b"<svg", "an SVG drawing; convert it to PNG or JPEG"),
@@ -141,7 +143,10 @@ _UPRIGHT_BY_ORIENTATION = {
 }
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # predict notes such images in one line
 # Pillow raises these on files that are not complete images.
-_PILLOW_ERRORS = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
+_PILLOW_ERRORS = (
+    *(OSError, SyntaxError, ValueError, EOFError, RuntimeError, TypeError, LookupError, ArithmeticError, struct.error),
+    Image.DecompressionBombError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +231,9 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _to_rgb(image: Image.Image, header: ImageHeader, path: Path, apply_orientation: bool) -> Image.Image:
+    if image.format == "TIFF":
+        # Else Pillow maps uncompressed grey, palette and RGBA pixels by the sides of the turned picture.
+        setattr(image, "filename", "")  # noqa: B010 - not an attribute of every PIL image
     try:
         if header.opaque:
             rgb = image.convert("RGB")
@@ -273,6 +281,8 @@ def image_exists(path: Path) -> bool:
 
 def _open(path: Path, data: bytes | None = None) -> Image.Image:
     if data is None and not image_exists(path):
+        if path.is_symlink():
+            raise DataError(f"is a link to {os.readlink(path)}, which is not there; restore it, or the link", path=path)
         raise DataError("image not found; check the path (relative paths start at the JSONL's folder)", path=path)
     if data is None and (reason := UNREAD.get(path.suffix.lower())) is not None:
         raise DataError(reason, path=path)

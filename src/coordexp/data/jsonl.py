@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from coordexp.coords import COORD_TOKENS
-from coordexp.data.files import whole_file
+from coordexp.data.files import LFS_POINTER, is_lfs_pointer, whole_file
 from coordexp.data.images import read_header, shape_problem, size_problem
 from coordexp.errors import DataError
 from coordexp.records import BIN_RULE, GEOMETRY_KINDS, NUM_BINS, BinRule, GeometryKind, GTObject, ImageRecord
@@ -322,6 +322,8 @@ def numbered_lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]
         raise DataError(f"limit is {limit}; expected at least 1 record, or no limit", path=path)
     if not path.is_file():
         raise DataError("dataset file not found; check the path", path=path)
+    if is_lfs_pointer(path):
+        raise DataError(f"is {LFS_POINTER}", path=path)
     taken = 0
     # Bytes, split at \n only: str.splitlines would also cut at U+2028 inside a string.
     with path.open("rb") as lines:

@@ -273,8 +273,9 @@ def class_list_of(predictions: Path) -> tuple[str, ...]:
     folder = predictions if predictions.is_dir() else predictions.parent
     files = [place / name for place in (folder, folder / "evaluation") for name in (SETTINGS, METRICS)]
     file = next((one for one in files if one.is_file() and one.with_name(PREDICTIONS).is_file()), None)
-    listed = () if file is None else read_json(file).get(CLASS_LIST) or ()
-    if not all(isinstance(one, str) for one in listed):
+    content = {} if file is None else read_json(file)
+    listed = content.get(CLASS_LIST) or () if isinstance(content, dict) else None
+    if not isinstance(listed, list | tuple) or not all(isinstance(one, str) for one in listed):
         raise DataError(f"{CLASS_LIST} is not a list of names", path=file)
     return tuple(listed)
 

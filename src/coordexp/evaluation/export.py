@@ -40,11 +40,13 @@ _COMPLETION = "completion"  # key of a record's metadata, which coordexp.inferen
 @dataclass(frozen=True, slots=True)
 class UsersTerms:
     """Numbers from the user's own files: of names (None: without such a file), and of images by file name.
-    ``classes``: the class list of the checkpoint, by which names are numbered otherwise; empty if it has none."""
+    ``classes``: the class list of the checkpoint, by which names are numbered otherwise; empty if it has none.
+    ``notes``: about names that several entries of the file have."""
 
     names: Mapping[str, int] | None = None
     images: Mapping[str, int] = field(default_factory=dict)
     classes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,9 @@ def safe_part(part: str) -> str:
     return f"{kept}-{digest}{dot}{suffix}"
 
 
-def _numbers(used: Sequence[str], terms: UsersTerms, first: int) -> tuple[ClassNumbers, list[str]]:
+def _numbers(
+    used: Sequence[str], terms: UsersTerms, first: int, what: str = "objects"
+) -> tuple[ClassNumbers, list[str]]:
     # By the user's file, else by the class list; without one by the names that occur here, with a note.
     if terms.names is None and not terms.classes:
         note = "there is no class list, so these numbers hold for these images alone; name a list with --classes"
@@ -170,8 +174,8 @@ def _numbers(used: Sequence[str], terms: UsersTerms, first: int) -> tuple[ClassN
         numbers = ClassNumbers.given(terms.names, first)
     else:
         numbers = ClassNumbers.of_list(terms.classes, first)
-    note = numbers.note(used)
-    return numbers, [] if note is None else [note]
+    note = numbers.note(used, what)
+    return numbers, [*terms.notes, *([] if note is None else [note])]
 
 
 def export_coco(
@@ -179,8 +183,10 @@ def export_coco(
 ) -> Exported:
     """COCO's ``results.json``, and ``dataset.json``: images, categories, and annotations where they are known.
     ``completed`` is written into the field ``completion`` of these objects' annotations."""
-    known = [obj.desc for answer in answers for obj in (*(answer.gt or ()), *answer.pred)]
-    numbers, notes = _numbers(known, terms, 1)
+    annotated = [obj.desc for answer in answers for obj in answer.gt or ()]
+    predicted = [obj.desc for answer in answers for obj in answer.pred]
+    both = "annotated and predicted objects" if annotated and predicted else "objects"
+    numbers, notes = _numbers([*annotated, *predicted], terms, 1, both)
     next_id = max(terms.images.values(), default=0) + 1
     in_originals, image_ids, num_unknown = [], [], 0
     with_paths = _with_paths(answers, "")
@@ -424,6 +430,21 @@ def _write_json(path: Path, content: object) -> Path:
     return _write(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
 
+def _by_name(entries: Iterable[Mapping[str, Any]], key: str, what: str) -> tuple[dict[str, int], list[str]]:
+    # The first id of each name, and a note about names that several entries have.
+    ids: dict[str, int] = {}
+    again: dict[str, list[int]] = {}
+    for entry in entries:
+        name, number = str(entry[key]), int(entry["id"])
+        if ids.setdefault(name, number) != number:
+            again.setdefault(name, []).append(number)
+    if not again:
+        return ids, []
+    name, others = next(iter(again.items()))
+    more = f" (and {len(again) - 1} more names so)" if len(again) > 1 else ""
+    return ids, [f"{what} {ids[name]}, {', '.join(map(str, others))} have one {key}, {name!r}: the first is used{more}"]
+
+
 def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
     """Numbers of a COCO file's categories and images; or a class list: names, one a line, those of a ``data.yaml``, of
     a dataset, or of a checkpoint's folder. Raises DataError or CheckpointError for a file without any."""
@@ -440,8 +461,9 @@ def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
     if annotations is not None:
         try:
             content = json.loads(path.read_text(encoding="utf-8-sig"))
-            names = {str(one["name"]): int(one["id"]) for one in content["categories"]}
-            return UsersTerms(names, {str(one["file_name"]): int(one["id"]) for one in content["images"]})
+            names, joined = _by_name(content["categories"], "name", "categories")
+            images, listed_twice = _by_name(content["images"], "file_name", "images")
+            return UsersTerms(names, images, notes=(*joined, *listed_twice))
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             wanted = "COCO annotations with images and categories"
             raise DataError(f"cannot be read: {error!r}; expected {wanted}", path=path) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def expand_vocab(checkpoint: Path, output: Path) -> None:
     model.save_pretrained(output)
     give_ordinary_mode(output)
     processor.save_pretrained(output)
-    write_card(read_card(checkpoint), output)
+    write_card(replace(read_card(checkpoint), base=None), output)
 
 
 def smooth_coord_rows(hidden: int, std: float, generator: torch.Generator) -> torch.Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from coordexp.checkpoints.card import Card, read_card, write_card
 from coordexp.checkpoints.describe import too_few_rows
+from coordexp.checkpoints.fingerprints import base_problem
 from coordexp.checkpoints.folder import Checkpoint, base_of, is_adapter_folder
 from coordexp.config.base import default_of
 from coordexp.config.schema import ModelConfig
@@ -30,6 +32,7 @@ from coordexp.modeling.finite import check_finite
 from coordexp.modeling.patches import PixelScale, take_bytes
 from coordexp.out_of_memory import is_out_of_memory
 
+logger = logging.getLogger("coordexp")
 DTYPE: str = default_of(ModelConfig, "dtype")
 ATTENTION: str = default_of(ModelConfig, "attn_implementation")
 
@@ -136,9 +139,14 @@ def read_config(path: str | Path | Checkpoint) -> Any:
 
 def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -> Qwen3VLForConditionalGeneration:
     """As transformers' ``from_pretrained``, but weights that are unreadable, missing, misshapen, NaN or infinite raise
-    CheckpointError."""
+    CheckpointError, and so do adapters whose base model was changed."""
     path = checkpoint.path
     if checkpoint.parent is not None:
+        if (problem := base_problem(path, checkpoint.parent.path)) is not None:
+            raise CheckpointError(
+                f"{path}: {problem}; put that model back, or merge them with this one on purpose: coordexp model merge "
+                f"{path} OUTPUT --base {checkpoint.parent.path}"
+            )
         merged = read_weights(checkpoint.parent, dtype)
         merge_adapter(merged, path)
         check_finite(merged, path)
@@ -223,9 +231,9 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
     """Write the base model of ``folder``, with its adapters and coordinate offsets merged in, to ``output``, with the
     card of ``folder``.
 
-    ``base`` replaces the folder that the adapters name; ``dtype`` None keeps the run's number type, since another would
-    change its answers. Each merged matrix is computed in float32 and rounded once. Raises as :func:`load_model`, and
-    CheckpointError for other adapters.
+    ``base`` replaces the folder that the adapters name, and may have other weights, which is logged; ``dtype`` None
+    keeps the run's number type, since another would change its answers. Each merged matrix is computed in float32 and
+    rounded once. Raises as :func:`load_model`, and CheckpointError for other adapters.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
@@ -233,10 +241,14 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
         raise CheckpointError(
             f"{folder}: has no adapters to merge; a full model is copied by: coordexp model export FOLDER OUTPUT"
         )
-    parent = Checkpoint.open(base or base_of(folder))
-    loaded = load_model(parent, dtype or _own_dtype(folder, parent), attention="sdpa")
-    merge_adapter(loaded.model, folder)
-    check_finite(loaded.model, folder)
+    if base is None:
+        loaded = load_model(folder, dtype or _own_dtype(folder, base_of(folder)), attention="sdpa")
+    else:
+        if (problem := base_problem(folder, base)) is not None:
+            logger.warning("%s: %s; merged all the same, as --base says", folder, problem)
+        loaded = load_model(base, dtype or _own_dtype(folder, base), attention="sdpa")
+        merge_adapter(loaded.model, folder)
+        check_finite(loaded.model, folder)
     _save(loaded, read_card(folder), output)
     return output
 
@@ -255,4 +267,4 @@ def _save(loaded: LoadedModel, card: Card, output: Path) -> None:
     loaded.model.save_pretrained(output)
     give_ordinary_mode(output)
     loaded.processor.save_pretrained(output)
-    write_card(card, output)
+    write_card(replace(card, base=None), output)

@@ -23,6 +23,7 @@ from transformers.trainer_utils import align_special_tokens
 from coordexp import distributed
 from coordexp.checkpoints.card import card_of_run
 from coordexp.checkpoints.disk import check_disk
+from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, length_advice
 from coordexp.checkpoints.memory import advising, check_memory
 from coordexp.checkpoints.run_folder import RECORDS, clear_results
@@ -312,7 +313,10 @@ def _tuned_model(run: CheckedRun, accelerator: Accelerator, console: Console) ->
     config = run.config
     with phase("start", "loading the model"):
         loaded = load_model(run.model, config.model.dtype, config.model.attn_implementation)
-    loaded = replace(loaded, card=card_of_run(config, preparation_of(run.train), class_list(run.train)))
+    card = card_of_run(config, preparation_of(run.train), class_list(run.train))
+    if config.tuner.train_type == "lora":
+        card = replace(card, base=fingerprint(Path(config.model.model), sealed=False))
+    loaded = replace(loaded, card=card)
     tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
     if wants_fused(config.model, accelerator.device.type):
         fuse_layers(loaded.model, liger_kernels())

@@ -207,3 +207,27 @@ def test_shell_completes_commands(
     monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "coordexp data con")
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
     assert "convert" in run_cli(capsys).out
+
+
+INTERRUPTED_IMPORT = """
+import sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+from coordexp.cli import main
+main(["--version"])
+"""
+
+
+def test_ctrl_c_while_commands_are_imported_prints_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_full_standard_output_is_named() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "coordexp", "--version"], stdout=full, stderr=-1, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: standard output: No space left on device; free some space on that disk\n"

@@ -12,7 +12,7 @@ import pytest
 import typer.main
 
 import coordexp.inference.prediction
-from coordexp.cli import app
+from coordexp.cli.commands import app
 from coordexp.data.files import asset
 from coordexp.errors import ConfigError
 from support.cli_runs import run_cli, write_run

@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from coordexp.checkpoints.memory import check_memory
-from coordexp.cli import app
+from coordexp.cli.commands import app
 from coordexp.config import RunConfig, load_config, parse_config
 from coordexp.config.load import json_schema_text
 from coordexp.errors import ConfigError

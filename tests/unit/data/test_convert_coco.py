@@ -18,6 +18,7 @@ from coordexp.errors import DataError
 from coordexp.geometry import mask_iou, to_bin
 from coordexp.records import GTObject
 from support.annotation_folders import SMALL, coco, objects_of, paint
+from support.cli_runs import run_cli
 
 
 def from_coco(tmp_path: Path, annotations: list[Any], **options: Any) -> ConversionReport:
@@ -243,3 +244,22 @@ def test_panoptic_things_as_boxes_and_as_outlines(tmp_path: Path) -> None:
     assert rings.skipped == {"crowd": 1, "no_segmentation": 1}
     with pytest.raises(DataError, match="--segments"):
         convert_panoptic(path, tmp_path / "images", tmp_path / "x", geometry="poly", segments_dir=tmp_path / "gone")
+
+
+def test_categories_of_one_name_are_noted(tmp_path: Path) -> None:
+    path = coco(tmp_path, [{"bbox": [1, 1, 9, 9]}, {"bbox": [2, 2, 9, 9], "category_id": 2}])
+    content = json.loads(path.read_text())
+    content["categories"][1]["name"] = "cat"
+    path.write_text(json.dumps(content))
+    report = convert_coco(path, tmp_path / "images", tmp_path / "out", options=SMALL)
+    assert report.notes == {"shared_name": 1} and report.objects_by_desc == {"cat": 2}
+    assert "'cat' is the name of the categories 1, 2" in report.problems[0].detail
+
+
+@pytest.mark.parametrize("name", ["instances.json", "a.xml", "data.jsonl"])
+def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    words = {"instances.json": ["convert", "coco"], "a.xml": ["convert", "cvat"], "data.jsonl": ["check"]}[name]
+    out = ["--out", tmp_path / "out"] if words[0] == "convert" else []
+    refused = run_cli(capsys, "data", *words, tmp_path / name, *out)
+    assert refused.code == 2 and f"{name}: is a pointer of Git LFS without the file itself" in refused.err

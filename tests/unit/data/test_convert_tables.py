@@ -242,3 +242,8 @@ def test_tables_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert done.code == 0, done.err
     (line,) = (tmp_path / "out" / "t.jsonl").read_text().splitlines()
     assert json.loads(line)["objects"] == [{"desc": "cat", "bbox_2d": list(INNER.bins)}]
+
+
+def test_a_class_that_looks_like_a_list_is_a_name_where_a_line_has_one_box(tmp_path: Path) -> None:
+    (first, second) = converted(tmp_path, "image,name,x1,y1,x2,y2", 'a,"[""cat""]",10,6,30,18', "b,[1],10,6,30,18")
+    assert [obj.desc for obj in (*first, *second)] == ['["cat"]', "[1]"]

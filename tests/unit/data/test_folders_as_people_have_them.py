@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from coordexp.data import read_jsonl
 from coordexp.data.convert import (
@@ -363,3 +363,34 @@ def test_turned_photos(
     (record,) = read_jsonl(report.jsonl, check_images=True)
     assert (record.width, record.height) == declared and report.notes == notes
     assert record.objects[0].bins == (0, 0, 999, 999)
+
+
+@pytest.mark.parametrize("options", [SMALL, KEEP])
+@pytest.mark.parametrize(
+    ("others", "notes", "is_turned"),
+    [
+        ([(40, 24)], {"exif_ignored": 2}, False),  # another photo was annotated as stored
+        ([(24, 40)], {"exif_applied": 1}, True),  # another was annotated upright
+        ([(40, 24), (24, 40)], {"exif_applied": 1, "exif_ignored": 1}, True),  # they disagree
+    ],
+)
+def test_a_half_turn_is_read_as_the_other_turned_photos(
+    tmp_path: Path, others: list[tuple[int, int]], notes: dict[str, int], is_turned: bool, options: ImageOptions
+) -> None:
+    root = tmp_path / "in"
+    exif = Image.Exif()
+    for number, declared in enumerate(others):
+        exif[0x0112] = 6
+        voc_xml(root, f"side{number}", voc_object("cat", 0, 0, 9, 9), size=declared)
+        paint(root / "JPEGImages" / f"side{number}.jpg", (40, 24), exif=exif)
+    exif[0x0112] = 3
+    voc_xml(root, "half", voc_object("cat", 0, 0, 40, 24))
+    image = Image.new("RGB", (40, 24), "white")
+    image.paste((0, 0, 0), (0, 0, 20, 24))
+    image.save(root / "JPEGImages" / "half.jpg", exif=exif)
+    report = convert_voc(root, tmp_path / "out", options=options)
+    half = next(record for record in read_jsonl(report.jsonl) if record.metadata["source"]["file"] == "half.jpg")
+    with Image.open(half.image) as written:
+        upright = ImageOps.exif_transpose(written).convert("L")
+    assert (upright.getpixel((1, 1)) > 128) == is_turned  # type: ignore[operator]  # black on the left as stored
+    assert report.notes == notes

@@ -175,3 +175,26 @@ def test_sources_without_readable_images_are_refused(folder: Path, source: str, 
     (folder / "b" / "x.png").write_text("hello")
     with pytest.raises(DataError, match=named):
         find_images([Path(source)], skip_broken=True)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK"])
+def test_uncompressed_tiffs_turn_like_pngs(tmp_path: Path, orientation: int, mode: str) -> None:
+    """Pillow maps such files into memory, with the sides of the turned picture."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = corners((32, 16)).convert(mode)
+    image.save(tmp_path / "a.tiff", exif=exif)
+    image.convert("RGB").save(tmp_path / "a.png", exif=exif)
+    for upright in (True, False):
+        opened, wanted = (open_rgb(tmp_path / f"a.{kind}", apply_orientation=upright) for kind in ("tiff", "png"))
+        assert opened.size == wanted.size and opened.tobytes() == wanted.tobytes()
+
+
+def test_a_broken_link_and_a_pointer_of_git_lfs_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.png").symlink_to("gone.png")
+    with pytest.raises(DataError, match=r"a\.png: is a link to gone\.png, which is not there"):
+        open_rgb(tmp_path / "a.png")
+    (tmp_path / "b.png").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    with pytest.raises(DataError, match=r"b\.png: is a pointer of Git LFS.*git lfs pull"):
+        open_rgb(tmp_path / "b.png")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from typer.testing import CliRunner
 
-from coordexp.cli import app
+from coordexp.cli.commands import app
 from coordexp.config.schema import AugmentConfig
 from coordexp.data import dataset_cache
 from coordexp.data.dataset import RecordDataset

@@ -17,7 +17,7 @@ import pytest
 import typer.main
 from typer import _click as click  # the base of its commands
 
-from coordexp.cli import app
+from coordexp.cli.commands import app
 from coordexp.config import RunConfig
 
 ROOT = Path(__file__).parents[3]

@@ -252,3 +252,18 @@ def test_predict_and_export_read_the_same_names(tmp_path: Path) -> None:
     (tmp_path / "data.yaml").write_text("train: images\nnames:\n  1: dog\n  0: cat\n", encoding="utf-8")
     assert read_classes(str(tmp_path / "data.yaml"), tmp_path) == ("cat", "dog")
     assert read_terms(None, tmp_path / "data.yaml").classes == ("cat", "dog")
+
+
+def test_entries_of_one_name_in_a_users_coco_file_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path / "run", "cow", "yak", annotated=True)
+    images = [{"id": number, "file_name": "a.png"} for number in (4, 7)]
+    categories = [{"id": 1, "name": "cow"}, {"id": 2, "name": "cow"}, {"id": 3, "name": "dog"}]
+    (tmp_path / "users.json").write_text(json.dumps({"images": images, "categories": categories}))
+    done = run_cli(
+        capsys, "export", "coco", source, "--out", tmp_path / "out", "--annotations", tmp_path / "users.json"
+    )
+    assert "note: categories 1, 2 have one name, 'cow': the first is used" in done.out
+    assert "note: images 4, 7 have one file_name, 'a.png': the first is used" in done.out
+    assert "note: 2 annotated and predicted objects of 1 names outside of the class list" in done.out
+    first, second = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (first["image_id"], first["category_id"], second["category_id"]) == (4, 1, 4)

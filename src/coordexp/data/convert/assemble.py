@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from coordexp.data.convert.numbers import Meaning, check_numbers, read_object
 from coordexp.data.convert.shapes import CONVERTED, ConversionReport, LeftOut, Note, SkipReason, SourceImage, quantise
@@ -64,27 +65,35 @@ class ImageOptions:
             raise DataError(f"workers is {self.workers}; expected at least 1 thread")
 
 
+# How an image that EXIF turns was annotated, by its annotation's size; None for one that EXIF does not turn.
+_Drawn = Literal["upright", "as stored", "unclear"]
+
+
 @dataclass(frozen=True, slots=True)
 class _PreparedImage:
     path: Path
     size: tuple[int, int]
     frame: tuple[int, int]  # (width, height) in which coordinates are measured
     notes: Notes
+    drawn: _Drawn | None = None
 
 
-def _prepare_image(source: SourceImage, target: Path, options: ImageOptions) -> _PreparedImage | LeftOut:
-    # Decode an image, and write it to `target` as the model should see it; or return why it cannot be used.
+def _prepare_image(
+    source: SourceImage, target: Path, options: ImageOptions, unclear: _Drawn = "unclear"
+) -> _PreparedImage | LeftOut:
+    # Decode an image, and write it to `target` as the model should see it; or return why it cannot be used. `unclear`:
+    # how images were annotated whose own sizes do not tell, if others of the set do.
     try:
         if source.embedded is None:
             if not source.path.is_file():
                 raise LeftOut(SkipReason.MISSING_IMAGE, source.problem or f"no file {source.path}")
-            return _write_image(source, source.path, target, options)
+            return _write_image(source, source.path, target, options, unclear)
         # As for a file with these bytes; without resizing they become that file.
         target.parent.mkdir(parents=True, exist_ok=True)
         written = target.with_name(f".{target.name}.embedded")
         try:
             written.write_bytes(source.embedded())
-            prepared = _write_image(source, written, target, options)
+            prepared = _write_image(source, written, target, options, unclear)
             if prepared.path == written:
                 os.replace(written, target)
         finally:
@@ -98,9 +107,11 @@ def _prepare_image(source: SourceImage, target: Path, options: ImageOptions) -> 
         return reason
 
 
-def _write_image(source: SourceImage, path: Path, target: Path, options: ImageOptions) -> _PreparedImage:
+def _write_image(
+    source: SourceImage, path: Path, target: Path, options: ImageOptions, unclear: _Drawn
+) -> _PreparedImage:
     header = read_header(path)
-    upright, notes = _orient(source, header)
+    upright, notes, drawn = _orient(source, header, unclear)
     frame = source.declared_size or header.size
     width, height = size = header.size if upright else header.stored_size
     if options.rule is not None:
@@ -110,7 +121,7 @@ def _write_image(source: SourceImage, path: Path, target: Path, options: ImageOp
     # Decoded even if the file is kept as it is: a truncated image must not surface in the middle of a training.
     image = open_rgb(path, apply_orientation=upright)
     if not options.resize and upright:
-        return _PreparedImage(path, size, frame, notes)
+        return _PreparedImage(path, size, frame, notes, drawn)
     target.parent.mkdir(parents=True, exist_ok=True)
     suffix = target.suffix.lower()
     is_plain = header.orientation == 1 and header.mode == "RGB" and suffix in _SUFFIXES_BY_FORMAT.get(header.format, ())
@@ -122,30 +133,36 @@ def _write_image(source: SourceImage, path: Path, target: Path, options: ImageOp
             resized.save(target, format="JPEG", quality=95, subsampling=0)
         else:
             resized.save(target, format="PNG")
-    return _PreparedImage(target, (width, height), frame, notes)
+    return _PreparedImage(target, (width, height), frame, notes, drawn)
 
 
-def _orient(source: SourceImage, header: ImageHeader) -> tuple[bool, Notes]:
-    # Whether the image is turned upright first, by the size in its annotation.
+def _orient(source: SourceImage, header: ImageHeader, unclear: _Drawn) -> tuple[bool, Notes, _Drawn | None]:
+    # Whether the image is turned upright first, by the size in its annotation, or by `unclear`.
     declared, real = source.declared_size, header.size
     shown = f"{header.size[0]}x{header.size[1]}"
+    is_turned = header.orientation != 1
     # A half turn, a mirror image or a square photo: its size is the same either way.
-    turned = (
-        Note.EXIF_APPLIED,
-        f"EXIF orientation {header.orientation}; assumed annotated upright, size is ambiguous",
-    )
+    why = {
+        "unclear": "assumed annotated upright, size is ambiguous",
+        "upright": "read as annotated upright, like the other turned photos of this set",
+        "as stored": "left out, like those of the other turned photos of this set",
+    }[unclear]
+    note = Note.EXIF_IGNORED if unclear == "as stored" else Note.EXIF_APPLIED
+    turned = (note, f"EXIF orientation {header.orientation}; {why}")
     if declared is None:
         missing = (Note.SIZE_MISSING, f"annotation gives no size; took the image's {shown}")
         notes = () if source.sizeless else (missing,)
-        return True, notes if header.orientation == 1 else (*notes, turned)
+        return True, (*notes, turned) if is_turned else notes, None
     if declared == real:
-        return True, (turned,) if header.orientation != 1 and header.stored_size == real else ()
+        if is_turned and header.stored_size == real:
+            return unclear != "as stored", (turned,), "unclear"
+        return True, (), "upright" if is_turned else None
     stated = f"annotation says {declared[0]}x{declared[1]}, image is {shown}"
     if declared == header.stored_size:
-        return False, ((Note.EXIF_IGNORED, f"{stated} after its EXIF orientation, which was left out"),)
+        return False, ((Note.EXIF_IGNORED, f"{stated} after its EXIF orientation, which was left out"),), "as stored"
     # One pixel of rounding on either side is still the same shape.
     if abs(declared[0] * real[1] - declared[1] * real[0]) <= max(*declared, *real):
-        return True, ((Note.SIZE_SCALED, f"{stated}; coordinates were read on the annotation's scale"),)
+        return True, ((Note.SIZE_SCALED, f"{stated}; coordinates were read on the annotation's scale"),), None
     raise LeftOut(SkipReason.SIZE_MISMATCH, f"{stated}: another shape")
 
 
@@ -214,9 +231,18 @@ def _prepare_records(
     pool = ThreadPoolExecutor(options.workers)
     try:
         jobs = pool.map(lambda pair: _prepare_image(pair[1], pair[0], options), targets.items())
-        for done, ((target, source), prepared) in enumerate(zip(targets.items(), jobs, strict=True), start=1):
+        images: dict[Path, _PreparedImage | LeftOut] = {}
+        for target, image in zip(targets, jobs, strict=True):
+            images[target] = image
             if options.progress is not None:
-                options.progress(done, len(targets))
+                options.progress(len(images), len(targets))
+        drawn = Counter(image.drawn for image in images.values() if isinstance(image, _PreparedImage))
+        if drawn["unclear"] and bool(drawn["upright"]) != bool(drawn["as stored"]):  # the others agree
+            agreed: _Drawn = "upright" if drawn["upright"] else "as stored"
+            for target, image in images.items():
+                if isinstance(image, _PreparedImage) and image.drawn == "unclear":
+                    images[target] = _prepare_image(targets[target], target, options, agreed)
+        for (target, source), prepared in zip(targets.items(), images.values(), strict=True):
             if isinstance(prepared, LeftOut):
                 report.skip_image(prepared.reason, source.annotation, str(prepared), len(source.objects()))
                 continue

@@ -98,6 +98,7 @@ class Note(StrEnum):
     SIMPLIFIED = "simplified"  # a polygon lost vertices; the detail says what that cost
     EMPTIED_IMAGE = "emptied_image"  # on request: lost all its objects, and is an empty image now
     IGNORED_KEY = "ignored_key"  # of a YOLO data.yaml
+    SHARED_NAME = "shared_name"  # COCO: several categories of one name, whose objects are one class
 
 
 class LeftOut(Exception):

@@ -87,7 +87,7 @@ def convert_csv(
         if not any(row.get(part) for part in ("name", "polygon", *SHAPES.get(read.shape, ()))):
             continue
         shapes = list(_shapes_of(row, read.shape))
-        names = _names_of(row["name"], len(shapes)) if desc is None else [desc] * len(shapes)
+        names = _names_of(row["name"], len(shapes), read.shape) if desc is None else [desc] * len(shapes)
         for at, (form, values, shown) in enumerate(shapes):
             num_annotated[named] += 1
             with report.reading_object(named, index):
@@ -112,10 +112,11 @@ def _name_in(row: Mapping[str, str]) -> str:
     return str(PurePosixPath(with_slashes(row["image"])))
 
 
-def _names_of(cell: str, count: int) -> list[str] | None:
-    # A cell may hold a list of names, one a box; otherwise it is the name of all. None for a list of another length.
+def _names_of(cell: str, count: int, shape: str) -> list[str] | None:
+    # Where a cell may hold several boxes, another may hold a list of names, one a box; otherwise it is the name of all.
+    # None for a list of another length.
     try:
-        names = ast.literal_eval(cell) if cell.startswith("[") else cell
+        names = ast.literal_eval(cell) if cell.startswith("[") and shape == "one cell" else cell
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         names = cell
     if not isinstance(names, list):

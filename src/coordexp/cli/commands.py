@@ -1,0 +1,188 @@
+"""The commands of ``coordexp``: one module per group. Everything heavy is imported inside the command that needs it, so
+``--help`` is instant."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from coordexp import distributed
+from coordexp.cli import doctor, evaluate, launch, predict, view
+from coordexp.cli import run as runs
+from coordexp.cli.console import echo
+from coordexp.cli.data import data_app
+from coordexp.cli.model import model_app
+from coordexp.cli.run import config_app
+from coordexp.cli.usage import App
+from coordexp.errors import CoordExpError, RunFinished, RunStopped
+from coordexp.out_of_memory import describe
+from coordexp.printable import PrintableFilter
+
+USER_ERROR = 2
+
+app = App(
+    "Train Qwen3-VL as an object detector, and keep training it on its own answers.\n\n"
+    "Start here: coordexp demo (ten minutes on a CPU). With your own data:\n\n"
+    "\b\n"
+    "  coordexp data convert voc path/to/VOC --out data/mine --split train\n"
+    "  coordexp model expand-vocab Qwen3-VL-2B-Instruct checkpoints/start\n"
+    "  coordexp init data/mine --model checkpoints/start\n"
+    "  coordexp train stage1.yaml\n"
+    "  coordexp predict photos --model outputs/stage1 --save-images\n\n"
+    "Manual: docs/quickstart.md in the repository. Help of a command: coordexp COMMAND --help.",
+    name="coordexp",
+    rich_markup_mode=None,  # help texts hold brackets, which markup would swallow
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,  # a bug's plain traceback is easier to report than a decorated one
+)
+_TRAIN, _USE, _DATA, _ROLLOUTS = "Train", "Use a model", "Data, models, configurations", "Rollouts"
+_MACHINE = "This machine"
+app.add("demo", "coordexp demo", section=_TRAIN)(runs.demo)
+app.add(
+    "init",
+    "coordexp init data/mine --model checkpoints/start",
+    "coordexp init data/mine --model outputs/stage1 --stage 2",
+    section=_TRAIN,
+)(runs.init)
+app.add(
+    "train",
+    "coordexp train stage1.yaml",
+    "coordexp train stage1.yaml training.max_steps=3 training.output_dir=outputs/try",
+    "torchrun --nproc_per_node=8 -m coordexp train stage1.yaml",
+    section=_TRAIN,
+)(runs.train)
+app.add(
+    "predict",
+    "coordexp predict photos --model outputs/stage1 --save-images",
+    "coordexp predict photos 'frames/*.png' --model outputs/stage1 --out outputs/answers --classes cat,dog",
+    "coordexp predict photos --model outputs/stage1 --answers 8 --min-confidence 0.3",
+    section=_USE,
+)(predict.predict)
+app.add(
+    "evaluate",
+    "coordexp evaluate --model outputs/stage1 --data data/mine/val.jsonl",
+    "coordexp evaluate stage1.yaml --model outputs/stage1",
+    "coordexp evaluate --compare outputs/stage1 outputs/stage2",
+    section=_USE,
+)(evaluate.evaluate)
+app.add(
+    "export",
+    "coordexp export coco outputs/predict --out exported",
+    "coordexp export yolo outputs/predict --out labels --classes data.yaml --scores",
+    section=_USE,
+)(predict.export)
+app.add(
+    "view",
+    "coordexp view outputs/stage2 --out view.html",
+    "coordexp view outputs/predict --serve",
+    section=_USE,
+)(view.view)
+app.add_typer(data_app, name="data", rich_help_panel=_DATA)
+app.add_typer(model_app, name="model", rich_help_panel=_DATA)
+app.add_typer(config_app, name="config", rich_help_panel=_DATA)
+app.add(
+    "launch",
+    "coordexp launch configs/stage2_rollout_aligned/server_3v1.yaml --dry-run",
+    "coordexp launch configs/stage2_rollout_aligned/server_multi_node.yaml --for slurm --learner-nodes 2 > job.sbatch",
+    section=_ROLLOUTS,
+)(launch.launch)
+app.add("serve", "coordexp serve configs/stage2_rollout_aligned/server.yaml --index 0", section=_ROLLOUTS)(launch.serve)
+app.add(
+    "replay",
+    "coordexp replay outputs/stage2/rollout_records --limit 10",
+    "coordexp replay stage2.yaml outputs/stage2/rollout_records rollout_matching.maskiou_gate=0.4",
+    section=_ROLLOUTS,
+)(view.replay)
+app.add(
+    "doctor",
+    "coordexp doctor",
+    "coordexp doctor --model checkpoints/start --json doctor.json",
+    "coordexp doctor --gpus 2 --only exactness --only pushes --keep doctor",
+    section=_MACHINE,
+)(doctor.doctor)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import coordexp
+
+        echo(f"coordexp {coordexp.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _global_options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; of any command.")] = False,
+    version: Annotated[
+        bool, typer.Option("-V", "--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """``--debug`` is taken by :func:`run`, at any place of the command line; it is declared here for the help."""
+
+
+def run(words: list[str]) -> None:
+    """What :func:`coordexp.cli.main` does once everything is imported."""
+    logger = logging.getLogger("coordexp")
+    if not any(isinstance(one, PrintableFilter) for one in logger.filters):
+        logger.addFilter(PrintableFilter())
+    for stream in (sys.stdout, sys.stderr):  # of a terminal that cannot show every character
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    debug = "--debug" in words
+    try:
+        app(args=[word for word in words if word != "--debug"], prog_name="coordexp")
+    except RunStopped as stopped:
+        if distributed.is_main():
+            echo(str(stopped), err=True)
+        sys.exit(128 + stopped.signal)
+    except RunFinished as finished:
+        if distributed.is_main():
+            echo(str(finished))
+        sys.exit()
+    except Exception as error:
+        shortage = describe(error, distributed.rank() if distributed.world_size() > 1 else None)
+        if debug or (shortage is None and not isinstance(error, (CoordExpError, OSError))):
+            raise
+        text = _system_error(error) if shortage is None and isinstance(error, OSError) else str(shortage or error)
+        echo(f"error: {text}", fg=typer.colors.RED, err=True)
+        sys.exit(USER_ERROR)
+
+
+_FIXES = {
+    errno.ENOSPC: "free some space on that disk",
+    errno.EDQUOT: "free some space within your quota",
+    errno.EACCES: "choose a path that you may read and write",
+    errno.EPERM: "choose a path that you may read and write",
+    errno.EFBIG: "raise the limit on a file's size (ulimit -f), or choose another disk",
+    errno.ELOOP: "remove the link that leads to itself",
+    errno.EROFS: "choose a path on a disk that can be written",
+    errno.EEXIST: "choose another path, or move what is there",
+    errno.ENOTDIR: "a file is where a folder is needed; choose another path, or move the file",
+    errno.EISDIR: "a folder is where a file is needed; name a file in it",
+    errno.EADDRINUSE: "end the program that listens there, or choose another port",
+}
+
+
+def _system_error(error: OSError) -> str:
+    """One line: path, reason, fix."""
+    paths = " -> ".join(str(path) for path in (error.filename, error.filename2) if path is not None)
+    if not paths and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) and _is_output_full():
+        paths = "standard output"
+    reason = " ".join((error.strerror or str(error) or type(error).__name__).split())
+    fix = _FIXES.get(error.errno or 0, "coordexp --debug COMMAND shows where")
+    return f"{paths}: {reason}; {fix}" if paths else f"{reason}; {fix}"
+
+
+def _is_output_full() -> bool:
+    # Errors in writing to a stream name no file.
+    try:
+        os.write(1, b"\n")
+    except OSError:
+        return True
+    return False

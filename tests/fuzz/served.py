@@ -1,0 +1,173 @@
+"""Requests to ``coordexp serve`` by its own OpenAPI schema, over a socket, with changes of bodies, heads and bytes."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import random
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from coordexp.engine import connections
+from coordexp.engine.protocol import PromptBuilder
+from coordexp.engine.serve_app import RolloutServer
+from faults.test_admission import running_at
+from faults.test_random_requests import TOKEN, Engine
+from fuzz.mutations import ODD, change_bytes, change_words, mutate
+from support.settings import serve_options_of
+
+WAIT_S = 0.3  # of the server for the rest of a request
+ANSWER_S = 20.0
+
+
+class Schema:
+    """Random values by a JSON schema, and some that it forbids."""
+
+    def __init__(self, definitions: Mapping[str, Any]) -> None:
+        self._definitions = definitions
+
+    def value(self, draw: random.Random, schema: Mapping[str, Any], depth: int = 0) -> Any:
+        if depth > 6 or draw.random() < 0.04:
+            return draw.choice(ODD)
+        if "$ref" in schema:
+            return self.value(draw, self._definitions[schema["$ref"].rpartition("/")[2]], depth)
+        for key in ("anyOf", "allOf", "oneOf"):
+            if key in schema:
+                return self.value(draw, draw.choice(schema[key]), depth)
+        if "const" in schema or "enum" in schema:
+            return draw.choice(schema.get("enum", [schema.get("const")]))
+        match schema.get("type"):
+            case "object":
+                needed, made = schema.get("required", ()), {}
+                for name, inner in schema.get("properties", {}).items():
+                    if draw.random() < (0.95 if name in needed else 0.3):
+                        made[name] = self.value(draw, inner, depth + 1)
+                if schema.get("additionalProperties") is not False and draw.random() < 0.3:
+                    made[draw.choice(("role", "content", "type", "a", ""))] = draw.choice(ODD)
+                return made
+            case "array":
+                count = draw.choice((0, 1, 1, 2, 3))
+                return [self.value(draw, schema.get("items", {}), depth + 1) for _ in range(count)]
+            case "integer" | "number" as kind:
+                low, high = (schema.get(key, default) for key, default in (("minimum", 0), ("maximum", 1 << 31)))
+                number = draw.choice((low, high, low - 1, high + 1, draw.uniform(0, 9), 1))
+                return int(number) if kind == "integer" else number
+            case "string":
+                return draw.choice(("a", "", "user", "float32", "<image>", "/etc/passwd", "\ud800", "é" * 300))
+            case "boolean":
+                return draw.random() < 0.5
+            case _:
+                return draw.choice(ODD)
+
+
+class Processor:
+    def apply_chat_template(self, messages: Any, **_: Any) -> str:
+        return str(messages)
+
+
+class Listener(logging.Handler):
+    """Notes tracebacks in the server's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracebacks: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = logging.Formatter().format(record)
+        if "Traceback" in text:
+            self.tracebacks.append(text)
+
+
+class Requests:
+    """A server without an engine that answers the requests of :meth:`change`."""
+
+    def __init__(self, application: Any, port: int, log: Listener) -> None:
+        schema = application.openapi()
+        self._schema = Schema(schema["components"]["schemas"])
+        self._routes = [
+            (method.upper(), path, operation)
+            for path, operations in schema["paths"].items()
+            for method, operation in operations.items()
+        ]
+        self._port = port
+        self._log = log
+        picture = io.BytesIO()
+        Image.new("RGB", (30, 20)).save(picture, "PNG")
+        message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}
+        infer = {"messages": [message], "images": [base64.b64encode(picture.getvalue()).decode()]}
+        self._sound = json.dumps({"infer_requests": [infer], "request_config": {"max_tokens": 3}}).encode()
+
+    def change(self, draw: random.Random) -> tuple[Path, bytes]:
+        """A name for a request, and its bytes."""
+        method, path, operation = draw.choice(self._routes)
+        body = b""
+        if draw.random() < 0.4:
+            method, path, body = "POST", "/infer/", mutate(draw, self._sound)
+        elif content := operation.get("requestBody"):
+            schema = content["content"]["application/json"]["schema"]
+            body = json.dumps(self._schema.value(draw, schema)).encode()
+            body = mutate(draw, body) if draw.random() < 0.3 else body
+        head = self._head(draw, method, path.replace("{cache}", draw.choice(("prefix", "mm", "x", ""))), len(body))
+        return Path("request.http"), head + body
+
+    def _head(self, draw: random.Random, method: str, path: str, size: int) -> bytes:
+        method = draw.choice(("GET", "HEAD", "PUT", "OPTIONS", "BREW", "")) if draw.random() < 0.1 else method
+        key = TOKEN if draw.random() < 0.9 else draw.choice(("", "wrong", "é"))
+        headers = {"Host": "127.0.0.1", "Authorization": f"Bearer {key}", "Content-Type": "application/json",
+                   "Content-Length": str(size), "Connection": "close"}  # fmt: skip
+        if draw.random() < 0.3:
+            headers |= draw.choice((
+                {"Content-Length": str(draw.choice((-1, 0, size + 5, 1 << 64, "1e3", "")))}, {"Host": "evil.example"},
+                {"Transfer-Encoding": "chunked"}, {"Expect": "100-continue"}, {"Upgrade": "websocket"},
+                {"Origin": "null"}, {"Content-Type": "text/plain; charset=\xff"}, {"Cookie": "a" * 5000},
+                {"Accept-Encoding": "\x00"}, {"X\u2028": "a"}, {"Content-Encoding": "gzip"},
+            ))  # fmt: skip
+        lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        head = "\r\n".join(lines).encode() + b"\r\n\r\n"
+        if draw.random() < 0.2:
+            head = draw.choice((change_bytes, change_words))(draw, head)
+        return head
+
+    def read(self, _: Path, request: bytes) -> str | None:
+        """The server's status if it refuses ``request``. AssertionError: 5xx, or a traceback in its log."""
+        reply = b""
+        client = socket.create_connection(("127.0.0.1", self._port), timeout=ANSWER_S)
+        with client, suppress(ConnectionError):
+            client.sendall(request)
+            while part := client.recv(1 << 16):
+                reply += part
+        tracebacks, self._log.tracebacks = self._log.tracebacks, []
+        assert not tracebacks, tracebacks[0]
+        if not reply:
+            return "closed"
+        status = reply.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").split(b"\r\n", 1)[0].split()
+        assert len(status) > 1 and status[0] == b"HTTP/1.1" and 200 <= int(status[1]) < 500, reply[:2000]
+        assert b"Traceback" not in reply and TOKEN.encode() not in reply, reply[:2000]
+        return None if int(status[1]) < 400 else status[1].decode()
+
+
+@contextmanager
+def served_requests() -> Iterator[Requests]:
+    """Requests to ``coordexp serve``'s own application in a thread."""
+    options = serve_options_of("127.0.0.1", group_port=5, push_wait_s=0.2, api_key=TOKEN)
+    engine: Any = Engine(world_size=1, guarded=False, closed_names=False, adapted=False)
+    application = RolloutServer(options, engine, PromptBuilder(Processor(), max_images=1)).app(body_s=WAIT_S)
+    head_s = connections.BoundedProtocol.head_s
+    log = Listener()
+    logging.getLogger().addHandler(log)
+    connections.BoundedProtocol.head_s = WAIT_S
+    serving = running_at(connections.bounded_config(application))
+    try:
+        yield Requests(application, int(next(serving).rpartition(":")[2]), log)
+    finally:
+        connections.BoundedProtocol.head_s = head_s
+        for _ in serving:
+            pass
+        logging.getLogger().removeHandler(log)
