@@ -22,6 +22,7 @@ from coordexp.engine.server.admission import Admission
 from coordexp.engine.server.app import RolloutServer
 from coordexp.engine.server.served_engine import Heartbeat
 from coordexp.engine.wire.protocol import RequestRefused, open_image
+from coordexp.engine.wire.engine_process import image_threads
 from coordexp.errors import ServerTimeout
 from support.settings import client_to, serve_options_of
 
@@ -280,3 +281,12 @@ def test_the_trainer_stops_when_the_servers_engine_stalls(sign: str) -> None:
         LivenessWatch({0: client_to(fake.url, 1)}, 8.0).check({0})
         with pytest.raises(ServerTimeout, match="its engine has made no progress for 8 s"):
             LivenessWatch({0: client_to(fake.url, 1)}, 7.0).check({0, 1})
+
+
+def test_a_server_decodes_at_most_eight_images_per_engine_and_no_more_than_it_has_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for cores, engines, threads in ((2, 1, 2), (64, 1, 8), (64, 3, 24)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, count=cores: set(range(count)))
+        assert image_threads(engines) == threads

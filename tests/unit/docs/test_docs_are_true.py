@@ -125,6 +125,13 @@ def test_the_example_module_runs() -> None:
     assert focal.sums(supervision, scores)["focal"].item() == pytest.approx(want)
 
 
+def test_every_guarantee_names_tests_that_exist() -> None:
+    """A name without a folder is of ``tests/faults``."""
+    named = set(re.findall(r"`((?:tests/)?[\w/]*test_\w+\.py)`", (DOCS / "reliability.md").read_text()))
+    missing = [name for name in named if not (ROOT / ("" if "/" in name else "tests/faults") / name).is_file()]
+    assert len(named) > 30 and not missing, missing
+
+
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = {name for _, text in blocks("bash") for name in re.findall(r"^make (\w+)", text, re.M)}
