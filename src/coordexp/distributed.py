@@ -60,7 +60,8 @@ def join(*, use_cpu: bool, backend: str | None = None, timeout_s: float = 1800.0
     if not on_cpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     name, timeout = backend_of(on_cpus=on_cpus, chosen=backend), timedelta(seconds=timeout_s)
-    for variable, value in NCCL_WATCHDOG.items():
+    by_nccl = "cuda:nccl" in name
+    for variable, value in NCCL_WATCHDOG.items() if by_nccl else ():
         os.environ.setdefault(variable, value)
     rendezvous = os.environ.get(RENDEZVOUS)
     if rendezvous is None:
@@ -69,7 +70,7 @@ def join(*, use_cpu: bool, backend: str | None = None, timeout_s: float = 1800.0
         store = dist.FileStore(rendezvous, world_size())
         store.set_timeout(timeout)
         dist.init_process_group(name, store=store, rank=rank(), world_size=world_size(), timeout=timeout)
-    if "cuda:nccl" in name:
+    if by_nccl:
         limit_waits("cuda", min(timeout_s, MOST_NCCL_S))
 
 
