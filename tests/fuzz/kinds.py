@@ -149,7 +149,7 @@ def pictures(suffix: str, **options: Any) -> Kind:
 # Annotations
 
 
-def annotations(
+def converted(
     form: str, write: Callable[[Path], Sequence[Path]], *words: str, source: str = ".", images: str = ""
 ) -> Kind:
     """A format of ``coordexp data convert``, read from ``source`` in the folder; then its JSONL is read."""
@@ -324,29 +324,29 @@ KINDS: dict[str, Kind] = {
     "GIF": pictures(".gif"),
     "BMP": pictures(".bmp"),
     "AVIF": pictures(".avif"),
-    "VOC": annotations("voc", write_voc),
-    "COCO": annotations("coco", lambda folder: write_coco(folder, rings=False), source="data.json", images="images"),
-    "COCO, polygons": annotations(
+    "VOC": converted("voc", write_voc),
+    "COCO": converted("coco", lambda folder: write_coco(folder, rings=False), source="data.json", images="images"),
+    "COCO, polygons": converted(
         "coco", lambda folder: write_coco(folder, rings=True), "--geometry", "poly", source="data.json", images="images"
     ),
-    "COCO, masks": annotations("coco", write_masks, "--geometry", "poly", source="data.json", images="images"),
-    "LVIS": annotations("lvis", write_lvis, source="data.json", images="images"),
-    "panoptic": annotations(
+    "COCO, masks": converted("coco", write_masks, "--geometry", "poly", source="data.json", images="images"),
+    "LVIS": converted("lvis", write_lvis, source="data.json", images="images"),
+    "panoptic": converted(
         "panoptic", write_panoptic, "--geometry", "poly", "--stuff", source="panoptic.json", images="images"
     ),
-    "YOLO": annotations("yolo", write_yolo, "--split", "train", source="data.yaml"),
-    "YOLO, polygons": annotations(
+    "YOLO": converted("yolo", write_yolo, "--split", "train", source="data.yaml"),
+    "YOLO, polygons": converted(
         "yolo", lambda folder: write_yolo(folder, rings=True), "--split", "train", source="data.yaml"
     ),
-    "YOLO, classes.txt": annotations("yolo", lambda folder: write_yolo(folder, data_yaml=False)),
-    "LabelMe": annotations("labelme", lambda folder: files_of(one_scene.as_labelme(folder), "*.json")),
-    "CSV": annotations("csv", lambda folder: [one_scene.as_csv(folder)], source="data.csv"),
-    "CSV, polygons": annotations("csv", lambda folder: [one_scene.as_csv(folder, rings=True)], source="data.csv"),
-    "Open Images": annotations("openimages", write_open_images, source="val-bbox.csv"),
-    "DOTA": annotations("dota", lambda folder: files_of(dota(folder), "*.txt")),
-    "CVAT": annotations("cvat", write_project(cvat, "annotations.xml")),
-    "Label Studio": annotations("labelstudio", write_project(labelstudio, "project.json"), source="project.json"),
-    "VIA": annotations("via", write_project(via, "via.json"), source="via.json"),
+    "YOLO, classes.txt": converted("yolo", lambda folder: write_yolo(folder, data_yaml=False)),
+    "LabelMe": converted("labelme", lambda folder: files_of(one_scene.as_labelme(folder), "*.json")),
+    "CSV": converted("csv", lambda folder: [one_scene.as_csv(folder)], source="data.csv"),
+    "CSV, polygons": converted("csv", lambda folder: [one_scene.as_csv(folder, rings=True)], source="data.csv"),
+    "Open Images": converted("openimages", write_open_images, source="val-bbox.csv"),
+    "DOTA": converted("dota", lambda folder: files_of(dota(folder), "*.txt")),
+    "CVAT": converted("cvat", write_project(cvat, "annotations.xml")),
+    "Label Studio": converted("labelstudio", write_project(labelstudio, "project.json"), source="project.json"),
+    "VIA": converted("via", write_project(via, "via.json"), source="via.json"),
     "YAML": Kind(write_yaml_files, read_yaml_file),
     "JSONL": Kind(write_jsonl, read_jsonl_file),
     "predictions": Kind(write_predictions, read_predictions),
