@@ -21,8 +21,8 @@ from coordexp.engine.server import connections
 from coordexp.engine.server.admission import Admission
 from coordexp.engine.server.app import RolloutServer
 from coordexp.engine.server.served_engine import Heartbeat
-from coordexp.engine.wire.protocol import RequestRefused, open_image
 from coordexp.engine.wire.engine_process import image_threads
+from coordexp.engine.wire.protocol import RequestRefused, open_image
 from coordexp.errors import ServerTimeout
 from support.settings import client_to, serve_options_of
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from PIL import Image
 
-from coordexp.engine import connections
-from coordexp.engine.protocol import PromptBuilder
-from coordexp.engine.serve_app import RolloutServer
+from coordexp.engine.server import connections
+from coordexp.engine.server.app import RolloutServer
+from coordexp.engine.wire.protocol import PromptBuilder
 from faults.test_admission import running_at
 from faults.test_random_requests import TOKEN, Engine
 from fuzz.mutations import ODD, change_bytes, change_words, mutate
