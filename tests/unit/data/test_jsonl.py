@@ -73,6 +73,8 @@ BAD_LINES = [
     ("desc empty", with_object(desc=" \u3000 ", bbox_2d=[1, 2, 3, 4]), ["objects[1]", "desc is empty"]),
     ("desc number", with_object(desc=7, bbox_2d=[1, 2, 3, 4]), ["desc must be a string", "7 (int)"]),
     ("desc newline", with_object(desc="a\nb", bbox_2d=[1, 2, 3, 4]), ["control character U+000A"]),
+    ("desc line separator", with_object(desc="a\u2028b", bbox_2d=[1, 2, 3, 4]), ["control character U+2028"]),
+    ("desc paragraph", with_object(desc="a\u2029b", bbox_2d=[1, 2, 3, 4]), ["control character U+2029"]),
     ("desc surrogate", with_object(desc="a\ud800", bbox_2d=[1, 2, 3, 4]), ["control character U+D800"]),
     ("desc turn end", with_object(desc="a<|im_end|>", bbox_2d=[1, 2, 3, 4]), ["'<|im_end|>'", "control token"]),
     ("desc coord token", with_object(desc="<|coord_5|>", bbox_2d=[1, 2, 3, 4]), ["'<|coord_5|>'", "control token"]),

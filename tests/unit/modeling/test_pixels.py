@@ -14,7 +14,7 @@ from PIL import Image
 
 from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import AlignmentError, CheckpointError
-from coordexp.modeling.inputs import PromptEncoder, build_messages, row_inputs
+from coordexp.modeling.inputs import PromptEncoder, build_messages, check_prompt, row_inputs
 from coordexp.modeling.load import load_model, load_processor
 from coordexp.modeling.patches import PixelScale
 from coordexp.records import ImageRecord
@@ -110,6 +110,37 @@ def test_a_processor_that_does_more_is_refused_at_its_first_image(monkeypatch: p
     monkeypatch.setattr(vision, "rescale_and_normalize", darker)
     with pytest.raises(AlignmentError, match="does more with pixels"):
         encoder_of(loaded).encode(read_jsonl(tiny_scenes())[0])
+
+
+def test_a_processor_that_writes_other_placeholders_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_tiny()
+    plain = type(loaded.processor).__call__
+
+    def one_more(self: Any, *given: Any, **keys: Any) -> Any:
+        encoded = plain(self, *given, **keys)
+        ids_1L = encoded["input_ids"]
+        encoded["input_ids"] = torch.cat([ids_1L, ids_1L.new_tensor([[self.image_token_id]])], dim=1)
+        return encoded
+
+    monkeypatch.setattr(type(loaded.processor), "__call__", one_more)
+    with pytest.raises(AlignmentError, match=r"writes an image of \d+ patches as \d+ placeholders"):
+        encoder_of(loaded).encode(read_jsonl(tiny_scenes())[0])
+
+
+@pytest.mark.parametrize(
+    ("reported", "at", "shown"),
+    [((1, 2, 9, 4), 2, "learner '3,4', rollout '9,4'"), ((1, 2), 2, "learner '3,4', rollout ''"),
+     ((1, 2, 3, 4, 5), 4, "learner '', rollout '5'")],
+)  # fmt: skip
+def test_prompts_that_differ_are_shown_from_their_first_difference(
+    reported: tuple[int, ...], at: int, shown: str
+) -> None:
+    def decode(ids: tuple[int, ...]) -> str:
+        return ",".join(map(str, ids))
+
+    check_prompt("a", (1, 2, 3, 4), (1, 2, 3, 4), decode)
+    with pytest.raises(AlignmentError, match=f"part at token {at}: {shown}"):
+        check_prompt("a", (1, 2, 3, 4), reported, decode)
 
 
 @pytest.mark.parametrize(("prompt", "count"), [("Where is <|image_pad|>?", "2"), (None, "0")])

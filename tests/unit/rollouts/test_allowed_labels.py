@@ -82,17 +82,38 @@ def test_other_description_is_refused_in_any_tokens(rule: AllowedLabels, vocab: 
 
 
 @pytest.mark.parametrize(
-    "text", ['{"object_1": {"desc": 5', '{"desc": ["re"]', '{"desc": null', '{"desc": "red circle']
+    "text", ['{"object_1": {"desc": 5', '{"desc": ["re"]', '{"desc": null', '{"desc": "red circle', '{"desc" : "aee"']
 )
 def test_description_must_be_a_finished_string(rule: AllowedLabels, vocab: CoordVocab, text: str) -> None:
     assert first_mistake([*in_bytes(text, vocab), vocab.eos_id], rule) is not None
 
 
 @pytest.mark.parametrize(
-    "text", ['{"describe": "aee"}', '{"x": "desc", "y": "aee"}', '{"a\\"desc": "aee"}', '["desc", "aee"]', "prose: aee"]
+    "text",
+    [
+        '{"describe": "aee"}',
+        '{"x": "desc", "y": "aee"}',
+        '{"a\\"desc": "aee"}',
+        '["desc", "aee"]',
+        "prose: aee",
+        '{"de": "aee"}',
+        '{"xcdesc": "aee"}',
+        '{"\\"\\"desc": "aee"}',
+    ],
 )
 def test_other_text_is_not_constrained(rule: AllowedLabels, vocab: CoordVocab, text: str) -> None:
     assert first_mistake([*in_bytes(text, vocab), vocab.eos_id], rule) is None
+
+
+def test_a_token_that_ends_a_label_may_not_begin_another_description() -> None:
+    pieces = [b'"', b'"}, {"desc": "re', b'"}, {"desc": "aee', b'"}', b"", b"<eos>"]
+    rule, state = AllowedLabels(["re"], pieces, 5), ScanState("name", 0)
+    for byte in (b"r", b"e"):
+        state = AllowedLabels(["re"], [byte], 9).after(state, 0)
+        assert state is not None
+    assert rule.next_tokens(state).ids.tolist() == [0, 1, 3]
+    assert [token for token in range(7) if rule.after(state, token) is not None] == [0, 1, 3]
+    assert rule.after(START, 4) == START, "a token that writes nothing is refused in descriptions alone"
 
 
 def test_mask_agrees_with_walking_each_token(rule: AllowedLabels, vocab: CoordVocab) -> None:

@@ -83,6 +83,25 @@ def test_positions_of_forced_tokens(grammar: AnswerGrammar) -> None:
     assert max(forced) < len(ids)
 
 
+def test_another_token_than_the_forced_one_is_not_forced(grammar: AnswerGrammar) -> None:
+    text = serialize_objects([GTObject("cat", "bbox_2d", (1, 2, 3, 4))])
+    ids = grammar.vocab.encode(text[: text.index("<|coord_2|>") - len('", "')])
+    assert grammar.vocab.bin_of(ids[-1]) == 1
+    assert len(ids) not in set(forced_positions(grammar, [*ids, *grammar.vocab.encode("]")]))
+
+
+def test_a_coordinate_after_the_end_and_an_end_before_it_are_another_text(grammar: AnswerGrammar) -> None:
+    vocab, text = grammar.vocab, serialize_objects([GTObject("cat", "bbox_2d", (1, 2, 3, 4))])
+    half = text[: text.index("<|coord_4|>")]
+    for ids in ([*vocab.encode(text), vocab.coord_token_ids[5]], [*vocab.encode(half), vocab.eos_id]):
+        state = grammar.start()
+        for token in ids[:-1]:
+            state.push(token)
+        assert state.is_canonical
+        state.push(ids[-1])
+        assert not state.is_canonical
+
+
 def steps(ids: list[int], grammar: AnswerGrammar, limit: int) -> int:
     """Forward passes of greedy decoding: each accepts the draft's right tokens, and writes one more."""
     state, at, passes = grammar.start(), 0, 0
@@ -125,6 +144,24 @@ def test_a_name_of_as_many_words_as_the_one_before_is_guessed_to_end() -> None:
     assert draft_after(tiny, objects, "blue") == ""
     assert draft_after(qwen, objects, "blue dog") == ""  # the text after it takes many tokens
     assert draft_after(AnswerGrammar(qwen_vocab(), on_gpu=True), objects, "blue dog").startswith('"')
+
+
+def test_a_name_is_guessed_from_those_before() -> None:
+    tiny = AnswerGrammar(tiny_vocab())
+    named = {name: GTObject(name, "bbox_2d", (1, 2, 3, 4)) for name in ("red cat", "red dog", "red fox")}
+    cat, dog, fox = named.values()
+    assert draft_after(tiny, [cat, dog, fox], '"desc": "red').startswith(" dog")  # the latest that begins so
+    assert draft_after(tiny, [cat, cat, cat], '"desc": "').startswith("red cat")
+    assert draft_after(tiny, [cat, cat], '"desc": "') == "", "one name alone is not repeated"
+    assert draft_after(tiny, [cat, dog, fox], '"desc": "') == ""
+
+
+def test_a_draft_has_at_most_as_many_tokens_as_asked_for(grammar: AnswerGrammar) -> None:
+    state = grammar.start()
+    for token in grammar.vocab.encode(serialize_objects([GTObject("cat", "bbox_2d", (1, 2, 3, 4))])[: -len('"]}}')]):
+        state.push(token)
+    whole = state.draft(64)
+    assert len(whole) > 3 and state.draft(3) == whole[:3] and state.draft(0) == ()
 
 
 def test_a_polygon_is_guessed_to_be_as_long_as_the_one_before(grammar: AnswerGrammar) -> None:

@@ -253,3 +253,10 @@ def test_a_pattern_that_breaks_off_in_a_part_is_counted_anew() -> None:
     assert guard.extend([1, 2, 1, 2, 7, 8]) is None  # too few tokens for a trigger, so only counted
     assert guard.extend([7, 8, 7]) is None
     assert guard.extend([8]) == Trigger(NGRAM, 10)
+
+
+def test_a_run_that_began_in_an_earlier_part_is_ended() -> None:
+    guard = RepeatGuard(Keys(max_consecutive_token_repeats=3))
+    assert guard.extend([5, 5]) is None
+    assert guard.may_trigger_within(1)
+    assert guard.extend([5]) == Trigger(RUN, 3)
