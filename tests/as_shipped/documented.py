@@ -9,7 +9,10 @@ from typing import Any
 
 from as_shipped.table import ROOT
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "guides").glob("*.md")))
+PAGES = (
+    *(ROOT / name for name in ("README.md", "docs/quickstart.md", "docs/several-machines.md")),
+    *sorted((ROOT / "docs" / "guides").glob("*.md")),
+)
 _PROGRAMS = ("coordexp ", "torchrun ", "make ", "python -m src.sft ")
 _GROUPS = ("data", "model", "config")  # their commands have two words
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -125,7 +128,7 @@ CONVERSIONS = (
     Command("coordexp model expand-vocab Qwen3-VL-2B-Instruct checkpoints/start",
             makes=("checkpoints/start/model.safetensors",)),
     Command("coordexp launch configs/stage2_rollout_aligned/server_multi_node.yaml --for slurm --learner-nodes 2 "
-            "--gpus 8"),
+            "--gpus 8 training.resume_from_checkpoint=true"),
 )  # fmt: skip
 SESSIONS = {"own data": OWN_DATA, "photos": PHOTOS, "conversions": CONVERSIONS}
 
@@ -152,8 +155,8 @@ SAME_AS: dict[str, str] = {
         "coordexp evaluate stage1.yaml --model outputs/stage1",
     "torchrun --nproc-per-node 8 -m coordexp train stage1.yaml":
         "torchrun --nproc_per_node=2 -m coordexp train stage2.yaml",
-    "coordexp launch --for slurm": "coordexp launch configs/stage2_rollout_aligned/server_multi_node.yaml --for slurm "
-        "--learner-nodes 2 --gpus 8",
+    "coordexp launch --for": "coordexp launch configs/stage2_rollout_aligned/server_multi_node.yaml --for slurm "
+        "--learner-nodes 2 --gpus 8 training.resume_from_checkpoint=true",
 }  # fmt: skip
 
 # Started by other tests, by their files.
@@ -202,5 +205,10 @@ ELSEWHERE: dict[str, str] = {
         "tests/integration/test_torchrun.py",
     "coordexp launch configs/stage2_rollout_aligned/server_3v1.yaml": "tests/as_shipped/test_servers.py",
     "coordexp launch configs/stage2_rollout_aligned/server_3v1.yaml --dry-run": "tests/as_shipped/test_servers.py",
-    "coordexp serve X.yaml --index N": "tests/as_shipped/test_servers.py",
+    "coordexp launch X.yaml": "tests/as_shipped/test_servers.py",
+    "coordexp serve X.yaml --index 0": "tests/as_shipped/test_servers.py",
+    "coordexp serve X.yaml --index 1": "tests/as_shipped/test_servers.py",
+    # With one machine in place of two: its row is server_multi_node.yaml.
+    "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-id=run1 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29500 "
+    "-m coordexp train X.yaml": "tests/as_shipped/test_servers.py",
 }  # fmt: skip
