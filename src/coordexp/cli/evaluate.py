@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from coordexp.config import RunConfig
     from coordexp.config.resolved import EvaluationConfig
-    from coordexp.evaluation.answers import ImageAnswer, Renaming
+    from coordexp.evaluation.answers import ImageAnswer
+    from coordexp.evaluation.renaming import Renaming
     from coordexp.evaluation.summary import Summary
 
 _THRESHOLD = 0.7
@@ -179,7 +180,7 @@ def evaluate(
         no_bars_in_log_files()
     elif options.embedding_threshold is not None:
         raise ConfigError("--embedding-threshold has no use here; it belongs to --embedder")
-    from coordexp.evaluation.answers import Renaming
+    from coordexp.evaluation.renaming import Renaming
 
     rename = Renaming.from_files(options.aliases, options.embedder, threshold)
     console = open_console(stderr=options.as_json)

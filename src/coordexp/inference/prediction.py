@@ -39,7 +39,6 @@ from coordexp.evaluation.answers import (
     PREDICTIONS,
     SETTINGS,
     ImageAnswer,
-    Renaming,
     answer_batches,
     answer_dataset,
     from_line,
@@ -50,6 +49,7 @@ from coordexp.evaluation.answers import (
 from coordexp.evaluation.coco import write_coco
 from coordexp.evaluation.confidence import at_least, calibrated, fit
 from coordexp.evaluation.drawing import save_drawings
+from coordexp.evaluation.renaming import Renaming
 from coordexp.evaluation.several_answers import merge_all, side_by_side
 from coordexp.evaluation.summary import Summary, check_replaced, summarise, write_summary
 from coordexp.evaluation.tiles import merge_all_tiles, merge_tiles

@@ -22,11 +22,9 @@ from coordexp.errors import CheckpointError, MissingDependency
 from coordexp.evaluation.answers import (
     Detection,
     ImageAnswer,
-    Renaming,
-    load_encoder,
-    nearest_categories,
     write_answers,
 )
+from coordexp.evaluation.renaming import Renaming, load_encoder, nearest_categories
 from coordexp.records import GTObject
 from support.cli_runs import run_cli
 

@@ -13,9 +13,10 @@ import pytest
 
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import Detection, ImageAnswer, Renaming, from_line, read_aliases, read_answers, to_line
+from coordexp.evaluation.answers import Detection, ImageAnswer, from_line, read_answers, to_line
 from coordexp.evaluation.compare import compare, comparison_json
 from coordexp.evaluation.detection import density_bin
+from coordexp.evaluation.renaming import Renaming, read_aliases
 from coordexp.evaluation.summary import CONFUSION, COUNTS_ONLY, CURVES, SIZES, summarise, write_summary
 from coordexp.records import GTObject
 from support.answers import CAT, DOG

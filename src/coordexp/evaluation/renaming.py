@@ -1,0 +1,123 @@
+"""Other names for predictions before they are evaluated: aliases, and the nearest category of a text encoder.
+
+Torch-free without an encoder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coordexp.errors import CheckpointError, DataError, require
+from coordexp.evaluation.answers import ImageAnswer
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """Renames predictions by aliases (``class_of``), then those that are still annotated nowhere by a text encoder, if
+    the cosine is at least ``threshold``. ``about`` names both files."""
+
+    class_of: Mapping[str, str] | None = None
+    encoder: SentenceTransformer | None = None
+    threshold: float = 0.0
+    about: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def from_files(cls, aliases: Path | None, embedder: Path | None, threshold: float) -> Renaming:
+        """Raises as :func:`read_aliases` and :func:`load_encoder`."""
+        about = {} if aliases is None else {"aliases": str(aliases)}
+        about |= {} if embedder is None else {"embedder": str(embedder), "embedding_threshold": threshold}
+        class_of = None if aliases is None else read_aliases(aliases)
+        return cls(class_of, None if embedder is None else load_encoder(embedder), threshold, about)
+
+    def __call__(self, answers: Sequence[ImageAnswer]) -> list[ImageAnswer]:
+        answers = list(answers)
+        if self.class_of is not None:
+            class_of = self.class_of
+            answers = _renamed(answers, lambda desc: class_of.get(_key(desc), desc))
+        if self.encoder is not None:
+            categories = sorted({obj.desc for answer in answers for obj in answer.truth})
+            unknown = sorted({obj.desc for answer in answers for obj in answer.pred}.difference(categories))
+            name_of = nearest_categories(unknown, categories, self.encoder, self.threshold)
+            answers = _renamed(answers, lambda desc: name_of.get(desc, desc))
+        return answers
+
+    def note(self, before: Sequence[ImageAnswer], after: Sequence[ImageAnswer], most: int = 8) -> tuple[str, ...]:
+        """One line that counts old and new names; none without aliases and encoder."""
+        if self.class_of is None and self.encoder is None:
+            return ()
+        renamed = Counter(
+            (old.desc, new.desc)
+            for one, other in zip(before, after, strict=True)
+            for old, new in zip(one.pred, other.pred, strict=True)
+            if old.desc != new.desc
+        )
+        shown = ", ".join(f"{old!r} → {new!r} ({count})" for (old, new), count in renamed.most_common(most))
+        more = f" and {len(renamed) - most} other names" if len(renamed) > most else ""
+        return (f"{renamed.total()} predictions were renamed{': ' if shown else ''}{shown}{more}",)
+
+
+def _renamed(answers: Sequence[ImageAnswer], rename: Callable[[str], str]) -> list[ImageAnswer]:
+    return [
+        replace(answer, pred=tuple(replace(obj, desc=rename(obj.desc)) for obj in answer.pred)) for answer in answers
+    ]
+
+
+def _key(text: str) -> str:
+    return text.strip().casefold()
+
+
+def read_aliases(path: str | Path) -> dict[str, str]:
+    """A YAML or JSON file of the form ``class: [alias, …]`` → alias to class; case and surrounding space of an alias do
+    not matter. Raises DataError for another form, or an alias of two classes."""
+    import yaml
+
+    path = Path(path)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DataError(f"cannot be read: {error}", path=path) from error
+    if not isinstance(content, dict):
+        raise DataError("expected a mapping of the form 'car: [automobile, sedan]'", path=path)
+    class_of: dict[str, str] = {}
+    for name, aliases in content.items():
+        if not isinstance(name, str) or not isinstance(aliases, list) or any(not isinstance(a, str) for a in aliases):
+            raise DataError(f"{name!r}: expected a list of texts, e.g. 'car: [automobile, sedan]'", path=path)
+        for alias in (name, *aliases):
+            if class_of.setdefault(_key(alias), name) != name:
+                raise DataError(f"{alias!r} is an alias of both {class_of[_key(alias)]!r} and {name!r}", path=path)
+    return class_of
+
+
+def load_encoder(folder: str | Path) -> SentenceTransformer:
+    """A text encoder from disk, on the CPU; nothing is downloaded. Mean pooling if the folder names no other. Raises
+    CheckpointError for no encoder there, MissingDependency without sentence-transformers."""
+    if not Path(folder).is_dir():
+        raise CheckpointError(f"{folder}: no such folder; --embedder must be a text encoder on disk")
+    sentence_transformers: Any = require("sentence_transformers", "--embedder")
+    try:
+        return sentence_transformers.SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise CheckpointError(f"{folder}: not a text encoder that sentence-transformers can load: {error}") from error
+
+
+def nearest_categories(
+    descs: Sequence[str], categories: Sequence[str], encoder: SentenceTransformer, threshold: float
+) -> dict[str, str]:
+    """The category of highest cosine for each of ``descs``, if >= ``threshold``; ties go to the first category."""
+    if not descs or not categories:
+        return {}
+    rows = encoder.encode([*descs, *categories], normalize_embeddings=True, show_progress_bar=False)
+    cosine_NC = rows[: len(descs)] @ rows[len(descs) :].T
+    best_N = cosine_NC.argmax(axis=1)
+    return {
+        desc: categories[int(best)]
+        for desc, best, row_C in zip(descs, best_N.tolist(), cosine_NC, strict=True)
+        if row_C[best] >= threshold
+    }
