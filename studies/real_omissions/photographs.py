@@ -194,7 +194,7 @@ def joined(answers: Sequence[ImageAnswer], records: Sequence[ImageRecord]) -> li
 def _joined(name: str, parts: Sequence[tuple[ImageAnswer, ImageRecord]]) -> ImageAnswer:
     width, height = parts[0][1].metadata["size"]
 
-    def moved(bins: Sequence[int], window: Sequence[int]) -> tuple[int, ...]:
+    def moved(bins: Sequence[float], window: Sequence[int]) -> tuple[int, ...]:
         left, top, right, bottom = window
         start, side, whole = (left, top), (right - left, bottom - top), (width, height)
         return tuple(

@@ -105,7 +105,7 @@ def objects(jsonl: Path) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:
     }
 
 
-def near(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+def near(found: tuple[int, ...], wanted: tuple[float, ...]) -> bool:
     return len(found) == len(wanted) and all(abs(a - b) <= 1 for a, b in zip(found, wanted, strict=True))
 
 
