@@ -19,7 +19,7 @@ from coordexp.errors import ServerTimeout
 
 WORKER = """
 import sys, time
-from coordexp.engine.wire.engine_process import with_heartbeat
+from coordexp.engine.server.swift_pipes import with_heartbeat
 step = with_heartbeat(lambda: time.sleep(0.05), 1)
 for _ in range(10):
     step()

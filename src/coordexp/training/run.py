@@ -125,13 +125,13 @@ def check_run(
     start = start or attempt(decide_start, config)
     config = config if start is None else start.config
     rollout = resolved_rollout(config)
+    attempt(check_world_size, config, learners)
+    if servers_are_up and not errors:
+        check_backend(rollout)
     model = (None if start is None else start.model) or attempt(Checkpoint.open, config.model.model)
     if distributed.is_main():
         for sentence in (*advice(config), *(() if model is None else length_advice(config, model))):
             logger.warning(sentence)
-    attempt(check_world_size, config, learners)
-    if servers_are_up and not errors:
-        check_backend(rollout)
     attempt(_check_device, config, learners, model)
     attempt(check_parallel, config, learners)
     attempt(check_training_environment, config)
