@@ -266,8 +266,9 @@ class RowRun:
             by_torchrun = self.row.ranks > 1 or launched
             if number == signal.SIGKILL and self.row.ranks == 1:
                 assert code == -signal.SIGKILL, "the run ended before it was killed"
-            else:  # torchrun's is 1, whatever its processes end with, and a launch ends with its trainer's
-                assert code == (1 if by_torchrun else 128 + number), one.output[-6000:]
+            else:  # torchrun's is 1, whatever its processes end with
+                by_itself = launched and number != signal.SIGKILL
+                assert code == (1 if by_torchrun and not by_itself else 128 + number), one.output[-6000:]
             if number != signal.SIGKILL:
                 assert f"stopped by {number.name} after step" in one.output, one.output[-6000:]
                 assert by_torchrun or "Traceback" not in one.output, one.output[-6000:]

@@ -129,6 +129,16 @@ def not_on(device: torch.device, trainer: Any, when: str) -> list[str]:
 
 
 @contextmanager
+def one_process_of_torchrun() -> Iterator[None]:
+    """A process group of one, in which FSDP runs although :func:`check_parallel` refuses it."""
+    variables = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    with patch.dict(os.environ, variables), patch.object(run, "check_parallel", lambda config, world_size: None):
+        yield
+    torch.distributed.destroy_process_group()
+
+
+@contextmanager
 def replaced(machine: Machine) -> Iterator[None]:
     """What rows cannot have as it is: vLLM, and plain tensors as the only ones that an offload may move."""
     with (
@@ -144,7 +154,7 @@ def run_row(machine: Machine, row: Row, folder: Path) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     resume = None
     try:
-        with replaced(machine):
+        with replaced(machine), one_process_of_torchrun() if row.fsdp else nullcontext():
             if row.resumed:  # from the first step of a run that made two
                 train(machine, row, folder / "before", None)
                 resume = folder / "before" / "checkpoint-1"

@@ -20,6 +20,7 @@ _LORA = {
 }  # fmt: skip
 
 
+_FSDP = {"fsdp.enabled": True, "training.master_weights": None}
 SERVERS = {
     "server.yaml": 1,
     "rewritten_server.yaml": 1,
@@ -32,12 +33,14 @@ SERVERS = {
 @dataclass(frozen=True, slots=True)
 class Row:
     """``config``: a file in configs/. ``what``: what it changes, in words. ``resumed``: train, then resume from the
-    first step's checkpoint. ``failed``: how the same start failed on an H100 at commit b290dcee."""
+    first step's checkpoint. ``fsdp``: in the only process of a group, which the product refuses (FSDP shards over
+    several): all else of FSDP is real. ``failed``: how the same start failed on an H100 at commit b290dcee."""
 
     config: str
     what: str = "as shipped"
     changes: Mapping[str, Any] = field(default_factory=dict)
     resumed: bool = False
+    fsdp: bool = False
     failed: str | None = None
 
     @property
@@ -69,6 +72,7 @@ ROWS = (
     Row("stage1/sft.yaml", "resumed", resumed=True),
     Row("stage1/sft.yaml", "float32 weights", {"model.dtype": "float32", "training.master_weights": None}),
     Row("stage1/sft.yaml", "scored answers", {"rollout_matching.eval_detection.score_mode": "confidence"}),
+    Row("stage1/sft.yaml", "FSDP, resumed", _FSDP, resumed=True, fsdp=True),
     Row("stage1/lora.yaml"),
     Row("stage2_rollout_aligned/base.yaml"),
     Row("stage2_rollout_aligned/hf.yaml"),
@@ -76,6 +80,7 @@ ROWS = (
     Row("stage2_rollout_aligned/rewritten.yaml", "sampled", {"rollout_matching.decoding.temperature": 0.7}),
     Row("stage2_rollout_aligned/rewritten.yaml", "every token decoded",
         {"rollout_matching.decoding.skip_forced_tokens": False}),
+    Row("stage2_rollout_aligned/rewritten.yaml", "FSDP", _FSDP, fsdp=True),
     Row("stage2_rollout_aligned/lora.yaml"),
     Row("stage2_rollout_aligned/colocate.yaml"),
     Row("stage2_rollout_aligned/colocate.yaml", "offloaded", _OFFLOAD),

@@ -2,8 +2,8 @@
 
 Two traps, both found the hard way:
 
-* ``torch.nn.Module.to`` assigns to ``parameter.data``, which torch refuses between a plain tensor and a subclass.
-  Swapping tensors instead keeps the parameters' identity, as ``.data`` does on a GPU. But swapping must be on during
+* ``torch.nn.Module.to`` assigns to ``parameter.data``, which torch refuses between a plain tensor and a subclass; so
+  does FSDP. Swapping tensors instead keeps the parameters' identity, as ``.data`` does on a GPU. But swapping must be on during
   ``.to`` alone: ``load_state_dict`` would swap too, and drop what is set on a parameter, such as ``grad_dtype``.
 * ``torch.tensor`` and ``torch.as_tensor`` must stay torch's own objects while a model is loaded: transformers compares
   constructors by identity, and leaves ``inv_freq`` uninitialised if they differ. So :func:`read_scalars` comes later.
@@ -20,6 +20,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import torch.distributed.fsdp._fully_shard._fsdp_init as fsdp_init
 from valued_cuda import PINNED, RECORD, CudaTensor, is_cuda, pinned
 
 PROPERTIES = SimpleNamespace(
@@ -98,6 +99,7 @@ def install() -> None:
     _replace(torch.Tensor, "pin_memory", lambda self, device=None: pinned(self.clone()))
     _replace(torch.Tensor, "is_pinned", lambda self, device=None: self.untyped_storage()._cdata in PINNED)
     _replace(torch.nn.Module, "to", _module_to(torch.nn.Module.to))
+    _replace(fsdp_init, "_move_states_to_device", _move)
     for name in ("storage_ptr", "storage_size"):  # by which tensors that share memory are found
         for module_name in (name, f"_{name}"):
             if hasattr(safetensors.torch, module_name):
@@ -128,6 +130,17 @@ def _module_to(usual: Callable[..., Any]) -> Callable[..., Any]:
             torch.__future__.set_swap_module_params_on_conversion(False)
 
     return to
+
+
+def _move(parameters: list[torch.nn.Parameter], buffers: list[torch.Tensor], device: torch.device) -> None:
+    """As FSDP moves what it shards."""
+    for tensor in (*parameters, *buffers):
+        if tensor.device == device or tensor.is_meta:
+            continue
+        moved = tensor.detach().to(device)
+        if isinstance(tensor, torch.nn.Parameter):
+            moved = torch.nn.Parameter(moved, tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, moved)
 
 
 def _of_host(usual: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:

@@ -4,7 +4,7 @@ A tensor says ``cuda:0``. Its operations run on the CPU, and fail as on a GPU if
 Every wait of the host is counted with the function that waits, and every copy from pageable memory to the device with
 its size. :mod:`simulated_h100` adds ``torch.cuda``.
 
-Not simulated: streams and races, several ranks, Triton kernels, the storages of tensors, which stay those of the CPU.
+Not simulated: streams and races, several ranks (FSDP runs in one), Triton kernels, the storages of tensors, which stay those of the CPU.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -161,6 +162,8 @@ class OnCuda(TorchDispatchMode):
     """Operations without a CUDA tensor among their arguments: factories, and copies to the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # of FSDP: a DTensor runs the operation on what it holds of a weight
         return run(func, args, kwargs or {})
 
 

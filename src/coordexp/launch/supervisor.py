@@ -237,7 +237,7 @@ class Supervisor:
                 raise LaunchFailed(f"{process.name} ended with exit code {exit_code(code)}{_log_tail(server)}")
 
     def _end_learner(self, number: int) -> int:
-        """Send the learner a signal and let it end by itself. Returns its exit code, or the signal's."""
+        """Send the learner a signal and let it end by itself. Returns the signal's exit code."""
         learner = self._running.get("learner")
         if learner is None:
             return 128 + number
@@ -249,7 +249,7 @@ class Supervisor:
                 time.sleep(POLL_S)
                 self.view.pass_on(log.read())
             self.view.pass_on(log.read())
-        return 128 + number if learner.returncode is None else exit_code(learner.returncode) or 128 + number
+        return 128 + number  # torchrun, which passes a signal on, ends with 1 whatever its processes ended with
 
     def _pause(self) -> None:
         readable, _, _ = select.select([self.stdin], [], [], POLL_S)

@@ -145,6 +145,17 @@ def test_a_signal_is_passed_on_and_everything_ends(tmp_path: Path, number: signa
         assert all_gone(everything, DEADLINE_S)
 
 
+def test_a_launch_that_a_signal_ends_says_so_whatever_torchrun_ends_with(tmp_path: Path) -> None:
+    learner = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); print('up', flush=True); "
+        "time.sleep(60)"
+    )
+    with launched(tmp_path, plan(tmp_path, learner)) as running:
+        running.wait_for("up", "learner.log")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(DEADLINE_S) == 143
+
+
 @pytest.mark.parametrize("victim", ["launcher", "supervisor", "server", "learner"])
 def test_killing_any_process_ends_all_others(tmp_path: Path, victim: str) -> None:
     with launched(tmp_path, plan(tmp_path, LONG_LEARNER, grace_s=1.0)) as running:
