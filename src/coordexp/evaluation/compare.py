@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -157,6 +157,16 @@ def compare(
             parts = [[run[n].counts for n in of_N] for run in counted]
             by_density.append(_group(f"{name} objects", parts, weights_RN[:, of_N]))
     return Comparison(len(a), resamples, seed, tuple(figures), ledger, tuple(by_class), tuple(by_density))
+
+
+def changed_rates(first: Sequence[ImageAnswer], later: Sequence[ImageAnswer]) -> dict[str, float]:
+    """The shares of :class:`Ledger` without intervals, of two lists of the same images in the same order. A share of
+    nothing is 0."""
+    total: Counter[str] = Counter()
+    for before, after in zip(first, later, strict=True):
+        total.update(_changes(before, after), pred=len(after.pred))
+    of = {"lost": "found", "gained": "missed", "false_gained": "pred"}
+    return {f"{part}_rate": total[part] / total[whole] if total[whole] else 0.0 for part, whole in of.items()}
 
 
 def _changes(before: ImageAnswer, after: ImageAnswer) -> dict[str, int]:

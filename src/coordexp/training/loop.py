@@ -30,6 +30,7 @@ from coordexp.rollouts import RolloutBackend, rollout_session
 from coordexp.training.batches import StepBatches
 from coordexp.training.checkpoint import delete_old, read_seal
 from coordexp.training.drift import DriftWatch
+from coordexp.training.ledger import RunLedger
 from coordexp.training.loggers import FAILED
 from coordexp.training.optimizer import needs_metric
 from coordexp.training.reading import ReadingWatch
@@ -79,6 +80,7 @@ class CoordExpTrainer:
     def __post_init__(self, max_steps: int, callbacks: list[TrainerCallback]) -> None:
         run, step, batches = self.run, self.step, self.batches
         self._drift: DriftWatch | None = None
+        self._ledger = RunLedger(Path(str(self.args.output_dir)), lambda note: self.on_note(note))
         self._last_update: dict[str, Any] = {}
         self._saved: tuple[int, Path] | None = None  # step and folder of this run's last complete checkpoint
         self._signal: Callable[[], int | None] = lambda: None
@@ -260,6 +262,9 @@ class CoordExpTrainer:
                     on_answer=self.on_answer,
                 )
                 figures = summarise(answers, self.measured).figures
+                if dataset is self.eval_dataset:
+                    is_first = not any("eval_rollout/f1" in line for line in self.state.log_history)
+                    figures |= self._ledger.rates(answers, is_first=is_first)
                 if self.args.should_save:
                     write_answers(answers, Path(str(self.args.output_dir)) / LAST_EVALUATION)
         metrics = {f"eval_rollout/{name}": value for name, value in figures.items()}

@@ -143,7 +143,7 @@ _SHOWN = (
 _EVALUATED = (
     *(("f1", "F1"), ("f1_any_desc", "F1 of boxes alone"), ("precision", "precision"), ("recall", "recall")),
     *(("AP", "AP"), ("AP50", "AP50")),
-    ("truncated_rate", "truncated"),
+    *(("lost_rate", "lost"), ("gained_rate", "gained"), ("truncated_rate", "truncated")),
 )
 
 

@@ -1,0 +1,42 @@
+"""Objects that training loses and gains, from the run's first evaluation on; equal figures hide them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from coordexp import distributed
+from coordexp.evaluation.answers import FIRST_EVALUATION, ImageAnswer, read_answers, write_answers
+from coordexp.evaluation.compare import changed_rates
+
+
+class RunLedger:
+    """Compares each evaluation of a run with its first one, whose answers are a file in the run's folder."""
+
+    def __init__(self, folder: Path, on_note: Callable[[str], None]) -> None:
+        self._path = folder / FIRST_EVALUATION
+        self._on_note = on_note
+        self._first: Sequence[ImageAnswer] | None = None
+
+    def rates(self, answers: Sequence[ImageAnswer], *, is_first: bool) -> dict[str, float]:
+        """The shares of :func:`changed_rates`; none for the first evaluation. A collective call: rank 0 compares."""
+        return distributed.gather_json(self._rates(answers, is_first) if distributed.is_main() else {})[0]
+
+    def _rates(self, answers: Sequence[ImageAnswer], is_first: bool) -> dict[str, float]:
+        if self._first is None and not is_first:  # a resumed run
+            self._first = read_answers(self._path) if self._path.is_file() else None
+            if self._first is None or _images(self._first) != _images(answers):
+                self._first = None
+                self._on_note(
+                    f"{self._path} does not have the answers of the run's first evaluation to these images; lost and "
+                    "gained objects are counted from this evaluation on"
+                )
+        if self._first is None:
+            self._first = answers
+            write_answers(answers, self._path)
+            return {}
+        return changed_rates(self._first, answers)
+
+
+def _images(answers: Sequence[ImageAnswer]) -> list[object]:
+    return [(answer.sample_id, answer.gt) for answer in answers]

@@ -1,0 +1,71 @@
+"""Objects that a run loses and gains since its first evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers
+from coordexp.records import GTObject
+from coordexp.training.ledger import RunLedger
+from support.answers import CAT, DOG
+from support.tiny_run import run_config, train
+
+GHOST = GTObject("ghost", "bbox_2d", (800, 10, 900, 90))
+
+
+def answers(*found: GTObject, truth: tuple[GTObject, ...] = (CAT, DOG)) -> list[ImageAnswer]:
+    pred = tuple(Detection(obj.desc, obj.kind, obj.bins) for obj in found)
+    return [ImageAnswer("s", "a.png", 640, 480, truth, pred)]
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, notes: list[str]) -> RunLedger:
+    return RunLedger(tmp_path, notes.append)
+
+
+def test_later_evaluations_are_compared_with_the_first(ledger: RunLedger) -> None:
+    assert ledger.rates(answers(CAT), is_first=True) == {}
+    same = {"lost_rate": 0.0, "gained_rate": 0.0, "false_gained_rate": 0.0}
+    assert ledger.rates(answers(CAT), is_first=False) == same
+    other = {"lost_rate": 1.0, "gained_rate": 1.0, "false_gained_rate": 0.5}
+    assert ledger.rates(answers(DOG, GHOST), is_first=False) == other
+    assert ledger.rates(answers(CAT, DOG), is_first=False) == same | {"gained_rate": 1.0}
+
+
+def test_a_resumed_run_reads_its_first_evaluation(ledger: RunLedger, tmp_path: Path, notes: list[str]) -> None:
+    ledger.rates(answers(CAT), is_first=True)
+    assert RunLedger(tmp_path, notes.append).rates(answers(DOG), is_first=False)["lost_rate"] == 1.0
+    assert notes == []
+
+
+def test_without_a_first_evaluation_of_these_images_counting_starts_anew(
+    ledger: RunLedger, tmp_path: Path, notes: list[str]
+) -> None:
+    ledger.rates(answers(CAT, truth=(CAT,)), is_first=True)
+    resumed = RunLedger(tmp_path, notes.append)
+    assert resumed.rates(answers(DOG), is_first=False) == {}
+    assert resumed.rates(answers(CAT), is_first=False)["lost_rate"] == 1.0
+    (note,) = notes
+    assert "first_evaluation.jsonl" in note and "counted from this evaluation on" in note
+
+
+def test_a_new_run_replaces_the_first_evaluation_of_an_older_one(ledger: RunLedger, tmp_path: Path) -> None:
+    ledger.rates(answers(CAT), is_first=True)
+    RunLedger(tmp_path, print).rates(answers(DOG), is_first=True)
+    (kept,) = read_answers(tmp_path / "first_evaluation.jsonl")
+    assert [obj.desc for obj in kept.pred] == ["dog"]
+
+
+def test_training_logs_the_rates_from_the_second_evaluation_on(tmp_path: Path) -> None:
+    trainer = train(run_config(tmp_path, 2, training__eval_strategy="steps", training__eval_steps=1))
+    first, second = (line for line in trainer.state.log_history if "eval_rollout/f1" in line)
+    assert "eval_rollout/lost_rate" not in first
+    assert {"eval_rollout/lost_rate", "eval_rollout/gained_rate", "eval_rollout/false_gained_rate"} <= second.keys()
+    assert len(list(tmp_path.rglob("first_evaluation.jsonl"))) == 1
