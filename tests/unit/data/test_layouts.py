@@ -58,6 +58,13 @@ CVAT_YOLO = {  # CVAT's "YOLO 1.1"
         pytest.param({"photos/train/a.jpg": "", "txt/train/a.txt": LINE, "classes.txt": CLASSES}, "",
                      {"images_dir": "photos", "labels_dir": "txt", "split": "train"}, {"a.jpg": DOG}, {},
                      id="folders of splits"),
+        pytest.param({"pics/a/1.jpg": "", "pics/b/1.jpg": "", "txt/a/1.txt": "", "txt/b/1.txt": LINE,
+                      "classes.txt": CLASSES}, "", {"images_dir": "pics", "labels_dir": "txt"},
+                     {"a/1.jpg": [], "b/1.jpg": DOG}, {}, id="folders with the same subfolders"),
+        pytest.param({"pics/1.jpg": "", "pics/a/1.jpg": "", "pics/a/2.jpg": "", "txt/1.txt": LINE, "txt/2.txt": LINE,
+                      "classes.txt": CLASSES}, "", {"images_dir": "pics", "labels_dir": "txt"},
+                     {"1.jpg": DOG, "a/1.jpg": [], "a/2.jpg": DOG}, {"no_label_file": 1},
+                     id="all labels in one folder"),
         pytest.param(CVAT_YOLO, "", {}, {"obj_train_data/a.jpg": DOG, "obj_train_data/b.jpg": []}, {}, id="CVAT"),
         pytest.param(CVAT_YOLO, "obj.data", {"split": "train"},
                      {"obj_train_data/a.jpg": DOG, "obj_train_data/b.jpg": []}, {}, id="obj.data named"),
@@ -100,6 +107,12 @@ def test_yolo_layouts(
             {},
             r"none of 1 images.*files of the same names are in",
         ),
+        (
+            {"pics/a/1.jpg": "", "pics/b/1.jpg": "", "txt/1.txt": LINE, "classes.txt": CLASSES},
+            {"images_dir": "pics", "labels_dir": "txt"},
+            r"1\.txt: is the label of 2 images \(.*a/1\.jpg, .*b/1\.jpg\)",
+        ),
+        ({"a.jpg": "", "a.png": "", "a.txt": LINE, "classes.txt": CLASSES}, {}, "is the label of 2 images"),
     ],
 )
 def test_incomplete_layouts_are_refused(files: dict[str, str], arguments: Any, says: str, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """YOLO labels → JSONL: one text file an image, of boxes ``class cx cy w h`` and polygons ``class x y x y …`` in shares
-of the image's width and height. An image without a label file has no objects."""
+of the image's width and height. An image without a label file has no objects; :func:`_labels_of` decides where it is."""
 
 from __future__ import annotations
 
 import difflib
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,9 +108,20 @@ def convert_yolo(
             wholes |= set(listings[-1].with_suffix(".txt"))
         labels |= {_key(path): path for listing in listings for path in listing.with_suffix(".txt")}
         if unlabelled is None and not layout.skip_unlabelled and found:
-            _refuse_without_labels(place, [path for path, _ in found], labels, layout.labels)
+            _refuse_without_labels(place, found, labels, layout.labels)
         images += found
-    label_of = {path: _label_of(path, labels, layout.labels) for path, _ in images}
+    label_of = _labels_of(images, labels, layout.labels)
+    images_of: defaultdict[Path, list[Path]] = defaultdict(list)
+    for path, label in label_of.items():
+        if label is not None:
+            images_of[label].append(path)
+    for label, several in images_of.items():
+        if len(several) > 1:
+            raise DataError(
+                f"is the label of {len(several)} images ({', '.join(map(str, several[:3]))}); leave one of them, or "
+                "put images and labels into the same subfolders",
+                path=label,
+            )
     if len({path.relative_to(root) for path, root in images}) < len(images):  # equal names in several folders
         shared = Path(os.path.commonpath([root for _, root in images]))
         images = [(path, shared) for path, _ in images]
@@ -119,7 +131,7 @@ def convert_yolo(
         file = path.relative_to(root).as_posix()
         label = label_of[path]
         if label is None:
-            missing = _label_folder(path) / f"{path.stem}.txt"
+            missing = (layout.labels or _label_folder(path)) / f"{path.stem}.txt"
             if skip_unlabelled:
                 report.skip_image(SkipReason.UNLABELLED, file, f"no file {missing}")
                 continue
@@ -159,17 +171,17 @@ def _listed_images(file: Path, base: Path, report: ConversionReport) -> tuple[li
 
 
 def _refuse_without_labels(
-    place: Path, images: Sequence[Path], labels: Mapping[Path, Path], labels_dir: Path | None
+    place: Path, images: Sequence[tuple[Path, Path]], labels: Mapping[Path, Path], labels_dir: Path | None
 ) -> None:
     # A folder of a split in which no image has a label: most often the labels are elsewhere.
-    if any(_label_of(image, labels, labels_dir) is not None for image in images):
+    if any(label is not None for label in _labels_of(images, labels, labels_dir).values()):
         return
-    stems = {image.stem for image in images}
+    stems = {image.stem for image, _ in images}
     around = place.parent if place.is_file() or place.name not in ("train", "val", "valid", "test") else (
         place.parent.parent)  # fmt: skip
     near = [path for path in list_files(around).with_suffix(".txt") if path.stem in stems]
     folders = ", ".join(str(folder) for folder in sorted({path.parent for path in near})[:3])
-    where = f"has a label in {labels_dir or _label_folder(images[0])} or next to it"
+    where = f"has a label in {labels_dir or _label_folder(images[0][0])} or next to it"
     cure = "--unlabelled empty reads them so"
     if near:
         cure += f"; files of the same names are in {folders}: name the folders images and labels"
@@ -317,12 +329,25 @@ def _label_folder(image: Path) -> Path:
     return Path(*parts).parent
 
 
-def _label_of(image: Path, labels: Mapping[Path, Path], labels_dir: Path | None) -> Path | None:
-    # In the named folder; else by the rule, or next to the image; None without one.
-    named = f"{image.stem}.txt"
+def _labels_of(
+    images: Sequence[tuple[Path, Path]], labels: Mapping[Path, Path], labels_dir: Path | None
+) -> dict[Path, Path | None]:
+    # The label of each image, given with the folder that its name starts in; None without one. By YOLO's rule, or next
+    # to the image. In a named folder: in the same subfolder as the image; else in the folder itself, if that label
+    # is not of an image there.
+    found: dict[Path, Path | None] = {}
+    for image, root in images:
+        named = f"{image.stem}.txt"
+        if labels_dir is not None:
+            found[image] = labels.get(_key(labels_dir / image.relative_to(root).parent / named))
+        else:
+            found[image] = labels.get(_key(_label_folder(image) / named), labels.get(_key(image.parent / named)))
     if labels_dir is not None:
-        return labels.get(_key(labels_dir / named))
-    return labels.get(_key(_label_folder(image) / named), labels.get(_key(image.parent / named)))
+        taken = set(found.values())
+        for image in [image for image, label in found.items() if label is None]:
+            label = labels.get(_key(labels_dir / f"{image.stem}.txt"))
+            found[image] = None if label in taken else label
+    return found
 
 
 def _key(label: Path) -> Path:
