@@ -7,7 +7,6 @@ first round fills what drafts remember; medians are of the others, whose answers
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import tempfile
@@ -59,18 +58,19 @@ def timed_rounds(folder: Path, options: Any) -> Any:
 
     from coordexp.config.rollout import RepeatTerminateConfig
     from coordexp.engine.wire.arguments import activation_environment
+    from coordexp.engine.wire.engine_process import environment_kept
     from coordexp.engine.worker.drafting import TURN_START, AnswerDrafter, DraftedMasks
     from support.qwen_tokenizer import qwen_tokenizer, qwen_vocab
 
     qwen_tokenizer().save_pretrained(folder)
     vocab, drawn = qwen_vocab(), random.Random(0)
-    os.environ.update(activation_environment(RepeatTerminateConfig(enabled=True)))
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(tokenizer=str(folder), max_model_len=4096),
         speculative_config=SimpleNamespace(num_speculative_tokens=LIMIT),
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[]),
     )
-    drafter, masks = AnswerDrafter(config), DraftedMasks(config, torch.device("cpu"))
+    with environment_kept(activation_environment(RepeatTerminateConfig(enabled=True))):
+        drafter, masks = AnswerDrafter(config), DraftedMasks(config, torch.device("cpu"))
     masks.known_tokens.num_known = COLUMNS
     prompt = [vocab.encode("a")[0]] * PROMPT + vocab.encode(f"{TURN_START}assistant\n")
     for number in range(options.rounds):

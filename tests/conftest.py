@@ -94,6 +94,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Sharing(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _settings_stay_in_their_file() -> Iterator[None]:
+    """A file that leaves a variable of this project behind changes what later files of the same process start."""
+
+    def ours() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith("COORDEXP_")}
+
+    before = ours()
+    yield
+    assert ours() == before
+
+
 @pytest.fixture(scope="session")
 def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServer]:
     """The server of :data:`ON_PLAIN_SERVER`."""

@@ -74,7 +74,6 @@ ROWS = (
     Row("stage1/sft.yaml", "scored answers", {"rollout_matching.eval_detection.score_mode": "confidence"}),
     Row("stage1/sft.yaml", "FSDP, resumed", _FSDP, resumed=True, fsdp=True),
     Row("stage1/lora.yaml"),
-    Row("stage2_rollout_aligned/base.yaml"),
     Row("stage2_rollout_aligned/hf.yaml"),
     Row("stage2_rollout_aligned/rewritten.yaml"),
     Row("stage2_rollout_aligned/rewritten.yaml", "sampled", {"rollout_matching.decoding.temperature": 0.7}),

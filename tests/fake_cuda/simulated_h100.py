@@ -3,8 +3,9 @@
 Two traps, both found the hard way:
 
 * ``torch.nn.Module.to`` assigns to ``parameter.data``, which torch refuses between a plain tensor and a subclass; so
-  does FSDP. Swapping tensors instead keeps the parameters' identity, as ``.data`` does on a GPU. But swapping must be on during
-  ``.to`` alone: ``load_state_dict`` would swap too, and drop what is set on a parameter, such as ``grad_dtype``.
+  does FSDP. Swapping tensors instead keeps the parameters' identity, as ``.data`` does on a GPU. But swapping must be
+  on during ``.to`` alone: ``load_state_dict`` would swap too, and drop what is set on a parameter, such as
+  ``grad_dtype``.
 * ``torch.tensor`` and ``torch.as_tensor`` must stay torch's own objects while a model is loaded: transformers compares
   constructors by identity, and leaves ``inv_freq`` uninitialised if they differ. So :func:`read_scalars` comes later.
 """

@@ -4,7 +4,8 @@ A tensor says ``cuda:0``. Its operations run on the CPU, and fail as on a GPU if
 Every wait of the host is counted with the function that waits, and every copy from pageable memory to the device with
 its size. :mod:`simulated_h100` adds ``torch.cuda``.
 
-Not simulated: streams and races, several ranks (FSDP runs in one), Triton kernels, the storages of tensors, which stay those of the CPU.
+Not simulated: streams and races, several ranks (FSDP runs in one), Triton kernels, the storages of tensors, which stay
+those of the CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What a run starts from, and whether it may: decided once, without torch, and passed on as :class:`Start`."""
+"""What a run starts from, and whether it may: decided once, without torch, and passed on as :class:`Start`.
+
+Checkpoints are chosen by their names and seals here. Before one is loaded, all ranks read its contents
+(:func:`coordexp.training.checkpoint.resolve_resume`); :meth:`Start.at` decides for an older one if they are damaged.
+"""
 
 from __future__ import annotations
 

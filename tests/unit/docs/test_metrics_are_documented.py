@@ -64,7 +64,8 @@ def emitted(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     model = small_checkpoint(folder / "model")
     names: set[str] = set()
     for stage in (1, 2):
-        run = write_run(folder, stage, model, training__eval_strategy="steps", training__eval_steps=1)
+        often = {"training__eval_strategy": "steps", "training__eval_steps": 1, "training__eval_on_start": True}
+        run = write_run(folder, stage, model, **often)
         trainer = run_training(load_config(run), Console(quiet=True))
         names |= {name for line in trainer.state.log_history for name in line}
     assert {"loss", "eval_rollout/f1", "rollout/match_rate", "packing/underfilled_rows_total"} <= names

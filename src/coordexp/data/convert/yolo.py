@@ -1,5 +1,5 @@
 """YOLO labels → JSONL: one text file an image, of boxes ``class cx cy w h`` and polygons ``class x y x y …`` in shares
-of the image's width and height. An image without a label file has no objects; :func:`_labels_of` decides where it is."""
+of the image's width and height. An image without a label file has no objects; :func:`_labels_of` says where it is."""
 
 from __future__ import annotations
 
