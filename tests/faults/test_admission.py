@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import socket
 import threading
 import time
@@ -99,12 +100,37 @@ def running_at(config: uvicorn.Config) -> Iterator[str]:
         ({"Host": "trainer.example:8000"}, 200),
         ({"Host": "evil.example"}, 403),
         ({"Host": ""}, 403),
+        *[({"Host": host}, 400) for host in ("[", "[::1", "[1]", "]", "a:b", "a:99999", "::1", "a/b", "u@localhost")],
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
     ],
 )
 def test_without_a_token_web_pages_are_refused(headers: dict[str, str], status: int, url: str) -> None:
     assert httpx.get(f"{url}/get_world_size/", headers=headers, trust_env=False).status_code == status
+
+
+def test_a_client_cannot_fill_the_log() -> None:
+    lines: list[str] = []
+    logger = logging.Logger("flooded")
+    logger.addFilter(connections.FewLines(most=3, every_s=0.2))
+    logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())
+    for attempt in range(50):
+        logger.warning("refused %d", attempt)
+        logger.warning("another kind")
+    assert lines == ["refused 0", "another kind", "refused 1", "another kind", "refused 2", "another kind"]
+    time.sleep(0.25)
+    logger.warning("refused %d", 50)
+    assert lines[6:] == ["refused 50 (47 such lines were left out)"]
+
+
+def test_malformed_requests_are_logged_in_few_lines(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    host, _, port = url.removeprefix("http://").partition(":")
+    for _ in range(60):
+        with socket.create_connection((host, int(port)), timeout=30) as client:
+            client.sendall(b"\x00\xff nothing\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 400")
+    assert 1 <= sum("Invalid HTTP request" in line for line in caplog.messages) <= 20
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from support.settings import serve_options_of
 
 WAIT_S = 0.3  # of the server for the rest of a request
 ANSWER_S = 20.0
+HOSTS = ("127.0.0.1", "127.0.0.1:80", "localhost", "evil.example", "", "[", "]", "[::1", "[1]", "[::1]:99999", "::1",
+         "a:b", "a/health?", "u@localhost", "\u2100", "é", "a\\b", "[v1.a]", "%5b", "0x7f.1", "a" * 3000)  # fmt: skip
 
 
 class Schema:
@@ -88,7 +90,7 @@ class Listener(logging.Handler):
 class Requests:
     """A server without an engine that answers the requests of :meth:`change`."""
 
-    def __init__(self, application: Any, port: int, log: Listener) -> None:
+    def __init__(self, application: Any, ports: tuple[int, int], log: Listener) -> None:
         schema = application.openapi()
         self._schema = Schema(schema["components"]["schemas"])
         self._routes = [
@@ -96,7 +98,7 @@ class Requests:
             for path, operations in schema["paths"].items()
             for method, operation in operations.items()
         ]
-        self._port = port
+        self._port, self._open_port = ports  # of a server with a token, and of one without
         self._log = log
         picture = io.BytesIO()
         Image.new("RGB", (30, 20)).save(picture, "PNG")
@@ -122,13 +124,19 @@ class Requests:
         key = TOKEN if draw.random() < 0.9 else draw.choice(("", "wrong", "é"))
         headers = {"Host": "127.0.0.1", "Authorization": f"Bearer {key}", "Content-Type": "application/json",
                    "Content-Length": str(size), "Connection": "close"}  # fmt: skip
+        if draw.random() < 0.2:
+            del headers["Authorization"]
+        if "Authorization" not in headers or draw.random() < 0.1:
+            headers["Host"] = draw.choice(HOSTS)
         if draw.random() < 0.3:
             headers |= draw.choice((
-                {"Content-Length": str(draw.choice((-1, 0, size + 5, 1 << 64, "1e3", "")))}, {"Host": "evil.example"},
+                {"Content-Length": str(draw.choice((-1, 0, size + 5, 1 << 64, "1e3", "")))},
                 {"Transfer-Encoding": "chunked"}, {"Expect": "100-continue"}, {"Upgrade": "websocket"},
                 {"Origin": "null"}, {"Content-Type": "text/plain; charset=\xff"}, {"Cookie": "a" * 5000},
                 {"Accept-Encoding": "\x00"}, {"X\u2028": "a"}, {"Content-Encoding": "gzip"},
             ))  # fmt: skip
+        if draw.random() < 0.05:
+            path += draw.choice(("?\xff", "?a=%ff", "//x", "?[", "/%00", "#"))
         lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         head = "\r\n".join(lines).encode() + b"\r\n\r\n"
         if draw.random() < 0.2:
@@ -138,7 +146,8 @@ class Requests:
     def read(self, _: Path, request: bytes) -> str | None:
         """The server's status if it refuses ``request``. AssertionError: 5xx, or a traceback in its log."""
         reply = b""
-        client = socket.create_connection(("127.0.0.1", self._port), timeout=ANSWER_S)
+        port = self._port if b"Authorization" in request else self._open_port
+        client = socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S)
         with client, suppress(ConnectionError):
             client.sendall(request)
             while part := client.recv(1 << 16):
@@ -156,18 +165,23 @@ class Requests:
 @contextmanager
 def served_requests() -> Iterator[Requests]:
     """Requests to ``coordexp serve``'s own application in a thread."""
-    options = serve_options_of("127.0.0.1", group_port=5, push_wait_s=0.2, api_key=TOKEN)
-    engine: Any = Engine(world_size=1, guarded=False, closed_names=False, adapted=False)
-    application = RolloutServer(options, engine, PromptBuilder(Processor(), max_images=1)).app(body_s=WAIT_S)
+    applications = []
+    for api_key in (TOKEN, None):
+        options = serve_options_of("127.0.0.1", group_port=5, push_wait_s=0.2, api_key=api_key)
+        engine: Any = Engine(world_size=1, guarded=False, closed_names=False, adapted=False)
+        server = RolloutServer(options, engine, PromptBuilder(Processor(), max_images=1))
+        applications.append(server.app(body_s=WAIT_S))
     head_s = connections.BoundedProtocol.head_s
     log = Listener()
     logging.getLogger().addHandler(log)
     connections.BoundedProtocol.head_s = WAIT_S
-    serving = running_at(connections.bounded_config(application))
+    serving = [running_at(connections.bounded_config(application)) for application in applications]
     try:
-        yield Requests(application, int(next(serving).rpartition(":")[2]), log)
+        ports = [int(next(one).rpartition(":")[2]) for one in serving]
+        yield Requests(applications[0], (ports[0], ports[1]), log)
     finally:
         connections.BoundedProtocol.head_s = head_s
-        for _ in serving:
-            pass
+        for one in serving:
+            for _ in one:
+                pass
         logging.getLogger().removeHandler(log)

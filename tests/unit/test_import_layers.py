@@ -16,7 +16,7 @@ LAYERS: dict[str, float] = {
     name: number
     for number, names in {
         -1: "errors",
-        0: "out_of_memory printable",
+        0: "addresses out_of_memory printable",
         1: "records background distributed cpu_wheels transport",
         2: "config geometry coords sharding transfer",
         3: "data parsing matching packing rollouts",

@@ -84,6 +84,11 @@ PLACES = (
          ("evaluation/export.py", "an image that was placed next to its annotations")),
     ),
     Place(
+        "How is an address read?",
+        ("addresses.py",),
+        ("urlsplit", "urlparse", ".urlsplit", ".urlparse"),
+    ),
+    Place(
         "What does a run start from, and may it?",
         ("runs/start.py",),
         ("check_start", "newest_checkpoint"),

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
+from coordexp.addresses import split_url
 from coordexp.config.base import Problem, parse_dotted
 from coordexp.config.environment import unknown_names
 from coordexp.config.objective import PipelineConfig
@@ -130,7 +130,7 @@ def _servers_have_no_passwords(config: RunConfig) -> Findings:
     if rollout is None or rollout.vllm.server is None:
         return
     for index, server in enumerate(rollout.vllm.server.servers):
-        if "@" in urlsplit(server.base_url).netloc:
+        if "@" in split_url(server.base_url).netloc:
             yield (
                 f"{_VLLM}.server.servers[{index}].base_url",
                 "holds a user name or password, which would be printed and stored; write http://HOST:PORT, and name "

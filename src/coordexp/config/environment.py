@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from coordexp.addresses import split_url
 from coordexp.config.schema import RunConfig
 from coordexp.errors import ConfigError
 
@@ -107,7 +107,12 @@ def _can_use_wandb() -> bool:
         return True
     import wandb
 
-    hosts = {urlsplit(url).hostname for url in (os.environ.get("WANDB_BASE_URL"), wandb.Settings().base_url) if url}
+    try:
+        hosts = {
+            split_url(url).hostname for url in (os.environ.get("WANDB_BASE_URL"), wandb.Settings().base_url) if url
+        }
+    except ConfigError as error:
+        raise ConfigError(f"WANDB_BASE_URL: {error}") from error
     places = (os.environ.get("NETRC"), "~/.netrc", "~/_netrc", "wandb/settings", "~/.config/wandb/settings")
     for path in (Path(place).expanduser() for place in places if place):
         with suppress(OSError, netrc.NetrcParseError):

@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
+from coordexp.addresses import split_url
 from coordexp.config.base import Count, FilePath, ListOf, NonNegative, Positive, Probability, Share, StrictModel
 from coordexp.config.objective import PipelineConfig
 from coordexp.errors import ConfigError
@@ -195,10 +196,20 @@ class MonitorDumpConfig(StrictModel):
     """folder of the records; null = rollout_records in training.output_dir"""
 
 
+def _with_host(url: str) -> str:
+    try:
+        host = split_url(url).hostname
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    if not host:
+        raise ValueError("names no host; write http://HOST:PORT")
+    return url
+
+
 class ServerEntry(StrictModel):
     """One rollout server."""
 
-    base_url: Annotated[str, Field(pattern=r"^https?://\S+$")]
+    base_url: Annotated[str, Field(pattern=r"^https?://\S+$"), AfterValidator(_with_host)]
     """URL prefix of the server, such as http://127.0.0.1:8000"""
     group_port: Annotated[int, Field(ge=1, le=65535)]
     """port of the group over which weights are pushed"""

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from coordexp.addresses import split_url
 from coordexp.config import RunConfig, load_config
 from coordexp.errors import ConfigError
 from coordexp.launch.plan import server_entries
@@ -150,7 +150,7 @@ def _problems(run: RunConfig, trainer_nodes: int, gpus: int, time_limit: str) ->
     rollout = run.rollout_matching
     assert rollout is not None and rollout.vllm.server is not None
     for index, entry in enumerate(entries):
-        if urlsplit(entry.base_url).hostname != _UNKNOWN_HOST.format(index=index):
+        if split_url(entry.base_url).hostname != _UNKNOWN_HOST.format(index=index):
             name = HOST_VARIABLE.format(index=index)
             yield (
                 f"rollout_matching.vllm.server.servers[{index}].base_url: {entry.base_url} names its host, which is "

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
 
+from coordexp.addresses import split_url
 from coordexp.checkpoints.disk import check_disk
 from coordexp.checkpoints.memory import check_memory
 from coordexp.config import RunConfig
@@ -121,7 +121,7 @@ def plan_launch(
         for entry in entries:
             host = listen_host_of(entry)
             if host in ("0.0.0.0", "::"):  # of every machine; its base_url names the right one
-                host = urlsplit(entry.base_url).hostname or ""
+                host = split_url(entry.base_url).hostname or ""
             local.append(listen_host is not None or can_listen(host, 0))
     devices = _devices_of_servers(config, local)
     logs = launch.log_dir or Path(config.training.output_dir) / "logs"
@@ -131,7 +131,7 @@ def plan_launch(
     for index, (entry, here) in enumerate(zip(entries, local, strict=True)):
         ports, process = (), None
         if here:
-            url = urlsplit(entry.base_url)
+            url = split_url(entry.base_url)
             ports = (url.port or (443 if url.scheme == "https" else 80), entry.group_port)
             process = _server_process(config, words, index, devices[index], logs, listen_host)
         base_url = entry.base_url.rstrip("/")
@@ -149,7 +149,7 @@ def plan_launch(
 
 def listen_host_of(entry: ServerEntry, given: str | None = None) -> str:
     """The address a server listens on: ``given``, else its ``listen_host``, else the host of its ``base_url``."""
-    return given or entry.listen_host or urlsplit(entry.base_url).hostname or ""
+    return given or entry.listen_host or split_url(entry.base_url).hostname or ""
 
 
 def can_listen(host: str, port: int) -> bool:

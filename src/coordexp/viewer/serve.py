@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,13 @@ class _Page:
     version: str
     body: bytes
     images: Sequence[str]
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # A browser may leave before its answer is there.
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 def version_of(sources: Sequence[Path]) -> str:
@@ -113,7 +121,7 @@ def make_server(
             """Log nothing."""
 
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        server = _Server(("127.0.0.1", port), Handler)
         return server
     except OSError as error:
         error.filename = f"127.0.0.1:{port}"  # which the socket's error does not name

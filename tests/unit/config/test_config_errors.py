@@ -77,6 +77,8 @@ WRONG = [
     (f"{RM}.vllm.server", {"servers": [{"base_url": "http://a"}]}, f"{RM}.vllm.server.servers[0].group_port",
      "missing"),
     (f"{RM}.vllm.server", servers("a:80", 1), f"{RM}.vllm.server.servers[0].base_url", "URL prefix"),
+    *[(f"{RM}.vllm.server", servers(url, 1), f"{RM}.vllm.server.servers[0].base_url", "HOST:PORT")
+      for url in ("http://[::1", "http://[", "http://[1]:80", "http://a:99999", "http://a:b", "http://:80", "http:///x")],
     (f"{OBJ}", [], f"{OBJ}", "at least 1 item"),
     (f"{OBJ}[0].name", "coord_diag", f"{OBJ}[0].name", "unknown module"),
     (f"{OBJ}[0]", "token_ce", f"{OBJ}[0]", "token_ce"),

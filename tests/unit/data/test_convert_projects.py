@@ -58,7 +58,10 @@ def labelstudio(folder: Path) -> ConversionReport:
     ]
     tasks = [
         {"data": {"image": "/data/upload/1/0123abcd-a%20(1).jpg"}, "annotations": [{"result": shapes}]},
-        {"data": {"image": "/data/local-files/?d=photos/b.jpg"}, "annotations": [{"result": []}]},
+        {
+            "data": {"image": "/data/local-files/?d=photos/b.jpg", "note": "//["},
+            "annotations": [{"result": []}],
+        },
         {"data": {"image": "c.jpg"}, "annotations": [{"result": shapes, "was_cancelled": True}]},
     ]
     (folder / "project.json").write_text(json.dumps(tasks))

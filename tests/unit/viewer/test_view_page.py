@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
+import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -147,6 +150,25 @@ def test_the_page_answers_to_its_own_address_only(path: str, tmp_path: Path) -> 
             assert client.get(path, headers={"Host": host}).status_code == 403
         assert client.get(path, headers={"Origin": "http://evil.example"}).status_code == 403
         assert client.get(path, headers={"Origin": "null"}).status_code == 403
+
+
+def test_clients_that_leave_at_once_print_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Image.effect_noise((1500, 1500), 90).save(tmp_path / "a.png")
+    write_answers([replace(a, image=str(tmp_path / "a.png")) for a in random_answers(1, 1)], tmp_path / PREDICTIONS)
+    with served(tmp_path) as client:
+        host, port = client.base_url.host, client.base_url.port
+        for request in (b"", b"GET /im", *[f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()
+                                          for path in ("/", "/image/0", "/nothing") * 3]):  # fmt: skip
+            with socket.create_connection((host, port or 0)) as left:
+                left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not an end
+                left.sendall(request)
+        deadline = time.monotonic() + 20
+        while any("process_request_thread" in thread.name for thread in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert client.get("/version").status_code == 200
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", "")
 
 
 def test_a_followed_run_shows_its_new_records(tmp_path: Path) -> None:

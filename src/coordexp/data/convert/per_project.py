@@ -9,8 +9,9 @@ import xml.etree.ElementTree as ET
 from collections.abc import Hashable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote
 
+from coordexp.addresses import split_url
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning
 from coordexp.data.convert.shapes import (
@@ -32,7 +33,7 @@ from coordexp.data.convert.shapes import (
 from coordexp.data.files import read_json, read_xml
 from coordexp.data.find_images import FoundImage, ImageFolder, files_below, with_slashes
 from coordexp.data.images import SEEN_SUFFIXES
-from coordexp.errors import DataError
+from coordexp.errors import ConfigError, DataError
 
 
 def convert_cvat(
@@ -178,7 +179,10 @@ def _image_link(data: dict[str, Any]) -> str | None:
     paths = {}
     for field, value in data.items():
         if isinstance(value, str):
-            parts = urlsplit(with_slashes(value))
+            try:
+                parts = split_url(with_slashes(value))
+            except ConfigError:
+                continue  # any text, such as a comment
             paths[field] = (parse_qs(parts.query).get("d") or [unquote(parts.path)])[0]
     named = [path for path in paths.values() if Path(path).suffix.lower() in SEEN_SUFFIXES]
     return paths.get("image") or next(iter(named), None)

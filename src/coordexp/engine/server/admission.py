@@ -7,8 +7,7 @@ import ipaddress
 import logging
 import secrets
 import socket
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -16,11 +15,10 @@ from fastapi.responses import JSONResponse
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from coordexp.addresses import split_url
 from coordexp.engine.wire.protocol import RequestRefused
-from coordexp.errors import CoordExpError
-
-if TYPE_CHECKING:
-    pass
+from coordexp.errors import ConfigError, CoordExpError
+from coordexp.printable import printable
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 2 << 30
@@ -51,7 +49,8 @@ class Admission:
             return
         request = Request(scope, receive)
         try:
-            if request.url.path not in OPEN_PATHS or request.method not in ("GET", "HEAD"):
+            _check_address(request)
+            if scope["path"] not in OPEN_PATHS or request.method not in ("GET", "HEAD"):
                 self._check_sender(request)
             size = _size_of_body(request) if request.method == "POST" else None
         except RequestRefused as error:
@@ -84,7 +83,7 @@ class Admission:
         advice = "set rollout_matching.vllm.server.api_key_env"
         if "Origin" in request.headers:
             raise RequestRefused(403, f"requests of web pages (Origin) are refused without a token; {advice}")
-        name = urlsplit(f"//{request.headers.get('Host', '')}").hostname or ""
+        name = split_url(f"//{request.headers.get('Host', '')}").hostname or ""
         if name in {"localhost", self._host, socket.gethostname().lower(), socket.getfqdn().lower()}:
             return
         try:
@@ -117,6 +116,17 @@ async def _refuse(error: RequestRefused, scope: Any, receive: Any, send: Any) ->
     await reply(scope, receive, send)
 
 
+def _check_address(request: Request) -> None:
+    # Starlette and FastAPI parse both again, with errors of their own.
+    host = request.headers.get("Host", "")
+    try:
+        sound = split_url(f"//{host}").netloc == host and "@" not in host
+    except ConfigError:
+        sound = False
+    if not sound or not request.scope["query_string"].isascii():
+        raise RequestRefused(400, "the Host header or the address is malformed")
+
+
 def _size_of_body(request: Request) -> int:
     length = request.headers.get("Content-Length", "")
     if not (length.isascii() and length.isdigit()):
@@ -143,7 +153,8 @@ async def reply_to_invalid(_: Request, error: Exception) -> JSONResponse:
 
 async def reply_to_error(request: Request, error: Exception) -> JSONResponse:
     ours = isinstance(error, CoordExpError)
-    logger.warning("%s: %s: %s", request.url.path, type(error).__name__, error, exc_info=None if ours else error)
+    path, message = printable(request.scope["path"])[:200], printable(error)[:1000]
+    logger.warning("%s: %s: %s", path, type(error).__name__, message, exc_info=None if ours else error)
     if isinstance(error, RequestRefused):
         status = error.status
     elif isinstance(error, VLLMValidationError):

@@ -1,4 +1,5 @@
-"""Limits on connections to ``coordexp serve`` before a request has arrived: how many, and how long a head may take."""
+"""Limits on clients of ``coordexp serve``: how many connections, how long the head of a request may take, and how many
+lines of the log they may cause."""
 
 from __future__ import annotations
 
@@ -15,13 +16,41 @@ logger = logging.getLogger(__name__)
 HEAD_S = 20.0  # for the request line and headers; a connection without either is closed
 MOST_CONNECTIONS = 1024
 _OTHER_FILES = 128  # that the process needs beside connections
-_LOG_EVERY_S = 60.0
+# Of one kind of line that clients cause, so that they cannot fill the disk.
+_MOST_LINES = 20
+_LINES_S = 60.0
+
+
+class FewLines(logging.Filter):
+    """Lets at most ``most`` lines of a kind pass in ``every_s`` seconds; the next one that passes counts the others. A
+    kind is a message before its arguments are inserted."""
+
+    def __init__(self, most: int = _MOST_LINES, every_s: float = _LINES_S) -> None:
+        super().__init__()
+        self._most = most
+        self._every_s = every_s
+        self._since: dict[str, tuple[float, int]] = {}  # by kind: when the count began, and the count
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind, now = str(record.msg), time.monotonic()
+        began, count = self._since.get(kind, (now, 0))
+        if now - began >= self._every_s:
+            if (left_out := count - self._most) > 0:
+                record.msg, record.args = f"{record.getMessage()} ({left_out} such lines were left out)", None
+            began, count = now, 0
+        self._since[kind] = began, count + 1
+        return count < self._most
+
+
+_FEW_LINES = FewLines()
 
 
 def bounded_config(app: Any, **options: Any) -> uvicorn.Config:
     """uvicorn's configuration of ``app`` with these limits; ``options``: uvicorn's own."""
+    for name in ("uvicorn.error", __name__, f"{__package__}.admission"):
+        logging.getLogger(name).addFilter(_FEW_LINES)
     protocol: Any = type("Bounded", (BoundedProtocol,), {"most": most_connections()})
-    return uvicorn.Config(app, http=protocol, log_config=None, **options)
+    return uvicorn.Config(app, http=protocol, log_config=None, access_log=False, **options)
 
 
 def most_connections() -> int:
@@ -41,14 +70,12 @@ class BoundedProtocol(_Protocol):
 
     head_s = HEAD_S
     most = MOST_CONNECTIONS
-    _last_logged = -_LOG_EVERY_S
-    _num_refused = 0
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > self.most:
-            self._log_refused()
+            logger.warning("a connection was closed: %d are open", self.most)
             transport.abort()
             return
         self._arm()
@@ -71,10 +98,3 @@ class BoundedProtocol(_Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-    def _log_refused(self) -> None:
-        kind = BoundedProtocol
-        kind._num_refused += 1
-        if time.monotonic() - kind._last_logged >= _LOG_EVERY_S:
-            kind._last_logged = time.monotonic()
-            logger.warning("more than %d connections: %d were closed so far", self.most, kind._num_refused)

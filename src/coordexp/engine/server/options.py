@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+from coordexp.addresses import split_url
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.engine.wire.arguments import section_arguments
 from coordexp.engine.wire.engine_process import api_key_from_environment
@@ -64,13 +64,10 @@ def serve_options(
     if not 0 <= index < len(servers):
         raise ConfigError(f"{SERVERS} has {len(servers)} entries, there is no [{index}]")
     entry, where = servers[index], f"{SERVERS}[{index}].base_url"
-    url = urlsplit(entry.base_url)
+    url = split_url(entry.base_url)
     advertised_host = url.hostname or ""
     host = listen_host or entry.listen_host or advertised_host
-    try:
-        port = url.port or (443 if url.scheme == "https" else 80)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {entry.base_url} has no usable port ({error})") from error
+    port = url.port or (443 if url.scheme == "https" else 80)
     if url.path.strip("/"):
         raise ConfigError(f"{where}: {entry.base_url} has a path; coordexp serve answers at the root of its port only")
     api_key = api_key_from_environment(vllm.server.api_key_env)

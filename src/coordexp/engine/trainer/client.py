@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpcore
 import httpx
 
+from coordexp.addresses import split_url
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.weight_sync import WeightVersion
 
@@ -69,7 +69,7 @@ class ServerClient:
 
     @property
     def host(self) -> str:
-        return urlsplit(self.base_url).hostname or "127.0.0.1"
+        return split_url(self.base_url).hostname or "127.0.0.1"
 
     def __str__(self) -> str:
         return self.base_url

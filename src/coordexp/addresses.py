@@ -1,0 +1,21 @@
+"""URLs and the hosts in them, from configurations, requests and other people's files."""
+
+from __future__ import annotations
+
+from urllib.parse import SplitResult, urlsplit
+
+from coordexp.errors import ConfigError
+
+
+def split_url(url: str) -> SplitResult:
+    """The parts of a URL; of ``//HOST:PORT`` for a host alone. Its ``port`` is a number or None. Raises ConfigError,
+    which does not repeat the URL: it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # parsed only here
+    except ValueError:
+        raise ConfigError(
+            "cannot be read as an address; write http://HOST:PORT with a port of 0 to 65535, and an IPv6 address in "
+            "brackets: http://[::1]:8000"
+        ) from None
+    return parts
