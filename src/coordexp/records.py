@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 
 from coordexp.errors import CoordExpError, DataError
+from coordexp.reading import read_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -288,10 +289,7 @@ def from_json(
 
 def read_lines(path: Path, *, whole: bool = False) -> Iterator[tuple[int, bytes]]:
     """Line numbers and non-empty lines. ``whole`` leaves out text after the last line break: an unfinished line."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"cannot be read: {error}", path=path) from error
+    lines = read_bytes(path).split(b"\n")
     for number, line in enumerate(lines[:-1] if whole else lines, start=1):
         if line.strip():
             yield number, line

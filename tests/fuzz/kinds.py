@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import tarfile
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -70,7 +71,8 @@ class Bench:
         """A file, and its content after changes."""
         path = draw.choice(self._paths)
         content = mutate(draw, self._sound[path])
-        return path, with_checksums(content) if path.suffix == ".png" and draw.random() < 0.8 else content
+        sums = _SUMS.get(path.suffix)
+        return path, sums(content) if sums is not None and draw.random() < 0.8 else content
 
     def read(self, path: Path, content: bytes) -> Refused:
         """Reads ``path`` with that content. Raises whatever is not an error of the project."""
@@ -121,6 +123,18 @@ def with_checksums(png: bytes) -> bytes:
     return made + png[at:]
 
 
+def with_header_sums(tar: bytes) -> bytes:
+    """A tar file in which each block that was a header has its sum."""
+    made = bytearray(tar)
+    for at in range(0, len(made) - 511, 512):
+        if made[at + 257 : at + 262] == b"ustar":
+            made[at + 148 : at + 156] = b"%06o\0 " % (sum(made[at : at + 148]) + 256 + sum(made[at + 156 : at + 512]))
+    return bytes(made)
+
+
+_SUMS = {".png": with_checksums, ".tar": with_header_sums}
+
+
 def pictures(suffix: str, **options: Any) -> Kind:
     def write(folder: Path) -> list[Path]:
         made = []
@@ -144,6 +158,21 @@ def pictures(suffix: str, **options: Any) -> Kind:
         return called(both_ways)
 
     return Kind(write, read)
+
+
+def write_shards(folder: Path) -> list[Path]:
+    Image.effect_noise((9, 7), 40).save(picture := folder / "a.png")
+    paths = []
+    for form in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        paths.append(folder / f"{form}.tar")
+        with tarfile.open(paths[-1], "w", format=form) as tar:
+            for name in ("a.png", "手" * 40 + ".png", "b.png"):
+                tar.add(picture, name if form != tarfile.USTAR_FORMAT else name[-20:])
+    return paths
+
+
+def read_shard(_: Path, path: Path) -> Refused:
+    return called(lambda: [open_rgb(path / name) for name in ("a.png", "b.png")])
 
 
 # Annotations
@@ -324,6 +353,7 @@ KINDS: dict[str, Kind] = {
     "GIF": pictures(".gif"),
     "BMP": pictures(".bmp"),
     "AVIF": pictures(".avif"),
+    "shards": Kind(write_shards, read_shard),
     "VOC": converted("voc", write_voc),
     "COCO": converted("coco", lambda folder: write_coco(folder, rings=False), source="data.json", images="images"),
     "COCO, polygons": converted(

@@ -16,7 +16,7 @@ LAYERS: dict[str, float] = {
     name: number
     for number, names in {
         -1: "errors",
-        0: "addresses out_of_memory printable",
+        0: "addresses out_of_memory printable reading",
         1: "records background distributed cpu_wheels transport",
         2: "config geometry coords sharding transfer",
         3: "data parsing matching packing rollouts",
@@ -49,7 +49,17 @@ FRONT_DOORS = ("rollouts.__init__",)
 HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "swift")
 TORCH_FREE = [
     "runs.start",
-    *("records", "errors", "out_of_memory", "background", "distributed", "cpu_wheels", "transport", "data.files"),
+    *(
+        "records",
+        "errors",
+        "reading",
+        "out_of_memory",
+        "background",
+        "distributed",
+        "cpu_wheels",
+        "transport",
+        "data.files",
+    ),
     *("config", "geometry", "coords", "checkpoints.describe", "cli.init", "parsing", "matching", "packing", "metrics"),
     *("rollouts", "rollouts.chunking", "rollouts.backend", "rollouts.repeat_guard", "rollouts.allowed_labels"),
     *("weight_sync", "engine.wire.arguments", "engine.wire.engine_process", "engine.trainer.client", "doctor"),

@@ -60,9 +60,10 @@ PLACES = (
         besides=(("data/scenes.py", "draws its own shapes"),),
     ),
     Place(
-        "In which encoding is a file of annotations written?",
-        ("data/files.py",),
-        ("ET.parse", "ET.fromstring", "ElementTree.parse", "ElementTree.fromstring"),
+        "What is in a user's text, JSON, YAML or XML file?",
+        ("reading.py",),
+        ("ET.parse", "ET.fromstring", "ET.iterparse", "ElementTree.parse", "ElementTree.fromstring", "yaml.safe_load",
+         "yaml.load", "yaml.full_load", "yaml.compose", "yaml.parse", ".get_single_node", ".get_single_data"),
     ),
     Place(
         "What travels with a checkpoint?",
@@ -152,6 +153,7 @@ def test_a_question_is_answered_in_its_place_only(place: Place) -> None:
         ("checkpoints/folder.py", "path.resolve()", 0),
         ("data/convert/kitti.py", "return SourceObject(0, 'car', 'bbox_2d', (0, 0, 1, 1))", 1),
         ("data/convert/kitti.py", "root = ET.parse(file).getroot()", 1),
+        ("evaluation/renaming.py", "content = yaml.safe_load(path.read_text())", 1),
         ("data/images.py", "Image.open(path)", 0),
         ("modeling/quantise.py", "write(Card(schema_version=1), folder)", 1),
         ("evaluation/new.py", "numbers = ClassNumbers({'cat': 1}, 2)", 1),

@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from coordexp.config.resolved import AnswerConfig
 from coordexp.config.schema import RunConfig
 from coordexp.coords import CoordVocab
-from coordexp.data.files import LFS_POINTER, is_lfs_pointer
 from coordexp.data.images import ResizeRule
 from coordexp.errors import CheckpointError, ConfigError, VocabError
+from coordexp.reading import LFS_POINTER, is_lfs_pointer
 
 MODEL_TYPE = "qwen3_vl"
 CONFIG, WEIGHTS, OFFSETS = "adapter_config.json", "adapter_model.safetensors", "coord_offset.safetensors"

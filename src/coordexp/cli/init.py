@@ -32,6 +32,7 @@ from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import METRICS
+from coordexp.reading import parse_yaml
 from coordexp.records import ImageRecord
 
 Stage = Literal[1, 2]
@@ -210,13 +211,13 @@ def first_configuration(at_hand: DataAtHand, model: Path, stage: Stage, output: 
     shapes = weight_shapes(checkpoint)
 
     def estimate(text: str) -> MemoryEstimate:
-        return estimate_memory(parse_config(yaml.safe_load(text)), checkpoint.config, shapes)
+        return estimate_memory(parse_config(parse_yaml(text)), checkpoint.config, shapes)
 
     if not adapters and estimate(text).total > _USABLE * gpu_bytes:
         adapters = True
         text = _configuration(at_hand, model, stage, output, False, run, adapters)
     shortest = _rounded_up(at_hand.longest_sample, 64)
-    while estimate(text).total > _USABLE * gpu_bytes and (row := yaml.safe_load(text)["global_max_length"]) > shortest:
+    while estimate(text).total > _USABLE * gpu_bytes and (row := parse_yaml(text)["global_max_length"]) > shortest:
         text = _configuration(at_hand, model, stage, output, False, run, adapters, row // 2)
     if stage == 2 and importlib.util.find_spec("vllm") is not None:
         text = _with_engine(text, estimate, gpu_bytes, sum(map(math.prod, shapes.values())))
@@ -245,7 +246,7 @@ def _with_engine(text: str, estimate: Callable[[str], MemoryEstimate], gpu_bytes
     """``text`` with a colocated engine on the largest share of the GPU that fits next to the trainer; ``text`` as it is
     if none fits."""
     colocated = set_value(text, "rollout_matching.decode_batch_size", 32)  # as in colocate.yaml, like the rest
-    if yaml.safe_load(text)["model"]["dtype"] == "float32":
+    if parse_yaml(text)["model"]["dtype"] == "float32":
         colocated = set_value(colocated, "model.dtype", "bfloat16")
         masters = "master_weights: float32 # the optimizer's own copy of each weight: no update is too small for it"
         colocated = re.sub(r"(\n  bf16: .*)", rf"\1\n  {masters}", colocated, count=1)
@@ -311,7 +312,7 @@ def _configuration(
     batch = most * max(1, min(8 if cpu else 32, at_hand.images) // most)
     device, row = _fit(at_hand, stage, batch, most, longest_row or (2048 if cpu else _ROW))
     steps = max(1, at_hand.images // batch)  # of an epoch
-    epochs = yaml.safe_load(text)["training"]["num_train_epochs"]
+    epochs = parse_yaml(text)["training"]["num_train_epochs"]
     if stage == 1 and epochs * at_hand.images < _SEEN:
         epochs = min(_MOST_EPOCHS, round(_SEEN / at_hand.images))
     # Once an epoch, but at most four times in a run: an evaluation answers every image of the validation data.
@@ -361,7 +362,7 @@ def _configuration(
         tuner = re.search(r"(?ms)^tuner:\n.*?\n\n", asset(_ADAPTERS).read_text(encoding="utf-8"))
         assert tuner is not None
         text = re.sub(r"(?ms)^tuner:\n.*?\n\n", "", text).replace("\ntraining:\n", f"\n{tuner[0]}training:\n")
-        rate = values.get("training.learning_rate") or yaml.safe_load(text)["training"]["learning_rate"]
+        rate = values.get("training.learning_rate") or parse_yaml(text)["training"]["learning_rate"]
         values |= {"training.learning_rate": rate * _ADAPTER_RATE, "model.dtype": "float32" if cpu else "bfloat16"}
         values |= {"training.vit_lr": None, "training.master_weights": None} if stage == 1 else {}
     if run is not None:

@@ -18,10 +18,8 @@ from typing import Any, ClassVar
 import yaml
 
 from coordexp.config.base import KeyPath, Problem, dotted, parse_dotted
-from coordexp.errors import ConfigError
-
-# The C parser reads the same language some ten times faster; PyYAML may be built without it.
-_SafeLoader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+from coordexp.errors import ConfigError, DataError
+from coordexp.reading import SafeLoader, compose_yaml, read_text
 
 _INTEGER = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
 _FLOAT = re.compile(
@@ -39,7 +37,7 @@ _TEXT_TAG = "tag:yaml.org,2002:str"
 _COLLECTION_TAGS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 
 
-class _Loader(_SafeLoader):
+class _Loader(SafeLoader):
     """The safe loader with the resolvers above instead of YAML 1.1's."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
@@ -187,20 +185,19 @@ def _forget(document: Document, path: KeyPath) -> None:
 
 def _parse(path: Path) -> Document:
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file (working directory: {Path.cwd()})") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+        text = read_text(path)
+    except DataError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise ConfigError(f"{path}: no such file (working directory: {Path.cwd()})") from None
+        raise ConfigError(str(error)) from error
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
+        loader, node = compose_yaml(text, _Loader)
         if node is None:
             return Document()
         if not isinstance(node, yaml.MappingNode) or node.tag not in _COLLECTION_TAGS:
             raise ConfigError(f"{path}: expected a mapping of keys to values at the top")
         reader = _NodeReader(loader, shown_path(path))
-        reader.document.data = reader.read(node, (), ())
+        reader.document.data = reader.read(node, ())
         return reader.document
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -209,11 +206,6 @@ def _parse(path: Path) -> Document:
         if mark is not None and re.match(r" *\t", "".join(text.splitlines()[mark.line : mark.line + 1])):
             problem = "the line starts with a tab; indent with spaces"
         raise ConfigError(f"{where}: not valid YAML: {problem}") from error
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply") from None
-
-
-_MOST_NODES = 100_000  # a few lines of aliases can expand to any number
 
 
 class _NodeReader:
@@ -224,27 +216,20 @@ class _NodeReader:
         self.name = name
         self.with_lines = with_lines
         self.document = Document()
-        self._num_read = 0
 
     def _where(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}" if self.with_lines else self.name
 
-    def read(self, node: yaml.Node, here: KeyPath, above: tuple[int, ...]) -> Any:
+    def read(self, node: yaml.Node, here: KeyPath) -> Any:
         where = self._where(node)
         self.document.origin.setdefault(here, where)
-        self._num_read += 1
-        if self._num_read > _MOST_NODES:
-            raise ConfigError(f"{self.name}: more than {_MOST_NODES:,} keys and values after aliases are expanded")
-        if id(node) in above:
-            raise ConfigError(f"{where}: {dotted(here)}: this alias contains itself")
-        above = (*above, id(node))
         if node.tag not in (_SCALAR_TAGS if isinstance(node, yaml.ScalarNode) else _COLLECTION_TAGS):
             self._problem(here, f"the tag {node.tag} is not read here; write plain keys, values and lists")
             return None
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, here)
         if isinstance(node, yaml.SequenceNode):
-            return [self.read(item, (*here, index), above) for index, item in enumerate(node.value)]
+            return [self.read(item, (*here, index)) for index, item in enumerate(node.value)]
         assert isinstance(node, yaml.MappingNode)
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
@@ -258,7 +243,7 @@ class _NodeReader:
             self.document.origin[(*here, key)] = self._where(key_node)
         self.loader.flatten_mapping(node)  # `<<: *anchor` puts the anchor's keys before the mapping's own
         pairs = [(self._key(key_node, here), value) for key_node, value in node.value]
-        return {key: self.read(value, (*here, key), above) for key, value in pairs}
+        return {key: self.read(value, (*here, key)) for key, value in pairs}
 
     def _key(self, node: yaml.Node, here: KeyPath) -> str:
         if isinstance(node, yaml.ScalarNode) and node.tag == _TEXT_TAG:
@@ -338,10 +323,9 @@ def apply_arguments(document: Document, arguments: Sequence[str]) -> None:
     for path, text in given.items():
         value = None
         try:
-            loader = _Loader(text)
-            node = loader.get_single_node()
+            loader, node = compose_yaml(text, _Loader)
             reader = _NodeReader(loader, _COMMAND_LINE, with_lines=False)
-            value = None if node is None else reader.read(node, path, ())
+            value = None if node is None else reader.read(node, path)
         except yaml.YAMLError as error:
             document.problems.append(Problem(path, f"not valid YAML: {getattr(error, 'problem', None) or error}"))
             reader = None

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from coordexp.data.joined import distinct_descs
 from coordexp.errors import ConfigError, DataError
+from coordexp.reading import read_text, read_yaml
 from coordexp.records import ImageRecord
 
 MOST = 10_000  # more distinct descriptions are free text, not classes
@@ -64,16 +65,9 @@ class ClassNumbers:
 def read_class_list(path: Path) -> dict[str, int]:
     """The names of a file with their numbers, by :func:`names_of_yaml` (a ``data.yaml``) or :func:`names_of_lines`.
     Raises DataError for a file that cannot be read, has no name, or a name twice."""
-    import yaml
-
     wanted = "expected class names, one a line, or names of a data.yaml"
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        is_yaml = path.suffix.lower() in (".yaml", ".yml")
-        content = yaml.safe_load(text) if is_yaml else None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"cannot be read: {error}; {wanted}", path=path) from error
-    by_number = names_of_yaml(content, path) if is_yaml else names_of_lines(text)
+    is_yaml = path.suffix.lower() in (".yaml", ".yml")
+    by_number = names_of_yaml(read_yaml(path), path) if is_yaml else names_of_lines(read_text(path))
     if not by_number:
         raise DataError(f"has no name; {wanted}", path=path)
     numbers: dict[str, int] = {}

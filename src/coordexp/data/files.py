@@ -1,13 +1,11 @@
-"""Files: shipped files, users' text and JSON, files that a kill may not leave half written, checksums, and the folder
-for what can be computed again."""
+"""Files: shipped files, files that a kill may not leave half written, checksums, and the folder for what can be
+computed again."""
 
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
-import re
 import stat
 import tempfile
 import zlib
@@ -15,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
-from xml.etree import ElementTree
+from typing import BinaryIO, TextIO
 
 from coordexp import distributed
 from coordexp.errors import CheckpointError, DataError
@@ -139,57 +136,6 @@ def whole_binary_file(path: Path) -> Iterator[BinaryIO]:
 def write_atomically(path: Path, text: str) -> None:
     with whole_file(path) as file:
         file.write(text)
-
-
-LFS_MARK = b"version https://git-lfs"
-LFS_POINTER = "a pointer of Git LFS without the file itself; run git lfs pull"
-
-
-def is_lfs_pointer(path: Path) -> bool:
-    """Whether a file is what Git leaves in place of a large one that was not downloaded. Raises OSError."""
-    with path.open("rb") as file:
-        return file.read(len(LFS_MARK)) == LFS_MARK
-
-
-def read_text(path: Path) -> str:
-    """A UTF-8 file's text, without the byte order mark that Windows editors write. Raises DataError."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        if text.startswith(LFS_MARK.decode()):
-            raise DataError(f"is {LFS_POINTER}", path=path)
-        return text
-    except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8 at byte {error.start + 1}; save it as UTF-8", path=path) from error
-    except OSError as error:
-        raise DataError(f"not readable: {error.strerror}", path=path) from error
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file's content. Raises DataError like :func:`read_text`, and if it is not JSON."""
-    text = read_text(path)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not readable as JSON: {error}", path=path) from error
-
-
-_XML_ENCODING = re.compile(rb"^\s*<\?xml[^>]*?\sencoding\s*=\s*[\"']([A-Za-z0-9._-]+)[\"'][^>]*\?>")
-
-
-def read_xml(path: Path) -> ElementTree.Element:
-    """The root of an XML file, in any encoding that Python has. Raises DataError."""
-    try:
-        data = path.read_bytes()
-        if data.startswith(LFS_MARK):
-            raise DataError(f"is {LFS_POINTER}", path=path)
-        declared = _XML_ENCODING.match(data)
-        if declared is not None:  # the parser itself reads no encoding of several bytes a character, such as GBK
-            return ElementTree.fromstring(data[declared.end() :].decode(declared[1].decode("ascii")))
-        return ElementTree.fromstring(data)
-    except OSError as error:
-        raise DataError(f"not readable: {error.strerror}", path=path) from error
-    except (ElementTree.ParseError, ValueError, LookupError) as error:  # LookupError: an unknown encoding
-        raise DataError(f"broken XML: {error}", path=path) from error
 
 
 VARIABLE = "COORDEXP_CACHE"  # names the folder, in which everything can be deleted at any time

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from PIL import Image, UnidentifiedImageError
 
-from coordexp.data.files import LFS_MARK, LFS_POINTER
 from coordexp.data.shards import MemberFile, find_member, shard_of
 from coordexp.errors import DataError
+from coordexp.reading import LFS_MARK, LFS_POINTER
 
 if TYPE_CHECKING:
     import numpy as np

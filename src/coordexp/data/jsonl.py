@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from coordexp.coords import COORD_TOKENS
-from coordexp.data.files import LFS_POINTER, is_lfs_pointer, whole_file
+from coordexp.data.files import whole_file
 from coordexp.data.images import read_header, shape_problem, size_problem
 from coordexp.errors import DataError
+from coordexp.reading import LFS_POINTER, is_lfs_pointer, open_file
 from coordexp.records import BIN_RULE, GEOMETRY_KINDS, NUM_BINS, BinRule, GeometryKind, GTObject, ImageRecord
 
 ObjectOrdering = Literal["sorted", "sorted_x", "random", "file"]
@@ -320,13 +321,13 @@ def numbered_lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]
     """The lines that are not blank, each with its number from 1. Raises DataError for no file or a limit below 1."""
     if limit is not None and limit < 1:
         raise DataError(f"limit is {limit}; expected at least 1 record, or no limit", path=path)
-    if not path.is_file():
+    if not path.exists():
         raise DataError("dataset file not found; check the path", path=path)
     if is_lfs_pointer(path):
         raise DataError(f"is {LFS_POINTER}", path=path)
     taken = 0
     # Bytes, split at \n only: str.splitlines would also cut at U+2028 inside a string.
-    with path.open("rb") as lines:
+    with open_file(path) as lines:
         for number, text in enumerate(lines, start=1):
             if text.strip() and (limit is None or taken < limit):
                 taken += 1

@@ -14,10 +14,11 @@ import tarfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from coordexp.data.files import cache_folder, whole_binary_file
 from coordexp.errors import DataError
+from coordexp.reading import open_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,6 +95,37 @@ class MemberFile(io.RawIOBase):
         super().close()
 
 
+_LONGEST_NAME = 4096  # bytes; no file system has longer paths, and each name takes as much memory as the longest
+_MOST_METADATA = 1 << 20
+_METADATA = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+
+
+class _Header(tarfile.TarInfo):
+    """Refuses sizes with which ``tarfile`` would read the rest of the shard at once, or a place again and again."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        header = super().frombuf(buf, encoding, errors)
+        if header.size < 0 or (header.type in _METADATA and header.size > _MOST_METADATA):
+            raise tarfile.ReadError(f"the header of a member says {header.size} bytes")
+        return header
+
+
+def _check_member(info: tarfile.TarInfo, name: bytes, shard_size: int) -> None:
+    # An extended header can give another size and name than the member's own.
+    if len(name) > _LONGEST_NAME:
+        raise tarfile.ReadError(f"a name of {len(name):,} bytes")
+    is_whole = info.isfile() and not info.issparse()
+    if info.size < 0 or (is_whole and info.size > shard_size - info.offset_data):
+        raise tarfile.ReadError(f"member {info.name[:80]!r} has {info.size} bytes from byte {info.offset_data}")
+
+
 @lru_cache(maxsize=512)
 def _index(shard: str, size: int, mtime_ns: int) -> tuple[np.ndarray, np.ndarray]:
     # Names (N,) of the members in order, bytes; offset and size (N, 2), int64. A changed shard is indexed again.
@@ -105,14 +137,18 @@ def _index(shard: str, size: int, mtime_ns: int) -> tuple[np.ndarray, np.ndarray
         table_N = np.load(kept, allow_pickle=False)
     except FileNotFoundError:
         places: dict[bytes, tuple[int, int]] = {}
-        try:
-            with tarfile.open(shard, "r:") as tar:
-                for info in tar:
-                    if info.isfile() and not info.issparse():  # of two with one name the last counts, as in tar
-                        places[os.fsencode(info.name.removeprefix("./"))] = info.offset_data, info.size
-        except (tarfile.TarError, OSError) as error:
-            detail = f"not readable ({error}); shards are uncompressed tar files, as coordexp data pack writes them"
-            raise DataError(detail, path=shard) from error
+        with open_file(Path(shard)) as file:
+            try:
+                with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:
+                    for info in tar:
+                        name = os.fsencode(info.name.removeprefix("./"))
+                        _check_member(info, name, size)
+                        if info.isfile() and not info.issparse():  # of two with one name the last counts, as in tar
+                            places[name] = info.offset_data, info.size
+            except (tarfile.TarError, OSError, ValueError, LookupError) as error:
+                detail = f"not readable at byte {file.tell()} ({error})"
+                detail += "; shards are uncompressed tar files, as coordexp data pack writes them"
+                raise DataError(detail, path=shard) from error
         fields = [("name", f"S{max(map(len, places), default=1)}"), ("offset", np.int64), ("size", np.int64)]
         table_N = np.array([(name, *places[name]) for name in sorted(places)], dtype=fields)
         kept.parent.mkdir(exist_ok=True)

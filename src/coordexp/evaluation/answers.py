@@ -17,12 +17,13 @@ from msgspec import UNSET, UnsetType
 from coordexp import distributed
 from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
-from coordexp.data.files import read_json, whole_file
+from coordexp.data.files import whole_file
 from coordexp.data.preparation import OriginalImage, original_image
 from coordexp.data.tiles import Tiling
 from coordexp.errors import DataError
 from coordexp.geometry import bins_in_rule
 from coordexp.parsing import parse_rollout
+from coordexp.reading import read_json
 from coordexp.records import (
     GEOMETRY_KINDS,
     NUM_BINS,

@@ -31,6 +31,7 @@ from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage, o
 from coordexp.evaluation.coco import to_coco, with_scores
 from coordexp.geometry import pixel_box, pixel_ring
 from coordexp.printable import printable
+from coordexp.reading import read_json
 from coordexp.records import ImageRecord
 
 LONGEST_PART = 120  # bytes of a part of a path; file systems take 255, and suffixes are added
@@ -459,12 +460,12 @@ def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
     if path.suffix == ".jsonl":
         return UsersTerms(classes=class_list(read_jsonl(path)))
     if annotations is not None:
+        content = read_json(path)
         try:
-            content = json.loads(path.read_text(encoding="utf-8-sig"))
             names, joined = _by_name(content["categories"], "name", "categories")
             images, listed_twice = _by_name(content["images"], "file_name", "images")
             return UsersTerms(names, images, notes=(*joined, *listed_twice))
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             wanted = "COCO annotations with images and categories"
             raise DataError(f"cannot be read: {error!r}; expected {wanted}", path=path) from error
     ids = read_class_list(path)

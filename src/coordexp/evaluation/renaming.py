@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordexp.errors import CheckpointError, DataError, require
 from coordexp.evaluation.answers import ImageAnswer
+from coordexp.reading import read_yaml
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -76,13 +77,8 @@ def _key(text: str) -> str:
 def read_aliases(path: str | Path) -> dict[str, str]:
     """A YAML or JSON file of the form ``class: [alias, …]`` → alias to class; case and surrounding space of an alias do
     not matter. Raises DataError for another form, or an alias of two classes."""
-    import yaml
-
     path = Path(path)
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"cannot be read: {error}", path=path) from error
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise DataError("expected a mapping of the form 'car: [automobile, sedan]'", path=path)
     class_of: dict[str, str] = {}

@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from coordexp.config.rollout import EvalDetectionConfig
-from coordexp.data.files import read_json
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import CLASS_LIST, METRICS, PREDICTIONS, ImageAnswer, write_answers
 from coordexp.evaluation.coco import AREAS, RECALLS_R, THRESHOLDS_T, average_precision, coco_shape, write_coco
@@ -32,6 +31,7 @@ from coordexp.evaluation.detection import (
     sum_counts,
 )
 from coordexp.printable import printable
+from coordexp.reading import read_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
 from coordexp.config.source import read_document
 from coordexp.coords import CoordVocab
-from coordexp.data.files import read_json
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import LAST_EVALUATION, PREDICTIONS, Detection, ImageAnswer, read_answers
 from coordexp.evaluation.detection import IOU_THRESHOLD, assigner, match_answer
+from coordexp.reading import read_json
 from coordexp.records import GTObject, PredictedObject, TokenRole
 from coordexp.rollouts.answer_state import AnswerGrammar, forced_positions
 

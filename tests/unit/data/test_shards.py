@@ -123,6 +123,46 @@ def test_problems_inside_a_shard_are_reported_like_those_of_files(scenes: Path) 
     assert "uncompressed tar" in told(lambda: check_dataset(read_jsonl(out)))
 
 
+def header(kind: bytes, size: bytes, name: bytes = b"a.png") -> bytes:
+    """A tar header whose size field is ``size``, 12 bytes."""
+    block = bytearray(tarfile.TarInfo(name.decode()).tobuf(tarfile.USTAR_FORMAT))
+    block[124:136], block[156:157] = size, kind
+    block[148:156] = b"%06o\0 " % (sum(block[:148]) + 256 + sum(block[156:]))
+    return bytes(block)
+
+
+def base256(number: int) -> bytes:
+    return (b"\xff" if number < 0 else b"\x80") + (number % (1 << 88)).to_bytes(11, "big")
+
+
+def pax(**fields: str) -> bytes:
+    info = tarfile.TarInfo("a.png")
+    info.pax_headers = fields
+    return info.tobuf(tarfile.PAX_FORMAT)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (header(b"0", base256(-512)), "at byte 512 (the header of a member says -512 bytes"),
+        (bytes(header(b"0", b"00000000000\0")) + header(b"0", base256(-1024)), "at byte 1024 (the header of a member"),
+        (header(b"L", base256(-1)), "says -1 bytes"),
+        (header(b"x", base256(1 << 40)), "says 1099511627776 bytes"),
+        (header(b"0", base256(1 << 70)), "member 'a.png' has 1180591620717411303424 bytes from byte 512"),
+        (pax(size="-512"), "member 'a.png' has -512 bytes"),
+        (pax(path="a" * 5000), "a name of 5,000 bytes"),
+        (pax(path="a" * (4 << 20)), "says 4194318 bytes"),
+    ],
+)
+def test_a_tar_file_that_would_never_end_or_fill_the_memory_is_refused(
+    content: bytes, says: str, tmp_path: Path
+) -> None:
+    shard = tmp_path / "set.tar"
+    shard.write_bytes(content + bytes(10240))
+    said = told(lambda: find_member(shard / "a.png"))
+    assert said.startswith(f"{shard}: not readable at byte ") and says in said
+
+
 def test_no_file_is_overwritten_or_partly_written(scenes: Path, tmp_path: Path) -> None:
     out = packed(scenes)
     assert "exists already" in told(lambda: pack(read_jsonl(scenes), out, 4000))

@@ -239,7 +239,7 @@ def test_a_file_of_classes_is_read_in_one_way(name: str, text: str, numbers: dic
         ("names: []", "has no name"),
         ("# names: [cat]", "names must be a list"),
         ("path: .", "names must be a list"),
-        ("[", "cannot be read"),
+        ("[", "not readable as YAML"),
     ],
 )
 def test_a_file_of_classes_with_other_than_names_is_refused(text: str, says: str, tmp_path: Path) -> None:

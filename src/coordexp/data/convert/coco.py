@@ -32,11 +32,11 @@ from coordexp.data.convert.shapes import (
     finite_numbers,
     shape_of,
 )
-from coordexp.data.files import read_json
 from coordexp.data.find_images import FoundImage, ImageFolder, unsafe_file_name, with_slashes
 from coordexp.data.images import open_rgb
 from coordexp.data.polygons import signed_ring_area
 from coordexp.errors import DataError
+from coordexp.reading import read_json
 
 ROBOFLOW = "_annotations.coco.json"
 _SIGNED, _MORE, _LOW = 0x10, 0x20, 0x1F  # of a character of a compressed count, from which 48 is taken first

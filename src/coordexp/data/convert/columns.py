@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordexp.data.files import read_text
 from coordexp.errors import DataError
+from coordexp.reading import read_text
 
 # The accepted names of each column, in lower case and with underscores.
 NAMES = {

@@ -19,9 +19,9 @@ from coordexp.data.convert.shapes import (
     number,
     shape_of,
 )
-from coordexp.data.files import read_text
 from coordexp.data.find_images import ImageFolder, list_files
 from coordexp.errors import DataError
+from coordexp.reading import read_text
 
 _HEAD = ("imagesource:", "gsd:")  # lines of DOTA's own files before the objects
 

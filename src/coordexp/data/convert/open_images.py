@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,10 +26,10 @@ from coordexp.data.convert.shapes import (
     number,
     shape_of,
 )
-from coordexp.data.files import read_text
 from coordexp.data.find_images import ImageFolder
 from coordexp.data.subset import IMAGE_LABELS
 from coordexp.errors import DataError
+from coordexp.reading import open_file, read_text
 
 _BOXES = ("ImageID", "LabelName", "XMin", "XMax", "YMin", "YMax")
 _LABELS = ("ImageID", "LabelName", "Confidence")
@@ -132,7 +133,7 @@ def convert_openimages(
 def _rows(path: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
     # The lines after the header, each with its number from 1; read one by one, because the training set has millions.
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with open_file(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file, restval="", restkey="more")
             header = [cell.strip() for cell in rows.fieldnames or ()]
             missing = [name for name in needed if name not in header]

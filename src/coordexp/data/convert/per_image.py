@@ -36,7 +36,6 @@ from coordexp.data.convert.shapes import (
     number,
     shape_of,
 )
-from coordexp.data.files import read_json, read_text, read_xml
 from coordexp.data.find_images import (
     REPORT_SUFFIX,
     ImageFolder,
@@ -48,6 +47,7 @@ from coordexp.data.find_images import (
 )
 from coordexp.data.images import SEEN_SUFFIXES, size_of_image
 from coordexp.errors import DataError
+from coordexp.reading import read_json, read_text, read_xml
 
 ANNOTATIONS, IMAGES = "Annotations", "JPEGImages"
 _ALSO_SPLITS = {"val": ("val", "valid", "validation"), "valid": ("valid", "val", "validation")}

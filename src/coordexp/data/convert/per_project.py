@@ -30,10 +30,10 @@ from coordexp.data.convert.shapes import (
     number,
     shape_of,
 )
-from coordexp.data.files import read_json, read_xml
 from coordexp.data.find_images import FoundImage, ImageFolder, files_below, with_slashes
 from coordexp.data.images import SEEN_SUFFIXES
 from coordexp.errors import ConfigError, DataError
+from coordexp.reading import read_json, read_xml
 
 
 def convert_cvat(

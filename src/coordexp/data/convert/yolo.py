@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
 from coordexp.data.class_list import names_of_lines, names_of_yaml
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning, check_keypoints, refuse_unlabelled
@@ -31,10 +29,10 @@ from coordexp.data.convert.shapes import (
     number,
     shape_of,
 )
-from coordexp.data.files import read_text
 from coordexp.data.find_images import ImageFolder, list_files, with_slashes
 from coordexp.data.images import SEEN_SUFFIXES
 from coordexp.errors import DataError
+from coordexp.reading import read_text, read_yaml
 
 _NO_LABELS = ("classes.txt", "train.txt", "val.txt", "test.txt")
 Unlabelled = Literal["skip", "empty"]  # leave an image without a label file out, or take it as one without objects
@@ -192,7 +190,7 @@ def _refuse_without_labels(
 def _lines_of(label: Path | None) -> list[str]:
     if label is None:
         return []
-    text = label.read_text(encoding="utf-8-sig", errors="replace")  # invalid numbers are counted line by line
+    text = read_text(label, errors="replace")  # invalid numbers are counted line by line
     return [line for line in text.splitlines() if line.strip()]
 
 
@@ -225,10 +223,7 @@ def _read_layout(
         raise DataError("--images and --labels are for a folder with a classes.txt; give the folder", path=source)
     if source.suffix.lower() == ".data":
         return _read_darknet(source, split)
-    try:
-        content = yaml.safe_load(read_text(source))
-    except yaml.YAMLError as error:
-        raise DataError(f"not readable as YAML: {error}", path=source) from error
+    content = read_yaml(source)
     if not isinstance(content, dict):
         raise DataError("expected a mapping with names, train, val", path=source)
     ignored = []

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from coordexp import distributed
-from coordexp.data.files import cache_folder, read_json, write_atomically
+from coordexp.data.files import cache_folder, write_atomically
 from coordexp.data.progress_bar import literal_console
 from coordexp.errors import DataError
+from coordexp.reading import read_json
 
 DURATIONS = "engine_starts.json"  # in the cache folder: seconds of the last start of each kind
 SKIPPING = "forced tokens are skipped; rollout_matching.decoding.skip_forced_tokens: false turns this off"
