@@ -6,9 +6,21 @@ import importlib
 from pathlib import Path
 from types import ModuleType
 
+_LONGEST_LINE, _HEAD, _TAIL = 2000, 1500, 400  # characters
+
 
 class CoordExpError(Exception):
-    """Base of every error that a user can cause and cure; the CLI prints it without a traceback."""
+    """Base of every error that a user can cause and cure; the CLI prints it without a traceback. Long lines of its
+    message are shortened in the middle: values that it shows come from other people's files."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__("\n".join(map(_shortened, message.split("\n"))))
+
+
+def _shortened(line: str) -> str:
+    if len(line) <= _LONGEST_LINE:
+        return line
+    return f"{line[:_HEAD]} … {len(line) - _HEAD - _TAIL:,} characters … {line[-_TAIL:]}"
 
 
 class ConfigError(CoordExpError):

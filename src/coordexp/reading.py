@@ -7,9 +7,11 @@ aliases of YAML are counted before its nodes are built, and XML with declaration
 from __future__ import annotations
 
 import codecs
+import csv
 import json
 import re
 import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 from xml.etree import ElementTree
@@ -68,6 +70,17 @@ def read_json(path: Path) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"not readable as JSON: {error}", path=path) from error
+
+
+def csv_rows(lines: Iterable[str], path: Path, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
+    """Rows of a CSV that are not empty, each with the number of its last line. Raises DataError."""
+    rows = csv.reader(lines, delimiter=delimiter)
+    try:
+        for row in rows:
+            if row:
+                yield rows.line_num, row
+    except (csv.Error, UnicodeDecodeError) as error:  # of more than 131,072 characters in a cell
+        raise DataError(f"not readable as CSV: {error}", path=path, line=rows.line_num) from error
 
 
 # YAML. The C parser reads the same language some ten times faster; PyYAML may be built without it.
@@ -140,7 +153,7 @@ def _check_nesting(text: str) -> None:
             by_aliases += size
             anchor = None
         elif isinstance(event, yaml.ScalarEvent):
-            size, depth = 1, 0
+            size, depth = 1 + len(event.value) // 64, 0  # a long text is many, for it is shown and copied
         else:
             continue
         if len(around) + depth > _DEEPEST:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from coordexp.config.source import apply_arguments, read_document
 from coordexp.data.class_list import read_class_list
+from coordexp.data.convert.columns import read_table
 from coordexp.errors import ConfigError, CoordExpError, DataError
 from coordexp.reading import read_json, read_text, read_xml, read_yaml
 from coordexp.records import read_lines
@@ -119,3 +121,23 @@ def test_only_files_are_read(read: Callable[[Path], object], name: str, tmp_path
         read(tmp_path / name)
     with pytest.raises(ConfigError, match="is a device, a pipe or a socket; give a file"):
         read_document(tmp_path / name)
+
+
+def test_a_long_value_is_shortened_in_messages(tmp_path: Path) -> None:
+    path = tmp_path / "data.yaml"
+    path.write_text(f"names: [[{'x' * 1_000_000}]]")
+    with pytest.raises(
+        DataError, match=r"names.0. is .*x … 998,\d+ characters … x.* not text; put it in quotes"
+    ) as caught:
+        read_class_list(path)
+    assert len(str(caught.value)) < 2000 and str(caught.value).startswith(str(path))
+    path.write_text(f"a: &a {'x' * 1_000_000}\nnames: [[{'*a, ' * 1000}]]")
+    with pytest.raises(DataError, match=MUCH):
+        read_class_list(path)
+
+
+def test_a_csv_cell_that_is_too_long_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"image,name,bbox\na.jpg,cat,0 0 1 1\na.jpg,{'x' * 200_000},0 0 1 1\n")
+    with pytest.raises(DataError, match=re.escape(f"{path}:3: not readable as CSV: field larger than field limit")):
+        read_table(path, None, True)

@@ -150,10 +150,19 @@ def with_slashes(file: str) -> str:
 
 
 def unsafe_file_name(file: str) -> bool:
-    """Whether ``file`` could leave the folder it is joined to."""
+    """Whether ``file`` could leave the folder it is joined to, or can be no file's name."""
+    try:
+        os.fsencode(file)
+    except UnicodeEncodeError:  # half a character, as JSON can write it: "\\ud800"
+        return True
     path = PurePosixPath(file)
     absolute = path.is_absolute() or PureWindowsPath(file).is_absolute()
     return not file.strip() or absolute or ".." in path.parts or "\0" in file
+
+
+def _possible(name: str) -> str:
+    """``name`` without what no file's name can have."""
+    return with_slashes(name).replace("\0", "").encode(errors="ignore").decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +352,7 @@ class ImageFolder:
         if match.note is None and match.file is not None:
             return FoundImage(self.folder / match.file, match.file)
         for name in names if self.outside else ():
-            led_to = Path(os.path.normpath(self.folder / with_slashes(name).replace("\0", "")))
+            led_to = Path(os.path.normpath(self.folder / _possible(name)))
             if led_to.is_file():
                 # The path from the folder, without the steps that lead out of it.
                 parts = PurePosixPath(Path(os.path.relpath(led_to, self.folder)).as_posix()).parts
@@ -351,5 +360,5 @@ class ImageFolder:
         if match.file is not None:
             return FoundImage(self.folder / match.file, match.file, note=match.note)
         plain = _plain(names)
-        place = plain[0] if plain else PurePosixPath(with_slashes(names[0]).replace("\0", "")).name or "unnamed"
+        place = plain[0] if plain else PurePosixPath(_possible(names[0])).name or "unnamed"
         return FoundImage(self.folder / place, place, there=False, problem=match.problem)

@@ -23,14 +23,17 @@ from coordexp.records import BinRule, ImageRecord
 _TELLING = 2.0  # twice or half the area is still close to training
 
 
+Side = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]  # of an image, in pixels, in a file
+
+
 @dataclass(frozen=True, slots=True)
 class OriginalImage:
     """The user's image that a converter prepared another one from: its file, as the source names it, and its size in
     pixels. Sizes of objects are measured in its pixels."""
 
     file: str
-    width: Annotated[int, msgspec.Meta(ge=1)]
-    height: Annotated[int, msgspec.Meta(ge=1)]
+    width: Side
+    height: Side
 
 
 def original_image(record: ImageRecord) -> OriginalImage | None:

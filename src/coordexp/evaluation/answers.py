@@ -18,7 +18,7 @@ from coordexp import distributed
 from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.data.files import whole_file
-from coordexp.data.preparation import OriginalImage, original_image
+from coordexp.data.preparation import OriginalImage, Side, original_image
 from coordexp.data.tiles import Tiling
 from coordexp.errors import DataError
 from coordexp.geometry import bins_in_rule
@@ -208,6 +208,8 @@ def _whole(obj: _Object) -> tuple[GeometryKind, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _Line(ImageAnswer):
+    width: Side
+    height: Side
     gt: tuple[_Object, ...] | None  # pyright: ignore[reportIncompatibleVariableOverride]
     pred: tuple[_Object, ...]  # pyright: ignore[reportIncompatibleVariableOverride]
 

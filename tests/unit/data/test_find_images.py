@@ -88,7 +88,7 @@ def test_a_hint_never_gives_the_image_of_another_entry() -> None:
 @pytest.mark.parametrize(
     ("name", "unsafe"),
     [("a.png", False), ("b/a.png", False), ("a..png", False), ("/a.png", True), ("C:/a.png", True), ("../a.png", True),
-     ("b/../../a.png", True), ("a\0.png", True), (" ", True)],
+     ("b/../../a.png", True), ("a\0.png", True), (" ", True), ("\ud800.png", True), ("\udcff.png", False)],
 )  # fmt: skip
 def test_names_that_lead_out_of_a_folder_are_unsafe(name: str, unsafe: bool) -> None:
     assert unsafe_file_name(name) is unsafe
@@ -223,6 +223,15 @@ def dota(home: Path, names: Sequence[str]) -> ConversionReport:
 CONVERTERS: list[Callable[[Path, Sequence[str]], ConversionReport]] = [
     coco, cvat, labelstudio, csv, via, labelme, voc, dota,
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("convert", [coco, labelstudio, via, labelme])
+@pytest.mark.parametrize("name", ["\ud800.jpg", "\ud800/x\udfff"])
+def test_half_a_character_in_a_name_leaves_the_image_out(convert: Any, name: str, tmp_path: Path) -> None:
+    paint(tmp_path / "images" / "a.jpg")
+    report = convert(tmp_path, ["a.jpg", name])
+    reason = "unsafe_file_name" if convert is coco else "missing_image"
+    assert (report.images, dict(report.skipped_images)) == (1, {reason: 1})
 
 
 @pytest.mark.parametrize("convert", CONVERTERS)

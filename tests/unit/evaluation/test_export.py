@@ -65,6 +65,18 @@ def export(predictions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     return run
 
 
+@pytest.mark.parametrize("side", ["0", "-1", "2147483648", "1" + "0" * 400, "1.5"])
+@pytest.mark.parametrize("whose", ['"width": 96', '"width": 300'], ids=["the image's", "the original's"])
+def test_an_image_without_a_possible_size_is_refused_by_line(
+    predictions: Path, export: Any, side: str, whose: str
+) -> None:
+    file = predictions / "predictions.jsonl"
+    changed = file.read_text().replace(whose.replace(" ", ""), f'"width":{side}')
+    assert changed != file.read_text()
+    file.write_text(changed)
+    assert f"error: {file}:1: not a line of predictions: " in export("coco", code=2).err
+
+
 def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 

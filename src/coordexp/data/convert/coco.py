@@ -74,9 +74,10 @@ def convert_coco(
     if lvis:
         for image in coco["images"]:
             url = image.get("coco_url") if isinstance(image, dict) else None
-            if isinstance(url, str) and not image.get("file_name"):
-                folder, named = PurePosixPath(url).parts[-2:]
-                image["file_name"] = f"{folder}/{named}" if (images / folder).is_dir() else named
+            parts = PurePosixPath(url).parts if isinstance(url, str) else ()
+            if parts and not image.get("file_name"):
+                has_folder = len(parts) > 1 and (images / parts[-2]).is_dir()
+                image["file_name"] = "/".join(parts[-2:] if has_folder else parts[-1:])
         for category in coco["categories"]:
             if isinstance(category, dict) and isinstance(category.get("name"), str):
                 category["name"] = category["name"].replace("_", " ")
@@ -212,7 +213,8 @@ def _convert(
             detail = f"{where}: {given!r} is listed twice; kept the first"
             report.skip_image(SkipReason.DUPLICATE_IMAGE, file.name, detail)
         elif unsafe_file_name(with_slashes(given)) and not found.there:
-            detail = f"{where}: {given!r} leaves the images folder" + (f": {found.problem}" if found.problem else "")
+            detail = f"{where}: {given!r} leaves the images folder, or is no name of a file"
+            detail += f": {found.problem}" if found.problem else ""
             report.skip_image(SkipReason.UNSAFE_FILE_NAME, file.name, detail)
         else:
             seen.add(found.path)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordexp.errors import DataError
-from coordexp.reading import read_text
+from coordexp.reading import csv_rows, read_text
 
 # The accepted names of each column, in lower case and with underscores.
 NAMES = {
@@ -60,7 +59,8 @@ def read_table(path: Path, columns: str | Mapping[str, str] | None, with_name: b
     text = read_text(path)
     first = text.split("\n", 1)[0]
     separator = max(",;\t", key=first.count)
-    header, *rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator) if text.strip() else [[]]
+    cells = [row for _, row in csv_rows(io.StringIO(text, newline=""), path, separator)] if text.strip() else [[]]
+    header, *rows = cells
     rows = [[_unquoted(cell) for cell in row] for row in rows if any(cell.strip() for cell in row)]
     found = _Header(path, header, rows)
     given = found.given(columns)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from coordexp.data.convert.shapes import (
 from coordexp.data.find_images import ImageFolder
 from coordexp.data.subset import IMAGE_LABELS
 from coordexp.errors import DataError
-from coordexp.reading import open_file, read_text
+from coordexp.reading import csv_rows, open_file, read_text
 
 _BOXES = ("ImageID", "LabelName", "XMin", "XMax", "YMin", "YMax")
 _LABELS = ("ImageID", "LabelName", "Confidence")
@@ -132,19 +132,15 @@ def convert_openimages(
 
 def _rows(path: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
     # The lines after the header, each with its number from 1; read one by one, because the training set has millions.
-    try:
-        with open_file(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
-            rows = csv.DictReader(file, restval="", restkey="more")
-            header = [cell.strip() for cell in rows.fieldnames or ()]
-            missing = [name for name in needed if name not in header]
-            if missing:
-                seen = ", ".join(header)[:160]
-                raise DataError(f"no column {', '.join(missing)} in the header {seen!r}", path=path, line=1)
-            rows.fieldnames = header
-            for row in rows:
-                yield rows.line_num, row
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"cannot be read: {error}", path=path) from error
+    with open_file(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
+        rows = csv_rows(file, path)
+        header = [cell.strip() for cell in next(rows, (1, []))[1]]
+        missing = [name for name in needed if name not in header]
+        if missing:
+            seen = ", ".join(header)[:160]
+            raise DataError(f"no column {', '.join(missing)} in the header {seen!r}", path=path, line=1)
+        for line, row in rows:
+            yield line, dict(zip_longest(header, row[: len(header)], fillvalue=""))
 
 
 def _box(line: int, row: dict[str, str], names: dict[str, str], crowds: Crowds) -> SourceShape:
@@ -170,7 +166,7 @@ def _class_descriptions(table: Path) -> Path:
 
 
 def _read_classes(path: Path) -> dict[str, str]:
-    rows = [row for row in csv.reader(read_text(path).splitlines()) if row]
+    rows = [row for _, row in csv_rows(read_text(path).splitlines(), path)]
     if rows and rows[0][0].strip() == "LabelName":
         rows = rows[1:]
     if not rows or any(len(row) != 2 for row in rows):
