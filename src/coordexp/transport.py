@@ -2,8 +2,9 @@
 shapes, and barycentric projection. Torch-free.
 
 There are two plans. Without an epsilon (the default) the blur is relative to the annotated shape, so that a shape is
-its own target at every size. With an epsilon in bins the plan is that of upstream: the blur is the same for every
-shape, and shrinks those that are not much larger.
+its own target at every size, and predicted points beyond the corners of the annotation go to its outline. With an
+epsilon in bins the plan is that of upstream: the blur is the same for every shape, and shrinks those that are not much
+larger.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.optimize import linear_sum_assignment
 
 TransportCost = Literal["l1", "l2"]
 Pair = tuple[np.ndarray, np.ndarray]  # predicted points (N, 2), annotated points (M, 2)
+Point = tuple[float, float]
 
 # Without an epsilon: the last blur, as a share of the smallest distance between two annotated vertices. Neighbours mix
 # by exp(-10) then. Vertices nearer than a bin count as one bin apart: nothing on the canvas is finer.
 _LAST_BLUR = 0.1
+_NEEDED = 0.5  # bins; a vertex is a corner if the outline without it would be further away than whole bins can say
 _LEVELS = 6  # of the blur, from the size of the shape to the last one, in equal ratios
 _PAIRS_AT_ONCE = 16
 _TINY = 1e-300  # instead of dividing by 0, which only padding and plans of very few sweeps do
@@ -40,11 +44,13 @@ def barycentric_targets(
 ) -> np.ndarray:
     """A target for every predicted point: the mean of the GT points under its row of the transport plan.
 
-    The plan depends on positions alone, not on the order of the vertices. ``epsilon: None``: the blur starts at the
-    size of the GT shape and falls to a tenth of the distance of its nearest vertices. Where the numbers of vertices
-    differ, no vertex is shared: each predicted point gets a GT vertex of its own, or each GT vertex at least one
-    predicted point. If the predicted shape is nearer to the GT after it was stretched onto its bounding box, the plan
-    is made for the stretched shape: a moved or scaled copy gets exactly its original's vertices.
+    ``epsilon: None``: the blur starts at the size of the GT shape and falls to a tenth of the distance of its nearest
+    vertices; each predicted point gets a GT vertex of its own. A prediction with more points than the GT has corners
+    needs no plan: each corner takes the point that :func:`_on_outline` gives it, and all other points go to the nearest
+    place of the GT's outline, so that a right shape with further vertices on its edges stays as it is. If the predicted
+    shape is nearer to the GT after it was stretched onto its bounding box, all this is done with the stretched shape: a
+    moved or scaled copy gets exactly its original's vertices. The order and direction of vertices do not matter, and
+    equal points have equal targets.
 
     A number is a blur in norm1000 units, the same for every shape, with uniform marginals. The distance between
     disjoint shapes is (nearly, for L1 exactly) a sum of a term per predicted point and a term per GT point. Then every
@@ -82,13 +88,7 @@ def barycentric_targets_of(
                 raise ValueError(f"{name}: expected finite numbers (N, 2), N >= 1; got shape {points_N2.shape}")
         shapes.append((pred_N2, gt_M2))
     if epsilon is None:
-        targets: list[np.ndarray] = [np.empty(0)] * len(shapes)
-        by_size = sorted(range(len(shapes)), key=lambda k: max(len(shapes[k][0]), len(shapes[k][1])))
-        for first in range(0, len(by_size), _PAIRS_AT_ONCE):  # of similar size, because they are padded to the largest
-            group = by_size[first : first + _PAIRS_AT_ONCE]
-            for k, target_N2 in zip(group, _annealed_targets([shapes[k] for k in group], cost, iters), strict=True):
-                targets[k] = target_N2
-        return targets
+        return _relative_targets(shapes, cost, iters)
     plans = _log_sinkhorn_of([_plan_cost(pred_N2, gt_M2, cost) / epsilon for pred_N2, gt_M2 in shapes], iters)
     targets = []
     for (_, gt_M2), log_plan_NM in zip(shapes, plans, strict=True):
@@ -107,13 +107,94 @@ def distances(a_N2: np.ndarray, b_M2: np.ndarray, cost: TransportCost) -> np.nda
     raise ValueError(f"cost must be 'l1' or 'l2', got {cost!r}")
 
 
+def _relative_targets(shapes: Sequence[Pair], cost: TransportCost, iters: int) -> list[np.ndarray]:
+    """Targets without an epsilon. Equal predicted points count once."""
+    targets: list[np.ndarray] = [np.empty(0)] * len(shapes)
+    index_of: list[list[int]] = []
+    placed: list[Pair] = []  # where the plan takes the predicted points to be, and the GT
+    planned: list[int] = []
+    for k, (pred_N2, gt_M2) in enumerate(shapes):
+        points: list[Point] = [(x, y) for x, y in _placed(pred_N2, gt_M2, cost).tolist()]
+        once = sorted(set(points))
+        at = {point: i for i, point in enumerate(once)}
+        index_of.append([at[point] for point in points])
+        placed.append((np.array(once), gt_M2))
+        ring = _canonical_ring(gt_M2)
+        corners = _corners(ring)
+        if len(once) > len(corners):
+            targets[k] = _on_outline(np.array(once), np.array(ring), np.array(corners), cost)
+        else:
+            planned.append(k)
+    planned.sort(key=lambda k: len(placed[k][1]))
+    for first in range(0, len(planned), _PAIRS_AT_ONCE):  # of similar size, because they are padded to the largest
+        group = planned[first : first + _PAIRS_AT_ONCE]
+        for k, target_U2 in zip(group, _annealed_targets([placed[k] for k in group], cost, iters), strict=True):
+            targets[k] = target_U2
+    return [target_U2[index] for target_U2, index in zip(targets, index_of, strict=True)]
+
+
+def _on_outline(points_U2: np.ndarray, ring_M2: np.ndarray, corners_K2: np.ndarray, cost: TransportCost) -> np.ndarray:
+    """Targets of more points than there are corners: for each corner a point of its own, by the least sum of distances;
+    for every other point the nearest place of the outline."""
+    targets_U2 = _nearest_on_ring(points_U2, ring_M2)
+    own_K, corner_K = linear_sum_assignment(distances(points_U2, corners_K2, cost))
+    targets_U2[own_K] = corners_K2[corner_K]
+    return targets_U2
+
+
+def _canonical_ring(points_M2: np.ndarray) -> list[Point]:
+    """The same ring from its smallest vertex on, in the direction of the smaller neighbour, without repetitions."""
+    ring: list[Point] = [(x, y) for x, y in points_M2.tolist()]
+    ring = [point for point, before in zip(ring, ring[-1:] + ring[:-1], strict=True) if point != before] or ring[:1]
+    smallest = min(ring)
+    turned = [ring[at:] + ring[:at] for at, point in enumerate(ring) if point == smallest]
+    return min([*turned, *(one[:1] + one[:0:-1] for one in turned)])
+
+
+def _corners(ring: Sequence[Point]) -> list[Point]:
+    """The vertices without which the outline is not the same to half a bin (Ramer, Douglas and Peucker), sorted; all of
+    them if none is so near the line between its neighbours."""
+    closed, near = [*ring, ring[0]], _NEEDED**2
+    if all(_away(point, ring[at - 1], closed[at + 1]) > near for at, point in enumerate(ring)):
+        return sorted(set(ring))
+    x, y = ring[0]
+    farthest = max(range(len(ring)), key=lambda at: (ring[at][0] - x) ** 2 + (ring[at][1] - y) ** 2)
+    kept, pending = {0, farthest}, [(0, farthest), (farthest, len(ring))]
+    while pending:
+        first, last = pending.pop()
+        between = ((_away(closed[at], closed[first], closed[last]), at) for at in range(first + 1, last))
+        away, at = max(between, default=(0.0, 0))
+        if away > near:
+            kept.add(at)
+            pending += [(first, at), (at, last)]
+    return sorted({ring[at] for at in kept})
+
+
+def _away(point: Point, start: Point, end: Point) -> float:
+    """Squared distance of ``point`` to the line from ``start`` to ``end``."""
+    (ax, ay), (bx, by), (px, py) = start, end, point
+    dx, dy, px, py = bx - ax, by - ay, px - ax, py - ay
+    share = min(max((px * dx + py * dy) / max(dx * dx + dy * dy, _TINY), 0.0), 1.0)
+    return (px - share * dx) ** 2 + (py - share * dy) ** 2
+
+
+def _nearest_on_ring(points_N2: np.ndarray, ring_M2: np.ndarray) -> np.ndarray:
+    """The nearest place of the ring for each point, (N, 2); of equally near ones that on the first edge."""
+    edge_M2 = np.concatenate([ring_M2[1:], ring_M2[:1]]) - ring_M2
+    length_M = np.maximum((edge_M2**2).sum(axis=1), _TINY)
+    share_NM = ((points_N2[:, None] - ring_M2) * edge_M2).sum(axis=2) / length_M
+    place_NM2 = ring_M2 + np.clip(share_NM, 0.0, 1.0)[:, :, None] * edge_M2
+    away_NM = ((points_N2[:, None] - place_NM2) ** 2).sum(axis=2)
+    return place_NM2[np.arange(len(points_N2)), away_NM.argmin(axis=1)]
+
+
 def _annealed_targets(pairs: Sequence[Pair], cost: TransportCost, iters: int) -> list[np.ndarray]:
-    """Targets of P pairs whose blur is relative to the GT shape, padded to N predicted and M GT points.
+    """Targets of P pairs whose blur is relative to the GT shape, padded to N predicted and M GT points; n <= m.
 
     Every row of the plan has mass 1/n, so that one vertex can take one predicted point. A column's mass is 1/n if both
-    shapes have as many vertices, at most that if the GT has more, at least that if the prediction has more. (Uniform
-    columns would share vertices out: four corners on a square of 60 vertices would each get the mean of 15.) A bound
-    on a column's mass is a bound on its potential: at most 0 where the mass is bounded above, at least 0 where below.
+    shapes have as many vertices, at most that if the GT has more. (Uniform columns would share vertices out: four
+    corners on a square of 60 vertices would each get the mean of 15.) A bound on a column's mass is a bound on its
+    potential: at most 0.
 
     Each level starts from the potentials of the one before, in log space, and its few sweeps are multiplicative. The
     last update of a level settles the columns, so no vertex is lost to underflow when the blur falls.
@@ -124,14 +205,13 @@ def _annealed_targets(pairs: Sequence[Pair], cost: TransportCost, iters: int) ->
     cost_PNM[:, :, 0] = 0.0  # a padded row needs one finite entry
     first_blur_P, last_blur_P = np.empty((len(pairs), 1, 1)), np.empty((len(pairs), 1, 1))
     for k, (pred_N2, gt_M2) in enumerate(pairs):
-        cost_NM = _cost_of_nearer(pred_N2, gt_M2, cost)
+        cost_NM = distances(pred_N2, gt_M2, cost)
         cost_PNM[k, : len(pred_N2), : len(gt_M2)] = cost_NM
         gt_PM2[k, : len(gt_M2)] = gt_M2
         last_blur_P[k] = _LAST_BLUR * _least_spacing(gt_M2, cost)
         first_blur_P[k] = max(cost_NM.max() / 4, last_blur_P[k, 0, 0])
     row_mass_PN1 = (np.arange(num_pred)[None, :, None] < n_P) / n_P
     column_mass_PM1 = (np.arange(num_gt)[None, :, None] < m_P) / n_P
-    more_gt_P, more_pred_PM1 = m_P > n_P, (n_P > m_P) & (column_mass_PM1 > 0)
 
     potential_P1M = np.zeros((len(pairs), 1, num_gt))
     kernel_PNM, v_PM1 = cost_PNM, np.ones((len(pairs), num_gt, 1))
@@ -146,13 +226,13 @@ def _annealed_targets(pairs: Sequence[Pair], cost: TransportCost, iters: int) ->
         kernel_PMN = kernel_PNM.transpose(0, 2, 1)
         with np.errstate(over="ignore"):
             zero_PM1 = np.exp(-potential_P1M / blur_P).transpose(0, 2, 1)  # the factor of a potential of 0
-        lower_PM1, upper_PM1 = np.where(more_pred_PM1, zero_PM1, 0.0), np.where(more_gt_P, zero_PM1, np.inf)
+        upper_PM1 = np.where(m_P > n_P, zero_PM1, np.inf)
         u_PN1 = np.ones((len(pairs), num_pred, 1))
         for sweep in range(iters // levels + (level < iters % levels)):
             if sweep:
                 u_PN1 = row_mass_PN1 / np.maximum(kernel_PNM @ v_PM1, _TINY)
             v_PM1 = column_mass_PM1 / np.maximum(kernel_PMN @ u_PN1, _TINY)
-            v_PM1 = np.minimum(np.maximum(v_PM1, lower_PM1), upper_PM1)
+            v_PM1 = np.minimum(v_PM1, upper_PM1)
         with np.errstate(divide="ignore"):
             potential_P1M = potential_P1M + blur_P * np.log(v_PM1).transpose(0, 2, 1)
     plan_PNM = kernel_PNM * v_PM1.transpose(0, 2, 1)  # up to a factor for each row
@@ -160,15 +240,15 @@ def _annealed_targets(pairs: Sequence[Pair], cost: TransportCost, iters: int) ->
     return [targets_PN2[k, : len(pred_N2)] for k, (pred_N2, _) in enumerate(pairs)]
 
 
-def _cost_of_nearer(pred_N2: np.ndarray, gt_M2: np.ndarray, cost: TransportCost) -> np.ndarray:
-    """Distances (N, M) of the predicted points, as they are or stretched onto the GT's bounding box: of the shape whose
-    points, and whose GT points, have the nearer neighbours. A spike in a good outline must not move the rest of it."""
+def _placed(pred_N2: np.ndarray, gt_M2: np.ndarray, cost: TransportCost) -> np.ndarray:
+    """The predicted points (N, 2) as they are, or stretched onto the GT's bounding box: the shape whose points, and
+    whose GT points, have the nearer neighbours. A spike in a good outline must not move the rest of it."""
     p_low, p_high, g_low, g_high = pred_N2.min(axis=0), pred_N2.max(axis=0), gt_M2.min(axis=0), gt_M2.max(axis=0)
     scale_2 = (g_high - g_low) / np.maximum(p_high - p_low, 1.0)
     stretched_N2 = (pred_N2 - (p_low + p_high) / 2) * scale_2 + (g_low + g_high) / 2
     as_it_is_NM, stretched_NM = distances(pred_N2, gt_M2, cost), distances(stretched_N2, gt_M2, cost)
     gaps = [d_NM.min(axis=1).mean() + d_NM.min(axis=0).mean() for d_NM in (as_it_is_NM, stretched_NM)]
-    return stretched_NM if gaps[1] < gaps[0] else as_it_is_NM
+    return stretched_N2 if gaps[1] < gaps[0] else pred_N2
 
 
 def _least_spacing(gt_M2: np.ndarray, cost: TransportCost) -> float:

@@ -209,6 +209,54 @@ def test_every_annotated_vertex_is_taught_if_the_prediction_has_more(cost):
     np.testing.assert_allclose(barycentric_targets(five, SQUARE, cost=cost), five, atol=0.5)
 
 
+ELL = np.array([(100, 100), (500, 100), (500, 200), (200, 200), (200, 500), (100, 500)])
+BAR = np.array([(100, 100), (900, 100), (900, 180), (100, 180)])
+FLAT = np.array([(100, 500), (700, 500), (400, 560)])
+
+
+def halved(shape):
+    """With a vertex in the middle of every edge."""
+    return np.stack([shape, (shape + np.roll(shape, -1, axis=0)) // 2], axis=1).reshape(-1, 2)
+
+
+@pytest.mark.parametrize("cost", ["l1", "l2"])
+@pytest.mark.parametrize(
+    ("pred", "gt"),
+    [
+        pytest.param(np.insert(ELL, 1, (300, 100), axis=0), ELL, id="next to a concave corner"),
+        pytest.param(halved(ELL), ELL, id="a vertex on every edge"),
+        pytest.param(np.insert(BAR, 1, (500, 100), axis=0), BAR, id="a long edge"),
+        pytest.param(np.insert(FLAT, 1, (400, 500), axis=0), FLAT, id="opposite of a flat corner"),
+        pytest.param(np.insert(ELL, 1, (300, 100), axis=0), np.insert(ELL, 5, (150, 500), axis=0), id="other edges"),
+        pytest.param(np.insert(ELL, 1, (300, 100), axis=0), halved(ELL), id="fewer of them"),
+        pytest.param(halved(halved(star(200, 12))), star(200, 12), id="a star"),
+        pytest.param(polygon(12, 24), polygon(12, 40), id="a small circle"),
+    ],
+)
+def test_a_right_shape_with_other_vertices_on_its_edges_stays(cost, pred, gt):
+    for moved in (0, (37, -21)):
+        found = np.round(barycentric_targets(pred + np.array(moved), gt, cost=cost))
+        assert exact_iou(found.astype(int), gt.astype(int)) > 0.9 + 0.08 * (np.ptp(gt, axis=0).min() > 50)
+    assert np.ptp(found, axis=0) == pytest.approx(np.ptp(gt, axis=0), abs=1)
+
+
+@pytest.mark.parametrize("height", [2, 6])
+def test_a_flat_corner_between_vertices_on_edges_is_taught(height):
+    """The annotation has a bump that the prediction lacks, and vertices that it does not need."""
+    bump = (300, 100 - height)
+    gt = np.array([(100, 100), bump, (500, 100), (500, 200), (500, 300), (300, 300), (100, 300), (100, 200)])
+    pred = halved(np.array([(100, 100), (500, 100), (500, 300), (100, 300)]))
+    found = barycentric_targets(pred, gt)
+    assert np.abs(found - bump).sum(axis=1).min() < 1e-6
+
+
+def test_equal_predicted_points_have_equal_targets():
+    doubled = np.repeat(halved(ELL), 2, axis=0)
+    found = barycentric_targets(doubled, ELL)
+    np.testing.assert_array_equal(found[0::2], found[1::2])
+    np.testing.assert_allclose(found, doubled, atol=1e-9)
+
+
 def test_a_spike_does_not_move_the_rest_of_an_outline():
     shape = polygon(60, 12)
     spiked = shape.copy()
