@@ -64,7 +64,8 @@ def launch(
     from coordexp.training.run import check_run
 
     def trainers_checks(learners: int) -> object:
-        on_gpus = bool(run.launch.learner_devices)  # without devices its process sees no GPU, unlike this one
+        # Without devices its process sees no GPU, unlike this one. Devices that are missing are reported already.
+        on_gpus = bool(run.launch.learner_devices) and num_gpus() > 0
         training = run.training if on_gpus else run.training.model_copy(update={"use_cpu": True})
         return check_run(run.model_copy(update={"training": training}), learners=learners, servers_are_up=False)
 

@@ -179,9 +179,16 @@ def config_check_command(
     training would need, and that are not installed here, are an error.
     """
     from coordexp.config import load_config
-    from coordexp.config.environment import check_training_environment
+    from coordexp.config.environment import SCHEDULES_WITH_ARGUMENTS, check_training_environment
 
-    check_training_environment(load_config(config, arguments=tuple(arguments or ())))
+    loaded = load_config(config, arguments=tuple(arguments or ()))
+    check_training_environment(loaded)
+    training = loaded.training
+    if training.optim_args or training.lr_scheduler_kwargs or training.lr_scheduler_type in SCHEDULES_WITH_ARGUMENTS:
+        from coordexp.training.optimizer import check_optimizer, check_schedule  # imports transformers
+
+        check_optimizer(training)
+        check_schedule(training)
     run = print_config(config, arguments or (), plain, only_set)
     if Path(run.model.model).is_dir():
         from coordexp.checkpoints.memory import check_memory

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from coordexp.addresses import split_url
 from coordexp.config.base import Problem, parse_dotted
-from coordexp.config.environment import unknown_names
+from coordexp.config.environment import SCHEDULES_BY_METRIC, unknown_names
 from coordexp.config.objective import PipelineConfig
 from coordexp.config.rollout import ADAPTER_RANKS
 from coordexp.config.schema import RunConfig
@@ -89,6 +89,27 @@ def _both_channels_train(config: RunConfig) -> Findings:
 
 def _trains(pipeline: PipelineConfig, channel: str) -> bool:
     return any(spec.enabled and spec.weight > 0 and channel in spec.channels for spec in pipeline.objective)
+
+
+def _schedule_has_its_metric(config: RunConfig) -> Findings:
+    training = config.training
+    name, metric = training.lr_scheduler_type, training.metric_for_best_model
+    if name not in SCHEDULES_BY_METRIC:
+        return
+    if training.eval_strategy == "no" or metric is None:
+        yield (
+            "training.lr_scheduler_type",
+            f"{name} lowers the rate by a figure of evaluations; set eval_strategy and metric_for_best_model (such as "
+            "eval_rollout/f1), or choose another schedule",
+        )
+        return
+    rises = training.greater_is_better if training.greater_is_better is not None else not metric.endswith("loss")
+    mode, given = "max" if rises else "min", (training.lr_scheduler_kwargs or {}).get("mode", "min")
+    if mode != given:
+        yield (
+            "training.lr_scheduler_kwargs",
+            f"mode is {given}, but a better {metric} is {'higher' if rises else 'lower'}; write mode: {mode}",
+        )
 
 
 def _checkpoints_are_evaluated(config: RunConfig) -> Findings:
@@ -229,6 +250,7 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          lambda c, _: (c.training.effective_batch_size or 0) % c.training.per_device_train_batch_size,
          "must be a multiple of per_device_train_batch_size ({c.training.per_device_train_batch_size})"),
     unknown_names,
+    _schedule_has_its_metric,
     _checkpoints_are_evaluated,
     Rule("training.metric_for_best_model",
          lambda c, _: c.training.load_best_model_at_end and c.training.metric_for_best_model is None,

@@ -39,6 +39,9 @@ SCHEDULES = (
     "cosine_with_restarts", "greedy", "inverse_sqrt", "linear", "polynomial", "reduce_lr_on_plateau",
     "warmup_stable_decay",
 )  # fmt: skip
+# Those that need lr_scheduler_kwargs, and those that step after evaluations, by their metric.
+SCHEDULES_WITH_ARGUMENTS = ("cosine_warmup_with_min_lr", "cosine_with_min_lr", "warmup_stable_decay")
+SCHEDULES_BY_METRIC = ("greedy", "reduce_lr_on_plateau")
 # Name -> packages of which it needs one; (): none.
 LOGGERS: dict[str, tuple[str, ...]] = {
     "azure_ml": ("azureml",), "clearml": ("clearml",), "codecarbon": ("codecarbon",), "comet_ml": ("comet_ml",),
@@ -76,6 +79,11 @@ def check_training_environment(config: RunConfig) -> None:
         problems.append(
             "training.report_to: wandb has no login on this machine; run wandb login, set WANDB_API_KEY, set "
             "WANDB_MODE=offline to log into files, or write none"
+        )
+    if "kubeflow" in training.report_to and "KUBEFLOW_TRAINER_SERVER_URL" not in os.environ:
+        problems.append(
+            "training.report_to: kubeflow needs the environment of a Kubeflow TrainJob (KUBEFLOW_TRAINER_SERVER_URL), "
+            "which is not set here; write none"
         )
     package = OPTIMIZERS.get(training.optim)
     if package is not None and not _is_installed(package):

@@ -21,6 +21,7 @@ from coordexp.errors import ConfigError
 
 Section = TypeVar("Section", bound=StrictModel)
 DEFAULT = "default"  # the source of a value that no file has
+_FRAGMENT = "# Fragment"  # begins a file that others extend, and that is none to start
 _SOURCE_COLUMN = 64
 _ENVIRONMENT = r"\$\{env:"
 
@@ -140,6 +141,9 @@ def explain_config(
 ) -> Explained:
     """Load as :func:`load_config` does, and keep the sources."""
     document = read_document(path, overrides)
+    with Path(path).open(encoding="utf-8") as file:
+        if file.readline().startswith(_FRAGMENT):
+            raise ConfigError(f"{path}: is a fragment, not a configuration of its own; start a file that extends it")
     apply_arguments(document, arguments)
     return Explained(validate(document, str(path)), document)
 

@@ -23,7 +23,12 @@ from coordexp.config import RunConfig
 from coordexp.config.rollout import ServerEntry
 from coordexp.engine.server.options import ServeOptions, serve_options
 from coordexp.engine.wire.arguments import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, NAMES_ENABLE, activation_environment
-from coordexp.engine.wire.engine_process import DIE_WITH_PARENT, SERVER_API_KEY, engine_environment
+from coordexp.engine.wire.engine_process import (
+    DIE_WITH_PARENT,
+    SERVER_API_KEY,
+    api_key_from_environment,
+    engine_environment,
+)
 from coordexp.errors import CheckpointError, ConfigError, CoordExpError
 
 LOOPBACK = "127.0.0.1"
@@ -334,9 +339,20 @@ def run_checks(config: RunConfig, plan: LaunchPlan, num_gpus: int) -> list[Check
         f"device {', '.join(map(str, missing))} does not exist: this machine has {num_gpus} GPUs" if missing else None,
     )
     return [
-        *(devices, _model_check(config), *_memory_check(config, num_gpus)),
+        *(devices, _model_check(config), *_memory_check(config, num_gpus), *_token_check(plan)),
         *(*_package_checks(config, started), *_port_checks(plan), *_disk_check(config)),
     ]
+
+
+def _token_check(plan: LaunchPlan) -> Iterator[Check]:
+    if plan.api_key_env is None:
+        return
+    problem = None
+    try:
+        api_key_from_environment(plan.api_key_env)
+    except ConfigError as error:
+        problem = str(error)
+    yield Check("token of the servers", f"in {plan.api_key_env}", problem)
 
 
 def _model_check(config: RunConfig) -> Check:

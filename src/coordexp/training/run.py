@@ -63,7 +63,7 @@ from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume
 from coordexp.training.loggers import FailedWrites
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.offload import LearnerOffload, build_offload
-from coordexp.training.optimizer import LearningRates, build_optimizer, build_scheduler, check_schedule
+from coordexp.training.optimizer import LearningRates, build_optimizer, build_scheduler, check_optimizer, check_schedule
 from coordexp.training.parallel import (
     build_accelerator,
     check_parallel,
@@ -135,6 +135,7 @@ def check_run(
     attempt(_check_device, config, learners, model)
     attempt(check_parallel, config, learners)
     attempt(check_training_environment, config)
+    attempt(check_optimizer, config.training)
     attempt(check_schedule, config.training)
     if model is not None:
         attempt(load_vocab, model)

@@ -37,7 +37,8 @@ def leaf(tmp_path: Path) -> Path:
     raw = {
         "extends": "base.yaml",
         "model": {"dtype": "float32"},
-        "training": {"seed": 7, "lr_scheduler_kwargs": {"a": [1, {"b": 2}], "${c}": []}},
+        "training": {"seed": 7},
+        "deepspeed": {"config": {"a": [1, {"b": 2}], "${c}": []}},
     }
     return write_yaml(tmp_path, raw, "leaf.yaml")
 
@@ -166,3 +167,30 @@ def test_shipped_files_are_valid_under_their_schema() -> None:
         named = path.parent / text.splitlines()[0].removeprefix(prefix)
         assert text.startswith(prefix) and named.resolve() == ROOT / "configs" / FILE_NAME, path
         assert _valid(yaml.safe_load(text)), path
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["training.lr_scheduler_type=cosine_with_min_lr"], "training.lr_scheduler_type: cosine_with_min_lr ("),
+        (["training.lr_scheduler_type=warmup_stable_decay"], "num_decay_steps"),
+        (["training.lr_scheduler_kwargs.foo=1"], "training.lr_scheduler_kwargs: {'foo': 1} does not fit"),
+        (["training.optim=sgd", "training.optim_args=momentum=x"], "training.optim_args: 'momentum=x' does not fit"),
+        (["training.optim=adamw_torch", "training.optim_args=foo=1"], "adamw_torch does not read foo=1"),
+        (["training.report_to=kubeflow"], "KUBEFLOW_TRAINER_SERVER_URL"),
+    ],
+)
+def test_what_training_would_refuse_is_refused(tmp_path: Path, words: list[str], says: str) -> None:
+    outcome = run("check", write_yaml(tmp_path, stage1()), *words)
+    assert isinstance(outcome.exception, ConfigError) and says in str(outcome.exception)
+
+
+def test_a_schedule_with_its_arguments_is_accepted(tmp_path: Path) -> None:
+    words = ["training.lr_scheduler_type=cosine_with_min_lr", "training.lr_scheduler_kwargs.min_lr=1e-6",
+             "training.optim=sgd", "training.optim_args=momentum=0.9"]  # fmt: skip
+    assert run("check", write_yaml(tmp_path, stage1()), *words).exit_code == 0
+
+
+def test_a_fragment_is_refused_as_such() -> None:
+    with pytest.raises(ConfigError, match=r"rewritten_target\.yaml: is a fragment.*start a file that extends it"):
+        load_config(ROOT / "configs" / "stage2_rollout_aligned" / "parts" / "rewritten_target.yaml")

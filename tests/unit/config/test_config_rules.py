@@ -79,6 +79,11 @@ RULES = [
      "training.gradient_accumulation_steps", "give one of the two"),
     (stage1(), {"training.effective_batch_size": 7, "training.per_device_train_batch_size": 2},
      "training.effective_batch_size", "multiple of per_device_train_batch_size (2)"),
+    (stage1(), {"training.lr_scheduler_type": "reduce_lr_on_plateau"}, "training.lr_scheduler_type",
+     "set eval_strategy and metric_for_best_model"),
+    (changed(stage1(), BEST | {"training.lr_scheduler_type": "greedy",
+                               "training.lr_scheduler_kwargs": {"mode": "max"}}),
+     {"training.lr_scheduler_kwargs": None}, "training.lr_scheduler_kwargs", "higher; write mode: max"),
     (stage1(), {"training.load_best_model_at_end": True, "training.metric_for_best_model": "rollout/f1"},
      "training.load_best_model_at_end", "eval_strategy is 'no'"),
     (stage1(), BEST | {"training.eval_steps": 200}, "training.save_steps", "eval_steps (200)"),
@@ -352,7 +357,7 @@ def test_packing_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     check_training_environment(parse_config(set_key(stage1(), "training.packing", False)))
 
 
-@pytest.mark.parametrize("report_to", ["none", [], ["tensorboard", "kubeflow"]])
+@pytest.mark.parametrize("report_to", ["none", [], ["tensorboard"]])
 def test_a_default_run_needs_no_extra_package(report_to: Any) -> None:
     check_training_environment(parse_config(set_key(stage1(), "training.report_to", report_to)))
 

@@ -120,6 +120,25 @@ def test_an_address_of_another_machine_is_named(tmp_path: Path, config: dict[str
     assert sum("203.0.113.9 is not an address" in str(problem) for problem in problems) == 4
 
 
+def test_a_missing_token_is_reported_before_anything_starts(
+    tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = [{"base_url": "http://203.0.113.9:8000", "group_port": 51216}]
+    config = set_key(config, "rollout_matching.vllm.server.servers", elsewhere)
+    config = set_key(set_key(config, "launch.server_devices", []), "launch.learner_devices", [0])
+    config = set_key(config, "rollout_matching.vllm.server.api_key_env", "THE_TOKEN")
+    path = write_yaml(tmp_path, config)
+    run = load_config(path)
+
+    def token() -> Check:
+        return next(one for one in run_checks(run, plan_launch(run, path), 4) if one.name == "token of the servers")
+
+    monkeypatch.delenv("THE_TOKEN", raising=False)
+    assert "THE_TOKEN is not set" in str(token().problem)
+    monkeypatch.setenv("THE_TOKEN", "secret")
+    assert token().problem is None and "secret" not in token().outcome
+
+
 def test_command_line_keys_reach_every_program(tmp_path: Path, config: dict[str, Any]) -> None:
     path = write_yaml(tmp_path, set_key(config, "launch.server", "coordexp"))
     words = ("training.max_steps=3", "rollout_matching.vllm.max_model_len=4096")
