@@ -70,6 +70,17 @@ class TrainingDiverged(CoordExpError):
     )
 
 
+def broken_logits(model: str, trained_steps: int) -> CoordExpError:
+    """The error for broken logits of the checkpoint ``model``, or of a training from it after some steps."""
+    what = f"{model}: its logits are NaN, infinite or all the same, so it answers nothing"
+    if trained_steps:
+        return TrainingDiverged(f"{what}, after {trained_steps} steps; {TrainingDiverged.ADVICE}")
+    return CheckpointError(
+        f"{what}. Training diverged before it was saved, or a file was changed: use an earlier checkpoint, or restore "
+        "its files. Is it loaded as float16, use bfloat16"
+    )
+
+
 class RunStopped(CoordExpError):
     """A signal asked the run to end, and it did, with everything saved. ``signal`` is its number."""
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from coordexp.config import RunConfig
 from coordexp.errors import AppendError
+from coordexp.modeling.load import load_model
 from coordexp.training import answers as training_answers
 from support.tiny_run import run_config, step_lines, tiny_checkpoint, train
 from support.torchrun import SGD, assert_same_training, assert_same_weights, train_by_two, train_rank
@@ -100,16 +101,21 @@ def test_sharded_processes_take_the_same_optimizer_steps_as_one(two: Two, one: A
     assert evaluated["eval_rollout/images"] == 1, "generation works with sharded weights, and if a rank has no image"
 
 
-def test_a_sharded_run_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """Two of three steps with AdamW (its state is sharded too), the third in new processes."""
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_a_sharded_run_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    """Two of three steps with AdamW (its state is sharded too), the third in new processes. The model at the end
+    is whole, whatever the checkpoints are."""
     keys: dict[str, Any] = {"training__max_steps": 3, "training__save_strategy": "steps", "training__save_steps": 2,
-                            "fsdp__enabled": True}  # fmt: skip
+                            "fsdp__enabled": True, "fsdp__state_dict_type": kind}  # fmt: skip
     whole = run_config(tmp_path, 1, "whole", **keys)
     steps = train_by_two(whole)[0]["steps"]
     keys["training__resume_from_checkpoint"] = str(folder_of(whole) / "checkpoint-2")
     resumed = run_config(tmp_path, 1, "resumed", **keys)
     (last,) = [line for line in train_by_two(resumed)[0]["steps"] if line["step"] == 3]
     assert last["loss"] == steps[2]["loss"]
+    assert (folder_of(whole) / "checkpoint-2" / "model.safetensors").is_file() == (kind == "FULL_STATE_DICT")
+    loaded = load_model(folder_of(whole))
+    assert loaded.card.training is not None and loaded.processor.chat_template
     ours, theirs = saved(resumed), saved(whole)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 

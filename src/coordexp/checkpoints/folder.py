@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,10 @@ class Checkpoint:
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder}: no config.json; model.model must be a Qwen3-VL checkpoint folder")
         config = read_object(folder, "config.json", "configuration")
+        if (broken := _not_finite(config)) is not None:
+            raise CheckpointError(
+                f"{folder}: {broken} in its config.json is no finite number; restore the checkpoint's files"
+            )
         model_type = config.get("model_type")
         if model_type != MODEL_TYPE:
             raise CheckpointError(f"{folder}: model type {model_type!r}; CoordExp trains {MODEL_TYPE!r} checkpoints")
@@ -137,6 +142,15 @@ def read_object(folder: Path, name: str, what: str) -> dict[str, Any]:
             f"{folder}: its {what} cannot be read ({error}); restore the checkpoint's files"
         ) from error
     return content
+
+
+def _not_finite(content: Any, path: str = "") -> str | None:
+    # The first key of a JSON value that is NaN or infinite, which JSON cannot hold but Python reads.
+    if isinstance(content, float) and not math.isfinite(content):
+        return path
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    found = (_not_finite(value, f"{path}.{key}".lstrip(".")) for key, value in items)
+    return next((one for one in found if one is not None), None)
 
 
 def processor_rule(folder: Path) -> ResizeRule:

@@ -302,6 +302,7 @@ def _training_keys(config: RunConfig) -> dict[Kind, dict[str, bool]]:
     size = training.per_device_train_batch_size
     batch = {f"lower training.per_device_train_batch_size (now {size})": size == 1}
     row = {f"lower global_max_length (now {config.global_max_length})": False} if training.packing else batch
+    gathers = config.fsdp.enabled and config.fsdp.state_dict_type == "FULL_STATE_DICT"
     recomputes = training.gradient_checkpointing or config.fsdp.activation_checkpointing
     workers = config.data.num_workers
     return {
@@ -318,7 +319,7 @@ def _training_keys(config: RunConfig) -> dict[Kind, dict[str, bool]]:
             **sharded,
         },
         "optimizer": {**sharded, **lora},
-        "saving": {"fsdp.state_dict_type: SHARDED_STATE_DICT": not config.fsdp.enabled, **lora},
+        "saving": {"fsdp.state_dict_type: SHARDED_STATE_DICT": not gathers, **lora},
     }
 
 

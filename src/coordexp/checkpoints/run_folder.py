@@ -48,7 +48,7 @@ def check_start(config: RunConfig, checkpoint: Path | None) -> tuple[Change, ...
         if checkpoint is None and state:
             _check_changes(config, training.output_dir)
         if _is_finished(config, state):
-            if not any(training.output_dir.glob("*.safetensors")) and not _holds_shards(config):
+            if not any(training.output_dir.glob("*.safetensors")):
                 if checkpoint is not None:
                     return applied  # nothing is left to train; its model is saved again
                 raise ConfigError(
@@ -199,11 +199,6 @@ def _is_finished(config: RunConfig, state: Mapping[str, Any]) -> bool:
     if training.max_steps > 0:
         return state["global_step"] >= training.max_steps
     return (state.get("epoch") or 0) >= training.num_train_epochs
-
-
-def _holds_shards(config: RunConfig) -> bool:
-    # A sharded run leaves its model in its checkpoints alone.
-    return config.fsdp.enabled and config.fsdp.state_dict_type != "FULL_STATE_DICT"
 
 
 def _check_writable(key: str, folder: Path) -> None:

@@ -400,7 +400,8 @@ class FSDPConfig(StrictModel):
     activation_checkpointing: bool = False
     """recompute activations layer by layer; excludes training.gradient_checkpointing"""
     state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = "FULL_STATE_DICT"
-    """how checkpoints are written: gathered into one, or shard by shard"""
+    """how checkpoints are written: gathered into one, in the main memory of the first process, or shard by shard, for a
+    resume alone. The model at the end of the run is always gathered"""
 
 
 class LaunchConfig(StrictModel):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import torch
 from PIL import Image
@@ -19,7 +20,7 @@ from coordexp.checkpoints.folder import Checkpoint
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import serialize_objects
 from coordexp.data.images import ResizeRule, open_rgb, shape_problem
-from coordexp.errors import AlignmentError, DataError
+from coordexp.errors import AlignmentError, ConfigError, DataError
 from coordexp.modeling.attention import Segments, row_arguments
 from coordexp.modeling.load import load_processor, load_vocab, read_config
 from coordexp.modeling.patches import PixelScale, cut
@@ -120,7 +121,12 @@ class PromptEncoder:
         if problem := shape_problem(record.width, record.height):
             raise DataError(problem, path=record.image)
         messages = build_messages(record.image, self.prompt, self.system)
-        text = self.processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        try:
+            text = self.processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:  # it worked without template.system
+            raise ConfigError(
+                f"template.system: the checkpoint's chat template refuses it ({error}); set null"
+            ) from error
         if image is None:
             image = open_rgb(record.image, expected_size=(record.width, record.height))
         shown = image if self.prepare is None else self.prepare(image)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from PIL import Image
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
@@ -128,8 +129,25 @@ def load_model(path: str | Path | Checkpoint, dtype: str = DTYPE, attention: str
 
 
 def load_processor(path: str | Path | Checkpoint) -> Any:
-    """The checkpoint's processor: tokenizer, image processor, chat template. Raises CheckpointError without one."""
-    return _read(AutoProcessor, Checkpoint.open(path).base, "processor")
+    """The checkpoint's processor: tokenizer, image processor, chat template. Raises CheckpointError without one that
+    can process a prompt."""
+    folder = Checkpoint.open(path).base
+    processor: Any = _read(AutoProcessor, folder, "processor")
+    parts = [{"type": "image", "image": "a"}, {"type": "text", "text": "a"}]
+    file, what = "chat_template.jinja", "chat template"
+    try:  # the libraries read neither file to its end before it is used
+        processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True)
+        file, what = "processor_config.json", "image processor"
+        pixels = processor.image_processor(images=[Image.new("RGB", (64, 64))], return_tensors="pt")["pixel_values"]
+        if not pixels.isfinite().all():
+            raise ValueError("it makes NaN or infinite pixels")
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise CheckpointError(
+            f"{folder}: its {what} cannot be used ({type(error).__name__}: {error}); restore {file}"
+        ) from error
+    return processor
 
 
 def read_config(path: str | Path | Checkpoint) -> Any:
@@ -172,7 +190,11 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -
 def _read(source: Any, path: str | Path, what: str) -> Any:
     try:
         return source.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except ImportError:
+        raise
+    except Exception as error:  # of a damaged file, the libraries raise anything
+        if is_out_of_memory(error):
+            raise
         raise CheckpointError(f"{path}: its {what} cannot be read ({error}); restore the checkpoint's files") from error
 
 

@@ -26,6 +26,7 @@ import torch
 
 from coordexp.checkpoints.calibration import Calibration
 from coordexp.coords import CoordVocab
+from coordexp.errors import broken_logits
 from coordexp.records import NUM_BINS, ParsedRollout, Rollout, RolloutRequest
 from coordexp.sharding import forward_passes, missing_calls, smallest_prompt
 
@@ -44,19 +45,21 @@ class ObjectScore:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenScorer:
-    """Scores answers with a model that is in this process. ``calibration``: of confidences; None leaves them raw."""
+    """Scores answers with a model that is in this process. ``calibration``: of confidences; None leaves them raw.
+    ``trains``: whether a run is training the model."""
 
     model: Any
     vocab: CoordVocab
     image_token_id: int
     calibration: Calibration | None = None
+    trains: bool = False
 
     @torch.no_grad()
     def score(
         self, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout], parsed: Sequence[ParsedRollout]
     ) -> list[tuple[ObjectScore, ...]]:
         """The scores of each answer, one per object. The model keeps its train or eval mode. A collective call if the
-        model is sharded."""
+        model is sharded. Raises CheckpointError or, for a model in training, TrainingDiverged if it computes NaN."""
         missing = missing_calls(self.model, sum(len(one.objects) > 0 for one in parsed))
         was_training = self.model.training
         self.model.eval()
@@ -89,6 +92,8 @@ class TokenScorer:
             use_cache=False,
         ).logits[0]
         log_all_N = torch.logsumexp(logits_NV.float(), dim=-1)
+        if not bool(log_all_N.isfinite().all()):
+            raise broken_logits(self.model.name_or_path, int(self.trains))
         # Log probability of the token at a position; for a coordinate, of its near and of its wide neighbourhood.
         near: dict[int, float] = {}
         wide: dict[int, float] = {}

@@ -25,6 +25,7 @@ from transformers import (
 
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.coords import CoordVocab
+from coordexp.errors import CoordExpError, broken_logits
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.allowed_labels import START, AllowedLabels, NextTokens, ScanState, rows_by_state
 from coordexp.rollouts.answer_state import AnswerGrammar
@@ -36,7 +37,7 @@ from coordexp.rollouts.backend import (
     collect_in_order,
     response_tokens,
 )
-from coordexp.rollouts.hf_drafting import DraftedAnswer, DraftedDecoding
+from coordexp.rollouts.hf_drafting import DraftedAnswer, DraftedDecoding, are_broken
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 from coordexp.sharding import forward_passes, missing_calls, smallest_prompt
 from coordexp.transfer import send
@@ -223,12 +224,10 @@ class HFBackend:
         if (settings := self._guard) is not None:
             new_guard = partial(RepeatGuard, settings, self._key_reader)
             guard = RepetitionStopProcessor(new_guard, vocab.eos_id, longest, options.num_beams)
-        processors = self._processors(prompt, seeds, guard)
+        processors = [SoundPrompt(len(vocab), self._broken), *self._processors(prompt, seeds, guard)]
         if on_ended is not None and options.num_beams == 1:
             processors.append(FinishedCallback(vocab.eos_id, longest, on_ended))
-        arguments: dict[str, Any] = {"repetition_penalty": penalty}
-        if processors:
-            arguments["logits_processor"] = processors
+        arguments: dict[str, Any] = {"repetition_penalty": penalty, "logits_processor": processors}
         # Checkpoints may have more embedding rows than the tokenizer has tokens; their ids decode to nothing.
         if unknown := range(len(vocab), self._model.config.text_config.vocab_size):
             arguments["suppress_tokens"] = list(unknown)
@@ -256,7 +255,11 @@ class HFBackend:
         def stopped(row: int, response: Sequence[int]) -> bool:
             return answers[row].repeats
 
-        return {"custom_generate": DraftedDecoding(answers, rows, len(vocab), self._pad_id, on_ended)}, stopped
+        decoding = DraftedDecoding(answers, rows, len(vocab), self._pad_id, self._broken, on_ended)
+        return {"custom_generate": decoding}, stopped
+
+    def _broken(self) -> CoordExpError:
+        return broken_logits(self._model.name_or_path, self._version)
 
     @property
     def batch_size(self) -> int:
@@ -319,6 +322,22 @@ def sampling_processors(
     if options.top_p < 1.0:
         processors.append(TopPLogitsWarper(options.top_p))
     return [*processors, PerSequenceSampler(seeds, device)]
+
+
+class SoundPrompt(LogitsProcessor):
+    """Changes no score: raises ``error`` if the logits after the prompts are broken. The host waits for it once, not at
+    every token. ``known``: number of the tokenizer's tokens."""
+
+    def __init__(self, known: int, error: Callable[[], CoordExpError]) -> None:
+        self._known = known
+        self._error = error
+        self._looked = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not self._looked and are_broken(scores[:, : self._known]):
+            raise self._error()
+        self._looked = True
+        return scores
 
 
 class FinishedCallback(LogitsProcessor):

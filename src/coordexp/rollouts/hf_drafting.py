@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
+from coordexp.errors import CoordExpError
 from coordexp.rollouts.answer_state import AnswerState
 from coordexp.rollouts.repeat_guard import RepeatGuard
 from coordexp.sharding import any_rank_continues
@@ -27,6 +28,13 @@ MOST_DRAFTED = 32  # tokens of one answer
 # Positions of a pass, of all answers: their logits take 0.3 GB in float32 with Qwen's vocabulary.
 MOST_POSITIONS = 512
 _SPARE = 128  # columns by which the cache grows
+
+
+def are_broken(logits_V: torch.Tensor) -> bool:
+    """Whether logits (…, V) are NaN, infinite or, after an overflow within the model, all the same. The host waits."""
+    lowest, highest = logits_V.aminmax(dim=-1)  # NaN in both, if there is one
+    width = highest.float() - lowest.float()
+    return not bool(((width > 0) & width.isfinite()).all())
 
 
 class DraftedAnswer:
@@ -94,8 +102,9 @@ class DraftedDecoding:
 
     ``generate`` prepares the prompts' pass; of its processors and stopping criteria none is used. ``prompt_rows``: each
     answer's prompt, so several answers share one. ``known``: number of the tokenizer's tokens; rows of the head beyond
-    are never chosen. ``on_ended`` is called with the number of ended answers whenever it grows. If FSDP shards the
-    model, all ranks must call it, and make equally many passes; without answers one only takes part in the others'.
+    are never chosen. ``broken``: the error for broken logits. ``on_ended`` is called with the number of
+    ended answers whenever it grows. If FSDP shards the model, all ranks must call it, and make equally many passes;
+    without answers one only takes part in the others'.
     """
 
     def __init__(
@@ -104,9 +113,11 @@ class DraftedDecoding:
         prompt_rows: Sequence[int],
         known: int,
         pad_id: int,
+        broken: Callable[[], CoordExpError],
         on_ended: Callable[[int], None] | None = None,
     ) -> None:
         self._answers = answers
+        self._broken = broken
         self._prompt_rows = list(prompt_rows)
         self._known = known
         self._pad_id = pad_id
@@ -139,6 +150,8 @@ class DraftedDecoding:
         first_B = positions_3BS.amax((0, 2))[self._prompt_rows] + 1
         logits_BTV = outputs.logits[self._prompt_rows]
         num_prompt, device, running = visible_BS.shape[1], visible_BS.device, list(self._answers)
+        if are_broken(logits_BTV[..., : self._known]):
+            raise self._broken()
         while True:
             logits_BTV[..., self._known :] = -torch.inf
             for answer, logits_TV, best in zip(running, logits_BTV, logits_BTV.argmax(-1).tolist(), strict=True):

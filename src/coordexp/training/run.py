@@ -254,7 +254,7 @@ def build_trainer(
         rollout_matching_cfg=rollout_contract(config),
         callbacks=[*(one() for one in get_reporting_integration_callbacks(args.report_to)), *callbacks],
         measured=detection if detection.enabled else None,
-        scorer=TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id) if with_scores else None,
+        scorer=TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id, trains=True) if with_scores else None,
         keep_checkpoints=training.save_total_limit,
     )
     progress = RichProgress(console, description)

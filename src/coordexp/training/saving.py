@@ -61,7 +61,8 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
             write_atomically(_rank_file(folder, "log_line"), json.dumps(run.sums.state_dict()))
         # Saving shards is collective, so a rank that failed inside could not report its error to the others here.
         with nullcontext() if run.shards else distributed.raise_on_all_ranks(f"saving to {folder}"):
-            save_model(run, folder, writes=args.should_save)
+            if args.save_only_model or not run.saves_shards:
+                save_model(run, folder, writes=args.should_save)
             if not args.save_only_model:
                 _save_optimizer(run, folder, args)
                 torch.save(random_states(), folder / _random_file())
@@ -103,16 +104,13 @@ def save_final_model(run: RunState, folder: Path, *, writes: bool, last_saved: s
 
 @phase("saving", "saving the model")
 def save_model(run: RunState, folder: Path, *, writes: bool) -> None:
-    """The model, or its adapter, with its processor and card. A collective call if the model is sharded.
+    """The model, or its adapter, with its processor and card. A collective call if the model is sharded: the rank that
+    writes gathers it in main memory.
 
-    ``writes``: whether this rank writes. If the model is sharded, every rank contributes its part.
+    ``writes``: whether this rank writes.
     """
     state_dict = None
-    if run.is_fsdp:
-        if "FULL_STATE_DICT" not in str(run.accelerator.state.fsdp_plugin.state_dict_type):
-            return  # shards are written with the optimizer's
-        state_dict = run.accelerator.get_state_dict(run.model)
-    elif run.is_deepspeed:
+    if run.shards:
         state_dict = run.accelerator.get_state_dict(run.model)
     if not writes:
         return

@@ -47,6 +47,11 @@ class RunState:
         return getattr(self.accelerator.state, "fsdp_plugin", None) is not None
 
     @property
+    def saves_shards(self) -> bool:
+        """Whether a checkpoint's weights are the shards that are saved with the optimizer's, and nothing else."""
+        return self.is_fsdp and "SHARDED_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
+
+    @property
     def is_deepspeed(self) -> bool:
         """Whether the model is a DeepSpeed engine."""
         return getattr(self.accelerator.state, "deepspeed_plugin", None) is not None

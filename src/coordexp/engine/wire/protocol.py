@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jinja2
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -320,7 +321,10 @@ class PromptBuilder:
             raise RequestRefused(
                 400, "a message contains a lone surrogate, which is not a valid character; send valid Unicode"
             )
-        text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            raise RequestRefused(400, f"the model's chat template refuses the messages ({error})") from error
         if not request.images:
             return {"prompt": text}
         return {"prompt": text, "multi_modal_data": {"image": [open_image(image) for image in request.images]}}
