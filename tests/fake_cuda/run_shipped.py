@@ -80,7 +80,7 @@ def overrides(row: Row, output_dir: Path) -> dict[str, Any]:
         "training.metric_for_best_model": None,
         "training.packing_min_fill_ratio": 0.01,
         "global_max_length": 512,
-        "rollout_matching.max_new_tokens": 12,
+        "rollout_matching.max_new_tokens": 18,
         "rollout_matching.decode_batch_size": 2,
         **row.changes,
     }
