@@ -20,6 +20,7 @@ import yaml
 
 from coordexp.errors import DataError
 
+OWN_MARK = "written by CoordExp"  # in the first or the last kilobyte of single files that options name
 LFS_MARK = b"version https://git-lfs"
 LFS_POINTER = "a pointer of Git LFS without the file itself; run git lfs pull"
 
@@ -45,6 +46,14 @@ def read_bytes(path: Path) -> bytes:
     if data.startswith(LFS_MARK):
         raise DataError(f"is {LFS_POINTER}", path=path)
     return data
+
+
+def is_own(path: Path) -> bool:
+    """Whether a file bears our mark, so that a command may replace it without a question. Raises DataError."""
+    with open_file(path) as file:
+        head = file.read(1024)
+        file.seek(max(0, path.stat().st_size - 1024))
+        return OWN_MARK.encode() in head + file.read()
 
 
 def is_lfs_pointer(path: Path) -> bool:

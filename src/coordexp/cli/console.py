@@ -15,6 +15,7 @@ import typer
 
 from coordexp.errors import CheckpointError, ConfigError, CoordExpError, DataError
 from coordexp.printable import printable
+from coordexp.reading import is_own
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -144,11 +145,18 @@ def check_inputs(
     return opened, records
 
 
+def written_file(path: Path | None) -> Path | None:
+    """Callback of an option that names one file to write: raise ConfigError if it is another's file."""
+    if path is not None and path.exists() and (path.is_dir() or not is_own(path)):
+        raise ConfigError(f"{path}: is there already, and no command of CoordExp wrote it; name another file")
+    return path
+
+
 def picture(path: Path | None) -> Path | None:
-    """Callback of an option: raise ConfigError for a picture that cannot be written, before the work that it shows."""
+    """As :func:`written_file`, for a picture."""
     if path is not None and path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
         raise ConfigError(f"{path}: a picture ends in .png, .jpg or .webp")
-    return path
+    return written_file(path)
 
 
 def say(console: Console, text: str) -> None:

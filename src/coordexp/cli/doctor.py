@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordexp.cli.console import check_checkpoint, open_console, say, vocabulary_of
+from coordexp.cli.console import check_checkpoint, open_console, say, vocabulary_of, written_file
 
 if TYPE_CHECKING:
     from coordexp.doctor import Row
@@ -33,7 +33,9 @@ def doctor(
     only: Annotated[
         list[str] | None, typer.Option(help="A section (exactness …) or a check (engine …); may be repeated. [all]")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", callback=written_file, help="Write the rows as JSON.")
+    ] = None,
     keep: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep models, configurations and logs in this folder.")
     ] = None,
@@ -100,7 +102,8 @@ def doctor(
 def _write(file: Path, rows: Sequence[Row], seconds: float) -> None:
     from coordexp import __version__
     from coordexp.data.files import write_atomically
+    from coordexp.reading import OWN_MARK
 
-    content = {"coordexp": __version__, "seconds": seconds, "rows": [asdict(row) for row in rows]}
+    content = {"file": OWN_MARK, "coordexp": __version__, "seconds": seconds, "rows": [asdict(row) for row in rows]}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(content, indent=2) + "\n")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli.console import counting, echo, no_bars_in_log_files, open_console, say, vocabulary_of
+from coordexp.cli.console import counting, echo, no_bars_in_log_files, open_console, say, vocabulary_of, written_file
 from coordexp.cli.run import separate_config, split_words
 
 
@@ -22,7 +22,7 @@ def view(
             "next to the first.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The HTML file.")] = Path("view.html"),
+    out: Annotated[Path, typer.Option(callback=written_file, help="The HTML file.")] = Path("view.html"),
     model: Annotated[
         Path | None, typer.Option(help="Checkpoint whose tokenizer wrote the answers [the run's own].")
     ] = None,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path, PurePosixPath
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import ExifTags, Image, ImageDraw, ImageFont
 
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.images import IMAGE_SUFFIXES, JPEG_SUFFIXES, open_rgb, rgb_of
@@ -17,6 +17,7 @@ from coordexp.evaluation.detection import ignored_predictions, match_answer, mat
 from coordexp.geometry import aabb, pixel_ring
 from coordexp.parsing import parse_rollout
 from coordexp.printable import printable
+from coordexp.reading import OWN_MARK
 from coordexp.records import NUM_BINS, GTObject, ImageRecord, PredictedObject
 
 _Point = tuple[float, float]
@@ -194,7 +195,13 @@ def draw_comparison(
             sheet.paste(panel, (column * width, top))
         top += height
     path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path, compress_level=_COMPRESSION)
+    _save(sheet, path)
+
+
+def _save(sheet: Image.Image, path: Path) -> None:
+    marked = Image.Exif()
+    marked[ExifTags.Base.Software] = OWN_MARK
+    sheet.save(path, compress_level=_COMPRESSION, exif=marked)
 
 
 def _panel(answer: ImageAnswer, coloured: Sequence[tuple[GTObject | Detection, str]]) -> Image.Image:
@@ -274,5 +281,5 @@ def draw_contact_sheet(
             draw.text((column * _TILE + 4, top + height - _CAPTION), caption, fill="white", font=font)
         top += height
     path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path, compress_level=_COMPRESSION)
+    _save(sheet, path)
     return path

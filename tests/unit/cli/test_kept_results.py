@@ -134,3 +134,27 @@ def test_another_prompt_on_purpose_is_used(tmp_path: Path, trained: Path, model:
     assert with_own_template(configured(tmp_path, model, template__prompt="Hello")).template.prompt == "Hello"
     with pytest.raises(ConfigError, match=r"template\.prompt"):
         with_own_template(configured(tmp_path, model, template__prompt="Hello"), trained)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
+def test_a_sheet_replaces_only_a_sheet(tmp_path: Path, capsys: Capture, model: Path, data: Path, suffix: str) -> None:
+    photo, sheet = data.parent / "images" / "000000.png", tmp_path / f"sheet{suffix}"
+    before = photo.read_bytes()
+    refused = run_cli(capsys, "data", "check", data, "--model", model, "--sheet", photo)
+    assert refused.code == 2 and "000000.png: is there already" in refused.err and photo.read_bytes() == before
+    for _ in range(2):
+        assert run_cli(capsys, "data", "check", data, "--model", model, "--sheet", sheet).code == 0
+
+
+def test_a_page_replaces_only_a_page(tmp_path: Path, capsys: Capture) -> None:
+    answers, page = tmp_path / "predictions.jsonl", tmp_path / "view.html"
+    write_answers(random_answers(2, 0), answers)
+    notes = tmp_path / "notes.html"
+    notes.write_text("<p>mine</p>", encoding="utf-8")
+    for other in (answers, notes, tmp_path):
+        before = None if other.is_dir() else other.read_bytes()
+        refused = run_cli(capsys, "view", answers, "--out", other)
+        assert refused.code == 2 and "no command of CoordExp wrote it" in refused.err
+        assert other.is_dir() or other.read_bytes() == before
+    for _ in range(2):
+        assert run_cli(capsys, "view", answers, "--out", page).code == 0
