@@ -11,7 +11,8 @@ from coordexp.evaluation.compare import changed_rates
 
 
 class RunLedger:
-    """Compares each evaluation of a run with its first one, whose answers are a file in the run's folder."""
+    """Compares each evaluation of a run with its first one, whose answers are a file in the run's folder. Each rank
+    compares for itself, and the first writes the file: a collective call would wait for a rank that fails."""
 
     def __init__(self, folder: Path, on_note: Callable[[str], None]) -> None:
         self._path = folder / FIRST_EVALUATION
@@ -19,10 +20,7 @@ class RunLedger:
         self._first: Sequence[ImageAnswer] | None = None
 
     def rates(self, answers: Sequence[ImageAnswer], *, is_first: bool) -> dict[str, float]:
-        """The shares of :func:`changed_rates`; none for the first evaluation. A collective call: rank 0 compares."""
-        return distributed.gather_json(self._rates(answers, is_first) if distributed.is_main() else {})[0]
-
-    def _rates(self, answers: Sequence[ImageAnswer], is_first: bool) -> dict[str, float]:
+        """The shares of :func:`changed_rates`; none for the first evaluation."""
         if self._first is None and not is_first:  # a resumed run
             self._first = read_answers(self._path) if self._path.is_file() else None
             if self._first is None or _images(self._first) != _images(answers):
@@ -33,7 +31,8 @@ class RunLedger:
                 )
         if self._first is None:
             self._first = answers
-            write_answers(answers, self._path)
+            if distributed.is_main():
+                write_answers(answers, self._path)
             return {}
         return changed_rates(self._first, answers)
 
