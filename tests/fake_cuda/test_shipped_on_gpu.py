@@ -37,7 +37,7 @@ WAITS = {
     },
     "answers": {
         "coordexp/rollouts/hf.py _generate_batch": "once a batch: its answers",
-        "coordexp/rollouts/hf.py __call__": "once a batch: whether the prompts' logits are finite",
+        "coordexp/rollouts/hf_drafting.py are_broken": "once a batch: whether the logits after the prompts are sound",
         "coordexp/rollouts/hf_drafting.py _decode": "once a pass: the most likely tokens, and whether they are finite",
         "transformers/generation/utils.py _prepare_special_tokens": "once a batch",
         "transformers/generation/utils.py generate": "once a batch",
