@@ -103,6 +103,6 @@ def test_yaml_aliases_that_expand_to_millions_of_values_are_refused(tmp_path: Pa
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]" for k in range(1, 9)]
     (tmp_path / "bomb.yaml").write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match=r"bomb\.yaml: .*100,000") as refused:
+    with pytest.raises(ConfigError, match=r"bomb\.yaml:6: .*100,000") as refused:
         load_config(tmp_path / "bomb.yaml")
     assert len(str(refused.value)) < 1000
