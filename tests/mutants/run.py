@@ -1,6 +1,6 @@
 """Check that the tests notice each change of ``mutations.yaml``: apply one at a time and run the tests of its module.
 
-    python tests/mutants/run.py [--only parsing] [--text TEXT] [--json FILE] [--timeout 300] [--list-stale]
+    python tests/mutants/run.py [--only parsing …] [--text TEXT] [--json FILE] [--timeout 300] [--list-stale]
 
 Changes are applied to a copy of ``src``. Libraries are imported once; each change gets a forked process that has not
 imported this project. ``--json`` is written after every change. A later run keeps each verdict if the source file and
@@ -94,7 +94,9 @@ def read_mutations(path: Path = LIST) -> list[Mutation]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--only", default="", help="only changes of files with this text in their path")
+    flags.add_argument(
+        "--only", nargs="+", default=[""], help="only changes of files with one of these texts in their path"
+    )
     flags.add_argument("--text", default="", help="only changes with this text in what they replace or write")
     flags.add_argument("--json", type=Path, default=None, help="file of the verdicts, read and written")
     flags.add_argument(
@@ -103,7 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("--list-stale", action="store_true", help="list stale entries, run no test")
     options = flags.parse_args(argv)
     listed = read_mutations()
-    mutations = [one for one in listed if options.only in one.file and options.text in one.old + one.new]
+    mutations = [
+        one for one in listed if any(text in one.file for text in options.only) and options.text in one.old + one.new
+    ]
     stale = {one: why for one in mutations if (why := one.stale()) is not None}
     for one, why in stale.items():
         print(f"stale: {one.name} ({why})", flush=True)
