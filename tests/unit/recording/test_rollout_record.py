@@ -159,5 +159,5 @@ def test_a_folder_is_read_rank_by_rank(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="rollouts_rank"):
         read_records(tmp_path / "empty")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="not readable: No such file"):
         read_records(tmp_path / "missing.jsonl")
