@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -219,6 +220,11 @@ def _terms(annotations: Path | None, classes: Path | None, predictions: Path) ->
     return replace(terms, classes=listed)
 
 
+def _check_used(option: str, given: bool, form: str, users: Sequence[str]) -> None:
+    if given and form not in users:
+        raise ConfigError(f"{option} has no use here; it belongs to {' and '.join(users)}")
+
+
 # The keys of coordexp.evaluation.export.FORMATS.
 Format = Literal["coco", "yolo", "yolo-obb", "voc", "labelme", "csv", "dota"]
 
@@ -273,15 +279,10 @@ def export(
     )
 
     yolo = ("yolo", "yolo-obb")
-    given = {
-        "--annotations": (annotations, ("coco",)),
-        "--classes": (classes, (*yolo, "coco")),
-        "--scores": (scores or None, yolo),
-        "--fractions": (fractions or None, ("voc",)),
-    }
-    for option, (value, users) in given.items():
-        if value is not None and form not in users:
-            raise ConfigError(f"{option} has no use here; it belongs to {' and '.join(users)}")
+    _check_used("--annotations", annotations is not None, form, ("coco",))
+    _check_used("--classes", classes is not None, form, (*yolo, "coco"))
+    _check_used("--scores", scores, form, yolo)
+    _check_used("--fractions", fractions, form, ("voc",))
     if link and not (images or form in yolo):
         raise ConfigError("--link has no use here; it belongs to --images")
     terms = _terms(annotations, classes, predictions)
