@@ -146,7 +146,8 @@ def check_inputs(
 
 
 def written_file(path: Path | None) -> Path | None:
-    """Callback of an option that names one file to write: raise ConfigError if it is another's file."""
+    """The path of one file to write, as an option names it: raise ConfigError if no command of ours wrote the file that
+    is there."""
     if path is not None and path.exists() and (path.is_dir() or not is_own(path)):
         raise ConfigError(f"{path}: is there already, and no command of CoordExp wrote it; name another file")
     return path

@@ -22,7 +22,7 @@ def view(
             "next to the first.",
         ),
     ],
-    out: Annotated[Path, typer.Option(callback=written_file, help="The HTML file.")] = Path("view.html"),
+    out: Annotated[Path, typer.Option(help="The HTML file.")] = Path("view.html"),
     model: Annotated[
         Path | None, typer.Option(help="Checkpoint whose tokenizer wrote the answers [the run's own].")
     ] = None,
@@ -61,6 +61,7 @@ def view(
             echo(f"serving on http://{address!s}:{taken}/ until Ctrl-C")
             server.serve_forever()
         return
+    written_file(out)  # not for --serve, which writes none
     data = collected()
     with counting("embedding images") as progress:
         page = render(data, image_side, progress)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers.optimization import GreedyLR
 from transformers.trainer_optimizer import is_optimizer_factory
 from transformers.trainer_pt_utils import get_parameter_names
 from transformers.trainer_utils import SchedulerType
+from transformers.training_args import OptimizerNames
 
 from coordexp import distributed
 from coordexp.checkpoints.folder import Part, part_of
@@ -143,8 +145,14 @@ def check_optimizer(training: TrainingConfig) -> None:
     arguments = training.optim_args.replace(" ", "").split(",")
 
     def taken(given: Sequence[str]) -> Mapping[str, Any]:
-        args = TrainingArguments(
-            output_dir=".", optim=training.optim, optim_args=",".join(given) or None, use_cpu=True, report_to="none"
+        # Not TrainingArguments, which set the device of the whole process.
+        args: Any = SimpleNamespace(
+            optim=OptimizerNames(training.optim),
+            optim_args=",".join(given) or None,
+            learning_rate=training.learning_rate,
+            adam_beta1=training.adam_beta1,
+            adam_beta2=training.adam_beta2,
+            adam_epsilon=training.adam_epsilon,
         )
         optimizer_class, found = Trainer.get_optimizer_cls_and_kwargs(args)
         optimizer_class([torch.nn.Parameter(torch.zeros(1))], **found)

@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from coordexp.checkpoints.card import card_of_run, write_card
 from coordexp.checkpoints.template import with_own_template
+from coordexp.cli.commands import app
 from coordexp.config import RunConfig, load_config
 from coordexp.data.preparation import NO_RESIZE
 from coordexp.data.scenes import SPARSE, write_scenes
@@ -158,3 +160,21 @@ def test_a_page_replaces_only_a_page(tmp_path: Path, capsys: Capture) -> None:
         assert other.is_dir() or other.read_bytes() == before
     for _ in range(2):
         assert run_cli(capsys, "view", answers, "--out", page).code == 0
+
+
+def test_a_served_page_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from coordexp.viewer import serve
+
+    class Served(Exception):
+        pass
+
+    def make_server(*_: object) -> None:
+        raise Served
+
+    answers = tmp_path / "predictions.jsonl"
+    write_answers(random_answers(2, 0), answers)
+    (tmp_path / "view.html").write_text("<p>mine</p>", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(serve, "make_server", make_server)
+    outcome = CliRunner().invoke(app, ["view", str(answers), "--serve"])
+    assert isinstance(outcome.exception, Served)

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from coordexp.config import ConfigError, RunConfig, advice, check_world_size, parse_config, resolved_rollout
-from coordexp.config.environment import LOGGERS, OPTIMIZERS, SCHEDULES, check_training_environment
+from coordexp.config.environment import (
+    LOGGERS,
+    OPTIMIZERS,
+    SCHEDULES,
+    SCHEDULES_BY_METRIC,
+    SCHEDULES_WITH_ARGUMENTS,
+    check_training_environment,
+)
 from support.config_samples import drop_key, module, pipeline, set_key, stage1, stage2, two_channel
 
 RM = "rollout_matching"
@@ -312,6 +319,19 @@ def test_known_names_are_those_of_transformers() -> None:
     assert sorted(OPTIMIZERS) == sorted(str(one.value) for one in OptimizerNames)
     assert sorted(SCHEDULES) == sorted(str(one.value) for one in SchedulerType)
     assert sorted(LOGGERS) == sorted(INTEGRATION_TO_CALLBACK)
+
+
+def test_schedules_that_need_arguments_are_those_of_transformers() -> None:
+    from coordexp.training.optimizer import check_schedule
+
+    refused = []
+    for name in SCHEDULES:
+        training = parse_config(stage1()).training.model_copy(update={"lr_scheduler_type": name})
+        try:
+            check_schedule(training)
+        except ConfigError:
+            refused.append(name)
+    assert sorted({*refused, *SCHEDULES_BY_METRIC}) == sorted({*SCHEDULES_WITH_ARGUMENTS, *SCHEDULES_BY_METRIC})
 
 
 @pytest.mark.parametrize(
