@@ -80,8 +80,9 @@ check: setup
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/test_import_layers.py
 
-# Whether tests notice each change of tests/mutants/mutations.yaml, in a copy of src. About an hour; stop it and start it again as you like.
-MUTANTS_ARGS ?= --json outputs/mutants.json
+# Whether tests notice each change of tests/mutants/mutations.yaml, in a copy of src. Verdicts are kept in
+# tests/mutants/verdicts.json while source and tests are the same: stop it and start it again as you like.
+MUTANTS_ARGS ?= --jobs 2
 mutants: setup
 	$(BIN)/python tests/mutants/run.py $(MUTANTS_ARGS)
 

@@ -1,23 +1,26 @@
 """Check that the tests notice each change of ``mutations.yaml``: apply one at a time and run the tests of its module.
 
-    python tests/mutants/run.py [--only parsing …] [--text TEXT] [--json FILE] [--timeout 300] [--list-stale]
+    python tests/mutants/run.py [--jobs 2] [--only parsing …] [--text TEXT] [--again] [--timeout 300] [--list-stale]
 
 Changes are applied to a copy of ``src``. Libraries are imported once; each change gets a forked process that has not
-imported this project. ``--json`` is written after every change. A later run keeps each verdict if the source file and
-the tests are still the same, so a run can be stopped and continued.
+imported this project. The first failing test ends it, and must pass without the change. ``verdicts.json`` is written
+after every change: a later run keeps each verdict if the source file and the tests are still the same (``--again``
+keeps none), and tries first what killed a change of the same file before. So a run can be stopped and continued.
 
 Verdicts: ``killed`` (a test failed), ``survived`` (no test failed), ``equivalent`` (the list gives the reason why no
-test can fail), ``stale`` (the text is not exactly once in the file, or a test file is missing), ``unsound`` (the tests
-fail without the change too). The exit code is 1 if any change survived, is stale or is unsound.
+test can fail), ``stale`` (the text is not exactly once in the file, or a test file is missing), ``unsound`` (the test
+fails without the change too). The exit code is 1 if any change survived, is stale or is unsound.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
 import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -25,9 +28,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("mutations.yaml")
+VERDICT_FILE = Path(__file__).with_name("verdicts.json")
 # Libraries that the tests import, imported once for all changes.
 LIBRARIES = (
     "pytest", "hypothesis", "numpy", "scipy.optimize", "pycocotools.mask", "PIL.Image", "yaml", "pydantic",
@@ -46,6 +49,7 @@ LIBRARIES = (
 )  # fmt: skip
 ASSETS = ("configs", "checkpoints")  # coordexp.data.files looks for them next to src
 POLL_S = 0.05
+MOST_KILLERS = 4
 # pytest's collection of garbage after the tests takes longer than most of them.
 PYTEST_ARGS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "--hypothesis-seed=0")
 GOOD = ("killed", "equivalent")
@@ -84,6 +88,16 @@ class Mutation:
         return digest.hexdigest()[:16]
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``by`` is the test that failed ("" if time ran out); ``fingerprint`` that of its mutation at that time."""
+
+    verdict: str
+    fingerprint: str = ""
+    by: str = ""
+    seconds: float = 0.0
+
+
 def read_mutations(path: Path = LIST) -> list[Mutation]:
     return [
         Mutation(group["file"], one["old"], one["new"], tuple(group["tests"]), one.get("equivalent", ""))
@@ -98,15 +112,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only", nargs="+", default=[""], help="only changes of files with one of these texts in their path"
     )
     flags.add_argument("--text", default="", help="only changes with this text in what they replace or write")
-    flags.add_argument("--json", type=Path, default=None, help="file of the verdicts, read and written")
+    flags.add_argument("--jobs", type=int, default=1, help="processes [1]")
+    flags.add_argument("--again", action="store_true", help="keep no verdict of an earlier run")
     flags.add_argument(
         "--timeout", type=float, default=300.0, help="seconds after which a change counts as killed [300]"
     )
     flags.add_argument("--list-stale", action="store_true", help="list stale entries, run no test")
     options = flags.parse_args(argv)
-    listed = read_mutations()
     mutations = [
-        one for one in listed if any(text in one.file for text in options.only) and options.text in one.old + one.new
+        one
+        for one in read_mutations()
+        if any(text in one.file for text in options.only) and options.text in one.old + one.new
     ]
     stale = {one: why for one in mutations if (why := one.stale()) is not None}
     for one, why in stale.items():
@@ -114,38 +130,73 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.list_stale:
         print(f"{len(stale)} of {len(mutations)} entries of {LIST.name} are stale")
         return int(bool(stale))
-    verdicts = _kept_verdicts(options.json, listed)
-    sound: dict[tuple[str, ...], bool] = {}
+    before = _read_verdicts()
+    verdicts = {one: Verdict("stale") for one in stale} | {
+        one: Verdict("equivalent") for one in mutations if one.equivalent and one not in stale
+    }
+    for one in mutations:
+        known = before.get(one.name)
+        if one not in verdicts and known is not None and known.verdict == "killed" and not options.again:
+            if known.fingerprint == one.fingerprint():
+                verdicts[one] = known
+    _record(verdicts)
+    left = [one for one in mutations if one not in verdicts]
+    print(f"{len(mutations)} changes, {len(left)} to run", flush=True)
+    if left:
+        _run(left, options.jobs, options.timeout)
+    after = _read_verdicts()
+    results = [(one, after[one.name].verdict) for one in mutations]
+    for one, verdict in results:
+        if verdict not in GOOD:
+            print(f"{verdict}: {one.name}")
+    counts = Counter(verdict for _, verdict in results)
+    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS))
+    return int(any(counts[verdict] for verdict in VERDICTS if verdict not in GOOD))
+
+
+def _run(mutations: Sequence[Mutation], jobs: int, timeout_s: float) -> None:
+    """Every change, file by file; each job has its own copy of ``src``."""
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    files = list(dict.fromkeys(one.file for one in mutations))
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    for file in [*files, *[None] * jobs]:
+        queue.put(file)
+    workers = [context.Process(target=_work, args=(queue, mutations, timeout_s)) for _ in range(jobs)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if any(worker.exitcode for worker in workers):
+        raise SystemExit("a job ended with an error; start again to go on")
+
+
+def _work(queue: Any, mutations: Sequence[Mutation], timeout_s: float) -> None:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ASSETS:
             (Path(folder) / name).symlink_to(ROOT / name)
         _prepare(Path(folder))
-        for number, one in enumerate(mutations, start=1):
-            started = time.monotonic()
-            if one in stale:
-                verdict = "stale"
-            elif one.equivalent:
-                verdict = "equivalent"
-            else:
-                verdict = verdicts.get(one) or _try(one, source, options.timeout, sound)
-            verdicts[one] = verdict
-            seconds = time.monotonic() - started
-            print(f"{number:3}/{len(mutations)} {verdict:10} {seconds:5.1f} s  {one.name}", flush=True)
-            if options.json is not None:
-                _write(options.json, listed, verdicts)
-    for one in mutations:
-        if verdicts[one] not in GOOD:
-            print(f"{verdicts[one]}: {one.name}")
-    counts = Counter(verdicts[one] for one in mutations)
-    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS))
-    return int(any(counts[verdict] for verdict in VERDICTS if verdict not in GOOD))
+        sound: dict[str, bool] = {}
+        while (file := queue.get()) is not None:
+            killers = _killers(file)
+            for one in [one for one in mutations if one.file == file]:
+                verdict = _try(one, source, timeout_s, killers, sound)
+                if verdict.by and verdict.verdict == "killed":
+                    killers = [verdict.by, *[test for test in killers if test != verdict.by]]
+                _record({one: verdict})
+                print(f"{verdict.verdict:10} {verdict.seconds:5.1f} s  {one.name}", flush=True)
+
+
+def _killers(file: str) -> list[str]:
+    """Tests that killed changes of this file in an earlier run, the most frequent first."""
+    rows = [row for name, row in _read_verdicts().items() if name.startswith(f"{file}: ") and row.by]
+    return [test for test, _ in Counter(row.by for row in rows).most_common() if (ROOT / test.split("::")[0]).is_file()]
 
 
 def _prepare(folder: Path) -> None:
-    for name in LIBRARIES:
-        importlib.import_module(name)
     from hypothesis import Phase, settings
 
     # The first counterexample is enough: shrinking it would take minutes.
@@ -165,21 +216,45 @@ def _prepare(folder: Path) -> None:
     gc.freeze()  # keep the garbage collector of each process off the libraries' objects
 
 
-def _try(one: Mutation, source: Path, timeout_s: float, sound: dict[tuple[str, ...], bool]) -> str:
-    if one.tests not in sound:  # tests that fail anyway would count every change as killed
-        sound[one.tests] = _tests_pass(one.tests, timeout_s)
-    if not sound[one.tests]:
-        return "unsound"
+def _try(one: Mutation, source: Path, timeout_s: float, killers: Sequence[str], sound: dict[str, bool]) -> Verdict:
+    started = time.monotonic()
     path = source / Path(one.file).relative_to("src")
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(one.old, one.new), encoding="utf-8")
     try:
-        return "survived" if _tests_pass(one.tests, timeout_s) else "killed"
+        # Killers first, a few: each costs the start of its module where it does not fail.
+        first = [test for test in killers if test.split("::")[0] in one.tests][:MOST_KILLERS]
+        failed = (_first_failure(first, timeout_s) if first else None) or None
+        if failed is None:
+            failed = _first_failure(one.tests, timeout_s)
     finally:
         path.write_text(text, encoding="utf-8")
+    verdict = "survived"
+    if failed is not None:  # what fails anyway would count every change as killed
+        checked = (failed,) if failed else one.tests
+        key = " ".join(checked)
+        if key not in sound:
+            sound[key] = _first_failure(checked, timeout_s) is None
+        verdict = "killed" if sound[key] else "unsound"
+    return Verdict(verdict, one.fingerprint(), failed or "", round(time.monotonic() - started, 1))
 
 
-def _tests_pass(tests: Sequence[str], timeout_s: float) -> bool:
+class _FirstFailure:
+    """A pytest plugin that writes the first failed test, or the file that could not be collected, to a pipe."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            os.write(self.descriptor, f"{report.nodeid}\n".encode())
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+def _first_failure(tests: Sequence[str], timeout_s: float) -> str | None:
+    """The first of ``tests`` that fails, "" if they are not done in time, None if all pass."""
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.setsid()  # so that processes started by the tests end with it
@@ -189,45 +264,46 @@ def _tests_pass(tests: Sequence[str], timeout_s: float) -> bool:
         pytest = importlib.import_module("pytest")
         code = 1
         try:
-            code = pytest.main([*PYTEST_ARGS, *tests])
+            code = pytest.main([*PYTEST_ARGS, *tests], plugins=[_FirstFailure(writer)])
         finally:
             os._exit(int(code))
+    os.close(writer)
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    code = None
+    while code is None and time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            return os.waitstatus_to_exitcode(status) == 0
-        time.sleep(POLL_S)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
+            code = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(POLL_S)
+    try:
+        os.killpg(child, signal.SIGKILL)  # also whatever the tests have left
+    except ProcessLookupError:
+        pass
+    if code is None:
+        os.waitpid(child, 0)
+    os.set_blocking(reader, False)
+    with open(reader, encoding="utf-8") as pipe:
+        first = (pipe.read() or "").partition("\n")[0]
+    return None if code == 0 else first
 
 
-def _kept_verdicts(path: Path | None, listed: Sequence[Mutation]) -> dict[Mutation, str]:
-    if path is None or not path.exists():
+def _read_verdicts() -> dict[str, Verdict]:
+    if not VERDICT_FILE.exists():
         return {}
-    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["mutations"]
-    killed = {
-        (f"{row['file']}: {row['old']} -> {row['new']}", row.get("fingerprint"))
-        for row in rows
-        if row["verdict"] == "killed"
-    }
-    return {one: "killed" for one in listed if not one.stale() and (one.name, one.fingerprint()) in killed}
+    rows: list[dict[str, Any]] = json.loads(VERDICT_FILE.read_text(encoding="utf-8"))
+    return {row.pop("mutation"): Verdict(**row) for row in rows}
 
 
-def _write(path: Path, mutations: Sequence[Mutation], verdicts: dict[Mutation, str]) -> None:
-    rows = [
-        {"file": one.file, "old": one.old, "new": one.new, "verdict": verdicts[one]}
-        | ({"why": one.equivalent} if one.equivalent else {})
-        | ({"fingerprint": one.fingerprint()} if verdicts[one] == "killed" else {})
-        for one in mutations
-        if one in verdicts
-    ]
-    document = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "mutations": rows}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".new")  # replaced at once, so that a run killed here loses nothing
-    fresh.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    fresh.replace(path)
+def _record(verdicts: Mapping[Mutation, Verdict]) -> None:
+    """Add to the file of verdicts, in the order of the list; jobs take turns."""
+    with LIST.open(encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = _read_verdicts() | {one.name: verdict for one, verdict in verdicts.items()}
+        rows = [{"mutation": one.name, **asdict(known[one.name])} for one in read_mutations() if one.name in known]
+        fresh = VERDICT_FILE.with_suffix(".new")  # replaced at once, so that a run killed here loses nothing
+        fresh.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        fresh.replace(VERDICT_FILE)
 
 
 if __name__ == "__main__":
