@@ -22,6 +22,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -29,6 +30,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,9 @@ LIBRARIES = (
 )  # fmt: skip
 ASSETS = ("configs", "checkpoints")  # coordexp.data.files looks for them next to src
 POLL_S = 0.05
+PASSED = (0, 4)  # 4: pytest knows no such test, which an earlier run named
 MOST_KILLERS = 4
+MOST_BYTES = 12 << 30
 # pytest's collection of garbage after the tests takes longer than most of them.
 PYTEST_ARGS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "--hypothesis-seed=0")
 GOOD = ("killed", "equivalent")
@@ -136,9 +140,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for one in mutations:
         known = before.get(one.name)
-        if one not in verdicts and known is not None and known.verdict == "killed" and not options.again:
-            if known.fingerprint == one.fingerprint():
-                verdicts[one] = known
+        if one in verdicts or known is None or options.again:
+            continue
+        if known.verdict == "killed" and known.fingerprint == one.fingerprint():
+            verdicts[one] = known
     _record(verdicts)
     left = [one for one in mutations if one not in verdicts]
     print(f"{len(mutations)} changes, {len(left)} to run", flush=True)
@@ -224,7 +229,7 @@ def _try(one: Mutation, source: Path, timeout_s: float, killers: Sequence[str], 
     try:
         # Killers first, a few: each costs the start of its module where it does not fail.
         first = [test for test in killers if test.split("::")[0] in one.tests][:MOST_KILLERS]
-        failed = (_first_failure(first, timeout_s) if first else None) or None
+        failed = _first_failure(first, timeout_s) if first else None
         if failed is None:
             failed = _first_failure(one.tests, timeout_s)
     finally:
@@ -258,6 +263,7 @@ def _first_failure(tests: Sequence[str], timeout_s: float) -> str | None:
     child = os.fork()
     if child == 0:
         os.setsid()  # so that processes started by the tests end with it
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))  # a loop without end may fill a list
         quiet = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(quiet, descriptor)
@@ -276,16 +282,14 @@ def _first_failure(tests: Sequence[str], timeout_s: float) -> str | None:
             code = os.waitstatus_to_exitcode(status)
         else:
             time.sleep(POLL_S)
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # also whatever the tests have left
-    except ProcessLookupError:
-        pass
     if code is None:
         os.waitpid(child, 0)
     os.set_blocking(reader, False)
     with open(reader, encoding="utf-8") as pipe:
         first = (pipe.read() or "").partition("\n")[0]
-    return None if code == 0 else first
+    return None if code in PASSED else first
 
 
 def _read_verdicts() -> dict[str, Verdict]:
