@@ -16,7 +16,7 @@ LAYERS: dict[str, float] = {
     name: number
     for number, names in {
         -1: "errors",
-        0: "addresses out_of_memory printable reading",
+        0: "addresses heavy_imports out_of_memory printable reading",
         1: "records background distributed cpu_wheels transport",
         2: "config geometry coords sharding transfer",
         3: "data parsing matching packing rollouts",
@@ -53,6 +53,7 @@ TORCH_FREE = [
         "records",
         "errors",
         "reading",
+        "heavy_imports",
         "out_of_memory",
         "background",
         "distributed",

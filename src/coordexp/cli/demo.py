@@ -24,6 +24,7 @@ from coordexp.cli.console import no_bars_in_log_files
 from coordexp.config import RunConfig, load_config
 from coordexp.data.files import asset
 from coordexp.errors import RunFinished
+from coordexp.heavy_imports import heavy_imports
 
 START = "checkpoints/demo-incomplete"
 COMPLETION_THRESHOLD = 0.3  # least confidence of an added object
@@ -63,10 +64,12 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
     from coordexp.evaluation.drawing import draw_comparison
     from coordexp.evaluation.summary import COUNTS_ONLY, figures_table, summarise
     from coordexp.inference.prediction import answer_jsonl
-    from coordexp.modeling.load import load_vocab
-    from coordexp.training.run import run_training
     from coordexp.viewer.collect import collect
     from coordexp.viewer.render import render
+
+    with heavy_imports():
+        from coordexp.modeling.load import load_vocab
+        from coordexp.training.run import run_training
 
     no_bars_in_log_files(nor_on_terminals=True)  # a dozen models are loaded and saved
     size = size or DemoSize()

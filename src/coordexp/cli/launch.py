@@ -11,6 +11,7 @@ import typer
 from coordexp.cli.console import echo, open_console, say
 from coordexp.cli.run import Arguments, ConfigFile, Print, print_config
 from coordexp.errors import ConfigError
+from coordexp.heavy_imports import heavy_imports
 
 
 def launch(
@@ -61,7 +62,9 @@ def launch(
     from coordexp.engine.wire.engine_process import num_gpus
     from coordexp.launch.plan import look_over
     from coordexp.launch.supervisor import run_plan
-    from coordexp.training.run import check_run
+
+    with heavy_imports():
+        from coordexp.training.run import check_run
 
     def trainers_checks(learners: int) -> object:
         # Without devices its process sees no GPU, unlike this one. Devices that are missing are reported already.

@@ -13,6 +13,7 @@ from coordexp import distributed
 from coordexp.cli.console import check_checkpoint, check_inputs, echo, no_bars_in_log_files, open_console, say
 from coordexp.cli.usage import App
 from coordexp.errors import CheckpointError, ConfigError
+from coordexp.heavy_imports import heavy_imports
 
 if TYPE_CHECKING:
     from coordexp.config import RunConfig
@@ -97,7 +98,8 @@ def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = F
         datasets = [(file.path, custom.train_sample_limit) for file in custom.train_jsonl]
         model, records = check_inputs(run.model.model, [*datasets, (custom.val_jsonl, custom.val_sample_limit)])
     start = decide_start(run, records, model)
-    from coordexp.training.run import run_training
+    with heavy_imports():
+        from coordexp.training.run import run_training
 
     no_bars_in_log_files()
     run_training(start.config, console, run.custom.trainer_variant or "stage 1", config, given, start=start)

@@ -21,6 +21,7 @@ from coordexp.config.resolved import AnswerConfig, EvaluationConfig
 from coordexp.config.schema import TrainingConfig
 from coordexp.config.source import Document, apply_arguments
 from coordexp.errors import CheckpointError, ConfigError, DataError
+from coordexp.heavy_imports import heavy_imports
 from coordexp.out_of_memory import phase
 
 if TYPE_CHECKING:
@@ -246,7 +247,8 @@ class InferenceSession:
 def checked_model(config: AnswerConfig, model: str | Path | None) -> Path:
     """The checkpoint, ``model.model`` for None, checked before its weights are loaded. Raises CheckpointError,
     VocabError or ConfigError if it has no tokenizer of ours, or cannot have such lengths."""
-    from coordexp.modeling.load import load_vocab
+    with heavy_imports():
+        from coordexp.modeling.load import load_vocab
 
     checkpoint = Checkpoint.open(model or config.model.model)
     load_vocab(checkpoint)
@@ -260,17 +262,18 @@ def open_session(
 ) -> Iterator[InferenceSession]:
     """Load ``model`` on ``device`` (None: this rank's), start its backend, and close it at the end. ``classes``: the
     only descriptions that answers may contain; empty for any."""
-    import torch
-    from accelerate import PartialState
+    with heavy_imports():
+        import torch
+        from accelerate import PartialState
 
-    from coordexp.checkpoints.memory import advising
-    from coordexp.data.images import open_rgb
-    from coordexp.modeling.inputs import PromptEncoder
-    from coordexp.modeling.load import load_model
-    from coordexp.modeling.scores import TokenScorer
-    from coordexp.modeling.weights import LearnerWeights
-    from coordexp.rollouts import build_backend, rollout_session
-    from coordexp.rollouts.learner import LearnerParts
+        from coordexp.checkpoints.memory import advising
+        from coordexp.data.images import open_rgb
+        from coordexp.modeling.inputs import PromptEncoder
+        from coordexp.modeling.load import load_model
+        from coordexp.modeling.scores import TokenScorer
+        from coordexp.modeling.weights import LearnerWeights
+        from coordexp.rollouts import build_backend, rollout_session
+        from coordexp.rollouts.learner import LearnerParts
 
     distributed.join(use_cpu=config.use_cpu)
     state = PartialState(cpu=config.use_cpu)

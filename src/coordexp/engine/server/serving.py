@@ -22,6 +22,7 @@ from coordexp.engine.wire.arguments import ENABLE, activated_config, activation_
 from coordexp.engine.wire.engine_process import DIE_WITH_PARENT, complete_environment, set_engine_owner
 from coordexp.engine.wire.protocol import MAX_IMAGE_PIXELS, PromptBuilder
 from coordexp.errors import RolloutError, require
+from coordexp.heavy_imports import heavy_imports
 
 if TYPE_CHECKING:
     from coordexp.engine.server.app import RolloutServer
@@ -58,10 +59,11 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
     # Nothing else handles signals while the engine starts. SystemExit runs the clean-up that ends it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, _: sys.exit(128 + signum))
-    from coordexp.checkpoints.folder import Checkpoint
-    from coordexp.engine.server.app import RolloutServer
-    from coordexp.engine.server.served_engine import ServedEngine
-    from coordexp.modeling.load import load_processor
+    with heavy_imports():
+        from coordexp.checkpoints.folder import Checkpoint
+        from coordexp.engine.server.app import RolloutServer
+        from coordexp.engine.server.served_engine import ServedEngine
+        from coordexp.modeling.load import load_processor
 
     checkpoint = Checkpoint.open(options.model)
     options = replace(options, model=checkpoint.base)  # adapters come with the trainer's first push

@@ -50,6 +50,7 @@ from coordexp.engine.wire.engine_process import (
 )
 from coordexp.engine.wire.starting import announced_start
 from coordexp.errors import AlignmentError, DataError, RolloutError, require
+from coordexp.heavy_imports import heavy_imports
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import (
     DecodingOptions,
@@ -226,8 +227,9 @@ class InProcessEngine:
 
 
 def _start(arguments: Mapping[str, Any]) -> Any:
-    from vllm import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
+    with heavy_imports():
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
 
     return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
