@@ -24,8 +24,12 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-SHIPPED = ("test_interruptions.py", "test_servers.py::test_three_servers_answer_one_trainer")
-ALL = [str(HERE), *(f"{HERE.parent / 'as_shipped'}/{name}" for name in SHIPPED)]
+ELSEWHERE = (
+    "as_shipped/test_interruptions.py",
+    "as_shipped/test_servers.py::test_three_servers_answer_one_trainer",
+    "integration/test_launch_swift.py::test_a_server_without_the_guard_fails_before_training",
+)
+ALL = [str(HERE), *(f"{HERE.parent}/{name}" for name in ELSEWHERE)]
 AS_PROMISED = "as promised"
 
 

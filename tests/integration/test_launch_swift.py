@@ -127,7 +127,7 @@ def dropped_processor(folder: Path, plan: LaunchPlan) -> LaunchPlan:
     ("broken", "message"),
     [
         (missing_plugin, "no_such_plugin"),
-        (dropped_processor, "--external_plugins"),
+        pytest.param(dropped_processor, "--external_plugins", marks=pytest.mark.campaign),
     ],
 )
 def test_a_server_without_the_guard_fails_before_training(tmp_path: Path, broken: Any, message: str) -> None:
