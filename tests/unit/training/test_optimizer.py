@@ -272,7 +272,11 @@ def test_one_step_changes_each_part_by_its_own_rate(tmp_path: Path) -> None:
     start = weights(load_tiny().model)
     same = weights(train(run_config(tmp_path, 1, "same", **SGD)).model)
     keys = {"training__vit_lr": 0.0, "training__aligner_lr": 0.02}
-    own = weights(train(run_config(tmp_path, 1, "own", **SGD, **keys)).model)
+    trained = train(run_config(tmp_path, 1, "own", **SGD, **keys))
+    assert [line["learning_rate"] for line in trained.state.log_history if "learning_rate" in line] == [0.01], (
+        "the language model's rate is logged"
+    )
+    own = weights(trained.model)
     factor = {"vit": 0.0, "aligner": 2.0, "llm": 1.0}
     moved: dict[str, float] = dict.fromkeys(factor, 0.0)
     for name, value in start.items():
