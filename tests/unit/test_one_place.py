@@ -19,8 +19,9 @@ SOURCE = ROOT / "src" / "coordexp"
 @dataclass(frozen=True)
 class Place:
     """``calls``: only ``modules`` may make them: ``name``, ``.method``, ``object.method``, with the argument if it
-    is text. ``rooms``: where the rule holds; elsewhere these calls are about something else. ``besides``: modules whose
-    calls are not about the question, and why."""
+    is text; or ``.name or``, the choice between an attribute and something else. ``rooms``: where the rule holds;
+    elsewhere these calls are about something else. ``besides``: modules whose calls are not about the question, and
+    why."""
 
     question: str
     modules: tuple[str, ...]
@@ -73,7 +74,7 @@ PLACES = (
     Place(
         "Which number has a class?",
         ("data/class_list.py",),
-        ("ClassNumbers", "distinct_descs"),
+        ("ClassNumbers", "distinct_descs", "class_list", ".classes or"),
         ("data/", "evaluation/", "inference/", "cli/", "modeling/", "training/"),
     ),
     Place(
@@ -104,8 +105,11 @@ PLACES = (
 
 
 def calls(code: str) -> Iterator[tuple[int, str]]:
-    """(line, call) in all spellings of :attr:`Place.calls`."""
+    """(line, call or choice) in all spellings of :attr:`Place.calls`."""
     for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.IfExp) or (isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or)):
+            options = (node.body, node.orelse) if isinstance(node, ast.IfExp) else node.values
+            yield from ((node.lineno, f".{one.attr} or") for one in options if isinstance(one, ast.Attribute))
         if not isinstance(node, ast.Call):
             continue
         spellings = []
@@ -157,6 +161,10 @@ def test_a_question_is_answered_in_its_place_only(place: Place) -> None:
         ("data/images.py", "Image.open(path)", 0),
         ("modeling/quantise.py", "write(Card(schema_version=1), folder)", 1),
         ("evaluation/new.py", "numbers = ClassNumbers({'cat': 1}, 2)", 1),
+        ("inference/new.py", "listed = read_card(path).classes or tuple(allowed)", 1),
+        ("inference/new.py", "listed = self.classes if classes is None else tuple(classes)", 1),
+        ("cli/new.py", "listed = class_list(read_jsonl(path)) if is_dataset(path) else class_list_of(path)", 1),
+        ("cli/new.py", "new = sorted(labels.difference(card.classes)) if card.classes else []", 0),
         ("evaluation/new.py", "ap = COCOeval(truth, found, 'bbox')", 1),
         ("cli/new.py", "check_start(config, newest_checkpoint(config))", 2),
         ("cli/new.py", "typer.echo(name); print(name)", 2),

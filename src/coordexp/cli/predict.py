@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from coordexp.config.resolved import AnswerConfig
-    from coordexp.evaluation.export import UsersTerms
     from coordexp.inference.prediction import PredictionResult
 
 ModelOption = Annotated[Path | None, typer.Option(help="Checkpoint to use instead of model.model.")]
@@ -204,22 +203,6 @@ def _new_folder(path: Path) -> Path:
     return folder
 
 
-def _terms(annotations: Path | None, classes: Path | None, predictions: Path) -> UsersTerms:
-    # The user's numbers, else the class list of the dataset, or of the checkpoint that answered.
-    from coordexp.data.class_list import class_list
-    from coordexp.data.jsonl import read_jsonl
-    from coordexp.evaluation.answers import class_list_of
-    from coordexp.evaluation.export import is_dataset, read_terms
-
-    if annotations is not None and classes is not None:
-        raise ConfigError("--annotations has class numbers too; leave out --classes")
-    terms = read_terms(annotations, classes)
-    if terms.names is not None or terms.classes:
-        return terms
-    listed = class_list(read_jsonl(predictions)) if is_dataset(predictions) else class_list_of(predictions)
-    return replace(terms, classes=listed)
-
-
 def _check_used(option: str, given: bool, form: str, users: Sequence[str]) -> None:
     if given and form not in users:
         raise ConfigError(f"{option} has no use here; it belongs to {' and '.join(users)}")
@@ -266,8 +249,9 @@ def export(
 
     Coordinates are in pixels of the original images, scores are confidences if the predictions have them.
     """
+    from coordexp.data.class_list import choose_list
     from coordexp.data.jsonl import read_jsonl
-    from coordexp.evaluation.answers import read_answers
+    from coordexp.evaluation.answers import class_list_of, read_answers
     from coordexp.evaluation.confidence import at_least, scored_at_least
     from coordexp.evaluation.export import (
         FORMATS,
@@ -276,6 +260,7 @@ def export(
         dataset_answers,
         is_dataset,
         place_images,
+        read_terms,
     )
 
     yolo = ("yolo", "yolo-obb")
@@ -285,15 +270,13 @@ def export(
     _check_used("--fractions", fractions, form, ("voc",))
     if link and not (images or form in yolo):
         raise ConfigError("--link has no use here; it belongs to --images")
-    terms = _terms(annotations, classes, predictions)
+    terms = read_terms(annotations, classes)
     of_dataset = is_dataset(predictions)
-    if of_dataset:
-        records = list(read_jsonl(predictions))
-        answers = dataset_answers(records, annotations=form == "coco")
-        completed = completed_objects(records)
-    else:
-        completed = {}
-        answers = read_answers(predictions)
+    records = read_jsonl(predictions) if of_dataset else []
+    answers = dataset_answers(records, annotations=form == "coco") if of_dataset else read_answers(predictions)
+    completed = completed_objects(records)
+    kept = () if of_dataset else class_list_of(predictions)
+    terms = replace(terms, classes=choose_list(terms.classes, checkpoint=kept, records=records))
     if not overwrite:
         refuse_filled(out, "or add --overwrite")
     console = open_console()

@@ -1,7 +1,6 @@
-"""Which number a class has: its position in a class list.
+"""Which number a class has: its position in the class list that :func:`choose_list` chooses.
 
-The list is that of the checkpoint's card, or of the dataset, or the user's own; never that of the names which some
-images happen to contain. All names outside of it share the next number, :data:`OTHER_NAMES`.
+All names outside of the list share the next number, :data:`OTHER_NAMES`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordexp.data.joined import distinct_descs
+from coordexp.data.jsonl import clean_desc, read_jsonl
 from coordexp.errors import ConfigError, DataError
 from coordexp.reading import read_text, read_yaml
 from coordexp.records import ImageRecord
@@ -20,6 +20,8 @@ from coordexp.records import ImageRecord
 MOST = 10_000  # more distinct descriptions are free text, not classes
 OTHER_NAMES = "(not in the class list)"
 _SHOWN = 8
+ClassList = Sequence[str] | Mapping[str, int]
+"""Names in the order of their numbers; a mapping has the user's own numbers, which may have gaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +32,10 @@ class ClassNumbers:
     other: int
 
     @classmethod
-    def of_list(cls, names: Iterable[str], first: int) -> ClassNumbers:
-        """Numbers by position, from ``first``: 0 for YOLO and ``supervision``, 1 for COCO."""
-        listed = {name: number for number, name in enumerate(names, start=first)}
-        return cls(listed, first + len(listed))
-
-    @classmethod
-    def given(cls, listed: Mapping[str, int], first: int) -> ClassNumbers:
-        """Numbers from a user's file, which may have gaps."""
+    def of(cls, classes: ClassList, first: int) -> ClassNumbers:
+        """The numbers of a mapping, or positions from ``first``: 0 for YOLO and ``supervision``, 1 for COCO."""
+        positions = {name: number for number, name in enumerate(classes, start=first)}
+        listed = classes if isinstance(classes, Mapping) else positions
         return cls(listed, max([first - 1, *listed.values()]) + 1)
 
     def __getitem__(self, name: str) -> int:
@@ -62,20 +60,56 @@ class ClassNumbers:
         )
 
 
-def read_class_list(path: Path) -> dict[str, int]:
-    """The names of a file with their numbers, by :func:`names_of_yaml` (a ``data.yaml``) or :func:`names_of_lines`.
-    Raises DataError for a file that cannot be read, has no name, or a name twice."""
-    wanted = "expected class names, one a line, or names of a data.yaml"
-    is_yaml = path.suffix.lower() in (".yaml", ".yml")
-    by_number = names_of_yaml(read_yaml(path), path) if is_yaml else names_of_lines(read_text(path))
+def choose_list(
+    users: ClassList | None = None,
+    *,
+    checkpoint: Sequence[str] = (),
+    allowed: Sequence[str] = (),
+    records: Sequence[ImageRecord] = (),
+) -> ClassList:
+    """The list by which classes are numbered, empty if there is none. In order of precedence:
+
+    1. ``users``, the user's own list: DataError if it is a text or has no name, which is not the same as no list.
+    2. ``checkpoint``: the list on the card of the checkpoint that answered; saved predictions keep it.
+    3. ``allowed``: the allowed labels of the answers of a checkpoint without a list.
+    4. ``records``: the :func:`class_list` of a dataset that is exported itself, or that a checkpoint is trained on.
+
+    Never the names that some answers happen to contain: then the next folder would have other numbers.
+    """
+    if users is None:
+        return checkpoint or allowed or class_list(records)
+    if isinstance(users, str) or not len(users):
+        raise DataError(f"the class list is {users!r}; give a list of names, or leave it out")
+    return users
+
+
+def read_class_list(path: Path) -> ClassList:
+    """The list in a user's file: the names in the annotations of a JSONL in alphabetical order, those of a
+    ``data.yaml`` (:func:`names_of_yaml`), or one a line (:func:`names_of_lines`). Raises DataError for a file that
+    cannot be read, has no name, or a name twice."""
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
+        by_number = dict(enumerate(sorted(distinct_descs(read_jsonl(path)))))
+    else:
+        is_yaml = suffix in (".yaml", ".yml")
+        by_number = names_of_yaml(read_yaml(path), path) if is_yaml else names_of_lines(read_text(path))
     if not by_number:
-        raise DataError(f"has no name; {wanted}", path=path)
+        raise DataError("has no name; expected class names, one a line, names of a data.yaml, or a dataset", path=path)
     numbers: dict[str, int] = {}
-    for number, name in by_number.items():
+    for number, name in sorted((number, as_written(name)) for number, name in by_number.items()):
         if name in numbers:
             raise DataError(f"{name!r} is name {numbers[name]} and name {number}; remove one", path=path)
         numbers[name] = number
-    return numbers
+    return numbers if [*numbers.values()] != [*range(len(numbers))] else tuple(numbers)
+
+
+def as_written(name: str) -> str:
+    """A name as datasets contain it and models write it (:func:`~coordexp.data.jsonl.clean_desc`); one that they must
+    not write is returned as it is."""
+    try:
+        return clean_desc(name)
+    except ValueError:
+        return name
 
 
 def names_of_lines(text: str) -> dict[int, str]:

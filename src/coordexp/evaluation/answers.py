@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from coordexp import distributed
+from coordexp.checkpoints.card import read_card
 from coordexp.coords import CoordVocab
 from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.data.files import whole_file
@@ -252,13 +253,7 @@ def from_line(text: str | bytes, *, path: Path | None = None, line: int | None =
 def read_answers(path: str | Path) -> list[ImageAnswer]:
     """All answers of a file, or of the ``predictions.jsonl`` in a folder. Raises DataError for no such file, an empty
     one, or a line that is not an answer; with its number."""
-    path = Path(path)
-    if path.is_dir():
-        candidates = (path / PREDICTIONS, path / "evaluation" / PREDICTIONS)
-        file = next((file for file in candidates if file.is_file()), None)
-        if file is None:
-            raise DataError(f"has no {PREDICTIONS}; write one with: coordexp predict, or coordexp evaluate", path=path)
-        path = file
+    path = _file_of(Path(path))
     answers = [from_line(text, path=path, line=number) for number, text in read_lines(path)]
     if not answers:
         raise DataError("has no predictions", path=path)
@@ -268,15 +263,27 @@ def read_answers(path: str | Path) -> list[ImageAnswer]:
     return answers
 
 
+def _file_of(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    candidates = (path / PREDICTIONS, path / "evaluation" / PREDICTIONS)
+    file = next((file for file in candidates if file.is_file()), None)
+    if file is None:
+        raise DataError(f"has no {PREDICTIONS}; write one with: coordexp predict, or coordexp evaluate", path=path)
+    return file
+
+
 def class_list_of(predictions: Path) -> tuple[str, ...]:
-    """The class list of the checkpoint that made saved predictions, from the file next to them; empty without one."""
-    folder = predictions if predictions.is_dir() else predictions.parent
-    files = [place / name for place in (folder, folder / "evaluation") for name in (SETTINGS, METRICS)]
-    file = next((one for one in files if one.is_file() and one.with_name(PREDICTIONS).is_file()), None)
-    content = {} if file is None else read_json(file)
-    listed = content.get(CLASS_LIST) or () if isinstance(content, dict) else None
-    if not isinstance(listed, list | tuple) or not all(isinstance(one, str) for one in listed):
-        raise DataError(f"{CLASS_LIST} is not a list of names", path=file)
+    """The class list of the checkpoint that made the answers which :func:`read_answers` reads: the one that is kept
+    next to them, else that of the card next to them, as in the folder of a run; empty without any."""
+    file = _file_of(predictions)
+    kept = next((one for name in (SETTINGS, METRICS) if (one := file.with_name(name)).is_file()), None)
+    if kept is None:
+        return read_card(file.parent).classes
+    content = read_json(kept)
+    listed = content.get(CLASS_LIST, []) if isinstance(content, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+        raise DataError(f"{CLASS_LIST} is not a list of names", path=kept)
     return tuple(listed)
 
 

@@ -77,7 +77,7 @@ def to_coco(
     """
     if numbers is None:
         sources = [answer.pred if answer.gt is None else answer.gt for answer in answers]
-        numbers = ClassNumbers.of_list(sorted({obj.desc for objects in sources for obj in objects}), 1)
+        numbers = ClassNumbers.of(sorted({obj.desc for objects in sources for obj in objects}), 1)
     images, annotations, results = [], [], []
     for image_id, answer in zip(image_ids or range(1, len(answers) + 1), answers, strict=True):
         image = answer.users_image
@@ -127,7 +127,7 @@ def write_coco(
     :func:`to_coco`."""
     annotated = {obj.desc for answer in answers for obj in answer.gt or ()}
     listed = (*classes, *sorted(annotated.difference(classes)))
-    numbers = ClassNumbers.of_list(listed, 1) if classes else None
+    numbers = ClassNumbers.of(listed, 1) if classes else None
     boxes = to_coco(answers, "bbox", constant_score, numbers)
     contents: dict[str, object] = {"ground_truth": boxes.ground_truth, "results_bbox": boxes.results}
     if segm:

@@ -20,13 +20,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 from coordexp.checkpoints.card import read_card
-from coordexp.data.class_list import ClassNumbers, class_list, read_class_list
+from coordexp.data.class_list import ClassList, ClassNumbers, as_written, read_class_list
 from coordexp.data.convert.columns import FORMULA_STARTS
 from coordexp.data.find_images import match_names, with_slashes
 from coordexp.data.images import image_bytes, image_exists, open_rgb
-from coordexp.data.jsonl import read_jsonl
 from coordexp.data.polygons import smallest_rectangle
-from coordexp.errors import DataError
+from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage, original_image
 from coordexp.evaluation.coco import to_coco, with_scores
 from coordexp.geometry import pixel_box, pixel_ring
@@ -40,13 +39,11 @@ _COMPLETION = "completion"  # key of a record's metadata, which coordexp.inferen
 
 @dataclass(frozen=True, slots=True)
 class UsersTerms:
-    """Numbers from the user's own files: of names (None: without such a file), and of images by file name.
-    ``classes``: the class list of the checkpoint, by which names are numbered otherwise; empty if it has none.
-    ``notes``: about names that several entries of the file have."""
+    """The list that numbers classes (None or empty: the names that occur do), and numbers of images by file name.
+    ``notes``: about names that several entries of the user's file have."""
 
-    names: Mapping[str, int] | None = None
+    classes: ClassList | None = None
     images: Mapping[str, int] = field(default_factory=dict)
-    classes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -167,14 +164,10 @@ def safe_part(part: str) -> str:
 def _numbers(
     used: Sequence[str], terms: UsersTerms, first: int, what: str = "objects"
 ) -> tuple[ClassNumbers, list[str]]:
-    # By the user's file, else by the class list; without one by the names that occur here, with a note.
-    if terms.names is None and not terms.classes:
+    if not terms.classes:
         note = "there is no class list, so these numbers hold for these images alone; name a list with --classes"
-        return ClassNumbers.of_list(sorted(set(used)), first), [note] if used else []
-    if terms.names is not None:
-        numbers = ClassNumbers.given(terms.names, first)
-    else:
-        numbers = ClassNumbers.of_list(terms.classes, first)
+        return ClassNumbers.of(sorted(set(used)), first), [note] if used else []
+    numbers = ClassNumbers.of(terms.classes, first)
     note = numbers.note(used, what)
     return numbers, [*terms.notes, *([] if note is None else [note])]
 
@@ -447,28 +440,25 @@ def _by_name(entries: Iterable[Mapping[str, Any]], key: str, what: str) -> tuple
 
 
 def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
-    """Numbers of a COCO file's categories and images; or a class list: names, one a line, those of a ``data.yaml``, of
-    a dataset, or of a checkpoint's folder. Raises DataError or CheckpointError for a file without any."""
-    path = annotations or classes
-    if path is None:
-        return UsersTerms()
-    if path.is_dir():
-        listed = read_card(path).classes
+    """The ids of a COCO file's categories and images; or a class list, of a file (:func:`read_class_list`) or of a
+    checkpoint's folder. Raises ConfigError for both, DataError or CheckpointError for a file without any."""
+    if annotations is not None and classes is not None:
+        raise ConfigError("--annotations has class numbers too; leave out --classes")
+    if classes is not None and classes.is_dir():
+        listed = read_card(classes).classes
         if not listed:
-            raise DataError("the checkpoint has no class list; name a file with one", path=path)
-        return UsersTerms(classes=listed)
-    if path.suffix == ".jsonl":
-        return UsersTerms(classes=class_list(read_jsonl(path)))
-    if annotations is not None:
-        content = read_json(path)
-        try:
-            names, joined = _by_name(content["categories"], "name", "categories")
-            images, listed_twice = _by_name(content["images"], "file_name", "images")
-            return UsersTerms(names, images, notes=(*joined, *listed_twice))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            wanted = "COCO annotations with images and categories"
-            raise DataError(f"cannot be read: {error!r}; expected {wanted}", path=path) from error
-    ids = read_class_list(path)
-    in_order = sorted(ids, key=lambda name: ids[name])
-    is_list = [ids[name] for name in in_order] == list(range(len(ids)))
-    return UsersTerms(classes=tuple(in_order)) if is_list else UsersTerms(ids)
+            raise DataError("the checkpoint has no class list; name a file with one", path=classes)
+        return UsersTerms(listed)
+    if annotations is None:
+        return UsersTerms(None if classes is None else read_class_list(classes))
+    content = read_json(annotations)
+    try:
+        categories = [{**entry, "name": as_written(str(entry["name"]))} for entry in content["categories"]]
+        names, joined = _by_name(categories, "name", "categories")
+        images, listed_twice = _by_name(content["images"], "file_name", "images")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        wanted = "COCO annotations with images and categories"
+        raise DataError(f"cannot be read: {error!r}; expected {wanted}", path=annotations) from error
+    if not names:
+        raise DataError("has no categories, whose ids numbers follow; add them, or leave it out", path=annotations)
+    return UsersTerms(names, images, (*joined, *listed_twice))

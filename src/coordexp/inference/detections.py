@@ -14,7 +14,7 @@ from typing import Any, overload
 import numpy as np
 from PIL import Image
 
-from coordexp.data.class_list import ClassNumbers
+from coordexp.data.class_list import ClassList, ClassNumbers, choose_list
 from coordexp.data.images import open_rgb
 from coordexp.errors import DataError, require
 from coordexp.evaluation.answers import ImageAnswer
@@ -182,18 +182,18 @@ class Detections:
         Raises:
             DataError: neither the checkpoint nor the caller gives a class list.
         """
-        if category_ids is None and not self.classes and self.objects:
-            raise DataError(
-                "the checkpoint has no class list, so category ids would differ by image; give category_ids={…}"
-            )
-        numbers = ClassNumbers.of_list(self.classes, 1)
-        if category_ids is not None:
-            numbers = ClassNumbers.given(category_ids, 1)
+        numbers = self._numbers(category_ids, 1, "category_ids={…}")
         results = to_coco([with_scores(self.answer)], None, None, numbers, [image_id]).results
         for result, name in zip(results, self.names, strict=True):
             result["category_name"] = name
             del result["area"]
         return results
+
+    def _numbers(self, users: ClassList | None, first: int, option: str) -> ClassNumbers:
+        listed = choose_list(users, checkpoint=self.classes)
+        if not listed and self.objects:
+            raise DataError(f"the checkpoint has no class list, so class ids would differ by image; give {option}")
+        return ClassNumbers.of(listed, first)
 
     def to_supervision(self, classes: Sequence[str] | None = None, masks: bool | None = None) -> Any:
         """``supervision.Detections``: ``xyxy``, ``confidence`` (1 where nothing was scored), ``class_id``,
@@ -207,11 +207,8 @@ class Detections:
             DataError: neither the checkpoint nor the caller gives a class list.
             MissingDependency: the package supervision is not installed.
         """
-        listed = self.classes if classes is None else tuple(classes)
-        if not listed:
-            raise DataError("the checkpoint has no class list, so class ids would differ by image; give classes=[…]")
+        numbers = self._numbers(classes, 0, "classes=[…]")
         supervision = require("supervision", "Detections.to_supervision()")
-        numbers = ClassNumbers.of_list(listed, 0)
         masks_NHW = None
         if any(self.polygons) if masks is None else masks:
             from pycocotools import mask as coco_mask

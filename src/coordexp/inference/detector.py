@@ -13,6 +13,7 @@ from typing import Any, overload
 import numpy as np
 from PIL import Image
 
+from coordexp.data.class_list import choose_list
 from coordexp.data.dataset import Sample
 from coordexp.data.image_sources import as_path, find_images
 from coordexp.data.images import array_problem, open_rgb, rgb_of, shape_problem
@@ -108,7 +109,7 @@ class Detector:
             self._session: InferenceSession | None = self._open.enter_context(
                 open_session(config, Path(model), allowed, device)
             )
-        self.classes: tuple[str, ...] = self._session.classes or allowed
+        self.classes = tuple(choose_list(checkpoint=self._session.classes, allowed=allowed))
         """The names whose positions are class ids: those of the checkpoint's training data, or else allowed ones."""
 
     @overload
@@ -180,9 +181,10 @@ class Detector:
         session, tiling = self._session, None if tiles is None else Tiling.of(tiles, overlap)
         if prompt is not None:
             session = replace(session, encoder=replace(session.encoder, prompt=prompt))
+        allowed = () if classes is None else check_classes(classes, self._model)
         if classes is not None:
-            session = replace(session, backend=session.limited_to(check_classes(classes, self._model)))
-        names = self.classes or tuple(classes or ())
+            session = replace(session, backend=session.limited_to(allowed))
+        names = tuple(choose_list(checkpoint=self.classes, allowed=allowed))
         single = not isinstance(images, str | Path) and is_image(images)
         with tempfile.TemporaryDirectory(prefix="coordexp-") as folder:
             if isinstance(images, str | Path):

@@ -23,7 +23,7 @@ from coordexp.checkpoints.folder import checkpoint_fingerprint
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.resolved import AnswerConfig, EvaluationConfig
-from coordexp.data.class_list import check_known
+from coordexp.data.class_list import choose_list
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.files import append_line, write_atomically
@@ -122,11 +122,10 @@ def run_prediction(
     asked = records if tiling is None else tile_records(records, tiling)
     path = checked_model(config, model)
     card = read_card(path)
-    check_known(classes, card.classes, path)
     calibration = card.calibration if score == "token_probability" else None
     _note(console, images, asked, card.preparation)
     settings = _settings(config, path, sources, score, classes, card.preparation, calibration, answers, tiling)
-    listed = card.classes or tuple(classes)
+    listed = tuple(choose_list(checkpoint=card.classes, allowed=classes))
     settings[CLASS_LIST] = list(listed)
     distributed.join(use_cpu=config.use_cpu)
     with distributed.raise_on_all_ranks("coordexp predict"):
@@ -357,8 +356,7 @@ def run_evaluation(
         raise ConfigError("calibrate: a calibration is fitted to single answers; leave out answers")
     path, rename = Path(model or config.model.model), rename or Renaming()
     config = with_own_template(config, path)
-    listed = read_card(path).classes
-    check_known(classes, listed, path)
+    listed = tuple(choose_list(checkpoint=read_card(path).classes, allowed=classes))
     folder = output or evaluation_folder(config.training.output_dir, path)
     source = data or config.custom.val_jsonl
     about = {
@@ -399,7 +397,7 @@ def run_evaluation(
         note = f"{len(broken)} images cannot be decoded and were not answered; the figures are of the others"
         summary = replace(summary, notes=(*summary.notes, note))
     if distributed.is_main():
-        files += write_summary(folder, summary, merged, about, options, listed or tuple(classes))
+        files += write_summary(folder, summary, merged, about, options, listed)
     return EvaluationResult(summary, tuple(merged), jsonl, folder / METRICS, tuple(files), by_answers)
 
 

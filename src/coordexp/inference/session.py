@@ -157,28 +157,18 @@ def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence
 
 
 def read_classes(given: str | None, model: str | Path) -> tuple[str, ...]:
-    """The labels of ``--classes``: names between commas, a file of :func:`read_class_list`, or all labels of a JSONL;
-    empty for None. Raises ConfigError as :func:`check_classes`, or for no name; DataError for an unreadable file."""
+    """The labels of ``--classes``: names between commas, or a file of :func:`read_class_list`; empty for None. Raises
+    ConfigError as :func:`check_classes`, or for no name; DataError for an unreadable file or one without names."""
     if given is None:
         return ()
     path = Path(given)
-    if not path.is_file():
-        if path.suffix in (".txt", ".jsonl", ".yaml", ".yml"):
-            raise DataError("not found; --classes takes names between commas, a .txt, .jsonl or data.yaml", path=path)
-        return check_classes(given.split(","), model)
-    if path.suffix == ".jsonl":
-        from coordexp.data.jsonl import read_jsonl
-
-        lines = sorted({obj.desc for record in read_jsonl(path) for obj in record.objects})
-    else:
+    if path.is_file():
         from coordexp.data.class_list import read_class_list
 
-        numbers = read_class_list(path)
-        lines = sorted(numbers, key=numbers.__getitem__)
-    names = check_classes(lines, model)
-    if not names:
-        raise DataError("has no name; without --classes any is allowed", path=path)
-    return names
+        return check_classes(tuple(read_class_list(path)), model)
+    if path.suffix in (".txt", ".jsonl", ".yaml", ".yml"):
+        raise DataError("not found; --classes takes names between commas, a .txt, .jsonl or data.yaml", path=path)
+    return check_classes(given.split(","), model)
 
 
 def check_classes(names: Sequence[str], model: str | Path) -> tuple[str, ...]:

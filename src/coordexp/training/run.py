@@ -32,7 +32,7 @@ from coordexp.config.datasets import TrainFile
 from coordexp.config.environment import check_training_environment
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import TrainingConfig
-from coordexp.data.class_list import class_list
+from coordexp.data.class_list import choose_list
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.epochs import EpochPlan, describe_epoch, plan_epochs
@@ -314,7 +314,7 @@ def _tuned_model(run: CheckedRun, accelerator: Accelerator, console: Console) ->
     config = run.config
     with phase("start", "loading the model"):
         loaded = load_model(run.model, config.model.dtype, config.model.attn_implementation)
-    card = card_of_run(config, preparation_of(run.train), class_list(run.train))
+    card = card_of_run(config, preparation_of(run.train), tuple(choose_list(records=run.train)))
     if config.tuner.train_type == "lora":
         card = replace(card, base=fingerprint(Path(config.model.model), sealed=False))
     loaded = replace(loaded, card=card)

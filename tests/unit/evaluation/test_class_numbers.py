@@ -6,13 +6,22 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from PIL import Image
 
 from coordexp.checkpoints.card import UNTRAINED, read_card, write_card
-from coordexp.data.class_list import OTHER_NAMES, ClassNumbers, check_known, class_list, read_class_list
+from coordexp.data.class_list import (
+    OTHER_NAMES,
+    ClassList,
+    ClassNumbers,
+    check_known,
+    choose_list,
+    class_list,
+    read_class_list,
+)
 from coordexp.data.jsonl import write_jsonl
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import Detection, ImageAnswer, class_list_of, write_answers
@@ -129,6 +138,46 @@ def test_an_evaluation_keeps_the_list_for_its_files(tmp_path: Path, capsys: pyte
     assert class_list_of(tmp_path / "figures") == LIST
 
 
+def test_the_list_that_is_kept_next_to_the_answers_is_theirs(tmp_path: Path) -> None:
+    """A folder's own answers are read before those in its ``evaluation``, and so is their list; answers of a run's
+    evaluations, without any, have that of the run's card."""
+    run = saved(tmp_path / "run", "cow")
+    saved(run / "evaluation", "cow")
+    (run / "prediction.json").unlink()
+    assert class_list_of(run) == () and class_list_of(run / "evaluation") == LIST
+    write_card(replace(UNTRAINED, classes=("bee", "cow")), run)
+    (run / "predictions.jsonl").rename(run / "last_evaluation.jsonl")
+    assert class_list_of(run / "last_evaluation.jsonl") == ("bee", "cow") and class_list_of(run) == LIST
+    (run / "evaluation" / "prediction.json").write_text('{"class_list": "cow"}')
+    with pytest.raises(DataError, match="class_list is not a list of names"):
+        class_list_of(run)
+
+
+RECORDS = [ImageRecord("a", Path("a.png"), 50, 40, tuple(GTObject(name, "bbox_2d", BOX) for name in ("yak", "gnu")))]
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({"users": {"cow": 7}, "checkpoint": LIST, "allowed": ("bee",), "records": RECORDS}, {"cow": 7}),
+        ({"users": None, "checkpoint": LIST, "allowed": ("bee",), "records": RECORDS}, LIST),
+        ({"checkpoint": (), "allowed": ("cow", "bee"), "records": RECORDS}, ("cow", "bee")),
+        ({"checkpoint": (), "allowed": (), "records": RECORDS}, ("gnu", "yak")),
+        ({}, ()),
+    ],
+)
+def test_the_first_list_at_hand_is_chosen(given: dict[str, Any], chosen: ClassList) -> None:
+    assert choose_list(**given) == chosen
+
+
+@pytest.mark.parametrize("users", [(), [], {}, "cow"])
+def test_a_users_list_without_names_is_not_taken_for_none(users: Any) -> None:
+    found = as_detections(ImageAnswer("a", "a", 9, 9, None, (Detection("cow", "bbox_2d", BOX, 0.5),)), None, LIST)
+    for ask in (lambda: found.to_supervision(users), lambda: found.to_coco(category_ids=users)):
+        with pytest.raises(DataError, match="the class list is"):
+            ask()
+
+
 @pytest.mark.parametrize(("names", "listed"), [(10_000, 10_000), (10_001, 0)])
 def test_more_than_10000_descriptions_are_free_text_and_no_classes(names: int, listed: int) -> None:
     objects = tuple(GTObject(f"thing {k}", "bbox_2d", BOX) for k in range(names))
@@ -136,9 +185,10 @@ def test_more_than_10000_descriptions_are_free_text_and_no_classes(names: int, l
 
 
 def test_numbers_of_a_list_with_gaps_are_kept() -> None:
-    numbers = ClassNumbers.given({"dog": 9, "cat": 4}, 0)
+    numbers = ClassNumbers.of({"dog": 9, "cat": 4}, 0)
     assert (numbers["dog"], numbers["cat"], numbers["x"]) == (9, 4, 10)
     assert numbers.names(["dog"]) == {4: "cat", 9: "dog"} and numbers.note(["cat"]) is None
+    assert ClassNumbers.of(["cat", "cat", "dog"], 0)["x"] == 3, "no number of the list, which has a name twice"
 
 
 @pytest.mark.parametrize(
@@ -220,14 +270,18 @@ def test_a_dataset_loses_annotations_by_their_size_in_the_users_image(width: int
     ("name", "text", "numbers"),
     [
         ("a.txt", "cat\n\ndog \n", {"cat": 0, "dog": 2}),
-        ("a.yaml", "names: [cat, 'no', dog]", {"cat": 0, "no": 1, "dog": 2}),
-        ("a.yml", "names: {3: cat, 1: dog}", {"cat": 3, "dog": 1}),
-        ("a.names", "\ufeffcat\r\ndog", {"cat": 0, "dog": 1}),
+        ("a.yaml", "names: [cat, 'no', dog]", ("cat", "no", "dog")),
+        ("a.yaml", "names: {1: dog, 0: cat}", ("cat", "dog")),
+        ("a.yml", "names: {3: cat, 1: dog}", {"dog": 1, "cat": 3}),
+        ("a.names", "\ufeffcat\r\ndog", ("cat", "dog")),
+        ("a.yaml", "names: [' cat', 'cafe\u0301']", ("cat", "caf\u00e9")),
     ],
 )
-def test_a_file_of_classes_is_read_in_one_way(name: str, text: str, numbers: dict[str, int], tmp_path: Path) -> None:
+def test_a_file_of_classes_is_read_in_one_way(name: str, text: str, numbers: ClassList, tmp_path: Path) -> None:
+    """A mapping where positions are not the numbers; names as datasets contain them and models write them."""
     (tmp_path / name).write_text(text, encoding="utf-8")
     assert read_class_list(tmp_path / name) == numbers
+    assert read_classes(str(tmp_path / name), tmp_path) == tuple(numbers), "in the order of their numbers"
 
 
 @pytest.mark.parametrize(
@@ -248,10 +302,33 @@ def test_a_file_of_classes_with_other_than_names_is_refused(text: str, says: str
         read_class_list(tmp_path / "data.yaml")
 
 
-def test_predict_and_export_read_the_same_names(tmp_path: Path) -> None:
-    (tmp_path / "data.yaml").write_text("train: images\nnames:\n  1: dog\n  0: cat\n", encoding="utf-8")
-    assert read_classes(str(tmp_path / "data.yaml"), tmp_path) == ("cat", "dog")
-    assert read_terms(None, tmp_path / "data.yaml").classes == ("cat", "dog")
+@pytest.mark.parametrize(("names", "listed"), [(0, None), (1, 1), (10_001, 10_001)])
+def test_predict_and_export_read_the_same_names_of_a_dataset(names: int, listed: int | None, tmp_path: Path) -> None:
+    """All of them if the user names it; an export took the checkpoint's list in place of one without names."""
+    Image.new("RGB", (50, 40)).save(tmp_path / "a.png")
+    objects = tuple(GTObject(f"thing {k:05}", "bbox_2d", BOX) for k in range(names))
+    path = tmp_path / "data.jsonl"
+    write_jsonl([ImageRecord("a", tmp_path / "a.png", 50, 40, objects)], path)
+    for read in (lambda: read_classes(str(path), tmp_path), lambda: read_terms(None, path).classes):
+        if listed is None:
+            with pytest.raises(DataError, match=r"data\.jsonl: has no name"):
+                read()
+        else:
+            found = read()
+            assert found is not None and [*found] == [f"thing {k:05}" for k in range(listed)]
+
+
+def test_a_coco_files_names_are_those_that_models_write(tmp_path: Path) -> None:
+    categories = [{"id": 7, "name": "cow "}, {"id": 3, "name": "cafe\u0301"}]
+    (tmp_path / "users.json").write_text(json.dumps({"images": [], "categories": categories}))
+    assert read_terms(tmp_path / "users.json", None).classes == {"cow": 7, "caf\u00e9": 3}
+    (tmp_path / "users.json").write_text(json.dumps({"images": [], "categories": []}))
+    (tmp_path / "data.jsonl").write_text("{}\n{}\n")
+    for name, problem in (("users.json", "has no categories"), ("data.jsonl", "not readable as JSON")):
+        with pytest.raises(DataError, match=problem):
+            read_terms(tmp_path / name, None)
+    with pytest.raises(ConfigError, match="--annotations has class numbers too"):
+        read_terms(tmp_path / "users.json", tmp_path / "data.jsonl")
 
 
 def test_entries_of_one_name_in_a_users_coco_file_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

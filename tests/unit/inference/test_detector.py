@@ -139,6 +139,15 @@ def test_classes_prompt_and_confidence_of_one_call(detector: Detector, scenes: P
     assert whole.classes == detector.classes and set(whole.names) <= set(detector.classes)
 
 
+def test_allowed_labels_number_the_classes_of_a_checkpoint_without_a_list(scenes: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(asset("checkpoints/demo-stage1"), tmp_path / "model")
+    write_card(replace(read_card(model), classes=()), model)
+    with Detector(model, device="cpu") as detector:
+        found = detector(scenes / "000000.png", classes=["yak", " red circle", "yak"])
+    assert found.classes == ("yak", "red circle")
+    assert {(one["category_name"], one["category_id"]) for one in found.to_coco()} <= {("yak", 1), ("red circle", 2)}
+
+
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "mps", *([] if torch.cuda.is_available() else ["cuda", "cuda:7"])])
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     with pytest.raises(ConfigError, match=device):
