@@ -181,21 +181,17 @@ def evaluate(
     precision, and CPU seconds."""
     from stopping import stop_threshold
 
-    from coordexp.config import load_config
     from coordexp.inference.prediction import run_evaluation
+    from coordexp.inference.session import evaluation_config
 
-    path = model / f"evaluate-{data.parent.name}.yaml"
-    values = {
-        "extends": str(HERE / "configs" / "base.yaml"),
-        "model": {"model": str(model), "dtype": "float32"},
-        "custom": {"train_jsonl": str(data), "val_jsonl": str(data)},
-        "training": {"output_dir": str(model), "max_steps": 1},
-    }
-    path.write_text(yaml.safe_dump(values))
+    base = yaml.safe_load((HERE / "configs" / "base.yaml").read_text())
+    # Every arm answers by the same sections, whatever it was trained with.
+    values = {key: base[key] for key in ("template", "rollout_matching", "global_max_length")}
+    values |= {"model.dtype": "float32", "custom": {"val_jsonl": str(data)}, **keys}
     started = time.process_time()
     folder = model / f"evaluation-{data.parent.name}-{name}"
     with stop_threshold(model, stop):
-        config = load_config(path, arguments=dotted(keys) + ([] if stop is None else [WITHOUT_DRAFTS]))
+        config = evaluation_config(model, data, dotted(values) + ([] if stop is None else [WITHOUT_DRAFTS]))
         found = run_evaluation(config, progress(), model=model, output=folder)
     precision = {name: round(found.summary.figures[name], 4) for name in AVERAGE_PRECISIONS}
     return list(found.answers), precision, time.process_time() - started
