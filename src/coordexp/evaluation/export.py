@@ -460,5 +460,5 @@ def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
         wanted = "COCO annotations with images and categories"
         raise DataError(f"cannot be read: {error!r}; expected {wanted}", path=annotations) from error
     if not names:
-        raise DataError("has no categories, whose ids numbers follow; add them, or leave it out", path=annotations)
+        raise DataError("has no categories, so classes have no ids; add them", path=annotations)
     return UsersTerms(names, images, (*joined, *listed_twice))

@@ -180,7 +180,7 @@ class Detections:
         result has its ``category_name`` too.
 
         Raises:
-            DataError: neither the checkpoint nor the caller gives a class list.
+            DataError: neither the checkpoint nor the caller gives a class list, or the caller an empty one.
         """
         numbers = self._numbers(category_ids, 1, "category_ids={…}")
         results = to_coco([with_scores(self.answer)], None, None, numbers, [image_id]).results
@@ -204,7 +204,7 @@ class Detections:
         All other names share the next id, ``len(classes)``.
 
         Raises:
-            DataError: neither the checkpoint nor the caller gives a class list.
+            DataError: neither the checkpoint nor the caller gives a class list, or the caller an empty one.
             MissingDependency: the package supervision is not installed.
         """
         numbers = self._numbers(classes, 0, "classes=[…]")
