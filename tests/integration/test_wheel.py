@@ -48,6 +48,16 @@ def test_the_wheels_configurations_name_an_existing_schema(installed: Path):
         assert first.startswith(named) and (config.parent / first.removeprefix(named)).is_file()
 
 
+def test_init_runs_from_the_wheel(installed: Path, tmp_path: Path):
+    code = (
+        "from pathlib import Path; from coordexp.cli import main; from coordexp.data.files import asset\n"
+        "from coordexp.data.scenes import SPARSE, write_scenes\n"
+        "data, model = write_scenes(Path('scenes'), 2, SPARSE, 1), asset('checkpoints/demo-stage1')\n"
+        "main(['init', str(data), '--model', str(model), '--cpu'])"
+    )
+    assert "next: coordexp train stage1.yaml" in run(installed, tmp_path, code)
+
+
 def test_the_demo_runs_from_the_wheel(installed: Path, tmp_path: Path):
     code = (
         "from pathlib import Path; from rich.console import Console; from coordexp.cli.demo import DemoSize, run_demo\n"

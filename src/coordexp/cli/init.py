@@ -1,11 +1,10 @@
-"""``coordexp init``: the shipped configuration of a stage with values for this data, model and machine. Torch-free."""
+"""``coordexp init``: a first configuration for this data, model and machine. Torch-free."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -14,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from string import Template
+from typing import Literal
 
-import yaml
 from PIL.Image import Resampling
 
 from coordexp.checkpoints.card import Card, Training, read_card
@@ -26,6 +25,7 @@ from coordexp.checkpoints.memory import ASLEEP, MemoryEstimate, estimate_memory
 from coordexp.checkpoints.run_folder import STATE
 from coordexp.config import parse_config
 from coordexp.config.schema import DEFAULT_PROMPT
+from coordexp.config.source import dump_value
 from coordexp.coords import serialize_objects
 from coordexp.data.files import asset
 from coordexp.data.images import open_rgb
@@ -36,22 +36,16 @@ from coordexp.reading import parse_yaml
 from coordexp.records import ImageRecord
 
 Stage = Literal[1, 2]
-_TEMPLATES: Mapping[Stage, str] = {1: "configs/stage1/sft.yaml", 2: "configs/stage2_rollout_aligned/base.yaml"}
-_RECIPE = "configs/stage2_rollout_aligned/parts/rewritten_target.yaml"  # replaces base.yaml's keys of the same names
-_KEPT = ("template.system", "template.prompt", "custom.object_field_order", "custom.object_ordering")
 _SCHEMA = "configs/coordexp.schema.json"
 _CHAT_TOKENS = 32  # of the chat template around prompt and answer, generously
 _COUNTED = 1000  # samples whose tokens are counted: those with the longest texts
 _ROW = 12_000  # tokens of a packed row, where neither data nor model say otherwise
-_ADAPTERS = "configs/stage1/lora.yaml"
-_ADAPTER_RATE = 5  # learning rate of adapters, by that of all weights: lora.yaml's by sft.yaml's
 _LARGE = 100_000_000  # parameters from which memory matters more than a third of the time, also on a CPU
-# The templates' rates are for 2B to 8B parameters. Below _LARGE: (learning rate, the file in which 4 M have it).
-_SMALL: Mapping[Stage, tuple[float, str]] = {
-    1: (5e-4, "configs/bccd/stage1.yaml"),
-    2: (2e-4, "configs/demo/stage2.yaml"),
-}
-_SMALL_SIGMA = 8.0  # bins, in both
+# Learning rates of 2B to 8B parameters, and of those below _LARGE: docs/guides/learning-rate.md.
+_RATES: Mapping[Stage, tuple[float, float]] = {1: (2e-5, 5e-4), 2: (5e-6, 2e-4)}
+_VIT_RATE = 2e-6  # of the vision tower of 2B to 8B parameters
+_ADAPTER_RATE = 5  # learning rate of adapters, by that of all weights
+_EPOCHS: Mapping[Stage, int] = {1: 3, 2: 1}
 _SEEN = 2000  # photos times epochs from which small data is learned (docs/quickstart.md)
 _MOST_EPOCHS = 200
 _MISSES_MOST = 0.5  # recall below which stage 2 is not recommended
@@ -64,6 +58,7 @@ _CROWD = 6.0  # objects per image, on average, from which the study's recipe for
 _USABLE = 0.85  # of a GPU's memory: the rest is CUDA's and fragmentation
 _ROOMY = 0.8  # the same, where more would only save time: the estimate may be 10 % wrong
 _ENGINE_LEAST = 6_000_000_000  # bytes that an engine needs next to its weights: activations, cache, CUDA graphs
+_LEFT_OUT = "\0"  # ends a line that is not written; YAML has no such character
 _ENGINE_MOST = 0.6  # of a GPU's memory: enough cache for decode_batch_size answers
 
 
@@ -196,82 +191,112 @@ def gpu_memory(assume_one: bool) -> int | None:
     return min(int(line) for line in listed.split()) * 2**20
 
 
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A colocated engine. ``share``: of the GPU's memory; ``offload``: move the optimizer's state to main memory during
+    rollouts; ``note``: what both take."""
+
+    share: float
+    offload: bool
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The choices of ``init``; the templates contain the rest.
+
+    ``run``: the run that trained the checkpoint, whose prompt and orders are kept; ``small``: the model is; ``batch``:
+    samples of an optimizer step, ``samples``: of a micro-step; ``row``: tokens; ``interval``: steps between evaluations
+    and between checkpoints; ``recompute_every``: activations are recomputed in one of so many layers, 0: in none.
+    """
+
+    stage: Stage
+    cpu: bool
+    run: Training | None
+    small: bool
+    lora: bool
+    batch: int
+    samples: int
+    row: int
+    epochs: int
+    interval: int
+    logging_steps: int
+    recompute_every: int
+    memory: str = "a small model needs little memory"
+    loaders: int = 0
+    loaders_note: str = "the trainer's own process reads photos"
+    engine: Engine | None = None
+
+
+Estimate = Callable[[Decision], MemoryEstimate]
+
+
 def first_configuration(at_hand: DataAtHand, model: Path, stage: Stage, output: Path, gpu_bytes: int | None) -> str:
     """A commented, valid YAML for one device. ``gpu_bytes``: memory of the GPU; None for a CPU.
 
     Adapters are trained, instead of all weights, if the checkpoint is a LoRA run's or full training would not fit; then
     rows are halved until they fit. Stage 2 gets a colocated engine if vLLM is installed and fits.
     """
-    run = read_card(model).training
-    adapters = run is not None and run.train_type == "lora"
-    text = _configuration(at_hand, model, stage, output, gpu_bytes is None, run, adapters)
-    if gpu_bytes is None:
-        return text
     checkpoint = Checkpoint.open(model)
     shapes = weight_shapes(checkpoint)
 
-    def estimate(text: str) -> MemoryEstimate:
-        return estimate_memory(parse_config(parse_yaml(text)), checkpoint.config, shapes)
+    def estimate(decision: Decision) -> MemoryEstimate:
+        config = parse_config(parse_yaml(render(decision, at_hand, model, output)))
+        return estimate_memory(config, checkpoint.config, shapes)
 
-    if not adapters and estimate(text).total > _USABLE * gpu_bytes:
-        adapters = True
-        text = _configuration(at_hand, model, stage, output, False, run, adapters)
+    parameters = sum(map(math.prod, shapes.values()))
+    decision = decide(at_hand, stage, gpu_bytes, parameters, read_card(model).training, estimate)
+    return render(decision, at_hand, model, output)
+
+
+def decide(
+    at_hand: DataAtHand, stage: Stage, gpu_bytes: int | None, parameters: int, run: Training | None, estimate: Estimate
+) -> Decision:
+    """Choose what depends on the data, the model and the device. ``gpu_bytes``: memory of the GPU; None for a CPU.
+    ``parameters``: the model's; ``run``: the run that trained it; ``estimate``: memory of a decision."""
+    cpu, images = gpu_bytes is None, at_hand.images
+    most = min(2 if cpu else 8, images)
+    batch = most * max(1, min(8 if cpu else 32, images) // most)
+    samples, row = _fit(at_hand, stage, batch, most, 2048 if cpu else _ROW)
+    epochs = _EPOCHS[stage]
+    if stage == 1 and epochs * images < _SEEN:
+        epochs = min(_MOST_EPOCHS, round(_SEEN / images))
+    steps = max(1, images // batch)  # of an epoch
+    decision = Decision(
+        stage=stage,
+        cpu=cpu,
+        run=run,
+        small=parameters < _LARGE,
+        lora=run is not None and run.train_type == "lora",
+        batch=batch,
+        samples=samples,
+        row=row,
+        epochs=epochs,
+        # Once an epoch, but at most four times in a run: an evaluation answers every image of the validation data.
+        interval=min(500 if stage == 1 else 200, max(steps, steps * epochs // 4)),
+        logging_steps=1 if stage == 2 or steps < 10 else 10,
+        recompute_every=0 if cpu and parameters <= _LARGE else 1,
+    )
+    if gpu_bytes is None:
+        return decision
+    # If all weights do not fit, adapters; if these do not, shorter rows.
+    if estimate(decision).total > _USABLE * gpu_bytes:
+        decision = replace(decision, lora=True)
     shortest = _rounded_up(at_hand.longest_sample, 64)
-    while estimate(text).total > _USABLE * gpu_bytes and (row := parse_yaml(text)["global_max_length"]) > shortest:
-        text = _configuration(at_hand, model, stage, output, False, run, adapters, row // 2)
+    while decision.row > shortest and estimate(decision).total > _USABLE * gpu_bytes:
+        samples, row = _fit(at_hand, stage, batch, most, decision.row // 2)
+        decision = replace(decision, samples=samples, row=row)
     if stage == 2 and importlib.util.find_spec("vllm") is not None:
-        text = _with_engine(text, estimate, gpu_bytes, sum(map(math.prod, shapes.values())))
-    return recomputing_less(text, estimate, gpu_bytes)
-
-
-def recomputing_less(text: str, estimate: Callable[[str], MemoryEstimate], gpu_bytes: int) -> str:
-    """``text`` with activations recomputed in as few layers as memory allows, because that takes time."""
-    for every in (None, 4, 3, 2):
-        key = "training.gradient_checkpointing"
-        changed = set_value(text, key, every is not None, "recompute activations: less memory, more time")
-        if every is not None:
-            changed = re.sub(
-                r"(\n  gradient_checkpointing: .*)", rf"\1\n  gradient_checkpointing_every: {every}", changed
-            )
-        peak = estimate(changed).peak(gpu_bytes)
+        decision = replace(decision, engine=_largest_engine(decision, estimate, gpu_bytes, parameters))
+    # Recomputing takes time: in as few layers as memory allows.
+    for every in (0, 4, 3, 2):
+        candidate = replace(decision, recompute_every=every)
+        peak = estimate(candidate).peak(gpu_bytes)
         if peak <= _ROOMY * gpu_bytes:
-            fits = f"{peak / 1e9:.0f} of {gpu_bytes / 1e9:.0f} GB by estimate"
-            if every is None:
-                return set_value(changed, key, False, f"activations are kept: {fits}")
-            return set_value(changed, f"{key}_every", every, f"in every {every}th layer only: {fits}; 1 = in all")
-    return text
-
-
-def _with_engine(text: str, estimate: Callable[[str], MemoryEstimate], gpu_bytes: int, parameters: int) -> str:
-    """``text`` with a colocated engine on the largest share of the GPU that fits next to the trainer; ``text`` as it is
-    if none fits."""
-    colocated = set_value(text, "rollout_matching.decode_batch_size", 32)  # as in colocate.yaml, like the rest
-    if parse_yaml(text)["model"]["dtype"] == "float32":
-        colocated = set_value(colocated, "model.dtype", "bfloat16")
-        masters = "master_weights: float32 # the optimizer's own copy of each weight: no update is too small for it"
-        colocated = re.sub(r"(\n  bf16: .*)", rf"\1\n  {masters}", colocated, count=1)
-    for offload in (False, True):
-        engine = f"""\
-  rollout_backend: vllm # an engine in the trainer's process; hf = transformers, which is slower
-  vllm:
-    mode: colocate
-    tensor_parallel_size: 1 # trainer processes that share one engine
-    gpu_memory_utilization: 0.1 # see below
-    max_num_batched_tokens: 16384 # tokens of one engine step
-    sleep_level: 1 # between rollouts the engine gives its memory back; 0 keeps it
-  offload: # parts of the trainer that move to main memory during rollouts
-    enabled: {str(offload).lower()} # {"the engine fits no other way" if offload else "both fit"}
-    offload_optimizer: true
-"""
-        with_engine = re.sub(r"  rollout_backend: hf .*\n", lambda _, e=engine: e, colocated)
-        need = estimate(with_engine)
-        share = min(_ENGINE_MOST, math.floor(20 * (_USABLE - need.while_answering / gpu_bytes)) / 20)
-        if share * gpu_bytes < 2 * parameters + _ENGINE_LEAST or need.total + ASLEEP > _USABLE * gpu_bytes:
-            continue
-        gigabytes = [f"{size / 1e9:.0f} GB" for size in (share * gpu_bytes, gpu_bytes, need.while_answering)]
-        note = "# {} of {}; by estimate the trainer keeps {} during rollouts".format(*gigabytes)
-        return with_engine.replace("gpu_memory_utilization: 0.1 # see below", f"gpu_memory_utilization: {share} {note}")
-    return text
+            decision = replace(candidate, memory=f"{peak / 1e9:.0f} of {gpu_bytes / 1e9:.0f} GB by estimate")
+            break
+    loaders, note = _loaders(at_hand, parameters, decision.lora, decision.samples)
+    return replace(decision, loaders=loaders, loaders_note=note)
 
 
 def _fit(at_hand: DataAtHand, stage: Stage, batch: int, most: int, longest_row: int) -> tuple[int, int]:
@@ -289,118 +314,81 @@ def _fit(at_hand: DataAtHand, stage: Stage, batch: int, most: int, longest_row: 
     return 1, shortest
 
 
-def _longest_new(at_hand: DataAtHand, row: int) -> int:
-    return max(1, min(row // 2, _rounded_up(2 * at_hand.longest_answer, 64)))
+def _largest_engine(decision: Decision, estimate: Estimate, gpu_bytes: int, parameters: int) -> Engine | None:
+    """The engine with the largest share of the GPU that fits next to the trainer; None if none fits."""
+    for offload in (False, True):
+        need = estimate(replace(decision, engine=Engine(0.1, offload)))
+        share = min(_ENGINE_MOST, math.floor(20 * (_USABLE - need.while_answering / gpu_bytes)) / 20)
+        if share * gpu_bytes >= 2 * parameters + _ENGINE_LEAST and need.total + ASLEEP <= _USABLE * gpu_bytes:
+            own, gpu, kept = (f"{size / 1e9:.0f} GB" for size in (share * gpu_bytes, gpu_bytes, need.while_answering))
+            return Engine(share, offload, f"{own} of {gpu}; by estimate the trainer keeps {kept} during rollouts")
+    return None
 
 
-def _configuration(
-    at_hand: DataAtHand,
-    model: Path,
-    stage: Stage,
-    output: Path,
-    cpu: bool,
-    run: Training | None,
-    adapters: bool,
-    longest_row: int | None = None,
-) -> str:
-    text = asset(_TEMPLATES[stage]).read_text(encoding="utf-8")
-    text = text[text.index("model:\n") :]
-    if stage == 2:
-        recipe = asset(_RECIPE).read_text(encoding="utf-8").partition("\nrollout_matching:\n")[2]
-        text = re.sub(r"(?m)^  maskiou_gate:.*\n", "", text[: text.index("  pipeline:")]) + recipe
-    most = min(2 if cpu else 8, at_hand.images)
-    batch = most * max(1, min(8 if cpu else 32, at_hand.images) // most)
-    device, row = _fit(at_hand, stage, batch, most, longest_row or (2048 if cpu else _ROW))
-    steps = max(1, at_hand.images // batch)  # of an epoch
-    epochs = parse_yaml(text)["training"]["num_train_epochs"]
-    if stage == 1 and epochs * at_hand.images < _SEEN:
-        epochs = min(_MOST_EPOCHS, round(_SEEN / at_hand.images))
-    # Once an epoch, but at most four times in a run: an evaluation answers every image of the validation data.
-    often = min(500 if stage == 1 else 200, max(steps, steps * epochs // 4))
-    parameters = sum(map(math.prod, weight_shapes(Checkpoint.open(model)).values()))
-    loaders, why = (
-        (0, "the trainer's own process reads photos") if cpu else _loaders(at_hand, parameters, adapters, device)
-    )
-    values: dict[str, Any] = {
-        "model.model": str(model),
-        "custom.train_jsonl": str(at_hand.train),
-        "custom.val_jsonl": None if at_hand.val is None else str(at_hand.val),
-        "data.num_workers": loaders,
-        "training.output_dir": str(output),
-        **({"training.num_train_epochs": epochs} if stage == 1 else {}),
-        "training.effective_batch_size": batch,
-        "training.per_device_train_batch_size": device,
-        "training.bf16": not cpu,
-        **({"model.dtype": "float32", "training.master_weights": None} if cpu and stage == 1 else {}),
-        "training.gradient_checkpointing": not cpu or parameters > _LARGE,
-        "training.logging_steps": 1 if stage == 2 or steps < 10 else 10,
-        "training.save_steps": often,
-        "training.eval_steps": often,
-        "training.eval_strategy": "no" if at_hand.val is None else "steps",
-        **({"training.metric_for_best_model": None} if at_hand.val is None and stage == 2 else {}),
-        "global_max_length": row,
-        "rollout_matching.decode_batch_size": 4 if cpu else 8,
-        "rollout_matching.max_new_tokens": _longest_new(at_hand, row),
+def render(decision: Decision, at_hand: DataAtHand, model: Path, output: Path) -> str:
+    """The YAML of a decision: the template of its stage with each ``$name`` filled in. Lines that end with ``$if_name``
+    are written if that holds, those with ``$unless_name`` if not."""
+    stage, lora, run, engine = decision.stage, decision.lora, decision.run, decision.engine
+    in_bfloat16 = not decision.cpu and (stage == 1 or lora or engine is not None)
+    masters = in_bfloat16 and not lora  # adapters are float32
+    density = at_hand.objects / at_hand.images
+    values: dict[str, object] = {
+        "model": str(model),
+        "dtype": "bfloat16" if in_bfloat16 else "float32",
+        "system": run and run.system,
+        "prompt": run and run.prompt,
+        "object_field_order": run.object_field_order if run else "desc_first",
+        "object_ordering": run.object_ordering if run else "sorted",
+        "loaders": decision.loaders,
+        "train": str(at_hand.train),
+        "val": None if at_hand.val is None else str(at_hand.val),
+        "output": str(output),
+        "epochs": decision.epochs,
+        "batch": decision.batch,
+        "samples": decision.samples,
+        "rate": _RATES[stage][decision.small] * (_ADAPTER_RATE if lora else 1),
+        "vit_rate": None if lora or decision.small else _VIT_RATE,
+        "masters": "float32" if masters else None,
+        "bf16": not decision.cpu,
+        "every": decision.recompute_every,
+        "logging_steps": decision.logging_steps,
+        "interval": decision.interval,
+        "evaluate": "no" if at_hand.val is None else "steps",
+        "best_metric": None if at_hand.val is None else "rollout/f1",
+        "row": decision.row,
+        "engine_share": engine and engine.share,
+        "offload": engine and engine.offload,
+        "answers": 4 if decision.cpu else 8 if engine is None else 32,  # with an engine as in colocate.yaml
+        "longest_answer": max(1, min(decision.row // 2, _rounded_up(2 * at_hand.longest_answer, 64))),
     }
-    notes: dict[str, str] = {"data.num_workers": f"loader processes: {why}"}
-    if parameters < _LARGE:
-        rate, source = _SMALL[stage]
-        values |= {"training.learning_rate": rate, **({"training.vit_lr": None} if stage == 1 else {})}
-        notes["training.learning_rate"] = f"{source}'s, measured with 4 M parameters; 2B to 8B take far less"
-        text = re.sub(
-            r"( target_sigma:) [\d.]+ +#.*", rf"\1 {_SMALL_SIGMA} # bins; {source}'s, for 4 M parameters", text
-        )
-        text = re.sub(r"( target_truncate:) [\d.]+", r"\1 null", text)
-    if stage == 2 and at_hand.objects >= _CROWD * at_hand.images:
-        crowd = {"rollout_matching.maskiou_gate": 0.4, "rollout_matching.target.duplicates": "drop",
-                 "rollout_matching.target.missed": "in_order"}  # fmt: skip
-        values |= crowd
-        notes |= dict.fromkeys(
-            crowd, f"for crowds: these images have {at_hand.objects / at_hand.images:.1f} objects each"
-        )
-    if adapters:
-        tuner = re.search(r"(?ms)^tuner:\n.*?\n\n", asset(_ADAPTERS).read_text(encoding="utf-8"))
-        assert tuner is not None
-        text = re.sub(r"(?ms)^tuner:\n.*?\n\n", "", text).replace("\ntraining:\n", f"\n{tuner[0]}training:\n")
-        rate = values.get("training.learning_rate") or parse_yaml(text)["training"]["learning_rate"]
-        values |= {"training.learning_rate": rate * _ADAPTER_RATE, "model.dtype": "float32" if cpu else "bfloat16"}
-        values |= {"training.vit_lr": None, "training.master_weights": None} if stage == 1 else {}
-    if run is not None:
-        values |= {path: getattr(run, path.rpartition(".")[2]) for path in _KEPT}
-    for path, value in values.items():
-        text = set_value(text, path, value, notes.get(path))
-    if cpu:
-        use_cpu = "use_cpu: true # there is no GPU; remove this line where there is one"
-        text = re.sub(r"(\n  bf16: .*)", rf"\1\n  {use_cpu}", text, count=1)
-    heading = (
-        f"# yaml-language-server: $schema={asset(_SCHEMA)}\n"
-        f"# Stage {stage}, written by coordexp init for {at_hand.images} images with {at_hand.classes} classes; the "
-        f"longest sample takes about\n# {at_hand.longest_sample} tokens. All keys: "
-        "docs/config-reference.md, and coordexp config check.\n"
+    comments = {
+        "schema": asset(_SCHEMA),
+        "images": at_hand.images,
+        "classes": at_hand.classes,
+        "longest_sample": at_hand.longest_sample,
+        "density": f"{density:.1f}",
+        "loaders_note": decision.loaders_note,
+        "memory": decision.memory,
+        "engine_note": engine and engine.note,
+    }
+    conditions = {
+        "small": decision.small,
+        "lora": lora,
+        "masters": masters,
+        "cpu": decision.cpu,
+        "recomputed": decision.recompute_every > 0,
+        "thinned": decision.recompute_every > 1,
+        "engine": engine is not None,
+        "crowded": density >= _CROWD,
+    }
+    template = Template(Path(__file__).with_name(f"init_stage{stage}.yaml").read_text(encoding="utf-8"))
+    text = template.substitute(
+        comments,
+        **{name: dump_value(value) for name, value in values.items()},
+        **{f"if_{name}": "" if holds else _LEFT_OUT for name, holds in conditions.items()},
+        **{f"unless_{name}": _LEFT_OUT if holds else "" for name, holds in conditions.items()},
     )
-    return heading + text.rstrip("\n") + "\n"
-
-
-def set_value(text: str, path: str, value: object, comment: str | None = None) -> str:
-    """``text``, a YAML in block style, with the value of a dotted key replaced, and its comment unless that is None.
-    Raises KeyError."""
-    lines = text.split("\n")
-    at = -1
-    for depth, key in enumerate(path.split(".")):
-        indent = "  " * depth
-        for number in range(at + 1, len(lines)):
-            line = lines[number]
-            if depth and line.strip() and not line.startswith(indent):
-                raise KeyError(path)  # the section ended
-            if re.match(rf"{indent}{re.escape(key)}:(\s|$)", line):
-                at = number
-                break
-        else:
-            raise KeyError(path)
-    head, old = re.fullmatch(r"(\s*[^:]+:)[^#]*?(\s+#.*)?", lines[at]).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    written = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000).split("\n")[0]
-    lines[at] = f"{head} {written}{old or '' if comment is None else f' # {comment}'}"
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in text.split("\n") if not line.endswith(_LEFT_OUT))
 
 
 def _rounded_up(value: int, step: int) -> int:

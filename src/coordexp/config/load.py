@@ -16,7 +16,7 @@ from coordexp.config.base import KeyPath, Problem, StrictModel, dotted, problems
 from coordexp.config.checks import cross_checks
 from coordexp.config.removed_keys import take_removed
 from coordexp.config.schema import RunConfig
-from coordexp.config.source import Document, apply_arguments, dump_yaml, read_document
+from coordexp.config.source import Document, apply_arguments, dump_value, dump_yaml, read_document
 from coordexp.errors import ConfigError
 
 Section = TypeVar("Section", bound=StrictModel)
@@ -130,7 +130,7 @@ class Explained:
     def values(self) -> dict[str, tuple[str, str]]:
         """Dotted path → (value as YAML, source), for every leaf."""
         tree = self.config.model_dump(mode="json")
-        return {dotted(path): (_flow(value), self.source(path)) for path, value in _leaves(tree, ())}
+        return {dotted(path): (dump_value(value), self.source(path)) for path, value in _leaves(tree, ())}
 
 
 Side = tuple[str, str] | None  # (value as YAML, source); None where a configuration has no such leaf
@@ -181,7 +181,7 @@ def _mapping_lines(
                 yield f"{indent}  - {first[len(indent) + 4 :]}", source
                 yield from inner[1:]
         elif with_defaults or explained.source(here) != DEFAULT:
-            yield f"{indent}{_key(key)}: {_flow(value)}", explained.source(here)
+            yield f"{indent}{_key(key)}: {dump_value(value)}", explained.source(here)
 
 
 def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
@@ -200,11 +200,7 @@ def _is_entries(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def _key(key: str) -> str:
-    return _flow(key).replace("$${", "${")  # keys are not interpolated
-
-
-def _flow(value: Any) -> str:
-    return dump_yaml([value], flow=True)[1:-2]
+    return dump_value(key).replace("$${", "${")  # keys are not interpolated
 
 
 def json_schema_text() -> str:

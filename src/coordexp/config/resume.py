@@ -11,7 +11,7 @@ from pydantic_core import to_jsonable_python
 
 from coordexp.config.base import KeyPath, StrictModel, dotted, section_of
 from coordexp.config.schema import RunConfig
-from coordexp.config.source import dump_yaml
+from coordexp.config.source import dump_value
 
 # Keys and whole sections that change nothing of what the remaining steps learn, but how, where and how long they run
 # and what is written. Every other key is refused, so a new one is, until it is listed here.
@@ -113,4 +113,4 @@ def _with_defaults(section: type[StrictModel], data: Mapping[str, Any]) -> dict[
 
 
 def _shown(value: Any) -> str:
-    return ABSENT if value is _NOTHING else dump_yaml([value], flow=True)[1:-2]
+    return ABSENT if value is _NOTHING else dump_value(value)

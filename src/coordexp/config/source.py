@@ -125,6 +125,11 @@ def dump_yaml(data: Any, flow: bool = False) -> str:
     return text
 
 
+def dump_value(value: Any) -> str:
+    """``value`` as :func:`dump_yaml` writes it after a key, on one line."""
+    return dump_yaml([value], flow=True)[1:-2]
+
+
 def shown_path(path: Path) -> str:
     """``path`` as a reader finds it: relative to the working directory if it is below that."""
     absolute = Path(os.path.abspath(path))

@@ -15,8 +15,9 @@ import yaml
 import coordexp.cli.init
 from coordexp.checkpoints.card import read_card, write_card
 from coordexp.checkpoints.memory import MemoryEstimate, check_memory
-from coordexp.cli.init import advice_on_stage_2, look_at, recomputing_less, set_value
+from coordexp.cli.init import Decision, advice_on_stage_2, decide, look_at, render
 from coordexp.config import RunConfig, load_config
+from coordexp.config.load import differences, explain_config
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.data.files import asset
 from coordexp.data.scenes import DENSE, SPARSE, SPECS, write_scenes
@@ -219,13 +220,18 @@ def test_a_sample_longer_than_a_row_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert refused.code == 2 and not (tmp_path / "x.yaml").exists()
 
 
-@pytest.mark.parametrize("value", [None, True, 3, 2.5e-5, "no", "a b: #c [x].jsonl", "ü"])
-def test_a_value_is_replaced_and_its_comment_kept(value: object) -> None:
-    text = "a:\n  b: 1 # why\n  c: 2\nb: 3\n"
-    changed = set_value(text, "a.b", value)
-    assert yaml.safe_load(changed) == {"a": {"b": value, "c": 2}, "b": 3} and changed.split("\n")[1].endswith("# why")
-    with pytest.raises(KeyError):
-        set_value(text, "a.d", value)
+@pytest.mark.parametrize("prompt", ["no", "a b: #c [x].jsonl", "ü", "$model ${row} {row}", "two\nlines\n", "a\u2028b"])
+def test_any_prompt_of_a_run_is_written(
+    prompt: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(DEMO, tmp_path / "run")
+    card = read_card(run)
+    assert card.training is not None
+    write_card(replace(card, training=replace(card.training, prompt=prompt, system=prompt)), run)
+    for stage in (1, 2):
+        assert run_cli(capsys, "init", data, "--model", run, "--stage", stage).code == 0
+        written = load_config(f"stage{stage}.yaml").template
+        assert (written.prompt, written.system) == (prompt, prompt)
 
 
 def test_a_trained_checkpoint_keeps_the_prompt_of_its_run(
@@ -331,16 +337,52 @@ def test_loader_processes_are_chosen_by_the_time_that_photos_take(
 
 
 @pytest.mark.parametrize(("gigabytes", "every"), [(85.9, 2), (105, 4), (150, 0), (60, 1)])
-def test_activations_are_recomputed_in_as_few_layers_as_memory_allows(gigabytes: float, every: int) -> None:
+def test_activations_are_recomputed_in_as_few_layers_as_memory_allows(gigabytes: float, every: int, data: Path) -> None:
     """All weights of 2B, with an estimate of 44 GB, and 44 GB more if no layer recomputes."""
 
-    def estimate(text: str) -> MemoryEstimate:
-        training = yaml.safe_load(text)["training"]
-        recomputed = 1 / training.get("gradient_checkpointing_every", 1) if training["gradient_checkpointing"] else 0
+    def estimate(decision: Decision) -> MemoryEstimate:
+        recomputed = 1 / decision.recompute_every if decision.recompute_every else 0
         return MemoryEstimate(0, 0, 0, 44e9 + (1 - recomputed) * 44e9, 0, 0)
 
-    text = recomputing_less(asset("configs/stage1/sft.yaml").read_text(), estimate, int(gigabytes * 1e9))
+    at_hand = look_at(data, DEMO)
+    decision = decide(at_hand, 1, int(gigabytes * 1e9), 2_000_000_000, None, estimate)
+    text = render(decision, at_hand, DEMO, Path("outputs/stage1"))
     training = yaml.safe_load(text)["training"]
     assert training["gradient_checkpointing"] == (every > 0)
     assert training.get("gradient_checkpointing_every", 1) == max(1, every)
-    assert ("layer only" in text) == (every > 1) and ("are kept" in text) == (every == 0)
+    assert ("layers only" in text) == (every > 1) and ("are kept" in text) == (every == 0)
+
+
+DECIDED = {
+    "training.num_train_epochs", "training.effective_batch_size", "training.per_device_train_batch_size",
+    "training.gradient_checkpointing", "training.logging_steps", "training.save_steps", "training.eval_steps",
+    "training.output_dir", "data.num_workers", "global_max_length", "model.model", "custom.val_jsonl",
+    "custom.train_jsonl", "template.prompt", "rollout_matching.decode_batch_size", "rollout_matching.max_new_tokens",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stage", "train_type", "shipped", "decided"),
+    [
+        (1, "full", "configs/stage1/sft.yaml", set()),
+        (1, "lora", "configs/stage1/lora.yaml", {"training.coord_lr"}),
+        (2, "full", "configs/stage2_rollout_aligned/rewritten.yaml", set()),
+        (2, "lora", "configs/stage2_rollout_aligned/lora.yaml", set()),
+    ],
+)
+def test_keys_that_init_does_not_decide_are_those_of_the_shipped_configuration(
+    stage: int, train_type: str, shipped: str, decided: set[str], data: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A GPU, 2B parameters, a checkpoint of another program or of a LoRA run."""
+    model = shutil.copytree(DEMO, tmp_path / "model")
+    card = read_card(DEMO)
+    assert card.training is not None
+    run = replace(card.training, train_type="lora") if train_type == "lora" else None
+    write_card(replace(card, training=run), model)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
+    monkeypatch.setattr(coordexp.cli.init, "weight_shapes", lambda _: {"weight": (2_000_000_000,)})
+    assert run_cli(capsys, "init", data, "--model", model, "--stage", stage, "--gpu").code == 0
+    changed = {path for path, *_ in differences(explain_config(f"stage{stage}.yaml"), explain_config(asset(shipped)))}
+    assert changed - DECIDED == decided
