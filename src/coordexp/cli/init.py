@@ -353,8 +353,6 @@ def render(decision: Decision, at_hand: DataAtHand, model: Path, output: Path) -
         "every": decision.recompute_every,
         "logging_steps": decision.logging_steps,
         "interval": decision.interval,
-        "evaluate": "no" if at_hand.val is None else "steps",
-        "best_metric": None if at_hand.val is None else "rollout/f1",
         "row": decision.row,
         "engine_share": engine and engine.share,
         "offload": engine and engine.offload,
@@ -378,6 +376,7 @@ def render(decision: Decision, at_hand: DataAtHand, model: Path, output: Path) -
         "cpu": decision.cpu,
         "recomputed": decision.recompute_every > 0,
         "thinned": decision.recompute_every > 1,
+        "evaluated": at_hand.val is not None,
         "engine": engine is not None,
         "crowded": density >= _CROWD,
     }
