@@ -331,6 +331,7 @@ def render(decision: Decision, at_hand: DataAtHand, model: Path, output: Path) -
     stage, lora, run, engine = decision.stage, decision.lora, decision.run, decision.engine
     in_bfloat16 = not decision.cpu and (stage == 1 or lora or engine is not None)
     masters = in_bfloat16 and not lora  # adapters are float32
+    rate = _RATES[stage][decision.small] * (_ADAPTER_RATE if lora else 1)
     density = at_hand.objects / at_hand.images
     values: dict[str, object] = {
         "model": str(model),
@@ -346,7 +347,8 @@ def render(decision: Decision, at_hand: DataAtHand, model: Path, output: Path) -
         "epochs": decision.epochs,
         "batch": decision.batch,
         "samples": decision.samples,
-        "rate": _RATES[stage][decision.small] * (_ADAPTER_RATE if lora else 1),
+        "rate": rate,
+        "coord_rate": rate / 2,  # as in configs/stage1/lora.yaml
         "vit_rate": None if lora or decision.small else _VIT_RATE,
         "masters": "float32" if masters else None,
         "bf16": not decision.cpu,

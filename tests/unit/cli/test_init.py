@@ -362,17 +362,17 @@ DECIDED = {
 
 
 @pytest.mark.parametrize(
-    ("stage", "train_type", "shipped", "decided"),
+    ("stage", "train_type", "shipped"),
     [
-        (1, "full", "configs/stage1/sft.yaml", set()),
-        (1, "lora", "configs/stage1/lora.yaml", {"training.coord_lr"}),
-        (2, "full", "configs/stage2_rollout_aligned/rewritten.yaml", set()),
-        (2, "lora", "configs/stage2_rollout_aligned/lora.yaml", set()),
+        (1, "full", "configs/stage1/sft.yaml"),
+        (1, "lora", "configs/stage1/lora.yaml"),
+        (2, "full", "configs/stage2_rollout_aligned/rewritten.yaml"),
+        (2, "lora", "configs/stage2_rollout_aligned/lora.yaml"),
     ],
 )
 def test_keys_that_init_does_not_decide_are_those_of_the_shipped_configuration(
-    stage: int, train_type: str, shipped: str, decided: set[str], data: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    stage: int, train_type: str, shipped: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """A GPU, 2B parameters, a checkpoint of another program or of a LoRA run."""
     model = shutil.copytree(DEMO, tmp_path / "model")
@@ -385,4 +385,4 @@ def test_keys_that_init_does_not_decide_are_those_of_the_shipped_configuration(
     monkeypatch.setattr(coordexp.cli.init, "weight_shapes", lambda _: {"weight": (2_000_000_000,)})
     assert run_cli(capsys, "init", data, "--model", model, "--stage", stage, "--gpu").code == 0
     changed = {path for path, *_ in differences(explain_config(f"stage{stage}.yaml"), explain_config(asset(shipped)))}
-    assert changed - DECIDED == decided
+    assert changed <= DECIDED
