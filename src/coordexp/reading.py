@@ -13,7 +13,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 from xml.etree import ElementTree
 
 import yaml
@@ -109,13 +109,36 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """The content of YAML 1.1. Raises yaml.YAMLError."""
+    """The content of YAML 1.1. Raises yaml.YAMLError, also for a key that is given twice: PyYAML keeps the last."""
     loader, node = compose_yaml(text)
+    _check_keys(node)
     try:
         return None if node is None else loader.construct_document(node)
     # The date 2001-99-99, the number 1:1:…, `!!bool x`, `!!timestamp x`.
     except (ValueError, LookupError, AttributeError, OverflowError) as error:
         raise yaml.YAMLError(f"a value that is not what it looks like ({error}); put it in quotes") from error
+
+
+def _check_keys(root: yaml.Node | None) -> None:
+    seen: set[int] = set()
+    waiting = [] if root is None else [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        if not isinstance(node, yaml.MappingNode):
+            continue
+        given: set[tuple[str, str]] = set()
+        for key, value in node.value:
+            waiting.append(value)
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if (key.tag, key.value) in given:
+                _refuse(f"the key {key.value!r} is given twice; remove one", key)
+            given.add((key.tag, key.value))
 
 
 class _Loader(SafeLoader):
@@ -176,8 +199,8 @@ def _check_nesting(text: str) -> None:
             around[-1] = name, of_outer + size, max(outer_depth, depth + 1)
 
 
-def _refuse(problem: str, event: yaml.Event) -> None:
-    raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+def _refuse(problem: str, place: yaml.Event | yaml.Node) -> NoReturn:
+    raise yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
 
 
 # XML

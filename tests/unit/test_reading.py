@@ -141,3 +141,19 @@ def test_a_csv_cell_that_is_too_long_names_its_line(tmp_path: Path) -> None:
     path.write_text(f"image,name,bbox\na.jpg,cat,0 0 1 1\na.jpg,{'x' * 200_000},0 0 1 1\n")
     with pytest.raises(DataError, match=re.escape(f"{path}:3: not readable as CSV: field larger than field limit")):
         read_table(path, None, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"), [("a: 1\nb: 2\na: 3", "a"), ("names: {0: a, 0: b}", "0"), ("- {x: {y: 1, y: 1}}", "y")]
+)
+def test_a_key_that_is_given_twice_is_refused(text: str, key: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.yaml"
+    path.write_text(text)
+    with pytest.raises(DataError, match=f"the key '{key}' is given twice"):
+        read_yaml(path)
+
+
+def test_a_key_may_replace_that_of_a_mapping_that_is_merged_in(tmp_path: Path) -> None:
+    path = tmp_path / "data.yaml"
+    path.write_text("base: &base {x: 1, y: 2}\nother: &other {z: 3}\nown: {<<: *base, <<: *other, y: 4}\nagain: *base")
+    assert read_yaml(path)["own"] == {"x": 1, "y": 4, "z": 3} and read_yaml(path)["again"] == {"x": 1, "y": 2}

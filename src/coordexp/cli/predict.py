@@ -270,7 +270,7 @@ def export(
     _check_used("--fractions", fractions, form, ("voc",))
     if link and not (images or form in yolo):
         raise ConfigError("--link has no use here; it belongs to --images")
-    terms = read_terms(annotations, classes)
+    terms = read_terms(annotations, classes, first=1 if form == "coco" else 0)
     of_dataset = is_dataset(predictions)
     records = read_jsonl(predictions) if of_dataset else []
     answers = dataset_answers(records, annotations=form == "coco") if of_dataset else read_answers(predictions)

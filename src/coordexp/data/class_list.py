@@ -9,6 +9,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 from coordexp.data.joined import distinct_descs
@@ -20,6 +21,7 @@ from coordexp.records import ImageRecord
 MOST = 10_000  # more distinct descriptions are free text, not classes
 OTHER_NAMES = "(not in the class list)"
 _SHOWN = 8
+_NOT_LISTS = (".json", ".csv", ".tsv", ".xml", ".pbtxt")  # their lines are not names
 ClassList = Sequence[str] | Mapping[str, int]
 """Names in the order of their numbers; a mapping has the user's own numbers, which may have gaps."""
 
@@ -36,7 +38,8 @@ class ClassNumbers:
         """The numbers of a mapping, or positions from ``first``: 0 for YOLO and ``supervision``, 1 for COCO."""
         positions = {name: number for number, name in enumerate(classes, start=first)}
         listed = classes if isinstance(classes, Mapping) else positions
-        return cls(listed, max([first - 1, *listed.values()]) + 1)
+        # A list that an export wrote may have a number for other names already.
+        return cls(listed, listed.get(OTHER_NAMES, max([first - 1, *listed.values()]) + 1))
 
     def __getitem__(self, name: str) -> int:
         return self.listed.get(name, self.other)
@@ -69,7 +72,7 @@ def choose_list(
 ) -> ClassList:
     """The list by which classes are numbered, empty if there is none. In order of precedence:
 
-    1. ``users``, the user's own list: DataError if it is a text or has no name, which is not the same as no list.
+    1. ``users``, the user's own list, as :func:`check_list` returns it: one without names is not the same as no list.
     2. ``checkpoint``: the list on the card of the checkpoint that answered; saved predictions keep it.
     3. ``allowed``: the allowed labels of the answers of a checkpoint without a list.
     4. ``records``: the :func:`class_list` of a dataset that is exported itself, or that a checkpoint is trained on.
@@ -78,21 +81,53 @@ def choose_list(
     """
     if users is None:
         return checkpoint or allowed or class_list(records)
-    if isinstance(users, str) or not len(users):
-        raise DataError(f"the class list is {users!r}; give a list of names, or leave it out")
-    return users
+    return check_list(users)
 
 
-def read_class_list(path: Path) -> ClassList:
+def check_list(users: object) -> ClassList:
+    """A user's list with its names :func:`as_written`. Raises DataError if it has no order or no name, a name twice,
+    another name than text, or another number than a whole one."""
+    problem = f"the class list is {users!r}; give a list of names, or leave it out"
+    if not isinstance(users, Iterable) or isinstance(users, str | bytes | set | frozenset):
+        raise DataError(problem)
+    pairs = list(users.items() if isinstance(users, Mapping) else ((name, at) for at, name in enumerate(users)))
+    if not pairs:
+        raise DataError(problem)
+    by_name: dict[str, int] = {}
+    for given, number in pairs:
+        if not isinstance(given, str):
+            raise DataError(f"the class list has {given!r}, which is not text; give names, or {{name: number}}")
+        if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
+            raise DataError(f"the class list gives {given!r} the number {number!r}; give whole numbers from 0")
+        name = as_written(given)
+        if name in by_name:
+            raise DataError(f"{name!r} is name {by_name[name]} and name {number} of the class list; remove one")
+        by_name[name] = int(number)
+    return by_name if isinstance(users, Mapping) else tuple(by_name)
+
+
+def read_class_list(path: Path, first: int = 0) -> ClassList:
     """The list in a user's file: the names in the annotations of a JSONL in alphabetical order, those of a
     ``data.yaml`` (:func:`names_of_yaml`), or one a line (:func:`names_of_lines`). Raises DataError for a file that
-    cannot be read, has no name, or a name twice."""
+    cannot be read, has no name, or a name twice.
+
+    Files count from 0, and ``first`` (as for :meth:`ClassNumbers.of`) is added. A YAML mapping without number 0 has the
+    user's own numbers, which stay.
+    """
     suffix = path.suffix.lower()
+    if suffix in _NOT_LISTS:
+        raise DataError(
+            "is not a class list; expected a text file with one name a line, a data.yaml, or a .jsonl dataset. export "
+            "takes COCO's categories with --annotations",
+            path=path,
+        )
     if suffix == ".jsonl":
         by_number = dict(enumerate(sorted(distinct_descs(read_jsonl(path)))))
+    elif suffix in (".yaml", ".yml"):
+        by_number = names_of_yaml(read_yaml(path), path)
     else:
-        is_yaml = suffix in (".yaml", ".yml")
-        by_number = names_of_yaml(read_yaml(path), path) if is_yaml else names_of_lines(read_text(path))
+        by_number = names_of_lines(read_text(path))
+    added = 0 if suffix in (".yaml", ".yml") and 0 not in by_number else first
     if not by_number:
         raise DataError("has no name; expected class names, one a line, names of a data.yaml, or a dataset", path=path)
     numbers: dict[str, int] = {}
@@ -100,7 +135,8 @@ def read_class_list(path: Path) -> ClassList:
         if name in numbers:
             raise DataError(f"{name!r} is name {numbers[name]} and name {number}; remove one", path=path)
         numbers[name] = number
-    return numbers if [*numbers.values()] != [*range(len(numbers))] else tuple(numbers)
+    numbers = {name: number + added for name, number in numbers.items()}
+    return numbers if [*numbers.values()] != [*range(first, first + len(numbers))] else tuple(numbers)
 
 
 def as_written(name: str) -> str:
@@ -119,7 +155,8 @@ def names_of_lines(text: str) -> dict[int, str]:
 
 def names_of_yaml(content: object, path: Path) -> dict[int, str]:
     """The ``names`` of a ``data.yaml``'s ``content`` by number: a list, or a mapping from numbers. Raises DataError for
-    others, and for a name that YAML does not read as text (``no``, ``1.0``)."""
+    others, for a number that two names have, for a name that YAML does not read as text (``no``, ``1.0``), and for
+    another ``nc``."""
     names = content.get("names") if isinstance(content, dict) else None
     if isinstance(names, list):
         names = dict(enumerate(names))
@@ -128,7 +165,12 @@ def names_of_yaml(content: object, path: Path) -> dict[int, str]:
     for key, name in names.items():
         if not isinstance(name, str):
             raise DataError(f"names[{key}] is {name!r}, not text; put it in quotes", path=path)
-    return {int(key): name for key, name in names.items()}
+    by_number = {int(key): name for key, name in names.items()}
+    if len(by_number) != len(names):
+        raise DataError("two of names have one number, such as 0 and '0'; correct one of them", path=path)
+    if isinstance(content, dict) and content.get("nc", len(names)) != len(names):
+        raise DataError(f"nc is {content['nc']!r}, but names has {len(names)}; correct one of them", path=path)
+    return by_number
 
 
 def class_list(records: Sequence[ImageRecord]) -> tuple[str, ...]:

@@ -424,12 +424,19 @@ def _write_json(path: Path, content: object) -> Path:
     return _write(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
 
-def _by_name(entries: Iterable[Mapping[str, Any]], key: str, what: str) -> tuple[dict[str, int], list[str]]:
+def _by_name(entries: Iterable[Mapping[str, Any]], key: str, what: str, path: Path) -> tuple[dict[str, int], list[str]]:
     # The first id of each name, and a note about names that several entries have.
     ids: dict[str, int] = {}
+    names: dict[int, str] = {}
     again: dict[str, list[int]] = {}
     for entry in entries:
         name, number = str(entry[key]), int(entry["id"])
+        if isinstance(entry["id"], bool) or number < 0 or number != float(entry["id"]):
+            raise DataError(f"the id of {name!r} in {what} is {entry['id']!r}; give whole numbers from 0", path=path)
+        if names.setdefault(number, name) != name:
+            raise DataError(
+                f"{what} {names[number]!r} and {name!r} have one id, {number}; give each its own", path=path
+            )
         if ids.setdefault(name, number) != number:
             again.setdefault(name, []).append(number)
     if not again:
@@ -439,9 +446,10 @@ def _by_name(entries: Iterable[Mapping[str, Any]], key: str, what: str) -> tuple
     return ids, [f"{what} {ids[name]}, {', '.join(map(str, others))} have one {key}, {name!r}: the first is used{more}"]
 
 
-def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
-    """The ids of a COCO file's categories and images; or a class list, of a file (:func:`read_class_list`) or of a
-    checkpoint's folder. Raises ConfigError for both, DataError or CheckpointError for a file without any."""
+def read_terms(annotations: Path | None, classes: Path | None, first: int = 0) -> UsersTerms:
+    """The ids of a COCO file's categories and images; or a class list, of a file (:func:`read_class_list`, with
+    ``first``) or of a checkpoint's folder. Raises ConfigError for both, DataError or CheckpointError for a file without
+    any, and DataError for an id that is not a whole number or that two names have."""
     if annotations is not None and classes is not None:
         raise ConfigError("--annotations has class numbers too; leave out --classes")
     if classes is not None and classes.is_dir():
@@ -450,12 +458,12 @@ def read_terms(annotations: Path | None, classes: Path | None) -> UsersTerms:
             raise DataError("the checkpoint has no class list; name a file with one", path=classes)
         return UsersTerms(listed)
     if annotations is None:
-        return UsersTerms(None if classes is None else read_class_list(classes))
+        return UsersTerms(None if classes is None else read_class_list(classes, first))
     content = read_json(annotations)
     try:
         categories = [{**entry, "name": as_written(str(entry["name"]))} for entry in content["categories"]]
-        names, joined = _by_name(categories, "name", "categories")
-        images, listed_twice = _by_name(content["images"], "file_name", "images")
+        names, joined = _by_name(categories, "name", "categories", annotations)
+        images, listed_twice = _by_name(content["images"], "file_name", "images", annotations)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         wanted = "COCO annotations with images and categories"
         raise DataError(f"cannot be read: {error!r}; expected {wanted}", path=annotations) from error

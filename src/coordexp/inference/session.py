@@ -6,7 +6,7 @@ Imports torch only to open a session, so that commands can check their options f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,8 +157,9 @@ def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence
 
 
 def read_classes(given: str | None, model: str | Path) -> tuple[str, ...]:
-    """The labels of ``--classes``: names between commas, or a file of :func:`read_class_list`; empty for None. Raises
-    ConfigError as :func:`check_classes`, or for no name; DataError for an unreadable file or one without names."""
+    """The labels of ``--classes``: names between commas, a file of :func:`read_class_list`, or the class list of a
+    checkpoint's folder; empty for None. Raises ConfigError as :func:`check_classes`, or for no name; DataError for an
+    unreadable file or one without names."""
     if given is None:
         return ()
     path = Path(given)
@@ -166,19 +167,21 @@ def read_classes(given: str | None, model: str | Path) -> tuple[str, ...]:
         from coordexp.data.class_list import read_class_list
 
         return check_classes(tuple(read_class_list(path)), model)
-    if path.suffix in (".txt", ".jsonl", ".yaml", ".yml"):
+    if path.is_dir() and (listed := read_card(path).classes):
+        return check_classes(listed, model)
+    if path.suffix.lower() in (".txt", ".names", ".jsonl", ".yaml", ".yml", ".json", ".csv"):
         raise DataError("not found; --classes takes names between commas, a .txt, .jsonl or data.yaml", path=path)
     return check_classes(given.split(","), model)
 
 
 def check_classes(names: Sequence[str], model: str | Path) -> tuple[str, ...]:
     """The names as a dataset would contain them, each once. Raises ConfigError for one that no dataset may contain or
-    that is not in the class list of ``model``, or for a single text instead of a list."""
+    that is not in the class list of ``model``, or for anything else than a list."""
     from coordexp.data.class_list import check_known
     from coordexp.data.jsonl import clean_desc
 
-    if isinstance(names, str):
-        raise ConfigError(f"classes is the text {names!r}; give a list of names")
+    if not isinstance(names, Iterable) or isinstance(names, str | bytes | set | frozenset):
+        raise ConfigError(f"classes is {names!r}; give a list of names")
     try:
         cleaned = tuple(dict.fromkeys(clean_desc(name) for name in names))
     except ValueError as error:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from PIL import Image
@@ -178,6 +179,50 @@ def test_a_users_list_without_names_is_not_taken_for_none(users: Any) -> None:
             ask()
 
 
+@pytest.mark.parametrize(
+    ("users", "numbers"),
+    [
+        ([" cow", "cafe\u0301"], [1, 2]),
+        ({"caf\u00e9 ": 7, "cow": 4}, [4, 7]),
+        (iter(["caf\u00e9", "cow"]), [2, 1]),
+        (np.array(["cow", "caf\u00e9"]), [1, 2]),
+        ({"cow": np.int64(3), "café": 3}, [3, 3]),
+    ],
+)
+def test_a_users_list_in_python_has_names_as_models_write_them(users: Any, numbers: list[int]) -> None:
+    pred = (Detection("cow", "bbox_2d", BOX, 0.5), Detection("caf\u00e9", "bbox_2d", BOX, 0.5))
+    found = as_detections(ImageAnswer("a", "a", 9, 9, None, pred), None, LIST)
+    assert [one["category_id"] for one in found.to_coco(category_ids=users)] == numbers
+
+
+@pytest.mark.parametrize(
+    ("users", "says"),
+    [
+        (5, "the class list is 5"),
+        ({"cow", "bee"}, "the class list is {"),
+        (["cow", "bee", "cow "], "'cow' is name 0 and name 2"),
+        (["cow", 3], "has 3, which is not text"),
+        ({1: "cow"}, "has 1, which is not text"),
+        ([{"id": 1, "name": "cow"}], "which is not text"),
+        ({"cow": "1"}, "gives 'cow' the number '1'"),
+        ({"cow": 1.0}, "gives 'cow' the number 1.0"),
+        ({"cow": True}, "gives 'cow' the number True"),
+        ({"cow": -1}, "gives 'cow' the number -1"),
+    ],
+)
+def test_a_users_list_that_is_not_one_is_refused_in_words(users: Any, says: str) -> None:
+    found = as_detections(ImageAnswer("a", "a", 9, 9, None, (Detection("cow", "bbox_2d", BOX, 0.5),)), None, LIST)
+    for ask in (lambda: found.to_supervision(users), lambda: found.to_coco(category_ids=users)):
+        with pytest.raises(DataError, match=re.escape(says)):
+            ask()
+
+
+@pytest.mark.parametrize("names", [5, {"cow"}, "cow", b"cow"])
+def test_allowed_labels_that_are_not_a_list_are_refused(names: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give a list of names"):
+        check_classes(names, tmp_path)
+
+
 @pytest.mark.parametrize(("names", "listed"), [(10_000, 10_000), (10_001, 0)])
 def test_more_than_10000_descriptions_are_free_text_and_no_classes(names: int, listed: int) -> None:
     objects = tuple(GTObject(f"thing {k}", "bbox_2d", BOX) for k in range(names))
@@ -275,6 +320,7 @@ def test_a_dataset_loses_annotations_by_their_size_in_the_users_image(width: int
         ("a.yml", "names: {3: cat, 1: dog}", {"dog": 1, "cat": 3}),
         ("a.names", "\ufeffcat\r\ndog", ("cat", "dog")),
         ("a.yaml", "names: [' cat', 'cafe\u0301']", ("cat", "caf\u00e9")),
+        ("a.yaml", "names: [cat, dog]\nnc: 2", ("cat", "dog")),
     ],
 )
 def test_a_file_of_classes_is_read_in_one_way(name: str, text: str, numbers: ClassList, tmp_path: Path) -> None:
@@ -291,6 +337,9 @@ def test_a_file_of_classes_is_read_in_one_way(name: str, text: str, numbers: Cla
         ("names: [cat, 1.0]", "1.0"),
         ("names: [a, b, a]", "'a' is name 0 and name 2"),
         ("names: []", "has no name"),
+        ("names: {0: cat, 1: cow, 0: dog}", "the key '0' is given twice"),
+        ("names: {0: cat, '0': dog}", "two of names have one number"),
+        ("names: [cat, dog]\nnc: 3", "nc is 3, but names has 2"),
         ("# names: [cat]", "names must be a list"),
         ("path: .", "names must be a list"),
         ("[", "not readable as YAML"),
@@ -300,6 +349,53 @@ def test_a_file_of_classes_with_other_than_names_is_refused(text: str, says: str
     (tmp_path / "data.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=re.escape(says)):
         read_class_list(tmp_path / "data.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "yolo", "coco"),
+    [
+        ("a.txt", "dog\ncow\nbee\n", ["1", "0"], [2, 1]),
+        ("a.txt", "dog\n\ncow\nbee\n", ["2", "0"], [3, 1]),
+        ("a.txt", "\ndog\ncow\nbee\n", ["2", "1"], [3, 2]),
+        ("a.yaml", "names: [dog, cow]", ["1", "0"], [2, 1]),
+        ("a.yaml", "names: {0: dog, 2: cow}", ["2", "0"], [3, 1]),
+        ("a.yaml", "names: {1: dog, 2: cow}", ["2", "1"], [2, 1]),
+        ("a.yaml", "names: {7: dog, 2: cow}", ["2", "7"], [2, 7]),
+    ],
+)
+def test_a_gap_in_a_file_does_not_change_the_numbers_around_it(
+    name: str, text: str, yolo: list[str], coco: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """COCO's numbers were those of YOLO with a gap, and one higher without."""
+    source, mine = saved(tmp_path / "run", "cow", "dog"), tmp_path / name
+    mine.write_text(text)
+    assert yolo_numbers(capsys, source, "--classes", mine)[1] == yolo
+    done = run_cli(capsys, "export", "coco", source, "--out", tmp_path / "coco", "--classes", mine)
+    assert done.code == 0, done.err
+    assert [one["category_id"] for one in json.loads((tmp_path / "coco" / "results.json").read_text())] == coco
+
+
+@pytest.mark.parametrize("name", ["list.json", "list.CSV", "list.pbtxt"])
+def test_lines_of_other_formats_are_not_taken_for_names(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('["cat", "dog"]\n')
+    for read in (lambda: read_classes(str(tmp_path / name), tmp_path), lambda: read_terms(None, tmp_path / name)):
+        with pytest.raises(DataError, match="is not a class list"):
+            read()
+
+
+def test_allowed_labels_are_those_of_a_checkpoints_folder(tmp_path: Path) -> None:
+    write_card(replace(UNTRAINED, classes=LIST), tmp_path)
+    assert read_classes(str(tmp_path), tmp_path) == LIST
+
+
+def test_a_list_that_an_export_wrote_has_a_number_for_other_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved(tmp_path / "run", "yak", "ant")
+    listed, _ = yolo_numbers(capsys, source)
+    again = tmp_path / "yolo of run" / "data.yaml"
+    assert listed == {**dict(enumerate(LIST)), 4: OTHER_NAMES}
+    assert yolo_numbers(capsys, source, "--classes", again, "--overwrite") == (listed, ["4", "0"])
 
 
 @pytest.mark.parametrize(("names", "listed"), [(0, None), (1, 1), (10_001, 10_001)])
@@ -316,6 +412,27 @@ def test_predict_and_export_read_the_same_names_of_a_dataset(names: int, listed:
         else:
             found = read()
             assert found is not None and [*found] == [f"thing {k:05}" for k in range(listed)]
+
+
+@pytest.mark.parametrize(
+    ("categories", "says"),
+    [
+        ([{"id": 1, "name": "cow"}, {"id": 1, "name": "bee"}], "categories 'cow' and 'bee' have one id, 1"),
+        ([{"id": 1.5, "name": "cow"}], "the id of 'cow' in categories is 1.5"),
+        ([{"id": True, "name": "cow"}], "the id of 'cow' in categories is True"),
+        ([{"id": -1, "name": "cow"}], "the id of 'cow' in categories is -1"),
+    ],
+)
+def test_a_coco_file_with_other_than_one_id_for_each_name_is_refused(
+    categories: list[Any], says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "users.json").write_text(json.dumps({"images": [], "categories": categories}))
+    with pytest.raises(DataError, match=re.escape(says)):
+        read_terms(tmp_path / "users.json", None)
+    images = [{"id": one["id"], "file_name": one["name"]} for one in categories]
+    (tmp_path / "users.json").write_text(json.dumps({"images": images, "categories": [{"id": 0, "name": "cow"}]}))
+    with pytest.raises(DataError, match=re.escape(says.replace("categories", "images"))):
+        read_terms(tmp_path / "users.json", None)
 
 
 def test_a_coco_files_names_are_those_that_models_write(tmp_path: Path) -> None:

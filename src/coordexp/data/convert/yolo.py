@@ -240,8 +240,6 @@ def _read_layout(
     if not isinstance(skip, bool):
         raise DataError(f"{SKIP_UNLABELLED} is {skip!r}; expected true or false", path=source)
     names = names_of_yaml(content, source)
-    if "nc" in content and content["nc"] != len(names):
-        raise DataError(f"nc is {content['nc']!r}, but names has {len(names)}; correct one of them", path=source)
     splits = {key: content[key] for key in ("train", "val", "test") if content.get(key)}
     if content.get("valid"):
         splits.setdefault("val", content["valid"])
