@@ -134,6 +134,14 @@ def init(
     if path.exists() and not overwrite:
         raise ConfigError(f"{path}: exists already; name another file with --out, or add --overwrite")
     check_checkpoint(model)
+    run = output_dir or Path(f"outputs/stage{stage}")
+    from coordexp.checkpoints.fingerprints import with_bases
+
+    if any(one.resolve().is_relative_to(run.resolve()) for one in with_bases(model)):
+        raise ConfigError(
+            f"--output-dir: {run} has the checkpoint to start from, {model}, which training would not replace; name "
+            "another folder"
+        )
     from coordexp.checkpoints.memory import check_memory
     from coordexp.cli.init import advice_on_stage_2, first_configuration, gpu_memory, look_at
     from coordexp.config import load_config
@@ -141,7 +149,6 @@ def init(
 
     at_hand = look_at(data, model, val)
     memory = None if cpu else gpu_memory(assume_one=cpu is not None)
-    run = output_dir or Path(f"outputs/stage{stage}")
     text = first_configuration(at_hand, model, 2 if stage == 2 else 1, run, memory)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)

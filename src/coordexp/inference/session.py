@@ -6,7 +6,7 @@ Imports torch only to open a session, so that commands can check their options f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,7 +180,7 @@ def check_classes(names: Sequence[str], model: str | Path) -> tuple[str, ...]:
     from coordexp.data.class_list import check_known
     from coordexp.data.jsonl import clean_desc
 
-    if not isinstance(names, Iterable) or isinstance(names, str | bytes | set | frozenset):
+    if not isinstance(names, Iterable) or isinstance(names, str | bytes | set | frozenset | Mapping):
         raise ConfigError(f"classes is {names!r}; give a list of names")
     try:
         cleaned = tuple(dict.fromkeys(clean_desc(name) for name in names))

@@ -211,6 +211,18 @@ def test_unusable_input_is_a_one_line_error(
     assert refused.code == 2 and says in refused.err and not Path("stage1.yaml").exists()
 
 
+@pytest.mark.parametrize("below", ["", "checkpoint-2"])
+def test_a_run_does_not_write_into_the_folder_of_its_start(
+    below: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path("outputs/stage1") / below
+    shutil.copytree(DEMO, model)
+    refused = run_cli(capsys, "init", data, "--model", model, "--cpu")
+    assert refused.code == 2 and "--output-dir: outputs/stage1 has the checkpoint to start from" in refused.err
+    assert not Path("stage1.yaml").exists()
+    assert run_cli(capsys, "init", data, "--model", model, "--cpu", "--output-dir", "outputs/more").code == 0
+
+
 def test_a_sample_longer_than_a_row_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scenes = write_scenes(tmp_path, 2, SPARSE, 1)
     text = scenes.read_text(encoding="utf-8").splitlines()

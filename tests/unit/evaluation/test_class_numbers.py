@@ -217,7 +217,7 @@ def test_a_users_list_that_is_not_one_is_refused_in_words(users: Any, says: str)
             ask()
 
 
-@pytest.mark.parametrize("names", [5, {"cow"}, "cow", b"cow"])
+@pytest.mark.parametrize("names", [5, {"cow"}, "cow", b"cow", {"cow": 3}])
 def test_allowed_labels_that_are_not_a_list_are_refused(names: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give a list of names"):
         check_classes(names, tmp_path)
