@@ -14,10 +14,11 @@ class CoordExpError(Exception):
     message are shortened in the middle: values that it shows come from other people's files."""
 
     def __init__(self, message: str = "") -> None:
-        super().__init__("\n".join(map(_shortened, message.split("\n"))))
+        super().__init__("\n".join(map(shortened, message.split("\n"))))
 
 
-def _shortened(line: str) -> str:
+def shortened(line: str) -> str:
+    """``line`` without its middle if it is too long to read."""
     if len(line) <= _LONGEST_LINE:
         return line
     return f"{line[:_HEAD]} … {len(line) - _HEAD - _TAIL:,} characters … {line[-_TAIL:]}"

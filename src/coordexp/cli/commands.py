@@ -20,7 +20,7 @@ from coordexp.cli.data import data_app
 from coordexp.cli.model import model_app
 from coordexp.cli.run import config_app
 from coordexp.cli.usage import App
-from coordexp.errors import CoordExpError, RunFinished, RunStopped
+from coordexp.errors import CoordExpError, RunFinished, RunStopped, shortened
 from coordexp.out_of_memory import describe
 from coordexp.printable import PrintableFilter
 
@@ -171,7 +171,7 @@ _FIXES = {
 
 def _system_error(error: OSError) -> str:
     """One line: path, reason, fix."""
-    paths = " -> ".join(str(path) for path in (error.filename, error.filename2) if path is not None)
+    paths = " -> ".join(shortened(str(path)) for path in (error.filename, error.filename2) if path is not None)
     if not paths and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) and _is_output_full():
         paths = "standard output"
     reason = " ".join((error.strerror or str(error) or type(error).__name__).split())

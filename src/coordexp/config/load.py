@@ -21,6 +21,7 @@ from coordexp.errors import ConfigError
 
 Section = TypeVar("Section", bound=StrictModel)
 DEFAULT = "default"  # the source of a value that no file has
+_MOST_SHOWN = 40  # problems of one file
 _FRAGMENT = "# Fragment"  # begins a file that others extend, and that is none to start
 _SOURCE_COLUMN = 64
 _ENVIRONMENT = r"\$\{env:"
@@ -110,6 +111,8 @@ def _error(source: str, document: Document, problems: Sequence[Problem]) -> Conf
         name = dotted(problem.path) or "(the file)"
         lines.append(f"  {name}{f' ({where})' if where else ''}: {problem.message}")
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    if len(lines) > _MOST_SHOWN:
+        lines[_MOST_SHOWN:] = [f"  and {len(lines) - _MOST_SHOWN} more"]
     return ConfigError(f"{source}: {count}\n" + "\n".join(lines))
 
 

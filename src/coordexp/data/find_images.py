@@ -8,6 +8,7 @@ are followed for reading, never for naming.
 
 from __future__ import annotations
 
+import errno
 import os
 import unicodedata
 from collections import Counter, defaultdict
@@ -278,6 +279,15 @@ def _plain(names: Sequence[str]) -> list[str]:
     return [str(PurePosixPath(with_slashes(name))) for name in names if not unsafe_file_name(with_slashes(name))]
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # no file can have this name
+            return False
+        raise
+
+
 def _exists(names: Sequence[str], is_file: Callable[[str], bool] | None) -> str | None:
     return None if is_file is None else next((name for name in _plain(names) if is_file(name)), None)
 
@@ -345,7 +355,7 @@ class ImageFolder:
     ) -> list[FoundImage]:
         """The file of each entry, by :func:`match_names`."""
         files = [path.relative_to(self.folder).as_posix() for path in self.images]
-        matches = match_names(wanted, files, lambda name: (self.folder / name).is_file(), hints)
+        matches = match_names(wanted, files, lambda name: _is_file(self.folder / name), hints)
         return [self._found(names, match) for names, match in zip(wanted, matches, strict=True)]
 
     def _found(self, names: Sequence[str], match: NameMatch) -> FoundImage:
@@ -353,7 +363,7 @@ class ImageFolder:
             return FoundImage(self.folder / match.file, match.file)
         for name in names if self.outside else ():
             led_to = Path(os.path.normpath(self.folder / _possible(name)))
-            if led_to.is_file():
+            if _is_file(led_to):
                 # The path from the folder, without the steps that lead out of it.
                 parts = PurePosixPath(Path(os.path.relpath(led_to, self.folder)).as_posix()).parts
                 return FoundImage(led_to, "/".join(part for part in parts if part != ".."))

@@ -166,6 +166,11 @@ def test_missing_sections_name_their_required_keys() -> None:
     assert {"model.model", "custom.train_jsonl", "training.output_dir", "global_max_length"} <= {*missing}
 
 
+def test_of_hundreds_of_problems_forty_are_shown() -> None:
+    config = stage2() | {f"key{number}": 1 for number in range(500)}
+    assert problems(config)[-1].strip() == "and 460 more" and len(problems(config)) == 41
+
+
 def test_all_problems_of_all_sections_are_reported_together() -> None:
     config = set_key(drop_key(stage2(), f"{RM}.pipeline"), "model.dtyp", "float32")
     config = set_key(drop_key(config, "global_max_length"), f"{RM}.rollout_buffer", {})

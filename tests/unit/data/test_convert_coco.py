@@ -38,6 +38,7 @@ COCO_OBJECTS = [
     ("RLE", {"segmentation": {"counts": "abc", "size": [24, 40]}}, "poly", "malformed_geometry"),
     ("no segmentation", {"bbox": [1, 1, 5, 5]}, "poly", "no_segmentation"),
     ("polygon of 5", {"segmentation": [[1, 1, 9, 1, 9]]}, "poly", "malformed_geometry"),
+    ("polygon of huge numbers", {"segmentation": [[1e300, 1, -1e300, 9, 9, 1e300]]}, "poly", "malformed_geometry"),
     ("polygon on a line", {"segmentation": [[1, 1, 9, 1, 5, 1]]}, "poly", "zero_area"),
     ("polygon outside", {"segmentation": [[50, 1, 60, 1, 55, 9]]}, "poly", "outside_image"),
     ("tiny polygon", {"segmentation": [[5, 5, 5.001, 5, 5, 5.001]]}, "poly", "collapsed_polygon"),

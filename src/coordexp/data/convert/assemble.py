@@ -26,11 +26,12 @@ from coordexp.data.images import (
     read_header,
 )
 from coordexp.data.jsonl import write_jsonl
-from coordexp.errors import DataError
+from coordexp.errors import DataError, shortened
 from coordexp.records import BIN_RULE, GTObject, ImageRecord
 
 _SUFFIXES_BY_FORMAT = {"JPEG": JPEG_SUFFIXES, "PNG": (".png",)}
 _RULE = ResizeRule()
+_LONGEST_NAME = 255  # bytes of a file, in every file system that images lie in
 Notes = tuple[tuple[Note, str], ...]
 
 
@@ -189,6 +190,10 @@ def assemble(
     targets: dict[Path, SourceImage] = {}
     for source in sources:
         relative = PurePosixPath(source.file)
+        if any(len(os.fsencode(part)) > _LONGEST_NAME for part in relative.parts):
+            detail = f"{shortened(source.file)}: no file can have so long a name"
+            report.skip_image(SkipReason.MISSING_IMAGE, source.annotation, detail, len(source.objects()))
+            continue
         kept = relative.suffix.lower() in (*JPEG_SUFFIXES, ".png")
         target = images_dir / (relative if kept else f"{relative}.png")
         if os.path.realpath(target) == os.path.realpath(source.path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from coordexp.geometry import mask_iou, to_bin
 from coordexp.records import BinRule, GeometryKind, GTObject
 
 _REASONS_SHOWN = 3  # in an error
+_LARGEST = 1e15  # of a coordinate: an area of larger ones may not be a number
 
 
 class SkipReason(StrEnum):
@@ -396,14 +396,14 @@ def flat(points: Any) -> list[Any] | None:
 
 
 def finite_numbers(values: Any) -> tuple[float, ...] | None:
-    """``values`` as floats; None unless they are a list of finite numbers."""
+    """``values`` as floats; None unless they are a list of numbers whose products are finite."""
     if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
         return None
     try:
         numbers = tuple(float(value) for value in values)
     except OverflowError:  # an integer of hundreds of digits
         return None
-    return numbers if all(math.isfinite(value) for value in numbers) else None
+    return numbers if all(abs(value) < _LARGEST for value in numbers) else None
 
 
 def quantise(
