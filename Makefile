@@ -17,7 +17,7 @@ STAMP := $(VENV)/.coordexp-setup-$(subst $(comma),-,$(EXTRAS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 KILLS ?= 50
-FAULTS ?= benchmarks/results/cpu-2core-xeon-2026-11-26
+FAULTS ?= benchmarks/results/cpu-2core-epyc-2026-11-27
 
 .PHONY: setup docs docs-serve demo test test-fast browser fuzz mutants check bench gpu clean faults fake-gpu
 
