@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import tarfile
 import zlib
@@ -96,7 +97,7 @@ def by_command(*words: object) -> Refused:
     if not code:
         return None
     said = err.getvalue()
-    assert said.startswith("error: ") and "Traceback" not in said and " object at 0x" not in said, said
+    assert re.search("^error: ", said, re.M) and "Traceback" not in said and " object at 0x" not in said, said
     assert len(said) < LONGEST_MESSAGE and printable(said, lines=True) == said, said
     return said.removeprefix("error: ").removesuffix("\n")
 
