@@ -18,7 +18,8 @@ from typing import Any
 
 SOURCE = f"{os.sep}src{os.sep}coordexp{os.sep}"
 KEY, KEY_VALUE = "decode_batch_size", 100_003
-LOSS_KEY, STRUCT_CE_WEIGHT = "struct_ce_weight", 0.8125 + 2**-20  # exact in float32, and nothing else has this value
+# Exact in float32, and larger than probabilities: of thousands, one was equal to a smaller value.
+LOSS_KEY, STRUCT_CE_WEIGHT = "struct_ce_weight", 37.8125 + 2**-17
 IMAGE = "marked.png"
 COLOUR = (173, 91, 37)
 _PIXELS = (bytes(COLOUR) * 8, *(bytes([value]) * 64 for value in COLOUR))  # pixel by pixel; channel by channel

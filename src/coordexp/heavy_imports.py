@@ -1,4 +1,4 @@
-"""Imports of torch, transformers and vLLM, a fifth faster."""
+"""Imports of torch, transformers and vLLM in less time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Import without garbage collection: five thousand modules are no garbage, and the collector looks through all of
-    them again and again. Later collections leave them out."""
+    """Import without garbage collection, which would look through thousands of growing modules again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         if enabled:
             gc.enable()

@@ -96,8 +96,8 @@ def by_command(*words: object) -> Refused:
     assert code in (0, None, 2), (code, err.getvalue())
     if not code:
         return None
-    said = err.getvalue()
-    assert re.search("^error: ", said, re.M) and "Traceback" not in said and " object at 0x" not in said, said
+    said = re.sub(r"\A(?:note: .*\n)+", "", err.getvalue())  # advice of config check
+    assert said.startswith("error: ") and "Traceback" not in said and " object at 0x" not in said, said
     assert len(said) < LONGEST_MESSAGE and printable(said, lines=True) == said, said
     return said.removeprefix("error: ").removesuffix("\n")
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 
@@ -17,5 +18,18 @@ def test_collection_is_as_before_also_after_an_error(enabled: bool) -> None:
             import no_such_module  # noqa: F401  # pyright: ignore[reportMissingImports]
         assert gc.isenabled() is enabled
     finally:
-        gc.unfreeze()
         (gc.enable if before else gc.disable)()
+
+
+def test_garbage_of_the_caller_is_collected_afterwards() -> None:
+    """A detector's model, for example, which was closed before another one is opened."""
+
+    class Closed:
+        def __init__(self) -> None:
+            self.own = self
+
+    left = weakref.ref(Closed())
+    with heavy_imports():
+        pass
+    gc.collect()
+    assert left() is None

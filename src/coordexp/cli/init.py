@@ -58,8 +58,8 @@ _CROWD = 6.0  # objects per image, on average, from which the study's recipe for
 _USABLE = 0.85  # of a GPU's memory: the rest is CUDA's and fragmentation
 _ROOMY = 0.8  # the same, where more would only save time: the estimate may be 10 % wrong
 _ENGINE_LEAST = 6_000_000_000  # bytes that an engine needs next to its weights: activations, cache, CUDA graphs
-_LEFT_OUT = "\0"  # ends a line that is not written; YAML has no such character
 _ENGINE_MOST = 0.6  # of a GPU's memory: enough cache for decode_batch_size answers
+_LEFT_OUT = "\0"  # ends a line that is not written; YAML has no such character
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def gpu_memory(assume_one: bool) -> int | None:
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A colocated engine. ``share``: of the GPU's memory; ``offload``: move the optimizer's state to main memory during
-    rollouts; ``note``: what both take."""
+    rollouts; ``note``: memory of both."""
 
     share: float
     offload: bool
@@ -207,7 +207,7 @@ class Decision:
 
     ``run``: the run that trained the checkpoint, whose prompt and orders are kept; ``small``: the model is; ``batch``:
     samples of an optimizer step, ``samples``: of a micro-step; ``row``: tokens; ``interval``: steps between evaluations
-    and between checkpoints; ``recompute_every``: activations are recomputed in one of so many layers, 0: in none.
+    and between checkpoints; ``recompute_every``: activations are recomputed in one layer of this many, 0: in none.
     """
 
     stage: Stage

@@ -8,7 +8,6 @@ are followed for reading, never for naming.
 
 from __future__ import annotations
 
-import errno
 import os
 import unicodedata
 from collections import Counter, defaultdict
@@ -22,6 +21,7 @@ from coordexp.printable import printable
 
 _OF_TOOLS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "__pycache__")
 _SHOWN = 3
+_LONGEST_NAME, _LONGEST_PATH = 255, 4096  # bytes, in every file system that images lie in
 
 
 # --- the files of a folder ---
@@ -279,13 +279,14 @@ def _plain(names: Sequence[str]) -> list[str]:
     return [str(PurePosixPath(with_slashes(name))) for name in names if not unsafe_file_name(with_slashes(name))]
 
 
+def can_be_file(path: Path) -> bool:
+    """Whether a file can have this path: systems refuse longer ones."""
+    sizes = [len(part.encode(errors="surrogatepass")) for part in (str(path), *path.parts)]
+    return sizes[0] < _LONGEST_PATH and max(sizes[1:], default=0) <= _LONGEST_NAME
+
+
 def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # no file can have this name
-            return False
-        raise
+    return can_be_file(path) and path.is_file()
 
 
 def _exists(names: Sequence[str], is_file: Callable[[str], bool] | None) -> str | None:

@@ -17,6 +17,7 @@ from coordexp.data.convert.numbers import Meaning, check_numbers, read_object
 from coordexp.data.convert.shapes import CONVERTED, ConversionReport, LeftOut, Note, SkipReason, SourceImage, quantise
 from coordexp.data.dataset_cache import PREPARED
 from coordexp.data.files import write_atomically
+from coordexp.data.find_images import can_be_file
 from coordexp.data.images import (
     JPEG_SUFFIXES,
     MAX_ASPECT_RATIO,
@@ -31,7 +32,6 @@ from coordexp.records import BIN_RULE, GTObject, ImageRecord
 
 _SUFFIXES_BY_FORMAT = {"JPEG": JPEG_SUFFIXES, "PNG": (".png",)}
 _RULE = ResizeRule()
-_LONGEST_NAME = 255  # bytes of a file, in every file system that images lie in
 Notes = tuple[tuple[Note, str], ...]
 
 
@@ -190,12 +190,12 @@ def assemble(
     targets: dict[Path, SourceImage] = {}
     for source in sources:
         relative = PurePosixPath(source.file)
-        if any(len(os.fsencode(part)) > _LONGEST_NAME for part in relative.parts):
-            detail = f"{shortened(source.file)}: no file can have so long a name"
-            report.skip_image(SkipReason.MISSING_IMAGE, source.annotation, detail, len(source.objects()))
-            continue
         kept = relative.suffix.lower() in (*JPEG_SUFFIXES, ".png")
         target = images_dir / (relative if kept else f"{relative}.png")
+        if not can_be_file(target):
+            detail = f"{shortened(source.file)}: this name is too long for a file"
+            report.skip_image(SkipReason.MISSING_IMAGE, source.annotation, detail, len(source.objects()))
+            continue
         if os.path.realpath(target) == os.path.realpath(source.path):
             raise DataError("the converted image would overwrite its source; choose another out_dir", path=source.path)
         if target in targets:
