@@ -26,7 +26,7 @@ from coordexp.doctor.exactness import (
 )
 from coordexp.doctor.layers import LIMIT as LAYER_LIMIT
 from coordexp.doctor.layers import layer_errors
-from coordexp.modeling.attention import KERNELS, Segments, varlen_runs_on
+from coordexp.modeling.attention import KERNELS, Segments, recompute_layers, varlen_runs_on
 from coordexp.modeling.inputs import ON_HOST, image_arguments, to_device
 from coordexp.modeling.kernels import liger_kernels
 from coordexp.objective import RowObjective, RowTensors, build_pipeline
@@ -213,6 +213,30 @@ def test_the_vision_tower_never_synchronises() -> None:
     with no_waits():
         features()
         features()
+
+
+def test_a_row_waits_for_nothing_and_recomputed_layers_change_no_gradient() -> None:
+    """Images included, in bfloat16; layers keep their attention while others are recomputed."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    for every in (0, 1, 2):
+        loaded = load_tiny("bfloat16")
+        model: Any = loaded.model
+        model.cuda().train()
+        recompute_layers(model, every)
+        row = builder(loaded)(row_of(gt_segments(loaded, 4))).inputs
+
+        def step(model: Any = model, row: Any = row) -> None:
+            inputs = to_device(row, torch.device("cuda", torch.cuda.current_device()))
+            model.model(**inputs, use_cache=False)[0].square().sum().backward()
+
+        step()  # creates everything that is created once
+        model.zero_grad()
+        with no_waits():
+            step()
+        found[every] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for every in (1, 2):
+        for name, gradient in found[0].items():  # attention's backward adds in no fixed order
+            assert (found[every][name] - gradient).norm() <= 0.02 * gradient.norm(), name
 
 
 def test_rows_are_pinned_and_unchanged() -> None:

@@ -12,29 +12,35 @@ packed forward passes two arguments to the model (:func:`row_arguments`):
 The vision tower gets ``frames`` in the same way (:class:`coordexp.modeling.inputs.VisionTower`). Calls without them
 (generation, padded batches) use transformers' own SDPA.
 
+Layers that are recomputed for their backward pass may keep their attention's output (:func:`recompute_layers`): it
+takes as much memory as the layer's input, and most time of all that a layer of the vision tower recomputes.
+
 L tokens of a row, S segments, H and H_kv heads, D dimensions of a head.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.attention.varlen  # registers the operations of torch.ops.torch_attn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
+from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
 from coordexp.errors import ConfigError, require
 
 Attention = Literal["packed", "varlen", "flash", "sdpa"]
 _KEY = "model.attn_implementation"
-_VARLEN_TAKES = inspect.signature(varlen_attn).parameters
+_OPERATIONS: Any = torch.ops.torch_attn
 
 
 class Segments:
@@ -129,16 +135,89 @@ def attend_varlen(
     """torch's variable-length flash attention: one kernel for the row."""
     if dropout:
         raise ConfigError(f"{_KEY}: varlen has no dropout, and the checkpoint's attention_dropout is {dropout}")
-    q_LHD, k_LHD, v_LHD = (part[0].transpose(0, 1) for part in (query, key, value))
-    # The arguments for causal and grouped attention have other names in torch 2.11 than in 2.13.
-    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _VARLEN_TAKES else {}
-    if segments.causal:
-        options |= {"window_size": (-1, 0)} if "window_size" in _VARLEN_TAKES else {"is_causal": True}
-    if "enable_gqa" not in _VARLEN_TAKES:
-        k_LHD, v_LHD = (part.repeat_interleave(q_LHD.shape[1] // part.shape[1], dim=1) for part in (k_LHD, v_LHD))
-    starts, longest = segments.cumulative(query.device), segments.longest
-    output_LHD: Any = varlen_attn(q_LHD, k_LHD, v_LHD, starts, starts, longest, longest, scale=scaling, **options)
-    return output_LHD[None]
+    q_LHD, k_LHD, v_LHD = _rows_first(query, key, value)
+    return _Varlen.apply(q_LHD, k_LHD, v_LHD, segments, scaling).unsqueeze(0)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Varlen(torch.autograd.Function):
+    """torch's own varlen_attn, whose output a recomputed layer takes from its first pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, segments: Segments, scaling: float | None
+    ) -> Tensor:
+        starts, longest = segments.cumulative(q_LHD.device), segments.longest
+        window = [-1, 0] if segments.causal else [-1, -1]
+        kept = _KEPT.get()
+        if kept is not None and segments.causal and not kept.causal:
+            kept = None
+        if kept is None or not kept.recomputes:
+            grouped = k_LHD.shape[1] != q_LHD.shape[1]
+            found = _OPERATIONS._varlen_attn(
+                q_LHD, k_LHD, v_LHD, starts, starts, longest, longest, segments.causal, scaling, window, grouped
+            )
+            if kept is not None and any(ctx.needs_input_grad):
+                kept.outputs.append(found)
+        else:
+            found = next(kept.remaining)
+        out_LHD, lse, random = (one.detach() for one in found)  # the one that is returned gets a history
+        ctx.save_for_backward(q_LHD, k_LHD, v_LHD, starts, out_LHD, lse, random)
+        ctx.rest = longest, segments.causal, scaling, window
+        return out_LHD
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q_LHD, k_LHD, v_LHD, starts, out_LHD, lse, random = ctx.saved_tensors
+        longest, causal, scaling, window = ctx.rest
+        return *_OPERATIONS._varlen_attn_backward(
+            grads[0], q_LHD, k_LHD, v_LHD, out_LHD, lse, starts, starts, longest, longest, causal, random, scaling,
+            window,
+        ), None, None  # fmt: skip
+
+
+class _Kept:
+    """Outputs of the attention of one layer's forward, for its recomputation."""
+
+    def __init__(self, outputs: list[Any], recomputes: bool, causal: bool) -> None:
+        self.outputs, self.recomputes, self.causal = outputs, recomputes, causal
+        self.remaining: Iterator[Any] = iter(outputs)
+
+
+_KEPT: ContextVar[_Kept | None] = ContextVar("kept attention", default=None)
+
+
+def keeping_attention(causal: bool = True) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """``context_fn`` of :func:`torch.utils.checkpoint.checkpoint`: the recomputed pass takes the outputs of
+    :func:`attend_varlen` from the first one; ``causal``: those of the language model too. Other kernels compute them
+    again."""
+    outputs: list[Any] = []
+
+    @contextmanager
+    def within(recomputes: bool) -> Iterator[None]:
+        token = _KEPT.set(_Kept(outputs, recomputes, causal))
+        try:
+            yield
+        finally:
+            _KEPT.reset(token)
+
+    return within(False), within(True)
+
+
+def recompute_layers(model: Any, every: int) -> None:
+    """Recompute the activations of every ``every``-th layer in the backward pass; 0: of none.
+
+    Not their attention: an image's patches attend to thousands of others, and keeping the result is cheap. The language
+    model's is kept unless all layers are recomputed, where memory is short.
+    """
+    if every:
+        settings = {"use_reentrant": False, "context_fn": partial(keeping_attention, causal=every > 1)}
+        model.gradient_checkpointing_enable(settings, every_n_layers=every)
+
+
+def _rows_first(*parts_1HLD: Tensor) -> tuple[Tensor, ...]:
+    # Not part[0], whose backward pass copies the gradient into zeros.
+    return tuple(part.squeeze(0).transpose(0, 1) for part in parts_1HLD)
 
 
 def attend_flash(
@@ -146,7 +225,7 @@ def attend_flash(
 ) -> Tensor:
     """The flash-attn package: one kernel for the row."""
     flash: Any = require("flash_attn", f"{_KEY}: flash")
-    q_LHD, k_LHD, v_LHD = (part[0].transpose(0, 1) for part in (query, key, value))
+    q_LHD, k_LHD, v_LHD = _rows_first(query, key, value)
     starts, longest = segments.cumulative(query.device), segments.longest
     options = {"dropout_p": dropout, "softmax_scale": scaling, "causal": segments.causal}
     return flash.flash_attn_varlen_func(q_LHD, k_LHD, v_LHD, starts, starts, longest, longest, **options)[None]
@@ -202,6 +281,35 @@ def _register(attention: str, kernel: Kernel) -> None:
     AttentionInterface.register(transformers_name(attention), attend)
     AttentionInterface.register(_vision_name(attention), attend_images)
     AttentionMaskInterface.register(transformers_name(attention), sdpa_mask)
+
+
+attend_each_image = qwen3_vl.Qwen3VLVisionAttention.forward
+
+
+class ImageAttention(qwen3_vl.Qwen3VLVisionAttention):
+    """The vision tower's attention, without the copies by which transformers' own takes a row apart and joins it."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: Any = None,
+        max_seqlen: int | None = None,
+        frames: Segments | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Returns (L, D). Without ``frames``, as transformers does it."""
+        if frames is None:
+            return attend_each_image(self, hidden_states, cu_seqlens, position_embeddings, max_seqlen, **kwargs)
+        q_LHD, k_LHD, v_LHD = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
+        q_LHD, k_LHD = apply_rotary_pos_emb_vision(q_LHD, k_LHD, *position_embeddings)
+        attend: Any = AttentionInterface().get_interface(str(self.config._attn_implementation), sdpa_attention_forward)
+        query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (q_LHD, k_LHD, v_LHD))
+        dropout = self.attention_dropout if self.training else 0.0
+        output_1LHD, _ = attend(
+            self, query, key, value, None, scaling=self.scaling, dropout=dropout, frames=frames, **kwargs
+        )
+        return self.proj(output_1LHD.flatten(2).squeeze(0))
 
 
 for _name, _kernel in KERNELS.items():

@@ -181,7 +181,8 @@ def row_inputs(
 
     ``position_ids`` (4, 1, L): text positions restarting at 0 for each segment, then the model's three M-RoPE rows,
     computed per segment. Segments are kept apart by :mod:`coordexp.modeling.attention` or, for ``attention="sdpa"``,
-    by transformers, which recognises the restarting positions. ``tower`` adds the arguments of the vision tower.
+    by transformers, which recognises the restarting positions. ``tower`` adds the arguments of the vision tower, and
+    ``placeholder_at_M``, the places of image tokens.
     """
     ids_1L = torch.from_numpy(row.token_ids_L.astype(np.int64))[None]
     is_image_1L = (ids_1L == image_token_id).to(torch.int32)
@@ -204,6 +205,7 @@ def row_inputs(
     }
     if tower is not None:
         inputs |= tower.arguments(inputs["image_grid_thw"], attention)
+        inputs["placeholder_at_M"] = torch.from_numpy(np.flatnonzero(row.token_ids_L == image_token_id))
     if attention == "sdpa":
         return inputs
     return inputs | row_arguments([end - start for start, end in zip(row.offsets[:-1], row.offsets[1:], strict=True)])

@@ -1,8 +1,9 @@
-"""One kernel for each elementwise operation of Qwen3-VL's layers, instead of three to ten.
+"""One kernel for each elementwise operation of Qwen3-VL's layers and of adapters, instead of three to ten.
 
 They take as long as they move memory. RMSNorm, SwiGLU and rotary embeddings are Triton kernels of the package
 liger-kernel. LayerNorm is torch's own kernel without autocast, which would convert to float32 and back; Liger's would
-be compiled again for each length of a row.
+be compiled again for each length of a row. The second product of an adapter adds to its layer's result, where peft
+scales and adds it in two more passes over memory.
 
 :func:`fuse_layers` replaces forwards of single modules. An operation on tensors of two number types, such as float32
 weights and bfloat16 activations, stays as transformers computes it: a kernel would round its result to the input's
@@ -27,6 +28,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from coordexp.config.schema import ModelConfig
 from coordexp.errors import ConfigError
+from coordexp.modeling.attention import attend_each_image
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _KEY = "model.fused_kernels"
@@ -87,10 +89,13 @@ def fuse_layers(model: Any, kernels: LayerKernels) -> None:
             module.forward = MethodType(partial(_mlp, kernels), module)
         elif isinstance(module, torch.nn.LayerNorm):
             module.forward = MethodType(_layer_norm, module)
+        elif hasattr(module, "lora_A") and isinstance(module.base_layer, torch.nn.Linear) and not module.lora_variant:
+            module.forward = MethodType(_with_adapter, module)
         elif isinstance(module, qwen3_vl.Qwen3VLTextAttention):
             _call_instead(module, apply_rotary_pos_emb=partial(_rotate, kernels))
         elif isinstance(module, qwen3_vl.Qwen3VLVisionAttention):
-            _call_instead(module, apply_rotary_pos_emb_vision=partial(_rotate_patches, kernels))
+            rotate = {"apply_rotary_pos_emb_vision": partial(_rotate_patches, kernels)}
+            _call_instead(module, **rotate, attend_each_image=_calling(attend_each_image, **rotate))
 
 
 def _rms_norm(kernels: LayerKernels, module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -110,6 +115,21 @@ def _layer_norm(module: torch.nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
 
 
+def _with_adapter(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """``base(x) + scaling * dropout(x) A^T B^T``, of which the last product adds to the first and rounds once."""
+    adapters = [name for name in module.active_adapters if name in module.lora_A]
+    if module.disable_adapters or module.merged or len(adapters) != 1:
+        return type(module).forward(module, x)
+    x_LI, (name,) = x.flatten(0, -2), adapters
+    low_LR = module.lora_A[name](module.lora_dropout[name](x_LI)) * module.scaling[name]
+    result_LO = module.base_layer(x_LI)
+    if low_LR.dtype != result_LO.dtype:
+        return type(module).forward(module, x)
+    # In place: the product before it keeps its factors only, and another result would first be filled with a copy.
+    result_LO.addmm_(low_LR, module.lora_B[name].weight.to(low_LR.dtype).t())
+    return result_LO.unflatten(0, x.shape[:-1])
+
+
 def _rotate(kernels: LayerKernels, q_BHLD: torch.Tensor, k_BHLD: torch.Tensor, cos: Any, sin: Any) -> Pair:
     if not q_BHLD.dtype == k_BHLD.dtype == cos.dtype:
         return qwen3_vl.apply_rotary_pos_emb(q_BHLD, k_BHLD, cos, sin)
@@ -125,13 +145,16 @@ def _rotate_patches(kernels: LayerKernels, q_LHD: torch.Tensor, k_LHD: torch.Ten
 
 def _call_instead(module: Any, **functions: Callable[..., Any]) -> None:
     """Let this module's forward find other functions under the names of its globals. Other modules keep theirs."""
-    forward = type(module).forward
+    module.forward = MethodType(_calling(type(module).forward, **functions), module)
+
+
+def _calling(function: Any, **functions: Callable[..., Any]) -> Any:
     own = FunctionType(
-        forward.__code__,
-        {**forward.__globals__, **functions},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
+        function.__code__,
+        {**function.__globals__, **functions},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
-    own.__kwdefaults__ = forward.__kwdefaults__
-    module.forward = MethodType(own, module)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own

@@ -1,15 +1,21 @@
-"""From an image to the vision tower's first vectors: patches travel as bytes, and the model's device computes the rest.
+"""From an image to the vision tower's first vectors: patches travel as bytes, and the model's device computes the rest;
+and from the tower's last vectors into a row.
 
 The processor resizes an image and cuts it into patches, as bytes and each frame once. The model subtracts the mean and
 divides by the deviation in float32, on its own device, so its numbers equal the processor's own bit for bit. Its first
 layer is a matrix product. transformers computes it as a convolution whose kernel is as large as its stride, and kernels
 for convolutions are slower at it (figures: docs/what-is-trained.md).
 
-P patches, C channels, T frames (an image is shown in each), S pixels of a patch; D dimensions of the tower.
+transformers finds the placeholders of a row's images by masks, whose true elements the host counts on the device. A row
+brings their places instead, so the host waits for nothing.
+
+P patches, C channels, T frames (an image is shown in each), S pixels of a patch; D dimensions of the tower; M
+placeholders of a row's L tokens, H hidden size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -20,6 +26,7 @@ from torch.nn import functional
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from coordexp.errors import CheckpointError
+from coordexp.modeling.attention import ImageAttention
 
 
 def cut(image_processor: Any, image: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +78,8 @@ class PixelScale:
 
 
 class ByteModel(qwen3_vl.Qwen3VLModel):
-    """Qwen3-VL without its head, which also takes pixels as bytes. Other pixels are the processor's own numbers."""
+    """Qwen3-VL without its head, which also takes pixels as bytes, and the places of a row's placeholders. Other pixels
+    are the processor's own numbers."""
 
     pixel_scale: PixelScale | None = None
 
@@ -81,6 +89,55 @@ class ByteModel(qwen3_vl.Qwen3VLModel):
             assert self.pixel_scale is not None, "load_model sets it"
             pixel_values = self.pixel_scale(pixel_values, self.visual.dtype)
         return super().get_image_features(pixel_values, *args, **kwargs)
+
+    @wraps(qwen3_vl.Qwen3VLModel.forward)
+    def forward(self, *args: Any, placeholder_at_M: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if placeholder_at_M is None:
+            return super().forward(*args, **kwargs)
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        return self._forward_row(placeholder_at_M, *args, **given)
+
+    def _forward_row(
+        self,
+        placeholder_at_M: torch.Tensor,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        mm_encoder_outputs: Mapping[str, Any] | None = None,
+        mm_token_type_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        embed: Any = self.get_input_embeddings()
+        embedded_1LH = embed(input_ids)
+        images = None if mm_encoder_outputs is None else mm_encoder_outputs["image"]
+        if images is None:
+            features: Any = self.get_image_features  # pyright takes the decorated method for a plain function
+            images = features(pixel_values, image_grid_thw, return_dict=True, **kwargs)
+        vectors_MH = torch.cat(images.pooler_output).to(embedded_1LH.dtype)
+        outputs = self.language_model(
+            input_ids=None,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=embedded_1LH.index_copy(1, placeholder_at_M, vectors_MH[None]),
+            visual_pos_masks=placeholder_at_M,
+            deepstack_visual_embeds=[torch.cat(parts) for parts in images.deepstack_features],
+            **kwargs,
+        )
+        rope_deltas: Any = self.rope_deltas
+        return qwen3_vl.Qwen3VLModelOutputWithPast(**outputs, rope_deltas=rope_deltas)
+
+
+class PlacingTextModel(qwen3_vl.Qwen3VLTextModel):
+    """The language model, which adds vectors of images to hidden states at given places, or where a mask is true."""
+
+    def _deepstack_process(
+        self, hidden_states: torch.Tensor, visual_pos_masks: torch.Tensor, visual_embeds: torch.Tensor
+    ) -> torch.Tensor:
+        if visual_pos_masks.dtype == torch.bool:
+            return super()._deepstack_process(hidden_states, visual_pos_masks, visual_embeds)
+        return hidden_states.index_add(1, visual_pos_masks, visual_embeds.to(hidden_states.dtype)[None])
 
 
 class PatchProjection(torch.nn.Conv3d):
@@ -92,11 +149,15 @@ class PatchProjection(torch.nn.Conv3d):
         return vectors_PD[..., None, None, None]
 
 
-def take_bytes(model: Any) -> None:
-    """Make a Qwen3-VL ``model`` take pixels as bytes and project patches by a product, in place. Call it before the
-    model is wrapped; set ``model.model.pixel_scale`` before it sees bytes."""
+def take_rows(model: Any) -> None:
+    """Make a Qwen3-VL ``model`` take pixels as bytes, project patches by a product, attend to a row's images without
+    copies, and take the places of placeholders, in place. Call it before the model is wrapped; set
+    ``model.model.pixel_scale`` before it sees bytes."""
     projection = model.model.visual.patch_embed.proj
     assert type(projection) is torch.nn.Conv3d and projection.stride == projection.kernel_size, "one product a patch"
     # Classes of the modules that transformers has built: new modules would have to be initialised again.
     projection.__class__ = PatchProjection
     model.model.__class__ = ByteModel
+    model.model.language_model.__class__ = PlacingTextModel
+    for block in model.model.visual.blocks:
+        block.attn.__class__ = ImageAttention

@@ -277,11 +277,14 @@ class ChunkedHead(torch.autograd.Function):
                     dz_UC.scatter_(1, column_U1, dz_UC.gather(1, column_U1) + share_U1)
                 if head.limited:
                     dz_UC *= within_logit_limit(z_UC)
-                d_rows_UH += head.through_chunk(chunk, dz_UC, hidden_NH.dtype)
+                factor_UC = dz_UC.to(head.dtype)  # once for all products
+                d_rows_UH += head.through_chunk(chunk, dz_UC, factor_UC, hidden_NH.dtype)
                 if d_weight_VH is not None:
-                    d_weight_VH[chunk.start : chunk.stop] = product(dz_UC.t(), finite_UH, head.dtype, d_weight_VH.dtype)
+                    d_weight_VH[chunk.start : chunk.stop] = product(
+                        factor_UC.t(), finite_UH, head.dtype, d_weight_VH.dtype
+                    )
                 if (needs_weight or needs_offset) and len(chunk.bins):
-                    d_coord_BH[chunk.bins] += product(dz_UC[:, chunk.columns].t(), finite_UH, head.dtype)
+                    d_coord_BH[chunk.bins] += product(factor_UC[:, chunk.columns].t(), finite_UH, head.dtype)
             d_hidden_NH[in_N] += d_rows_UH
 
         # 6. The coordinate rows.
@@ -307,12 +310,16 @@ def _score_vocabulary(
         return lse_TU, label_logit_U, high_U, low_U
     for chunk in head.chunks(len(rows_UH)):
         z_UC = head.logits(chunk, rows_UH)
-        high_U, low_U = torch.maximum(high_U, z_UC.amax(dim=1)), torch.minimum(low_U, z_UC.amin(dim=1))
+        most_U = z_UC.amax(dim=1)
+        high_U, low_U = torch.maximum(high_U, most_U), torch.minimum(low_U, z_UC.amin(dim=1))
         z_UC = head.limit(z_UC)
         mine_U, column_U1 = _labels_in(chunk, label_U)
         label_logit_U = torch.where(mine_U, z_UC.gather(1, column_U1)[:, 0], label_logit_U)
         for t, tau in enumerate(temperatures):
-            lse_U = torch.logsumexp(z_UC if tau == 1.0 else z_UC / tau, dim=1)
+            if tau == 1.0 and not head.limited:  # as torch.logsumexp, without reading all logits for the largest again
+                lse_U = (z_UC - most_U[:, None]).exp_().sum(dim=1).log_().add_(most_U)
+            else:
+                lse_U = torch.logsumexp(z_UC / tau, dim=1)
             lse_TU[t] = torch.logaddexp(lse_TU[t], lse_U)
     return lse_TU, label_logit_U, high_U, low_U
 
@@ -391,9 +398,12 @@ class _HeadProducts:
         z_B = product(rows_H, self.coord_BH.t(), self.dtype)
         return z_B if self.offset_BH is None else z_B + self._offset_logits(rows_H, slice(None))
 
-    def through_chunk(self, chunk: _Chunk, dz_UC: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
-        """Gradient of a chunk's logits → of the hidden states, which are ``stored`` in this type."""
-        d_UH = product(dz_UC, self.finite(chunk.rows_CH), self.dtype, stored)
+    def through_chunk(
+        self, chunk: _Chunk, dz_UC: torch.Tensor, factor_UC: torch.Tensor, stored: torch.dtype
+    ) -> torch.Tensor:
+        """Gradient of a chunk's logits, also as a ``factor`` of products → of the hidden states, which are ``stored``
+        in this type."""
+        d_UH = product(factor_UC, self.finite(chunk.rows_CH), self.dtype, stored)
         if self.offset_BH is not None and len(chunk.bins):
             d_UH += self._through_offset(dz_UC[:, chunk.columns], chunk.bins)
         return d_UH

@@ -212,10 +212,11 @@ class MasterWeights(torch.optim.Optimizer):
             assert weight.grad is not None and self._sums in (None, weight.grad.dtype), "sums in another type"
             master.grad = weight.grad.to(torch.float32)
         result = super().step(closure)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        with torch.no_grad():
-            for master, weight in moved:
-                weight.copy_(master)
-                master.grad = None
+        if moved:
+            with torch.no_grad():
+                torch._foreach_copy_([weight for _, weight in moved], [master for master, _ in moved])
+        for master, _ in moved:
+            master.grad = None
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.utils import send_to_device
 from torch.distributed.utils import _recursive_to
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from coordexp.errors import ConfigError, MissingDependency
+from coordexp.modeling import attention as module
 from coordexp.modeling.attention import (
     KERNELS,
     Segments,
+    attend_varlen,
     check_attention,
+    keeping_attention,
     row_arguments,
     transformers_name,
 )
@@ -122,3 +127,74 @@ def test_under_autocast_every_kernel_gets_half_precision() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output, _ = attend(None, query, key, value, None, scaling=DIM**-0.5, segments=Segments([3, 5]))
     assert output.dtype == torch.bfloat16
+
+
+def test_torch_has_the_operations() -> None:
+    arguments = [one.name for one in torch.ops.torch_attn._varlen_attn.default._schema.arguments]
+    assert arguments[:11] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal", "scale",
+                              "window_size", "enable_gqa"]  # fmt: skip
+    arguments = [one.name for one in torch.ops.torch_attn._varlen_attn_backward.default._schema.arguments]
+    assert arguments == ["grad_out", "query", "key", "value", "out", "lse", "cu_seq_q", "cu_seq_k", "max_q", "max_k",
+                         "is_causal", "rng_state", "scale", "window_size"]  # fmt: skip
+
+
+class Operations:
+    """torch's operations of variable-length attention, by the formula; ``calls`` of the forward are counted."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def _attend(
+        self, q_LHD: torch.Tensor, k_LHD: torch.Tensor, v_LHD: torch.Tensor, starts: torch.Tensor, causal: bool
+    ):
+        q, k, v = (part.transpose(0, 1)[None] for part in (q_LHD, k_LHD, v_LHD))
+        return reference(q, k, v, starts.diff().tolist(), causal)[0]
+
+    def _varlen_attn(self, q, k, v, starts, _, longest, __, causal, scaling, window, grouped):
+        self.calls += 1
+        assert scaling == DIM**-0.5 and grouped and window == ([-1, 0] if causal else [-1, -1])
+        return self._attend(q, k, v, starts, causal), torch.zeros(HEADS, len(q)), torch.zeros(2)
+
+    def _varlen_attn_backward(self, grad, q, k, v, out, lse, starts, _, longest, __, causal, *rest):
+        with torch.enable_grad():
+            leaves = q, k, v = [part.detach().requires_grad_() for part in (q, k, v)]
+            again = self._attend(q, k, v, starts, causal)
+        assert torch.equal(again, out), "the saved output belongs to these queries"
+        return torch.autograd.grad(again, leaves, grad)
+
+
+def test_a_recomputed_layer_keeps_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers, each with two attentions, in two rows: gradients are those without recomputation."""
+    monkeypatch.setattr(module, "_OPERATIONS", operations := Operations())
+    weight = torch.linspace(0.5, 1.5, DIM, dtype=torch.float64).requires_grad_()
+
+    def layer(x_1HLD: torch.Tensor, segments: Segments) -> torch.Tensor:
+        for factor in (1.0, 0.5):
+            kv = (x_1HLD * weight)[:, :KV_HEADS]
+            x_1HLD = attend_varlen(x_1HLD * weight * factor, kv, kv.sin(), segments, DIM**-0.5).transpose(1, 2)
+        return x_1HLD
+
+    def gradient(recomputed: bool, causal: bool = True, keeps_causal: bool = True) -> torch.Tensor:
+        losses = []
+        for lengths in ((3, 5), (4, 1)):
+            x, segments = rows(sum(lengths))[0], Segments(lengths, causal)
+            for _ in range(2):
+                if recomputed:
+                    keeping = partial(keeping_attention, causal=keeps_causal)
+                    x = checkpoint(layer, x, segments, use_reentrant=False, context_fn=keeping)
+                else:
+                    x = layer(x, segments)
+            losses.append(x.square().sum())
+        return torch.autograd.grad(torch.stack(losses).sum(), weight)[0]
+
+    plain = gradient(recomputed=False)
+    assert operations.calls == 8
+    torch.testing.assert_close(gradient(recomputed=True), plain, atol=0, rtol=0)
+    assert operations.calls == 16, "eight more: none was computed again"
+    with torch.no_grad():
+        checkpoint(layer, rows(8)[0], Segments((8,)), use_reentrant=False, context_fn=keeping_attention)
+    assert operations.calls == 18
+    torch.testing.assert_close(gradient(recomputed=True, keeps_causal=False), plain, atol=0, rtol=0)
+    assert operations.calls == 34, "each twice"
+    gradient(recomputed=True, causal=False, keeps_causal=False)
+    assert operations.calls == 42, "images keep theirs"

@@ -84,6 +84,33 @@ def test_a_fused_model_computes_the_same(dtype: Literal["float32", "bfloat16"], 
         assert (fused_gradients[name] - gradient).norm() <= tolerance * gradient.norm(), name
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02)])
+def test_a_fused_adapter_adds_what_pefts_adds(dtype: Literal["float32", "bfloat16"], tolerance: float) -> None:
+    torch.manual_seed(0)
+    loaded = load_tiny(dtype)
+    tune(loaded.model, TunerConfig(train_type="lora", lora_rank=4, lora_dropout=0.3), loaded.vocab.coord_token_ids)
+    model: Any = loaded.model
+    layer = model.model.language_model.layers[0].mlp.gate_proj
+    layer.lora_B.default.weight.data.normal_()
+    x = torch.randn(2, 5, layer.in_features, dtype=getattr(torch, dtype)).requires_grad_()
+    leaves = [x, layer.lora_A.default.weight, layer.lora_B.default.weight]
+
+    def computed() -> list[torch.Tensor]:
+        torch.manual_seed(1)  # of the dropout
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
+            y = layer(x)
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves)]
+
+    own = computed()
+    fuse_layers(model, kernels_in_torch(Counter()))
+    assert layer.forward.__func__.__name__ == "_with_adapter"
+    for ours, pefts in zip(computed(), own, strict=True):
+        assert ours.dtype == pefts.dtype and ours.shape == pefts.shape and pefts.norm() > 0
+        assert (ours - pefts).norm() <= tolerance * pefts.norm()
+    layer.enable_adapters(False)
+    assert torch.equal(layer(x), layer.base_layer(x))
+
+
 def test_other_models_of_the_process_keep_their_layers() -> None:
     calls: Counter[str] = Counter()
     fuse_layers(load_tiny().model, kernels_in_torch(calls))

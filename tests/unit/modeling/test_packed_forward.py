@@ -111,6 +111,24 @@ def gradients(loaded: LoadedModel, segments: Sequence[Segment], checkpointing: b
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
+def test_places_of_images_do_what_transformers_masks_do(
+    models: dict[str, LoadedModel], segments: list[Segment], attention: str
+) -> None:
+    loaded, inputs = models[attention], inputs_of(models[attention], segments[:3])
+    by_masks = {name: value for name, value in inputs.items() if name != "placeholder_at_M"}
+    assert len(by_masks) < len(inputs)
+    states, found = [], []
+    for given in (inputs, by_masks):
+        loaded.model.zero_grad()
+        states.append(loaded.model.model(**given, use_cache=False).last_hidden_state)
+        states[-1].square().mean().backward()
+        found.append({name: p.grad for name, p in loaded.model.named_parameters() if p.grad is not None})
+    loaded.model.zero_grad()
+    assert torch.equal(*states) and found[0].keys() == found[1].keys()
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_gradient_checkpointing_changes_no_gradient(
     models: dict[str, LoadedModel], segments: list[Segment], attention: str
 ) -> None:
