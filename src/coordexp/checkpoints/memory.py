@@ -48,6 +48,7 @@ _KEPT_DROPOUT = ((5.5, 0.5, 1.5, 0), (1.5, 0.5, 0, 0))  # of the adapters' dropo
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 ASLEEP = 3e9  # of a sleeping engine, CUDA graphs for the most part: assumed, as no GPU was at hand
 _COMFORTABLE = 0.9  # share of a GPU that an estimate may take without a warning
+ROOMY = 0.85  # the same, where more would only save time: the rest is CUDA's, fragmentation and the estimate's error
 _PATCHES_PER_TOKEN = 2  # half of a row's tokens are image tokens, each of four patches
 
 
@@ -127,18 +128,21 @@ def estimate_memory(
     queries, keys = head * int(text["num_attention_heads"]), head * int(text["num_key_value_heads"])
     tower = int(vision["hidden_size"]), int(vision["intermediate_size"]), 0, 0
     recomputed = 1.0 if config.fsdp.activation_checkpointing else 0.0  # share of the layers
+    every = 1 if training.gradient_checkpointing_every == "auto" else training.gradient_checkpointing_every
     if training.gradient_checkpointing:
-        recomputed = 1 / training.gradient_checkpointing_every
-    for tokens, sizes_of_layer, kept, dropout, layers in (
-        (length, (hidden, intermediate, queries, keys), _KEPT[tuner.train_type, fused], _KEPT_DROPOUT[0],
-         int(text["num_hidden_layers"])),
-        (length * _PATCHES_PER_TOKEN, tower, _KEPT_TOWER[fused], _KEPT_DROPOUT[1],
+        recomputed = 1 / every
+    for tokens, sizes_of_layer, attention, kept, dropout, layers in (
+        (length, (hidden, intermediate, queries, keys), queries * (every > 1), _KEPT[tuner.train_type, fused],
+         _KEPT_DROPOUT[0], int(text["num_hidden_layers"])),
+        (length * _PATCHES_PER_TOKEN, tower, tower[0], _KEPT_TOWER[fused], _KEPT_DROPOUT[1],
          0 if "vit" in frozen else int(vision["depth"])),
     ):  # fmt: skip
         numbers = sum(map(operator.mul, kept, sizes_of_layer))
         if lora and tuner.lora_dropout:
             numbers += sum(map(operator.mul, dropout, sizes_of_layer))
-        row += 2 * tokens * layers * (recomputed * sizes_of_layer[0] + (1 - recomputed) * numbers)
+        # A recomputed layer keeps its input and maybe, on a GPU, the output of its attention.
+        own = sizes_of_layer[0] + attention * training.gradient_checkpointing
+        row += 2 * tokens * layers * (recomputed * own + (1 - recomputed) * numbers)
     row += 2 * length * (_RUNNING[0] * hidden + _RUNNING[1] * intermediate)
     if not lora and "llm" not in frozen:
         row += 2 * int(text["vocab_size"]) * hidden  # gradient of the head, before it is added to the table's
@@ -218,6 +222,29 @@ def check_memory(
     return estimate
 
 
+def recomputed_every(
+    config: RunConfig,
+    model: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    world_size: int,
+    gpu_bytes: float | None,
+) -> int:
+    """With ``gradient_checkpointing``, in which layers activations are recomputed on a GPU of ``gpu_bytes``: in every
+    N-th, 0: in none. For ``auto`` the fewest whose estimate fits comfortably; in all on a CPU (None), and in
+    two-channel training, whose rows have several forwards that the estimate does not count."""
+    every = config.training.gradient_checkpointing_every
+    if every != "auto":
+        return every
+    if gpu_bytes is None or config.custom.trainer_variant == "stage2_two_channel":
+        return 1
+    for candidate in (0, 4, 3, 2):
+        changed = _with(config, "training.gradient_checkpointing", candidate > 0)
+        changed = _with(changed, "training.gradient_checkpointing_every", max(1, candidate))
+        if estimate_memory(changed, model, shapes, world_size).peak(gpu_bytes) <= ROOMY * gpu_bytes:
+            return candidate
+    return 1
+
+
 def _what_fits(
     config: RunConfig,
     model: Mapping[str, Any],
@@ -226,7 +253,7 @@ def _what_fits(
     gpu_bytes: int,
 ) -> Iterator[str]:
     """Keys with which the run fits a GPU, with the memory that it then needs."""
-    every = {"training.gradient_checkpointing_every": 1} if config.training.gradient_checkpointing_every > 1 else {}
+    every = {"training.gradient_checkpointing_every": 1} if config.training.gradient_checkpointing_every != 1 else {}
     no_masters = {"training.master_weights": None} if config.training.master_weights is not None else {}
     choices: list[dict[str, Any]] = [
         {"training.gradient_checkpointing": True, **every},

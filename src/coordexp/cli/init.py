@@ -21,7 +21,7 @@ from PIL.Image import Resampling
 from coordexp.checkpoints.card import Card, Training, read_card
 from coordexp.checkpoints.describe import weight_shapes
 from coordexp.checkpoints.folder import Checkpoint, processor_rule, read_object
-from coordexp.checkpoints.memory import ASLEEP, MemoryEstimate, estimate_memory
+from coordexp.checkpoints.memory import ASLEEP, ROOMY, MemoryEstimate, estimate_memory
 from coordexp.checkpoints.run_folder import STATE
 from coordexp.config import parse_config
 from coordexp.config.schema import DEFAULT_PROMPT
@@ -56,7 +56,6 @@ _FLOP_PER_S = 0.4 * 989e12  # of an H100 in training, at best
 _ROW_S = 6000 * 4e-6  # least seconds of a packed row: a GPU is sent 6,000 kernels, as the profile of 2B counted
 _CROWD = 6.0  # objects per image, on average, from which the study's recipe for crowds is better
 _USABLE = 0.85  # of a GPU's memory: the rest is CUDA's and fragmentation
-_ROOMY = 0.8  # the same, where more would only save time: the estimate may be 10 % wrong
 _ENGINE_LEAST = 6_000_000_000  # bytes that an engine needs next to its weights: activations, cache, CUDA graphs
 _ENGINE_MOST = 0.6  # of a GPU's memory: enough cache for decode_batch_size answers
 _LEFT_OUT = "\0"  # ends a line that is not written; YAML has no such character
@@ -292,7 +291,7 @@ def decide(
     for every in (0, 4, 3, 2):
         candidate = replace(decision, recompute_every=every)
         peak = estimate(candidate).peak(gpu_bytes)
-        if peak <= _ROOMY * gpu_bytes:
+        if peak <= ROOMY * gpu_bytes:
             decision = replace(candidate, memory=f"{peak / 1e9:.0f} of {gpu_bytes / 1e9:.0f} GB by estimate")
             break
     loaders, note = _loaders(at_hand, parameters, decision.lora, decision.samples)

@@ -240,7 +240,8 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          "float16 weights cannot be trained with training.fp16, whose loss scaling needs float32 weights; write "
          "model.dtype: float32"),
     Rule("training.gradient_checkpointing_every",
-         lambda c, _: c.training.gradient_checkpointing_every > 1 and not c.training.gradient_checkpointing,
+         lambda c, _: c.training.gradient_checkpointing_every not in (1, "auto")
+         and not c.training.gradient_checkpointing,
          "{c.training.gradient_checkpointing_every} chooses layers of gradient_checkpointing, which is off; write "
          "gradient_checkpointing: true, or remove this key"),
     Rule("training.gradient_accumulation_steps",

@@ -283,8 +283,9 @@ class TrainingConfig(StrictModel):
     """TensorFloat-32 on NVIDIA GPUs; null leaves it to torch"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
-    gradient_checkpointing_every: Count = 1
-    """recompute those of every N-th layer only, and keep the others': 1 = of all layers; with gradient_checkpointing"""
+    gradient_checkpointing_every: Count | Literal["auto"] = 1
+    """recompute those of every N-th layer only, and keep the others': 1 = of all layers, auto = of as few layers as the
+    estimate of memory allows on the GPU, maybe none; with gradient_checkpointing"""
     torch_empty_cache_steps: Count | None = None
     """return unused device memory every N steps; null = never"""
     full_determinism: bool = False

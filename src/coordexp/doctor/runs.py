@@ -19,6 +19,7 @@ import torch
 from coordexp.checkpoints.describe import TABLES, weight_shapes
 from coordexp.checkpoints.folder import Checkpoint, part_of
 from coordexp.config import RunConfig, load_config
+from coordexp.config.schema import TunerConfig
 from coordexp.data.files import asset
 from coordexp.errors import CoordExpError
 
@@ -159,15 +160,28 @@ def train_shipped(file: str, keys: Mapping[str, Any], log: Path, timeout_s: floa
 
 
 def step_flops(config: RunConfig, *, tokens: float, patches: float, supervised: float) -> float:
-    """Operations of the matrix products of a step's forward and backward.
+    """:func:`product_flops` for the checkpoint ``config.model.model``."""
+    checkpoint = Checkpoint.open(config.model.model)
+    shapes = weight_shapes(checkpoint)
+    return product_flops(config.tuner, checkpoint.config, shapes, tokens=tokens, patches=patches, supervised=supervised)
+
+
+def product_flops(
+    tuner: TunerConfig,
+    model: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    tokens: float,
+    patches: float,
+    supervised: float,
+) -> float:
+    """Operations of the matrix products of a step's forward and backward. ``model``: a checkpoint's ``config.json``;
+    ``shapes``: of its weights, by name.
 
     A weight of the language model is used once a token, of the vision tower once a patch, of a merger once for each
     group of patches that it merges, of the head once a supervised position. A use costs two operations in the forward,
     two for the weight's gradient if it is trained, and two for its input's gradient if anything before it is trained.
     """
-    checkpoint = Checkpoint.open(config.model.model)
-    model, shapes = checkpoint.config, weight_shapes(checkpoint)
-    tuner = config.tuner
     merged = int(model["vision_config"]["spatial_merge_size"]) ** 2
     uses = {"vit": patches, "aligner": patches / merged, "llm": tokens}
     frozen = {part: getattr(tuner, f"freeze_{part}") for part in uses}

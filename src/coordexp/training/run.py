@@ -22,10 +22,11 @@ from transformers.trainer_utils import align_special_tokens
 
 from coordexp import distributed
 from coordexp.checkpoints.card import card_of_run
+from coordexp.checkpoints.describe import weight_shapes
 from coordexp.checkpoints.disk import check_disk
 from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, length_advice
-from coordexp.checkpoints.memory import advising, check_memory
+from coordexp.checkpoints.memory import advising, check_memory, recomputed_every
 from coordexp.checkpoints.run_folder import RECORDS, clear_results
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
 from coordexp.config.datasets import TrainFile
@@ -44,7 +45,7 @@ from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.engine.wire.starting import SKIPPING
 from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost, RunFinished, RunStopped
 from coordexp.modeling.adapter import tune
-from coordexp.modeling.attention import check_attention
+from coordexp.modeling.attention import check_attention, recompute_layers
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.kernels import fuse_layers, liger_kernels, unfused_note, wants_fused
 from coordexp.modeling.load import LoadedModel, load_model, load_vocab
@@ -220,7 +221,8 @@ def build_trainer(
     build_row = RowBuilder.from_model(loaded, accelerator.device)
     offload = build_offload(loaded.model, rollout)
     with phase("start", "placing the model and its optimizer"):
-        state = _prepared_state(training, args, accelerator, loaded, max_steps)
+        every = _recomputed_every(run, console) if args.gradient_checkpointing else 0
+        state = _prepared_state(training, args, accelerator, loaded, max_steps, every)
     if offload is not None:
         owner = "DeepSpeed" if state.is_deepspeed else "FSDP" if state.is_fsdp else None
         offload.bind(lambda: state.optimizer, sharded_by=owner)
@@ -341,11 +343,27 @@ def _learner_parts(loaded: LoadedModel, offload: LearnerOffload | None) -> Learn
     )
 
 
+def _recomputed_every(run: CheckedRun, console: Console) -> int:
+    on_cpu = run.config.training.use_cpu or not torch.cuda.is_available()
+    own = 0 if on_cpu else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    least = -distributed.all_reduce([-own], "max")[0]  # equal on all ranks, which may wait for each other in layers
+    world_size, shapes = distributed.world_size(), weight_shapes(run.model)
+    every = recomputed_every(run.config, run.model.config, shapes, world_size, least or None)
+    if run.config.training.gradient_checkpointing_every == "auto" and not on_cpu and distributed.is_main():
+        layers = {0: "no layer", 1: "all layers"}.get(every, f"every {every}. layer")
+        console.print(f"activations of {layers} are recomputed (training.gradient_checkpointing_every)")
+    return every
+
+
 def _prepared_state(
-    training: TrainingConfig, args: TrainingArguments, accelerator: Accelerator, loaded: LoadedModel, max_steps: int
+    training: TrainingConfig,
+    args: TrainingArguments,
+    accelerator: Accelerator,
+    loaded: LoadedModel,
+    max_steps: int,
+    every: int,
 ) -> RunState:
-    if args.gradient_checkpointing:
-        loaded.model.gradient_checkpointing_enable(None, every_n_layers=training.gradient_checkpointing_every)
+    recompute_layers(loaded.model, every)
     rates = LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr)
     master_weights = training.master_weights is not None
     model, optimizer, scheduler = prepare(
