@@ -67,8 +67,13 @@ faults: setup
 	$(TEST_ENV) $(BIN)/python tests/faults/campaign.py --kills $(KILLS) --out $(FAULTS) $(PYTEST_ARGS)
 
 # Every shipped configuration on a GPU that is simulated with values, with a tiny model; then whole optimizer steps of
-# Qwen3-VL-2B, 4B and 8B on one without values: memory and a roofline. About seven minutes.
-FAKE_GPU ?= "--size 2B --rows 2" "--size 4B" "--size 8B" "--size 2B --lora --rows 2" "--size 4B --lora" "--size 8B --lora"
+# Qwen3-VL-2B, 4B and 8B on one without values: memory and a roofline. FAKE_GPU_ARGS="--json FILE" appends the figures
+# to a file, of which docs/generate_gpu.py makes tables. About ten minutes.
+SFT = --fused --file stage1/sft.yaml
+LORA = --fused --file stage1/lora.yaml
+FAKE_GPU ?= "--size 2B $(SFT) --rows 4" "--size 4B $(SFT) --rows 2" "--size 8B $(SFT) --rows 2" "--size 2B $(LORA)" \
+	"--size 4B $(LORA)" "--size 8B $(LORA) --rows 4" \
+	"--size 2B $(SFT) --rows 2 --image 768 768 --objects 6 --checkpoint-every 1"
 fake-gpu: setup
 	@PYTHONPATH=src:tests:tests/fake_cuda OMP_NUM_THREADS=1 $(BIN)/python tests/fake_cuda/run_on_gpu.py --out outputs/fake_gpu
 	@for step in $(FAKE_GPU); do PYTHONPATH=src:tests:tests/fake_cuda OMP_NUM_THREADS=1 $(BIN)/python \

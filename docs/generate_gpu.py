@@ -1,5 +1,6 @@
-"""Writes the tables of ``docs/gpu.md`` and the README's table of one H100: measured figures from the results of ``make
-gpu`` in ``benchmarks/results``, estimates from shapes and from traces; the text between them is written by hand.
+"""Writes the tables of one H100 in ``docs/gpu.md``, ``docs/training-step.md`` and both READMEs: measured figures from
+the results of ``make gpu`` in ``benchmarks/results``, estimates from shapes, and traces of ``make fake-gpu``; the text
+between them is written by hand.
 
 python docs/generate_gpu.py            # write them
 python docs/generate_gpu.py --check    # exit 1 if a table is not what would be written
@@ -10,27 +11,51 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-TARGETS = (DOCS / "gpu.md", ROOT / "README.md")
+TARGETS = (DOCS / "gpu.md", DOCS / "training-step.md", ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 RESULTS = ROOT / "benchmarks" / "results"
 HARDWARE = "h100-80gb"  # with which the names of result folders begin
 ON_PAPER = RESULTS / "cpu-2core-epyc-2026-11-25" / "decode_wide_batch_1.json"
-ROW = 12_000  # tokens of the row that `make fake-gpu` traces
+TRACES = RESULTS / "trace-2026-11-27" / "steps.jsonl"  # by `make fake-gpu`
 _TABLE = re.compile(r"(?<=<!-- table: )([a-z_ ]+)( -->\n).*?(?=<!-- end of table -->)", re.S)
-# Row → part of make gpu, shipped file, size, and the row of docs/training-step.md with its least time.
+# Row → part of make gpu, shipped file, size.
 TRAINED = {
-    "2B, all weights": ("sft", "stage1/sft.yaml", "2B", "full with"),
-    "4B, all weights": (None, "stage1/sft.yaml", "4B", "full with"),
-    "8B, all weights": (None, "stage1/sft.yaml", "8B", "full with"),
-    "2B, LoRA": ("lora", "stage1/lora.yaml", "2B", None),
-    "4B, LoRA": ("lora_4b", "stage1/lora.yaml", "4B", None),
-    "8B, LoRA": ("lora_8b", "stage1/lora.yaml", "8B", None),
+    "2B, all weights": ("sft", "stage1/sft.yaml", "2B"),
+    "4B, all weights": (None, "stage1/sft.yaml", "4B"),
+    "8B, all weights": (None, "stage1/sft.yaml", "8B"),
+    "2B, LoRA": ("lora", "stage1/lora.yaml", "2B"),
+    "4B, LoRA": ("lora_4b", "stage1/lora.yaml", "4B"),
+    "8B, LoRA": ("lora_8b", "stage1/lora.yaml", "8B"),
+}
+# Rows of a traced step, in their order → parts of the trace.
+TRACED = {
+    "products, forward": ("products, forward",),
+    "products, recomputed": ("products, recomputed",),
+    "products, backward": ("products, backward",),
+    "attention, forward": ("attention, forward",),
+    "attention, recomputed": ("attention, recomputed",),
+    "attention, backward": ("attention, backward",),
+    "element-wise, forward": ("element-wise, forward",),
+    "element-wise, recomputed": ("element-wise, recomputed",),
+    "element-wise, backward": ("element-wise, backward",),
+    "language head and losses": ("head, forward", "head, backward"),
+    "copies on the GPU": ("copies, forward", "copies, recomputed", "copies, backward"),
+    "copies from the host": ("from the host",),
+    "clipping, optimizer, masters": ("optimizer",),
+}
+# Parts of a traced step, by first words, against kinds of kernels that the profiler measured.
+AS_PROFILED = {
+    "products, with the head": (("products", "head"), ("matrix products",)),
+    "attention": (("attention",), ("attention",)),
+    "element-wise, copies": (("element-wise", "copies"), ("element-wise", "fused layers", "reductions", "other")),
+    "optimizer": (("optimizer",), ("optimizer",)),
+    "from the host": (("from the host",), ("copies",)),
 }
 SPLIT = {
     "2B, all weights": "sft",
@@ -64,11 +89,11 @@ def cell(result: Mapping[str, Any] | None, show: Callable[[Any], str]) -> str:
 def training() -> Iterator[str]:
     yield "| | tokens/s | at most, by trace | images/s | MFU | of whole steps | peak memory, GB | estimated |"
     yield "|---|---|---|---|---|---|---|---|"
-    for name, (part, file, size, traced) in TRAINED.items():
+    for name, (part, file, size) in TRAINED.items():
         found = measured(part)
         cells = [
             cell(found, lambda r: f"{r['tokens_per_s']:,.0f}"),
-            f"{ROW / least_s(size, traced):,.0f}" if traced else "",
+            f"{traced(file, size)['tokens_per_s']:,.0f}",
             cell(found, lambda r: f"{r['images_per_s']:.1f}"),
             cell(found, lambda r: f"{r['mfu']:.3f}"),
             cell(found, lambda r: f"{r['mfu_of_step']:.3f}"),
@@ -78,11 +103,84 @@ def training() -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} |"
 
 
-def least_s(size: str, row: str) -> float:
-    """Least seconds of a row of :data:`ROW` tokens on an H100, from the table in docs/training-step.md."""
-    lines = (DOCS / "training-step.md").read_text(encoding="utf-8").splitlines()
-    (line,) = [line for line in lines if line.startswith(f"| {row}") and "time (s)" in line]
-    return float(line.split("|")[2 + ("2B", "4B", "8B").index(size)])
+@cache
+def traces() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in TRACES.read_text(encoding="utf-8").splitlines()]
+
+
+def traced(file: str, size: str, fused: bool = True, photos: bool = False) -> dict[str, Any]:
+    """The step of a shipped file that `make fake-gpu` traced; ``photos``: the one like the measured profile."""
+    (found,) = [
+        one
+        for one in traces()
+        if (one["file"], one["size"], one["fused"], one["image"] == [768, 768]) == (file, size, fused, photos)
+    ]
+    return found
+
+
+def steps() -> Iterator[str]:
+    """Whole traced steps."""
+    headings = ("recomputed", "rows", "kernels", "least ms", "tokens/s at most", "MFU at most", "with attention")
+    yield f"| | {' | '.join(headings)} | peak GB | estimated |"
+    yield "|---" * (len(headings) + 3) + "|"
+    for name, (_, file, size) in TRAINED.items():
+        one = traced(file, size)
+        layers = {0: "no layer", 1: "all layers"}.get(
+            one["checkpoint_every"], f"every {one['checkpoint_every']}. layer"
+        )
+        cells = [
+            layers, str(one["rows"]), f"{one['kernels']:,}", f"{1e3 * one['least_s']:,.0f}",
+            f"{one['tokens_per_s']:,.0f}", f"{one['mfu']:.3f}", f"{one['mfu_with_attention']:.3f}",
+            f"{one['peak_gb']:.1f}", f"{one['estimate_gb']:.1f}",
+        ]  # fmt: skip
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def step_parts() -> Iterator[str]:
+    """Parts of each traced step: kernels, GB, TFLOP, least milliseconds."""
+    for name, (_, file, size) in TRAINED.items():
+        one = traced(file, size)
+        yield f"| {name}: a step of {one['tokens']:,} tokens | kernels | GB | TFLOP | least ms | share |"
+        yield "|---" * 6 + "|"
+        for row, parts in TRACED.items():
+            kernels, moved, flops, seconds = (_sum(one, parts, key) for key in ("kernels", "bytes", "flops", "seconds"))
+            yield (
+                f"| {row} | {kernels:,.0f} | {moved / 1e9:,.1f} | {flops / 1e12:,.1f} | {1e3 * seconds:,.1f} | "
+                f"{seconds / one['least_s']:.0%} |"
+            )
+        total = f"{one['kernels']:,} | {one['gb_moved']:,.1f} | {one['tflop']:,.1f} | {1e3 * one['least_s']:,.1f}"
+        yield f"| all | {total} | |"
+        waits = ", ".join(f"{place} {count}" for place, count in one["waits"].items() if count)
+        yield f"| the host waits for the GPU | {sum(one['waits'].values())} times: {waits} | | | | |"
+        yield ""
+
+
+def _sum(one: Mapping[str, Any], parts: Sequence[str], key: str) -> float:
+    return sum(one["parts"][part][key] for part in parts if part in one["parts"])
+
+
+def step_measured() -> Iterator[str]:
+    """The measured profile next to the trace of such a step."""
+    yield "| 2B, all weights, 2 rows of photographs | kernels, traced | least ms, traced | ms, measured |"
+    yield "|---|---|---|---|"
+    one, found = traced("stage1/sft.yaml", "2B", photos=True), measured("profile")
+    for row, (firsts, kinds) in AS_PROFILED.items():
+        parts = [part for part in one["parts"] if part.startswith(firsts)]
+        ms = cell(found, lambda r, k=kinds: f"{sum(r['kinds_ms'][kind] for kind in k):.0f}")
+        yield f"| {row} | {_sum(one, parts, 'kernels'):,.0f} | {1e3 * _sum(one, parts, 'seconds'):.0f} | {ms} |"
+    ms, launches = (cell(found, show) for show in (lambda r: f"{r['device_ms']:.0f}", lambda r: f"{r['launches']:,}"))
+    yield f"| all | {one['kernels']:,} (measured {launches}) | {1e3 * one['least_s']:.0f} | {ms} |"
+
+
+def least_times() -> Iterator[str]:
+    """In docs/training-step.md: peak and least time of a row."""
+    yield "| a row of 12,000 tokens | 2B | 4B | 8B |"
+    yield "|---|---|---|---|"
+    for kind in ("all weights", "LoRA"):
+        found = [traced(file, size) for name, (_, file, size) in TRAINED.items() if name.endswith(kind)]
+        peaks, seconds = [f"{one['peak_gb']:.1f}" for one in found], [one["least_s"] / one["rows"] for one in found]
+        yield f"| {kind}, peak memory (GB) | {' | '.join(peaks)} |"
+        yield f"| {kind}, time (s) | {' | '.join(f'{each:.2f}' for each in seconds)} |"
 
 
 @cache
@@ -224,7 +322,7 @@ def in_short() -> Iterator[str]:
     yield "|---|---|---|---|---|"
     if (found := newest_summary()) is not None and (note := found["tests"]):
         yield f"| the tests for GPUs | {note.partition(' in ')[0]} | | {origin(found)} |"
-    for name, (part, file, size, _) in TRAINED.items():
+    for name, (part, file, size) in TRAINED.items():
         if (found := measured(part)) is not None:
             r = found["results"]
             shown = (
@@ -277,6 +375,10 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "engine": engine,
     "sources": sources,
     "one gpu": in_short,
+    "traced steps": steps,
+    "parts of traced steps": step_parts,
+    "a traced step as measured": step_measured,
+    "least times": least_times,
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +27,15 @@ MEMORY = 0.8 * 3.35e12
 MATRIX = {True: 0.68 * 989e12, False: 0.06 * 494e12}  # in 16 bits; in float32 without TF32
 ATTENTION = {False: 380e12, True: 320e12}  # forward; backward
 LAUNCH = 4e-6
+FROM_HOST = 25e9  # bytes per second over PCIe
 PEAK = 989e12
 
 MASKED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
-PRODUCTS = ("mm", "addmm", "bmm", "convolution", "convolution_backward")
-NO_KERNEL = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach")
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "convolution", "convolution_backward")
+COPIES = ("clone", "copy_", "_to_copy", "cat", "stack", "select_backward", "slice_backward", "zeros_like", "zero_")
+NO_KERNEL = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view")
+# These write as much as they are given, and not the whole tensor.
+WRITE_A_PART = ("scatter_", "scatter_add_", "index_put_", "_index_put_impl_", "index_add_", "index_copy_")
 
 
 def asked_by_transformers() -> bool:
@@ -46,18 +50,33 @@ def asked_by_transformers() -> bool:
     return False
 
 
-def pass_of_a_row() -> str:
-    """The pass that launches the present kernel: forward, recomputed (within backward) or backward."""
+def place_of_a_kernel() -> tuple[str, bool]:
+    """The pass that launches the present kernel: forward, recomputed (within backward) or backward; and whether the
+    language head or a loss does."""
     frame: Any = sys._getframe(2)
     passes = "forward" if threading.current_thread() is threading.main_thread() else "backward"
+    innermost, objective = True, False
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         if path.endswith("torch/utils/checkpoint.py") and name == "unpack_hook":
-            return "recomputed"
+            return "recomputed", objective
+        if innermost and ("/coordexp/" in path or "/transformers/" in path):
+            innermost, objective = False, "/coordexp/objective/" in path
         if name == "_engine_run_backward":
             passes = "backward"
         frame = frame.f_back
-    return passes
+    return passes, objective
+
+
+def place_of_a_wait() -> str:
+    """The innermost function of a package that makes the host wait, as ``package: function``."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        for package in ("coordexp", "transformers", "peft", "accelerate"):
+            if f"/{package}/" in frame.f_code.co_filename:
+                return f"{package}: {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "torch: backward"
 
 
 @dataclass
@@ -77,8 +96,8 @@ class Totals:
 
 
 class DeviceTrace(TorchDispatchMode):
-    """Use it inside ``fake``. ``now`` and ``peak``: bytes. ``parts``: kernels by kind and pass. ``updates``: set it
-    while the optimizer runs."""
+    """Use it inside ``fake``. ``now`` and ``peak``: bytes. ``parts``: kernels by kind and pass. ``waits``: how often a
+    place makes the host wait for the device. ``updates``: set it while the optimizer runs."""
 
     def __init__(self, fake: FakeTensorMode, segments: Mapping[int, tuple[int, ...]], selected: int) -> None:
         """``segments``: lengths of the segments by the length of their row, of tokens and of patches. ``selected``:
@@ -88,14 +107,17 @@ class DeviceTrace(TorchDispatchMode):
         self.now = self.peak = 0
         self.totals = Totals()
         self.parts: defaultdict[str, Totals] = defaultdict(Totals)
+        self.waits: Counter[str] = Counter()
         self.updates = False
         self._live: dict[int, Any] = {}
+        self._reads = False
 
     def restart(self) -> None:
         """Count from here; live memory stays."""
         self.peak = self.now
         self.totals = Totals()
         self.parts.clear()
+        self.waits.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -111,14 +133,18 @@ class DeviceTrace(TorchDispatchMode):
             if func.namespace == "prim":  # a property
                 return func(*args, **kwargs)
             if moves and goes_to == "cpu":
+                self.waits[place_of_a_wait()] += not kwargs.get("non_blocking", False)
                 with unset_fake_temporarily():
                     return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-            if func is aten._local_scalar_dense.default:
+            again, self._reads = self._reads, func is aten._local_scalar_dense.default
+            if self._reads:
+                self.waits[place_of_a_wait()] += not (again and args[0].dim() == 0)  # tolist copies all numbers at once
                 if args[0].dtype == torch.bool:  # transformers asks whether its inputs fit, we whether any is broken
                     return asked_by_transformers()
                 return 1.0 if args[0].is_floating_point() else 1
             sized = self._sized_by_values(func, args)
             if sized is not None:
+                self.waits[place_of_a_wait()] += 1
                 self._hold(sized)
                 return sized
             out = func(*self._with_known_masks(func, args), **kwargs)
@@ -145,6 +171,7 @@ class DeviceTrace(TorchDispatchMode):
         indices: list[Any] = []
         for index in args[1]:
             if isinstance(index, torch.Tensor) and index.dtype == torch.bool:
+                self.waits[place_of_a_wait()] += 1
                 indices += [torch.zeros(self.selected, dtype=torch.int64, device="cuda")] * index.dim()
             else:
                 indices.append(index)
@@ -179,14 +206,29 @@ class DeviceTrace(TorchDispatchMode):
             return
         given = {one.untyped_storage()._cdata for one in inputs}
         new = [one for one in results if one.untyped_storage()._cdata not in given]
+        overwritten = sum(one.nbytes for one in tree_leaves(written) if isinstance(one, torch.Tensor))
         moved = sum(one.nbytes for one in (*inputs, *new))
-        if name not in ("copy_", "fill_", "zero_"):  # these do not read what they overwrite
-            moved += sum(one.nbytes for one in tree_leaves(written) if isinstance(one, torch.Tensor))
+        if name in WRITE_A_PART:
+            moved = 2 * (moved - overwritten)
+        elif name not in ("copy_", "fill_", "zero_"):  # these do not read what they overwrite
+            moved += overwritten
         if name in ("embedding", "index", "gather", "index_select"):  # they read as much as they return
             moved = 2 * sum(one.nbytes for one in results)
+        elif name in ("select_backward", "slice_backward"):  # zeros, and then a copy of the part
+            moved += sum(one.nbytes for one in inputs)
+        elif name == "logsumexp":  # largest, difference, exponential, sum: torch has no kernel for all
+            moved = 6 * inputs[0].nbytes
+        flops, speed = self._arithmetic(name, inputs, results, args)
+        bandwidth = MEMORY if inputs else FROM_HOST
+        part = "optimizer" if self.updates else _part(name, bool(inputs))
+        for totals in (self.totals, self.parts[part]):
+            totals.add(moved, flops, max(moved / bandwidth, flops / speed, LAUNCH))
+
+    def _arithmetic(self, name: str, inputs: list[Any], results: list[Any], args: Any) -> tuple[float, float]:
+        """Operations of a kernel, and how many a second it reaches."""
         flops, speed = 0.0, MATRIX[any(one.dtype.itemsize == 2 for one in inputs)]
-        if name in ("mm", "addmm", "bmm"):
-            a, b = args[-2:] if name == "addmm" else args[:2]
+        if name in ("mm", "addmm", "addmm_", "bmm"):
+            a, b = args[1:3] if name.startswith("addmm") else args[:2]
             flops = 2.0 * a.numel() * b.shape[-1]
         elif name == "convolution":
             flops = 2.0 * results[0].numel() * args[1][0].numel()
@@ -199,10 +241,15 @@ class DeviceTrace(TorchDispatchMode):
             heads_dim = query.numel() / sum(lengths)
             causal = 0.5 if lengths is self.segments[min(self.segments)] else 1.0
             flops = 4.0 * sum(n * n for n in lengths) * heads_dim * causal * (2.5 if backward else 1.0)
-        seconds = max(moved / MEMORY, flops / speed, LAUNCH)
-        kind = (
-            "products" if name in PRODUCTS else "attention" if "attn" in name or "attention" in name else "element-wise"
-        )
-        part = "optimizer" if self.updates else f"{kind}, {pass_of_a_row()}"
-        for totals in (self.totals, self.parts[part]):
-            totals.add(moved, flops, seconds)
+        return flops, speed
+
+
+def _part(name: str, on_device: bool) -> str:
+    """The row of the table of parts that a kernel belongs to."""
+    if not on_device and name in COPIES:
+        return "from the host"
+    passes, objective = place_of_a_kernel()
+    if objective:
+        return f"head, {passes}"
+    kind = "products" if name in PRODUCTS else "attention" if "attn" in name or "attention" in name else None
+    return f"{kind or ('copies' if name in COPIES else 'element-wise')}, {passes}"

@@ -70,6 +70,7 @@ class Row:
 ROWS = (
     Row("stage1/sft.yaml", failed="at its first line: float32 masters were made while the weights were on the CPU"),
     Row("stage1/sft.yaml", "resumed", resumed=True),
+    Row("stage1/sft.yaml", "all layers recomputed", {"training.gradient_checkpointing_every": 1}),
     Row("stage1/sft.yaml", "float32 weights", {"model.dtype": "float32", "training.master_weights": None}),
     Row("stage1/sft.yaml", "scored answers", {"rollout_matching.eval_detection.score_mode": "confidence"}),
     Row("stage1/sft.yaml", "FSDP, resumed", _FSDP, resumed=True, fsdp=True),

@@ -31,9 +31,6 @@ WAITS = {
         "coordexp/training/rows.py sync": "once a step: its numbers, after the last backward",
         "coordexp/training/loop.py _log_evaluate_save": "once a log line: the norm of the gradient",
         "coordexp/recording/writer.py token_losses": "once a recorded row",
-        "transformers/models/qwen3_vl/modeling_qwen3_vl.py _deepstack_process": "masks of image tokens",
-        "transformers/utils/import_utils.py torch_compilable_check": "counts image tokens",
-        "backward": "gradients of masks and of masked_scatter",
     },
     "answers": {
         "coordexp/rollouts/hf.py _generate_batch": "once a batch: its answers",
