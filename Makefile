@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Spinning OpenMP threads starve whatever else runs on few cores, vLLM beside a learner above all. Bytecode is cached:
+# Spinning OpenMP threads starve whatever else runs on few cores, vLLM beside a trainer above all. Bytecode is cached:
 # the tests start a few hundred Python processes.
 TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
 TEST_WORKERS ?= 3

@@ -135,7 +135,7 @@ def measure(case: Case, model: Path, folder: Path, options: Any) -> dict[str, fl
             line.get("time/weight_sync_s", 0.0) + line.get("time/rollout_wait_s", 0.0) for line, _ in steps
         ),
         "learner_s": statistics.median(line["time/learner_s"] for line, _ in steps),
-        "learner_tokens": statistics.fmean(line["train/tokens_total"] for line, _ in steps),
+        "trainer_tokens": statistics.fmean(line["train/tokens_total"] for line, _ in steps),
         "new_tokens": statistics.fmean(line.get("rollout/gen_new_tokens_total", 0.0) for line, _ in steps),
         "samples_per_s": options.batch * len(steps) / sum(marks["step"] for _, marks in steps),
         "steps": len(steps),
@@ -145,7 +145,7 @@ def measure(case: Case, model: Path, folder: Path, options: Any) -> dict[str, fl
 def _table(results: dict[str, dict[str, float]]) -> Table:
     table = Table(title="one optimizer step (medians)", title_justify="left")
     table.add_column("channel", no_wrap=True)
-    for name in ("seconds", "x A1", "rollout s", "learner s", "samples/s", "row tokens", "new tokens"):
+    for name in ("seconds", "x A1", "rollout s", "trainer s", "samples/s", "row tokens", "new tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     base = results.get(CASES[0].name)
     for name, figures in results.items():
@@ -156,7 +156,7 @@ def _table(results: dict[str, dict[str, float]]) -> Table:
             f"{figures['rollout_s']:.3f}",
             f"{figures['learner_s']:.3f}",
             f"{figures['samples_per_s']:.1f}",
-            f"{figures['learner_tokens']:,.0f}",
+            f"{figures['trainer_tokens']:,.0f}",
             f"{figures['new_tokens']:,.0f}",
         )
     return table

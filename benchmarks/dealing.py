@@ -1,6 +1,6 @@
 """Who answers what: is the plan that deals requests to rollout servers ever worse than dealing each micro-step alone?
 
-Counts, without any server, over 1-8 learner ranks, 1-8 servers with even and uneven numbers of devices, batch sizes of
+Counts, without any server, over 1-8 trainer ranks, 1-8 servers with even and uneven numbers of devices, batch sizes of
 decoding, and windows of small and large micro-steps. A *wave* is the time in which every device decodes once as many
 sequences as `decode_batch_size` lets it; each rank has at most `floor(decode_batch_size * S / W)` requests in flight.
 
@@ -29,7 +29,7 @@ MICRO_STEPS = tuple(itertools.product((1, 2, 4, 8), (1, 2, 3, 4, 8)))  # how man
 
 def main(argv: Sequence[str] | None = None) -> None:
     flags = parser(__doc__)
-    flags.add_argument("--ranks", type=positive, default=8, help="most learner ranks [8]")
+    flags.add_argument("--ranks", type=positive, default=8, help="most trainer ranks [8]")
     flags.add_argument("--servers", type=positive, default=8, help="most servers [8]")
     options = flags.parse_args(argv)
     console = Console()

@@ -388,9 +388,9 @@ def started(
     from coordexp.config import load_config, resolved_rollout
     from coordexp.data.images import open_rgb
     from coordexp.modeling.load import load_model
-    from coordexp.modeling.weights import LearnerWeights
+    from coordexp.modeling.weights import TrainerWeights
     from coordexp.rollouts import build_backend
-    from coordexp.rollouts.learner import LearnerParts
+    from coordexp.rollouts.trainer_parts import TrainerParts
 
     config = {
         "model": {"model": str(model), "dtype": dtype},
@@ -408,8 +408,8 @@ def started(
     path.write_text(yaml.safe_dump(config))
     loaded = load_model(model, dtype)
     loaded.model.eval()
-    parts = LearnerParts(
-        loaded.model, loaded.vocab, loaded.image_token_id, LearnerWeights(loaded.model), model, open_rgb
+    parts = TrainerParts(
+        loaded.model, loaded.vocab, loaded.image_token_id, TrainerWeights(loaded.model), model, open_rgb
     )
     backend = build_backend(resolved_rollout(load_config(path)), parts)
     try:

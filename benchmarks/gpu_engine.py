@@ -135,10 +135,10 @@ def pushed(engine: Any, loaded: Any) -> Iterator[dict[str, Any]]:
     from coordexp.doctor.engine import LORA
     from coordexp.engine.trainer.colocated import ColocatedPusher
     from coordexp.modeling.adapter import tune
-    from coordexp.modeling.weights import LearnerWeights
+    from coordexp.modeling.weights import TrainerWeights
 
     def push(name: str, checksum_every: int) -> dict[str, Any]:
-        pusher = ColocatedPusher(LearnerWeights(loaded.model), SyncConfig(mode="full", checksum_every=checksum_every))
+        pusher = ColocatedPusher(TrainerWeights(loaded.model), SyncConfig(mode="full", checksum_every=checksum_every))
         pusher.engine = engine
         seconds: dict[str, list[float]] = {"sleep_s": [], "wake_s": [], "push_s": []}
         size = 0

@@ -102,16 +102,16 @@ class _Bench:
         """Within it, :meth:`measure` asks this backend, which has answered once already."""
         from coordexp.config import load_config, resolved_rollout
         from coordexp.data.images import open_rgb
-        from coordexp.modeling.weights import LearnerWeights
+        from coordexp.modeling.weights import TrainerWeights
         from coordexp.rollouts import SeedContext, build_backend, rollout_session
-        from coordexp.rollouts.learner import LearnerParts
+        from coordexp.rollouts.trainer_parts import TrainerParts
 
         path = self._write_config(name)
         config = load_config(path)
         assert config.rollout_matching is not None
-        parts = LearnerParts(
+        parts = TrainerParts(
             self.loaded.model, self.loaded.vocab, self.loaded.image_token_id,
-            LearnerWeights(self.loaded.model), Path(self._checkpoint), open_rgb,
+            TrainerWeights(self.loaded.model), Path(self._checkpoint), open_rgb,
         )  # fmt: skip
         began = time.perf_counter()
         with serving(path, environment={}) if name == "server" else nullcontext():

@@ -37,16 +37,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     require("vllm", "this benchmark")
     threads, where, console = set_threads(options.threads or 1), machine(), Console()
     cores = sorted(os.sched_getaffinity(0))
-    server_core, learner_core = cores[0], cores[-1]
+    server_core, trainer_core = cores[0], cores[-1]
     with tempfile.TemporaryDirectory(prefix="coordexp-ahead-") as name:
         folder = Path(name)
         model, origin = checkpoint_or_tiny(options.model, folder)
-        settings = {**vars(options), "threads": threads, "model": origin, "cores": [server_core, learner_core]}
+        settings = {**vars(options), "threads": threads, "model": origin, "cores": [server_core, trainer_core]}
         print_machine(console, where, **{key: value for key, value in settings.items() if key != "json"})
         config = _config(folder, model, options)
         served = folder / "serve.yaml"
         served.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
-        with _pinned(server_core), serving(served), _pinned(learner_core):
+        with _pinned(server_core), serving(served), _pinned(trainer_core):
             results = {str(ahead): _measure(config, ahead, options) for ahead in (0, 1)}
     console.print(_table(results))
     ratio = results["0"]["step_s"] / results["1"]["step_s"]

@@ -2,14 +2,14 @@
 
 Counted exactly: bytes of a push, requests, bytes of images. Measured, with `--decoded`: tokens of an answer and forward
 passes per token with forced tokens skipped; a pass with drafts counts as one without. Assumed, and yours to set: how
-fast a GPU decodes and learns, and the network's bandwidth. With S server and L learner machines of G GPUs, and B images
+fast a GPU decodes and learns, and the network's bandwidth. With S server and L trainer machines of G GPUs, and B images
 a step:
 
   decode  max(p tokens / one sequence's speed, B tokens / (S G speed of a GPU)), with p forward passes per token: 1, or
           fewer with ``skip_forced_tokens``, which a full GPU gains nothing by, as it computes the skipped tokens too
-  push    S P bytes / the first learner machine's network     each server is sent the weights by itself
+  push    S P bytes / the first trainer machine's network     each server is sent the weights by itself
   learn   6 N B (image and prompt and answer tokens) / (L G FLOP/s)
-  images  B bytes of an image / the learner machines' network, as base64
+  images  B bytes of an image / the trainer machines' network, as base64
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from reporting import machine, parser, positive, print_machine, write_json
 from rich.console import Console
 from rich.table import Table
 
-# GPUs → (machines of servers, machines of the learner, images of a step). On one machine, in GPUs instead.
+# GPUs → (machines of servers, machines of the trainer, images of a step). On one machine, in GPUs instead.
 SPLITS = {8: (6, 2, 64), 64: (5, 3, 512), 512: (48, 16, 4096)}
 
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--decoded", type=Path, help="result of decode.py --objects: a step with answers as measured there"
     )
     flags.add_argument("--gpu-speed", type=float, default=8000.0, help="tokens/s of a GPU, full [8000, assumed]")
-    flags.add_argument("--flops", type=float, default=4e14, help="FLOP/s of a learner's GPU [4e14, assumed]")
+    flags.add_argument("--flops", type=float, default=4e14, help="FLOP/s of a trainer's GPU [4e14, assumed]")
     flags.add_argument("--network", type=float, default=40e9, help="bytes/s of a machine's network [40e9, assumed]")
     flags.add_argument("--nvlink", type=float, default=300e9, help="bytes/s inside a machine [300e9, assumed]")
     flags.add_argument("--image", type=float, default=2e5, help="bytes of an image [2e5]")
@@ -75,8 +75,8 @@ def decoded_answers(options: Namespace) -> dict[str, Namespace]:
 
 
 def step(gpus: int, options: Any) -> dict[str, float]:
-    """Seconds of a step's parts, and what the learner's first machine sends."""
-    servers, learners, images = SPLITS[gpus]
+    """Seconds of a step's parts, and what the trainer's first machine sends."""
+    servers, trainers, images = SPLITS[gpus]
     one_machine = gpus == 8
     width = 1 if one_machine else 8
     weights = 2 * options.parameters
@@ -85,12 +85,12 @@ def step(gpus: int, options: Any) -> dict[str, float]:
     decode, skipping = max(alone, full), max(options.passes * alone, full)
     push = servers * weights / (options.nvlink if one_machine else options.network)
     tokens = images * (options.context + options.answer)
-    learn = 6 * options.parameters * tokens / (learners * width * options.flops)
+    learn = 6 * options.parameters * tokens / (trainers * width * options.flops)
     sent = images * options.image * 4 / 3
-    carry = 0.0 if one_machine else sent / (learners * options.network)
+    carry = 0.0 if one_machine else sent / (trainers * options.network)
     return {
         "answer_tokens": options.answer, "images": images,
-        "server_gpus": servers * width, "learner_gpus": learners * width,
+        "server_gpus": servers * width, "trainer_gpus": trainers * width,
         "decode_s": decode, "push_s": push, "learn_s": learn, "images_s": carry,
         "step_s": push + carry + decode + learn, "ahead_s": push + carry + max(decode, learn),
         "skipping_decode_s": skipping, "skipping_step_s": push + carry + skipping + learn,
@@ -105,13 +105,13 @@ def table(results: dict[str, dict[str, float]]) -> Table:
     lines = {
         "tokens of an answer": ("answer_tokens", ".0f"),
         "images of a step": ("images", ".0f"), "GPUs that write": ("server_gpus", ".0f"),
-        "GPUs that learn": ("learner_gpus", ".0f"), "decoding, s": ("decode_s", ".2f"), "push, s": ("push_s", ".2f"),
+        "GPUs that train": ("trainer_gpus", ".0f"), "decoding, s": ("decode_s", ".2f"), "push, s": ("push_s", ".2f"),
         "images, s": ("images_s", ".3f"), "learning, s": ("learn_s", ".2f"), "a step, s": ("step_s", ".2f"),
         "a step with rollouts_ahead: 1, s": ("ahead_s", ".2f"),
         "decoding with skip_forced_tokens, s": ("skipping_decode_s", ".2f"),
         "a step with it, s": ("skipping_step_s", ".2f"),
         "a step with it and rollouts_ahead: 1, s": ("skipping_ahead_s", ".2f"),
-        "sent by the first learner, GB": ("push_gb", ".0f"),
+        "sent by the first trainer, GB": ("push_gb", ".0f"),
         "images sent, GB": ("images_gb", ".2f"),
     }  # fmt: skip
     for label, (key, shape) in lines.items():

@@ -1,7 +1,7 @@
 """Where does the time of a stage-2 optimizer step go?
 
 Trains the demo's configuration for a few steps on generated dense scenes with the real trainer, and splits each step
-into data, rollout, target building, packing, learner and optimizer. CPU only: it is the tiny model's benchmark.
+into data, rollout, target building, packing, trainer and optimizer. CPU only: it is the tiny model's benchmark.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STAGES = {
     "rollout": "generate one answer per sample",
     "targets": "parse, match, build, as far as decoding does not hide it",
     "packing": "choose segments, concatenate, count",
-    "learner": "forward, objective, backward, waiting for a row that is not built yet",
+    "trainer": "forward, objective, backward, waiting for a row that is not built yet",
     "optimizer": "clip, step",
     "other": "trainer's bookkeeping, logging",
 }
@@ -74,7 +74,7 @@ def summarise(steps: Sequence[dict[str, float]], batch: int) -> dict[str, Any]:
             "samples_per_s": batch * len(steps) / seconds,
             "ms_per_sample": 1000 * seconds / (batch * len(steps)),
         }
-    for name, tokens in (("rollout", "rollout_tokens"), ("learner", "learner_tokens")):
+    for name, tokens in (("rollout", "rollout_tokens"), ("trainer", "trainer_tokens")):
         total = sum(step[tokens] for step in steps)
         stages[name]["tokens_per_s"] = total / sum(step[name] for step in steps)
         stages[name]["tokens"] = total / len(steps)
@@ -98,7 +98,7 @@ def checkpoint_or_tiny(named: Path | None, folder: Path) -> tuple[Path, str]:
     try:
         return asset("checkpoints/demo-stage1"), "checkpoints/demo-stage1"
     except CheckpointError:
-        # Its answers are noise that never ends: rollout and learner lengths are then those of the worst case.
+        # Its answers are noise that never ends: rollout and trainer lengths are then those of the worst case.
         return build_tiny_checkpoint(folder / "model"), "fresh tiny checkpoint, random weights"
 
 
@@ -156,7 +156,7 @@ def _split(line: dict[str, float], marks: dict[str, float]) -> dict[str, float]:
         "targets": line["time/window_prepare_s"]
         - sum(line[f"time/{part}_s"] for part in ("weight_sync", "rollout_wait", "pack")),
         "packing": line["time/pack_s"],
-        "learner": line["time/learner_s"],
+        "trainer": line["time/learner_s"],
         "optimizer": marks["optimizer"],
     }
     return {
@@ -164,7 +164,7 @@ def _split(line: dict[str, float], marks: dict[str, float]) -> dict[str, float]:
         "other": marks["step"] - sum(split.values()),
         "step": marks["step"],
         "rollout_tokens": line["rollout/gen_new_tokens_total"],
-        "learner_tokens": line["train/tokens_total"],
+        "trainer_tokens": line["train/tokens_total"],
         "truncated": line["rollout/parse_truncated_total"],
     }
 

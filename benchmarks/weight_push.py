@@ -36,7 +36,7 @@ from coordexp.engine.trainer.push import ServerPusher
 from coordexp.errors import require
 from coordexp.modeling.load import load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import TrainerWeights
 from coordexp.weight_sync.group import Communicator, GroupAddress, join
 from support.ports import free_ports
 
@@ -83,7 +83,7 @@ def measure(
     client: ServerClient, model: Any, group: Communicator, size: int, bucket_mb: int, repeats: int
 ) -> dict[str, Any]:
     """Broadcasts and pushes in turn. The first of each is not counted: it opens groups and touches memory."""
-    sync = ServerPusher([client], LearnerWeights(model), SyncConfig(bucket_mb=bucket_mb, timeout_s=TIMEOUT_S))
+    sync = ServerPusher([client], TrainerWeights(model), SyncConfig(bucket_mb=bucket_mb, timeout_s=TIMEOUT_S))
     first = sync.push(1)
     raw_s, push_s, receive_s, load_s = [], [], [], []
     broadcast(group, size, bucket_mb << 20)

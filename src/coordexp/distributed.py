@@ -30,7 +30,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Number of learner processes under torchrun; 1 alone."""
+    """Number of trainer processes under torchrun; 1 alone."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

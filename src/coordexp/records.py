@@ -64,8 +64,8 @@ class ImageRecord:
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
     """A prompt to answer. ``model_inputs`` holds the encoder's tensors by their Hugging Face names (no batch axis for
-    token rows); backends that talk to a server use ``messages`` and ``image`` instead. ``prompt_token_ids`` is what
-    every backend must report back: there is one encoder, the learner's."""
+    token rows); backends that talk to a server use ``messages`` and ``image`` instead. ``prompt_token_ids`` are those of
+    the trainer's encoder; the prompt tokens that a backend reports must equal them."""
 
     sample_id: str
     image: Path
@@ -77,7 +77,7 @@ class RolloutRequest:
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One answer. ``response_token_ids`` is stop-trimmed; ``truncated`` means that no stop token was reached;
-    ``weight_version`` is the learner's version that generated it."""
+    ``weight_version`` is the trainer's version that generated it."""
 
     sample_id: str
     prompt_token_ids: tuple[int, ...]

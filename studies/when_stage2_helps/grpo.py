@@ -47,9 +47,9 @@ def train(data: Path, model: Path, output: Path, seed: int, arm: dict[str, Any])
         report_to=[],
         logging_steps=10,
     )
-    learner = Qwen3VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
+    policy = Qwen3VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
     trainer = GRPOTrainer(
-        model=learner,
+        model=policy,
         reward_funcs=_reward([record.objects for record in records], load_vocab(model)),
         args=settings,
         train_dataset=dataset,
@@ -60,7 +60,7 @@ def train(data: Path, model: Path, output: Path, seed: int, arm: dict[str, Any])
     trainer.train()
     seconds = time.process_time() - started
     shutil.copytree(model, output, dirs_exist_ok=True)  # tokenizer, processor, how images are prepared
-    learner.save_pretrained(output)
+    policy.save_pretrained(output)
     return seconds
 
 

@@ -32,7 +32,7 @@ def with_three_servers(folder: Path) -> RowRun:
 def test_a_dry_run_prints_what_would_be_started(tmp_path: Path) -> None:
     one = with_three_servers(tmp_path)
     output = finished([*one.command_by(LAUNCH), "--dry-run"], tmp_path)
-    assert all(f"server{number} on the CPU" in output for number in range(3)) and "learner on the CPU" in output
+    assert all(f"server{number} on the CPU" in output for number in range(3)) and "trainer on the CPU" in output
     assert not one.run.exists()
 
 

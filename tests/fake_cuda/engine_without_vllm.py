@@ -16,7 +16,7 @@ from coordexp.coords import serialize_objects
 from coordexp.engine.trainer.colocated import ColocatedBackend, Prompt
 from coordexp.records import GTObject
 from coordexp.rollouts.backend import RolloutBackend, decoding_options
-from coordexp.rollouts.learner import LearnerParts
+from coordexp.rollouts.trainer_parts import TrainerParts
 from coordexp.weight_sync.receiver import WeightReceiver
 
 WRITTEN = (GTObject("red circle", "bbox_2d", (100, 100, 300, 300)),)
@@ -45,12 +45,12 @@ class ModelWithoutVLLM(torch.nn.Module):
 class EngineWithoutVLLM:
     """The methods of :class:`coordexp.engine.trainer.colocated.InProcessEngine` that backend and pusher call."""
 
-    def __init__(self, learner: LearnerParts) -> None:
-        device = next(learner.model.parameters()).device
-        answer = learner.vocab.encode_answer(serialize_objects(WRITTEN))
-        self._answer = [*answer, learner.vocab.eos_id]
-        self._image_token_id = learner.image_token_id
-        self.model = ModelWithoutVLLM(learner.checkpoint, torch.bfloat16, device)
+    def __init__(self, trainer: TrainerParts) -> None:
+        device = next(trainer.model.parameters()).device
+        answer = trainer.vocab.encode_answer(serialize_objects(WRITTEN))
+        self._answer = [*answer, trainer.vocab.eos_id]
+        self._image_token_id = trainer.image_token_id
+        self.model = ModelWithoutVLLM(trainer.checkpoint, torch.bfloat16, device)
         self._worker = SimpleNamespace(
             model_runner=SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16)),
             receiver=WeightReceiver(self.model, device, sharded=False),
@@ -102,17 +102,17 @@ class BackendWithoutVLLM(ColocatedBackend):
     """Colocated vLLM with its engine replaced."""
 
     def start_engine(self) -> Any:
-        return EngineWithoutVLLM(self._learner)
+        return EngineWithoutVLLM(self._trainer)
 
 
-def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:
+def build_backend(config: RolloutMatchingConfig, trainer: TrainerParts, names: Sequence[str] = ()) -> RolloutBackend:
     """As :func:`coordexp.engine.trainer.backends.build_backend`, without vLLM in this process."""
     if not config.is_colocated:
         from coordexp.engine.trainer.backends import build_backend as real
 
-        return real(config, learner, names)
+        return real(config, trainer, names)
     vllm = config.vllm.model_copy(update={"tensor_parallel_size": 1})
-    return BackendWithoutVLLM(config.model_copy(update={"vllm": vllm}), learner, decoding_options(config), names)
+    return BackendWithoutVLLM(config.model_copy(update={"vllm": vllm}), trainer, decoding_options(config), names)
 
 
 def use_of(backend: Any) -> Mapping[str, int]:

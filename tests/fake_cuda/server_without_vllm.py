@@ -56,7 +56,7 @@ class ServerWithoutVLLM(FakePushServer):
         prompt = PromptBuilder(self.processor, 1).build(request)
         ids = self.processor(text=[prompt["prompt"]], images=prompt["multi_modal_data"]["image"])["input_ids"][0]
         choice = {"finish_reason": "stop", "token_ids": self.answer}
-        weights = WeightVersion(report["weight_version"], report["learner_id"])
+        weights = WeightVersion(report["weight_version"], report["trainer_id"])
         return {
             "response": {"choices": [choice], "prompt_token_ids": [int(token) for token in ids]},
             ENVELOPE: envelope_of(weights, guarded=self.guarded, triggered=False, uuid=request.uuid),

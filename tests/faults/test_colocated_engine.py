@@ -30,10 +30,10 @@ class Colocated(NamedTuple):
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Colocated]:
-    learner = load_served()
-    backend = colocated(learner, tmp_path_factory.mktemp("colocated"))
+    trainer = load_served()
+    backend = colocated(trainer, tmp_path_factory.mktemp("colocated"))
     backend.sync_weights(1)
-    requests = requests_of(learner, 3)
+    requests = requests_of(trainer, 3)
     well = [one.response_token_ids for one in backend.generate(requests, SEEDS)]
     backend.release()
     yield Colocated(backend, requests, well)

@@ -13,7 +13,7 @@ import pytest
 from coordexp.config.rollout import SyncConfig
 from coordexp.engine.trainer.push import ServerPusher
 from coordexp.errors import RolloutError
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import TrainerWeights
 from support.rollout_servers import RunningServer, load_served, payload, requests_of, server_config, serving
 
 MINUTES = float(os.environ.get("COORDEXP_LONG_LIFE_MINUTES", "4"))
@@ -55,9 +55,9 @@ def held(server: RunningServer, calls: int) -> Held:
 
 def test_many_calls_and_pushes_leak_nothing(server: RunningServer, seen: Callable[[object], None]) -> None:
     """Answers, pushes, and requests that are refused; the first third is for caches and allocators to settle."""
-    learner, client = load_served(), server.client()
-    requests = requests_of(learner, 6)
-    sync = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
+    trainer, client = load_served(), server.client()
+    requests = requests_of(trainer, 6)
+    sync = ServerPusher([client], TrainerWeights(trainer.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
     begun, calls, marks = time.monotonic(), 0, []
     while (passed := time.monotonic() - begun) < 60 * MINUTES or len(marks) < 3:
         if calls % CALLS_A_PUSH == 0:

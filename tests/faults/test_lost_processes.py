@@ -62,10 +62,10 @@ def test_a_launched_trainer_listens_on_loopback_only(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"training__max_steps": 4000}
     run_config(tmp_path, 1, **keys)
     yaml = tmp_path / "run.yaml"
-    learner = plan_launch(load_config(yaml), yaml, local=()).learner
-    command = [word.replace("--nproc-per-node=1", "--nproc-per-node=2") for word in learner.command]
+    trainer = plan_launch(load_config(yaml), yaml, local=()).trainer
+    command = [word.replace("--nproc-per-node=1", "--nproc-per-node=2") for word in trainer.command]
     log = tmp_path / "log"
-    environment = os.environ | dict(learner.environment) | {RENDEZVOUS: str(tmp_path / "store")}
+    environment = os.environ | dict(trainer.environment) | {RENDEZVOUS: str(tmp_path / "store")}
     process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment)
 
     def addresses(pid: int) -> set[tuple[str, int]]:

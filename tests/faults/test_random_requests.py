@@ -30,7 +30,7 @@ VALUES: tuple[Any, ...] = (
 NAMES = (
     *("infer_requests", "request_config", "messages", "images", "role", "content", "seed", "max_tokens", "temperature"),
     *("top_k", "stop", "uuid", "host", "port", "world_size", "first_rank", "timeout_s", "token", "metadatas", "name"),
-    *("dtype", "shape", "peft_config", "weight_version", "learner_id", "wants_checksum", "data_dict", "x"),
+    *("dtype", "shape", "peft_config", "weight_version", "trainer_id", "wants_checksum", "data_dict", "x"),
 )
 
 

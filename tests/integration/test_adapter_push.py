@@ -24,7 +24,7 @@ from support.rollout_servers import (
 LLM_ONLY = {"freeze_vit": True, "freeze_aligner": True}
 
 
-def learner_of(**tuner: bool) -> LoadedModel:
+def trainer_of(**tuner: bool) -> LoadedModel:
     return tuned_models.tuned(tuned_models.lora(**tuner), checkpoint=served_checkpoint())
 
 
@@ -33,31 +33,31 @@ def learner_of(**tuner: bool) -> LoadedModel:
 def test_answers_after_an_adapter_push_are_the_trainers(
     server: RunningServer, client: ServerClient, rows: bool
 ) -> None:
-    learner = learner_of(train_coord_rows=rows, **LLM_ONLY)
-    requests = requests_of(learner, 3)
-    with pushing(client, learner, mode="adapter", fallback_to_full=False) as sync:
+    trainer = trainer_of(train_coord_rows=rows, **LLM_ONLY)
+    requests = requests_of(trainer, 3)
+    with pushing(client, trainer, mode="adapter", fallback_to_full=False) as sync:
         first = sync.push(1)
-        old_answers = greedy_tokens(learner, requests)
+        old_answers = greedy_tokens(trainer, requests)
         assert served_tokens(client, requests) == old_answers
-        tuned_models.randomise(learner.model, 8)  # the same adapter after another step, for the same prompts
+        tuned_models.randomise(trainer.model, 8)  # the same adapter after another step, for the same prompts
         second = sync.push(2)
-    new_answers = greedy_tokens(learner, requests)
+    new_answers = greedy_tokens(trainer, requests)
     assert new_answers != old_answers
     assert served_tokens(client, requests) == new_answers
     url = f"{server.base_url}/v1/chat/completions"
     openai = httpx.post(url, json=openai_payload(requests[0]), trust_env=False, timeout=60.0).json()
     assert openai["choices"][0]["token_ids"] == new_answers[0]
     assert (first.mode, second.mode, second.fallback) == ("adapter", "adapter", None)
-    whole = sum(parameter.numel() * 4 for parameter in learner.model.parameters())
+    whole = sum(parameter.numel() * 4 for parameter in trainer.model.parameters())
     assert 0 < second.bytes < whole
     status = client.status()
     assert status is not None and status["adapter"] and status["weight_version"] == 2
 
 
 def test_an_adapter_that_vllm_ignores_is_an_error_without_fallback(client: ServerClient) -> None:
-    learner = learner_of(train_coord_rows=False)
+    trainer = trainer_of(train_coord_rows=False)
     with (
-        pushing(client, learner, mode="adapter", fallback_to_full=False) as sync,
+        pushing(client, trainer, mode="adapter", fallback_to_full=False) as sync,
         pytest.raises(RolloutError, match=r"vision tower.*sync\.mode: full"),
     ):
         sync.push(3)
@@ -74,29 +74,29 @@ def test_an_adapter_that_vllm_ignores_is_an_error_without_fallback(client: Serve
 def test_after_a_failed_adapter_push_all_pushes_are_full(
     client: ServerClient, caplog: pytest.LogCaptureFixture, tuner: dict[str, bool], reason: str
 ) -> None:
-    learner = learner_of(**tuner)
-    requests = requests_of(learner, 2)
-    with pushing(client, learner, mode="adapter") as sync:
+    trainer = trainer_of(**tuner)
+    requests = requests_of(trainer, 2)
+    with pushing(client, trainer, mode="adapter") as sync:
         with caplog.at_level(logging.WARNING):
             first = sync.push(4)
         assert (first.mode, sync.mode) == ("full", "full")
         assert first.fallback is not None and reason in first.fallback
         assert "pushes are full from here on" in caplog.text
-        assert served_tokens(client, requests) == greedy_tokens(learner, requests)
-        tuned_models.randomise(learner.model, 9)
+        assert served_tokens(client, requests) == greedy_tokens(trainer, requests)
+        tuned_models.randomise(trainer.model, 9)
         second = sync.push(5)
         assert (second.mode, second.fallback) == ("full", None)
-        assert served_tokens(client, requests) == greedy_tokens(learner, requests)
+        assert served_tokens(client, requests) == greedy_tokens(trainer, requests)
     status = client.status()
     assert status is not None and not status["adapter"]
 
 
 def test_an_adapter_push_onto_merged_weights_is_refused(client: ServerClient) -> None:
-    learner = learner_of(train_coord_rows=False, **LLM_ONLY)
-    with pushing(client, learner) as full:
+    trainer = trainer_of(train_coord_rows=False, **LLM_ONLY)
+    with pushing(client, trainer) as full:
         full.push(6)
     with (
-        pushing(client, learner, mode="adapter", fallback_to_full=False) as sync,
+        pushing(client, trainer, mode="adapter", fallback_to_full=False) as sync,
         pytest.raises(RolloutError, match="an earlier push of full weights"),
     ):
         sync.push(7)

@@ -92,28 +92,28 @@ def schedule_asynchronously(seen: Counter[str]) -> None:
 
 def answer(folder: Path) -> None:
     """Guarded answers of two weight versions, and sampled ones under a closed list; first in vLLM's CPU order."""
-    learner, seen, found = load_served(), Counter[str](), {}
-    requests, settings = requests_of(learner, 12), RepeatTerminateConfig(**GUARD)
+    trainer, seen, found = load_served(), Counter[str](), {}
+    requests, settings = requests_of(trainer, 12), RepeatTerminateConfig(**GUARD)
     for order in ("one after the other", "asynchronous"):
         if order == "asynchronous":
             schedule_asynchronously(seen)
         names, sampled = ["a red circle", "b"], {**KEYS, "rollout_matching__decoding__temperature": 1.0}
-        with closing(colocated(learner, folder, names=names, **sampled)) as backend, rollout_session(backend, 0):
+        with closing(colocated(trainer, folder, names=names, **sampled)) as backend, rollout_session(backend, 0):
             found[f"{order}, named"] = [list(one.response_token_ids) for one in backend.generate(requests, SEEDS)]
     found["differences"] = []
-    with closing(colocated(learner, folder, **KEYS)) as backend:
+    with closing(colocated(trainer, folder, **KEYS)) as backend:
         backend.engine_arguments |= CROWDED
         for version in (0, 1):
             with rollout_session(backend, version):
                 rollouts = backend.generate(requests, SEEDS)
                 config = backend.engine.vllm.vllm_config.scheduler_config
-            for free, one in zip(greedy_tokens(learner, requests, GUARDED_TOKENS), rollouts, strict=True):
+            for free, one in zip(greedy_tokens(trainer, requests, GUARDED_TOKENS), rollouts, strict=True):
                 trigger = first_trigger(free, settings)
                 cut = len(free) if trigger is None else trigger.num_new_tokens
                 seen["ended by the guard"] += one.repeat_terminated
                 if (list(one.response_token_ids), one.repeat_terminated) != (free[:cut], trigger is not None):
                     found["differences"].append(f"version {version}, {one.sample_id}")
-            disturb(learner, version)
+            disturb(trainer, version)
     found["scheduler"] = config.get_scheduler_cls().__name__
     (folder / "found.json").write_text(json.dumps({**found, **seen}), encoding="utf-8")
 

@@ -16,9 +16,9 @@ from coordexp.engine.trainer.colocated import ColocatedBackend
 from coordexp.modeling.adapter import save_adapter
 from coordexp.modeling.load import LoadedModel, merge_checkpoint
 from coordexp.modeling.tiny import build_tiny_checkpoint
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import TrainerWeights
 from coordexp.rollouts import SeedContext, rollout_session
-from coordexp.training.offload import LearnerOffload
+from coordexp.training.offload import TrainerOffload
 from support.rollout_servers import (
     COLOCATED,
     SPEC,
@@ -45,70 +45,70 @@ LORA = {"tuner__train_type": "lora", "tuner__lora_rank": 4, "tuner__use_dora": T
 OFFLOAD = {"enabled": True, "offload_model": True, "offload_optimizer": True}
 
 
-def backend_of(learner: LoadedModel, folder: Path, **keys: Any) -> Any:
-    return closing(colocated(learner, folder, rollout_matching__max_new_tokens=TOKENS, **keys))
+def backend_of(trainer: LoadedModel, folder: Path, **keys: Any) -> Any:
+    return closing(colocated(trainer, folder, rollout_matching__max_new_tokens=TOKENS, **keys))
 
 
-def answers(backend: ColocatedBackend, learner: LoadedModel, version: int) -> list[list[int]]:
+def answers(backend: ColocatedBackend, trainer: LoadedModel, version: int) -> list[list[int]]:
     with rollout_session(backend, version):
-        rollouts = backend.generate(requests_of(learner, 3), SeedContext(1, 0, 0, 0))
+        rollouts = backend.generate(requests_of(trainer, 3), SeedContext(1, 0, 0, 0))
     assert {rollout.weight_version for rollout in rollouts} == {version}
     return [list(rollout.response_token_ids) for rollout in rollouts]
 
 
-def expected(learner: LoadedModel) -> list[list[int]]:
-    return greedy_answers(learner, requests_of(learner, 3), TOKENS)
+def expected(trainer: LoadedModel) -> list[list[int]]:
+    return greedy_answers(trainer, requests_of(trainer, 3), TOKENS)
 
 
 def test_answers_after_an_adapter_push_are_the_trainers(tmp_path: Path) -> None:
     config = lora(train_coord_rows=False, freeze_vit=True, freeze_aligner=True)
-    learner = tuned(config, checkpoint=served_checkpoint())
-    with backend_of(learner, tmp_path, **ADAPTERS, rollout_matching__vllm__sync__fallback_to_full=False) as backend:
-        own = {name: parameter.detach().clone() for name, parameter in learner.model.named_parameters()}
-        before = answers(backend, learner, 1)
-        assert all(torch.equal(parameter, own[name]) for name, parameter in learner.model.named_parameters())
-        assert before == expected(learner) != expected(load_served())
-        randomise(learner.model, 8)  # the same adapter after another step, for the same prompts
-        assert answers(backend, learner, 2) == expected(learner) != before
+    trainer = tuned(config, checkpoint=served_checkpoint())
+    with backend_of(trainer, tmp_path, **ADAPTERS, rollout_matching__vllm__sync__fallback_to_full=False) as backend:
+        own = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+        before = answers(backend, trainer, 1)
+        assert all(torch.equal(parameter, own[name]) for name, parameter in trainer.model.named_parameters())
+        assert before == expected(trainer) != expected(load_served())
+        randomise(trainer.model, 8)  # the same adapter after another step, for the same prompts
+        assert answers(backend, trainer, 2) == expected(trainer) != before
         assert backend.last_report()["sync_mode"] == "adapter"
 
 
 def test_an_untied_language_head_is_pushed_too(tmp_path: Path) -> None:
     """Large checkpoints are untied; with a tied head the embedding's push would hide that the head was not pushed."""
     checkpoint = build_tiny_checkpoint(tmp_path / "untied", seed=6, spec=replace(SPEC, tied=False))
-    learner = load_served(checkpoint)
-    sharpen(learner.model)
-    assert "lm_head.weight" in LearnerWeights(learner.model).names()
-    with backend_of(learner, tmp_path, checkpoint=checkpoint) as backend:
-        before = answers(backend, learner, 1)
-        assert before == expected(learner)
+    trainer = load_served(checkpoint)
+    sharpen(trainer.model)
+    assert "lm_head.weight" in TrainerWeights(trainer.model).names()
+    with backend_of(trainer, tmp_path, checkpoint=checkpoint) as backend:
+        before = answers(backend, trainer, 1)
+        assert before == expected(trainer)
         with torch.no_grad():
-            learner.model.lm_head.weight.copy_(learner.model.lm_head.weight.flip(0))  # nothing else changes
-        assert answers(backend, learner, 2) == expected(learner) != before
+            trainer.model.lm_head.weight.copy_(trainer.model.lm_head.weight.flip(0))  # nothing else changes
+        assert answers(backend, trainer, 2) == expected(trainer) != before
 
 
 def test_vllm_loads_a_merged_checkpoint(tmp_path: Path) -> None:
     """The engine starts from the merged folder and gets no push."""
-    learner = tuned(lora(use_dora=True), checkpoint=served_checkpoint())
-    save_adapter(learner.model, tmp_path / "run")
+    trainer = tuned(lora(use_dora=True), checkpoint=served_checkpoint())
+    save_adapter(trainer.model, tmp_path / "run")
     merged = merge_checkpoint(tmp_path / "run", tmp_path / "plain")
-    with backend_of(learner, tmp_path, checkpoint=merged) as backend:
+    with backend_of(trainer, tmp_path, checkpoint=merged) as backend:
         backend.engine = backend.start_engine()
-        rollouts = backend.generate(requests_of(learner, 3), SeedContext(1, 0, 0, 0))
-    assert [list(rollout.response_token_ids) for rollout in rollouts] == expected(learner)
-    assert expected(learner) != expected(load_served()), "the adapters must change the answers"
+        rollouts = backend.generate(requests_of(trainer, 3), SeedContext(1, 0, 0, 0))
+    assert [list(rollout.response_token_ids) for rollout in rollouts] == expected(trainer)
+    assert expected(trainer) != expected(load_served()), "the adapters must change the answers"
 
 
 @pytest.mark.scenario("Offload context does not break the training step")
 def test_offloading_for_the_engine_does_not_change_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU everything is in main memory already: the trainer is moved as if that were a device."""
-    built: list[LearnerOffload] = []
+    built: list[TrainerOffload] = []
     away: list[bool] = []
 
-    def build(model: Any, rollout: RolloutMatchingConfig) -> LearnerOffload:
+    def build(model: Any, rollout: RolloutMatchingConfig) -> TrainerOffload:
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # those read from a file are views of it
-        built.append(LearnerOffload(model, rollout.offload, stays=lambda tensor: False))
+        built.append(TrainerOffload(model, rollout.offload, stays=lambda tensor: False))
         return built[0]
 
     run = ColocatedBackend.generate_window

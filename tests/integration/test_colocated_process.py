@@ -50,15 +50,15 @@ def changed(before: dict[str, Any]) -> dict[str, str]:
 
 def note_changes(folder: Path) -> None:
     """A trainer with a process group, in which a guarded engine starts, answers and ends; writes what changed."""
-    learner = load_served()
-    requests = requests_of(learner, 3)
+    trainer = load_served()
+    requests = requests_of(trainer, 3)
     tiny_checkpoint()  # the configuration names it; its random weights change random states
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=0, world_size=1)
     torch.set_num_threads(2)  # not what the environment says
     torch.manual_seed(3)
     before = found()
     seen: dict[str, Any] = {}
-    backend = colocated(learner, folder, rollout_matching__repeat_terminate__enabled=True)
+    backend = colocated(trainer, folder, rollout_matching__repeat_terminate__enabled=True)
     with rollout_session(backend, 0):
         seen["start"] = changed(before)
         seen["answers"] = len(backend.generate(requests, SeedContext(1, 0, 0, 0)))

@@ -49,13 +49,13 @@ SEEDS = SeedContext(1, 0, 0, 0)
 
 
 @pytest.fixture(scope="module")
-def learner() -> LoadedModel:
+def trainer() -> LoadedModel:
     return load_served()
 
 
 @pytest.fixture(scope="module")
-def requests_(learner: LoadedModel) -> list[RolloutRequest]:
-    return requests_of(learner, 6)
+def requests_(trainer: LoadedModel) -> list[RolloutRequest]:
+    return requests_of(trainer, 6)
 
 
 class ImageDoor:
@@ -75,9 +75,9 @@ DOOR = ImageDoor()
 
 
 @pytest.fixture(scope="module")
-def backend(learner: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColocatedBackend]:
+def backend(trainer: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColocatedBackend]:
     folder = tmp_path_factory.mktemp("colocated")
-    backend = colocated(learner, folder, DOOR, rollout_matching__decoding__temperature=0.0)
+    backend = colocated(trainer, folder, DOOR, rollout_matching__decoding__temperature=0.0)
     yield backend
     backend.close()
 
@@ -97,12 +97,12 @@ def test_memory_is_profiled_on_the_largest_image_of_a_prompt(backend: ColocatedB
 
 @pytest.mark.parametrize("words", [1, 12], ids=["short prompts", "long prompts"])
 def test_answers_equal_the_trainers_after_every_push(
-    words: int, backend: ColocatedBackend, learner: LoadedModel, requests_: list[RolloutRequest]
+    words: int, backend: ColocatedBackend, trainer: LoadedModel, requests_: list[RolloutRequest]
 ) -> None:
     """Also of prompts of more than two blocks of 128 tokens: vLLM's CPU engine caches whole blocks only."""
     if words > 1:
-        encoder = PromptEncoder(learner.processor, "Find every object in the picture and write it down. " * words, None)
-        requests_ = [encoder.encode(sample.record) for sample in tiny_samples(learner, 2)]
+        encoder = PromptEncoder(trainer.processor, "Find every object in the picture and write it down. " * words, None)
+        requests_ = [encoder.encode(sample.record) for sample in tiny_samples(trainer, 2)]
         assert min(len(request.prompt_token_ids) for request in requests_) > 2 * 128
     answers = []
     for version in (7, 8):
@@ -112,15 +112,15 @@ def test_answers_equal_the_trainers_after_every_push(
         assert [r.prompt_token_ids for r in rollouts] == [r.prompt_token_ids for r in requests_]
         assert {rollout.weight_version for rollout in rollouts} == {version}
         answers.append([list(rollout.response_token_ids) for rollout in rollouts])
-        assert answers[-1] == greedy_answers(learner, requests_, 12)
+        assert answers[-1] == greedy_answers(trainer, requests_, 12)
         assert answers[-1] == [list(rollout.response_token_ids) for rollout in again]
         assert [r.truncated for r in rollouts] == [len(ids) == 12 for ids in answers[-1]]
-        disturb(learner, version)  # the same prompts again: every cached prefix and image embedding is outdated
+        disturb(trainer, version)  # the same prompts again: every cached prefix and image embedding is outdated
     assert words > 1 or answers[0] != answers[1]
 
 
 def test_weights_changed_in_transit_are_detected(
-    backend: ColocatedBackend, learner: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    backend: ColocatedBackend, trainer: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with rollout_session(backend, 2):
         receiver = backend.engine.ask_worker(lambda worker: worker.receiver)
@@ -189,10 +189,10 @@ def test_an_unreadable_image_is_named_and_the_engine_stays_usable(
 
 @pytest.mark.scenario("vLLM backend produces token ids suitable for strict alignment")
 def test_a_prompt_that_the_engine_tokenises_differently_is_refused(
-    backend: ColocatedBackend, learner: LoadedModel, requests_: list[RolloutRequest]
+    backend: ColocatedBackend, trainer: LoadedModel, requests_: list[RolloutRequest]
 ) -> None:
     """By the step that would train on its answer."""
-    queue = RolloutQueue(backend, AnswerReader(learner.vocab, MatchingConfig()), 1)
+    queue = RolloutQueue(backend, AnswerReader(trainer.vocab, MatchingConfig()), 1)
     samples = [Sample(record([CAT], request.sample_id), request) for request in requests_[:2]]
     answers = queue.take([samples], 1, {})
     assert [answer.rollout.prompt_token_ids for answer in answers.all] == [s.request.prompt_token_ids for s in samples]
@@ -205,9 +205,9 @@ def test_a_prompt_that_the_engine_tokenises_differently_is_refused(
 
 
 def test_exif_orientation_is_applied_like_in_the_trainer(
-    backend: ColocatedBackend, learner: LoadedModel, requests_: list[RolloutRequest], tmp_path: Path
+    backend: ColocatedBackend, trainer: LoadedModel, requests_: list[RolloutRequest], tmp_path: Path
 ) -> None:
-    encoder = PromptEncoder(learner.processor, "Find every object.", None)
+    encoder = PromptEncoder(trainer.processor, "Find every object.", None)
     turned = []
     for orientation in (3, 6):
         with Image.open(requests_[0].image) as image:
@@ -219,8 +219,8 @@ def test_exif_orientation_is_applied_like_in_the_trainer(
         turned.append(encoder.encode(ImageRecord(path.name, path, width, height, ())))
     with rollout_session(backend, 1):
         answers = [list(rollout.response_token_ids) for rollout in backend.generate(turned, SEEDS)]
-        eos = learner.vocab.eos_id
-        assert answers == [ids[: ids.index(eos)] if eos in ids else ids for ids in greedy_tokens(learner, turned, 12)]
+        eos = trainer.vocab.eos_id
+        assert answers == [ids[: ids.index(eos)] if eos in ids else ids for ids in greedy_tokens(trainer, turned, 12)]
         backend.engine.vllm.reset_mm_cache()
         DOOR.turn = Image.Transpose.ROTATE_90
         try:
@@ -283,18 +283,18 @@ def test_two_ranks_have_one_engine_each_or_share_one(tensor_parallel_size: int, 
 
 @pytest.mark.parametrize("skip", [False, True], ids=["every token", "forced tokens skipped"])
 def test_sampling_is_reproducible_and_follows_the_seed(
-    skip: bool, learner: LoadedModel, requests_: list[RolloutRequest], tmp_path: Path
+    skip: bool, trainer: LoadedModel, requests_: list[RolloutRequest], tmp_path: Path
 ) -> None:
     keys: dict[str, Any] = {"rollout_matching__decoding": {"temperature": 2.0, "skip_forced_tokens": skip}}
-    with closing(colocated(learner, tmp_path, **keys)) as backend, rollout_session(backend, 0):
+    with closing(colocated(trainer, tmp_path, **keys)) as backend, rollout_session(backend, 0):
         first, again = (backend.generate(requests_[:3], SEEDS) for _ in range(2))
         other = backend.generate(requests_[:3], SeedContext(1, 1, 0, 0))
     assert [r.response_token_ids for r in first] == [r.response_token_ids for r in again]
     assert [r.response_token_ids for r in first] != [r.response_token_ids for r in other]
-    assert max(max(r.response_token_ids) for r in first) < len(learner.vocab)
+    assert max(max(r.response_token_ids) for r in first) < len(trainer.vocab)
 
 
-def test_repeating_answers_end_at_the_same_step_in_any_batch(learner: LoadedModel, tmp_path: Path) -> None:
+def test_repeating_answers_end_at_the_same_step_in_any_batch(trainer: LoadedModel, tmp_path: Path) -> None:
     """Where the guard ends the whole answers of transformers."""
     settings = RepeatTerminateConfig(**GUARD)
     keys = {
@@ -302,11 +302,11 @@ def test_repeating_answers_end_at_the_same_step_in_any_batch(learner: LoadedMode
         "rollout_matching__max_new_tokens": GUARDED_TOKENS,
         "rollout_matching__decoding__temperature": 0.0,
     }
-    requests = requests_of(learner, 12)
-    free = greedy_tokens(learner, requests, GUARDED_TOKENS)
+    requests = requests_of(trainer, 12)
+    free = greedy_tokens(trainer, requests, GUARDED_TOKENS)
     triggers = [first_trigger(answer, settings) for answer in free]
     assert None in triggers and len({one.num_new_tokens for one in triggers if one is not None}) > 1
-    with closing(colocated(learner, tmp_path, **keys)) as backend:
+    with closing(colocated(trainer, tmp_path, **keys)) as backend:
         for version, size in enumerate((len(requests), 5)):
             rollouts = []
             with rollout_session(backend, version):

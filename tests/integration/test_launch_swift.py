@@ -89,9 +89,9 @@ def test_launch_trains_with_swift_rollout_and_ends_all_processes(tmp_path: Path)
     assert len(seen) >= 5  # supervisor, swift rollout, its worker, vLLM's core and worker, torchrun, trainer
     assert [pid for pid in seen if is_alive(pid)] == []
     text = shown(tmp_path)
-    assert "repeat guard active" in text and "learner ended with exit code 0" in text
+    assert "repeat guard active" in text and "trainer ended with exit code 0" in text
     assert (tmp_path / "run" / "model.safetensors").is_file()
-    assert {"server0.log", "learner.log"} <= {log.name for log in (tmp_path / "run" / "logs").iterdir()}
+    assert {"server0.log", "trainer.log"} <= {log.name for log in (tmp_path / "run" / "logs").iterdir()}
 
 
 def server_changed(plan: LaunchPlan, environment: dict[str, str] | None = None, **flags: Any) -> LaunchPlan:
@@ -141,5 +141,5 @@ def test_a_server_without_the_guard_fails_before_training(tmp_path: Path, broken
         assert process.returncode == 1, shown(tmp_path)
     assert message in shown(tmp_path)
     assert "not up after" not in shown(tmp_path), "it ends by itself without waiting"
-    assert not plan.learner.log.exists(), "no trainer, so no training step"
+    assert not plan.trainer.log.exists(), "no trainer, so no training step"
     assert [pid for pid in seen if is_alive(pid)] == []

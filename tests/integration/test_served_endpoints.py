@@ -20,7 +20,7 @@ from coordexp.engine.wire.arguments import executor_on_cpu
 from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.errors import RolloutError, ServerUnreachable
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import TrainerWeights
 from coordexp.weight_sync import WeightVersion
 from coordexp.weight_sync.group import GroupAddress, join
 from support.rollout_servers import (
@@ -39,7 +39,7 @@ from support.rollout_servers import (
 
 
 @pytest.fixture(scope="module")
-def learner() -> LoadedModel:
+def trainer() -> LoadedModel:
     return load_served()
 
 
@@ -55,8 +55,8 @@ def test_idle_cpu_engines_sleep(client: ServerClient) -> None:
     assert has_gpu() or {one["executor"] for one in status["workers"]} == {executor_on_cpu(1)}
 
 
-def test_sampled_answers_depend_only_on_the_seed(client: ServerClient, learner: LoadedModel) -> None:
-    requests = requests_of(learner, 3)
+def test_sampled_answers_depend_only_on_the_seed(client: ServerClient, trainer: LoadedModel) -> None:
+    requests = requests_of(trainer, 3)
     first = sampled(client, requests, 7)
     assert sampled(client, requests, 7) == first
     assert sampled(client, requests, 8) != first
@@ -66,17 +66,17 @@ def test_sampled_answers_depend_only_on_the_seed(client: ServerClient, learner: 
 
 
 def test_single_tensors_can_be_pushed_like_ms_swift_does(
-    server: RunningServer, client: ServerClient, learner: LoadedModel
+    server: RunningServer, client: ServerClient, trainer: LoadedModel
 ) -> None:
     """Every weight by a request of its own, and a commit that carries nothing."""
-    requests = requests_of(learner, 3)
+    requests = requests_of(trainer, 3)
     before = served_tokens(client, requests)
-    disturb(learner, 1)
+    disturb(trainer, 1)
     client.close_communicator()
     opened = in_background(lambda: client.init_communicator(2, 0, 30.0), "open")
     group = join(GroupAddress("127.0.0.1", server.group_port, 1, 2, 30.0), torch.device("cpu"))
     opened.result(30)
-    with LearnerWeights(learner.model).full() as named:
+    with TrainerWeights(trainer.model).full() as named:
         for name, tensor in named:
             body = {"name": name, "dtype": str(tensor.dtype), "shape": list(tensor.shape)}
             update = in_background(lambda body=body: client._call("POST", "/update_named_param/", body), "update")
@@ -86,19 +86,19 @@ def test_single_tensors_can_be_pushed_like_ms_swift_does(
     group.close()
     assert report is not None and report["weight_version"] == 17 and report["failure"] is None
     after = served_tokens(client, requests)
-    assert after == greedy_tokens(learner, requests) != before
+    assert after == greedy_tokens(trainer, requests) != before
 
 
-def test_answers_are_unchanged_after_clearing_a_cache(client: ServerClient, learner: LoadedModel) -> None:
-    requests = requests_of(learner, 2)
+def test_answers_are_unchanged_after_clearing_a_cache(client: ServerClient, trainer: LoadedModel) -> None:
+    requests = requests_of(trainer, 2)
     answers = served_tokens(client, requests)
     for cache in ("prefix", "encoder", "mm"):
         assert client._call("POST", f"/reset_{cache}_cache/") == {"message": f"{cache} cache reset"}
         assert served_tokens(client, requests) == answers
 
 
-def test_openai_clients_get_equal_answers(server: RunningServer, client: ServerClient, learner: LoadedModel) -> None:
-    requests = requests_of(learner, 2)
+def test_openai_clients_get_equal_answers(server: RunningServer, client: ServerClient, trainer: LoadedModel) -> None:
+    requests = requests_of(trainer, 2)
     expected = served_tokens(client, requests)
     with httpx.Client(base_url=server.base_url, trust_env=False, timeout=60.0) as openai:
         (model,) = openai.get("/v1/models").json()["data"]
@@ -115,14 +115,14 @@ def test_openai_clients_get_equal_answers(server: RunningServer, client: ServerC
         assert [token for delta in deltas for token in delta.get("token_ids") or ()] == expected[0]
 
 
-def test_metrics_count_answers(server: RunningServer, client: ServerClient, learner: LoadedModel) -> None:
+def test_metrics_count_answers(server: RunningServer, client: ServerClient, trainer: LoadedModel) -> None:
     def num_answers() -> float:
         lines = httpx.get(f"{server.base_url}/metrics", trust_env=False).text.splitlines()
         counts = [line for line in lines if line.startswith("vllm:request_success_total{")]
         return sum(float(line.rpartition(" ")[2]) for line in counts)
 
     before = num_answers()
-    client.infer(payload(requests_of(learner, 3), 4))
+    client.infer(payload(requests_of(trainer, 3), 4))
     assert num_answers() == before + 3
 
 
@@ -141,9 +141,9 @@ def test_metrics_count_answers(server: RunningServer, client: ServerClient, lear
     ids=["address", "file", "our own arguments", "model", "temperature", "messages"],
 )  # fmt: skip
 def test_unsupported_openai_requests_are_refused(
-    server: RunningServer, learner: LoadedModel, change: dict[str, Any], status: int
+    server: RunningServer, trainer: LoadedModel, change: dict[str, Any], status: int
 ) -> None:
-    body = openai_payload(requests_of(learner, 1)[0]) | change
+    body = openai_payload(requests_of(trainer, 1)[0]) | change
     reply = httpx.post(f"{server.base_url}/v1/chat/completions", json=body, trust_env=False)
     assert reply.status_code == status, reply.text
 
@@ -153,7 +153,7 @@ def test_other_vllm_endpoints_are_disabled(server: RunningServer, path: str) -> 
     assert httpx.post(f"{server.base_url}{path}", json={}, trust_env=False).status_code == 404
 
 
-class DeadlyWeights(LearnerWeights):
+class DeadlyWeights(TrainerWeights):
     """Kills a server when half of the weights have been handed out."""
 
     def __init__(self, model: Any, victim: int) -> None:
@@ -173,17 +173,17 @@ class DeadlyWeights(LearnerWeights):
 
 
 def test_a_server_that_dies_during_a_push_ends_it(
-    server: RunningServer, client: ServerClient, learner: LoadedModel
+    server: RunningServer, client: ServerClient, trainer: LoadedModel
 ) -> None:
     """Last of the file: it kills the server, and its engines with it. The push's own deadline is far away."""
-    requests = requests_of(learner, 1)
-    with pushing(client, learner) as good:
+    requests = requests_of(trainer, 1)
+    with pushing(client, trainer) as good:
         good.push(21)
     openai = f"{server.base_url}/v1/chat/completions"
     assert httpx.post(openai, json=openai_payload(requests[0]), trust_env=False).status_code == 200
     family = server.children()
     started = time.monotonic()
-    with pushing(client, DeadlyWeights(learner.model, server.process.pid), timeout_s=300.0) as deadly:
+    with pushing(client, DeadlyWeights(trainer.model, server.process.pid), timeout_s=300.0) as deadly:
         with pytest.raises(RolloutError, match=server.base_url):
             deadly.push(22)
         server.process.wait()

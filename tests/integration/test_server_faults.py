@@ -14,7 +14,7 @@ import pytest
 from coordexp.config.rollout import SyncConfig
 from coordexp.engine.trainer.push import ServerPusher
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import TrainerWeights
 from support.rollout_servers import (
     RunningServer,
     all_gone,
@@ -63,10 +63,10 @@ def test_a_trainer_without_the_token_is_refused(server: RunningServer) -> None:
 
 # One server for all faults in order: starting one for each would take a minute.
 def test_a_servers_life_from_start_to_exit(server: RunningServer) -> None:
-    learner = load_served()
-    requests = requests_of(learner, 3)
+    trainer = load_served()
+    requests = requests_of(trainer, 3)
     client = server.client(api_key=TOKEN, timeout_s=3.0, infer_timeout_s=3.0)
-    sync = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=3.0))
+    sync = ServerPusher([client], TrainerWeights(trainer.model), SyncConfig(bucket_mb=1, timeout_s=3.0))
     family = server.children()
 
     assert client.world_size() == 2
@@ -87,7 +87,7 @@ def test_a_servers_life_from_start_to_exit(server: RunningServer) -> None:
     server.process.send_signal(signal.SIGCONT)
     patient = server.client(api_key=TOKEN)
     patient.wait_until_healthy(30)
-    recovered = ServerPusher([patient], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
+    recovered = ServerPusher([patient], TrainerWeights(trainer.model), SyncConfig(bucket_mb=1, timeout_s=60.0))
     recovered.push(3)
     assert len(patient.infer(payload(requests, 4))) == 3
 

@@ -19,7 +19,7 @@ from coordexp.modeling.adapter import load_adapter, save_adapter
 from coordexp.modeling.inputs import row_inputs
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.scores import TokenScorer
-from coordexp.modeling.weights import LearnerWeights, output_head
+from coordexp.modeling.weights import TrainerWeights, output_head
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout
 from coordexp.rollouts.backend import DecodingOptions, SeedContext
@@ -142,14 +142,14 @@ def check_rank(folder: Path) -> None:
     scored(ddp, loaded, ROWS[rank]).backward()
     seen["ddp gradients"] = close(gradients(ddp), expected)
 
-    with LearnerWeights(fresh().model).full() as tensors:
+    with TrainerWeights(fresh().model).full() as tensors:
         plain = {name: tensor.clone() for name, tensor in tensors}
     loaded = fresh()
-    collective = [LearnerWeights(loaded.model).collective]
+    collective = [TrainerWeights(loaded.model).collective]
     for layer in [*loaded.model.model.language_model.layers, *loaded.model.model.visual.blocks]:
         fully_shard(layer)
     fully_shard(loaded.model)
-    source = LearnerWeights(loaded.model)
+    source = TrainerWeights(loaded.model)
     seen["collective"] = [*collective, source.collective] == [False, True]
     shards = {name: p.to_local().clone() for name, p in loaded.model.named_parameters()}  # type: ignore[attr-defined]
     with source.full() as tensors:

@@ -21,11 +21,11 @@ from coordexp.data.scenes import SPECS, write_scenes
 from coordexp.engine.trainer.colocated import ColocatedBackend
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import TrainerWeights
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import SeedContext, build_backend, rollout_session
-from coordexp.rollouts.learner import LearnerParts
+from coordexp.rollouts.trainer_parts import TrainerParts
 from support.rollout_servers import COLOCATED
 from support.tiny_run import run_config
 
@@ -79,8 +79,8 @@ def answers(
             "rollout_matching__repeat_terminate": GUARD, **keys,
         },
     )  # fmt: skip
-    weights = LearnerWeights(loaded.model)
-    parts = LearnerParts(loaded.model, loaded.vocab, loaded.image_token_id, weights, MODEL, open_rgb)
+    weights = TrainerWeights(loaded.model)
+    parts = TrainerParts(loaded.model, loaded.vocab, loaded.image_token_id, weights, MODEL, open_rgb)
     seeds = SeedContext(1, 0, 0, 0)
     with closing(build_backend(resolved_rollout(config), parts, labels)) as backend:
         if not isinstance(backend, ColocatedBackend):

@@ -22,7 +22,7 @@ from coordexp.engine.wire.arguments import executor_on_cpu, with_image_size
 from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import TrainerWeights
 from coordexp.records import RolloutRequest
 from support import tuned_models
 from support.forked import SWIFT, Handle, by_file, forked
@@ -78,10 +78,10 @@ class TestGuard(GuardedServerContract):
         assert item["coordexp"]["repeat_terminate_triggered"] in (0, 1)
 
 
-def assert_answers_as(client: ServerClient, learner: LoadedModel, version: int) -> list[list[int]]:
-    requests = requests_of(learner, 2 * WORKERS)
+def assert_answers_as(client: ServerClient, trainer: LoadedModel, version: int) -> list[list[int]]:
+    requests = requests_of(trainer, 2 * WORKERS)
     answers = served_tokens(client, requests)
-    assert answers == greedy_tokens(learner, requests)
+    assert answers == greedy_tokens(trainer, requests)
     status = client.status()
     assert status is not None and [one["weight_version"] for one in status["workers"]] == [version] * WORKERS
     assert has_gpu() or {one["executor"] for one in status["workers"]} == {executor_on_cpu(1)}
@@ -100,66 +100,66 @@ def test_memory_is_profiled_on_the_largest_image_of_a_prompt(guarded: Guarded) -
 # The order matters: on a server that has once received full weights, adapters no longer fit.
 def test_answers_after_an_adapter_push_are_the_trainers(client: ServerClient) -> None:
     config = tuned_models.lora(train_coord_rows=False, freeze_vit=True, freeze_aligner=True)
-    learner = tuned_models.tuned(config, checkpoint=served_checkpoint())
-    with pushing(client, learner, mode="adapter", fallback_to_full=False) as sync:
+    trainer = tuned_models.tuned(config, checkpoint=served_checkpoint())
+    with pushing(client, trainer, mode="adapter", fallback_to_full=False) as sync:
         assert sync.push(1).mode == "adapter"
-        before = assert_answers_as(client, learner, 1)
-        tuned_models.randomise(learner.model, 8)
+        before = assert_answers_as(client, trainer, 1)
+        tuned_models.randomise(trainer.model, 8)
         assert sync.push(2).mode == "adapter"
-        assert assert_answers_as(client, learner, 2) != before
+        assert assert_answers_as(client, trainer, 2) != before
 
 
 def test_after_a_failed_adapter_push_all_pushes_are_full(client: ServerClient) -> None:
     """It reaches the vision tower, where vLLM would ignore it. LoRA arrives merged then."""
-    learner = tuned_models.tuned(tuned_models.lora(train_coord_rows=False), checkpoint=served_checkpoint())
-    with pushing(client, learner, mode="adapter") as sync:
+    trainer = tuned_models.tuned(tuned_models.lora(train_coord_rows=False), checkpoint=served_checkpoint())
+    with pushing(client, trainer, mode="adapter") as sync:
         first = sync.push(3)
         assert first.mode == "full" and first.fallback is not None and first.checksum is not None
-        assert_answers_as(client, learner, 3)
-        tuned_models.randomise(learner.model, 9)
+        assert_answers_as(client, trainer, 3)
+        tuned_models.randomise(trainer.model, 9)
         assert (sync.push(4).mode, sync.mode) == ("full", "full")
-        assert_answers_as(client, learner, 4)
+        assert_answers_as(client, trainer, 4)
 
 
 def test_a_missing_weight_is_named_although_ms_swift_hides_errors(client: ServerClient) -> None:
-    class Partial(LearnerWeights):
+    class Partial(TrainerWeights):
         @contextmanager
         def full(self) -> Iterator[Any]:
             with super().full() as named:
                 yield (one for one in named if "layers.0.self_attn.k_proj" not in one[0])
 
-    learner = load_served()
+    trainer = load_served()
     with (
-        pushing(client, Partial(learner.model)) as sync,
+        pushing(client, Partial(trainer.model)) as sync,
         pytest.raises(RolloutError, match=r"not sent: \S+qkv_proj\.weight \(k_proj\)"),
     ):
         sync.push(7)
-    with pushing(client, learner) as whole:
+    with pushing(client, trainer) as whole:
         whole.push(8)
-        assert_answers_as(client, learner, 8)
+        assert_answers_as(client, trainer, 8)
 
 
 def test_a_new_trainer_takes_over_the_server(client: ServerClient) -> None:
     """The first one has ended without closing its group, which still exists in every worker."""
-    learner = load_served()
-    gone = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(timeout_s=60.0))
+    trainer = load_served()
+    gone = ServerPusher([client], TrainerWeights(trainer.model), SyncConfig(timeout_s=60.0))
     gone.push(9)
-    disturb(learner, 10)
+    disturb(trainer, 10)
     started = time.monotonic()
-    with pushing(client, learner) as anew:
+    with pushing(client, trainer) as anew:
         stamp = anew.push(10).weights
         assert time.monotonic() - started < 40
-        assert_answers_as(client, learner, 10)
+        assert_answers_as(client, trainer, 10)
         assert (
-            client.infer(payload(requests_of(learner, 2 * WORKERS)))[0]["coordexp"].items() >= stamp.payload().items()
+            client.infer(payload(requests_of(trainer, 2 * WORKERS)))[0]["coordexp"].items() >= stamp.payload().items()
         )
-        with pytest.raises(RolloutError, match=f"learner {stamp.learner_id} has pushed"):
+        with pytest.raises(RolloutError, match=f"trainer {stamp.trainer_id} has pushed"):
             gone.push(11)
 
 
 def test_a_worker_error_reaches_the_trainer(client: ServerClient) -> None:
-    learner = load_served()
-    (request, *_) = requests_of(learner, 2 * WORKERS)
+    trainer = load_served()
+    (request, *_) = requests_of(trainer, 2 * WORKERS)
     call = {
         "infer_requests": [{"messages": [{"role": "user", "content": "<image>x"}], "images": ["/no/such/file.png"]}],
         "request_config": {"max_tokens": 4, "temperature": 0.0, "return_details": True},
@@ -171,14 +171,14 @@ def test_a_worker_error_reaches_the_trainer(client: ServerClient) -> None:
 
 def test_a_worker_that_hangs_during_decoding_is_detected(server: RunningServer) -> None:
     """Its process stopped; the one that answers HTTP knows by the steps that no longer come."""
-    learner, client = load_served(), server.client()
+    trainer, client = load_served(), server.client()
     status = client.status()
     assert status is not None
     before = status["num_steps"]
     pids = [one["pid"] for one in status["workers"]]
     answers: list[Any] = []
     asked = threading.Thread(
-        target=lambda: answers.extend(client.infer(payload(requests_of(learner, 2 * WORKERS), 64)))
+        target=lambda: answers.extend(client.infer(payload(requests_of(trainer, 2 * WORKERS), 64)))
     )
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)

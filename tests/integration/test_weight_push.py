@@ -17,7 +17,7 @@ from coordexp.engine.trainer.client import ServerClient
 from coordexp.engine.trainer.push import ServerPusher
 from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import TrainerWeights
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.weight_sync import WeightVersion
 from coordexp.weight_sync.buckets import LONE_PIECE_BYTES
@@ -37,7 +37,7 @@ from support.settings import client_to
 
 
 @pytest.fixture
-def learner() -> LoadedModel:
+def trainer() -> LoadedModel:
     return load_served()
 
 
@@ -47,7 +47,7 @@ class EditedWeights:
     collective = False
 
     def __init__(self, model: Any, edit: Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None]) -> None:
-        self._weights = LearnerWeights(model)
+        self._weights = TrainerWeights(model)
         self._edit = edit
 
     def names(self) -> list[str]:
@@ -62,30 +62,30 @@ class EditedWeights:
         return None
 
 
-def test_answers_equal_the_trainers_before_and_after_a_push(client: ServerClient, learner: LoadedModel) -> None:
-    requests = requests_of(learner, 4)
-    disturb(learner, 1)
+def test_answers_equal_the_trainers_before_and_after_a_push(client: ServerClient, trainer: LoadedModel) -> None:
+    requests = requests_of(trainer, 4)
+    disturb(trainer, 1)
     files = {path: path.stat().st_mtime_ns for path in served_checkpoint().iterdir()}
-    with pushing(client, learner) as sync:
+    with pushing(client, trainer) as sync:
         first = sync.push(41)
-        old_answers = greedy_tokens(learner, requests)
+        old_answers = greedy_tokens(trainer, requests)
         assert served_tokens(client, requests) == old_answers
         # The same prompts again: every cached prefix and image embedding is of the old weights.
-        disturb(learner, 2)
+        disturb(trainer, 2)
         second = sync.push(42)
-    new_answers = greedy_tokens(learner, requests)
+    new_answers = greedy_tokens(trainer, requests)
     assert new_answers != old_answers
     assert served_tokens(client, requests) == new_answers
     assert (first.mode, first.weights.version, second.weights.version) == ("full", 41, 42)
-    assert first.num_tensors == len(LearnerWeights(learner.model).names())
-    assert first.bytes == sum(p.numel() * 4 for p in learner.model.parameters())
+    assert first.num_tensors == len(TrainerWeights(trainer.model).names())
+    assert first.bytes == sum(p.numel() * 4 for p in trainer.model.parameters())
     assert first.checksum is not None and second.checksum is None
     assert {path: path.stat().st_mtime_ns for path in served_checkpoint().iterdir()} == files, "written from memory"
     status = client.status()
     assert status is not None
     for said in (status, *(item["coordexp"] for item in client.infer(payload(requests)))):
         assert said.items() >= second.weights.payload().items()
-    large = sum(p.numel() * 4 >= LONE_PIECE_BYTES for p in learner.model.parameters())
+    large = sum(p.numel() * 4 >= LONE_PIECE_BYTES for p in trainer.model.parameters())
     assert 0 < large <= status["workers"][0]["num_in_place"]  # of the second push; the first one showed the places
     assert status["workers"][0]["received_bytes"] == first.bytes
 
@@ -93,23 +93,23 @@ def test_answers_equal_the_trainers_before_and_after_a_push(client: ServerClient
 @pytest.mark.parametrize("tuner", ["lora", "dora", "lora and coordinate rows"])
 def test_adapters_are_pushed_merged_and_the_trainer_keeps_its_weights(client: ServerClient, tuner: str) -> None:
     config = tuned_models.lora(**tuned_models.TUNERS[tuner])
-    learner = tuned_models.tuned(config, checkpoint=served_checkpoint())
-    own = {name: parameter.detach().clone() for name, parameter in learner.model.named_parameters()}
-    requests = requests_of(learner, 3)
-    with pushing(client, learner) as sync:
+    trainer = tuned_models.tuned(config, checkpoint=served_checkpoint())
+    own = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    requests = requests_of(trainer, 3)
+    with pushing(client, trainer) as sync:
         sync.push(7)
-    assert served_tokens(client, requests) == greedy_tokens(learner, requests)
-    assert all(torch.equal(parameter, own[name]) for name, parameter in learner.model.named_parameters())
+    assert served_tokens(client, requests) == greedy_tokens(trainer, requests)
+    assert all(torch.equal(parameter, own[name]) for name, parameter in trainer.model.named_parameters())
 
 
 def test_changed_weights_are_detected_by_checksum(
-    client: ServerClient, learner: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    client: ServerClient, trainer: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pushing(client, learner) as sync:
+    with pushing(client, trainer) as sync:
         report = sync.push(1)
     status = client.status()
     assert status is not None and status["weight_checksum"] == report.checksum
-    flipped = EditedWeights(learner.model, lambda name, tensor: (name, tensor.flip(0)))
+    flipped = EditedWeights(trainer.model, lambda name, tensor: (name, tensor.flip(0)))
     with pushing(client, flipped) as sync:
         assert sync.push(2).checksum != report.checksum  # the same numbers in other places
         monkeypatch.setattr(
@@ -136,40 +136,40 @@ def test_changed_weights_are_detected_by_checksum(
     ],
 )
 def test_no_answers_between_an_incomplete_push_and_a_complete_one(
-    client: ServerClient, learner: LoadedModel, edit: Any, message: str
+    client: ServerClient, trainer: LoadedModel, edit: Any, message: str
 ) -> None:
     with (
-        pushing(client, EditedWeights(learner.model, edit)) as sabotaged,
+        pushing(client, EditedWeights(trainer.model, edit)) as sabotaged,
         pytest.raises(RolloutError, match=message),
     ):
         sabotaged.push(3)
-    requests = requests_of(learner, 1)
+    requests = requests_of(trainer, 1)
     with pytest.raises(ServerRefused, match=r"409.*push them again"):
         client.infer(payload(requests))
-    with pushing(client, learner) as sync:
+    with pushing(client, trainer) as sync:
         sync.push(4)
-    assert served_tokens(client, requests) == greedy_tokens(learner, requests)
+    assert served_tokens(client, requests) == greedy_tokens(trainer, requests)
 
 
-def test_a_second_trainer_can_take_over_the_server(client: ServerClient, learner: LoadedModel) -> None:
-    first = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
+def test_a_second_trainer_can_take_over_the_server(client: ServerClient, trainer: LoadedModel) -> None:
+    first = ServerPusher([client], TrainerWeights(trainer.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
     stamp = first.push(1).weights  # then it ends without notice
-    disturb(learner, 5)
+    disturb(trainer, 5)
     started = time.monotonic()
-    with pushing(client, learner) as second:
-        assert second.push(2).weights.learner_id != stamp.learner_id
+    with pushing(client, trainer) as second:
+        assert second.push(2).weights.trainer_id != stamp.trainer_id
         assert time.monotonic() - started < 20
-        requests = requests_of(learner, 2)
-        assert served_tokens(client, requests) == greedy_tokens(learner, requests)
+        requests = requests_of(trainer, 2)
+        assert served_tokens(client, requests) == greedy_tokens(trainer, requests)
         with pytest.raises(RolloutError):
             first.links[0]._group.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)  # type: ignore[union-attr]
-        with pytest.raises(RolloutError, match=r"has pushed its weights since this one \(version 1 of learner"):
+        with pytest.raises(RolloutError, match=r"has pushed its weights since this one \(version 1 of trainer"):
             first.push(3)  # it still runs, and cannot change the result
-        assert served_tokens(client, requests) == greedy_tokens(learner, requests)
+        assert served_tokens(client, requests) == greedy_tokens(trainer, requests)
 
 
-def test_a_trainer_that_dies_during_a_push_does_not_block_the_next(client: ServerClient, learner: LoadedModel) -> None:
-    first = ServerPusher([client], LearnerWeights(learner.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
+def test_a_trainer_that_dies_during_a_push_does_not_block_the_next(client: ServerClient, trainer: LoadedModel) -> None:
+    first = ServerPusher([client], TrainerWeights(trainer.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
     first.push(1)
     bucket = [{"name": "model.language_model.norm.weight", "shape": [64], "dtype": "torch.float32", "start_idx": 0,
                "end_idx": 256, "numel": 256}]  # fmt: skip
@@ -185,31 +185,31 @@ def test_a_trainer_that_dies_during_a_push_does_not_block_the_next(client: Serve
     announced.join(20)
     assert not announced.is_alive()
     with pytest.raises(ServerRefused, match="409"):
-        client.infer(payload(requests_of(learner, 1)))
-    with pushing(client, learner) as second:
+        client.infer(payload(requests_of(trainer, 1)))
+    with pushing(client, trainer) as second:
         second.push(2)
     assert time.monotonic() - started < 40
-    requests = requests_of(learner, 1)
-    assert served_tokens(client, requests) == greedy_tokens(learner, requests)
+    requests = requests_of(trainer, 1)
+    assert served_tokens(client, requests) == greedy_tokens(trainer, requests)
 
 
-def test_a_push_waits_for_running_answers(client: ServerClient, learner: LoadedModel) -> None:
-    requests = requests_of(learner, 2)
-    with pushing(client, learner) as sync:
+def test_a_push_waits_for_running_answers(client: ServerClient, trainer: LoadedModel) -> None:
+    requests = requests_of(trainer, 2)
+    with pushing(client, trainer) as sync:
         sync.push(1)
-        expected = greedy_tokens(learner, requests, 200)
+        expected = greedy_tokens(trainer, requests, 200)
         answers: list[Any] = []
         asking = threading.Thread(target=lambda: answers.extend(client.infer(payload(requests, 200))))
         asking.start()
         deadline = time.monotonic() + 20
         while (client.status() or {})["num_answering"] == 0 and time.monotonic() < deadline:
             time.sleep(0.01)
-        disturb(learner, 6)
+        disturb(trainer, 6)
         sync.push(2)
         asking.join(60)
     assert [item["response"]["choices"][0]["token_ids"] for item in answers] == expected
     assert {item["coordexp"]["weight_version"] for item in answers} == {1}
-    assert served_tokens(client, requests) == greedy_tokens(learner, requests)
+    assert served_tokens(client, requests) == greedy_tokens(trainer, requests)
 
 
 @pytest.mark.parametrize(
@@ -222,9 +222,9 @@ def test_a_push_waits_for_running_answers(client: ServerClient, learner: LoadedM
     ids=["no file", "content", "video"],
 )
 def test_a_refused_request_names_its_reason(
-    client: ServerClient, learner: LoadedModel, change: dict[str, Any], status: int, message: str
+    client: ServerClient, trainer: LoadedModel, change: dict[str, Any], status: int, message: str
 ) -> None:
-    call = payload(requests_of(learner, 1))
+    call = payload(requests_of(trainer, 1))
     call["infer_requests"][0] |= change
     with pytest.raises(ServerRefused, match=f"(?s)status {status}.*{message}"):
         client.infer(call)
@@ -239,8 +239,8 @@ def test_only_the_configured_group_can_be_opened(server: RunningServer, client: 
         client.commit_weights(WeightVersion(9), False, 5.0)
 
 
-def test_ms_swifts_endpoints_answer_and_status_has_versions(client: ServerClient, learner: LoadedModel) -> None:
-    with pushing(client, learner) as sync:
+def test_ms_swifts_endpoints_answer_and_status_has_versions(client: ServerClient, trainer: LoadedModel) -> None:
+    with pushing(client, trainer) as sync:
         report = sync.push(12)
     status = client.status()
     assert status is not None

@@ -18,7 +18,7 @@ from coordexp.engine.wire.arguments import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE
 from coordexp.errors import MissingDependency
 from coordexp.launch.plan import plan_launch
 from coordexp.rollouts.backend import decoding_options
-from coordexp.rollouts.learner import LearnerParts
+from coordexp.rollouts.trainer_parts import TrainerParts
 from coordexp.training.run import build_trainer, check_run
 from support.config_samples import set_key, stage2, write_yaml
 from support.rollout_servers import server_config
@@ -162,8 +162,8 @@ def colocated(folder: Path, **repeat_terminate: Any) -> Any:
 def engine_arguments(run: Any) -> dict[str, Any]:
     unused: Any = None
     rollout = resolved_rollout(run)
-    learner = LearnerParts(unused, unused, 0, unused, tiny_checkpoint(), unused)
-    return ColocatedBackend(rollout, learner, decoding_options(rollout)).engine_arguments
+    trainer = TrainerParts(unused, unused, 0, unused, tiny_checkpoint(), unused)
+    return ColocatedBackend(rollout, trainer, decoding_options(rollout)).engine_arguments
 
 
 @pytest.mark.scenario("Non-server vLLM paths are unchanged by this delta")
@@ -177,7 +177,7 @@ def test_a_colocated_engine_needs_no_server_activation(tmp_path: Path, monkeypat
         assert run.rollout_matching is not None
         check_backend(run.rollout_matching)  # sends no request
         plan = plan_launch(run, tmp_path / "run.yaml", local=())
-        assert plan.servers == () and not {ENABLE, CONFIG_JSON} & set(plan.learner.environment)
+        assert plan.servers == () and not {ENABLE, CONFIG_JSON} & set(plan.trainer.environment)
     pytest.importorskip("vllm", reason="the engine's worker extension is a class of vLLM's interface")
     arguments = engine_arguments(plain)
     assert GUARD_PROCESSOR not in arguments["logits_processors"]

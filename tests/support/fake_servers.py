@@ -194,7 +194,7 @@ class FakePushServer(JsonServer):
         with self._lock:
             try:
                 report = self.receiver.commit(
-                    body["weight_version"], body["wants_checksum"], lambda: None, body["learner_id"]
+                    body["weight_version"], body["wants_checksum"], lambda: None, body["trainer_id"]
                 )
             except Exception:
                 if not self._swift:

@@ -34,7 +34,7 @@ class Behind(NamedTuple):
     server: forkserver.ForkServer
 
 
-LEARNER = Behind(
+TRAINER = Behind(
     (
         "accelerate",
         "torch.distributed.fsdp",
@@ -53,7 +53,7 @@ LEARNER = Behind(
 )
 ENGINES = Behind(
     (
-        *LEARNER.modules,
+        *TRAINER.modules,
         "vllm",
         "vllm.v1.engine.async_llm",
         "vllm.v1.engine.core",
@@ -88,7 +88,7 @@ def forked(
     log: Path,
     err: Path | None = None,
     environment: Mapping[str, str] | None = None,
-    behind: Behind = LEARNER,
+    behind: Behind = TRAINER,
 ) -> BaseProcess:
     """``target(*arguments)``, started.
 

@@ -28,10 +28,10 @@ from coordexp.launch.plan import LaunchPlan, ProcessPlan, plan_launch
 from coordexp.launch.supervisor import descendants
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import TrainerWeights
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import build_backend
-from coordexp.rollouts.learner import LearnerParts
+from coordexp.rollouts.trainer_parts import TrainerParts
 from support.config_samples import set_keys, stage2, write_yaml
 from support.forked import ENGINES, SWIFT, Handle, coordexp, forked
 from support.forked import swift_rollout as rollout_program
@@ -320,7 +320,7 @@ def disturb(loaded: LoadedModel, seed: int) -> LoadedModel:
 @contextmanager
 def pushing(client: ServerClient, source: Any, **keys: Any) -> Iterator[ServerPusher]:
     """A pusher of ``source`` (a trainer or its weights) to one server. ``keys``: of ``vllm.sync``."""
-    weights = LearnerWeights(source.model) if isinstance(source, LoadedModel) else source
+    weights = TrainerWeights(source.model) if isinstance(source, LoadedModel) else source
     pusher = ServerPusher([client], weights, SyncConfig(**{"bucket_mb": 1, "timeout_s": 60.0, **keys}))
     try:
         yield pusher
@@ -417,14 +417,14 @@ def vllm_config(folder: Path, name: str = "run", /, **keys: Any) -> RunConfig:
 
 
 def colocated(
-    learner: LoadedModel, folder: Path, open_image: Any = open_rgb, checkpoint: Path | None = None,
+    trainer: LoadedModel, folder: Path, open_image: Any = open_rgb, checkpoint: Path | None = None,
     names: Sequence[str] = (), **keys: Any,
 ) -> ColocatedBackend:  # fmt: skip
     """A backend with an engine in this process, which is not started yet."""
     config = vllm_config(folder, **COLOCATED | keys)
-    parts = LearnerParts(
-        model=learner.model, vocab=learner.vocab, image_token_id=learner.image_token_id,
-        weights=LearnerWeights(learner.model), checkpoint=checkpoint or served_checkpoint(), open_image=open_image,
+    parts = TrainerParts(
+        model=trainer.model, vocab=trainer.vocab, image_token_id=trainer.image_token_id,
+        weights=TrainerWeights(trainer.model), checkpoint=checkpoint or served_checkpoint(), open_image=open_image,
     )  # fmt: skip
     backend = build_backend(resolved_rollout(config), parts, names)
     assert isinstance(backend, ColocatedBackend)

@@ -13,7 +13,7 @@ from coordexp.engine.trainer.server_backend import ServerBackend
 from coordexp.modeling.inputs import build_messages
 from coordexp.records import RolloutRequest
 from coordexp.rollouts.backend import decoding_options
-from coordexp.rollouts.learner import LearnerParts
+from coordexp.rollouts.trainer_parts import TrainerParts
 from coordexp.weight_sync import WeightVersion
 from support.config_samples import set_key, stage2
 from support.fake_servers import FakeRolloutServer, numbered_image
@@ -57,8 +57,8 @@ def backend_of(
 ) -> Iterator[ServerBackend]:
     config = section([fake.url for fake in fakes], **keys)
     unused: Any = None
-    learner = LearnerParts(unused, vocab or qwen_vocab(), 0, unused, Path("model"), unused)
-    backend: Any = ServerBackend(config, learner, decoding_options(config))
+    trainer = TrainerParts(unused, vocab or qwen_vocab(), 0, unused, Path("model"), unused)
+    backend: Any = ServerBackend(config, trainer, decoding_options(config))
     backend._pusher = sync or PretendSync()
     try:
         yield backend
@@ -80,7 +80,7 @@ def answers(body: dict[str, Any]) -> tuple[int, Any]:
         choice = {"message": {"content": ""}, "finish_reason": "length", "token_ids": [number_of(request)]}
         item: dict[str, Any] = {"response": {"choices": [choice], "prompt_token_ids": [1, 2]}}
         if "uuid" in request:  # sent to servers that mark their answers
-            item["coordexp"] = {"uuid": request["uuid"], "weight_version": 0, "learner_id": "this"}
+            item["coordexp"] = {"uuid": request["uuid"], "weight_version": 0, "trainer_id": "this"}
         items.append(item)
     return 200, items
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from coordexp.config import RunConfig, load_config
 from coordexp.distributed import rank
 from coordexp.training.run import run_training
-from support.forked import LEARNER, Behind, by_file, forked
+from support.forked import TRAINER, Behind, by_file, forked
 from support.tiny_run import step_lines, weights
 
 TIMEOUT_S = 300.0
@@ -40,7 +40,7 @@ class Finished(NamedTuple):
     output: str
 
 
-def torchrun(*command: Any, timeout_s: float = TIMEOUT_S, behind: Behind = LEARNER) -> Finished:
+def torchrun(*command: Any, timeout_s: float = TIMEOUT_S, behind: Behind = TRAINER) -> Finished:
     """Run two ranks of ``command`` to their end.
 
     Args:
@@ -60,14 +60,14 @@ def torchrun(*command: Any, timeout_s: float = TIMEOUT_S, behind: Behind = LEARN
             raise TimeoutError(f"{error}:\n{log.read_text(errors='replace')[-3000:]}") from None
 
 
-def results_of_two(folder: Path, *command: Any, behind: Behind = LEARNER) -> list[Any]:
+def results_of_two(folder: Path, *command: Any, behind: Behind = TRAINER) -> list[Any]:
     """Run two ranks to their end; returns what each wrote into ``folder``: ``rank0.json``, ``rank1.json``."""
     done = torchrun(*command, behind=behind)
     assert done.returncode == 0, done.output[-4000:]
     return [json.loads((folder / f"rank{number}.json").read_text()) for number in (0, 1)]
 
 
-def start(*command: Any, log: Path, behind: Behind = LEARNER) -> BaseProcess:
+def start(*command: Any, log: Path, behind: Behind = TRAINER) -> BaseProcess:
     """Start the agent of :func:`torchrun`; everything is printed into ``log``."""
     function: Any = command[0]
     if callable(function):
@@ -150,7 +150,7 @@ def yaml_of(config: RunConfig) -> Path:
 
 
 def train_by_two(
-    config: RunConfig, *arguments: Any, by: Callable[..., None] = train_rank, behind: Behind = LEARNER
+    config: RunConfig, *arguments: Any, by: Callable[..., None] = train_rank, behind: Behind = TRAINER
 ) -> list[dict[str, Any]]:
     """Train with two ranks of ``by``; returns what :func:`train_rank` wrote for each."""
     return results_of_two(Path(config.training.output_dir), by, yaml_of(config), *arguments, behind=behind)

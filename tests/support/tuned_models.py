@@ -13,7 +13,7 @@ from coordexp.config.schema import TunerConfig
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import build_tiny_checkpoint
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import TrainerWeights
 from support.tiny_run import SPEC, _session_folder, tiny_checkpoint
 
 # Keys of ``tuner``, by what they exercise.
@@ -63,5 +63,5 @@ def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def pushed(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the whole weights as an engine gets them: adapters and offsets merged."""
-    with LearnerWeights(model).full() as tensors:
+    with TrainerWeights(model).full() as tensors:
         return {name: tensor.clone() for name, tensor in tensors}

@@ -20,7 +20,7 @@ LAYERS: dict[str, float] = {
         1: "records background distributed cpu_wheels transport",
         2: "config geometry coords sharding transfer",
         3: "data parsing matching packing rollouts",
-        4: "checkpoints targets weight_sync rollouts.learner",
+        4: "checkpoints targets weight_sync rollouts.trainer_parts",
         5: "modeling metrics",
         6: "objective evaluation",
         7: "engine engine.wire recording",

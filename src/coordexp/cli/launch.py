@@ -1,4 +1,4 @@
-"""``coordexp serve``: one rollout server. ``coordexp launch``: servers and learner of a run, from one command."""
+"""``coordexp serve``: one rollout server. ``coordexp launch``: servers and trainer of a run, from one command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def launch(
         Literal["slurm", "kubernetes", "skypilot"] | None,
         typer.Option("--for", help="Write a job for several machines to standard output instead; start nothing."),
     ] = None,
-    learner_nodes: Annotated[int, typer.Option(help="With --for: machines of the learner.")] = 1,
+    learner_nodes: Annotated[int, typer.Option(help="With --for: machines of the trainer.")] = 1,
     gpus: Annotated[int, typer.Option(help="With --for: GPUs of each machine; 0 for CPUs.")] = 8,
     time: Annotated[str, typer.Option(help="With --for slurm: the time limit.")] = "1-00:00:00",
     image: Annotated[str, typer.Option(help="With --for kubernetes: the container's image.")] = "",
@@ -38,7 +38,7 @@ def launch(
     """Start rollout servers and the trainer of a run.
 
     Waits until the servers answer, trains under torchrun, and ends everything. Section launch of CONFIG.yaml names the
-    devices. The exit code is the learner's. Ctrl-C ends everything. With --for, write a job for SLURM, Kubernetes or
+    devices. The exit code is the trainer's. Ctrl-C ends everything. With --for, write a job for SLURM, Kubernetes or
     SkyPilot instead, in which each server has a machine of its own.
     """
     from coordexp.config import load_config
@@ -66,11 +66,11 @@ def launch(
     with heavy_imports():
         from coordexp.training.run import check_run
 
-    def trainers_checks(learners: int) -> object:
+    def trainers_checks(trainers: int) -> object:
         # Without devices its process sees no GPU, unlike this one. Devices that are missing are reported already.
         on_gpus = bool(run.launch.learner_devices) and num_gpus() > 0
         training = run.training if on_gpus else run.training.model_copy(update={"use_cpu": True})
-        return check_run(run.model_copy(update={"training": training}), learners=learners, servers_are_up=False)
+        return check_run(run.model_copy(update={"training": training}), trainers=trainers, servers_are_up=False)
 
     preflight = look_over(run, config.absolute(), given, num_gpus(), trainers_checks, host)
     console = open_console()
@@ -78,10 +78,10 @@ def launch(
         mark = ("ok", "green") if check.problem is None else ("no", "red")
         console.print(Text.assemble(mark, f" {check.name}: {check.outcome}"), soft_wrap=True)
     if preflight.plan is not None:
-        urls = ", ".join(preflight.plan.server_base_urls) or "none: the learner generates by itself"
+        urls = ", ".join(preflight.plan.server_base_urls) or "none: the trainer generates by itself"
         say(console, f"server_base_urls: {urls}")
         servers = [server.process for server in preflight.plan.servers if server.process is not None]
-        for process in (*servers, preflight.plan.learner):
+        for process in (*servers, preflight.plan.trainer):
             title = Text.assemble((process.name, "bold"), f" on {process.device_names()}, log {process.log}")
             console.print(title, soft_wrap=True)
             for name, value in process.environment.items():

@@ -23,7 +23,7 @@ ADVICE = "write rollout_matching.rollout_backend: hf, and report this table"
 
 
 def decoding_rates(
-    settings: Settings, check: str, learner: LoadedModel, requests: Sequence[RolloutRequest], backend: ColocatedBackend
+    settings: Settings, check: str, loaded: LoadedModel, requests: Sequence[RolloutRequest], backend: ColocatedBackend
 ) -> Iterator[Row]:
     """Rates at each number of answers at once; they are kept for :func:`which_is_faster`."""
     found: dict[int, float] = {}
@@ -32,14 +32,14 @@ def decoding_rates(
         if at_once > AT_ONCE[torch.cuda.is_available()]:
             yield Row(row, "skipped", "needs a GPU")
         else:
-            yield attempted(row, ADVICE, _rate, at_once, learner, requests, backend, found)
+            yield attempted(row, ADVICE, _rate, at_once, loaded, requests, backend, found)
     (settings.folder / f"{check}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def _rate(
     check: str,
     at_once: int,
-    learner: LoadedModel,
+    loaded: LoadedModel,
     requests: Sequence[RolloutRequest],
     backend: ColocatedBackend,
     found: dict[int, float],
@@ -52,7 +52,7 @@ def _rate(
     rollouts = backend.generate(many, SEEDS)
     seconds = time.perf_counter() - started
     tokens = sum(len(rollout.response_token_ids) for rollout in rollouts)
-    parsed = [parse_rollout(one.response_token_ids, learner.vocab, ended=not one.truncated) for one in rollouts]
+    parsed = [parse_rollout(one.response_token_ids, loaded.vocab, ended=not one.truncated) for one in rollouts]
     boxes = sum(len(one.objects) for one in parsed)
     found[at_once] = tokens / seconds
     figure = f"{tokens / seconds:,.0f} tokens/s, {boxes / seconds:,.1f} boxes/s"

@@ -36,9 +36,9 @@ from coordexp.errors import RolloutError
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import TrainerWeights
 from coordexp.records import RolloutRequest
-from coordexp.rollouts.learner import LearnerParts
+from coordexp.rollouts.trainer_parts import TrainerParts
 from coordexp.training.parallel import join_processes
 
 PUSHES = 10
@@ -58,11 +58,11 @@ _ADVICE = "answers would not be the trained model's: write rollout_matching.roll
 def colocated(settings: Settings) -> Iterator[Row]:
     """One engine that decodes token by token, for pushes, answers and speed."""
     compiled, started = _compiled(), time.perf_counter()
-    config, learner, backend = _start(settings)
+    config, loaded, backend = _start(settings)
     with closing(backend):
         yield _start_row("engine", time.perf_counter() - started, compiled)
         engine, full, merged = backend.engine, Pushes(), Pushes()
-        yield attempted("ten pushes, full", _ADVICE, full.fill, backend.pusher, learner.model, CHANGE, engine)
+        yield attempted("ten pushes, full", _ADVICE, full.fill, backend.pusher, loaded.model, CHANGE, engine)
         lora = _load(config)
         tune(lora.model, LORA, lora.vocab.coord_token_ids)
         pusher = _pusher(config, lora, engine)
@@ -71,34 +71,34 @@ def colocated(settings: Settings) -> Iterator[Row]:
         yield full.sleep_row("sleep and wake")
         yield merged.sleep_row("sleep and wake, LoRA")
 
-        learner = _load(config)  # without the noise of the pushes
-        _pusher(config, learner, engine).push(PUSHES)
-        requests = _requests(settings, learner)
-        yield attempted("pixels, first layer", PIXELS_ADVICE, _first_layer, settings, learner, backend)
-        yield attempted("vLLM = transformers", _ADVICE, _agreement, learner, requests, backend)
-        yield from decoding_rates(settings, "decoding", learner, requests, backend)
+        loaded = _load(config)  # without the noise of the pushes
+        _pusher(config, loaded, engine).push(PUSHES)
+        requests = _requests(settings, loaded)
+        yield attempted("pixels, first layer", PIXELS_ADVICE, _first_layer, settings, loaded, backend)
+        yield attempted("vLLM = transformers", _ADVICE, _agreement, loaded, requests, backend)
+        yield from decoding_rates(settings, "decoding", loaded, requests, backend)
         yield full.speed_row("push")
 
 
 def skipping(settings: Settings) -> Iterator[Row]:
     """An engine that skips forced tokens, with the same requests as :func:`colocated`'s."""
     compiled, started = _compiled(), time.perf_counter()
-    _, learner, backend = _start(settings, skip_forced_tokens=True)
+    _, loaded, backend = _start(settings, skip_forced_tokens=True)
     with closing(backend):
         yield _start_row("engine, skipping", time.perf_counter() - started, compiled)
-        requests = _requests(settings, learner)
-        yield attempted("skipping = transformers", _ADVICE, _agreement, learner, requests, backend)
-        yield from decoding_rates(settings, "skipping", learner, requests, backend)
+        requests = _requests(settings, loaded)
+        yield attempted("skipping = transformers", _ADVICE, _agreement, loaded, requests, backend)
+        yield from decoding_rates(settings, "skipping", loaded, requests, backend)
     yield which_is_faster(settings)
 
 
 def tensor_parallel(settings: Settings) -> Iterator[Row]:
     """One engine over two processes."""
-    _, learner, backend = _start(settings, 2)
+    _, loaded, backend = _start(settings, 2)
     with closing(backend):
-        yield Pushes().fill("TP 2: ten pushes", backend.pusher, learner.model, CHANGE, backend.engine)
-        requests = _requests(settings, learner)
-        yield _agreement("TP 2: vLLM = transformers", learner, requests, backend)
+        yield Pushes().fill("TP 2: ten pushes", backend.pusher, loaded.model, CHANGE, backend.engine)
+        requests = _requests(settings, loaded)
+        yield _agreement("TP 2: vLLM = transformers", loaded, requests, backend)
 
 
 def served(settings: Settings) -> Iterator[Row]:
@@ -126,10 +126,10 @@ def served(settings: Settings) -> Iterator[Row]:
                 if server.poll() is not None or time.monotonic() > deadline:
                     raise
             time.sleep(POLL_S)
-        learner = _load(config)
-        pusher = ServerPusher([client], LearnerWeights(learner.model), resolved_rollout(config).vllm.sync)
+        loaded = _load(config)
+        pusher = ServerPusher([client], TrainerWeights(loaded.model), resolved_rollout(config).vllm.sync)
         with closing(pusher):
-            yield Pushes().fill("server: ten pushes", pusher, learner.model, CHANGE)
+            yield Pushes().fill("server: ten pushes", pusher, loaded.model, CHANGE)
     server.terminate()
     server.wait(BOOT_S)
 
@@ -211,23 +211,23 @@ def _start(
         rollout_matching__decoding__skip_forced_tokens=skip_forced_tokens,
     )  # fmt: skip
     join_processes(config)
-    learner = _load(config)
-    parts = LearnerParts(
-        learner.model,
-        learner.vocab,
-        learner.image_token_id,
-        LearnerWeights(learner.model),
-        learner.checkpoint.base,
+    loaded = _load(config)
+    parts = TrainerParts(
+        loaded.model,
+        loaded.vocab,
+        loaded.image_token_id,
+        TrainerWeights(loaded.model),
+        loaded.checkpoint.base,
         open_rgb,
     )
     backend = build_backend(resolved_rollout(config), parts)
     assert isinstance(backend, ColocatedBackend)
     backend.sync_weights(0)
-    return config, learner, backend
+    return config, loaded, backend
 
 
-def _pusher(config: RunConfig, learner: LoadedModel, engine: InProcessEngine) -> ColocatedPusher:
-    pusher = ColocatedPusher(LearnerWeights(learner.model), resolved_rollout(config).vllm.sync)
+def _pusher(config: RunConfig, loaded: LoadedModel, engine: InProcessEngine) -> ColocatedPusher:
+    pusher = ColocatedPusher(TrainerWeights(loaded.model), resolved_rollout(config).vllm.sync)
     pusher.engine = engine
     return pusher
 
@@ -245,11 +245,11 @@ def _start_row(check: str, seconds: float, compiled: set[str]) -> Row:
 
 
 @torch.no_grad()
-def _first_layer(check: str, settings: Settings, learner: LoadedModel, backend: ColocatedBackend) -> Row:
+def _first_layer(check: str, settings: Settings, loaded: LoadedModel, backend: ColocatedBackend) -> Row:
     """The vision tower's patch embedding of one photograph, by the trainer and by the engine, each from its own
     pixels."""
     record = read_jsonl(settings.folder / "large_scenes" / "scenes.jsonl")[0]
-    request = _encoder(settings, learner).encode(record)
+    request = _encoder(settings, loaded).encode(record)
     rendered = backend.engine.render(backend.prompt_of("pixels", 0, request), open_rgb)
     (image,) = rendered["mm_kwargs"]["image"]
 
@@ -259,7 +259,7 @@ def _first_layer(check: str, settings: Settings, learner: LoadedModel, backend: 
         pixels = tower.input_norm(image["pixel_values"].data.to(tower.device), tower.dtype)
         return tower.patch_embed(pixels).float().cpu()
 
-    model: Any = learner.model
+    model: Any = loaded.model
     tower = model.model.visual
     pixels = model.model.pixel_scale(request.model_inputs["pixel_values"].to(tower.device), tower.dtype)
     ours, seen = tower.patch_embed(pixels).float().cpu(), backend.engine.ask_worker(in_the_engine)
@@ -269,22 +269,22 @@ def _first_layer(check: str, settings: Settings, learner: LoadedModel, backend: 
     return compared(check, error, limit, PIXELS_ADVICE, note)
 
 
-def _requests(settings: Settings, learner: LoadedModel) -> list[RolloutRequest]:
+def _requests(settings: Settings, loaded: LoadedModel) -> list[RolloutRequest]:
     records = read_jsonl(settings.folder / "scenes" / "scenes.jsonl")
-    dataset = RecordDataset(records, _encoder(settings, learner).encode)
+    dataset = RecordDataset(records, _encoder(settings, loaded).encode)
     return [dataset[index].request for index in range(len(dataset))]
 
 
-def _encoder(settings: Settings, learner: LoadedModel) -> PromptEncoder:
+def _encoder(settings: Settings, loaded: LoadedModel) -> PromptEncoder:
     trained = read_card(answering_model(settings)).training
-    return PromptEncoder(learner.processor, *((None, None) if trained is None else (trained.prompt, trained.system)))
+    return PromptEncoder(loaded.processor, *((None, None) if trained is None else (trained.prompt, trained.system)))
 
 
 @torch.no_grad()
-def _agreement(check: str, learner: LoadedModel, requests: Sequence[RolloutRequest], backend: ColocatedBackend) -> Row:
+def _agreement(check: str, loaded: LoadedModel, requests: Sequence[RolloutRequest], backend: ColocatedBackend) -> Row:
     """Whether each token of greedy answers is the one that transformers finds most likely after the same tokens."""
     rollouts = backend.generate(requests, SEEDS)
-    model, vocab = learner.model, learner.vocab
+    model, vocab = loaded.model, loaded.vocab
     device, dtype = next(model.parameters()).device, str(model.dtype).removeprefix("torch.")
     same = far = total = 0
     first = ""
@@ -294,7 +294,7 @@ def _agreement(check: str, learner: LoadedModel, requests: Sequence[RolloutReque
         logits_TV = model(
             input_ids=ids_1L,
             attention_mask=torch.ones_like(ids_1L),
-            mm_token_type_ids=(ids_1L == learner.image_token_id).int(),
+            mm_token_type_ids=(ids_1L == loaded.image_token_id).int(),
             pixel_values=request.model_inputs["pixel_values"].to(device),
             image_grid_thw=request.model_inputs["image_grid_thw"].to(device),
             logits_to_keep=len(answer) + 1,

@@ -16,11 +16,11 @@ from coordexp.errors import CoordExpError
 from coordexp.modeling.attention import KERNELS, Segments, check_attention
 from coordexp.modeling.inputs import VisionTower, row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import TrainerWeights
 from coordexp.objective import HeadQuery, score_head
 from coordexp.packing import build_row
 from coordexp.records import Segment
-from coordexp.training.offload import LearnerOffload, held_by
+from coordexp.training.offload import TrainerOffload, held_by
 
 LENGTHS = (40, 300, 1, 90, 513)
 HEADS, KV_HEADS, DIM = 4, 2, 64
@@ -140,7 +140,7 @@ def offload_there_and_back(device: torch.device) -> tuple[int, str | None]:
     offload.bind(lambda: optimizer, sharded_by=None)
     with offload.away():
         left = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-        with LearnerWeights(model, offload.current).full() as weights:
+        with TrainerWeights(model, offload.current).full() as weights:
             read = all(tensor.device.type == "cpu" and tensor.isfinite().all() for _, tensor in weights)
     if left or not read:
         return held - left, f"{left} of {held} bytes stayed on the device, or a weight could not be read meanwhile"
@@ -151,10 +151,10 @@ def offload_there_and_back(device: torch.device) -> tuple[int, str | None]:
     return held, None
 
 
-def offload_of(model: Any, device: torch.device) -> LearnerOffload:
+def offload_of(model: Any, device: torch.device) -> TrainerOffload:
     if device.type == "cuda":
-        return LearnerOffload(model, OFFLOAD)
-    return LearnerOffload(model, OFFLOAD, stays=lambda tensor: False)
+        return TrainerOffload(model, OFFLOAD)
+    return TrainerOffload(model, OFFLOAD, stays=lambda tensor: False)
 
 
 @torch.no_grad()

@@ -264,20 +264,20 @@ def open_session(
         from coordexp.modeling.inputs import PromptEncoder
         from coordexp.modeling.load import load_model
         from coordexp.modeling.scores import TokenScorer
-        from coordexp.modeling.weights import LearnerWeights
+        from coordexp.modeling.weights import TrainerWeights
         from coordexp.rollouts import build_backend, rollout_session
-        from coordexp.rollouts.learner import LearnerParts
+        from coordexp.rollouts.trainer_parts import TrainerParts
 
     distributed.join(use_cpu=config.use_cpu)
     state = PartialState(cpu=config.use_cpu)
     with advising(config), phase("start", "loading the model"):
         loaded = load_model(model, config.model.dtype, config.model.attn_implementation)
         torch.nn.Module.to(loaded.model, state.device if device is None else torch.device(device))
-    parts = LearnerParts(
+    parts = TrainerParts(
         model=loaded.model,
         vocab=loaded.vocab,
         image_token_id=loaded.image_token_id,
-        weights=LearnerWeights(loaded.model),
+        weights=TrainerWeights(loaded.model),
         checkpoint=loaded.checkpoint.base,
         open_image=lambda path: loaded.preparation(open_rgb(path)),
         preparation=loaded.preparation,

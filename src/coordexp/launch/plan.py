@@ -33,9 +33,9 @@ from coordexp.errors import CheckpointError, ConfigError, CoordExpError
 
 LOOPBACK = "127.0.0.1"
 PLUGIN = Path(__file__).parents[1] / "engine" / "server" / "plugin" / "coordexp_rollout_plugin.py"
-# Settings of servers: if the launcher's shell exports them, they must not reach the learner.
+# Settings of servers: if the launcher's shell exports them, they must not reach the trainer.
 SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, NAMES_ENABLE, SERVER_API_KEY)
-SWIFT_MODEL_TYPE = "qwen3_vl"  # the one that learners train; called the same in transformers and ms-swift
+SWIFT_MODEL_TYPE = "qwen3_vl"  # the one that we train; called the same in transformers and ms-swift
 _SWIFT_ENGINE_KEYS = (
     "max_num_batched_tokens",
     "async_scheduling",
@@ -74,15 +74,15 @@ class ServerPlan:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that is started, in order: servers, then the learner once they answer. ``learner_grace_s``: seconds in
-    which a learner that receives a signal saves and ends."""
+    """Everything that is started, in order: servers, then the trainer once they answer. ``trainer_grace_s``: seconds in
+    which a trainer that receives a signal saves and ends."""
 
     servers: tuple[ServerPlan, ...]
-    learner: ProcessPlan
+    trainer: ProcessPlan
     wait_s: float
     repeat_terminate: Mapping[str, Any] | None
     api_key_env: str | None
-    learner_grace_s: float = 30.0
+    trainer_grace_s: float = 30.0
 
     @property
     def server_base_urls(self) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ def plan_launch(
     devices = _devices_of_servers(config, local)
     logs = launch.log_dir or Path(config.training.output_dir) / "logs"
     words = (str(config_path), *arguments)
-    grace_s = config.training.stop_within_s + 15.0  # the learner's own limit, and a moment to end
+    grace_s = config.training.stop_within_s + 15.0  # the trainer's own limit, and a moment to end
     servers = []
     for index, (entry, here) in enumerate(zip(entries, local, strict=True)):
         ports, process = (), None
@@ -144,11 +144,11 @@ def plan_launch(
     guard = rollout.repeat_terminate if rollout is not None else None
     return LaunchPlan(
         servers=tuple(servers),
-        learner=_learner_process(config, words, logs, local, grace_s),
+        trainer=_trainer_process(config, words, logs, local, grace_s),
         wait_s=launch.wait_s,
         repeat_terminate=guard.model_dump() if guard is not None and guard.enabled else None,
         api_key_env=rollout.vllm.server.api_key_env if rollout is not None and rollout.vllm.server else None,
-        learner_grace_s=grace_s,
+        trainer_grace_s=grace_s,
     )
 
 
@@ -188,7 +188,7 @@ def _devices_of_servers(config: RunConfig, local: Sequence[bool]) -> list[tuple[
             owner.setdefault(device, where)
     if owner and not launch.learner_devices:
         problems.append(
-            "launch.learner_devices: missing, while servers have devices; name the learner's too, or it would train on "
+            "launch.learner_devices: missing, while servers have devices; name the trainer's too, or it would train on "
             "the CPU"
         )
     for index, (one, here) in enumerate(zip(devices, local, strict=True)):
@@ -254,7 +254,7 @@ def _swift_command(options: ServeOptions) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _learner_process(
+def _trainer_process(
     config: RunConfig, words: Sequence[str], logs: Path, local: Sequence[bool], grace_s: float
 ) -> ProcessPlan:
     """torchrun on this machine alone. Its processes meet in a file: torchrun's TCP store listens on every
@@ -278,7 +278,7 @@ def _learner_process(
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **on_loopback,
     }
-    return ProcessPlan("learner", command, environment, devices, logs / "learner.log")
+    return ProcessPlan("trainer", command, environment, devices, logs / "trainer.log")
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,10 +304,10 @@ def look_over(
     config_path: Path,
     arguments: Sequence[str],
     num_gpus: int,
-    learner_checks: Callable[[int], object],
+    trainer_checks: Callable[[int], object],
     listen_host: str | None = None,
 ) -> Preflight:
-    """Run every check, also after one failed. ``learner_checks``: those that the learner itself makes, given its number
+    """Run every check, also after one failed. ``trainer_checks``: those that the trainer itself makes, given its number
     of processes; raises a CoordExpError."""
     problems: list[str] = []
     plan = shown = None
@@ -321,9 +321,9 @@ def look_over(
     checks = run_checks(config, plan, num_gpus)
     problems += [f"{check.name}: {check.problem}" for check in checks if check.problem is not None]
     try:
-        learner_checks(max(1, len(config.launch.learner_devices)))
+        trainer_checks(max(1, len(config.launch.learner_devices)))
     except CoordExpError as error:
-        # The learner makes some of the checks above too.
+        # The trainer makes some of the checks above too.
         problems += [line for line in str(error).splitlines() if not any(line in known for known in problems)]
     return Preflight(shown, tuple(checks), tuple(dict.fromkeys(problems)))
 
@@ -331,7 +331,7 @@ def look_over(
 def run_checks(config: RunConfig, plan: LaunchPlan, num_gpus: int) -> list[Check]:
     """Every check, in the order in which a user would fix the problems."""
     started = [server.process for server in plan.servers if server.process is not None]
-    wanted = [device for process in (*started, plan.learner) for device in process.devices]
+    wanted = [device for process in (*started, plan.trainer) for device in process.devices]
     missing = [device for device in wanted if not 0 <= device < num_gpus]
     devices = Check(
         "launch.server_devices, launch.learner_devices",
@@ -379,13 +379,13 @@ def _memory_check(config: RunConfig, num_gpus: int) -> Iterator[Check]:
         import torch
 
         gpu_bytes = min(torch.cuda.get_device_properties(device).total_memory for device in devices)
-    learners = max(1, len(devices))
+    trainers = max(1, len(devices))
     try:
-        yield Check("memory", str(check_memory(config, learners, gpu_bytes)))
+        yield Check("memory", str(check_memory(config, trainers, gpu_bytes)))
     except CheckpointError as error:
         yield Check("memory", f"no estimate: {error}")
     except ConfigError as error:
-        yield Check("memory", str(check_memory(config, learners)), str(error))
+        yield Check("memory", str(check_memory(config, trainers)), str(error))
 
 
 def _package_checks(config: RunConfig, started: Sequence[ProcessPlan]) -> Iterator[Check]:

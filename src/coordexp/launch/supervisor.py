@@ -1,4 +1,4 @@
-"""Runs a launch plan: starts servers and learner, watches them, and leaves no process behind.
+"""Runs a launch plan: starts servers and trainer, watches them, and leaves no process behind.
 
 ``coordexp launch`` (:func:`run_plan`) starts a supervisor process and holds the other end of its standard input. The
 plan arrives there in one line; when the pipe closes, the launcher is gone, even by SIGKILL, and the supervisor ends
@@ -50,7 +50,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # a request to the kernel for which psutil has no 
 
 
 def run_plan(plan: LaunchPlan) -> int:
-    """Run ``plan`` to its end under a supervisor process. Returns the learner's exit code."""
+    """Run ``plan`` to its end under a supervisor process. Returns the trainer's exit code."""
     adopt_orphans()
     supervisor = subprocess.Popen(
         [sys.executable, "-m", __name__],
@@ -125,7 +125,7 @@ class Supervisor:
     _at_once: bool = False  # a second Ctrl-C or SIGTERM: wait no longer
 
     def run(self) -> int:
-        """Start, watch, end. Returns the learner's exit code, or another one if there is none."""
+        """Start, watch, end. Returns the trainer's exit code, or another one if there is none."""
         adopt_orphans()
         for number in FORWARDED:
             signal.signal(number, self._note_signal)
@@ -133,12 +133,12 @@ class Supervisor:
             return self._run()
         except _Signalled as received:
             self.view.say(
-                f"{signal.Signals(received.number).name}: the learner has {self.plan.learner_grace_s:g} s to finish "
+                f"{signal.Signals(received.number).name}: the trainer has {self.plan.trainer_grace_s:g} s to finish "
                 "its step, save and end; then everything ends. A second signal ends it at once"
             )
-            return self._end_learner(received.number)
+            return self._end_trainer(received.number)
         except _LauncherGone:
-            self._end_learner(signal.SIGTERM)
+            self._end_trainer(signal.SIGTERM)
             return FAILED
         except CoordExpError as error:
             self.view.say(f"error: {error}")
@@ -153,25 +153,25 @@ class Supervisor:
         deadline = time.monotonic() + self.plan.wait_s
         for server in self.plan.servers:
             self._await_server(server, deadline)
-        learner = self._start(self.plan.learner)
-        with self.plan.learner.log.open(encoding="utf-8", errors="replace") as log:
-            while learner.poll() is None:
+        trainer = self._start(self.plan.trainer)
+        with self.plan.trainer.log.open(encoding="utf-8", errors="replace") as log:
+            while trainer.poll() is None:
                 self._pause()
                 self.view.pass_on(log.read())
                 try:
                     self._check_servers()
                 except LaunchFailed:
-                    # A learner that loses a server saves what it has learned and then ends by itself.
-                    self.view.say(f"a server ended: the learner has {self.plan.learner_grace_s:g} s to save and end")
-                    patience = time.monotonic() + self.plan.learner_grace_s
-                    while learner.poll() is None and time.monotonic() < patience:
+                    # A trainer that loses a server saves what it has learned and then ends by itself.
+                    self.view.say(f"a server ended: the trainer has {self.plan.trainer_grace_s:g} s to save and end")
+                    patience = time.monotonic() + self.plan.trainer_grace_s
+                    while trainer.poll() is None and time.monotonic() < patience:
                         self._pause()
                         self.view.pass_on(log.read())
                     self.view.pass_on(log.read())
                     raise
             self.view.pass_on(log.read())
-        code = exit_code(learner.returncode)
-        self.view.say(f"learner ended with exit code {code}")
+        code = exit_code(trainer.returncode)
+        self.view.say(f"trainer ended with exit code {code}")
         return code
 
     def _start(self, process: ProcessPlan) -> subprocess.Popen[bytes]:
@@ -179,7 +179,7 @@ class Supervisor:
         environment = {name: value for name, value in os.environ.items() if name not in SERVER_ONLY}
         environment |= process.environment
         environment |= {name: os.environ[source] for name, source in process.secrets.items()}
-        if process is self.plan.learner:
+        if process is self.plan.trainer:
             environment[RENDEZVOUS] = str(Path(self._rendezvous.name) / "store")
         environment["PYTHONUNBUFFERED"] = "1"
         with process.log.open("wb") as log:
@@ -236,16 +236,16 @@ class Supervisor:
             if process is not None and (code := self._running[process.name].poll()) is not None:
                 raise LaunchFailed(f"{process.name} ended with exit code {exit_code(code)}{_log_tail(server)}")
 
-    def _end_learner(self, number: int) -> int:
-        """Send the learner a signal and let it end by itself. Returns the signal's exit code."""
-        learner = self._running.get("learner")
-        if learner is None:
+    def _end_trainer(self, number: int) -> int:
+        """Send the trainer a signal and let it end by itself. Returns the signal's exit code."""
+        trainer = self._running.get("trainer")
+        if trainer is None:
             return 128 + number
-        learner.send_signal(number)
-        deadline = time.monotonic() + self.plan.learner_grace_s
-        with self.plan.learner.log.open(encoding="utf-8", errors="replace") as log:
+        trainer.send_signal(number)
+        deadline = time.monotonic() + self.plan.trainer_grace_s
+        with self.plan.trainer.log.open(encoding="utf-8", errors="replace") as log:
             log.seek(0, os.SEEK_END)
-            while learner.poll() is None and time.monotonic() < deadline and not self._at_once:
+            while trainer.poll() is None and time.monotonic() < deadline and not self._at_once:
                 time.sleep(POLL_S)
                 self.view.pass_on(log.read())
             self.view.pass_on(log.read())

@@ -214,14 +214,14 @@ def row_inputs(
 def check_prompt(
     sample_id: str, ours: tuple[int, ...], reported: tuple[int, ...], decode: Callable[[Any], str]
 ) -> None:
-    """Raise AlignmentError, with the first difference decoded, if a rollout's prompt tokens are not the learner's."""
+    """Raise AlignmentError, with the first difference decoded, if a rollout's prompt tokens are not the trainer's."""
     if ours == reported:
         return
     limit = min(len(ours), len(reported))
     at = next((i for i in range(limit) if ours[i] != reported[i]), limit)
     raise AlignmentError(
-        f"{sample_id}: the rollout's prompt ({len(reported)} tokens) is not the learner's ({len(ours)}); they part at "
-        f"token {at}: learner {decode(ours[at : at + 8])!r}, rollout {decode(reported[at : at + 8])!r}. "
+        f"{sample_id}: the rollout's prompt ({len(reported)} tokens) is not the trainer's ({len(ours)}); they part at "
+        f"token {at}: trainer {decode(ours[at : at + 8])!r}, rollout {decode(reported[at : at + 8])!r}. "
         "Both must use one processor, one chat template and images of one size"
     )
 

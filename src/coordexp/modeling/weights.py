@@ -40,7 +40,7 @@ class _Source:
     lora: Any | None  # peft's layer around the owner
 
 
-class LearnerWeights:
+class TrainerWeights:
     """Reads the weights of a bare (not DDP-wrapped) model: plain, LoRA or DoRA, with or without coordinate offsets.
 
     Tied weights appear once, under the embedding's name, as ``save_pretrained`` writes them. Order is the model's.

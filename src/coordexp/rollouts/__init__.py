@@ -23,7 +23,7 @@ from coordexp.rollouts.repeat_guard import RepeatGuard
 
 if TYPE_CHECKING:
     from coordexp.config.rollout import RolloutMatchingConfig
-    from coordexp.rollouts.learner import LearnerParts
+    from coordexp.rollouts.trainer_parts import TrainerParts
 
 __all__ = [
     "DatasetSeeds",
@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 
-def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:
+def build_backend(config: RolloutMatchingConfig, trainer: TrainerParts, names: Sequence[str] = ()) -> RolloutBackend:
     """As :func:`coordexp.engine.trainer.backends.build_backend`, imported when it is called."""
     from coordexp.engine.trainer import backends
 
-    return backends.build_backend(config, learner, names)
+    return backends.build_backend(config, trainer, names)

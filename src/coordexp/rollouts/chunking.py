@@ -38,8 +38,8 @@ def chunk_size(decode_batch_size: int, server_world_sizes: Sequence[int], learne
     if slots < learner_world_size:
         raise ConfigError(
             f"rollout_matching.decode_batch_size {decode_batch_size} on {total} rollout devices allows {slots} "
-            f"requests at a time, fewer than the {learner_world_size} learner ranks that send at once; increase the "
-            "rollout servers' world size, reduce the learner's world size, or increase "
+            f"requests at a time, fewer than the {learner_world_size} trainer ranks that send at once; increase the "
+            "rollout servers' world size, reduce the trainer's world size, or increase "
             f"rollout_matching.decode_batch_size to at least {-(-learner_world_size // total)}"
         )
     return slots // learner_world_size

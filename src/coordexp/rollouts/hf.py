@@ -1,4 +1,4 @@
-"""Rollouts by transformers' ``generate`` on the learner's own model: no second engine, no weight copy.
+"""Rollouts by transformers' ``generate`` on the trainer's own model: no second engine, no weight copy.
 
 ``generate`` itself samples a whole batch from one stream, so an answer would change with its batch: with
 ``decode_batch_size``, with the number of processes, and after a resume. So it runs greedily, and logits processors

@@ -3,7 +3,7 @@
 Each storage is copied to main memory and resized to zero, and refilled afterwards, also when the rollouts fail. The
 tensors stay the same objects on the same storage throughout: assigning to ``tensor.data`` across devices would make
 torch drop the parameter's gradient accumulator, on which DDP has its hooks, and gradients would silently no longer be
-exchanged between processes. Weight pushes read the copies through :meth:`LearnerOffload.current`.
+exchanged between processes. Weight pushes read the copies through :meth:`TrainerOffload.current`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def lives_in_main_memory(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(eq=False)
-class LearnerOffload:
+class TrainerOffload:
     """Moves one trainer process's model and/or optimizer. Only between optimizer steps: an unfinished backward pass
     would read freed memory."""
 
@@ -50,7 +50,7 @@ class LearnerOffload:
     @contextmanager
     def away(self) -> Iterator[None]:
         """The context around a colocated engine's start, weight pushes and answers."""
-        assert not self.is_away, "the learner is away already"
+        assert not self.is_away, "the trainer is away already"
         assert all(p.grad is None for p in self.model.parameters()), "offload in the middle of an optimizer step"
         with ExitStack() as restored:
             restored.callback(setattr, self, "is_away", False)
@@ -92,21 +92,21 @@ class LearnerOffload:
             home.copy_(away)
 
 
-def build_offload(model: Any, rollout: RolloutMatchingConfig) -> LearnerOffload | None:
+def build_offload(model: Any, rollout: RolloutMatchingConfig) -> TrainerOffload | None:
     """The offload that ``rollout`` configures; None if there is none. Raises ConfigError under DeepSpeed or FSDP."""
     if not (rollout.is_colocated and rollout.offload.enabled):
         return None
     for variable, owner in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")):
         if os.environ.get(variable, "").lower() in ("1", "true"):  # set by `accelerate launch`
             raise _owned_by(owner)
-    return LearnerOffload(model, rollout.offload)
+    return TrainerOffload(model, rollout.offload)
 
 
 def _owned_by(owner: str) -> ConfigError:
     return ConfigError(
-        f"{_KEY}: {owner} owns the learner's weights and optimizer and keeps them in buffers of its own, so they "
+        f"{_KEY}: {owner} owns the trainer's weights and optimizer and keeps them in buffers of its own, so they "
         f"cannot be moved away. Set offload.enabled: false, or {owner}'s own CPU offload; or write rollout_backend: hf "
-        "or vllm.mode: server, which need no room on the learner's device"
+        "or vllm.mode: server, which need no room on the trainer's device"
     )
 
 

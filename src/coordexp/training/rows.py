@@ -1,7 +1,7 @@
 """The packed rows of a step: which segments share a row, the row's tensors, and its metrics on the device.
 
 Building a row's tensors is CPU work: joining pixels, positions, masks and, for a GPU, page-locked
-copies. It takes about as long as a small model's forward and backward (``benchmarks/learner_rows.py``), so
+copies. It takes about as long as a small model's forward and backward (``benchmarks/trainer_rows.py``), so
 a second thread builds the next row while one computes. That thread draws no random number and calls no other rank.
 """
 

@@ -50,20 +50,20 @@ from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.kernels import fuse_layers, liger_kernels, unfused_note, wants_fused
 from coordexp.modeling.load import LoadedModel, load_model, load_vocab
 from coordexp.modeling.scores import TokenScorer
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import TrainerWeights
 from coordexp.out_of_memory import is_out_of_memory, phase
 from coordexp.recording.rollout_record import Settings
 from coordexp.recording.writer import RolloutLog, RolloutPictures, RolloutRecorder
 from coordexp.records import ImageRecord
 from coordexp.rollouts import RolloutBackend, build_backend
-from coordexp.rollouts.learner import LearnerParts
+from coordexp.rollouts.trainer_parts import TrainerParts
 from coordexp.runs.start import Start, decide_start
 from coordexp.training.agreement import check_agreement
 from coordexp.training.batches import StepBatches
 from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
 from coordexp.training.loggers import FailedWrites
 from coordexp.training.loop import CoordExpTrainer
-from coordexp.training.offload import LearnerOffload, build_offload
+from coordexp.training.offload import TrainerOffload, build_offload
 from coordexp.training.optimizer import LearningRates, build_optimizer, build_scheduler, check_optimizer, check_schedule
 from coordexp.training.parallel import (
     build_accelerator,
@@ -99,20 +99,20 @@ class CheckedRun:
 
 
 def check_run(
-    config: RunConfig, *, learners: int | None = None, servers_are_up: bool = True, start: Start | None = None
+    config: RunConfig, *, trainers: int | None = None, servers_are_up: bool = True, start: Start | None = None
 ) -> CheckedRun:
     """Read data and tokenizer, query the rollout servers: report every mistake that can be found before the model
     loads.
 
     Args:
-        learners: number of trainer processes; None for this process's own world.
+        trainers: number of trainer processes; None for this process's own world.
         servers_are_up: false before a launch, when no server runs yet.
         start: what the run starts from, if that is decided already.
 
     Raises: ConfigError, DataError, CheckpointError, VocabError, MissingDependency: a single mistake. ConfigError:
     several, one per line. RunFinished: nothing is left to do.
     """
-    learners = distributed.world_size() if learners is None else learners
+    trainers = distributed.world_size() if trainers is None else trainers
     errors: list[CoordExpError] = []
 
     def attempt(act: Callable[..., Any], *arguments: Any) -> Any:
@@ -126,15 +126,15 @@ def check_run(
     start = start or attempt(decide_start, config)
     config = config if start is None else start.config
     rollout = resolved_rollout(config)
-    attempt(check_world_size, config, learners)
+    attempt(check_world_size, config, trainers)
     if servers_are_up and not errors:
         check_backend(rollout)
     model = (None if start is None else start.model) or attempt(Checkpoint.open, config.model.model)
     if distributed.is_main():
         for sentence in (*advice(config), *(() if model is None else length_advice(config, model))):
             logger.warning(sentence)
-    attempt(_check_device, config, learners, model)
-    attempt(check_parallel, config, learners)
+    attempt(_check_device, config, trainers, model)
+    attempt(check_parallel, config, trainers)
     attempt(check_training_environment, config)
     attempt(check_optimizer, config.training)
     attempt(check_schedule, config.training)
@@ -228,7 +228,7 @@ def build_trainer(
         offload.bind(lambda: state.optimizer, sharded_by=owner)
     if backend is None:
         with phase("engine", "the start of the rollout engine"):
-            backend = build_backend(rollout, _learner_parts(loaded, offload))
+            backend = build_backend(rollout, _trainer_parts(loaded, offload))
     state.buffer = build_buffer(config, train, resume)
     tasks, schedule = build_tasks(config, rollout, loaded.vocab, backend, state.buffer)
     with_rollouts = next((task for task in tasks.values() if task.rollouts is not None), None)
@@ -331,12 +331,12 @@ def _tuned_model(run: CheckedRun, accelerator: Accelerator, console: Console) ->
     return loaded
 
 
-def _learner_parts(loaded: LoadedModel, offload: LearnerOffload | None) -> LearnerParts:
-    return LearnerParts(
+def _trainer_parts(loaded: LoadedModel, offload: TrainerOffload | None) -> TrainerParts:
+    return TrainerParts(
         model=loaded.model,
         vocab=loaded.vocab,
         image_token_id=loaded.image_token_id,
-        weights=LearnerWeights(loaded.model) if offload is None else LearnerWeights(loaded.model, offload.current),
+        weights=TrainerWeights(loaded.model) if offload is None else TrainerWeights(loaded.model, offload.current),
         checkpoint=loaded.checkpoint.base,
         open_image=open_rgb,
         offload=nullcontext if offload is None else offload.away,
@@ -481,7 +481,7 @@ def check_driver() -> None:
         )
 
 
-def _check_device(config: RunConfig, learners: int, model: Checkpoint | None) -> None:
+def _check_device(config: RunConfig, trainers: int, model: Checkpoint | None) -> None:
     """Raises ConfigError if training would silently take the CPU, or the GPU lacks the attention kernel or memory."""
     training = config.training
     on_cpu = training.use_cpu or not torch.cuda.is_available()
@@ -492,7 +492,7 @@ def _check_device(config: RunConfig, learners: int, model: Checkpoint | None) ->
     if on_cpu and (key := next((key for key in ("fp16", "tf32") if getattr(training, key)), None)):
         raise ConfigError(f"training.{key}: needs a GPU, and this machine has none; remove it (bf16 works on CPUs)")
     if not on_cpu and model is not None:
-        check_memory(config, learners, torch.cuda.get_device_properties(0).total_memory, model)
+        check_memory(config, trainers, torch.cuda.get_device_properties(0).total_memory, model)
     half = training.bf16 or training.fp16 or config.model.dtype != "float32"
     device = "cpu" if on_cpu else "cuda"
     check_attention(config.model.attn_implementation, device, half)

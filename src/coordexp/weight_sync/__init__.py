@@ -9,15 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """``version`` counts one trainer's optimizer steps, so two trainers may both have a step 40; ``learner_id``
+    """``version`` counts one trainer's optimizer steps, so two trainers may both have a step 40; ``trainer_id``
     distinguishes them. It is None for weights from disk, or from a client that gives none."""
 
     version: int = 0
-    learner_id: str | None = None
+    trainer_id: str | None = None
 
     def payload(self) -> dict[str, Any]:
         """As JSON in answers and reports."""
-        return {"weight_version": self.version, "learner_id": self.learner_id}
+        return {"weight_version": self.version, "trainer_id": self.trainer_id}
 
     def __str__(self) -> str:
-        return f"version {self.version} of " + (f"learner {self.learner_id}" if self.learner_id else "no named learner")
+        return f"version {self.version} of " + (f"trainer {self.trainer_id}" if self.trainer_id else "no named trainer")

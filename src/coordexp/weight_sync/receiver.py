@@ -313,7 +313,7 @@ class WeightReceiver:
         self.state.receive_s += time.perf_counter() - started
 
     def commit(
-        self, version: int | None, wants_checksum: bool, finish: Callable[[], None], learner_id: str | None = None
+        self, version: int | None, wants_checksum: bool, finish: Callable[[], None], trainer_id: str | None = None
     ) -> dict[str, Any]:
         """End a push: check that all weights have arrived and are loaded, then ``finish`` (vLLM's post-processing).
         ``version``: of these weights, None for one more than the last; ``wants_checksum``: read the parameters back and
@@ -333,7 +333,7 @@ class WeightReceiver:
             elif wants_checksum:  # of nothing after an adapter
                 read = self.layout.read_back(state.shapes)
                 state.checksum = combined(tensor_hashes(read))
-            state.weights = WeightVersion(state.weights.version + 1 if version is None else version, learner_id)
+            state.weights = WeightVersion(state.weights.version + 1 if version is None else version, trainer_id)
             state.pushes += 1
             state.base_overwritten |= not state.adapter_names
             state.open = False
@@ -365,7 +365,7 @@ class WeightReceiver:
         for name, shape in named_shapes:
             self.layout.place(name)
             if name in self.state.shapes:
-                raise RolloutError(f"the learner sent {name!r} twice in one push")
+                raise RolloutError(f"the trainer sent {name!r} twice in one push")
             self.state.shapes[name] = shape
         self._finish_loading(keep=1)  # at most one bucket is still being loaded while another arrives
         self._loading.append([])
@@ -412,7 +412,7 @@ class WeightReceiver:
                     more = f" or {len(unproven) - len(named)} more" if len(unproven) > len(named) else ""
                     raise RolloutError(
                         f"the engine does not take {' or '.join(named)}{more} ({type(error).__name__}: "
-                        f"{str(error).strip()[:300] or 'no reason given'}); do its model and the learner's differ in "
+                        f"{str(error).strip()[:300] or 'no reason given'}); do its model and the trainer's differ in "
                         "kind or size?"
                     ) from error
         if self._device.type == "cuda":

@@ -33,7 +33,7 @@ TINY = {
     "dealing": "--ranks 3 --servers 3",
     "decode_transformers": "--images 2 --batches 1,2 --answers 2 --rounds 1",
     "draft_steps": "--answers 2 --objects 2 --rounds 2",
-    "learner": "--vocabulary 3000 --hidden 16 --positions 30 --samples 5 --lengths 30,60 --capacity 150 --batch 2 "
+    "trainer": "--vocabulary 3000 --hidden 16 --positions 30 --samples 5 --lengths 30,60 --capacity 150 --batch 2 "
     "--repeats 1 --full-row 600",
     "packing": "--segments 8,24 --capacity 512 --trials 3 --stream-steps 12",
     "peers": "--only coordexp-sft --steps 1 --warmup 1 --images 2",
@@ -95,7 +95,7 @@ def test_benchmark_runs_and_writes_figures(name: str, run: Run) -> None:
         assert all(row["planned_more_waves"] == 0 and row["planned_over"] == 1 for row in results)
     if name == "decode_transformers":
         assert [(row["equal"], row["answers"]) for row in results] == [(2, 2)] * 4 + [(4, 4)] * 2
-    if name == "learner":
+    if name == "trainer":
         for forms in (row["forms"] for row in results["objective"]):
             assert forms["chunked"]["value"] == pytest.approx(forms["naive"]["value"], rel=1e-4)
         losses = [form["value"] for form in results["training"]["forms"].values()]

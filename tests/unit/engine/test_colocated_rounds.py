@@ -18,7 +18,7 @@ from coordexp.engine.wire.engine_process import settings_kept
 from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext, rollout_session
 from coordexp.rollouts.backend import AdapterWeights
-from coordexp.rollouts.learner import LearnerParts
+from coordexp.rollouts.trainer_parts import TrainerParts
 from coordexp.weight_sync.buckets import combined, tensor_hash
 from support.settings import decoding
 
@@ -37,7 +37,7 @@ class Weights:
         return AdapterWeights({"r": 4}, (("a", torch.zeros(2)),))
 
 
-class Learner:
+class Trainer:
     """On its device or offloaded; ``seen``: (event, on the device or not)."""
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ class Learner:
 class FakeEngine:
     """Answers nothing, is its own worker, and optionally refuses adapters."""
 
-    def __init__(self, learner: Learner, takes_adapters: bool = True) -> None:
-        self._learner = learner
+    def __init__(self, trainer: Trainer, takes_adapters: bool = True) -> None:
+        self._trainer = trainer
         self._takes_adapters = takes_adapters
         self.compared: list[bool] = []
         self.receiver = SimpleNamespace(take=self.take, close=lambda: None)
@@ -72,11 +72,11 @@ class FakeEngine:
 
     def take(self, bucket: Any) -> None:
         assert [name for name, _ in bucket] == ["a"]
-        self._learner.note("push")
+        self._trainer.note("push")
 
     def take_adapter(self, peft_config: Any, tensors: Any) -> None:
         assert peft_config == {"r": 4} and [name for name, _ in tensors] == ["a"]
-        self._learner.note("adapter")
+        self._trainer.note("adapter")
         if not self._takes_adapters:
             raise RolloutError("cannot adapt it")
 
@@ -85,24 +85,24 @@ class FakeEngine:
         return {"checksum": combined({"a": tensor_hash(torch.zeros(2))})}
 
     def run(self, *_: Any) -> Iterator[Any]:
-        self._learner.note("answer")
+        self._trainer.note("answer")
         return iter(())
 
     def wake_up(self, parts: Any) -> None:
-        self._learner.note(f"wake {parts[0]}")
+        self._trainer.note(f"wake {parts[0]}")
 
     def sleep(self, level: int) -> None:
-        self._learner.note("sleep")
+        self._trainer.note("sleep")
 
     def close(self) -> None:
-        self._learner.note("close")
+        self._trainer.note("close")
 
 
 def backend_of(
-    monkeypatch: pytest.MonkeyPatch, learner: Learner, engine: FakeEngine | Exception, **vllm: Any
+    monkeypatch: pytest.MonkeyPatch, trainer: Trainer, engine: FakeEngine | Exception, **vllm: Any
 ) -> ColocatedBackend:
     def start(*_: Any) -> FakeEngine:
-        learner.note("start")
+        trainer.note("start")
         if isinstance(engine, Exception):
             raise engine
         return engine
@@ -111,7 +111,7 @@ def backend_of(
     keys = {"dtype": "float32", "max_model_len": 640, "tensor_parallel_size": 1, **vllm}
     section = {"rollout_backend": "vllm", "decode_batch_size": 1, "vllm": keys}
     unused: Any = None
-    parts = LearnerParts(unused, unused, 0, Weights(), Path("model"), unused, learner.offload)
+    parts = TrainerParts(unused, unused, 0, Weights(), Path("model"), unused, trainer.offload)
     return ColocatedBackend(RolloutMatchingConfig.model_validate(section), parts, decoding())
 
 
@@ -119,30 +119,30 @@ def backend_of(
 @pytest.mark.parametrize("mode", ["full", "adapter"])
 def test_the_trainer_is_offloaded_until_the_engine_sleeps(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the engine's device use is inside: its start, weights, adapter, cache and answers."""
-    learner = Learner()
-    engine = FakeEngine(learner)
-    backend = backend_of(monkeypatch, learner, engine, enable_lora=True, sync={"mode": mode})
+    trainer = Trainer()
+    engine = FakeEngine(trainer)
+    backend = backend_of(monkeypatch, trainer, engine, enable_lora=True, sync={"mode": mode})
     for version in range(2):
         with rollout_session(backend, version):
             assert backend.generate([], SEEDS) == []
-        assert not learner.is_away, "training runs on the device"
-    acts = [what for what, _ in learner.seen]
+        assert not trainer.is_away, "training runs on the device"
+    acts = [what for what, _ in trainer.seen]
     push = "push" if mode == "full" else "adapter"
     assert acts == [
         "start", push, "wake kv_cache", "answer", "sleep",
         "wake weights", push, "wake kv_cache", "answer", "sleep",
     ]  # fmt: skip
-    assert all(was_away for _, was_away in learner.seen)
+    assert all(was_away for _, was_away in trainer.seen)
 
 
 def test_if_the_engine_does_not_start_the_trainer_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = Learner()
-    backend = backend_of(monkeypatch, learner, RolloutError("no room"))
+    trainer = Trainer()
+    backend = backend_of(monkeypatch, trainer, RolloutError("no room"))
     for _ in range(2):  # twice the same: all borrowed memory was returned
         with pytest.raises(RolloutError, match="no room"):
             backend.sync_weights(1)
-        assert not learner.is_away
-    assert learner.seen == [("start", True)] * 2
+        assert not trainer.is_away
+    assert trainer.seen == [("start", True)] * 2
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_if_the_engine_does_not_start_the_trainer_is_restored(monkeypatch: pytes
 def test_pushes_are_read_back_at_the_configured_interval(
     every: int, compared: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = Learner()
-    engine = FakeEngine(learner)
-    backend = backend_of(monkeypatch, learner, engine, sync={"checksum_every": every})
+    trainer = Trainer()
+    engine = FakeEngine(trainer)
+    backend = backend_of(monkeypatch, trainer, engine, sync={"checksum_every": every})
     for version in range(5):
         with rollout_session(backend, version):
             pass
@@ -163,14 +163,14 @@ def test_pushes_are_read_back_at_the_configured_interval(
 
 
 def test_a_failed_adapter_push_is_logged_once_and_pushes_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = Learner()
-    engine = FakeEngine(learner, takes_adapters=False)
-    backend = backend_of(monkeypatch, learner, engine, enable_lora=True, sync={"mode": "adapter"})
+    trainer = Trainer()
+    engine = FakeEngine(trainer, takes_adapters=False)
+    backend = backend_of(monkeypatch, trainer, engine, enable_lora=True, sync={"mode": "adapter"})
     for version in (5, 6):
         with rollout_session(backend, version):
             report = backend.last_report()
         assert report["fallbacks"] == ["version 5: RolloutError: cannot adapt it"] and report["sync_mode"] == "full"
-    assert [what for what, _ in learner.seen if what in ("adapter", "push")] == ["adapter", "push", "push"]
+    assert [what for what, _ in trainer.seen if what in ("adapter", "push")] == ["adapter", "push", "push"]
     assert engine.compared == [True, False], "the first full push is read back, also after a fallback"
     assert backend.take_metrics()["rollout/sync_fallbacks_total"] == 1
 

@@ -69,8 +69,8 @@ def test_a_server_decodes_the_same_pixels_as_the_trainer(
     path = picture(tmp_path / name, mode, orientation)
     source = image_source(path, images, preparation, ours)  # type: ignore[arg-type]
     seen = open_image(source) if ours else as_swift_opens(source)
-    learner = preparation(open_rgb(path))
-    assert seen.size == learner.size and np.array_equal(np.asarray(seen), np.asarray(learner))
+    trainer = preparation(open_rgb(path))
+    assert seen.size == trainer.size and np.array_equal(np.asarray(seen), np.asarray(trainer))
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_an_unwrapped_response_is_accepted() -> None:
     assert read(item([9], "length")["response"]).response_token_ids == (9,)
 
 
-@pytest.mark.parametrize("private", [{}, {"weight_version": 4, "learner_id": "this", "repeat_terminate_active": 1}])
+@pytest.mark.parametrize("private", [{}, {"weight_version": 4, "trainer_id": "this", "repeat_terminate_active": 1}])
 @pytest.mark.parametrize("triggered", [0, 1])
 def test_a_guarded_answer_has_the_trigger_flag(private: dict[str, Any], triggered: int) -> None:
     """The contract's one key is required; the keys that our server adds are optional."""
@@ -127,9 +127,9 @@ def broken(**changes: Any) -> dict[str, Any]:
         ({"response": {"choices": [], "prompt_token_ids": [1]}}, "return_details"),
         ({"response": "no"}, "return_details"),
         (item([9, len(qwen_vocab())]), f"token id {len(qwen_vocab())}"),  # a padded head's
-        (item([9], weight_version=3), "weights of version 3 of learner this, not version 4"),
-        (item([9], weight_version=4, learner_id="other"), "version 4 of learner other, not version 4 of learner this"),
-        (item([9], weight_version=4, learner_id=None), "version 4 of no named learner, not"),
+        (item([9], weight_version=3), "weights of version 3 of trainer this, not version 4"),
+        (item([9], weight_version=4, trainer_id="other"), "version 4 of trainer other, not version 4 of trainer this"),
+        (item([9], weight_version=4, trainer_id=None), "version 4 of no named trainer, not"),
         (item([9], weight_version=4, repeat_terminate_active=1), "guard is active"),
         (item([9]) | {"coordexp": [1]}, "not an object"),
     ],

@@ -85,11 +85,11 @@ def test_answers_keep_the_order_of_requests_if_a_server_is_slow(fakes: list[Fake
 def test_every_rank_expects_the_weights_of_rank_0(
     fakes: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed, "gather_json", lambda own: [{"learner_id": "of rank 0"}, own])
+    monkeypatch.setattr(distributed, "gather_json", lambda own: [{"trainer_id": "of rank 0"}, own])
     with backend_of(fakes) as backend:
         backend.sync_weights(4)
         report = backend.last_report()
-    assert (report["weight_version"], report["sync"]["learner_id"]) == (4, "of rank 0")
+    assert (report["weight_version"], report["sync"]["trainer_id"]) == (4, "of rank 0")
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_an_answer_has_the_weight_version_of_its_request(answered_by: int) -> No
 
     def infer(body: dict[str, Any]) -> tuple[int, Any]:
         status, items = answers(body)
-        stamp = {"weight_version": answered_by, "learner_id": "this"}
+        stamp = {"weight_version": answered_by, "trainer_id": "this"}
         return status, [item | {"coordexp": stamp | {"uuid": str(place)}} for place, item in enumerate(items)]
 
     ours = {"server": "coordexp serve", "workers": [], "engine_silent_s": 0.0}
@@ -131,7 +131,7 @@ def test_an_answer_has_the_weight_version_of_its_request(answered_by: int) -> No
             if answered_by == 0:
                 assert {answer.rollout.weight_version for answer in window} == {0}
             else:
-                with pytest.raises(RolloutError, match="weights of version 1 of learner this, not version 0"):
+                with pytest.raises(RolloutError, match="weights of version 1 of trainer this, not version 0"):
                     list(window)
 
 
@@ -205,7 +205,7 @@ def test_a_run_without_reachable_servers_fails_before_loading(address: Any, mess
 
 
 @pytest.mark.parametrize(
-    ("learner_gpu", "has_vllm", "error", "message"),
+    ("trainer_gpu", "has_vllm", "error", "message"),
     [
         (None, True, ConfigError, "the server is on GPUs and this trainer is not"),
         ("GPU-1", False, MissingDependency, "NCCL binding, which the trainer needs too; pip install"),
@@ -215,11 +215,11 @@ def test_a_run_without_reachable_servers_fails_before_loading(address: Any, mess
     ids=["no GPU", "no vLLM", "one GPU for both", "a GPU each"],
 )
 def test_settings_that_prevent_pushes_are_refused_before_loading(
-    learner_gpu: str | None, has_vllm: bool, error: Any, message: str, monkeypatch: pytest.MonkeyPatch
+    trainer_gpu: str | None, has_vllm: bool, error: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: learner_gpu is not None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: trainer_gpu is not None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if has_vllm else None)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(uuid=learner_gpu))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(uuid=trainer_gpu))
     worker = {"device": "cuda:0", "device_uuid": "GPU-0", "repeat_terminate": {"active": False, "config": None}}
     with FakeRolloutServer(1, {"server": "coordexp serve", "workers": [worker]}) as fake:
         if error is None:
@@ -236,5 +236,5 @@ def test_four_ranks_on_two_devices_are_refused_when_training_starts(
     monkeypatch.setenv("WORLD_SIZE", "4")
     with FakeRolloutServer(1) as first, FakeRolloutServer(1) as second, pytest.raises(ConfigError) as refused:
         check_run(server_run(tmp_path, [first.url, second.url], rollout_matching__decode_batch_size=1))
-    for cure in ("increase the rollout servers' world size", "reduce the learner's world size", "decode_batch_size"):
+    for cure in ("increase the rollout servers' world size", "reduce the trainer's world size", "decode_batch_size"):
         assert cure in str(refused.value)

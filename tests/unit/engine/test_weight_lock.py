@@ -61,7 +61,7 @@ def test_a_push_times_out_if_answers_do_not_end() -> None:
 
 def test_a_failure_outside_a_push_keeps_the_weights_valid() -> None:
     async def scenario(lock: WeightLock) -> None:
-        lock.fail("a learner left, long after its push")
+        lock.fail("a trainer left, long after its push")
         async with lock.answering():
             pass
 

@@ -151,12 +151,12 @@ def _with_error(server: FakePushServer, endpoint: str, message: str) -> Callable
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight_version": 7}, "it has version 7 of learner .* after version 1 of learner .* was pushed"),
-        ({"learner_id": "theirs"}, "it has version 1 of learner theirs after version 1 of learner"),
+        ({"weight_version": 7}, "it has version 7 of trainer .* after version 1 of trainer .* was pushed"),
+        ({"trainer_id": "theirs"}, "it has version 1 of trainer theirs after version 1 of trainer"),
         ({"failure": "ValueError: x"}, "ValueError: x"),
         ({"checksum": "0" * 32}, "the checksum of its weights is 0000"),
     ],
-    ids=["version", "learner", "failure", "checksum"],
+    ids=["version", "trainer", "failure", "checksum"],
 )
 def test_worker_reports_are_checked(start: Start, change: dict[str, Any], message: str) -> None:
     server = start()

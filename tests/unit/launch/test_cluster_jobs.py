@@ -41,9 +41,9 @@ if [ "$3" = serve ]; then
   [ "${!#}" = "$FAKE_DEAD_SERVER" ] && { sleep 0.3; exit 7; }
   trap 'echo "server ${!#} ended" >> "$FAKES/calls"; exit 0' TERM
 else
-  trap 'echo "learner saves for USR1" >> "$FAKES/calls"; exit 0' USR1
-  trap 'echo "learner saves for TERM" >> "$FAKES/calls"; exit 0' TERM
-  [ -n "$FAKE_LEARNER_ENDS" ] && { sleep 0.3; exit "$FAKE_LEARNER_ENDS"; }
+  trap 'echo "trainer saves for USR1" >> "$FAKES/calls"; exit 0' USR1
+  trap 'echo "trainer saves for TERM" >> "$FAKES/calls"; exit 0' TERM
+  [ -n "$FAKE_TRAINER_ENDS" ] && { sleep 0.3; exit "$FAKE_TRAINER_ENDS"; }
 fi
 echo up >> "$FAKES/up"
 for _ in $(seq 600); do sleep 0.1 & wait $!; done
@@ -75,7 +75,7 @@ class Fakes:
             (folder / name).chmod(0o755)
 
     def start(self, script: str, **environment: str) -> subprocess.Popen[str]:
-        defaults = {"FAKE_DEAD_SERVER": "none", "FAKE_LEARNER_ENDS": "", "COORDEXP_API_KEY": "secret"}
+        defaults = {"FAKE_DEAD_SERVER": "none", "FAKE_TRAINER_ENDS": "", "COORDEXP_API_KEY": "secret"}
         path = f"{self.folder}{os.pathsep}{os.environ['PATH']}"
         return subprocess.Popen(
             ["bash", "-c", script], text=True, stderr=subprocess.PIPE, start_new_session=True,
@@ -114,21 +114,21 @@ SLURM = {"SLURM_JOB_NODELIST": "node[1-4]", "SLURM_JOB_ID": "17"}
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_slurm_job_has_the_trainers_exit_code_and_ends_its_servers(fakes: Fakes, code: int) -> None:
-    found, told = end(fakes.start(render(JOB, "slurm"), FAKE_LEARNER_ENDS=str(code), **SLURM))
+    found, told = end(fakes.start(render(JOB, "slurm"), FAKE_TRAINER_ENDS=str(code), **SLURM))
     assert found == code, told
     calls = fakes.calls()
     assert {call for call in calls if call.startswith("step")} == {
         f"step on {nodes}" for nodes in ("node1", "node2", "node3,node4")
     }
     assert sum("|serve|--config|X.yaml|a.b=1 2|--index|" in call for call in calls) == 2
-    (learner,) = [call for call in calls if "torch.distributed.run" in call]
-    assert "|--nnodes=2|--nproc-per-node=8|--rdzv-id=17|--rdzv-backend=c10d|--rdzv-endpoint=node3:29500|" in learner
-    assert learner.endswith("hosts=node1,node2 token=6")
+    (trainer,) = [call for call in calls if "torch.distributed.run" in call]
+    assert "|--nnodes=2|--nproc-per-node=8|--rdzv-id=17|--rdzv-backend=c10d|--rdzv-endpoint=node3:29500|" in trainer
+    assert trainer.endswith("hosts=node1,node2 token=6")
     assert not any(call.startswith("requeued") for call in calls)
 
 
 def test_a_slurm_job_generates_a_missing_token(fakes: Fakes) -> None:
-    end(fakes.start(render(JOB, "slurm"), FAKE_LEARNER_ENDS="0", COORDEXP_API_KEY="", **SLURM))
+    end(fakes.start(render(JOB, "slurm"), FAKE_TRAINER_ENDS="0", COORDEXP_API_KEY="", **SLURM))
     assert {call.rpartition("token=")[2] for call in fakes.calls() if "token=" in call} == {"64"}
 
 
@@ -138,22 +138,22 @@ def test_a_slurm_job_saves_and_requeues_before_its_time_limit(fakes: Fakes) -> N
     process.send_signal(signal.SIGUSR1)  # what --signal=B:USR1@… makes SLURM do
     found, told = end(process)
     assert found == 0, told
-    assert "learner saves for USR1" in fakes.calls() and fakes.calls().count("requeued 17") == 1
+    assert "trainer saves for USR1" in fakes.calls() and fakes.calls().count("requeued 17") == 1
     assert "--signal=B:USR1@120" in render(JOB, "slurm")  # the trainer's 60 seconds, and a minute
 
 
 def test_a_slurm_job_that_loses_a_server_saves_and_fails(fakes: Fakes) -> None:
     found, told = end(fakes.start(render(JOB, "slurm"), FAKE_DEAD_SERVER="1", **SLURM))
     assert found == 1 and "a rollout server has ended" in told
-    assert "learner saves for TERM" in fakes.calls()
+    assert "trainer saves for TERM" in fakes.calls()
 
 
 def test_without_servers_a_slurm_job_runs_only_the_trainer(fakes: Fakes) -> None:
     job = replace(JOB, servers=0, token_variable=None, gpus=0)
-    found, told = end(fakes.start(render(job, "slurm"), FAKE_LEARNER_ENDS="0", **SLURM))
+    found, told = end(fakes.start(render(job, "slurm"), FAKE_TRAINER_ENDS="0", **SLURM))
     assert found == 0, told
-    (step, learner) = fakes.calls()
-    assert step == "step on node1,node2" and "|--nproc-per-node=1|" in learner and "endpoint=node1:29500" in learner
+    (step, trainer) = fakes.calls()
+    assert step == "step on node1,node2" and "|--nproc-per-node=1|" in trainer and "endpoint=node1:29500" in trainer
     assert "gpus" not in render(job, "slurm") and "API_KEY" not in render(job, "slurm")
 
 
@@ -184,7 +184,7 @@ def test_a_skypilot_server_runs_as_long_as_the_rendezvous(fakes: Fakes, meeting_
 @pytest.mark.parametrize(("rank", "code"), [("2", 0), ("3", 4)])
 def test_skypilot_runs_the_trainer_after_the_server_machines(fakes: Fakes, rank: str, code: int) -> None:
     script = yaml.safe_load(render(JOB, "skypilot", accelerator="H200"))["run"]
-    addresses = {"SKYPILOT_NODE_IPS": "a\nb\nc\nd", "SKYPILOT_TASK_ID": "t", "FAKE_LEARNER_ENDS": str(code)}
+    addresses = {"SKYPILOT_NODE_IPS": "a\nb\nc\nd", "SKYPILOT_TASK_ID": "t", "FAKE_TRAINER_ENDS": str(code)}
     assert end(fakes.start(script, SKYPILOT_NODE_RANK=rank, **addresses))[0] == code
     (call,) = fakes.calls()
     assert "--rdzv-endpoint=c:29500|" in call and "--rdzv-id=t|" in call
@@ -195,10 +195,10 @@ def test_kubernetes_pods_use_the_jobsets_names() -> None:
     assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     spec = manifest["spec"]
     assert spec["network"] == {"enableDNSHostnames": True, "subdomain": "run"}
-    assert spec["successPolicy"]["targetReplicatedJobs"] == ["learner"]  # servers never end by themselves
-    server, learner = (one["template"]["spec"] for one in spec["replicatedJobs"])
-    assert [one["name"] for one in spec["replicatedJobs"]] == ["server", "learner"]
-    for group in (server, learner):
+    assert spec["successPolicy"]["targetReplicatedJobs"] == ["trainer"]  # servers never end by themselves
+    server, trainer = (one["template"]["spec"] for one in spec["replicatedJobs"])
+    assert [one["name"] for one in spec["replicatedJobs"]] == ["server", "trainer"]
+    for group in (server, trainer):
         assert (group["completionMode"], group["completions"], group["parallelism"]) == ("Indexed", 2, 2)
         container = group["template"]["spec"]["containers"][0]
         values = {one["name"]: one.get("value") for one in container["env"]}
@@ -208,8 +208,8 @@ def test_kubernetes_pods_use_the_jobsets_names() -> None:
     serving = server["template"]["spec"]["containers"][0]
     assert '--index "$JOB_COMPLETION_INDEX" --host "$POD_IP"' in serving["command"][2]
     assert {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}} in serving["env"]
-    assert '--rdzv-endpoint="run-learner-0-0.run:29500"' in learner["template"]["spec"]["containers"][0]["command"][2]
-    assert learner["template"]["spec"]["terminationGracePeriodSeconds"] == JOB.grace_s
+    assert '--rdzv-endpoint="run-trainer-0-0.run:29500"' in trainer["template"]["spec"]["containers"][0]["command"][2]
+    assert trainer["template"]["spec"]["terminationGracePeriodSeconds"] == JOB.grace_s
 
 
 def test_the_shipped_configuration_gives_a_job_of_each_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +235,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a server without a token": ({"rollout_matching.vllm.server.api_key_env": None}, {}, "server.api_key_env"),
     "swift's servers": ({"launch.server": "swift"}, {}, "launch.server"),
     "engines that do not fit": ({"rollout_matching.vllm.tensor_parallel_size": 3}, {}, "size: 3.*--gpus"),
-    "no learner": ({}, {"trainer_nodes": 0}, "--learner-nodes 0"),
+    "no trainer": ({}, {"trainer_nodes": 0}, "--learner-nodes 0"),
     "fewer than no GPUs": ({}, {"gpus": -1}, "--gpus -1"),
     "a time that is none": ({}, {"time_limit": "one day"}, "--time one day"),
 }

@@ -41,7 +41,7 @@ def test_the_guard_section_reaches_only_the_server(tmp_path: Path, config: dict[
         assert server.process is not None
         assert server.process.environment[ENABLE] == "1"
         assert json.loads(server.process.environment[CONFIG_JSON]) == {**GUARD, "max_object_keys": None}
-    assert ENABLE not in plan.learner.environment
+    assert ENABLE not in plan.trainer.environment
     off = planned(tmp_path, config, rollout_matching__repeat_terminate__enabled=False)
     assert all(server.process is not None and ENABLE not in server.process.environment for server in off.servers)
 
@@ -144,7 +144,7 @@ def test_command_line_keys_reach_every_program(tmp_path: Path, config: dict[str,
     words = ("training.max_steps=3", "rollout_matching.vllm.max_model_len=4096")
     given = load_config(path, arguments=words)
     made = plan_launch(given, path, local=(True, True), arguments=words)
-    processes = [made.learner, *(server.process for server in made.servers if server.process is not None)]
+    processes = [made.trainer, *(server.process for server in made.servers if server.process is not None)]
     assert len(processes) == 3
     for process in processes:
         at = process.command.index(str(path))
@@ -167,12 +167,12 @@ def test_devices_give_data_parallel_engines_and_trainer_processes(tmp_path: Path
             (server.process.environment["CUDA_VISIBLE_DEVICES"], words[words.index("--vllm_data_parallel_size") + 1])
         )
     assert seen == [("0,1,2,3", "2"), ("4,5", "1")]
-    assert plan.learner.environment["CUDA_VISIBLE_DEVICES"] == "6,7"
-    assert "--nproc-per-node=2" in plan.learner.command and "--rdzv-conf=store_type=file" in plan.learner.command
+    assert plan.trainer.environment["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert "--nproc-per-node=2" in plan.trainer.command and "--rdzv-conf=store_type=file" in plan.trainer.command
 
 
 @pytest.mark.parametrize(
-    ("servers", "learner", "tensor_parallel_size", "message"),
+    ("servers", "trainer", "tensor_parallel_size", "message"),
     [
         ([[0], [0]], [1], 1, "device 0 is already in"),
         ([[0], [1]], [1], 1, "learner_devices: device 1 is already"),
@@ -183,9 +183,9 @@ def test_devices_give_data_parallel_engines_and_trainer_processes(tmp_path: Path
     ],
 )
 def test_devices_that_do_not_fit_are_refused(
-    tmp_path: Path, config: dict[str, Any], servers: Any, learner: Any, tensor_parallel_size: int, message: str
+    tmp_path: Path, config: dict[str, Any], servers: Any, trainer: Any, tensor_parallel_size: int, message: str
 ) -> None:
-    keys = {"launch__server_devices": servers, "launch__learner_devices": learner}
+    keys = {"launch__server_devices": servers, "launch__learner_devices": trainer}
     with pytest.raises(ConfigError, match=message):
         planned(tmp_path, config, **keys, rollout_matching__vllm__tensor_parallel_size=tensor_parallel_size)
 
@@ -194,7 +194,7 @@ def test_each_plan_has_a_rendezvous_file_of_its_own(tmp_path: Path, config: dict
     """A named file, because torchrun warns of an address that it does not use; a new one, because an old one holds the
     addresses of processes that ended."""
     plans = [planned(tmp_path, config) for _ in range(2)]
-    named = [word for plan in plans for word in plan.learner.command if word.startswith("--rdzv-endpoint=")]
+    named = [word for plan in plans for word in plan.trainer.command if word.startswith("--rdzv-endpoint=")]
     assert len({*named}) == 2 and not any(Path(word.partition("=")[2]).exists() for word in named)
 
 
@@ -202,7 +202,7 @@ def test_the_multi_node_configuration_can_be_launched() -> None:
     path = Path(__file__).parents[3] / "configs" / "stage2_rollout_aligned" / "server_multi_node.yaml"
     plan = plan_launch(load_config(path), path)
     assert [server.process for server in plan.servers] == [None, None]  # started on their own machines
-    assert plan.learner.devices == (0, 1, 2, 3, 4, 5, 6, 7) and "--nproc-per-node=8" in plan.learner.command
+    assert plan.trainer.devices == (0, 1, 2, 3, 4, 5, 6, 7) and "--nproc-per-node=8" in plan.trainer.command
 
 
 def test_without_servers_only_the_trainer_is_started(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -31,14 +31,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 # A trainer that ignores signals, with a child in its own session.
-LONG_LEARNER = """
+LONG_TRAINER = """
 import signal, subprocess, sys, time
 child = "import time; print('child up', flush=True); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
 time.sleep(600)
 """
 # A trainer that notices a moment later that its server is gone, and saves first.
-SAVING_LEARNER = """
+SAVING_TRAINER = """
 import socket, sys, time
 print("training", flush=True)
 while True:
@@ -62,7 +62,7 @@ DEADLINE_S = 60.0 * busyness()  # everything here ends within a second of proces
 
 def plan(
     folder: Path,
-    learner: str,
+    trainer: str,
     server: str = SERVER,
     wait_s: float = DEADLINE_S,
     guard: dict[str, int] | None = None,
@@ -75,7 +75,7 @@ def plan(
 
     return LaunchPlan(
         (ServerPlan(f"http://127.0.0.1:{port}", group, (port, group), process("server0", server)),),
-        process("learner", learner),
+        process("trainer", trainer),
         wait_s,
         guard,
         None,
@@ -126,18 +126,18 @@ def launched(folder: Path, plan: LaunchPlan) -> Iterator[Running]:
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_the_trainers_exit_code_is_returned(tmp_path: Path, code: int) -> None:
-    learner = f"import sys; print('trained', flush=True); sys.exit({code})"
-    with launched(tmp_path, plan(tmp_path, learner)) as running:
+    trainer = f"import sys; print('trained', flush=True); sys.exit({code})"
+    with launched(tmp_path, plan(tmp_path, trainer)) as running:
         assert running.process.wait(DEADLINE_S) == code
     shown = (tmp_path / "launch.log").read_text()
     assert "trained" in shown and f"exit code {code}" in shown
-    assert (tmp_path / "learner.log").read_text() == "trained\n"
+    assert (tmp_path / "trainer.log").read_text() == "trained\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_passed_on_and_everything_ends(tmp_path: Path, number: signal.Signals) -> None:
-    with launched(tmp_path, plan(tmp_path, LONG_LEARNER)) as running:
-        running.wait_for("child up", "learner.log")
+    with launched(tmp_path, plan(tmp_path, LONG_TRAINER)) as running:
+        running.wait_for("child up", "trainer.log")
         everything = descendants(running.process.pid)
         assert len(everything) >= 5  # supervisor, server, its child, trainer, its child
         running.process.send_signal(number)
@@ -146,22 +146,22 @@ def test_a_signal_is_passed_on_and_everything_ends(tmp_path: Path, number: signa
 
 
 def test_a_launch_that_a_signal_ends_says_so_whatever_torchrun_ends_with(tmp_path: Path) -> None:
-    learner = (
+    trainer = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); print('up', flush=True); "
         "time.sleep(60)"
     )
-    with launched(tmp_path, plan(tmp_path, learner)) as running:
-        running.wait_for("up", "learner.log")
+    with launched(tmp_path, plan(tmp_path, trainer)) as running:
+        running.wait_for("up", "trainer.log")
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(DEADLINE_S) == 143
 
 
-@pytest.mark.parametrize("victim", ["launcher", "supervisor", "server", "learner"])
+@pytest.mark.parametrize("victim", ["launcher", "supervisor", "server", "trainer"])
 def test_killing_any_process_ends_all_others(tmp_path: Path, victim: str) -> None:
-    with launched(tmp_path, plan(tmp_path, LONG_LEARNER, grace_s=1.0)) as running:
-        running.wait_for("child up", "learner.log")
+    with launched(tmp_path, plan(tmp_path, LONG_TRAINER, grace_s=1.0)) as running:
+        running.wait_for("child up", "trainer.log")
         everything = descendants(running.process.pid)
-        word = {"supervisor": "coordexp.launch.supervisor", "server": "HTTPServer", "learner": "import signal, sub"}
+        word = {"supervisor": "coordexp.launch.supervisor", "server": "HTTPServer", "trainer": "import signal, sub"}
         pid = running.process.pid if victim == "launcher" else running.pid_of(word[victim])
         os.kill(pid, signal.SIGKILL)
         assert all_gone(everything, DEADLINE_S), f"left over after kill -9 of the {victim}"
@@ -169,13 +169,13 @@ def test_killing_any_process_ends_all_others(tmp_path: Path, victim: str) -> Non
 
 
 def test_a_trainer_that_loses_its_server_can_save_first(tmp_path: Path) -> None:
-    with launched(tmp_path, plan(tmp_path, SAVING_LEARNER)) as running:
-        running.wait_for("training", "learner.log")
+    with launched(tmp_path, plan(tmp_path, SAVING_TRAINER)) as running:
+        running.wait_for("training", "trainer.log")
         everything = descendants(running.process.pid)
         os.kill(running.pid_of("HTTPServer"), signal.SIGKILL)
         assert running.process.wait(DEADLINE_S) == 1
         assert all_gone(everything, DEADLINE_S)
-    assert "saved" in (tmp_path / "learner.log").read_text()
+    assert "saved" in (tmp_path / "trainer.log").read_text()
     assert "server0 ended with exit code 137" in (tmp_path / "launch.log").read_text()
 
 
@@ -192,33 +192,33 @@ def test_settings_of_servers_in_the_shell_do_not_reach_the_trainer(
     for name in names:
         monkeypatch.setenv(name, "from the shell")
     monkeypatch.setenv("COORDEXP_OTHER", "from the shell")
-    learner = "import os; print(sorted(name for name in os.environ if os.environ[name] == 'from the shell'))"
-    with launched(tmp_path, plan(tmp_path, learner)) as running:
+    trainer = "import os; print(sorted(name for name in os.environ if os.environ[name] == 'from the shell'))"
+    with launched(tmp_path, plan(tmp_path, trainer)) as running:
         assert running.process.wait(DEADLINE_S) == 0
-    assert (tmp_path / "learner.log").read_text() == "['COORDEXP_OTHER']\n"
+    assert (tmp_path / "trainer.log").read_text() == "['COORDEXP_OTHER']\n"
 
 
 def test_a_server_that_does_not_start_ends_the_launch_with_its_log(tmp_path: Path) -> None:
     failing = "print('no such model', flush=True); raise SystemExit(7)"
-    with launched(tmp_path, plan(tmp_path, LONG_LEARNER, server=failing)) as running:
+    with launched(tmp_path, plan(tmp_path, LONG_TRAINER, server=failing)) as running:
         assert running.process.wait(DEADLINE_S) == 1
     shown = (tmp_path / "launch.log").read_text()
     assert "server0 ended with exit code 7" in shown and "no such model" in shown
-    assert not (tmp_path / "learner.log").exists(), "the trainer must not have been started"
+    assert not (tmp_path / "trainer.log").exists(), "the trainer must not have been started"
 
 
 def test_a_server_that_never_answers_times_out(tmp_path: Path) -> None:
-    with launched(tmp_path, plan(tmp_path, LONG_LEARNER, server="import time; time.sleep(600)", wait_s=2)) as running:
+    with launched(tmp_path, plan(tmp_path, LONG_TRAINER, server="import time; time.sleep(600)", wait_s=2)) as running:
         everything = descendants(running.process.pid)
         assert running.process.wait(DEADLINE_S) == 1
         assert all_gone(everything, DEADLINE_S)
     assert "launch.wait_s" in (tmp_path / "launch.log").read_text()
-    assert not (tmp_path / "learner.log").exists()
+    assert not (tmp_path / "trainer.log").exists()
 
 
 def test_a_server_without_status_cannot_prove_its_guard(tmp_path: Path) -> None:
-    guarded = plan(tmp_path, LONG_LEARNER, guard={"enabled": True})
+    guarded = plan(tmp_path, LONG_TRAINER, guard={"enabled": True})
     with launched(tmp_path, guarded) as running:
         assert running.process.wait(DEADLINE_S) == 1
     assert "external_plugins" in (tmp_path / "launch.log").read_text()
-    assert not (tmp_path / "learner.log").exists()
+    assert not (tmp_path / "trainer.log").exists()

@@ -18,7 +18,7 @@ from coordexp.checkpoints.folder import CONFIG, OFFSETS, WEIGHTS, Checkpoint, is
 from coordexp.errors import CheckpointError
 from coordexp.modeling.adapter import load_adapter, save_adapter
 from coordexp.modeling.load import LoadedModel, export_checkpoint, load_model, merge_checkpoint
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import TrainerWeights
 from support.tiny_run import gt_segments, inputs_alone, load_tiny, tiny_checkpoint
 from support.tuned_models import TUNERS, lora, pushed, randomise, trained, tuned, untied_checkpoint
 
@@ -171,7 +171,7 @@ def test_names_are_the_checkpoints_own_in_the_models_order(keys: dict, checkpoin
     plain = [name for name, _ in loaded.model.named_parameters()]
     with safe_open(checkpoint() / "model.safetensors", "pt") as file:
         assert set(plain) == set(file.keys())
-    weights = LearnerWeights(tuned(lora(**keys), checkpoint=checkpoint()).model)
+    weights = TrainerWeights(tuned(lora(**keys), checkpoint=checkpoint()).model)
     assert weights.names() == plain
     with weights.full() as tensors:
         assert [name for name, _ in tensors] == plain
@@ -179,10 +179,10 @@ def test_names_are_the_checkpoints_own_in_the_models_order(keys: dict, checkpoin
 
 def test_a_plain_model_gives_its_own_weights_without_copies() -> None:
     model = load_tiny().model
-    with LearnerWeights(model).full() as tensors:
+    with TrainerWeights(model).full() as tensors:
         for name, tensor in tensors:
             assert tensor.data_ptr() == model.get_parameter(name).data_ptr() and not tensor.requires_grad
-    assert LearnerWeights(model).adapter() is None
+    assert TrainerWeights(model).adapter() is None
 
 
 @pytest.mark.parametrize("checkpoint", [tiny_checkpoint, untied_checkpoint], ids=["tied", "untied"])
@@ -202,14 +202,14 @@ def test_training_weights_are_bitwise_unchanged(keys: dict) -> None:
     model = tuned(lora(**keys)).model
     before = snapshot(model)
     pushed(model)
-    LearnerWeights(model).adapter()
+    TrainerWeights(model).adapter()
     assert_untouched(model, before)
 
 
 def test_training_weights_are_unchanged_after_a_failed_push() -> None:
     model = tuned(lora(use_dora=True)).model
     before = snapshot(model)
-    with pytest.raises(ConnectionError), LearnerWeights(model).full() as tensors:
+    with pytest.raises(ConnectionError), TrainerWeights(model).full() as tensors:
         next(tensors)
         assert torch.is_grad_enabled(), "a paused iterator must not keep gradients off"
         raise ConnectionError
@@ -234,7 +234,7 @@ def test_a_bf16_model_is_merged_in_float32_and_rounded_once() -> None:
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_adapter_only_weights_have_pefts_names_and_values(use_dora: bool) -> None:
     model = tuned(lora(use_dora=use_dora)).model
-    adapter = LearnerWeights(model).adapter()
+    adapter = TrainerWeights(model).adapter()
     assert adapter is not None
     reference = {f"base_model.model.{name}": value for name, value in get_peft_model_state_dict(model).items()}
     assert dict(adapter.tensors).keys() == reference.keys()
@@ -244,10 +244,10 @@ def test_adapter_only_weights_have_pefts_names_and_values(use_dora: bool) -> Non
 
 
 def test_trained_weights_outside_the_adapter_are_named() -> None:
-    adapter = LearnerWeights(tuned(lora(modules_to_save=["visual.pos_embed"])).model).adapter()
+    adapter = TrainerWeights(tuned(lora(modules_to_save=["visual.pos_embed"])).model).adapter()
     assert adapter is not None and adapter.outside_llm
     assert [name for name, _ in adapter.changed] == [
         "model.visual.pos_embed.weight", "model.language_model.embed_tokens.weight"
     ]  # fmt: skip
-    llm_only = LearnerWeights(tuned(lora(freeze_vit=True, freeze_aligner=True, train_coord_rows=False)).model).adapter()
+    llm_only = TrainerWeights(tuned(lora(freeze_vit=True, freeze_aligner=True, train_coord_rows=False)).model).adapter()
     assert llm_only is not None and not llm_only.outside_llm and llm_only.changed == ()

@@ -161,10 +161,10 @@ def test_image_of_another_size_than_annotated_is_refused(loaded: LoadedModel) ->
 
 @pytest.mark.parametrize(
     ("reported", "at"),
-    [((1, 9, 3), "token 1: learner '(2, 3)', rollout '(9, 3)'"),
-     ((1, 2), "token 2: learner '(3,)', rollout '()'"),
-     ((1, 2, 3, 4), "token 3: learner '()', rollout '(4,)'"),
-     ((), "token 0: learner '(1, 2, 3)', rollout '()'")],
+    [((1, 9, 3), "token 1: trainer '(2, 3)', rollout '(9, 3)'"),
+     ((1, 2), "token 2: trainer '(3,)', rollout '()'"),
+     ((1, 2, 3, 4), "token 3: trainer '()', rollout '(4,)'"),
+     ((), "token 0: trainer '(1, 2, 3)', rollout '()'")],
 )  # fmt: skip
 def test_first_difference_of_prompts_is_named(reported: tuple[int, ...], at: str) -> None:
     with pytest.raises(AlignmentError) as caught:

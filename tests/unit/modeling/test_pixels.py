@@ -129,8 +129,8 @@ def test_a_processor_that_writes_other_placeholders_is_refused(monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("reported", "at", "shown"),
-    [((1, 2, 9, 4), 2, "learner '3,4', rollout '9,4'"), ((1, 2), 2, "learner '3,4', rollout ''"),
-     ((1, 2, 3, 4, 5), 4, "learner '', rollout '5'")],
+    [((1, 2, 9, 4), 2, "trainer '3,4', rollout '9,4'"), ((1, 2), 2, "trainer '3,4', rollout ''"),
+     ((1, 2, 3, 4, 5), 4, "trainer '', rollout '5'")],
 )  # fmt: skip
 def test_prompts_that_differ_are_shown_from_their_first_difference(
     reported: tuple[int, ...], at: int, shown: str

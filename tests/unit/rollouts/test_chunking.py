@@ -51,27 +51,27 @@ def test_impossible_plans_are_refused(n, world_sizes):
 
 
 @pytest.mark.parametrize(
-    ("decode_batch_size", "world_sizes", "learners", "expected"),
+    ("decode_batch_size", "world_sizes", "trainers", "expected"),
     [(4, [6], 2, 12), (4, [2, 4], 2, 12), (1, [3], 1, 3), (1, [1, 1, 1], 2, 1), (3, [1], 2, 1), (1, [4], 4, 1)],
 )
-def test_chunk_size(decode_batch_size, world_sizes, learners, expected):
-    assert chunk_size(decode_batch_size, world_sizes, learners) == expected
+def test_chunk_size(decode_batch_size, world_sizes, trainers, expected):
+    assert chunk_size(decode_batch_size, world_sizes, trainers) == expected
 
 
 @pytest.mark.scenario("vLLM server mode fails fast when cap is infeasible")
 @pytest.mark.parametrize(
-    ("decode_batch_size", "world_sizes", "learners", "needed"), [(1, [2], 4, 2), (1, [1], 2, 2), (2, [1], 3, 3)]
+    ("decode_batch_size", "world_sizes", "trainers", "needed"), [(1, [2], 4, 2), (1, [1], 2, 2), (2, [1], 3, 3)]
 )
-def test_more_trainer_ranks_than_decode_slots(decode_batch_size, world_sizes, learners, needed):
+def test_more_trainer_ranks_than_decode_slots(decode_batch_size, world_sizes, trainers, needed):
     with pytest.raises(ConfigError) as error:
-        chunk_size(decode_batch_size, world_sizes, learners)
+        chunk_size(decode_batch_size, world_sizes, trainers)
     for cure in (
         "increase the rollout servers' world size",
-        "reduce the learner's world size",
+        "reduce the trainer's world size",
         f"increase rollout_matching.decode_batch_size to at least {needed}",
     ):
         assert cure in str(error.value)
-    assert chunk_size(needed, world_sizes, learners) >= 1
+    assert chunk_size(needed, world_sizes, trainers) >= 1
 
 
 def test_a_decode_batch_size_of_0_is_refused():

@@ -29,12 +29,12 @@ from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.errors import RolloutError
 from coordexp.inference.session import PredictOptions, inference_config
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.weights import LearnerWeights
+from coordexp.modeling.weights import TrainerWeights
 from coordexp.records import Rollout
 from coordexp.rollouts import build_backend
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, collect_in_order, decoding_options
 from coordexp.rollouts.hf import HFBackend
-from coordexp.rollouts.learner import LearnerParts
+from coordexp.rollouts.trainer_parts import TrainerParts
 from support.config_samples import stage2
 from support.fake_servers import FakeRolloutServer
 from support.tiny_run import tiny_checkpoint
@@ -113,10 +113,10 @@ def test_every_decoding_key_becomes_an_option() -> None:
     assert decoding_options(config) == DecodingOptions(7, 0.4, 0.5, 6, 3, 1.5)
 
 
-def parts(loaded: LoadedModel) -> LearnerParts:
-    return LearnerParts(
+def parts(loaded: LoadedModel) -> TrainerParts:
+    return TrainerParts(
         model=loaded.model, vocab=loaded.vocab, image_token_id=loaded.image_token_id,
-        weights=LearnerWeights(loaded.model), checkpoint=tiny_checkpoint(), open_image=open_rgb,
+        weights=TrainerWeights(loaded.model), checkpoint=tiny_checkpoint(), open_image=open_rgb,
     )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from coordexp.config.rollout import OffloadConfig, RolloutMatchingConfig
 from coordexp.errors import ConfigError
-from coordexp.modeling.weights import LearnerWeights
-from coordexp.training.offload import LearnerOffload, build_offload
+from coordexp.modeling.weights import TrainerWeights
+from coordexp.training.offload import TrainerOffload, build_offload
 from support.tiny_run import (
     InMemoryBackend,
     finder,
@@ -43,23 +43,23 @@ def owning(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @dataclass
-class Learner:
+class Trainer:
     """A small model with a tied table and two parameters in one buffer, and an optimizer after a step."""
 
     model: Any
     optimizer: torch.optim.Optimizer
 
     @classmethod
-    def build(cls) -> Learner:
+    def build(cls) -> Trainer:
         torch.manual_seed(0)
         model = torch.nn.Module()
         model.embedding, model.head = torch.nn.Embedding(11, 6), torch.nn.Linear(6, 11, bias=False)
         model.head.weight = model.embedding.weight
         flat = torch.randn(20)
         model.one, model.two = torch.nn.Parameter(flat[:8].view(2, 4)), torch.nn.Parameter(flat[8:].view(4, 3).t())
-        learner = cls(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-        learner.step()
-        return learner
+        trainer = cls(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        trainer.step()
+        return trainer
 
     def step(self) -> None:
         loss = self.model.head(self.model.embedding(torch.arange(11))).logsumexp(-1).sum()
@@ -71,8 +71,8 @@ class Learner:
         state = [value for entry in self.optimizer.state.values() for value in entry.values()]
         return [*self.model.parameters(), *state]
 
-    def offload(self, config: OffloadConfig = BOTH) -> LearnerOffload:
-        offload = LearnerOffload(self.model, config, nothing_stays)
+    def offload(self, config: OffloadConfig = BOTH) -> TrainerOffload:
+        offload = TrainerOffload(self.model, config, nothing_stays)
         offload.bind(lambda: self.optimizer, sharded_by=None)
         return offload
 
@@ -82,15 +82,15 @@ def places(tensors: list[torch.Tensor]) -> list[tuple]:
 
 
 def test_everything_is_restored_to_its_own_storage_bit_for_bit() -> None:
-    learner = Learner.build()
-    tensors = learner.tensors()
+    trainer = Trainer.build()
+    tensors = trainer.tensors()
     values, before = [t.clone() for t in tensors], places(tensors)
-    offload = learner.offload()
+    offload = trainer.offload()
     with offload.away():
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors), "device memory is released"
         copies = [offload.current(tensor) for tensor in tensors]
         assert all(torch.equal(t, value) for t, value in zip(copies, values, strict=True)), "and can still be read"
-        one, two = offload.current(learner.model.one), offload.current(learner.model.two)
+        one, two = offload.current(trainer.model.one), offload.current(trainer.model.two)
         assert one.untyped_storage()._cdata == two.untyped_storage()._cdata
     assert places(tensors) == before
     assert all(torch.equal(offload.current(t), value) for t, value in zip(tensors, values, strict=True))
@@ -98,35 +98,35 @@ def test_everything_is_restored_to_its_own_storage_bit_for_bit() -> None:
 
 def test_gradient_accumulators_survive_so_ddp_keeps_exchanging_gradients() -> None:
     """DDP has its hooks on the accumulators, and torch replaces them when ``.data`` is set across devices."""
-    learner = Learner.build()
-    accumulators = [get_gradient_edge(p).node for p in learner.model.parameters()]
-    homes = [p.untyped_storage()._cdata for p in learner.model.parameters()]
+    trainer = Trainer.build()
+    accumulators = [get_gradient_edge(p).node for p in trainer.model.parameters()]
+    homes = [p.untyped_storage()._cdata for p in trainer.model.parameters()]
     hooked: list[str] = []
     accumulators[0].register_prehook(lambda grads: hooked.append("as DDP does"))
     with (
-        learner.offload().away()
+        trainer.offload().away()
     ):  # between main memory and itself, `.data` would keep the accumulator: see the storage
-        assert [p.untyped_storage()._cdata for p in learner.model.parameters()] == homes
-    assert [get_gradient_edge(p).node for p in learner.model.parameters()] == accumulators
-    learner.step()
+        assert [p.untyped_storage()._cdata for p in trainer.model.parameters()] == homes
+    assert [get_gradient_edge(p).node for p in trainer.model.parameters()] == accumulators
+    trainer.step()
     assert hooked == ["as DDP does"]
 
 
 def test_everything_is_restored_when_the_rollouts_fail() -> None:
-    learner = Learner.build()
-    values, before = [t.clone() for t in learner.tensors()], places(learner.tensors())
-    offload = learner.offload()
+    trainer = Trainer.build()
+    values, before = [t.clone() for t in trainer.tensors()], places(trainer.tensors())
+    offload = trainer.offload()
     with pytest.raises(ConnectionError), offload.away():
         raise ConnectionError
-    assert places(learner.tensors()) == before
-    assert all(torch.equal(t, value) for t, value in zip(learner.tensors(), values, strict=True))
+    assert places(trainer.tensors()) == before
+    assert all(torch.equal(t, value) for t, value in zip(trainer.tensors(), values, strict=True))
     with offload.away():  # and it can be used again
         pass
 
 
 def test_a_failure_during_offload_restores_moved_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = Learner.build()
-    before, calls, real = places(learner.tensors()), iter([True, True]), torch.empty
+    trainer = Trainer.build()
+    before, calls, real = places(trainer.tensors()), iter([True, True]), torch.empty
 
     def no_memory_left(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("dtype") is torch.uint8 and not next(calls, False):
@@ -134,36 +134,36 @@ def test_a_failure_during_offload_restores_moved_tensors(monkeypatch: pytest.Mon
         return real(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", no_memory_left)
-    with pytest.raises(MemoryError), learner.offload().away():
+    with pytest.raises(MemoryError), trainer.offload().away():
         pytest.fail("the context must not be entered")
-    assert places(learner.tensors()) == before
+    assert places(trainer.tensors()) == before
 
 
 @pytest.mark.parametrize(("of_model", "of_optimizer"), [(True, False), (False, True)])
 def test_only_the_configured_parts_are_moved(of_model: bool, of_optimizer: bool) -> None:
-    learner = Learner.build()
+    trainer = Trainer.build()
     config = OffloadConfig(enabled=True, offload_model=of_model, offload_optimizer=of_optimizer)
-    parameters = [p.untyped_storage() for p in learner.model.parameters()]
-    state = [entry["exp_avg"].untyped_storage() for entry in learner.optimizer.state.values()]
-    with learner.offload(config).away():
+    parameters = [p.untyped_storage() for p in trainer.model.parameters()]
+    state = [entry["exp_avg"].untyped_storage() for entry in trainer.optimizer.state.values()]
+    with trainer.offload(config).away():
         assert {storage.nbytes() == 0 for storage in parameters} == {of_model}
         assert {storage.nbytes() == 0 for storage in state} == {of_optimizer}
 
 
 def test_a_model_in_main_memory_is_not_moved() -> None:
-    learner = Learner.build()
-    offload = LearnerOffload(learner.model, BOTH)
-    offload.bind(lambda: learner.optimizer, sharded_by=None)
-    before, pointers = places(learner.tensors()), [t.data_ptr() for t in learner.tensors()]
+    trainer = Trainer.build()
+    offload = TrainerOffload(trainer.model, BOTH)
+    offload.bind(lambda: trainer.optimizer, sharded_by=None)
+    before, pointers = places(trainer.tensors()), [t.data_ptr() for t in trainer.tensors()]
     with offload.away():
-        assert places(learner.tensors()) == before
-        assert [t.data_ptr() for t in learner.tensors()] == pointers
+        assert places(trainer.tensors()) == before
+        assert [t.data_ptr() for t in trainer.tensors()] == pointers
 
 
 def test_pending_gradients_are_an_error() -> None:
-    learner = Learner.build()
-    learner.model.one.square().sum().backward()
-    with pytest.raises(AssertionError, match="in the middle of an optimizer step"), learner.offload().away():
+    trainer = Trainer.build()
+    trainer.model.one.square().sum().backward()
+    with pytest.raises(AssertionError, match="in the middle of an optimizer step"), trainer.offload().away():
         pass
 
 
@@ -171,8 +171,8 @@ def test_merged_weights_can_be_pushed_while_offloaded() -> None:
     """A push happens inside the context: it must not need the trainer's weights on the device."""
     loaded = tuned(lora(use_dora=True))
     owning(loaded.model)
-    offload = LearnerOffload(loaded.model, BOTH, nothing_stays)
-    source = LearnerWeights(loaded.model, offload.current)
+    offload = TrainerOffload(loaded.model, BOTH, nothing_stays)
+    source = TrainerWeights(loaded.model, offload.current)
     expected = pushed(loaded.model)
     adapter = source.adapter()
     assert adapter is not None
@@ -193,7 +193,7 @@ def rollouts(backend: str, mode: str = "colocate", **offload: bool) -> RolloutMa
 
 
 NO_OP = [
-    (rollouts("hf", enabled=True, offload_model=True), "HF rollouts need the learner's model where it is"),
+    (rollouts("hf", enabled=True, offload_model=True), "HF rollouts need the trainer's model where it is"),
     (rollouts("vllm", "server", enabled=True, offload_model=True), "a server has devices of its own"),
     (rollouts("vllm", offload_model=True), "not enabled"),
 ]
@@ -201,7 +201,7 @@ NO_OP = [
 
 @pytest.mark.parametrize(("config", "reason"), NO_OP, ids=[reason for _, reason in NO_OP])
 def test_offload_is_a_no_op_without_a_colocated_engine(config: RolloutMatchingConfig, reason: str) -> None:
-    assert build_offload(Learner.build().model, config) is None, reason
+    assert build_offload(Trainer.build().model, config) is None, reason
 
 
 COLOCATED = rollouts("vllm", enabled=True, offload_model=True, offload_optimizer=True)
@@ -209,7 +209,7 @@ COLOCATED = rollouts("vllm", enabled=True, offload_model=True, offload_optimizer
 
 @pytest.mark.parametrize("owner", ["DeepSpeed", "FSDP"])
 def test_offload_with_fsdp_or_deepspeed_is_refused(owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Learner.build().model
+    model = Trainer.build().model
     offload = build_offload(model, COLOCATED)
     assert offload is not None
     says = rf"rollout_matching\.offload\.enabled: {owner} owns .*offload\.enabled: false.*rollout_backend: hf"
@@ -230,7 +230,7 @@ class FakeColocatedBackend(InMemoryBackend):
 
     def borrow_from(self, trainer: Any) -> None:
         model = owning(trainer.model)
-        self._offload = LearnerOffload(model, BOTH, nothing_stays)
+        self._offload = TrainerOffload(model, BOTH, nothing_stays)
         self._offload.bind(lambda: trainer.run.optimizer, sharded_by=None)
         self._homes = [p.untyped_storage() for p in model.parameters()]
 

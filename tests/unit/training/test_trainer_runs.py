@@ -210,7 +210,7 @@ def test_a_prompt_mismatch_stops_before_training(tmp_path: Path) -> None:
 
     loaded = load_tiny()
     built: list[CoordExpTrainer] = []
-    with pytest.raises(AlignmentError, match=r"they part at token \d+: learner '\\n', rollout '&'"):
+    with pytest.raises(AlignmentError, match=r"they part at token \d+: trainer '\\n', rollout '&'"):
         train(run_config(tmp_path, 2), OtherPrompt(loaded.vocab, lambda _: TURN_END), built.append)
     assert same_weights(weights(built[0].model), weights(loaded.model))
 

@@ -19,22 +19,22 @@ def both_ends(port: int, timeout_s: float = 20.0) -> tuple[Communicator, Communi
     """A worker's end (rank 0) and the trainer's (rank 1)."""
     with ThreadPoolExecutor(2) as pool:
         addresses = [GroupAddress("127.0.0.1", port, rank, 2, timeout_s) for rank in range(2)]
-        worker, learner = pool.map(lambda address: join(address, CPU), addresses)
-    return worker, learner
+        worker, trainer = pool.map(lambda address: join(address, CPU), addresses)
+    return worker, trainer
 
 
 def test_bytes_arrive_and_a_port_can_be_reused() -> None:
     (port,) = free_ports(1)
     for value in (3, 250):
-        worker, learner = both_ends(port)
+        worker, trainer = both_ends(port)
         sent = torch.full((5_000_000,), value, dtype=torch.uint8)
         received = torch.zeros_like(sent)
         with ThreadPoolExecutor(1) as pool:
             receiving = pool.submit(worker.broadcast, [received], 1)
-            learner.broadcast([sent], 1, give_up=lambda: None)
+            trainer.broadcast([sent], 1, give_up=lambda: None)
             receiving.result()
         assert torch.equal(sent, received)
-        learner.close()
+        trainer.close()
         worker.close()
         wait_until_free(GroupAddress("127.0.0.1", port, 1, 2, 5.0), 5.0)
 
@@ -74,11 +74,11 @@ def test_a_group_opens_one_port_per_member_on_one_address() -> None:
 
 
 def test_a_member_that_leaves_is_detected_at_once() -> None:
-    worker, learner = both_ends(free_ports(1)[0])
+    worker, trainer = both_ends(free_ports(1)[0])
     started = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(worker.broadcast, [torch.zeros(8, dtype=torch.uint8)], 1)
-        learner.close()
+        trainer.close()
         assert "other side is gone" in str(receiving.exception(10))
     assert time.monotonic() - started < 10
     worker.close()
@@ -88,12 +88,12 @@ def test_a_member_that_leaves_is_detected_at_once() -> None:
 
 
 def test_waiting_for_a_silent_member_times_out() -> None:
-    worker, learner = both_ends(free_ports(1)[0], timeout_s=1.5)
+    worker, trainer = both_ends(free_ports(1)[0], timeout_s=1.5)
     started = time.monotonic()
     with pytest.raises(RolloutError, match=r"did not arrive within 1\.5 s"):
         worker.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)
     assert time.monotonic() - started < 10
-    learner.close()
+    trainer.close()
     worker.close()
 
 

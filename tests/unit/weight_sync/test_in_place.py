@@ -17,7 +17,7 @@ NORM, EMBED = "model.language.layer.norm.weight", "model.language.embed.weight"
 Load = Callable[[FusedModel, list[tuple[str, torch.Tensor]]], None]
 
 
-def learners(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def trainers(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
 
@@ -54,17 +54,17 @@ def proven(load: Load, sent: dict[str, torch.Tensor], **keys: Any) -> tuple[Fuse
 @pytest.mark.parametrize(
     ("load", "sent", "keys", "unproven"),
     [
-        (usual, learners(), {}, set()),
-        (k_under_q, learners(), {}, {Q, K}),
-        (changed(NORM, lambda t: t + 1), learners(), {}, {NORM}),
-        (usual, learners(torch.bfloat16), {}, set(SHAPES)),
+        (usual, trainers(), {}, set()),
+        (k_under_q, trainers(), {}, {Q, K}),
+        (changed(NORM, lambda t: t + 1), trainers(), {}, {NORM}),
+        (usual, trainers(torch.bfloat16), {}, set(SHAPES)),
         (
             usual,
-            {name: t for name, t in learners().items() if name != Q},
+            {name: t for name, t in trainers().items() if name != Q},
             {},
             {Q, K, "model.language.layer.v_proj.weight"},
         ),
-        (usual, learners(), {"enabled": False}, set(SHAPES)),
+        (usual, trainers(), {"enabled": False}, set(SHAPES)),
     ],
     ids=[
         "plain copies",
@@ -83,12 +83,12 @@ def test_loading_shows_which_tensors_are_plain_copies(
 
 def test_a_tensor_that_the_loader_ignores_is_named() -> None:
     with pytest.raises(RolloutError, match=r"the engine's loader ignored .*norm\.weight"):
-        proven(without(NORM), learners())
+        proven(without(NORM), trainers())
 
 
 def test_bytes_written_in_place_become_the_weights() -> None:
-    model, places, _ = proven(usual, learners())
-    fresh = {name: tensor + 1 for name, tensor in learners().items()}
+    model, places, _ = proven(usual, trainers())
+    fresh = {name: tensor + 1 for name, tensor in trainers().items()}
     for name, tensor in fresh.items():
         memory = places.destination(name, tuple(tensor.shape), tensor.dtype)
         assert memory is not None
@@ -104,6 +104,6 @@ def test_bytes_written_in_place_become_the_weights() -> None:
     "change", [lambda t: t[:-1], lambda t: t.to(torch.bfloat16), lambda t: t.double()], ids=["rows", "narrow", "wide"]
 )
 def test_a_tensor_without_a_proven_destination_is_loaded(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    _, places, _ = proven(usual, learners())
-    tensor = change(learners()[EMBED])
+    _, places, _ = proven(usual, trainers())
+    tensor = change(trainers()[EMBED])
     assert places.destination(EMBED, tuple(tensor.shape), tensor.dtype) is None

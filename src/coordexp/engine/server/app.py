@@ -345,13 +345,13 @@ class RolloutServer:
                 cause = "" if self.lock.broken is None else f"; the last one failed: {self.lock.broken}"
                 raise RequestRefused(409, f"no push is under way{cause}")
             version = self.lock.weights.version + 1 if request.weight_version is None else request.weight_version
-            weights = WeightVersion(version, request.learner_id)
+            weights = WeightVersion(version, request.trainer_id)
             with self.lock.broken_on_error():
                 reports = await self.engine.workers(
                     "process_weights_after_loading",
                     weights.version,
                     request.wants_checksum,
-                    weights.learner_id,
+                    weights.trainer_id,
                     timeout_s=MAX_WAIT_S,
                 )
                 await self.engine.reset_caches()

@@ -22,7 +22,7 @@ class ServeOptions:
     """One server.
 
     Args:
-        host: address to listen on. advertised_host: name by which learners reach the server, usually the same.
+        host: address to listen on. advertised_host: name by which trainers reach the server, usually the same.
         engine: vLLM engine arguments that the YAML sets.
         push_wait_s: seconds that a push waits for running answers. ready_s: seconds that engines may take to start.
     """
@@ -50,7 +50,7 @@ class ServeOptions:
 def serve_options(
     config: RunConfig, index: int, data_parallel_size: int | None, num_gpus: int, listen_host: str | None = None
 ) -> ServeOptions:
-    """Settings of server ``index`` in the learner's configuration. ``data_parallel_size``: number of engines; None uses
+    """Settings of server ``index`` in the trainer's configuration. ``data_parallel_size``: number of engines; None uses
     every visible GPU, or one engine on the CPU. Raises ConfigError for no such server, too few GPUs, or an address open
     to other machines without a token."""
     rollout = config.rollout_matching

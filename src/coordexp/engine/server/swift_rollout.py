@@ -134,7 +134,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
             for cache in ("prefix", "encoder", "mm"):
                 getattr(self.engine, f"reset_{cache}_cache")()
             report = outcome["result"][0]
-            self._weights = WeightVersion(report["weight_version"], report["learner_id"])
+            self._weights = WeightVersion(report["weight_version"], report["trainer_id"])
         return outcome
 
     def _add_request(self, inputs: Any, generation_config: Any, request_id: str, adapter_request: Any = None) -> Any:

@@ -14,7 +14,7 @@ from coordexp.errors import MissingDependency, RolloutError
 from coordexp.rollouts.backend import RolloutBackend, decoding_options
 
 if TYPE_CHECKING:
-    from coordexp.rollouts.learner import LearnerParts
+    from coordexp.rollouts.trainer_parts import TrainerParts
 
 logger = logging.getLogger("coordexp")
 
@@ -47,7 +47,7 @@ def check_backend(config: RolloutMatchingConfig, closed_names: bool = False) -> 
     check_servers(config, distributed.world_size(), closed_names)
 
 
-def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: Sequence[str] = ()) -> RolloutBackend:
+def build_backend(config: RolloutMatchingConfig, trainer: TrainerParts, names: Sequence[str] = ()) -> RolloutBackend:
     """Build the backend of the resolved ``config``. Engines start with the first weight push. ``names``: the allowed
     labels; empty for any."""
     options = decoding_options(config)
@@ -55,11 +55,11 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: S
         from coordexp.rollouts.hf import HFBackend
 
         return HFBackend(
-            learner.model,
-            learner.vocab,
+            trainer.model,
+            trainer.vocab,
             options,
             config.decode_batch_size,
-            learner.image_token_id,
+            trainer.image_token_id,
             config.repeat_terminate,
             names,
             skip_forced_tokens=config.skips_forced_tokens(has_gpu()),
@@ -72,7 +72,7 @@ def build_backend(config: RolloutMatchingConfig, learner: LearnerParts, names: S
     if config.vllm.mode == "server":
         from coordexp.engine.trainer.server_backend import ServerBackend
 
-        return ServerBackend(config, learner, options, names)
+        return ServerBackend(config, trainer, options, names)
     from coordexp.engine.trainer.colocated import ColocatedBackend
 
-    return ColocatedBackend(config, learner, options, names)
+    return ColocatedBackend(config, trainer, options, names)

@@ -59,7 +59,7 @@ from coordexp.rollouts.backend import (
     RolloutRound,
     response_tokens,
 )
-from coordexp.rollouts.learner import LearnerParts
+from coordexp.rollouts.trainer_parts import TrainerParts
 from coordexp.weight_sync import WeightVersion
 
 MEMORY_ADVICE = (
@@ -275,21 +275,21 @@ class ColocatedBackend(RolloutBackend):
     """vLLM on the trainer's own devices."""
 
     def __init__(
-        self, config: RolloutMatchingConfig, learner: LearnerParts, options: DecodingOptions, names: Sequence[str] = ()
+        self, config: RolloutMatchingConfig, trainer: TrainerParts, options: DecodingOptions, names: Sequence[str] = ()
     ) -> None:
         """``options``: those of ``config``. ``names``: the allowed labels, empty for any."""
         self._config = vllm = config.vllm
         self._repeat_terminate = config.repeat_terminate
         self._options = options
         self._decode_batch_size = config.decode_batch_size
-        self._learner = learner
+        self._trainer = trainer
         self._names = tuple(names)
         cap = config.decode_batch_size * vllm.tensor_parallel_size
         self._cap = cap if vllm.max_num_seqs is None else min(cap, vllm.max_num_seqs)
         self.engine_arguments = {
             **section_arguments(vllm, gpu=has_gpu()),
             **own_arguments(
-                learner.checkpoint, config.repeat_terminate.enabled, bool(names), config.skips_forced_tokens(has_gpu())
+                trainer.checkpoint, config.repeat_terminate.enabled, bool(names), config.skips_forced_tokens(has_gpu())
             ),
             "max_num_seqs": self._cap,
             # torchrun starts the ranks and assigns their devices.
@@ -299,7 +299,7 @@ class ColocatedBackend(RolloutBackend):
             "load_format": "auto",
             "skip_mm_profiling": False,
         }
-        self.pusher = ColocatedPusher(learner.weights, vllm.sync)
+        self.pusher = ColocatedPusher(trainer.weights, vllm.sync)
         self.engine: Any = None
         self._num_fallbacks = 0  # since the metrics were last taken
         self._offloaded = ExitStack()  # open while the trainer's state is off the device
@@ -348,7 +348,7 @@ class ColocatedBackend(RolloutBackend):
 
             adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH)
         num_answered = 0
-        for output in self.engine.run(prompts, self._learner.open_image, self._sampling, adapter):
+        for output in self.engine.run(prompts, self._trainer.open_image, self._sampling, adapter):
             if output.request_id in requests:
                 num_answered += 1
                 r, i, request = requests[output.request_id]
@@ -364,7 +364,7 @@ class ColocatedBackend(RolloutBackend):
         ids = [
             token
             for token, run in groupby(request.prompt_token_ids)
-            for token in ([token] if token == self._learner.image_token_id else run)
+            for token in ([token] if token == self._trainer.image_token_id else run)
         ]
         return Prompt(
             request_id,
@@ -382,7 +382,7 @@ class ColocatedBackend(RolloutBackend):
 
     def sync_weights(self, version: int) -> None:
         try:
-            self._offloaded.enter_context(self._learner.offload())
+            self._offloaded.enter_context(self._trainer.offload())
             with distributed.raise_on_all_ranks("starting the colocated engine"):
                 if self.engine is None:
                     self.engine = self.pusher.engine = self.start_engine()
@@ -442,7 +442,7 @@ class ColocatedBackend(RolloutBackend):
             top_k=options.top_k,
             repetition_penalty=options.repetition_penalty,
             seed=prompt.seed,
-            stop_token_ids=[self._learner.vocab.eos_id],
+            stop_token_ids=[self._trainer.vocab.eos_id],
             ignore_eos=not guarded,  # only <|im_end|> ends an answer, not the checkpoint's other end tokens
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -457,7 +457,7 @@ class ColocatedBackend(RolloutBackend):
                 f"{where}: the answer has {len(completion.token_ids)} tokens, and rollout_matching.max_new_tokens is "
                 f"{self._options.max_new_tokens}; {ENGINE_AT_FAULT}"
             )
-        answer = response_tokens(completion.token_ids, completion.finish_reason, self._learner.vocab, where)
+        answer = response_tokens(completion.token_ids, completion.finish_reason, self._trainer.vocab, where)
         triggers = {}
         if self._repeat_terminate.enabled and answer.ended:
             triggers = self.engine.ask_worker(lambda worker: worker.coordexp_pop_triggers([output.request_id]))
@@ -465,7 +465,7 @@ class ColocatedBackend(RolloutBackend):
             sample_id=request.sample_id,
             prompt_token_ids=tuple(output.prompt_token_ids),
             response_token_ids=answer.token_ids,
-            text=self._learner.vocab.decode(answer.token_ids),
+            text=self._trainer.vocab.decode(answer.token_ids),
             truncated=answer.truncated,
             repeat_terminated=bool(triggers),
             weight_version=self._version,

@@ -58,7 +58,7 @@ class WeightPusher(ABC):
     def __init__(self, source: WeightSource, config: SyncConfig) -> None:
         self.mode: Mode = config.settled_mode
         self.fallbacks: list[str] = []  # why adapters are no longer pushed: empty, or one reason
-        self.learner_id: str | None = None
+        self.trainer_id: str | None = None
         self.has_engines = True  # False on ranks that only take part in gathering weights
         self._source = source
         self._config = config
@@ -68,7 +68,7 @@ class WeightPusher(ABC):
     def push(self, version: int) -> PushReport:
         """Push the trainer's current weights to every engine, as ``version``. After a RolloutError, engines refuse to
         answer until a push succeeds."""
-        weights, fallback = WeightVersion(version, self.learner_id), None
+        weights, fallback = WeightVersion(version, self.trainer_id), None
         if self.mode == "adapter":
             try:
                 with distributed.raise_on_all_ranks("the adapter push"):
@@ -192,7 +192,7 @@ class ServerPusher(WeightPusher):
     def __init__(self, clients: Sequence[ServerClient], source: WeightSource, config: SyncConfig) -> None:
         """``clients``: the servers; none on ranks that only take part in gathering ``source``."""
         super().__init__(source, config)
-        self.learner_id = secrets.token_hex(8)  # unique to this process; no computation depends on it
+        self.trainer_id = secrets.token_hex(8)  # unique to this process; no computation depends on it
         self.has_engines = bool(clients)
         self.links = [ServerLink(client) for client in clients]
         self._deadline = float("inf")
@@ -280,10 +280,10 @@ class ServerLink:
             )
         for worker in workers:
             # None: a server that was restarted. A trainer that starts takes over any server.
-            if self._pushed is not None and worker["learner_id"] not in (None, self._pushed.learner_id):
+            if self._pushed is not None and worker["trainer_id"] not in (None, self._pushed.trainer_id):
                 raise RolloutError(
-                    f"{self}: learner {worker['learner_id']} has pushed its weights since this one ({self._pushed}) "
-                    "did; give each learner its own servers, and resume one of them from its last checkpoint"
+                    f"{self}: trainer {worker['trainer_id']} has pushed its weights since this one ({self._pushed}) "
+                    "did; give each trainer its own servers, and resume one of them from its last checkpoint"
                 )
             self.dtype = getattr(torch, worker["dtype"])
         self.base_overwritten = any(worker["base_overwritten"] for worker in workers)
@@ -362,7 +362,7 @@ class ServerLink:
                 workers = [] if status is None else status["workers"]
                 cause = workers[number]["failure"] if number < len(workers) else "look into the server's log"
                 raise RolloutError(f"{where}: the push failed there ({cause})")
-            held = WeightVersion(report["weight_version"], report["learner_id"])
+            held = WeightVersion(report["weight_version"], report["trainer_id"])
             if held != weights or report["failure"] is not None:
                 raise RolloutError(
                     f"{where}: it has {held} after {weights} was pushed "

@@ -35,7 +35,7 @@ from coordexp.errors import (
 )
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutBackend, RolloutRound
 from coordexp.rollouts.chunking import Post, chunk_size, plan_calls, plan_posts, server_slots
-from coordexp.rollouts.learner import LearnerParts
+from coordexp.rollouts.trainer_parts import TrainerParts
 from coordexp.weight_sync import WeightVersion
 
 logger = logging.getLogger("coordexp")
@@ -204,7 +204,7 @@ class ServerBackend(RolloutBackend):
     """vLLM servers as a rollout backend."""
 
     def __init__(
-        self, config: RolloutMatchingConfig, learner: LearnerParts, options: DecodingOptions, names: Sequence[str] = ()
+        self, config: RolloutMatchingConfig, trainer: TrainerParts, options: DecodingOptions, names: Sequence[str] = ()
     ) -> None:
         """Wait for the servers; rank 0 opens groups for weights with its first push. ``names``: the allowed labels,
         empty for any."""
@@ -214,8 +214,8 @@ class ServerBackend(RolloutBackend):
         assert server is not None, "the schema requires servers for mode: server"
         self._server = server
         self._clients = make_clients(config)
-        self._pusher = ServerPusher(self._clients if distributed.is_main() else (), learner.weights, config.vllm.sync)
-        self._learner = learner
+        self._pusher = ServerPusher(self._clients if distributed.is_main() else (), trainer.weights, config.vllm.sync)
+        self._trainer = trainer
         self._options = options
         self._names = tuple(names)
         self._guarded = config.repeat_terminate.enabled
@@ -282,7 +282,7 @@ class ServerBackend(RolloutBackend):
                 rollout = read_answer(
                     item,
                     request,
-                    self._learner.vocab,
+                    self._trainer.vocab,
                     weights,
                     self._guarded,
                     where,
@@ -308,10 +308,10 @@ class ServerBackend(RolloutBackend):
                 "seconds": report.seconds,
                 "bytes": report.bytes,
                 "fallback": report.fallback,
-                "learner_id": report.weights.learner_id,
+                "trainer_id": report.weights.trainer_id,
             }
         )[0]
-        self._weights = WeightVersion(version, self._last_push["learner_id"])
+        self._weights = WeightVersion(version, self._last_push["trainer_id"])
 
     def release(self) -> None: ...
 
@@ -354,7 +354,7 @@ class ServerBackend(RolloutBackend):
             requests,
             _seed_of(post, rounds),
             replace(self._options, temperature=0.0) if greedy else self._options,
-            lambda path: image_source(path, self._server.images, self._learner.preparation, ours),
+            lambda path: image_source(path, self._server.images, self._trainer.preparation, ours),
             tagged=self._reports[post.server],
             names=self._names,
         )

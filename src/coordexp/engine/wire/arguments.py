@@ -67,7 +67,7 @@ class CommitRequest(BaseModel):
     itself."""
 
     weight_version: int | None = None
-    learner_id: str | None = Field(default=None, max_length=64)
+    trainer_id: str | None = Field(default=None, max_length=64)
     wants_checksum: bool = False
 
 

@@ -129,7 +129,7 @@ def read_answer(
     if not isinstance(envelope, Mapping):
         raise RolloutError(f"{where}: {ENVELOPE!r} is {str(envelope)[:_EXCERPT]}, not an object")
     answered_by = WeightVersion(
-        envelope.get("weight_version", weights.version), envelope.get("learner_id", weights.learner_id)
+        envelope.get("weight_version", weights.version), envelope.get("trainer_id", weights.trainer_id)
     )
     if answered_by != weights:
         raise RolloutError(
@@ -152,9 +152,9 @@ def read_answer(
             f"{where}: request {place} of the call got the answer to request {str(envelope.get('uuid'))[:40]}: answers "
             "were exchanged"
         )
-    if place is not None and not {"weight_version", "learner_id"} <= envelope.keys():
+    if place is not None and not {"weight_version", "trainer_id"} <= envelope.keys():
         raise RolloutError(
-            f"{where}: the answer does not report its weight_version and learner_id, and this server's answers do; "
+            f"{where}: the answer does not report its weight_version and trainer_id, and this server's answers do; "
             "another process answers instead; check which one listens at base_url"
         )
     return Rollout(
@@ -298,7 +298,7 @@ class RequestConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PromptBuilder:
-    """Renders prompts with the checkpoint's own processor, as the learner's encoder does."""
+    """Renders prompts with the checkpoint's own processor, as the trainer's encoder does."""
 
     processor: Any
     max_images: int
@@ -354,7 +354,7 @@ def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_image(source: str) -> Image.Image:
-    """An image as the learner's encoder opens it: upright RGB of the file's own pixels. Raises RequestRefused."""
+    """An image as the trainer's encoder opens it: upright RGB of the file's own pixels. Raises RequestRefused."""
     if source.startswith(("http://", "https://")):
         raise RequestRefused(400, "images from http(s) addresses are not fetched; send a path or base64")
     # The base64 of every JPEG starts like a path: /9j/.

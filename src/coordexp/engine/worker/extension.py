@@ -96,7 +96,7 @@ class WeightSyncExtension:
         self._take_adapter(peft_config, [(name, tensor.clone()) for name, tensor in tensors])
 
     def process_weights_after_loading(
-        self, weight_version: int | None = None, wants_checksum: bool = False, learner_id: str | None = None
+        self, weight_version: int | None = None, wants_checksum: bool = False, trainer_id: str | None = None
     ) -> dict[str, Any]:
         """Commit the push; see :meth:`WeightReceiver.commit`."""
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -108,7 +108,7 @@ class WeightSyncExtension:
             if has_adapter and not self.receiver.state.adapter_names:
                 self.model_runner.remove_lora(ADAPTER_ID)  # merged weights already contain it
 
-        return self.receiver.commit(weight_version, wants_checksum, finish, learner_id)
+        return self.receiver.commit(weight_version, wants_checksum, finish, trainer_id)
 
     def get_state_keys(self) -> list[str]:
         return list(self.receiver.layout.parameters)

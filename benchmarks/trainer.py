@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from coordexp.cpu_wheels import ensure_torchvision
 
     ensure_torchvision()
-    from learner_forms import GPU_SIZES, TINY
-    from learner_rows import rows, rows_table
+    from trainer_forms import GPU_SIZES, TINY
+    from trainer_rows import rows, rows_table
 
     flags = parser(__doc__)
     flags.add_argument("--positions", type=positive, default=1000, help="coordinate positions of the objective [1000]")
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = {name: parts[name]() for name in options.parts}
     for name, found in results.items():
         console.print(shown[name](found), highlight=False)
-    write_json(options.json, "learner", where, {**vars(options), "threads": threads, "model": model_name}, results)
+    write_json(options.json, "trainer", where, {**vars(options), "threads": threads, "model": model_name}, results)
 
 
 # -- objective -------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def objective(positions: int, hidden: int, vocabulary: int, device: torch.device, options: Any) -> dict[str, Any]:
     """Seconds and peak extra memory of each form, and of the head alone: three products, without any loss."""
-    from learner_forms import naive_gate_losses
+    from trainer_forms import naive_gate_losses
 
     from coordexp.objective import HeadQuery, coord_math, score_head
     from coordexp.objective.head import CHUNK_LOGITS_CPU
@@ -167,7 +167,7 @@ def objective(positions: int, hidden: int, vocabulary: int, device: torch.device
 
 def training(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
     """One optimizer step's forward and backward over all samples, in each form: tokens/s, peak memory, MFU."""
-    from learner_forms import FORMS, build_model, draw_segments, flops_per_step, pack
+    from trainer_forms import FORMS, build_model, draw_segments, flops_per_step, pack
 
     from coordexp.targets import count_terms
 

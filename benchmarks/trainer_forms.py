@@ -1,4 +1,4 @@
-"""The learner's ways to compute one loss: ours, and the two that it is measured against. Shared by `learner.py`.
+"""The trainer's ways to compute one loss: ours, and the two that it is measured against. Shared by `trainer.py`.
 
 All three give the same number. `padded` and `full` hold all the logits in float32 and take the coordinate gate from
 them as it is usually written: clamping, a temperature and a logsumexp, each a buffer of vocabulary size.

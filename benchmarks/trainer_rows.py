@@ -1,4 +1,4 @@
-"""The main thread and rows: built by itself when their turn comes, or waited for, one ahead. For `learner.py`.
+"""The main thread and rows: built by itself when their turn comes, or waited for, one ahead. For `trainer.py`.
 
 Two measurements. A tiny model trains on real rows both ways, which must give one loss. And rows of full size (12,000
 tokens, ten images in a real model's patches, bfloat16) go to a device that is played: it computes ``COMPUTE_S`` a row,
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from learner_forms import IMAGE, PIPELINE, build_model, draw_segments, pack
 from rich.table import Table
+from trainer_forms import IMAGE, PIPELINE, build_model, draw_segments, pack
 
 from coordexp.config.objective import PipelineConfig
 from coordexp.modeling.inputs import VisionTower

@@ -14,7 +14,7 @@ from coordexp.rollouts.backend import WeightSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LearnerParts:
+class TrainerParts:
     """``model``: the bare model, no DDP wrapper. ``checkpoint``: a plain folder with the configuration, tokenizer and
     processor for an engine. ``open_image``: opens and prepares an image (``preparation`` is a part of that), for
     engines that open images themselves. ``offload``: inside its context, the trainer's state is off the device, which
