@@ -64,8 +64,8 @@ class ImageRecord:
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
     """A prompt to answer. ``model_inputs`` holds the encoder's tensors by their Hugging Face names (no batch axis for
-    token rows); backends that talk to a server use ``messages`` and ``image`` instead. ``prompt_token_ids`` are those of
-    the trainer's encoder; the prompt tokens that a backend reports must equal them."""
+    token rows); backends that talk to a server use ``messages`` and ``image`` instead. ``prompt_token_ids`` are the
+    trainer's; those that a backend reports must be equal."""
 
     sample_id: str
     image: Path

@@ -32,7 +32,7 @@ class Engine:
     """Answers heartbeats unless ``hangs``; samples a token between two of them unless it stalls."""
 
     world_size = 1
-    guarded = closed_names = adapted = False
+    guarded = takes_class_names = adapted = False
 
     def __init__(self) -> None:
         self.hangs = self.stalls = self.answers = False

@@ -61,7 +61,7 @@ class Engine(SimpleNamespace):
 
 def application() -> Any:
     options = serve_options_of("127.0.0.1", group_port=5, push_wait_s=0.2, api_key=TOKEN)
-    engine: Any = Engine(world_size=1, guarded=False, closed_names=False, adapted=False)
+    engine: Any = Engine(world_size=1, guarded=False, takes_class_names=False, adapted=False)
     prompts: Any = SimpleNamespace(build=lambda request: {"prompt": "p"})
     return RolloutServer(options, engine, prompts).app()
 
@@ -90,7 +90,7 @@ def body(draw: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize(("names", "status"), [(["cat"], 400), (["cat", ""], 400), ([], 200)])
-def test_a_server_without_allowed_labels_refuses_them(names: list[str], status: int) -> None:
+def test_a_server_without_class_names_refuses_them(names: list[str], status: int) -> None:
     request = {"messages": [{"role": "user", "content": "a"}], "data_dict": {"coordexp_names": names}}
     headers = {"Authorization": f"Bearer {TOKEN}"}
 

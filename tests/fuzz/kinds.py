@@ -326,7 +326,7 @@ def write_class_lists(folder: Path) -> list[Path]:
     return [folder / name for name in texts]
 
 
-def read_classes(_: Path, path: Path) -> Refused:
+def read_class_names(_: Path, path: Path) -> Refused:
     return called(lambda: read_class_list(path))
 
 
@@ -381,6 +381,6 @@ KINDS: dict[str, Kind] = {
     "YAML": Kind(write_yaml_files, read_yaml_file),
     "JSONL": Kind(write_jsonl, read_jsonl_file),
     "predictions": Kind(write_predictions, read_predictions),
-    "class lists": Kind(write_class_lists, read_classes),
+    "class lists": Kind(write_class_lists, read_class_names),
     "answers": Kind(write_answer, read_answer),
 }

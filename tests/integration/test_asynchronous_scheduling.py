@@ -1,4 +1,4 @@
-"""The repeat guard and closed lists of class names in a vLLM engine that schedules asynchronously, as on GPUs.
+"""The repeat guard and lists of class names in a vLLM engine that schedules asynchronously, as on GPUs.
 
 vLLM switches this off on CPUs. Here it is on: scheduler, batch queue, model runner and processors are vLLM's own and
 ours, and only CUDA's streams and events are stand-ins, because copies from a CPU to itself are done at once.
@@ -91,7 +91,7 @@ def schedule_asynchronously(seen: Counter[str]) -> None:
 
 
 def answer(folder: Path) -> None:
-    """Guarded answers of two weight versions, and sampled ones under a closed list; first in vLLM's CPU order."""
+    """Guarded answers of two weight versions, and sampled ones with class names; first in vLLM's CPU order."""
     trainer, seen, found = load_served(), Counter[str](), {}
     requests, settings = requests_of(trainer, 12), RepeatTerminateConfig(**GUARD)
     for order in ("one after the other", "asynchronous"):

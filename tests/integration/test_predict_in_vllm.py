@@ -120,7 +120,7 @@ def test_several_answers_of_an_engine(own: Own) -> None:
     assert all(obj.answers in (1, 2, 3) for one in found for obj in one)
 
 
-def test_allowed_labels_in_both_engines(own: Own) -> None:
+def test_class_names_in_both_engines(own: Own) -> None:
     given: dict[str, Any] = {"prompt": KEYS["template__prompt"], "max_new_tokens": 128, "classes": NAMES}
     images = sorted((own.folder / "images").rglob("*.png"))[:4]
     found = {}
@@ -147,7 +147,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 
 
 @pytest.mark.parametrize("program", ["coordexp", "swift"])
-def test_allowed_labels_in_servers(
+def test_class_names_in_servers(
     own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, program: str
 ) -> None:
     """The answers are those of transformers; a call without a list is not limited."""

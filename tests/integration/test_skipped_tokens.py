@@ -1,5 +1,5 @@
 """A vLLM engine that skips forced tokens gives the answers of transformers' ``generate``, repeat guard and allowed
-labels included, in fewer steps."""
+class names included, in fewer steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GUARD = {"enabled": True, "min_new_tokens": 0, "max_consecutive_token_repeats": 
          "max_object_keys": 2}  # fmt: skip
 CACHE_BLOCK = 32  # tokens
 EVERY_TOKEN = {"rollout_matching__decoding": {"skip_forced_tokens": False}}
-LABELS = ("red circle", "red square", "blue triangle", "green circle")
+CLASS_NAMES = ("red circle", "red square", "blue triangle", "green circle")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def answers(
     loaded: LoadedModel,
     requests: list[RolloutRequest],
     folder: Path,
-    labels: tuple[str, ...],
+    class_names: tuple[str, ...],
     engine_arguments: Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> Counted:
@@ -82,7 +82,7 @@ def answers(
     weights = TrainerWeights(loaded.model)
     parts = TrainerParts(loaded.model, loaded.vocab, loaded.image_token_id, weights, MODEL, open_rgb)
     seeds = SeedContext(1, 0, 0, 0)
-    with closing(build_backend(resolved_rollout(config), parts, labels)) as backend:
+    with closing(build_backend(resolved_rollout(config), parts, class_names)) as backend:
         if not isinstance(backend, ColocatedBackend):
             with rollout_session(backend, 0):
                 return Counted(backend.generate(requests, seeds))
@@ -103,14 +103,14 @@ def answers(
 
 
 @pytest.mark.parametrize(
-    ("labels", "penalty"), [((), 1.0), (LABELS, 1.1)], ids=["any label", "allowed labels, repetition penalty"]
+    ("class_names", "penalty"), [((), 1.0), (CLASS_NAMES, 1.1)], ids=["any name", "class names, repetition penalty"]
 )
 def test_answers_are_those_of_transformers(
-    labels: tuple[str, ...], penalty: float, loaded: LoadedModel, requests_: list[RolloutRequest], tmp_path: Path
+    class_names: tuple[str, ...], penalty: float, loaded: LoadedModel, requests_: list[RolloutRequest], tmp_path: Path
 ) -> None:
     keys: dict[str, Any] = {"rollout_matching__repetition_penalty": penalty}
-    plain = answers(loaded, requests_, tmp_path / "hf", labels, **EVERY_TOKEN, **keys).rollouts
-    skipping, steps, _ = answers(loaded, requests_, tmp_path / "vllm", labels, **COLOCATED, **keys)
+    plain = answers(loaded, requests_, tmp_path / "hf", class_names, **EVERY_TOKEN, **keys).rollouts
+    skipping, steps, _ = answers(loaded, requests_, tmp_path / "vllm", class_names, **COLOCATED, **keys)
     assert [one.response_token_ids for one in skipping] == [one.response_token_ids for one in plain]
     assert [one.repeat_terminated for one in skipping] == [one.repeat_terminated for one in plain]
     assert {one.repeat_terminated for one in plain} == {False, True}
@@ -126,8 +126,8 @@ def test_answers_with_a_full_cache_are_the_same(
     keys: dict[str, Any] = {**COLOCATED, "rollout_matching__decode_batch_size": 12}
     keys["rollout_matching__repeat_terminate"] = {**GUARD, "max_object_keys": 8}
     crowded = requests_of(loaded, write_scenes(tmp_path, 12, SPECS["crowd"], seed=5))
-    ample = answers(loaded, crowded, tmp_path / "ample", LABELS, **keys)
-    tight = answers(loaded, crowded, tmp_path / "tight", LABELS, {"num_gpu_blocks_override": 9}, **keys)
+    ample = answers(loaded, crowded, tmp_path / "ample", CLASS_NAMES, **keys)
+    tight = answers(loaded, crowded, tmp_path / "tight", CLASS_NAMES, {"num_gpu_blocks_override": 9}, **keys)
     assert ample.preemptions == 0 and tight.preemptions > 0
     assert [one.response_token_ids for one in tight.rollouts] == [one.response_token_ids for one in ample.rollouts]
     assert [one.repeat_terminated for one in tight.rollouts] == [one.repeat_terminated for one in ample.rollouts]

@@ -21,7 +21,7 @@ MODEL = Path(__file__).parents[2] / "checkpoints" / "demo-stage1"
 GUARD = RepeatTerminateConfig(
     enabled=True, min_new_tokens=0, max_consecutive_token_repeats=0, ngram_size=0, ngram_repeats=0, max_object_keys=10
 )
-LABELS = ("red circle", "red square", "blue triangle", "green circle")
+CLASS_NAMES = ("red circle", "red square", "blue triangle", "green circle")
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +41,12 @@ def requests_(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize(
-    ("labels", "options"),
-    [((), {}), ((), {"temperature": 1.0}), (LABELS, {"repetition_penalty": 1.1})],
-    ids=["greedy", "sampled", "allowed labels, repetition penalty"],
+    ("class_names", "options"),
+    [((), {}), ((), {"temperature": 1.0}), (CLASS_NAMES, {"repetition_penalty": 1.1})],
+    ids=["greedy", "sampled", "class names, repetition penalty"],
 )
 def test_answers_are_those_of_generate(
-    labels: tuple[str, ...],
+    class_names: tuple[str, ...],
     options: dict[str, Any],
     loaded: LoadedModel,
     requests_: list[RolloutRequest],
@@ -65,12 +65,12 @@ def test_answers_are_those_of_generate(
     found, counts = [], []
     for skip in (False, True):
         asked = decoding(max_new_tokens=200, **options)
-        backend = HFBackend(loaded.model, loaded.vocab, asked, 4, loaded.image_token_id, GUARD, labels, skip)
+        backend = HFBackend(loaded.model, loaded.vocab, asked, 4, loaded.image_token_id, GUARD, class_names, skip)
         rollouts = backend.generate(requests_, SeedContext(1, 0, 0, 0))
         found.append([(one.response_token_ids, one.repeat_terminated, one.truncated) for one in rollouts])
         counts.append(passes - sum(counts))
     assert found[1] == found[0]
-    if not labels:
+    if not class_names:
         assert {ended for _, ended, _ in found[0]} == {False, True}
     assert max(len(tokens) for tokens, _, _ in found[0]) > 150  # the cache grew
     assert counts[1] < 0.9 * counts[0]

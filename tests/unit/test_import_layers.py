@@ -39,7 +39,7 @@ LAYERS: dict[str, float] = {
 PLUGIN = ("engine.server.plugin", "engine.server.swift_rollout", "engine.server.swift_pipes")
 PLUGIN_MAY_IMPORT = (
     *("engine.server.swift_", "engine.wire", "weight_sync"),
-    *("rollouts.repeat_guard", "rollouts.allowed_labels", "errors"),
+    *("rollouts.repeat_guard", "rollouts.class_names", "errors"),
 )
 # Folders that run in different processes; what two of them need is in engine.wire.
 ROOMS = ("engine.trainer", "engine.server", "engine.worker")
@@ -62,7 +62,7 @@ TORCH_FREE = [
         "data.files",
     ),
     *("config", "geometry", "coords", "checkpoints.describe", "cli.init", "parsing", "matching", "packing", "metrics"),
-    *("rollouts", "rollouts.chunking", "rollouts.backend", "rollouts.repeat_guard", "rollouts.allowed_labels"),
+    *("rollouts", "rollouts.chunking", "rollouts.backend", "rollouts.repeat_guard", "rollouts.class_names"),
     *("weight_sync", "engine.wire.arguments", "engine.wire.engine_process", "engine.trainer.client", "doctor"),
     *("engine.trainer.backends", "engine.server.options", "engine.server.serving"),
 ]

@@ -200,9 +200,9 @@ def _evaluate_model(
     arguments: Sequence[str],
 ) -> None:
     from coordexp.config.resolved import AnswerConfig
-    from coordexp.inference.session import read_classes, with_several_answers
+    from coordexp.inference.session import read_class_names, with_several_answers
 
-    classes = read_classes(options.classes, options.model or run.model.model)
+    classes = read_class_names(options.classes, options.model or run.model.model)
     tiling = read_tiling(options.tiles, options.overlap)
     with_several_answers(AnswerConfig.of_run(run), options.answers, arguments)  # mistakes show at once
     from coordexp import distributed

@@ -113,14 +113,14 @@ def predict(
     if problems:
         raise DataError("\n".join(problems))
     run = _configuration(config, model, max_new_tokens, seed, arguments)
-    from coordexp.inference.session import read_classes, with_several_answers
+    from coordexp.inference.session import read_class_names, with_several_answers
 
     run = with_several_answers(run, answers, arguments)
     if min_confidence is not None and constant_score is not None and answers == 1:
         raise ConfigError("--min-confidence needs confidences; leave out --constant-score")
     check_paths({"--model": model} if model is not None else {"model.model": run.model.model})
     check_checkpoint(model or Path(run.model.model))
-    labels = read_classes(classes, model or run.model.model)
+    class_names = read_class_names(classes, model or run.model.model)
     folder = out or _new_folder(Path("outputs/predict"))
     console = open_console(stderr=as_json)
     continues = f"answers so far are in {folder}; the same command with --out {folder} continues"
@@ -131,7 +131,7 @@ def predict(
         result = run_prediction(
             run, console, source=images if len(images) > 1 else images[0], output=folder, model=model, limit=limit,
             score="token_probability" if constant_score is None else constant_score,
-            skip_broken=True, save_images=save_images, classes=labels, min_confidence=min_confidence,
+            skip_broken=True, save_images=save_images, classes=class_names, min_confidence=min_confidence,
             overwrite=overwrite, answers=answers, tiling=tiling,
         )  # fmt: skip
     if not as_json:

@@ -235,7 +235,7 @@ class ServerConfig(StrictModel):
     retries: Annotated[int, Field(ge=0)] = 1
     """further attempts after a request that failed; each is counted"""
     closed_names: bool = False
-    """servers take a closed list of class names with a request (--classes)"""
+    """servers take a list of class names with a request (--classes)"""
 
 
 class SyncConfig(StrictModel):

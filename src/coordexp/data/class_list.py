@@ -67,20 +67,20 @@ def choose_list(
     users: ClassList | None = None,
     *,
     checkpoint: Sequence[str] = (),
-    allowed: Sequence[str] = (),
+    class_names: Sequence[str] = (),
     records: Sequence[ImageRecord] = (),
 ) -> ClassList:
     """The list by which classes are numbered, empty if there is none. In order of precedence:
 
     1. ``users``, the user's own list, as :func:`check_list` returns it: one without names is not the same as no list.
     2. ``checkpoint``: the list on the card of the checkpoint that answered; saved predictions keep it.
-    3. ``allowed``: the allowed labels of the answers of a checkpoint without a list.
+    3. ``class_names``: those that answers may use, of a checkpoint without a list.
     4. ``records``: the :func:`class_list` of a dataset that is exported itself, or that a checkpoint is trained on.
 
     Never the names that some answers happen to contain: then the next folder would have other numbers.
     """
     if users is None:
-        return checkpoint or allowed or class_list(records)
+        return checkpoint or class_names or class_list(records)
     return check_list(users)
 
 

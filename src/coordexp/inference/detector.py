@@ -30,8 +30,8 @@ from coordexp.inference.session import (
     Backend,
     InferenceSession,
     PredictOptions,
-    check_classes,
     check_device,
+    cleaned_class_names,
     inference_config,
     open_session,
     size_note,
@@ -96,20 +96,20 @@ class Detector:
         config = with_several_answers(inference_config(model, options), answers)
         check_device(device, backend)
         check_backend(config.rollout_matching, bool(classes))
-        allowed = check_classes(classes, model)
+        class_names = cleaned_class_names(classes, model)
         self._model = model
         self._seed = seed
         self._answers = answers
         self._scores = scores
-        self._allowed = allowed
+        self._class_names = class_names
         self._open = ExitStack()
         from coordexp.modeling.load import no_progress_bars  # torch and transformers take seconds to import
 
         with no_progress_bars():
             self._session: InferenceSession | None = self._open.enter_context(
-                open_session(config, Path(model), allowed, device)
+                open_session(config, Path(model), class_names, device)
             )
-        self.classes = tuple(choose_list(checkpoint=self._session.classes, allowed=allowed))
+        self.classes = tuple(choose_list(checkpoint=self._session.classes, class_names=class_names))
         """The names whose positions are class ids: those of the checkpoint's training data, or else allowed ones."""
 
     @overload
@@ -181,10 +181,10 @@ class Detector:
         session, tiling = self._session, None if tiles is None else Tiling.of(tiles, overlap)
         if prompt is not None:
             session = replace(session, encoder=replace(session.encoder, prompt=prompt))
-        allowed = () if classes is None else check_classes(classes, self._model)
+        class_names = () if classes is None else cleaned_class_names(classes, self._model)
         if classes is not None:
-            session = replace(session, backend=session.limited_to(allowed))
-        names = tuple(choose_list(checkpoint=self.classes, allowed=allowed))
+            session = replace(session, backend=session.limited_to(class_names))
+        names = tuple(choose_list(checkpoint=self.classes, class_names=class_names))
         single = not isinstance(images, str | Path) and is_image(images)
         with tempfile.TemporaryDirectory(prefix="coordexp-") as folder:
             if isinstance(images, str | Path):

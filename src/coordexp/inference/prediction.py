@@ -125,7 +125,7 @@ def run_prediction(
     calibration = card.calibration if score == "token_probability" else None
     _note(console, images, asked, card.preparation)
     settings = _settings(config, path, sources, score, classes, card.preparation, calibration, answers, tiling)
-    listed = tuple(choose_list(checkpoint=card.classes, allowed=classes))
+    listed = tuple(choose_list(checkpoint=card.classes, class_names=classes))
     settings[CLASS_LIST] = list(listed)
     distributed.join(use_cpu=config.use_cpu)
     with distributed.raise_on_all_ranks("coordexp predict"):
@@ -356,7 +356,7 @@ def run_evaluation(
         raise ConfigError("calibrate: a calibration is fitted to single answers; leave out answers")
     path, rename = Path(model or config.model.model), rename or Renaming()
     config = with_own_template(config, path)
-    listed = tuple(choose_list(checkpoint=read_card(path).classes, allowed=classes))
+    listed = tuple(choose_list(checkpoint=read_card(path).classes, class_names=classes))
     folder = output or evaluation_folder(config.training.output_dir, path)
     source = data or config.custom.val_jsonl
     about = {

@@ -1,4 +1,4 @@
-"""A checkpoint that answers: options, configuration, allowed labels, and the session that holds model and backend.
+"""A checkpoint that answers: options, configuration, class names, and the session that holds model and backend.
 
 Imports torch only to open a session, so that commands can check their options first.
 """
@@ -156,25 +156,25 @@ def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence
     return config.model_copy(update={"rollout_matching": rollout.model_copy(update={"decoding": decoding})})
 
 
-def read_classes(given: str | None, model: str | Path) -> tuple[str, ...]:
-    """The labels of ``--classes``: names between commas, a file of :func:`read_class_list`, or the class list of a
-    checkpoint's folder; empty for None. Raises ConfigError as :func:`check_classes`, or for no name; DataError for an
-    unreadable file or one without names."""
+def read_class_names(given: str | None, model: str | Path) -> tuple[str, ...]:
+    """The class names of ``--classes``: names between commas, a file of :func:`read_class_list`, or the class list of a
+    checkpoint's folder; empty for None. Raises ConfigError as :func:`cleaned_class_names`, or for no name; DataError
+    for an unreadable file or one without names."""
     if given is None:
         return ()
     path = Path(given)
     if path.is_file():
         from coordexp.data.class_list import read_class_list
 
-        return check_classes(tuple(read_class_list(path)), model)
+        return cleaned_class_names(tuple(read_class_list(path)), model)
     if path.is_dir() and (listed := read_card(path).classes):
-        return check_classes(listed, model)
+        return cleaned_class_names(listed, model)
     if path.suffix.lower() in (".txt", ".names", ".jsonl", ".yaml", ".yml", ".json", ".csv"):
         raise DataError("not found; --classes takes names between commas, a .txt, .jsonl or data.yaml", path=path)
-    return check_classes(given.split(","), model)
+    return cleaned_class_names(given.split(","), model)
 
 
-def check_classes(names: Sequence[str], model: str | Path) -> tuple[str, ...]:
+def cleaned_class_names(names: Sequence[str], model: str | Path) -> tuple[str, ...]:
     """The names as a dataset would contain them, each once. Raises ConfigError for one that no dataset may contain or
     that is not in the class list of ``model``, or for anything else than a list."""
     from coordexp.data.class_list import check_known
@@ -226,7 +226,7 @@ def size_note(records: Sequence[ImageRecord], preparation: ImagePreparation) -> 
 @dataclass(frozen=True, slots=True, eq=False)
 class InferenceSession:
     """A loaded model with everything that turns images into scored answers. ``classes``: the names in its training
-    data, empty if unknown. ``limited_to(classes)``: a backend for other allowed labels, on the same model."""
+    data, empty if unknown. ``limited_to(classes)``: a backend for other class names, on the same model."""
 
     encoder: PromptEncoder
     vocab: CoordVocab

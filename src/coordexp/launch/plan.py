@@ -22,7 +22,13 @@ from coordexp.checkpoints.memory import check_memory
 from coordexp.config import RunConfig
 from coordexp.config.rollout import ServerEntry
 from coordexp.engine.server.options import ServeOptions, serve_options
-from coordexp.engine.wire.arguments import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, NAMES_ENABLE, activation_environment
+from coordexp.engine.wire.arguments import (
+    CLASS_NAMES_ENABLE,
+    CONFIG_JSON,
+    CONFIG_JSON_PATH,
+    ENABLE,
+    activation_environment,
+)
 from coordexp.engine.wire.engine_process import (
     DIE_WITH_PARENT,
     SERVER_API_KEY,
@@ -34,7 +40,7 @@ from coordexp.errors import CheckpointError, ConfigError, CoordExpError
 LOOPBACK = "127.0.0.1"
 PLUGIN = Path(__file__).parents[1] / "engine" / "server" / "plugin" / "coordexp_rollout_plugin.py"
 # Settings of servers: if the launcher's shell exports them, they must not reach the trainer.
-SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, NAMES_ENABLE, SERVER_API_KEY)
+SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, CLASS_NAMES_ENABLE, SERVER_API_KEY)
 SWIFT_MODEL_TYPE = "qwen3_vl"  # the one that we train; called the same in transformers and ms-swift
 _SWIFT_ENGINE_KEYS = (
     "max_num_batched_tokens",
@@ -216,7 +222,7 @@ def _server_process(
     environment = {
         **engine_environment({}, gpu=bool(devices)),
         **activation_environment(rollout.repeat_terminate),
-        **({NAMES_ENABLE: "1"} if rollout.vllm.server.closed_names else {}),
+        **({CLASS_NAMES_ENABLE: "1"} if rollout.vllm.server.closed_names else {}),
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
         DIE_WITH_PARENT: "1",
     }

@@ -39,8 +39,10 @@ __all__ = [
 ]
 
 
-def build_backend(config: RolloutMatchingConfig, trainer: TrainerParts, names: Sequence[str] = ()) -> RolloutBackend:
+def build_backend(
+    config: RolloutMatchingConfig, trainer: TrainerParts, class_names: Sequence[str] = ()
+) -> RolloutBackend:
     """As :func:`coordexp.engine.trainer.backends.build_backend`, imported when it is called."""
     from coordexp.engine.trainer import backends
 
-    return backends.build_backend(config, trainer, names)
+    return backends.build_backend(config, trainer, class_names)

@@ -8,7 +8,7 @@ Coordinates are added tokens, so the text between two of them is tokenized separ
 patterns that contain at most one name. Its last tokens may depend on a decision that is still open (``}`` and ``}}``
 may each be one token), so the forced tokens are the common beginning of all possible texts.
 
-After the first token that is not canonical, nothing is predicted any more. The repeat guard and allowed labels must
+After the first token that is not canonical, nothing is predicted any more. The repeat guard and class names must
 read any text, degenerate answers too, so they have scanners of their own.
 """
 

@@ -2,7 +2,7 @@
 
 ``generate`` itself samples a whole batch from one stream, so an answer would change with its batch: with
 ``decode_batch_size``, with the number of processes, and after a resume. So it runs greedily, and logits processors
-sample from a random stream per sequence. Others apply the repeat guard and the allowed labels. All are new for each
+sample from a random stream per sequence. Others apply the repeat guard and the class names. All are new for each
 call. Their ``__call__`` has transformers' argument names: (B, L) token ids, (B, V) scores.
 """
 
@@ -27,7 +27,6 @@ from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.coords import CoordVocab
 from coordexp.errors import CoordExpError, broken_logits
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.allowed_labels import START, AllowedLabels, NextTokens, ScanState, rows_by_state
 from coordexp.rollouts.answer_state import AnswerGrammar
 from coordexp.rollouts.backend import (
     DecodingOptions,
@@ -37,6 +36,7 @@ from coordexp.rollouts.backend import (
     collect_in_order,
     response_tokens,
 )
+from coordexp.rollouts.class_names import START, ClassNames, NextTokens, ScanState, rows_by_state
 from coordexp.rollouts.hf_drafting import DraftedAnswer, DraftedDecoding, are_broken
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 from coordexp.sharding import forward_passes, missing_calls, smallest_prompt
@@ -71,11 +71,11 @@ class HFBackend:
         decode_batch_size: int,
         image_token_id: int,
         repeat_terminate: RepeatTerminateConfig | None = None,
-        names: Sequence[str] = (),
+        class_names: Sequence[str] = (),
         skip_forced_tokens: bool = False,
     ) -> None:
-        """``repeat_terminate``: the repeat guard, if enabled. ``names``: allowed descriptions; empty for any.
-        ``skip_forced_tokens``: not possible with beam search."""
+        """``repeat_terminate``: the repeat guard, if enabled. ``class_names``: those that answers may use; empty for
+        any. ``skip_forced_tokens``: not possible with beam search."""
         self._model = model
         self._vocab = vocab
         self._options = options
@@ -85,7 +85,7 @@ class HFBackend:
         self._version = 0
         self._seeds: list[int] = []
         self._guard = repeat_terminate if repeat_terminate is not None and repeat_terminate.enabled else None
-        self._names = AllowedLabels(names, vocab.pieces, vocab.eos_id) if names else None
+        self._class_names = ClassNames(class_names, vocab.pieces, vocab.eos_id) if class_names else None
         counts_keys = self._guard is not None and self._guard.max_object_keys is not None
         self._key_reader = ObjectKeyReader(vocab.pieces) if counts_keys else None
         on_gpu = skip_forced_tokens and next(model.parameters()).device.type == "cuda"
@@ -205,9 +205,10 @@ class HFBackend:
     ) -> list[LogitsProcessor]:
         # For one batch, with ``guard`` where it belongs.
         longest, device = prompt["input_ids"].shape[1], prompt["input_ids"].device
-        labels = [] if self._names is None else [AllowedLabelsProcessor(self._names, self._vocab.eos_id, longest)]
+        rule = self._class_names
+        names = [] if rule is None else [BatchClassNamesProcessor(rule, self._vocab.eos_id, longest)]
         guards = [] if guard is None else [guard]
-        return [*labels, *guards, *sampling_processors(self._options, seeds, device)]
+        return [*names, *guards, *sampling_processors(self._options, seeds, device)]
 
     def _arguments(
         self,
@@ -422,11 +423,11 @@ class RepetitionStopProcessor(LogitsProcessor):
         return guards
 
 
-class AllowedLabelsProcessor(LogitsProcessor):
+class BatchClassNamesProcessor(LogitsProcessor):
     """Masks tokens that would begin a description outside of the list. Must precede the repeat guard's processor: the
     guard's end of the turn has priority. Rows are sequences or beams; ``prompt_length`` counts the padded prompt."""
 
-    def __init__(self, rule: AllowedLabels, eos_id: int, prompt_length: int) -> None:
+    def __init__(self, rule: ClassNames, eos_id: int, prompt_length: int) -> None:
         self._rule = rule
         self._eos_id = eos_id
         self._prompt_length = prompt_length

@@ -107,7 +107,7 @@ def test_several_answers_have_no_use_for_saved_predictions(tmp_path: Path, capsy
     assert refused.code == 2 and "--calibrate fits single answers" in refused.err
 
 
-def test_predict_with_allowed_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_with_class_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, data = tmp_path / "out", write_scenes(tmp_path, 2, SPARSE, 77)
     asked = ("predict", data, "--model", asset("checkpoints/demo-stage1"), "--constant-score", "1.0")
     done = run_cli(capsys, *asked, "--out", out, "--classes", "red circle,yellow triangle")

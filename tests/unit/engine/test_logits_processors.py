@@ -224,21 +224,21 @@ def test_a_worker_reports_the_processors_that_it_applies(known_tokens: KnownToke
 
 
 @pytest.mark.parametrize(
-    ("known", "names", "holds_names", "message"),
+    ("known", "names", "takes_class_names", "message"),
     [
         (9, False, False, None),
         (9, True, True, None),
         (None, False, False, r"workers \[1\] dropped .*KnownTokensProcessor"),
-        (9, False, True, "dropped .*AllowedLabelsProcessor"),
+        (9, False, True, "dropped .*RequestClassNamesProcessor"),
     ],
 )
 def test_a_worker_that_dropped_a_processor_is_refused(
-    known: int | None, names: bool, holds_names: bool, message: str | None
+    known: int | None, names: bool, takes_class_names: bool, message: str | None
 ) -> None:
     sound = {"num_known_tokens": len(qwen_vocab()), "closed_names": True}
     workers = [sound, {"num_known_tokens": known, "closed_names": names}]
     if message is None:
-        check_processors(workers, None, holds_names)
+        check_processors(workers, None, takes_class_names)
     else:
         with pytest.raises(RolloutError, match=message):
-            check_processors(workers, None, holds_names)
+            check_processors(workers, None, takes_class_names)

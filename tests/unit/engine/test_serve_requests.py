@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from coordexp.data.images import open_rgb
 from coordexp.engine.server.swift_pipes import seeded_by_place
 from coordexp.engine.wire import protocol
-from coordexp.engine.wire.arguments import NAMES_KEY
+from coordexp.engine.wire.arguments import CLASS_NAMES_KEY
 from coordexp.engine.wire.protocol import InferRequest, PromptBuilder, RequestConfig, RequestRefused, open_image
 
 
@@ -165,18 +165,18 @@ def test_all_default_keys_of_ms_swift_are_accepted() -> None:
     [
         ({}, ()),
         ({"other": 1}, ()),
-        ({NAMES_KEY: []}, ()),
-        ({NAMES_KEY: ["cat", "red cup"]}, ("cat", "red cup")),
+        ({CLASS_NAMES_KEY: []}, ()),
+        ({CLASS_NAMES_KEY: ["cat", "red cup"]}, ("cat", "red cup")),
     ],
 )
-def test_a_request_can_have_allowed_labels(data: dict[str, Any], names: tuple[str, ...]) -> None:
-    assert InferRequest(messages=[user("a")], data_dict=data).allowed_labels() == names
+def test_a_request_can_have_class_names(data: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert InferRequest(messages=[user("a")], data_dict=data).class_names() == names
 
 
 @pytest.mark.parametrize("names", ["cat", ["cat", " "], ["cat", 1], ["\ud800"], {"cat": 1}, 3])
-def test_invalid_allowed_labels_are_refused(names: Any) -> None:
+def test_invalid_class_names_are_refused(names: Any) -> None:
     with pytest.raises(RequestRefused, match="must be a list of names"):
-        InferRequest(messages=[user("a")], data_dict={NAMES_KEY: names}).allowed_labels()
+        InferRequest(messages=[user("a")], data_dict={CLASS_NAMES_KEY: names}).class_names()
 
 
 # -- seeds of a call to ``swift rollout``; each of its workers counts its requests from 0 ------------------------------

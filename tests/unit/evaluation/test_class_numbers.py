@@ -30,7 +30,7 @@ from coordexp.evaluation.coco import to_coco
 from coordexp.evaluation.export import read_terms
 from coordexp.evaluation.summary import WITH_OWN_SCORES, summarise, write_summary
 from coordexp.inference.detections import as_detections
-from coordexp.inference.session import check_classes, read_classes
+from coordexp.inference.session import cleaned_class_names, read_class_names
 from coordexp.records import GTObject, ImageRecord
 from support.cli_runs import run_cli
 
@@ -218,9 +218,9 @@ def test_a_users_list_that_is_not_one_is_refused_in_words(users: Any, says: str)
 
 
 @pytest.mark.parametrize("names", [5, {"cow"}, "cow", b"cow", {"cow": 3}])
-def test_allowed_labels_that_are_not_a_list_are_refused(names: Any, tmp_path: Path) -> None:
+def test_class_names_that_are_not_a_list_are_refused(names: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give a list of names"):
-        check_classes(names, tmp_path)
+        cleaned_class_names(names, tmp_path)
 
 
 @pytest.mark.parametrize(("names", "listed"), [(10_000, 10_000), (10_001, 0)])
@@ -245,14 +245,14 @@ def test_a_misspelt_class_is_refused_with_the_nearest(given: str, near: str, tmp
     model.mkdir()
     write_card(replace(UNTRAINED, classes=("red circle", "yellow triangle")), model)
     for ask in (
-        lambda: check_classes(["red circle", given], model),
-        lambda: read_classes(f"red circle,{given}", model),
+        lambda: cleaned_class_names(["red circle", given], model),
+        lambda: read_class_names(f"red circle,{given}", model),
     ):
         with pytest.raises(ConfigError, match=rf"classes: '{given}' is not a class of .*; did you mean '{near}'\?"):
             ask()
-    assert check_classes(["yellow triangle"], model) == ("yellow triangle",)
+    assert cleaned_class_names(["yellow triangle"], model) == ("yellow triangle",)
     write_card(replace(read_card(model), classes=()), model)
-    assert check_classes([given], model) == (given,), "a checkpoint without a list knows no names"
+    assert cleaned_class_names([given], model) == (given,), "a checkpoint without a list knows no names"
 
 
 def test_every_command_refuses_a_misspelt_class_before_torch_is_imported(
@@ -327,7 +327,7 @@ def test_a_file_of_classes_is_read_in_one_way(name: str, text: str, numbers: Cla
     """A mapping where positions are not the numbers; names as datasets contain them and models write them."""
     (tmp_path / name).write_text(text, encoding="utf-8")
     assert read_class_list(tmp_path / name) == numbers
-    assert read_classes(str(tmp_path / name), tmp_path) == tuple(numbers), "in the order of their numbers"
+    assert read_class_names(str(tmp_path / name), tmp_path) == tuple(numbers), "in the order of their numbers"
 
 
 @pytest.mark.parametrize(
@@ -378,14 +378,14 @@ def test_a_gap_in_a_file_does_not_change_the_numbers_around_it(
 @pytest.mark.parametrize("name", ["list.json", "list.CSV", "list.pbtxt"])
 def test_lines_of_other_formats_are_not_taken_for_names(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('["cat", "dog"]\n')
-    for read in (lambda: read_classes(str(tmp_path / name), tmp_path), lambda: read_terms(None, tmp_path / name)):
+    for read in (lambda: read_class_names(str(tmp_path / name), tmp_path), lambda: read_terms(None, tmp_path / name)):
         with pytest.raises(DataError, match="is not a class list"):
             read()
 
 
-def test_allowed_labels_are_those_of_a_checkpoints_folder(tmp_path: Path) -> None:
+def test_class_names_are_those_of_a_checkpoints_folder(tmp_path: Path) -> None:
     write_card(replace(UNTRAINED, classes=LIST), tmp_path)
-    assert read_classes(str(tmp_path), tmp_path) == LIST
+    assert read_class_names(str(tmp_path), tmp_path) == LIST
 
 
 def test_a_list_that_an_export_wrote_has_a_number_for_other_names(
@@ -405,7 +405,7 @@ def test_predict_and_export_read_the_same_names_of_a_dataset(names: int, listed:
     objects = tuple(GTObject(f"thing {k:05}", "bbox_2d", BOX) for k in range(names))
     path = tmp_path / "data.jsonl"
     write_jsonl([ImageRecord("a", tmp_path / "a.png", 50, 40, objects)], path)
-    for read in (lambda: read_classes(str(path), tmp_path), lambda: read_terms(None, path).classes):
+    for read in (lambda: read_class_names(str(path), tmp_path), lambda: read_terms(None, path).classes):
         if listed is None:
             with pytest.raises(DataError, match=r"data\.jsonl: has no name"):
                 read()

@@ -139,7 +139,7 @@ def test_classes_prompt_and_confidence_of_one_call(detector: Detector, scenes: P
     assert whole.classes == detector.classes and set(whole.names) <= set(detector.classes)
 
 
-def test_allowed_labels_number_the_classes_of_a_checkpoint_without_a_list(scenes: Path, tmp_path: Path) -> None:
+def test_class_names_number_the_classes_of_a_checkpoint_without_a_list(scenes: Path, tmp_path: Path) -> None:
     model = shutil.copytree(asset("checkpoints/demo-stage1"), tmp_path / "model")
     write_card(replace(read_card(model), classes=()), model)
     with Detector(model, device="cpu") as detector:

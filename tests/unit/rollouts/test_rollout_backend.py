@@ -18,11 +18,11 @@ from coordexp.engine.trainer.backends import check_backend
 from coordexp.engine.trainer.colocated import ColocatedBackend
 from coordexp.engine.trainer.server_backend import check_servers
 from coordexp.engine.wire.arguments import (
+    CLASS_NAMES_PROCESSOR,
+    CLASS_NAMES_STATUS,
     DRAFTER,
     GUARD_PROCESSOR,
     KNOWN_TOKENS_PROCESSOR,
-    NAMES_PROCESSOR,
-    NAMES_STATUS,
     section_arguments,
 )
 from coordexp.engine.wire.engine_process import has_gpu
@@ -50,29 +50,31 @@ def test_answers_are_returned_in_the_order_of_their_requests(order: list[int]) -
     assert told == [1, 2, 3, 4, 5]
 
 
-def test_allowed_labels_are_applied_before_the_guard(loaded: LoadedModel) -> None:
+def test_class_names_are_applied_before_the_guard(loaded: LoadedModel) -> None:
     every_token = {"skip_forced_tokens": False}
     guarded = resolved(rollout_backend="vllm", repeat_terminate={"enabled": True}, decoding=every_token)
     backend = build_backend(guarded, parts(loaded), ["cat"])
     assert isinstance(backend, ColocatedBackend)
     arguments = backend.engine_arguments
-    assert arguments["logits_processors"] == [KNOWN_TOKENS_PROCESSOR, NAMES_PROCESSOR, GUARD_PROCESSOR]
+    assert arguments["logits_processors"] == [KNOWN_TOKENS_PROCESSOR, CLASS_NAMES_PROCESSOR, GUARD_PROCESSOR]
 
 
 @pytest.mark.parametrize(
     ("workers", "refused"),
     [([True, True], False), ([True, False], True), ([None], True), (None, True)],
 )
-def test_server_without_allowed_labels_is_refused(
+def test_server_without_class_names_is_refused(
     loaded: LoadedModel, workers: list[bool | None] | None, refused: bool
 ) -> None:
     """Before a model is loaded, and where the backend is built; ``workers``: None is a server without /status/."""
-    says = None if workers is None else {"workers": [{} if one is None else {NAMES_STATUS: one} for one in workers]}
+    says = (
+        None if workers is None else {"workers": [{} if one is None else {CLASS_NAMES_STATUS: one} for one in workers]}
+    )
     with FakeRolloutServer(world_size=2, status=says) as server:
         entry = {"base_url": server.url, "group_port": 51216}
         config = resolved(rollout_backend="vllm", vllm={"mode": "server", "server": {"servers": [entry]}})
         with pytest.raises(RolloutError, match="closed_names: true") if refused else nullcontext():
-            check_servers(config, 1, closed_names=True)
+            check_servers(config, 1, with_class_names=True)
         with pytest.raises(RolloutError, match="closed_names: true") if refused else nullcontext():
             build_backend(config, parts(loaded), ["cat"])
 

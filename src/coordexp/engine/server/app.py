@@ -231,8 +231,8 @@ class RolloutServer:
         """Returns one answer per request, in order, all from the same weights; a push waits for them."""
         if len(requests) > MAX_REQUESTS:
             raise RequestRefused(413, f"{len(requests)} requests in one call; at most {MAX_REQUESTS}")
-        labels = [request.allowed_labels() for request in requests]
-        if any(labels) and not self.engine.closed_names:
+        class_names = [request.class_names() for request in requests]
+        if any(class_names) and not self.engine.takes_class_names:
             raise RequestRefused(
                 400,
                 "this server does not accept a list of class names; start it with "
@@ -241,7 +241,7 @@ class RolloutServer:
         async with self.lock.answering() as weights:
             prompts = await _gather(self._rendered(request) for request in requests)
             outputs = await _gather(
-                self.engine.answer(prompt, config.sampling_arguments(index), labels[index])
+                self.engine.answer(prompt, config.sampling_arguments(index), class_names[index])
                 for index, prompt in enumerate(prompts)
             )
             triggers = await self.engine.pop_triggers([output.request_id for output in outputs])

@@ -15,7 +15,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from coordexp.engine.server.admission import reply_to_error
 from coordexp.engine.server.app import RolloutServer
-from coordexp.engine.wire.arguments import NAMES_KEY, REQUEST_KEY
+from coordexp.engine.wire.arguments import CLASS_NAMES_KEY, REQUEST_KEY
 from coordexp.errors import CoordExpError
 
 # vLLM's other routes (scaling, development, LoRA from disk) could change weights without the weight lock.
@@ -47,7 +47,7 @@ class LockedEngine:
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None, **options: Any
     ) -> AsyncIterator[Any]:
-        reserved = {REQUEST_KEY, NAMES_KEY} & (sampling_params.extra_args or {}).keys()
+        reserved = {REQUEST_KEY, CLASS_NAMES_KEY} & (sampling_params.extra_args or {}).keys()
         if reserved:
             raise ValueError(f"vllm_xargs: {', '.join(sorted(reserved))} cannot be set here")
         sampling_params.skip_special_tokens = False  # coordinate tokens may be special tokens

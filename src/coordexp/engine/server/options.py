@@ -38,7 +38,7 @@ class ServeOptions:
     engine: Mapping[str, Any]
     push_wait_s: float
     ready_s: float
-    closed_names: bool = False
+    takes_class_names: bool = False
     skip_forced_tokens: bool = False
     api_key: str | None = field(default=None, repr=False)
 
@@ -99,7 +99,7 @@ def serve_options(
         engine=section_arguments(vllm, gpu=num_gpus > 0),
         push_wait_s=vllm.sync.timeout_s,
         ready_s=config.launch.wait_s,
-        closed_names=vllm.server.closed_names,
+        takes_class_names=vllm.server.closed_names,
         skip_forced_tokens=rollout.skips_forced_tokens(on_gpu=num_gpus > 0),
         api_key=api_key,
     )

@@ -28,8 +28,8 @@ from coordexp.engine.wire.arguments import (
     ADAPTER_NAME,
     ADAPTER_PATH,
     CALL,
+    CLASS_NAMES_KEY,
     FAILURE,
-    NAMES_KEY,
     REQUEST_KEY,
     RESULT,
     activated_config,
@@ -53,7 +53,7 @@ class ServedEngine:
     llm: Any
     world_size: int  # workers of all ranks
     guarded: bool
-    closed_names: bool = False
+    takes_class_names: bool = False
     adapted: bool = False  # whether answers use the pushed LoRA adapter
 
     @classmethod
@@ -62,7 +62,7 @@ class ServedEngine:
         guarded = activated_config(os.environ) is not None
         arguments = {
             **options.engine,
-            **own_arguments(options.model, guarded, options.closed_names, options.skip_forced_tokens),
+            **own_arguments(options.model, guarded, options.takes_class_names, options.skip_forced_tokens),
             "data_parallel_size": options.data_parallel_size,
             # OpenAI clients may send addresses, which vLLM would fetch. An empty list would allow all of them.
             "allowed_media_domains": ["addresses-are-not-fetched.invalid"],
@@ -95,7 +95,7 @@ class ServedEngine:
             ) from error
         finally:
             done.set()
-        return cls(llm, options.world_size, guarded, options.closed_names)
+        return cls(llm, options.world_size, guarded, options.takes_class_names)
 
     def render(self, prompt: Mapping[str, Any]) -> Any:
         """Process a prompt and its images for the engines. Thread-safe."""
@@ -113,11 +113,11 @@ class ServedEngine:
         adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH) if self.adapted else None
         return self.llm.generate(prompt, sampling_params, request_id, lora_request=adapter, **options)
 
-    async def answer(self, prompt: Any, sampling: Mapping[str, Any], labels: Sequence[str] = ()) -> Any:
+    async def answer(self, prompt: Any, sampling: Mapping[str, Any], class_names: Sequence[str] = ()) -> Any:
         """vLLM's final output for one rendered prompt; cancelling it aborts the request. ``sampling``: arguments of
-        ``SamplingParams``; ``labels``: class names the answer is limited to, empty for no limit."""
+        ``SamplingParams``; ``class_names``: those that the answer is limited to, empty for no limit."""
         request_id = uuid.uuid4().hex
-        extra = {REQUEST_KEY: request_id, **({NAMES_KEY: list(labels)} if labels else {})}
+        extra = {REQUEST_KEY: request_id, **({CLASS_NAMES_KEY: list(class_names)} if class_names else {})}
         parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY, extra_args=extra)
         final = None
         async for output in self.generate(prompt, parameters, request_id):

@@ -97,7 +97,7 @@ async def _serve(server: RolloutServer, listener: socket.socket) -> None:
     from coordexp.modeling.finite import not_finite
 
     workers = await server.engine.workers("coordexp_status")
-    check_processors(workers, activated_config(os.environ), server.options.closed_names)
+    check_processors(workers, activated_config(os.environ), server.options.takes_class_names)
     for name in await server.engine.workers("coordexp_broken_weight", timeout_s=server.options.ready_s):
         if name is not None:
             raise not_finite(server.options.model, name)

@@ -27,8 +27,8 @@ from coordexp.engine.wire.arguments import (
     ADAPTER_ID,
     ADAPTER_NAME,
     ADAPTER_PATH,
-    NAMES_ENABLE,
-    NAMES_KEY,
+    CLASS_NAMES_ENABLE,
+    CLASS_NAMES_KEY,
     REQUEST_KEY,
     CommitRequest,
     JoinRequest,
@@ -50,7 +50,7 @@ from coordexp.engine.wire.engine_process import (
 from coordexp.engine.wire.protocol import envelope_of
 from coordexp.engine.wire.versions import versions
 from coordexp.errors import RolloutError
-from coordexp.rollouts.allowed_labels import are_labels
+from coordexp.rollouts.class_names import are_class_names
 from coordexp.weight_sync import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -75,9 +75,9 @@ class CoordExpVllmEngine(GRPOVllmEngine):
             )
         self._guard = activated_config(os.environ)
         self._weights = WeightVersion()
-        self._takes_names = os.environ.get(NAMES_ENABLE) == "1"
-        self._names: list[str] = []  # of the current call
-        engine_kwargs = with_processors(engine_kwargs or {}, self._guard is not None, self._takes_names)
+        self._takes_class_names = os.environ.get(CLASS_NAMES_ENABLE) == "1"
+        self._class_names: list[str] = []  # of the current call
+        engine_kwargs = with_processors(engine_kwargs or {}, self._guard is not None, self._takes_class_names)
         model, limits = kwargs["model_id_or_path"], kwargs.get("limit_mm_per_prompt") or {}
         if isinstance(limits.get("image"), int) and kwargs.get("max_model_len") and os.path.isdir(model):
             sized = {"model": model, "max_model_len": kwargs["max_model_len"], "limit_mm_per_prompt": limits}
@@ -88,21 +88,25 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         engine: Any = self.engine
         engine.step = with_heartbeat(engine.step, int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")))
         try:
-            check_processors(self.coordexp_status(), self._guard, self._takes_names)
+            check_processors(self.coordexp_status(), self._guard, self._takes_class_names)
         except BaseException:
             engine.engine_core.shutdown()  # otherwise its process, and swift's, which waits for it, would not end
             raise
 
     def infer(self, infer_requests: list[Any], *args: Any, **kwargs: Any) -> list[RolloutOutput]:
         """ms-swift's answers, each with our envelope."""
-        # The allowed labels, the same in all requests of a call; empty for any.
-        lists = [(_field(request, "data_dict") or {}).get(NAMES_KEY) or [] for request in infer_requests]
-        names = lists[0] if lists else []
-        if not are_labels(names) or any(one != names for one in lists):
-            raise RolloutError(f"data_dict.{NAMES_KEY} must be a list of names, none empty, the same in all requests")
-        if names and not self._takes_names:
-            raise RolloutError(f"this server does not accept a list of class names; start it with {NAMES_ENABLE}=1")
-        self._names = list(names)
+        # The class names, the same in all requests of a call; empty for any.
+        lists = [(_field(request, "data_dict") or {}).get(CLASS_NAMES_KEY) or [] for request in infer_requests]
+        class_names = lists[0] if lists else []
+        if not are_class_names(class_names) or any(one != class_names for one in lists):
+            raise RolloutError(
+                f"data_dict.{CLASS_NAMES_KEY} must be a list of class names, none empty, the same in all requests"
+            )
+        if class_names and not self._takes_class_names:
+            raise RolloutError(
+                f"this server does not accept a list of class names; start it with {CLASS_NAMES_ENABLE}=1"
+            )
+        self._class_names = list(class_names)
         outputs = super().infer(infer_requests, *args, **kwargs)
         ids = [str(one.response.id) for one in outputs]
         ended: set[str] = set()
@@ -138,7 +142,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         return outcome
 
     def _add_request(self, inputs: Any, generation_config: Any, request_id: str, adapter_request: Any = None) -> Any:
-        names = {NAMES_KEY: self._names} if self._names else {}
+        names = {CLASS_NAMES_KEY: self._class_names} if self._class_names else {}
         generation_config.extra_args = {**(generation_config.extra_args or {}), REQUEST_KEY: str(request_id), **names}
         return super()._add_request(inputs, generation_config, request_id, adapter_request=adapter_request)
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("coordexp")
 
 
-def check_backend(config: RolloutMatchingConfig, closed_names: bool = False) -> None:
-    """Refuse a backend that cannot run here, before anything is loaded. ``closed_names``: answers are limited to
+def check_backend(config: RolloutMatchingConfig, with_class_names: bool = False) -> None:
+    """Refuse a backend that cannot run here, before anything is loaded. ``with_class_names``: answers are limited to
     a list of class names.
 
     Raises:
@@ -44,12 +44,14 @@ def check_backend(config: RolloutMatchingConfig, closed_names: bool = False) -> 
         return
     from coordexp.engine.trainer.server_backend import check_servers
 
-    check_servers(config, distributed.world_size(), closed_names)
+    check_servers(config, distributed.world_size(), with_class_names)
 
 
-def build_backend(config: RolloutMatchingConfig, trainer: TrainerParts, names: Sequence[str] = ()) -> RolloutBackend:
-    """Build the backend of the resolved ``config``. Engines start with the first weight push. ``names``: the allowed
-    labels; empty for any."""
+def build_backend(
+    config: RolloutMatchingConfig, trainer: TrainerParts, class_names: Sequence[str] = ()
+) -> RolloutBackend:
+    """Build the backend of the resolved ``config``. Engines start with the first weight push. ``class_names``: those
+    that answers may use; empty for any."""
     options = decoding_options(config)
     if config.rollout_backend == "hf":
         from coordexp.rollouts.hf import HFBackend
@@ -61,7 +63,7 @@ def build_backend(config: RolloutMatchingConfig, trainer: TrainerParts, names: S
             config.decode_batch_size,
             trainer.image_token_id,
             config.repeat_terminate,
-            names,
+            class_names,
             skip_forced_tokens=config.skips_forced_tokens(has_gpu()),
         )
     if config.decoding.skip_forced_tokens and options.temperature > 0:
@@ -72,7 +74,7 @@ def build_backend(config: RolloutMatchingConfig, trainer: TrainerParts, names: S
     if config.vllm.mode == "server":
         from coordexp.engine.trainer.server_backend import ServerBackend
 
-        return ServerBackend(config, trainer, options, names)
+        return ServerBackend(config, trainer, options, class_names)
     from coordexp.engine.trainer.colocated import ColocatedBackend
 
-    return ColocatedBackend(config, trainer, options, names)
+    return ColocatedBackend(config, trainer, options, class_names)

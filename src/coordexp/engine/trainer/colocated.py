@@ -30,7 +30,7 @@ from coordexp.engine.wire.arguments import (
     ADAPTER_ID,
     ADAPTER_NAME,
     ADAPTER_PATH,
-    NAMES_KEY,
+    CLASS_NAMES_KEY,
     REQUEST_KEY,
     activation_environment,
     check_processors,
@@ -275,21 +275,28 @@ class ColocatedBackend(RolloutBackend):
     """vLLM on the trainer's own devices."""
 
     def __init__(
-        self, config: RolloutMatchingConfig, trainer: TrainerParts, options: DecodingOptions, names: Sequence[str] = ()
+        self,
+        config: RolloutMatchingConfig,
+        trainer: TrainerParts,
+        options: DecodingOptions,
+        class_names: Sequence[str] = (),
     ) -> None:
-        """``options``: those of ``config``. ``names``: the allowed labels, empty for any."""
+        """``options``: those of ``config``. ``class_names``: those that answers may use, empty for any."""
         self._config = vllm = config.vllm
         self._repeat_terminate = config.repeat_terminate
         self._options = options
         self._decode_batch_size = config.decode_batch_size
         self._trainer = trainer
-        self._names = tuple(names)
+        self._class_names = tuple(class_names)
         cap = config.decode_batch_size * vllm.tensor_parallel_size
         self._cap = cap if vllm.max_num_seqs is None else min(cap, vllm.max_num_seqs)
         self.engine_arguments = {
             **section_arguments(vllm, gpu=has_gpu()),
             **own_arguments(
-                trainer.checkpoint, config.repeat_terminate.enabled, bool(names), config.skips_forced_tokens(has_gpu())
+                trainer.checkpoint,
+                config.repeat_terminate.enabled,
+                bool(class_names),
+                config.skips_forced_tokens(has_gpu()),
             ),
             "max_num_seqs": self._cap,
             # torchrun starts the ranks and assigns their devices.
@@ -316,7 +323,7 @@ class ColocatedBackend(RolloutBackend):
                 engine = InProcessEngine(arguments, self._cap)
             try:
                 status = engine.ask_worker(lambda worker: worker.coordexp_status())
-                check_processors([status], self._repeat_terminate, bool(self._names))
+                check_processors([status], self._repeat_terminate, bool(self._class_names))
             except RolloutError:
                 engine.close()
                 raise
@@ -434,7 +441,7 @@ class ColocatedBackend(RolloutBackend):
         from vllm.sampling_params import RequestOutputKind
 
         options, guarded = self._options, self._repeat_terminate.enabled
-        names = {NAMES_KEY: list(self._names)} if self._names else {}
+        names = {CLASS_NAMES_KEY: list(self._class_names)} if self._class_names else {}
         return SamplingParams(
             max_tokens=options.max_new_tokens,
             temperature=0.0 if prompt.greedy else options.temperature,

@@ -22,7 +22,7 @@ from coordexp import distributed
 from coordexp.background import in_background
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.engine.trainer.client import STALL_KEYS, ServerClient
-from coordexp.engine.wire.arguments import ACTIVATION_PATH, NAMES_ENABLE, NAMES_STATUS, check_guard
+from coordexp.engine.wire.arguments import ACTIVATION_PATH, CLASS_NAMES_ENABLE, CLASS_NAMES_STATUS, check_guard
 from coordexp.engine.wire.engine_process import api_key_from_environment
 from coordexp.engine.wire.protocol import image_source, infer_payload, read_answer
 from coordexp.errors import (
@@ -62,11 +62,11 @@ def make_clients(config: RolloutMatchingConfig) -> tuple[ServerClient, ...]:
     )
 
 
-def check_servers(config: RolloutMatchingConfig, trainer_world_size: int, closed_names: bool = False) -> None:
+def check_servers(config: RolloutMatchingConfig, trainer_world_size: int, with_class_names: bool = False) -> None:
     """Wait until every server is up, and check that it can serve this run, before any model is loaded.
 
     Raises: RolloutError: a server does not answer within ``server.timeout_s``, has another repeat guard than
-    configured, or does not support allowed labels. ConfigError: too few devices for the ranks, or one that server and
+    configured, or does not support class names. ConfigError: too few devices for the ranks, or one that server and
     trainer would share. MissingDependency: weights could not be pushed to GPUs.
     """
     clients = make_clients(config)
@@ -81,7 +81,7 @@ def check_servers(config: RolloutMatchingConfig, trainer_world_size: int, closed
                     f"{client.base_url}: rollout_matching.repeat_terminate is enabled, and this server has no "
                     f"/status/, so it is unknown whether it guards its answers; it is activated by {ACTIVATION_PATH}"
                 )
-            if closed_names:
+            if with_class_names:
                 check_names(client, status)
             workers = [] if status is None else status["workers"]
             if any(one.get("device", "").startswith("cuda") for one in workers):
@@ -122,13 +122,13 @@ def _check_gpus(client: ServerClient, server_uuids: Sequence[str | None]) -> Non
 
 
 def check_names(client: ServerClient, status: Mapping[str, Any] | None) -> None:
-    """Raises RolloutError if a server does not support allowed labels: it would ignore them silently."""
+    """Raises RolloutError if a server does not support class names: it would ignore them silently."""
     workers = [] if status is None else status["workers"]
-    if not workers or not all(one.get(NAMES_STATUS) for one in workers):
+    if not workers or not all(one.get(CLASS_NAMES_STATUS) for one in workers):
         raise RolloutError(
-            f"{client.base_url}: this server would ignore the allowed labels (the list of class names); start it with "
-            f"rollout_matching.vllm.server.closed_names: true (swift rollout: {NAMES_ENABLE}=1 and CoordExp's plugin), "
-            "or write rollout_backend: hf, or vllm.mode: colocate"
+            f"{client.base_url}: this server would ignore the list of class names; start it with "
+            f"rollout_matching.vllm.server.closed_names: true (swift rollout: {CLASS_NAMES_ENABLE}=1 and CoordExp's "
+            "plugin), or write rollout_backend: hf, or vllm.mode: colocate"
         )
 
 
@@ -204,10 +204,14 @@ class ServerBackend(RolloutBackend):
     """vLLM servers as a rollout backend."""
 
     def __init__(
-        self, config: RolloutMatchingConfig, trainer: TrainerParts, options: DecodingOptions, names: Sequence[str] = ()
+        self,
+        config: RolloutMatchingConfig,
+        trainer: TrainerParts,
+        options: DecodingOptions,
+        class_names: Sequence[str] = (),
     ) -> None:
-        """Wait for the servers; rank 0 opens groups for weights with its first push. ``names``: the allowed labels,
-        empty for any."""
+        """Wait for the servers; rank 0 opens groups for weights with its first push. ``class_names``: those that
+        answers may use, empty for any."""
         from coordexp.engine.trainer.push import ServerPusher
 
         server = config.vllm.server
@@ -217,7 +221,7 @@ class ServerBackend(RolloutBackend):
         self._pusher = ServerPusher(self._clients if distributed.is_main() else (), trainer.weights, config.vllm.sync)
         self._trainer = trainer
         self._options = options
-        self._names = tuple(names)
+        self._class_names = tuple(class_names)
         self._guarded = config.repeat_terminate.enabled
         self._decode_batch_size = config.decode_batch_size
         self._world_sizes = world_sizes(self._clients)
@@ -225,7 +229,7 @@ class ServerBackend(RolloutBackend):
             config.decode_batch_size, self._world_sizes, distributed.world_size(), distributed.rank()
         )
         statuses = [client.status() for client in self._clients]
-        if self._names:
+        if self._class_names:
             for client, status in zip(self._clients, statuses, strict=True):
                 check_names(client, status)
         self._ours = [(status or {}).get("server") == "coordexp serve" for status in statuses]
@@ -356,7 +360,7 @@ class ServerBackend(RolloutBackend):
             replace(self._options, temperature=0.0) if greedy else self._options,
             lambda path: image_source(path, self._server.images, self._trainer.preparation, ours),
             tagged=self._reports[post.server],
-            names=self._names,
+            class_names=self._class_names,
         )
         attempt = 0
         while True:

@@ -18,14 +18,14 @@ from coordexp.errors import CheckpointError, RolloutError
 # Names of classes, because importing them would import vLLM.
 EXTENSION = "coordexp.engine.worker.extension.WeightSyncExtension"
 KNOWN_TOKENS_PROCESSOR = "coordexp.engine.worker.logits_processors:KnownTokensProcessor"
-NAMES_PROCESSOR = "coordexp.engine.worker.logits_processors:AllowedLabelsProcessor"
+CLASS_NAMES_PROCESSOR = "coordexp.engine.worker.logits_processors:RequestClassNamesProcessor"
 GUARD_PROCESSOR = "coordexp.engine.worker.logits_processors:RepeatTerminateProcessor"
 
 DRAFTER = "coordexp.engine.worker.drafting.AnswerDrafter"
 _DRAFTED = 32  # most tokens of a draft: from the last coordinate of a box to the first of the next, with a short name
 
-# Keys of a request's SamplingParams.extra_args: its allowed labels, and its id.
-NAMES_KEY = "coordexp_names"
+# Keys of a request's SamplingParams.extra_args: its class names, and its id.
+CLASS_NAMES_KEY = "coordexp_names"
 REQUEST_KEY = "coordexp_request_id"
 
 ADAPTER_ID = 1
@@ -34,8 +34,8 @@ ADAPTER_PATH = "adapter-in-memory"  # vLLM requires a path; it is never read
 CALL = "coordexp_call"  # the method through which our server calls all others
 RESULT, FAILURE = "result", "failure"
 
-NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift rollout accept allowed labels
-NAMES_STATUS = "closed_names"  # key of a worker's status: whether it applies them
+CLASS_NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift rollout accept class names
+CLASS_NAMES_STATUS = "closed_names"  # key of a worker's status: whether it applies them
 
 # The whole section rollout_matching.repeat_terminate as JSON, in one variable or in a file that a variable names.
 ENABLE = "COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION"
@@ -84,7 +84,7 @@ def section_arguments(vllm: VLLMConfig, *, gpu: bool) -> dict[str, Any]:
     return arguments
 
 
-def own_arguments(model: Path, guarded: bool, holds_names: bool = False, drafts: bool = False) -> dict[str, Any]:
+def own_arguments(model: Path, guarded: bool, takes_class_names: bool = False, drafts: bool = False) -> dict[str, Any]:
     """Arguments of every engine that this project starts itself. ``drafts``: skip forced tokens."""
     arguments = {
         "model": str(model),
@@ -95,7 +95,7 @@ def own_arguments(model: Path, guarded: bool, holds_names: bool = False, drafts:
         "mm_processor_cache_gb": 0,
     }
     if not drafts:
-        return with_processors(arguments, guarded, holds_names)
+        return with_processors(arguments, guarded, takes_class_names)
     # vLLM refuses logits processors together with drafts; the drafter's module applies ours.
     speculative = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": _DRAFTED}
     return {
@@ -106,10 +106,10 @@ def own_arguments(model: Path, guarded: bool, holds_names: bool = False, drafts:
     }
 
 
-def with_processors(arguments: Mapping[str, Any], guarded: bool, holds_names: bool = False) -> dict[str, Any]:
+def with_processors(arguments: Mapping[str, Any], guarded: bool, takes_class_names: bool = False) -> dict[str, Any]:
     """An engine's arguments with our worker extension and logits processors."""
     ours = [KNOWN_TOKENS_PROCESSOR]
-    ours += [NAMES_PROCESSOR] if holds_names else []
+    ours += [CLASS_NAMES_PROCESSOR] if takes_class_names else []
     ours += [GUARD_PROCESSOR] if guarded else []  # last, because nothing may change the end of turn that it forces
     processors = [*(arguments.get("logits_processors") or []), *ours]
     return {**arguments, "worker_extension_cls": EXTENSION, "logits_processors": processors}
@@ -211,7 +211,7 @@ def check_guard(workers: Sequence[Mapping[str, Any]], wanted: RepeatTerminateCon
 
 
 def check_processors(
-    workers: Sequence[Mapping[str, Any]], guard: RepeatTerminateConfig | None, holds_names: bool
+    workers: Sequence[Mapping[str, Any]], guard: RepeatTerminateConfig | None, takes_class_names: bool
 ) -> None:
     """Raises RolloutError unless every worker (of a server's ``/status/``) applies the logits processors that it was
     started with; vLLM may drop them silently."""
@@ -223,8 +223,8 @@ def check_processors(
             "outside the tokenizer's vocabulary; install tested versions of vLLM and ms-swift, and set no other model "
             "runner"
         )
-    if holds_names and not all(status[NAMES_STATUS] for status in workers):
+    if takes_class_names and not all(status[CLASS_NAMES_STATUS] for status in workers):
         raise RolloutError(
-            f"an engine dropped the logits processor {NAMES_PROCESSOR}, so it would ignore the list of class names; "
-            "install a tested version of vLLM, and set no other model runner"
+            f"an engine dropped the logits processor {CLASS_NAMES_PROCESSOR}, so it would ignore the list of class "
+            "names; install a tested version of vLLM, and set no other model runner"
         )

@@ -20,11 +20,11 @@ from coordexp.coords import CoordVocab
 from coordexp.data.images import image_bytes, image_exists, open_rgb, read_header
 from coordexp.data.preparation import ImagePreparation
 from coordexp.data.shards import shard_of
-from coordexp.engine.wire.arguments import NAMES_KEY
+from coordexp.engine.wire.arguments import CLASS_NAMES_KEY
 from coordexp.errors import DataError, RolloutError
 from coordexp.records import Rollout, RolloutRequest
-from coordexp.rollouts.allowed_labels import are_labels
 from coordexp.rollouts.backend import DecodingOptions, response_tokens
+from coordexp.rollouts.class_names import are_class_names
 from coordexp.weight_sync import WeightVersion
 
 IMAGE_MARK = "<image>"
@@ -46,12 +46,12 @@ def infer_payload(
     options: DecodingOptions,
     source_of: Callable[[Path], str],
     tagged: bool = False,
-    names: Sequence[str] = (),
+    class_names: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The JSON body of one ``/infer/`` call.
 
     ``source_of``: see :func:`image_source`. ``tagged``: number the requests (``uuid``); our servers return the number
-    with each answer. ``names``: the allowed labels, empty for any.
+    with each answer. ``class_names``: those that answers may use, empty for any.
     """
 
     def content(parts: str | Sequence[Mapping[str, Any]]) -> str:
@@ -71,7 +71,7 @@ def infer_payload(
             {
                 "messages": [{"role": one["role"], "content": content(one["content"])} for one in request.messages],
                 "images": [source_of(request.image)],
-                **({"data_dict": {NAMES_KEY: list(names)}} if names else {}),
+                **({"data_dict": {CLASS_NAMES_KEY: list(class_names)}} if class_names else {}),
                 **({"uuid": str(place)} if tagged else {}),
             }
             for place, request in enumerate(requests)
@@ -243,12 +243,12 @@ class InferRequest(BaseModel):
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=0)
     add_eos: bool | str | None = None
 
-    def allowed_labels(self) -> tuple[str, ...]:
+    def class_names(self) -> tuple[str, ...]:
         """Class names that the answer is limited to; empty for no limit. Raises RequestRefused for anything else."""
-        names = self.data_dict.get(NAMES_KEY, [])
-        if not are_labels(names):
-            raise RequestRefused(400, f"data_dict.{NAMES_KEY} must be a list of names, none of them empty")
-        return tuple(names)
+        class_names = self.data_dict.get(CLASS_NAMES_KEY, [])
+        if not are_class_names(class_names):
+            raise RequestRefused(400, f"data_dict.{CLASS_NAMES_KEY} must be a list of class names, none of them empty")
+        return tuple(class_names)
 
 
 class RequestConfig(BaseModel):

@@ -25,9 +25,9 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from coordexp.coords import CoordVocab
 from coordexp.engine.wire.arguments import DRAFTER, activated_config
 from coordexp.engine.worker.logits_processors import (
-    AllowedLabelsProcessor,
     KnownTokensProcessor,
     RepeatTerminateProcessor,
+    RequestClassNamesProcessor,
 )
 from coordexp.errors import RolloutError
 from coordexp.rollouts.answer_state import AnswerGrammar, AnswerState
@@ -116,7 +116,7 @@ class _MaskedRow(NamedTuple):
     """One request: its answer (a list that vLLM extends), and its rows of both processors, which read that list."""
 
     answer: list[int]
-    names: Any
+    class_names: Any
     guard: Any
 
 
@@ -125,10 +125,10 @@ class DraftedMasks:
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.known_tokens = KnownTokensProcessor(vllm_config, device, False)
-        self.names = AllowedLabelsProcessor(vllm_config, device, False)
+        self.class_names = RequestClassNamesProcessor(vllm_config, device, False)
         guarded = activated_config(os.environ) is not None
         self.guard = RepeatTerminateProcessor(vllm_config, device, False) if guarded else None
-        self.processors = [one for one in (self.known_tokens, self.names, self.guard) if one is not None]
+        self.processors = [one for one in (self.known_tokens, self.class_names, self.guard) if one is not None]
         self._rows: dict[str, _MaskedRow] = {}  # of the requests of the last batch
 
     def sample(self, runner: Any, logits: torch.Tensor, metadata: Any, sample: Any) -> Any:
@@ -146,10 +146,10 @@ class DraftedMasks:
                 row = self._new_row(request)
             self._rows[name] = row
             guarded = guards is not None and guards.may_end_within(row.guard, count)
-            if guarded or row.names is not None:
+            if guarded or row.class_names is not None:
                 draft = list(takewhile(lambda token: token >= 0, batch.spec_token_ids[index][:count]))  # padded with -1
-                if row.names is not None:
-                    self.names.mask_rows(logits[first : first + count + 1], row.names, draft)
+                if row.class_names is not None:
+                    self.class_names.mask_rows(logits[first : first + count + 1], row.class_names, draft)
                 if guards is not None and guarded and (end := self._end_of(row.guard, draft)) is not None:
                     guards.end(logits, [first + end[0]])
                     ends.append((index, *end, row.guard))
@@ -166,7 +166,7 @@ class DraftedMasks:
     def _new_row(self, request: Any) -> _MaskedRow:
         params, answer = request.sampling_params, request.output_token_ids
         guard = None if self.guard is None else self.guard.new_row(params, None, answer)
-        return _MaskedRow(answer, self.names.new_row(params, None, answer), guard)
+        return _MaskedRow(answer, self.class_names.new_row(params, None, answer), guard)
 
     def _end_of(self, row: Any, draft: Sequence[int]) -> tuple[int, Any] | None:
         # The first position at which the guard ends the answer, if the draft up to there is accepted; its trigger.

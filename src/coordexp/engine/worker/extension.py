@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 import coordexp.engine.worker.cpu_patches  # noqa: F401  # applies them, before the engine loads its model
-from coordexp.engine.wire.arguments import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, FAILURE, NAMES_STATUS, RESULT
+from coordexp.engine.wire.arguments import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, CLASS_NAMES_STATUS, FAILURE, RESULT
 from coordexp.engine.wire.engine_process import DIE_WITH_PARENT, die_with_owner, die_with_parent
 from coordexp.engine.worker import drafting
 from coordexp.engine.worker.drafting import guard_of_worker, guard_report, processor_of
-from coordexp.engine.worker.logits_processors import AllowedLabelsProcessor, KnownTokensProcessor
+from coordexp.engine.worker.logits_processors import KnownTokensProcessor, RequestClassNamesProcessor
 from coordexp.errors import RolloutError
 from coordexp.modeling.finite import broken_weight
 from coordexp.weight_sync.group import GroupAddress
@@ -150,7 +150,7 @@ class WeightSyncExtension:
             "model_runner": f"{runner.__module__}.{runner.__name__}",
             "repeat_terminate": guard_report(self),
             "num_known_tokens": None if known_tokens is None else known_tokens.num_known,
-            NAMES_STATUS: processor_of(self, AllowedLabelsProcessor) is not None,
+            CLASS_NAMES_STATUS: processor_of(self, RequestClassNamesProcessor) is not None,
         }
 
     def coordexp_pop_triggers(self, request_ids: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -14,12 +14,12 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_update
 from coordexp.coords import CoordVocab
 from coordexp.engine.wire.arguments import (
     ACTIVATION_PATH,
-    NAMES_KEY,
+    CLASS_NAMES_KEY,
     REQUEST_KEY,
     activated_config,
 )
 from coordexp.errors import RolloutError
-from coordexp.rollouts.allowed_labels import START, AllowedLabels, ScanState
+from coordexp.rollouts.class_names import START, ClassNames, ScanState
 from coordexp.rollouts.hf import mask
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard, Trigger
 
@@ -60,22 +60,22 @@ class KnownTokensProcessor(LogitsProcessor):
 
 
 @dataclass(slots=True)
-class _NamesRow:
+class _ClassNamesRow:
     """One request: its answer so far (a list that vLLM extends), how much of it was read, and the state after that."""
 
-    rule: AllowedLabels
+    rule: ClassNames
     answer: list[int]
     num_read: int = 0
     state: ScanState | None = START
 
 
-class AllowedLabelsProcessor(LogitsProcessor):
-    """Masks every description outside a request's allowed labels. Must come before the repeat guard."""
+class RequestClassNamesProcessor(LogitsProcessor):
+    """Masks every description outside a request's class names. Must come before the repeat guard."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._vocab = CoordVocab.from_tokenizer(AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer))
-        self._rules: dict[tuple[str, ...], AllowedLabels] = {}
-        self._rows: dict[int, _NamesRow] = {}
+        self._rules: dict[tuple[str, ...], ClassNames] = {}
+        self._rows: dict[int, _ClassNamesRow] = {}
 
     def is_argmax_invariant(self) -> bool:
         return False  # so that vLLM applies it in greedy decoding too
@@ -88,7 +88,7 @@ class AllowedLabelsProcessor(LogitsProcessor):
             self.mask_rows(logits[index : index + 1], row)
         return logits
 
-    def mask_rows(self, logits_KV: torch.Tensor, row: _NamesRow, draft: Sequence[int] = ()) -> None:
+    def mask_rows(self, logits_KV: torch.Tensor, row: _ClassNamesRow, draft: Sequence[int] = ()) -> None:
         """Mask the logits after ``row``'s answer, and after each further token of ``draft``, in place."""
         if row.num_read > len(row.answer):  # vLLM took tokens back
             row.num_read, row.state = 0, START
@@ -104,18 +104,18 @@ class AllowedLabelsProcessor(LogitsProcessor):
             logits_KV[k] = mask(logits_KV[k : k + 1], row.rule.next_tokens(state))[0]
             state = self._after(row, state, draft[k]) if k < len(draft) else None
 
-    def _after(self, row: _NamesRow, state: ScanState | None, token: int) -> ScanState | None:
+    def _after(self, row: _ClassNamesRow, state: ScanState | None, token: int) -> ScanState | None:
         return None if state is None or token == self._vocab.eos_id else row.rule.after(state, token)
 
-    def new_row(self, params: SamplingParams, prompt_ids: list[int] | None, answer: list[int]) -> _NamesRow | None:
-        names = tuple((params.extra_args or {}).get(NAMES_KEY) or ())
+    def new_row(self, params: SamplingParams, prompt_ids: list[int] | None, answer: list[int]) -> _ClassNamesRow | None:
+        names = tuple((params.extra_args or {}).get(CLASS_NAMES_KEY) or ())
         if not names:
             return None
         if names not in self._rules:
             if len(self._rules) >= _KEPT_RULES:
                 self._rules.pop(next(iter(self._rules)))  # rows that use it keep their own reference
-            self._rules[names] = AllowedLabels(names, self._vocab.pieces, self._vocab.eos_id)
-        return _NamesRow(self._rules[names], answer)
+            self._rules[names] = ClassNames(names, self._vocab.pieces, self._vocab.eos_id)
+        return _ClassNamesRow(self._rules[names], answer)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
-"""Constrained decoding of descriptions: which tokens may come next if every description is one of a list of labels.
+"""Constrained decoding of descriptions: which tokens may come next if every description is a class name of a list.
 
 Torch-free. Works on the bytes that tokens write: a small scanner reads the answer's JSON, and inside a description a
-token is allowed if its bytes continue a label, or end it and continue as JSON. So any tokens may spell a label.
+token is allowed if its bytes continue a name, or end it and continue as JSON. So any tokens may spell a name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _QUOTE, _COLON, _BACKSLASH = b'":\\'
 class ScanState(NamedTuple):
     """State of the incremental JSON scanner, by ``kind``: ``out`` (outside of strings), ``text`` (inside a string;
     ``at`` bytes of the key "desc" match so far, -1 for another string; ``escaped`` after a backslash), ``key`` (after
-    the key "desc"), ``colon`` (after its colon), ``name`` (inside a label, at trie node ``at``)."""
+    the key "desc"), ``colon`` (after its colon), ``name`` (inside a class name, at trie node ``at``)."""
 
     kind: str
     at: int = 0
@@ -44,8 +44,8 @@ class NextTokens:
     are_allowed: bool
 
 
-class AllowedLabels:
-    """The labels as a trie over bytes, for one vocabulary."""
+class ClassNames:
+    """Class names as a trie over bytes, for one vocabulary."""
 
     def __init__(self, names: Sequence[str], pieces: Sequence[bytes], eos_id: int) -> None:
         """``pieces[token_id]``: the bytes that a token writes (:attr:`coordexp.coords.CoordVocab.pieces`). Raises
@@ -113,7 +113,7 @@ class AllowedLabels:
         return state
 
     def _continuations(self, node: int) -> Iterator[int]:
-        """Ids of tokens that continue a label from ``node``, or end it and continue with allowed JSON."""
+        """Ids of tokens that continue a name from ``node``, or end it and continue with allowed JSON."""
         waiting = [(node, b"")]
         while waiting:
             node, written = waiting.pop()
@@ -160,8 +160,8 @@ def _ids(token_ids: Iterable[int]) -> np.ndarray:
     return np.array(sorted(set(token_ids)), dtype=np.int64)
 
 
-def are_labels(given: Any) -> bool:
-    """Whether ``given``, any JSON value, is a list of labels, which may be empty."""
+def are_class_names(given: Any) -> bool:
+    """Whether ``given``, any JSON value, is a list of class names, which may be empty."""
     texts = isinstance(given, list) and all(isinstance(name, str) and name.strip() for name in given)
     return texts and not any("\ud800" <= char <= "\udfff" for name in given for char in name)  # halves of characters
 

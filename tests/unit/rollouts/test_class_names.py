@@ -14,11 +14,11 @@ from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.errors import ConfigError, DataError
-from coordexp.inference.session import read_classes
+from coordexp.inference.session import read_class_names
 from coordexp.modeling.load import load_vocab
 from coordexp.records import GTObject
-from coordexp.rollouts.allowed_labels import START, AllowedLabels, ScanState
-from coordexp.rollouts.hf import AllowedLabelsProcessor
+from coordexp.rollouts.class_names import START, ClassNames, ScanState
+from coordexp.rollouts.hf import BatchClassNamesProcessor
 
 NAMES = ("red circle", "red square", "re", 'a "q"', "été 猫")
 BOX = (1, 2, 3, 4)
@@ -30,8 +30,8 @@ def vocab() -> CoordVocab:
 
 
 @pytest.fixture(scope="module")
-def rule(vocab: CoordVocab) -> AllowedLabels:
-    return AllowedLabels(NAMES, vocab.pieces, vocab.eos_id)
+def rule(vocab: CoordVocab) -> ClassNames:
+    return ClassNames(NAMES, vocab.pieces, vocab.eos_id)
 
 
 def answer(*descs: str) -> str:
@@ -56,7 +56,7 @@ def any_cut(text: str, vocab: CoordVocab, rng: random.Random) -> list[int]:
     return ids
 
 
-def first_mistake(answer: Sequence[int], rule: AllowedLabels) -> int | None:
+def first_mistake(answer: Sequence[int], rule: ClassNames) -> int | None:
     """The position of the first token of an answer that the rule forbids; None where there is none."""
     state: ScanState | None = START
     for at, token_id in enumerate(answer):
@@ -66,14 +66,14 @@ def first_mistake(answer: Sequence[int], rule: AllowedLabels) -> int | None:
     return None
 
 
-def test_label_can_be_written_in_any_tokens(rule: AllowedLabels, vocab: CoordVocab) -> None:
+def test_class_name_can_be_written_in_any_tokens(rule: ClassNames, vocab: CoordVocab) -> None:
     text, rng = answer(*NAMES), random.Random(0)
     for ids in (vocab.encode(text), in_bytes(text, vocab), *(any_cut(text, vocab, rng) for _ in range(30))):
         assert first_mistake([*ids, vocab.eos_id], rule) is None
 
 
 @pytest.mark.parametrize("desc", ["aee", "red", "red circles", "red circle ", "Red circle", " re", "blue", "été"])
-def test_other_description_is_refused_in_any_tokens(rule: AllowedLabels, vocab: CoordVocab, desc: str) -> None:
+def test_other_description_is_refused_in_any_tokens(rule: ClassNames, vocab: CoordVocab, desc: str) -> None:
     text, rng = answer("re", desc), random.Random(0)
     for ids in (vocab.encode(text), in_bytes(text, vocab), *(any_cut(text, vocab, rng) for _ in range(30))):
         at = first_mistake(ids, rule)
@@ -84,7 +84,7 @@ def test_other_description_is_refused_in_any_tokens(rule: AllowedLabels, vocab: 
 @pytest.mark.parametrize(
     "text", ['{"object_1": {"desc": 5', '{"desc": ["re"]', '{"desc": null', '{"desc": "red circle', '{"desc" : "aee"']
 )
-def test_description_must_be_a_finished_string(rule: AllowedLabels, vocab: CoordVocab, text: str) -> None:
+def test_description_must_be_a_finished_string(rule: ClassNames, vocab: CoordVocab, text: str) -> None:
     assert first_mistake([*in_bytes(text, vocab), vocab.eos_id], rule) is not None
 
 
@@ -101,22 +101,22 @@ def test_description_must_be_a_finished_string(rule: AllowedLabels, vocab: Coord
         '{"\\"\\"desc": "aee"}',
     ],
 )
-def test_other_text_is_not_constrained(rule: AllowedLabels, vocab: CoordVocab, text: str) -> None:
+def test_other_text_is_not_constrained(rule: ClassNames, vocab: CoordVocab, text: str) -> None:
     assert first_mistake([*in_bytes(text, vocab), vocab.eos_id], rule) is None
 
 
 def test_a_token_that_ends_a_label_may_not_begin_another_description() -> None:
     pieces = [b'"', b'"}, {"desc": "re', b'"}, {"desc": "aee', b'"}', b"", b"<eos>"]
-    rule, state = AllowedLabels(["re"], pieces, 5), ScanState("name", 0)
+    rule, state = ClassNames(["re"], pieces, 5), ScanState("name", 0)
     for byte in (b"r", b"e"):
-        state = AllowedLabels(["re"], [byte], 9).after(state, 0)
+        state = ClassNames(["re"], [byte], 9).after(state, 0)
         assert state is not None
     assert rule.next_tokens(state).ids.tolist() == [0, 1, 3]
     assert [token for token in range(7) if rule.after(state, token) is not None] == [0, 1, 3]
     assert rule.after(START, 4) == START, "a token that writes nothing is refused in descriptions alone"
 
 
-def test_mask_agrees_with_walking_each_token(rule: AllowedLabels, vocab: CoordVocab) -> None:
+def test_mask_agrees_with_walking_each_token(rule: ClassNames, vocab: CoordVocab) -> None:
     """In every state that an answer passes through, and for every token of the vocabulary."""
     states = {START, ScanState("name", 0)}
     state: ScanState | None = START
@@ -135,10 +135,10 @@ def test_mask_agrees_with_walking_each_token(rule: AllowedLabels, vocab: CoordVo
         assert (ids if found.are_allowed else set(range(len(vocab))) - ids) == by_walking
 
 
-def test_finished_rows_are_not_masked(rule: AllowedLabels, vocab: CoordVocab) -> None:
+def test_finished_rows_are_not_masked(rule: ClassNames, vocab: CoordVocab) -> None:
     open_name = in_bytes('{"desc": "re', vocab)
     ended = [*in_bytes("{}", vocab), *[vocab.eos_id] * (len(open_name) - 2)]
-    processor = AllowedLabelsProcessor(rule, vocab.eos_id, 3)
+    processor = BatchClassNamesProcessor(rule, vocab.eos_id, 3)
     masked = torch.empty(0)
     for length in range(len(open_name) + 1):
         rows = torch.tensor([[1, 1, 1, *open_name[:length]], [1, 1, 1, *ended[:length]]])
@@ -149,25 +149,25 @@ def test_finished_rows_are_not_masked(rule: AllowedLabels, vocab: CoordVocab) ->
     assert {'"', "d"} <= allowed and not any(piece[0] not in '"d' for piece in allowed)
 
 
-def test_empty_labels_are_refused(vocab: CoordVocab) -> None:
+def test_empty_class_names_are_refused(vocab: CoordVocab) -> None:
     for names in ([], ["cat", " "]):
         with pytest.raises(ConfigError, match="class names"):
-            AllowedLabels(names, vocab.pieces, vocab.eos_id)
+            ClassNames(names, vocab.pieces, vocab.eos_id)
 
 
-def test_labels_are_read_from_text_file_and_jsonl(tmp_path: Path) -> None:
+def test_class_names_are_read_from_text_file_and_jsonl(tmp_path: Path) -> None:
     (tmp_path / "n.txt").write_text("cat\n\n red car \n")
     data = write_scenes(tmp_path, 6, SPARSE, 3)
-    assert read_classes(None, tmp_path) == ()
-    named = read_classes("cat, red car", tmp_path)
-    assert named == read_classes(str(tmp_path / "n.txt"), tmp_path) == ("cat", "red car")
-    assert "red circle" in read_classes(str(data), tmp_path)
+    assert read_class_names(None, tmp_path) == ()
+    named = read_class_names("cat, red car", tmp_path)
+    assert named == read_class_names(str(tmp_path / "n.txt"), tmp_path) == ("cat", "red car")
+    assert "red circle" in read_class_names(str(data), tmp_path)
     (tmp_path / "twice.txt").write_text("cat\ndog\ncat\n")
     with pytest.raises(DataError, match="'cat' is name 0 and name 2"):
-        read_classes(str(tmp_path / "twice.txt"), tmp_path)
+        read_class_names(str(tmp_path / "twice.txt"), tmp_path)
     for given, error in (("cat,,dog", ConfigError), ("a<|im_end|>", ConfigError), (str(tmp_path / "x.txt"), DataError)):
         with pytest.raises(error):
-            read_classes(given, tmp_path)
+            read_class_names(given, tmp_path)
 
 
 def test_detector_with_classes_writes_only_those(tmp_path: Path) -> None:
