@@ -55,7 +55,7 @@ PIPELINE = {
 }
 # Token ids of the synthetic vocabulary; the last 1000 ids are the coordinates.
 IMAGE, VISION_START, VISION_END, FIRST_WORD = 3, 4, 5, 10
-ROLE_OF_ENTRY = [TokenRole.TAIL_STRUCT] * 6 + [TokenRole.TAIL_DESC] * 2 + [TokenRole.TAIL_STRUCT] * 4
+ROLE_OF_ENTRY = [TokenRole.GT_STRUCT] * 6 + [TokenRole.GT_DESC] * 2 + [TokenRole.GT_STRUCT] * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def draw_segments(lengths: Sequence[int], sizes: Sizes, seed: int = 0, answer: f
 
 def _target(sample_id: str, boxes: int, vocabulary: int, rng: np.random.Generator) -> TrainingTarget:
     entry = len(ROLE_OF_ENTRY) + 4
-    roles = ([*ROLE_OF_ENTRY, *[TokenRole.TAIL_COORD] * 4] * boxes) + [TokenRole.CLOSE, TokenRole.EOS]
+    roles = ([*ROLE_OF_ENTRY, *[TokenRole.GT_COORD] * 4] * boxes) + [TokenRole.CLOSE, TokenRole.EOS]
     box_pos = np.arange(boxes)[:, None] * entry + np.arange(len(ROLE_OF_ENTRY), entry)
     box_bin = rng.integers(0, NUM_BINS, (boxes, 4))
     ids = rng.integers(FIRST_WORD, FIRST_WORD + 500, len(roles))

@@ -36,9 +36,9 @@ FOUND, WRONG, MISSED, TRUTH, GREY = "#1a7f37", "#c62828", "#e07b00", "#1f5fbf", 
 # Colour and background of a role's tokens.
 _TEXT, _COORD, _MASKED = ("#0b3d91", "#dbe8fb"), ("#1a6b2f", "#d9f2df"), (GREY, "none")
 STYLE = {
-    TokenRole.REWRITTEN_STRUCT: _TEXT, TokenRole.REWRITTEN_DESC: _TEXT, TokenRole.TAIL_STRUCT: _TEXT,
-    TokenRole.TAIL_DESC: _TEXT, TokenRole.CLOSE: _TEXT, TokenRole.EOS: _TEXT,
-    TokenRole.PREFIX_COORD: _COORD, TokenRole.TAIL_COORD: _COORD, TokenRole.PREFIX_MASKED: _MASKED,
+    TokenRole.REWRITTEN_STRUCT: _TEXT, TokenRole.REWRITTEN_DESC: _TEXT, TokenRole.GT_STRUCT: _TEXT,
+    TokenRole.GT_DESC: _TEXT, TokenRole.CLOSE: _TEXT, TokenRole.EOS: _TEXT,
+    TokenRole.MATCHED_COORD: _COORD, TokenRole.GT_COORD: _COORD, TokenRole.MASKED: _MASKED,
 }  # fmt: skip
 SIDE, TOP, CHAR, LINE = 170, 62, 6.62, 19
 

@@ -173,28 +173,30 @@ class MatchResult:
 
 class TokenRole(IntEnum):
     """The origin of a token of the assistant's target: the label that :mod:`coordexp.targets.weights` turns into
-    weights of loss terms, and that records and the viewer show. Prompt tokens have none. A rewritten answer has no
-    prefix: its matched objects' text is REWRITTEN_STRUCT and REWRITTEN_DESC, their coordinates, which are the model's
-    own, are PREFIX_COORD, and entries that no annotation matches are PREFIX_MASKED.
+    weights of loss terms, and that records and the viewer show. Prompt tokens have none.
 
-    Which tokens belong to a matched object is decided strictly. PREFIX_STRUCT is wholly inside its entry: a fused
+    MATCHED_COORD is the model's own in a kept prefix and in a rewritten answer. Other text of a matched object is
+    MATCHED_STRUCT and MATCHED_DESC in a prefix, REWRITTEN_STRUCT and REWRITTEN_DESC in a rewritten answer. GT_* is an
+    object that is written from the ground truth alone: every one in stage 1, a missed one after an answer.
+
+    Which tokens belong to a matched object is decided strictly. MATCHED_STRUCT is wholly inside its entry: a fused
     ``},`` or `` "`` between two entries also decides that another entry follows, which the match says nothing about,
-    and stays PREFIX_MASKED. A token that touches the desc's value is PREFIX_DESC, also where it is fused with structure
-    or is a coordinate token written in the desc. Values are stored in checkpoints: add new ones at the end.
+    and stays MASKED. A token that touches the desc's value is MATCHED_DESC, also where it is fused with structure or is
+    a coordinate token written in the desc. Values are stored in checkpoints: add new ones at the end.
     """
 
-    PREFIX_MASKED = 0  # no objective supervises these: separators, unmatched objects, invalid entries
-    PREFIX_COORD = 1  # a matched object's coordinate token in the model's own prefix
-    TAIL_STRUCT = 2
-    TAIL_DESC = 3
-    TAIL_COORD = 4
+    MASKED = 0  # no objective supervises these: separators, unmatched objects, invalid entries
+    MATCHED_COORD = 1
+    GT_STRUCT = 2
+    GT_DESC = 3
+    GT_COORD = 4
     CLOSE = 5  # the root's closing brace
     EOS = 6
-    PREFIX_STRUCT = 7  # a matched object's keys, quotes and brackets in the model's own prefix
-    PREFIX_DESC = 8  # a matched object's description there
+    MATCHED_STRUCT = 7  # keys, quotes and brackets
+    MATCHED_DESC = 8
     SOFT_COORD = 9  # a soft object's coordinate: context for later tokens, never trained
-    REWRITTEN_STRUCT = 10  # a matched object's keys, quotes, brackets and the separator before it in a rewritten answer
-    REWRITTEN_DESC = 11  # its description there, as the annotation has it
+    REWRITTEN_STRUCT = 10  # keys, quotes, brackets and the separator before the object
+    REWRITTEN_DESC = 11  # as the annotation has it
 
 
 SupervisionContext = Literal["gt", "rollout"]

@@ -62,7 +62,7 @@ def test_pictures_show_ground_truth_and_every_run_side_by_side(demo):
 
 def test_the_page_shows_targets_and_curves(demo):
     page = (demo[0] / "view.html").read_text(encoding="utf-8")
-    assert "PREFIX_COORD" in page and "data:image/jpeg;base64," in page and '"curves":{"' in page
+    assert "MATCHED_COORD" in page and "data:image/jpeg;base64," in page and '"curves":{"' in page
 
 
 def test_all_runs_used_the_same_images_and_changed_the_weights(demo):

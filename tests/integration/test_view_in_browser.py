@@ -258,20 +258,20 @@ def test_hovering_a_row_highlights_its_object(run_page: Browser) -> None:
 
 
 def test_tokens_have_roles_and_losses(run_page: Browser) -> None:
-    for role in ("PREFIX_COORD", "PREFIX_DESC", "TAIL_COORD", "TAIL_STRUCT", "CLOSE", "EOS"):
+    for role in ("MATCHED_COORD", "MATCHED_DESC", "GT_COORD", "GT_STRUCT", "CLOSE", "EOS"):
         assert run_page.count(f"#target .{role}") > 0, role
-    assert run_page.count("#rollout .BEHIND_CUT") > 0 and run_page.count("#rollout .TAIL_COORD") == 0
+    assert run_page.count("#rollout .BEHIND_CUT") > 0 and run_page.count("#rollout .GT_COORD") == 0
     colours = run_page.run(
-        "return ['PREFIX_COORD', 'TAIL_COORD', 'TAIL_DESC'].map(r => "
+        "return ['MATCHED_COORD', 'GT_COORD', 'GT_DESC'].map(r => "
         "getComputedStyle(document.querySelector('#target .' + r)).backgroundColor)"
     )
     assert len(set(colours)) == 3
-    run_page.hover("#target .TAIL_COORD")
-    assert "TAIL_COORD · loss 0.5 · mean of its role 0.5" in run_page.text("#tip")
-    run_page.hover("#target .TAIL_DESC")
-    assert "TAIL_DESC · no loss" in run_page.text("#tip")
+    run_page.hover("#target .GT_COORD")
+    assert "GT_COORD · loss 0.5 · mean of its role 0.5" in run_page.text("#tip")
+    run_page.hover("#target .GT_DESC")
+    assert "GT_DESC · no loss" in run_page.text("#tip")
     assert "missing_geometry1" in run_page.text("#facts") and "found: coordinates0.5" in run_page.text("#facts")
-    assert "appended" in run_page.run("return document.querySelector('#legend .TAIL_COORD').title")
+    assert "appended" in run_page.run("return document.querySelector('#legend .GT_COORD').title")
     run_page.press("c")
     assert run_page.count("#record.by-loss") == 1
     assert "0.5 nats, the target's worst" in run_page.text("#legend")

@@ -68,18 +68,18 @@ def test_only_matched_prefix_coordinates_and_the_tail_get_gradient() -> None:
     segment = rollout_segment()
     gradient = gradient_of(segment, coord_gate_weight=0.0, rollout_fn_desc_weight=0.0)
     touched = gradient.abs().sum(dim=1) > 0
-    prefix_text = {TokenRole.PREFIX_MASKED, TokenRole.PREFIX_STRUCT, TokenRole.PREFIX_DESC}
+    prefix_text = {TokenRole.MASKED, TokenRole.MATCHED_STRUCT, TokenRole.MATCHED_DESC}
     assert all(positions(segment, role) for role in prefix_text)
-    supervised = positions(segment, *(set(TokenRole) - prefix_text - {TokenRole.TAIL_DESC}))
+    supervised = positions(segment, *(set(TokenRole) - prefix_text - {TokenRole.GT_DESC}))
     assert torch.nonzero(touched)[:, 0].tolist() == supervised
-    assert len(positions(segment, TokenRole.PREFIX_COORD)) == 4  # the false positive's four are not among them
+    assert len(positions(segment, TokenRole.MATCHED_COORD)) == 4  # the false positive's four are not among them
     # Coordinates: only the distribution over bins is touched, never the text vocabulary. Text: all of it.
-    at_coords = gradient[positions(segment, TokenRole.PREFIX_COORD, TokenRole.TAIL_COORD)]
+    at_coords = gradient[positions(segment, TokenRole.MATCHED_COORD, TokenRole.GT_COORD)]
     text_columns = torch.ones(gradient.shape[1], dtype=torch.bool)
     text_columns[COORD_IDS] = False
     assert at_coords[:, COORD_IDS].abs().sum() > 0
     assert at_coords[:, text_columns].abs().sum() == 0
-    at_text = gradient[positions(segment, TokenRole.TAIL_STRUCT, TokenRole.CLOSE, TokenRole.EOS)]
+    at_text = gradient[positions(segment, TokenRole.GT_STRUCT, TokenRole.CLOSE, TokenRole.EOS)]
     assert (at_text != 0).all()
 
 
@@ -87,7 +87,7 @@ def test_only_matched_prefix_coordinates_and_the_tail_get_gradient() -> None:
 @pytest.mark.parametrize(("weight", "touched"), [(0.0, False), (0.5, True)])
 def test_appended_descriptions_are_masked_unless_weighted(weight: float, touched: bool) -> None:
     segment = rollout_segment(rollout_fn_desc_weight=weight)
-    rows = positions(segment, TokenRole.TAIL_DESC)
+    rows = positions(segment, TokenRole.GT_DESC)
     assert rows
     gradient = gradient_of(segment, rollout_fn_desc_weight=weight)
     assert bool((gradient[rows].abs().sum(dim=1) > 0).all()) is touched
@@ -179,7 +179,7 @@ def test_rollout_slots_and_ground_truth_slots_use_the_same_gate() -> None:
     segment = rollout_segment()
     pipeline = build_pipeline(config(**(EVERYTHING | {"temperature": 0.7})))
     by_slot = []
-    for role in (TokenRole.PREFIX_COORD, TokenRole.TAIL_COORD):
+    for role in (TokenRole.MATCHED_COORD, TokenRole.GT_COORD):
         logits_LV = torch.zeros(segment.length, len(tiny_vocab()), dtype=torch.float64)
         logits_LV[:, 11] = 4.0
         logits_LV[positions(segment, role), COORD_IDS[5]] = math.nan

@@ -116,7 +116,7 @@ def test_one_forward_and_one_loss_per_micro_step(tmp_path: Path) -> None:
     assert all(loss.ndim == 0 for loss in watch.losses)
     assert step_lines(trainer)[0]["loss"] == pytest.approx(sum(loss.item() for loss in watch.losses), rel=1e-5)
     roles = {TokenRole(role) for segment in trained for role in segment.target.roles_T}
-    assert {TokenRole.PREFIX_MASKED, TokenRole.PREFIX_COORD, TokenRole.TAIL_COORD, TokenRole.EOS} <= roles
+    assert {TokenRole.MASKED, TokenRole.MATCHED_COORD, TokenRole.GT_COORD, TokenRole.EOS} <= roles
 
 
 @pytest.mark.scenario("Beam search selects exactly one rollout response")

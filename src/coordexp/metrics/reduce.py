@@ -46,7 +46,7 @@ def rollout_counters(outcomes: Iterable[SampleOutcome]) -> Counter[str]:
         sums["match/mixed_kind_total"] += outcome.num_mixed_kind
         sums["rollout/gen_new_tokens_total"] += len(outcome.rollout.response_token_ids)
         sums["rollout/prefix_coord_targets_total"] += int(
-            (outcome.target.roles_T[outcome.target.coord_pos_K] == TokenRole.PREFIX_COORD).sum()
+            (outcome.target.roles_T[outcome.target.coord_pos_K] == TokenRole.MATCHED_COORD).sum()
         )
     return sums
 

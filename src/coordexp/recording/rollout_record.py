@@ -40,7 +40,7 @@ from coordexp.targets import (
     empty_target,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class RolloutRecord:
     because a line is written before the forward pass. :func:`read_records` fills them from the :class:`LossRecord`.
     """
 
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     sample_id: str
     image: str
     width: int

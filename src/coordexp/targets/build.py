@@ -98,7 +98,7 @@ def build_target(
     _check_coord_tokens([predicted for predicted, _ in matched], parsed, vocab, sample_id)
     prefix_len = len(parsed.prefix_token_ids)
     roles_T = np.concatenate(
-        [np.full(prefix_len, TokenRole.PREFIX_MASKED, dtype=np.uint8), tail.roles_T, [np.uint8(TokenRole.EOS)]]
+        [np.full(prefix_len, TokenRole.MASKED, dtype=np.uint8), tail.roles_T, [np.uint8(TokenRole.EOS)]]
     )
     mark_matched(roles_T, matched)
     softness_T = np.concatenate([np.ones(prefix_len), tail.softness_T, [1.0]])
@@ -172,10 +172,10 @@ def count_mixed_kind(parsed: ParsedRollout, match: MatchResult, ground_truth: Se
 def mark_matched(roles_T: np.ndarray, matched: Sequence[tuple[PredictedObject, GTObject]]) -> None:
     """Give the tokens of matched objects, as the model wrote them, their roles in ``roles_T``."""
     for predicted, _ in matched:
-        roles_T[slice(*predicted.own_token_span)] = TokenRole.PREFIX_STRUCT
-        roles_T[slice(*predicted.desc_token_span)] = TokenRole.PREFIX_DESC
+        roles_T[slice(*predicted.own_token_span)] = TokenRole.MATCHED_STRUCT
+        roles_T[slice(*predicted.desc_token_span)] = TokenRole.MATCHED_DESC
     # One assignment for all objects' coordinates: one for each object's four would cost more than all the rest.
-    roles_T[_coord_positions(matched)] = TokenRole.PREFIX_COORD
+    roles_T[_coord_positions(matched)] = TokenRole.MATCHED_COORD
     softly = [pair for pair in matched if pair[1].soft is not None]
     if softly:
         roles_T[_coord_positions(softly)] = TokenRole.SOFT_COORD

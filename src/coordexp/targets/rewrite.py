@@ -29,9 +29,9 @@ from coordexp.targets.supervision import Shape, assemble, coordinate_targets, en
 from coordexp.targets.weights import SupervisionWeights
 
 _AS_MATCHED = {
-    TokenRole.TAIL_STRUCT: TokenRole.REWRITTEN_STRUCT,
-    TokenRole.TAIL_DESC: TokenRole.REWRITTEN_DESC,
-    TokenRole.TAIL_COORD: TokenRole.PREFIX_COORD,
+    TokenRole.GT_STRUCT: TokenRole.REWRITTEN_STRUCT,
+    TokenRole.GT_DESC: TokenRole.REWRITTEN_DESC,
+    TokenRole.GT_COORD: TokenRole.MATCHED_COORD,
 }
 
 
@@ -95,7 +95,7 @@ def build_rewritten(
                 own_T[own_T == role] = as_matched
     for entry, span in zip(entries, tail.entry_tokens, strict=True):
         if entry.bins is None:
-            roles_T[slice(*span)] = TokenRole.PREFIX_MASKED
+            roles_T[slice(*span)] = TokenRole.MASKED
     roles_T[-1] = TokenRole.CLOSE
     shapes: list[Shape] = [
         (entry.obj.kind, positions, entry.bins)

@@ -47,9 +47,9 @@ class Tail:
 def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVocab) -> Tail:
     """Tokenise ``fragment`` (which writes exactly ``objects``) and say what each token is.
 
-    A token that touches a desc value is TAIL_DESC, also where the closing quote is fused into it; a coordinate token is
-    TAIL_COORD, or SOFT_COORD where its object is soft; the last token, which holds the root's closing brace, is CLOSE;
-    all else is TAIL_STRUCT. A token that touches a soft object's entry, or the separator before it, weighs as little as
+    A token that touches a desc value is GT_DESC, also where the closing quote is fused into it; a coordinate token is
+    GT_COORD, or SOFT_COORD where its object is soft; the last token, which holds the root's closing brace, is CLOSE;
+    all else is GT_STRUCT. A token that touches a soft object's entry, or the separator before it, weighs as little as
     the softest of what it touches. Raises AlignmentError if the tokens do not decode to the fragment, its coordinate
     tokens are not the objects', or a description writes a control token.
     """
@@ -64,9 +64,9 @@ def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVoc
             f"a description contains {control!r}, which the tokenizer reads as a control token; remove it"
         )
     ends_T = list(accumulate(map(len, written_T)))
-    roles_T = np.full(len(token_ids), TokenRole.TAIL_STRUCT, dtype=np.uint8)
+    roles_T = np.full(len(token_ids), TokenRole.GT_STRUCT, dtype=np.uint8)
     for start, end in _byte_spans(fragment.text, fragment.desc_spans):
-        roles_T[bisect_right(ends_T, start) : bisect_right(ends_T, end - 1) + 1] = TokenRole.TAIL_DESC
+        roles_T[bisect_right(ends_T, start) : bisect_right(ends_T, end - 1) + 1] = TokenRole.GT_DESC
     roles_T[-1] = TokenRole.CLOSE
     bins = vocab.bins
     written = [(position, bins[i]) for position, i in enumerate(token_ids) if i in bins]
@@ -86,7 +86,7 @@ def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVoc
         at += len(obj.bins)
     taught = [k for obj, positions in zip(objects, coords_of, strict=True) if obj.soft is None for k in positions]
     roles_T[[position for position, _ in written]] = TokenRole.SOFT_COORD
-    roles_T[taught] = TokenRole.TAIL_COORD
+    roles_T[taught] = TokenRole.GT_COORD
     softness_T = np.ones(len(token_ids))
     for obj, (start, end) in zip(objects, entry_tokens, strict=True):
         if obj.soft is not None:

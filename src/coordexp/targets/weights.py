@@ -104,15 +104,15 @@ def _weight_by_role(context: SupervisionContext, weights: SupervisionWeights) ->
     tail_desc = w.desc_ce if context == "gt" else w.rollout_fn_desc_ce
     table = {
         "struct_ce": {
-            **dict.fromkeys((R.TAIL_STRUCT, R.CLOSE, R.EOS, R.REWRITTEN_STRUCT), w.struct_ce),
-            R.PREFIX_STRUCT: w.matched_struct_ce,
+            **dict.fromkeys((R.GT_STRUCT, R.CLOSE, R.EOS, R.REWRITTEN_STRUCT), w.struct_ce),
+            R.MATCHED_STRUCT: w.matched_struct_ce,
         },
-        "desc_ce": {R.TAIL_DESC: tail_desc, R.REWRITTEN_DESC: w.desc_ce},
-        "coord_token_ce": {R.TAIL_COORD: w.coord_token_ce},
-        "coord": {R.PREFIX_COORD: 1.0, R.TAIL_COORD: 1.0},
+        "desc_ce": {R.GT_DESC: tail_desc, R.REWRITTEN_DESC: w.desc_ce},
+        "coord_token_ce": {R.GT_COORD: w.coord_token_ce},
+        "coord": {R.MATCHED_COORD: 1.0, R.GT_COORD: 1.0},
         "text_gate": {  # the model's own text never counts; descriptions count where they are trained
-            **dict.fromkeys((R.TAIL_STRUCT, R.CLOSE, R.EOS, R.REWRITTEN_STRUCT), 1.0),
-            R.TAIL_DESC: float(tail_desc > 0),
+            **dict.fromkeys((R.GT_STRUCT, R.CLOSE, R.EOS, R.REWRITTEN_STRUCT), 1.0),
+            R.GT_DESC: float(tail_desc > 0),
             R.REWRITTEN_DESC: float(w.desc_ce > 0),
         },
     }

@@ -265,7 +265,7 @@ def _rollout_tokens(record: RolloutRecord, grammar: AnswerGrammar) -> ViewTokens
     from coordexp.targets import mark_matched
 
     kept = min(record.parse.prefix_len - record.parse.num_replaced_tail, len(record.response_token_ids))
-    roles_T = np.full(record.parse.prefix_len, TokenRole.PREFIX_MASKED, dtype=np.uint8)
+    roles_T = np.full(record.parse.prefix_len, TokenRole.MASKED, dtype=np.uint8)
     if record.target.token_ids:
         pairs = record.match.pairs
         mark_matched(roles_T, [(record.parse.objects[p.pred_idx], record.ground_truth[p.gt_idx]) for p in pairs])

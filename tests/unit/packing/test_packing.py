@@ -23,7 +23,7 @@ from coordexp.targets.weights import weigh_tokens
 def make_segment(sample_id: str, length: int, prompt_len: int = 1) -> Segment:
     """A segment of ``length`` tokens with plain structure as its target; token ids are positions."""
     target_len = length - prompt_len
-    return Segment(sample_id, tuple(range(prompt_len)), make_target(sample_id, [R.TAIL_STRUCT] * target_len))
+    return Segment(sample_id, tuple(range(prompt_len)), make_target(sample_id, [R.GT_STRUCT] * target_len))
 
 
 def make_target(
@@ -270,7 +270,7 @@ FIRST = Segment(
     (1, 2, 3),
     make_target(
         "first",
-        [R.PREFIX_MASKED, R.PREFIX_COORD, R.PREFIX_COORD, R.TAIL_STRUCT, R.EOS],
+        [R.MASKED, R.MATCHED_COORD, R.MATCHED_COORD, R.GT_STRUCT, R.EOS],
         coords={1: 12.0, 2: 13.5},
         first_token=10,
     ),
@@ -280,7 +280,7 @@ SECOND = Segment(
     (4,),
     make_target(
         "second",
-        [R.TAIL_STRUCT, R.TAIL_COORD, R.TAIL_COORD, R.TAIL_COORD, R.TAIL_COORD, R.CLOSE],
+        [R.GT_STRUCT, R.GT_COORD, R.GT_COORD, R.GT_COORD, R.GT_COORD, R.CLOSE],
         coords={1: 100, 2: 200, 3: 300, 4: 400},
         boxes=[([1, 2, 3, 4], [100, 200, 300, 400])],
         first_token=20,

@@ -147,7 +147,7 @@ def test_records_of_training_can_be_replayed(tmp_path: Path) -> None:
         assert replay(line, loaded.vocab) == ()
         assert line.ground_truth == in_file[line.sample_id] and line.prompt.num_tokens > 10
     assert {"rollout/records_written_total", "rollout/records_dropped_total"} <= step_lines(trainer)[-1].keys()
-    assert set(found[0].loss_by_role or {}) >= {"PREFIX_COORD", "TAIL_STRUCT", "TAIL_COORD", "CLOSE", "EOS"}
+    assert set(found[0].loss_by_role or {}) >= {"MATCHED_COORD", "GT_STRUCT", "GT_COORD", "CLOSE", "EOS"}
     assert dict(found[0].token_loss or ()) == pytest.approx(alone(found[0], trainer), abs=2e-3)
 
 
@@ -170,7 +170,7 @@ def alone(record: RolloutRecord, trainer: CoordExpTrainer) -> dict[int, float]:
     roles = [role for role, count in record.target.roles for _ in range(count)]
     bin_at = dict(zip(record.target.coord_pos, record.target.coord_bin, strict=True))
     coord_ids = list(loaded.vocab.coord_token_ids)
-    scored = {"TAIL_STRUCT", "CLOSE", "EOS"}  # the shipped objective leaves the tail's descriptions out
+    scored = {"GT_STRUCT", "CLOSE", "EOS"}  # the shipped objective leaves the tail's descriptions out
     losses = {at: -logits[at].log_softmax(-1)[record.target.token_ids[at]].item()
               for at, role in enumerate(roles) if role in scored}  # fmt: skip
     return losses | {at: -logits[at, coord_ids].log_softmax(-1)[round(k)].item() for at, k in bin_at.items()}

@@ -18,7 +18,7 @@ from coordexp.targets.build import coordinate_targets
 from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, taught_text, vocabs
 from support.qwen_tokenizer import qwen_vocab
 
-PREFIX_ROLES = {TokenRole.PREFIX_MASKED, TokenRole.PREFIX_COORD, TokenRole.PREFIX_STRUCT, TokenRole.PREFIX_DESC}
+PREFIX_ROLES = {TokenRole.MASKED, TokenRole.MATCHED_COORD, TokenRole.MATCHED_STRUCT, TokenRole.MATCHED_DESC}
 
 # Shapes that lie near CAT (10, 20, 200, 220).
 NEAR_BOX = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
@@ -46,14 +46,14 @@ def test_a_matched_object_is_corrected_and_a_missed_one_appended(make_vocab, ord
     assert target.box_bin_M4.tolist() == [list(CAT.bins), list(DOG.bins)]
     assert target.box_pos_M4.tolist() == target.coord_pos_K.reshape(2, 4).tolist()  # both boxes at their own tokens
     assert set(target.roles_T[: target.prefix_len].tolist()) == PREFIX_ROLES
-    assert (target.roles_T == TokenRole.PREFIX_COORD).sum() == 4
+    assert (target.roles_T == TokenRole.MATCHED_COORD).sum() == 4
     assert not set(target.roles_T[target.prefix_len :].tolist()) & PREFIX_ROLES
 
 
 def test_a_target_is_closed_if_brace_and_end_of_turn_are_supervised() -> None:
     target = outcome_of(answer(entry(1, NEAR_BOX)), [CAT], qwen_vocab()).target
     assert is_closed(target)
-    unending = replace(target, roles_T=np.append(target.roles_T[:-1], np.uint8(TokenRole.PREFIX_MASKED)))
+    unending = replace(target, roles_T=np.append(target.roles_T[:-1], np.uint8(TokenRole.MASKED)))
     assert not is_closed(unending) and not is_closed(empty_target("none"))
 
 
@@ -71,7 +71,7 @@ def test_targets_are_at_the_tokens_of_the_predicted_objects(make_vocab, predicte
     target = got.target
     assert target.coord_pos_K.tolist() == list(own.coord_token_idx)
     assert [vocab.bin_of(target.token_ids[p]) for p in target.coord_pos_K] == list(predicted.bins)
-    assert np.flatnonzero(target.roles_T == TokenRole.PREFIX_COORD).tolist() == list(own.coord_token_idx)
+    assert np.flatnonzero(target.roles_T == TokenRole.MATCHED_COORD).tolist() == list(own.coord_token_idx)
     assert len(target.coord_bin_K) == len(predicted.bins)
     # Every predicted corner is near its own corner of the annotation.
     if predicted.kind == "bbox_2d":

@@ -14,7 +14,7 @@ from coordexp.targets import build_gt_target, encode_tail
 from support.answers import CAT, LEAF, tiny_vocab, vocabs
 from support.qwen_tokenizer import qwen_vocab
 
-LETTER = {"s": TokenRole.TAIL_STRUCT, "d": TokenRole.TAIL_DESC, "x": TokenRole.TAIL_COORD,
+LETTER = {"s": TokenRole.GT_STRUCT, "d": TokenRole.GT_DESC, "x": TokenRole.GT_COORD,
           "}": TokenRole.CLOSE, "E": TokenRole.EOS}  # fmt: skip
 
 # One token per cell, its role above it.
@@ -74,7 +74,7 @@ def test_a_token_that_touches_a_description_is_a_description_token(desc, order, 
     vocab = qwen_vocab()
     target = build_gt_target([GTObject(desc, "bbox_2d", CAT.bins)], vocab, sample_id="s", field_order=order)
     pieces = np.array([vocab.piece(i) for i in target.token_ids], dtype=object)
-    assert pieces[target.roles_T == TokenRole.TAIL_DESC].tolist() == masked
+    assert pieces[target.roles_T == TokenRole.GT_DESC].tolist() == masked
     assert pieces[target.roles_T == TokenRole.CLOSE].tolist() == [closing]
 
 
@@ -87,7 +87,7 @@ def test_descriptions_are_found_after_non_ascii_ones(make_vocab) -> None:
     )
     runs, here = [], []
     for token_id, role in zip(target.token_ids, target.roles_T, strict=True):
-        if role == TokenRole.TAIL_DESC:
+        if role == TokenRole.GT_DESC:
             here.append(token_id)
         elif here:
             runs.append(vocab.decode(here))

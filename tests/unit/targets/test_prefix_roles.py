@@ -11,8 +11,8 @@ from support.parse_invariants import byte_vocab
 from support.qwen_tokenizer import qwen_vocab
 
 # . masked, s matched structure, d matched desc, x matched coordinate
-LETTER = {TokenRole.PREFIX_MASKED: ".", TokenRole.PREFIX_STRUCT: "s", TokenRole.PREFIX_DESC: "d",
-          TokenRole.PREFIX_COORD: "x"}  # fmt: skip
+LETTER = {TokenRole.MASKED: ".", TokenRole.MATCHED_STRUCT: "s", TokenRole.MATCHED_DESC: "d",
+          TokenRole.MATCHED_COORD: "x"}  # fmt: skip
 NEAR = GTObject("black cat", "bbox_2d", (12, 22, 202, 222))
 FAR = GTObject("dog", "bbox_2d", (800, 800, 900, 900))
 TINY_NEAR = GTObject("red circle", "bbox_2d", NEAR.bins)
@@ -88,7 +88,7 @@ def test_a_token_of_two_entries_belongs_to_neither_as_structure(glued: str) -> N
     assert shared == second.token_span[0] and vocab.piece(got.target.token_ids[shared]) == glued
     assert first.own_token_span[1] == shared and second.own_token_span[0] == shared + 1
     # Where it reaches into the next description it is that description's, else it is masked; never structure.
-    wanted = TokenRole.PREFIX_DESC if glued.endswith("do") else TokenRole.PREFIX_MASKED
+    wanted = TokenRole.MATCHED_DESC if glued.endswith("do") else TokenRole.MASKED
     assert got.target.roles_T[shared] == wanted
 
 
@@ -103,8 +103,8 @@ def test_a_token_of_desc_and_structure_is_desc(glued: str, own: str) -> None:
     vocab = glued_vocab(glued)
     got = outcome_of(written_with(vocab, f"{{{entry(1, NEAR)}}}", glued), [CAT], vocab)
     pieces = [vocab.piece(t) for t in got.target.token_ids[: got.target.prefix_len]]
-    assert got.target.roles_T[pieces.index(own)] == TokenRole.PREFIX_DESC
-    written = "".join(p for p, r in zip(pieces, got.target.roles_T, strict=False) if r == TokenRole.PREFIX_DESC)
+    assert got.target.roles_T[pieces.index(own)] == TokenRole.MATCHED_DESC
+    written = "".join(p for p, r in zip(pieces, got.target.roles_T, strict=False) if r == TokenRole.MATCHED_DESC)
     assert "black cat" in written
 
 
@@ -125,4 +125,4 @@ def test_a_coordinate_inside_a_desc_is_desc() -> None:
     text = answer(entry(1, GTObject("at <|coord_5|>", "bbox_2d", NEAR.bins)))
     target = outcome_of(text, [CAT], vocab).target
     roles = [TokenRole(int(r)) for r, t in zip(target.roles_T, target.token_ids, strict=True) if vocab.bin_of(t) == 5]
-    assert roles == [TokenRole.PREFIX_DESC]
+    assert roles == [TokenRole.MATCHED_DESC]

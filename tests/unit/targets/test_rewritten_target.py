@@ -60,8 +60,8 @@ def test_matched_objects_keep_the_models_order_and_coordinates_with_annotated_na
 def test_an_unmatched_object_is_masked_with_its_separator() -> None:
     vocab = tiny_vocab()
     got = rewritten([NEAR_DOG, OWL, NEAR_CAT], [CAT, DOG], vocab)
-    assert text_of(got, vocab, TokenRole.PREFIX_MASKED) == ", " + entry(2, OWL)
-    taught = {*TokenRole} - {TokenRole.PREFIX_MASKED, TokenRole.EOS}
+    assert text_of(got, vocab, TokenRole.MASKED) == ", " + entry(2, OWL)
+    taught = {*TokenRole} - {TokenRole.MASKED, TokenRole.EOS}
     assert text_of(got, vocab, *taught) == "{" + entry(1, NEAR_DOG) + ", " + entry(
         3, replace(NEAR_CAT, desc="black cat")
     ) + "}"  # fmt: skip
@@ -71,7 +71,7 @@ def test_an_unmatched_object_is_masked_with_its_separator() -> None:
 def test_a_fused_token_that_touches_a_masked_entry_is_masked() -> None:
     vocab = qwen_vocab()
     got = rewritten([OWL, NEAR_CAT], [CAT], vocab)
-    masked = text_of(got, vocab, TokenRole.PREFIX_MASKED)
+    masked = text_of(got, vocab, TokenRole.MASKED)
     assert entry(1, OWL)[1:] in masked and masked.endswith(("},", "}, "))  # Qwen writes `},` in one token
     assert "black cat" not in masked and got.target.roles_T[-2:].tolist() == [TokenRole.CLOSE, TokenRole.EOS]
     alone = rewritten([OWL], [], vocab).target  # its closing brace is fused with the root's, which stays taught
@@ -85,7 +85,7 @@ def test_a_match_of_the_other_geometry_is_replaced_by_the_annotation(make_vocab)
     body = json.loads(taught_text(got, vocab))
     assert body["object_1"] == json.loads("{" + entry(1, CAT) + "}")["object_1"]
     assert got.target.coord_bin_K.tolist() == list(CAT.bins)
-    assert {TokenRole.TAIL_COORD, TokenRole.TAIL_DESC} <= {TokenRole(int(r)) for r in got.target.roles_T}
+    assert {TokenRole.GT_COORD, TokenRole.GT_DESC} <= {TokenRole(int(r)) for r in got.target.roles_T}
     assert (got.target.matched_gt_idx, got.target.appended_gt_idx) == ((0,), ())
 
 
@@ -152,7 +152,7 @@ def test_a_soft_object_has_weighted_text_and_no_coordinate_loss(make_vocab) -> N
         assert target.box_bin_M4.tolist() == [list(DOG.bins)]
         assert (target.roles_T == TokenRole.SOFT_COORD).sum() == len(CAT.bins) + len(LEAF.bins)
         text_T = target.weights["struct_ce"] + target.weights["desc_ce"]
-        desc = TokenRole.REWRITTEN_DESC if policy is REWRITTEN else TokenRole.TAIL_DESC
+        desc = TokenRole.REWRITTEN_DESC if policy is REWRITTEN else TokenRole.GT_DESC
         assert set(text_T[target.roles_T == desc].tolist()) == ({0.5, 1.0} if policy is REWRITTEN else {0.25})
         assert set(text_T.tolist()) == ({0.0, 0.25, 0.5, 1.0} if policy is REWRITTEN else {0.0, 0.25, 1.0})
     gt = build_gt_target([soft_cat, DOG], vocab, sample_id="gt", field_order="desc_first")

@@ -21,9 +21,9 @@ from coordexp.targets import TargetPolicy
 from support.answers import SampleOutcome, outcome_of, read_json, taught_text, tiny_vocab, vocabs
 from support.parse_invariants import examples
 
-COORD_ROLES = (TokenRole.PREFIX_COORD, TokenRole.TAIL_COORD)
-MODELS_OWN = (TokenRole.PREFIX_COORD, TokenRole.REWRITTEN_STRUCT, TokenRole.REWRITTEN_DESC)
-PREFIX_ROLES = (TokenRole.PREFIX_MASKED, TokenRole.PREFIX_COORD, TokenRole.PREFIX_STRUCT, TokenRole.PREFIX_DESC)
+COORD_ROLES = (TokenRole.MATCHED_COORD, TokenRole.GT_COORD)
+MODELS_OWN = (TokenRole.MATCHED_COORD, TokenRole.REWRITTEN_STRUCT, TokenRole.REWRITTEN_DESC)
+PREFIX_ROLES = (TokenRole.MASKED, TokenRole.MATCHED_COORD, TokenRole.MATCHED_STRUCT, TokenRole.MATCHED_DESC)
 
 
 def check_target(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordVocab) -> None:
@@ -62,14 +62,14 @@ def check_target(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordVoca
         own, desc = slice(*obj.own_token_span), slice(*obj.desc_token_span)
         inside = {*roles[own].tolist(), *roles[desc].tolist()}
         if i not in matched:
-            assert inside <= {TokenRole.PREFIX_MASKED}
+            assert inside <= {TokenRole.MASKED}
             continue
-        assert inside == {TokenRole.PREFIX_COORD, TokenRole.PREFIX_STRUCT, TokenRole.PREFIX_DESC} - (
-            set() if (roles[own] == TokenRole.PREFIX_STRUCT).any() else {TokenRole.PREFIX_STRUCT}
+        assert inside == {TokenRole.MATCHED_COORD, TokenRole.MATCHED_STRUCT, TokenRole.MATCHED_DESC} - (
+            set() if (roles[own] == TokenRole.MATCHED_STRUCT).any() else {TokenRole.MATCHED_STRUCT}
         )
-        assert (roles[desc] == TokenRole.PREFIX_DESC).all()
-        assert (roles[list(obj.coord_token_idx)] == TokenRole.PREFIX_COORD).all()
-        at_struct = np.flatnonzero(roles[own] == TokenRole.PREFIX_STRUCT) + obj.own_token_span[0]
+        assert (roles[desc] == TokenRole.MATCHED_DESC).all()
+        assert (roles[list(obj.coord_token_idx)] == TokenRole.MATCHED_COORD).all()
+        at_struct = np.flatnonzero(roles[own] == TokenRole.MATCHED_STRUCT) + obj.own_token_span[0]
         written = b"".join(vocab.pieces[int(tokens[p])] for p in at_struct)
         assert b"<|coord_" not in written and written.count(b"{") <= 1 and written.count(b"}") <= 1
     # ... and all other tokens of the prefix are masked.
@@ -77,7 +77,7 @@ def check_target(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordVoca
     for i in matched:
         of_matched[slice(*got.parsed.objects[i].own_token_span)] = True
         of_matched[slice(*got.parsed.objects[i].desc_token_span)] = True
-    assert (roles[: target.prefix_len][~of_matched[: target.prefix_len]] == TokenRole.PREFIX_MASKED).all()
+    assert (roles[: target.prefix_len][~of_matched[: target.prefix_len]] == TokenRole.MASKED).all()
 
     # Coordinates: on coordinate tokens, in order, each once; in the tail they write their own target.
     assert target.coord_pos_K.tolist() == np.flatnonzero(np.isin(roles, COORD_ROLES)).tolist()
@@ -161,8 +161,8 @@ def check_rewritten(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordV
     coords = [position for position, token in enumerate(tokens.tolist()) if vocab.bin_of(token) is not None]
     taught = [p for p in coords if roles[p] in COORD_ROLES]
     assert target.coord_pos_K.tolist() == taught == np.flatnonzero(np.isin(roles, COORD_ROLES)).tolist()
-    assert {TokenRole(int(roles[p])) for p in coords} <= {*COORD_ROLES, TokenRole.PREFIX_MASKED, TokenRole.SOFT_COORD}
-    tail = roles[target.coord_pos_K] == TokenRole.TAIL_COORD
+    assert {TokenRole(int(roles[p])) for p in coords} <= {*COORD_ROLES, TokenRole.MASKED, TokenRole.SOFT_COORD}
+    tail = roles[target.coord_pos_K] == TokenRole.GT_COORD
     assert [vocab.bin_of(int(t)) for t in tokens[target.coord_pos_K[tail]]] == target.coord_bin_K[tail].tolist()
     bin_at = dict(zip(target.coord_pos_K.tolist(), target.coord_bin_K.tolist(), strict=True))
     for positions, bins in zip(target.box_pos_M4.tolist(), target.box_bin_M4.tolist(), strict=True):
@@ -177,8 +177,8 @@ def check_rewritten(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordV
     assert len(target.box_pos_M4) == sum(gt.kind == "bbox_2d" for gt in hard)
 
     # Without anything masked, every token is taught something.
-    if not any(role == TokenRole.PREFIX_MASKED for role in roles.tolist()):
-        assert set(roles.tolist()) <= {*range(len(TokenRole))} - {TokenRole.PREFIX_STRUCT, TokenRole.PREFIX_DESC}
+    if not any(role == TokenRole.MASKED for role in roles.tolist()):
+        assert set(roles.tolist()) <= {*range(len(TokenRole))} - {TokenRole.MATCHED_STRUCT, TokenRole.MATCHED_DESC}
     if not in_place:
         assert not set(roles.tolist()) & {int(role) for role in MODELS_OWN}
 

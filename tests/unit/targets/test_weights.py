@@ -18,7 +18,7 @@ from support.objective_rows import config, rewritten_and_soft_segments, segments
 WEIGHTS = SupervisionWeights(
     struct_ce=1.25, desc_ce=0.75, rollout_fn_desc_ce=0.5, matched_struct_ce=2.0, coord_token_ce=3.0
 )
-WRITTEN = (R.TAIL_STRUCT, R.CLOSE, R.EOS, R.REWRITTEN_STRUCT)
+WRITTEN = (R.GT_STRUCT, R.CLOSE, R.EOS, R.REWRITTEN_STRUCT)
 NO_BOX = np.zeros((0, 4), dtype=np.int64)
 
 
@@ -30,11 +30,11 @@ def by_role(context: str, weights: SupervisionWeights) -> dict[str, dict[R, floa
 @pytest.mark.parametrize(("context", "tail_desc"), [("gt", 0.75), ("rollout", 0.5)])
 def test_weight_of_every_role(context: str, tail_desc: float) -> None:
     assert by_role(context, WEIGHTS) == {
-        "struct_ce": {**dict.fromkeys(WRITTEN, 1.25), R.PREFIX_STRUCT: 2.0},
-        "desc_ce": {R.TAIL_DESC: tail_desc, R.REWRITTEN_DESC: 0.75},
-        "coord_token_ce": {R.TAIL_COORD: 3.0},
-        "coord": {R.PREFIX_COORD: 1.0, R.TAIL_COORD: 1.0},
-        "text_gate": {**dict.fromkeys(WRITTEN, 1.0), R.TAIL_DESC: 1.0, R.REWRITTEN_DESC: 1.0},
+        "struct_ce": {**dict.fromkeys(WRITTEN, 1.25), R.MATCHED_STRUCT: 2.0},
+        "desc_ce": {R.GT_DESC: tail_desc, R.REWRITTEN_DESC: 0.75},
+        "coord_token_ce": {R.GT_COORD: 3.0},
+        "coord": {R.MATCHED_COORD: 1.0, R.GT_COORD: 1.0},
+        "text_gate": {**dict.fromkeys(WRITTEN, 1.0), R.GT_DESC: 1.0, R.REWRITTEN_DESC: 1.0},
     }
 
 
@@ -42,7 +42,7 @@ def test_by_default_prefix_text_and_appended_descriptions_are_not_trained() -> N
     found = by_role("rollout", SupervisionWeights())
     assert "coord_token_ce" not in found
     for term in ("struct_ce", "desc_ce", "text_gate"):
-        assert not {R.PREFIX_STRUCT, R.PREFIX_DESC, R.PREFIX_MASKED, R.TAIL_DESC, R.SOFT_COORD} & set(found[term])
+        assert not {R.MATCHED_STRUCT, R.MATCHED_DESC, R.MASKED, R.GT_DESC, R.SOFT_COORD} & set(found[term])
 
 
 @pytest.mark.parametrize(("annotated", "appended"), [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0)])
@@ -50,11 +50,11 @@ def test_text_gate_covers_descriptions_where_they_are_trained(annotated: float, 
     weights = SupervisionWeights(desc_ce=annotated, rollout_fn_desc_ce=appended)
     for context, tail_desc in (("gt", annotated), ("rollout", appended)):
         gated = set(by_role(context, weights)["text_gate"])
-        assert (R.TAIL_DESC in gated) is (tail_desc > 0) and (R.REWRITTEN_DESC in gated) is (annotated > 0)
+        assert (R.GT_DESC in gated) is (tail_desc > 0) and (R.REWRITTEN_DESC in gated) is (annotated > 0)
 
 
 def test_softness_lowers_only_cross_entropy() -> None:
-    roles_T = np.array([R.TAIL_STRUCT, R.TAIL_DESC, R.SOFT_COORD, R.CLOSE, R.EOS])
+    roles_T = np.array([R.GT_STRUCT, R.GT_DESC, R.SOFT_COORD, R.CLOSE, R.EOS])
     softness_T = np.array([0.25, 0.25, 0.25, 1.0, 1.0])
     found = weigh_tokens(roles_T, NO_BOX, "gt", WEIGHTS, softness_T)
     assert {term: weight_T.tolist() for term, weight_T in found.items()} == {
@@ -65,7 +65,7 @@ def test_softness_lowers_only_cross_entropy() -> None:
 
 
 def test_the_weight_of_a_box_is_at_its_first_coordinate() -> None:
-    found = weigh_tokens(np.full(9, R.TAIL_COORD), np.array([[4, 5, 6, 7]]), "gt", WEIGHTS)
+    found = weigh_tokens(np.full(9, R.GT_COORD), np.array([[4, 5, 6, 7]]), "gt", WEIGHTS)
     assert found["box"].tolist() == [0.0] * 4 + [1.0] + [0.0] * 4
 
 

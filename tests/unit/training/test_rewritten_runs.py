@@ -49,7 +49,7 @@ def test_both_trainers_learn_from_rewritten_answers_and_their_records_replay(sta
     records = read_records(folder)
     assert records and all(record.settings.target.answer == "rewritten" for record in records)
     roles = {role for record in records for role, _ in record.target.roles}
-    assert {"REWRITTEN_STRUCT", "REWRITTEN_DESC", "PREFIX_COORD"} <= roles and "PREFIX_STRUCT" not in roles
+    assert {"REWRITTEN_STRUCT", "REWRITTEN_DESC", "MATCHED_COORD"} <= roles and "MATCHED_STRUCT" not in roles
     replayed = list(replay_records(folder, config, model=tiny_checkpoint(), limit=2))
     assert [one.differences for one in replayed] == [(), ()]
     # Descriptions of matched objects are taught (those of missed ones have no weight in this configuration).

@@ -149,7 +149,7 @@ def test_channel_b_supervises_matched_structure_and_rollout_aligned_does_not(tmp
     _, (window,) = run(run_config(tmp_path, "two_channel", "b", stage2_ab__schedule__b_ratio=1, **keys), finder())
     roles = [role for row in window.rows for segment in row.segments for role in segment.target.roles_T.tolist()]
     more = window.totals["struct_ce"] - aligned.totals["struct_ce"]
-    assert more == roles.count(TokenRole.PREFIX_STRUCT) > 0
+    assert more == roles.count(TokenRole.MATCHED_STRUCT) > 0
     assert window.totals == {**aligned.totals, "struct_ce": window.totals["struct_ce"]}
 
 

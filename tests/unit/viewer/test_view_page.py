@@ -46,11 +46,11 @@ def test_records_have_matches_roles_losses_and_curves(tmp_path: Path) -> None:
     assert "".join(first.target.pieces).startswith('{"object_1"')
     assert sum(count for _, count in first.target.roles) == len(first.target.pieces)
     assert sum(count for _, count in first.rollout.roles) == len(first.rollout.pieces)
-    assert {role for role, _ in first.rollout.roles} >= {"PREFIX_COORD", BEHIND_CUT}
+    assert {role for role, _ in first.rollout.roles} >= {"MATCHED_COORD", BEHIND_CUT}
     forced = {first + k for first, count in first.rollout.forced for k in range(count)}
     decided = "".join(piece for at, piece in enumerate(first.rollout.pieces) if at not in forced)
     assert decided.count("<|coord_") == 4 and "black cat" in decided and "object_1" not in decided
-    assert set(first.loss_by_role or {}) == {"PREFIX_COORD", "TAIL_STRUCT", "TAIL_COORD"}
+    assert set(first.loss_by_role or {}) == {"MATCHED_COORD", "GT_STRUCT", "GT_COORD"}
     assert data.curves == {"loss": [(1, 1.0), (2, 0.0)]}
 
 

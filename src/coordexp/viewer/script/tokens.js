@@ -2,15 +2,15 @@
 
 // Role → its name on the page, and what it means.
 const ROLES = {
-  PREFIX_MASKED: ["not trained", "the answer's own text that nothing supervises: separators, unmatched and invalid entries"],
-  PREFIX_STRUCT: ["found: structure", "keys, quotes and brackets of a matched object in the answer"],
-  PREFIX_DESC: ["found: name", "a matched object's description in the answer"],
-  PREFIX_COORD: ["found: coordinates", "a matched object's coordinate in the answer, trained towards the ground truth"],
+  MASKED: ["not trained", "the answer's own text that nothing supervises: separators, unmatched and invalid entries"],
+  MATCHED_STRUCT: ["found: structure", "keys, quotes and brackets of a matched object in the answer"],
+  MATCHED_DESC: ["found: name", "a matched object's description in the answer"],
+  MATCHED_COORD: ["found: coordinates", "a matched object's coordinate in the answer, trained towards the ground truth"],
   REWRITTEN_STRUCT: ["rewritten: structure", "keys, quotes and brackets of a matched object in the rewritten answer, trained"],
   REWRITTEN_DESC: ["rewritten: name", "a matched object's description as the annotation has it, trained"],
-  TAIL_STRUCT: ["added: structure", "structure of an appended object, which the answer had missed"],
-  TAIL_DESC: ["added: name", "an appended object's description"],
-  TAIL_COORD: ["added: coordinates", "an appended object's coordinate"],
+  GT_STRUCT: ["added: structure", "structure of an appended object, which the answer had missed"],
+  GT_DESC: ["added: name", "an appended object's description"],
+  GT_COORD: ["added: coordinates", "an appended object's coordinate"],
   SOFT_COORD: ["soft: coordinates", "a soft object's coordinate: its text is trained by weight, its coordinates are not"],
   CLOSE: ["closing brace", "the closing brace"],
   EOS: ["end of turn", "the end of the turn"],
