@@ -24,7 +24,7 @@ from rich.table import Table
 from coordexp.data.files import asset
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.scenes import SPARSE, write_scenes
-from coordexp.evaluation.answers import Detection, ImageAnswer, write_answers
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, write_answers
 
 GOAL_S = 1.0
 _CODE = (
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def commands(folder: Path, images: int) -> list[tuple[str, list[str]]]:
     """(kind, words) of every command, on files of ``images`` images that are written to ``folder``."""
     records = read_jsonl(write_scenes(folder, images, SPARSE, 1))
-    found = (Detection("red circle", "bbox_2d", (1, 2, 300, 400), 0.5),)
+    found = (ScoredObject("red circle", "bbox_2d", (1, 2, 300, 400), 0.5),)
     answers = [
         ImageAnswer(record.sample_id, str(record.image), record.width, record.height, record.objects, found)
         for record in records

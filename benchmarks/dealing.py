@@ -1,7 +1,7 @@
 """Who answers what: is the plan that deals requests to rollout servers ever worse than dealing each micro-step alone?
 
 Counts, without any server, over 1-8 trainer ranks, 1-8 servers with even and uneven numbers of devices, batch sizes of
-decoding, and windows of small and large micro-steps. A *wave* is the time in which every device decodes once as many
+decoding, and steps of small and large micro-steps. A *wave* is the time in which every device decodes once as many
 sequences as `decode_batch_size` lets it; each rank has at most `floor(decode_batch_size * S / W)` requests in flight.
 
 - `planned`: what `plan_calls` deals: the window's requests, in batches as large as a rank may have in flight, to the

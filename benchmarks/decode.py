@@ -388,7 +388,7 @@ def started(
     from coordexp.config import load_config, resolved_rollout
     from coordexp.data.images import open_rgb
     from coordexp.modeling.load import load_model
-    from coordexp.modeling.weights import TrainerWeights
+    from coordexp.modeling.trainer_weights import TrainerWeights
     from coordexp.rollouts import build_backend
     from coordexp.rollouts.trainer_parts import TrainerParts
 

@@ -90,7 +90,7 @@ def answered(loaded: Any, requests: Sequence[Any], batch: int, count: int, skip:
     for first in range(0, len(requests), images):
         part = tuple(requests[first : first + images])
         rounds = [RolloutRound(part, DatasetSeeds(1, first, k, k), greedy=k == 0) for k in range(count)]
-        for one in backend.generate_window(rounds):
+        for one in backend.generate_rounds(rounds):
             found[first + one.index, one.round_idx] = one.rollout.response_token_ids
     return [found[place] for place in sorted(found)]
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from coordexp.data import read_jsonl
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import Detection, read_answers, write_answers
+from coordexp.evaluation.answers import ScoredObject, read_answers, write_answers
 from coordexp.evaluation.detection import count_image, detection_metrics, sum_counts
 from coordexp.geometry import aabbs, box_iou
 from coordexp.records import ImageRecord
@@ -29,7 +29,7 @@ _CANDIDATES = 1000  # training objects that are tried as boxes
 _IOU = 0.5
 
 
-def best_fixed_boxes(records: Sequence[ImageRecord]) -> list[Detection]:
+def best_fixed_boxes(records: Sequence[ImageRecord]) -> list[ScoredObject]:
     """The boxes, best first; ``score`` is the share of images in which a box finds an object that no earlier one found.
     Raises DataError if there are no objects."""
     objects = [obj for record in records for obj in record.objects if obj.soft is None]
@@ -57,7 +57,7 @@ def best_fixed_boxes(records: Sequence[ImageRecord]) -> list[Detection]:
             return boxes
         found, best = found + int(gain_C[c]), f1
         box = tuple(int(k) for k in candidate_C4[c])
-        boxes.append(Detection(str(desc_C[c]), "bbox_2d", box, score=float(gain_C[c]) / len(records)))
+        boxes.append(ScoredObject(str(desc_C[c]), "bbox_2d", box, score=float(gain_C[c]) / len(records)))
         taken = np.flatnonzero(hit_CN[c])
         first = taken[np.unique(image_N[taken], return_index=True)[1]]
         hit_CN[:, first] = False

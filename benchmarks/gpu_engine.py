@@ -135,7 +135,7 @@ def pushed(engine: Any, loaded: Any) -> Iterator[dict[str, Any]]:
     from coordexp.doctor.engine import LORA
     from coordexp.engine.trainer.colocated import ColocatedPusher
     from coordexp.modeling.adapter import tune
-    from coordexp.modeling.weights import TrainerWeights
+    from coordexp.modeling.trainer_weights import TrainerWeights
 
     def push(name: str, checksum_every: int) -> dict[str, Any]:
         pusher = ColocatedPusher(TrainerWeights(loaded.model), SyncConfig(mode="full", checksum_every=checksum_every))

@@ -216,7 +216,7 @@ def ours(options: argparse.Namespace, output: Path, group: int) -> list[tuple[fl
     """Stage 1 or 2 by CoordExp, as its demo trains, without coordinate losses in stage 1, which peers do not have."""
     from coordexp.config import load_config
     from coordexp.data.files import asset
-    from coordexp.training.run import build_trainer, check_run
+    from coordexp.training.run import build_trainer, checked_run
 
     stage_2 = output.name.endswith("stage2")
     data = options.folder / "scenes" / "scenes.jsonl"
@@ -240,7 +240,7 @@ def ours(options: argparse.Namespace, output: Path, group: int) -> list[tuple[fl
         values["custom.coord_soft_ce_w1.enabled"] = False
     config = load_config(asset(f"configs/demo/{'stage2' if stage_2 else 'sft'}.yaml"), values)
     marks, stopwatch = clock()
-    trainer, _ = build_trainer(check_run(config), Console(stderr=True), output.name)
+    trainer, _ = build_trainer(checked_run(config), Console(stderr=True), output.name)
     trainer.add_callback(stopwatch())
     trainer.train()
     trainer.close()
@@ -342,7 +342,7 @@ def trl_grpo(options: argparse.Namespace, output: Path, group: int) -> list[tupl
 def reward(folder: Path) -> Callable[..., list[float]]:
     """F1 at IoU 0.5 against a scene's annotations, of answers as token ids."""
     from coordexp.data.jsonl import read_jsonl
-    from coordexp.evaluation.answers import Detection, ImageAnswer
+    from coordexp.evaluation.answers import ImageAnswer, ScoredObject
     from coordexp.evaluation.detection import count_image
     from coordexp.modeling.load import load_vocab
     from coordexp.parsing import parse_rollout
@@ -357,7 +357,7 @@ def reward(folder: Path) -> Callable[..., list[float]]:
             counts = count_image(
                 ImageAnswer(
                     sample_id=str(index), image="", width=1000, height=1000, gt=tuple(truth[index]),
-                    pred=tuple(Detection(obj.desc, obj.kind, obj.bins, None) for obj in found),
+                    pred=tuple(ScoredObject(obj.desc, obj.kind, obj.bins, None) for obj in found),
                     dropped={}, truncated=False, repeat_terminated=False, text="", num_tokens=len(ids),
                 ),
                 0.5,

@@ -102,7 +102,7 @@ class _Bench:
         """Within it, :meth:`measure` asks this backend, which has answered once already."""
         from coordexp.config import load_config, resolved_rollout
         from coordexp.data.images import open_rgb
-        from coordexp.modeling.weights import TrainerWeights
+        from coordexp.modeling.trainer_weights import TrainerWeights
         from coordexp.rollouts import SeedContext, build_backend, rollout_session
         from coordexp.rollouts.trainer_parts import TrainerParts
 

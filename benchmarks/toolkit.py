@@ -27,8 +27,8 @@ from reporting import machine, parser, positive, print_machine, set_threads, wri
 from rich.console import Console
 
 from coordexp.data.convert import ImageOptions, convert_coco
-from coordexp.evaluation.answers import Detection, ImageAnswer, write_answers
-from coordexp.evaluation.coco import CocoData, average_precision, to_coco
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, write_answers
+from coordexp.evaluation.coco_results import CocoData, average_precision, to_coco
 from coordexp.evaluation.compare import compare
 from coordexp.evaluation.summary import summarise
 from coordexp.records import GTObject
@@ -161,7 +161,7 @@ def make_answers(count: int, objects: int, seed: int, like: Sequence[ImageAnswer
     for k in range(count if like is None else len(like)):
         truth = like[k].truth if like is not None else _truth(rng, objects)
         found = tuple(
-            Detection(obj.desc, obj.kind, _moved(rng, obj.bins), round(float(rng.random()), 4))
+            ScoredObject(obj.desc, obj.kind, _moved(rng, obj.bins), round(float(rng.random()), 4))
             for obj in truth
             if rng.random() < 0.8
         )

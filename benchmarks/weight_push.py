@@ -36,7 +36,7 @@ from coordexp.engine.trainer.push import ServerPusher
 from coordexp.errors import require
 from coordexp.modeling.load import load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.weight_sync.group import Communicator, GroupAddress, join
 from support.ports import free_ports
 

@@ -114,7 +114,7 @@ def evaluate(
     Raises:
         CoordExpError: as the command.
     """
-    from coordexp.inference.session import cleaned_class_names, evaluation_config
+    from coordexp.inference.session import checked_class_names, evaluation_config
 
     checkpoint, jsonl = (None if path is None else Path(path) for path in (model, data))
     if config is not None:
@@ -133,7 +133,7 @@ def evaluate(
     with no_progress_bars():
         return run_evaluation(
             run, _console(quiet), model=checkpoint, data=jsonl, limit=limit, output=None if out is None else Path(out),
-            classes=cleaned_class_names(classes, checkpoint or run.model.model), calibrate=calibrate, answers=answers,
+            classes=checked_class_names(classes, checkpoint or run.model.model), calibrate=calibrate, answers=answers,
             tiling=None if tiles is None else Tiling.of(tiles, overlap),
         )  # fmt: skip
 

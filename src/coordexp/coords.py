@@ -87,7 +87,7 @@ class CoordVocab:
         self.reserved_ids = self.control_ids | frozenset(reserved_ids)
         self.bins = {token_id: k for k, token_id in enumerate(self.coord_token_ids)}
         self._ids_of_part: dict[str, tuple[int, ...]] = {}
-        self._splits_at_coords = self._check_split()
+        self._splits_at_coords = self._has_split_at_coords()
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> CoordVocab:
@@ -183,7 +183,7 @@ class CoordVocab:
             ids += known[part]
         return ids
 
-    def _check_split(self) -> bool:
+    def _has_split_at_coords(self) -> bool:
         """Whether coordinates split their surroundings, on a sample with words, spaces and quotes next to them."""
         if not self._batches:
             return False

@@ -16,7 +16,7 @@ from pathlib import Path
 from PIL import Image, ImageOps
 
 from coordexp.data.jsonl import read_jsonl, write_jsonl
-from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.geometry import aabb, to_bin, to_pixel
 from coordexp.records import BIN_RULE, GTObject, ImageRecord
 
@@ -210,7 +210,7 @@ def _joined(name: str, parts: Sequence[tuple[ImageAnswer, ImageRecord]]) -> Imag
     )  # fmt: skip
 
 
-def at_border(obj: GTObject | Detection, answer: ImageAnswer) -> bool:
+def at_border(obj: GTObject | ScoredObject, answer: ImageAnswer) -> bool:
     """Whether a box reaches the edge of its photograph."""
     x1, y1, x2, y2 = aabb(obj)
     x, y = (to_bin(BORDER, side, "pixel_edges") for side in (answer.width, answer.height))

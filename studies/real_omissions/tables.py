@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from photographs import NAMES, at_border
 
-from coordexp.evaluation.answers import Detection, ImageAnswer
-from coordexp.evaluation.coco import average_precision
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject
+from coordexp.evaluation.coco_results import average_precision
 from coordexp.evaluation.compare import Share, compare
 from coordexp.evaluation.detection import count_image, detection_metrics, match_answer, sum_counts
 from coordexp.matching import duplicate_indices
@@ -33,7 +33,7 @@ def stored(split: str, file: Path) -> list[ImageAnswer]:
         assert truth["photograph"] == found["photograph"]
         gt = tuple(GTObject(NAMES[number], "bbox_2d", tuple(bins)) for number, *bins in truth["gt"])
         pred = tuple(
-            Detection(NAMES[name] if isinstance(name, int) else name, "bbox_2d", tuple(bins), score)
+            ScoredObject(NAMES[name] if isinstance(name, int) else name, "bbox_2d", tuple(bins), score)
             for name, *bins, score in found["pred"]
         )
         width, height = truth["size"]

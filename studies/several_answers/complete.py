@@ -118,13 +118,13 @@ def complete(
 def quality(whole: Path, completed: Path) -> dict[str, int]:
     """Objects of a completed dataset: annotated, hidden, added, and added that are hidden ones."""
     from coordexp.data.jsonl import read_jsonl
-    from coordexp.evaluation.answers import Detection
+    from coordexp.evaluation.answers import ScoredObject
     from coordexp.evaluation.detection import assigner
 
     totals = {"annotated": 0, "hidden": 0, "added": 0, "correct": 0}
     for truth, record in zip(read_jsonl(whole), read_jsonl(completed), strict=True):
         kept = [obj for obj in record.objects if obj.soft is None]
-        added = [Detection(obj.desc, obj.kind, obj.bins) for obj in record.objects if obj.soft is not None]
+        added = [ScoredObject(obj.desc, obj.kind, obj.bins) for obj in record.objects if obj.soft is not None]
         hidden = [obj for obj in truth.objects if obj not in kept]
         totals["annotated"] += len(kept)
         totals["hidden"] += len(hidden)

@@ -80,7 +80,7 @@ def _check_prompt(trainer: Any, row: dict[str, Any], record: Any, model: Path) -
 def _reward(truth: Sequence[Sequence[Any]], vocab: Any) -> Callable[..., list[float]]:
     """F1 against the annotations of one image, equal descriptions, mean over :data:`REWARD_IOUS`; 1 where both are
     empty."""
-    from coordexp.evaluation.answers import Detection, ImageAnswer
+    from coordexp.evaluation.answers import ImageAnswer, ScoredObject
     from coordexp.evaluation.detection import count_image
     from coordexp.parsing import parse_rollout
 
@@ -90,7 +90,7 @@ def _reward(truth: Sequence[Sequence[Any]], vocab: Any) -> Callable[..., list[fl
             found = parse_rollout(tuple(ids), vocab).objects
             answer = ImageAnswer(
                 sample_id=str(index), image="", width=1000, height=1000, gt=tuple(truth[index]),
-                pred=tuple(Detection(obj.desc, obj.kind, obj.bins, None) for obj in found),
+                pred=tuple(ScoredObject(obj.desc, obj.kind, obj.bins, None) for obj in found),
                 dropped={}, truncated=False, repeat_terminated=False, text="", num_tokens=len(ids),
             )  # fmt: skip
             each = []

@@ -52,7 +52,7 @@ WAITS = {
         "coordexp/weight_sync/receiver.py probe": "once a weight, first push: whether the engine took it",
         "coordexp/weight_sync/receiver.py _load": "once a bucket: its memory is used again",
         "coordexp/training/offload.py away": "the engine measures what is free",
-        "coordexp/modeling/weights.py add_offset": "once a table of an offloaded LoRA model",
+        "coordexp/modeling/trainer_weights.py add_offset": "once a table of an offloaded LoRA model",
     },
     "scores": {"": "tokens' probabilities of finished answers"},
 }

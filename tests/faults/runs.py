@@ -96,7 +96,7 @@ def die(aim: str, times: int, when: str, error: str) -> None:
     from coordexp.objective import RowObjective, RowTensors
     from coordexp.recording.writer import RolloutRecorder
     from coordexp.rollouts.hf import HFBackend
-    from coordexp.training import answers, batches, checkpoint, loop, saving
+    from coordexp.training import batches, checkpoint, loop, saving, step_answers
     from coordexp.training.loop import CoordExpTrainer
     from coordexp.training.progress import RichProgress
     from coordexp.training.step import TrainStep
@@ -108,7 +108,7 @@ def die(aim: str, times: int, when: str, error: str) -> None:
 
     owners = (
         *(TrainStep, RowTensors, CoordExpTrainer, saving, loop, checkpoint, Accelerator, HFBackend, TokenScorer),
-        *(RowObjective, RolloutRecorder, RichProgress, answers, batches),
+        *(RowObjective, RolloutRecorder, RichProgress, step_answers, batches),
     )
     owner: Any = next(one for one in owners if hasattr(one, aim))
     act, left = getattr(owner, aim), times

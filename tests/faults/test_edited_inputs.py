@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from coordexp.checkpoints.fingerprints import fingerprint
-from coordexp.checkpoints.run_folder import check_start, newest_checkpoint
+from coordexp.checkpoints.run_folder import checked_changes, newest_checkpoint
 from coordexp.config import RunConfig, resolved_yaml
 from coordexp.errors import ConfigError
 from support.cli_runs import run_cli
@@ -47,7 +47,7 @@ def edit(file: Path, fraction: float) -> None:
 
 def test_one_digit_in_the_middle_of_data_or_weights_is_refused(run: RunConfig, seen: Callable[[object], None]) -> None:
     """At a quarter, the half and three quarters of each; unchanged, the run may resume."""
-    check_start(run, newest_checkpoint(run))
+    checked_changes(run, newest_checkpoint(run))
     said: re.Match[str] | None = None
     data, model = Path(run.custom.train_jsonl[0].path), Path(run.model.model)
     for key, named, file in (
@@ -59,7 +59,7 @@ def test_one_digit_in_the_middle_of_data_or_weights_is_refused(run: RunConfig, s
             edit(file, fraction)
             now = fingerprint(named)
             with pytest.raises(ConfigError) as refused:
-                check_start(run, newest_checkpoint(run))
+                checked_changes(run, newest_checkpoint(run))
             said = re.search(
                 rf"  {key}: .*\({was}\) in the checkpoint, .*\({now}: other content\) now", str(refused.value)
             )

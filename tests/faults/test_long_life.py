@@ -13,7 +13,7 @@ import pytest
 from coordexp.config.rollout import SyncConfig
 from coordexp.engine.trainer.push import ServerPusher
 from coordexp.errors import RolloutError
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from support.rollout_servers import RunningServer, load_served, payload, requests_of, server_config, serving
 
 MINUTES = float(os.environ.get("COORDEXP_LONG_LIFE_MINUTES", "4"))

@@ -85,7 +85,7 @@ STATUSES = (204, 301, 302, 307, 400, 401, 403, 404, 408, 409, 413, 429, 500, 502
 
 
 def ask(backend: ServerBackend) -> list[Any]:
-    return list(backend.generate_window([RolloutRound(requests_(3), SeedContext(0, 0, 0, 0))]))
+    return list(backend.generate_rounds([RolloutRound(requests_(3), SeedContext(0, 0, 0, 0))]))
 
 
 def test_correct_answers_are_accepted(fake: FakeRolloutServer, backend: ServerBackend) -> None:

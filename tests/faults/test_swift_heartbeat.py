@@ -118,6 +118,6 @@ def test_the_trainer_stops_when_the_heartbeat_shows_a_hung_worker(monkeypatch: p
                 backend.sync_weights(1)
                 if gives_up:
                     with pytest.raises(ServerTimeout, match=r"engine .* for 6 s"):
-                        list(backend.generate_window([one]))
+                        list(backend.generate_rounds([one]))
                 else:
-                    assert len(list(backend.generate_window([one]))) == 1
+                    assert len(list(backend.generate_rounds([one]))) == 1

@@ -16,7 +16,7 @@ from coordexp.engine.trainer.colocated import ColocatedBackend
 from coordexp.modeling.adapter import save_adapter
 from coordexp.modeling.load import LoadedModel, merge_checkpoint
 from coordexp.modeling.tiny import build_tiny_checkpoint
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.rollouts import SeedContext, rollout_session
 from coordexp.training.offload import TrainerOffload
 from support.rollout_servers import (
@@ -111,7 +111,7 @@ def test_offloading_for_the_engine_does_not_change_training(tmp_path: Path, monk
         built.append(TrainerOffload(model, rollout.offload, stays=lambda tensor: False))
         return built[0]
 
-    run = ColocatedBackend.generate_window
+    run = ColocatedBackend.generate_rounds
 
     def watched(self: ColocatedBackend, rounds: Any) -> Any:
         away.append(built[0].is_away)
@@ -120,7 +120,7 @@ def test_offloading_for_the_engine_does_not_change_training(tmp_path: Path, monk
     keys = LORA | {"training__optim": "adamw_torch", "training__max_steps": 2}
     own = train(vllm_config(tmp_path, "own", **keys))
     monkeypatch.setattr(run_module, "build_offload", build)
-    monkeypatch.setattr(ColocatedBackend, "generate_window", watched)
+    monkeypatch.setattr(ColocatedBackend, "generate_rounds", watched)
     by_vllm = train(vllm_config(tmp_path, "colocated", rollout_matching__offload=OFFLOAD, **COLOCATED, **keys))
     try:
         assert away == [True, True] and not built[0].is_away

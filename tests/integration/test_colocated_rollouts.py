@@ -25,7 +25,7 @@ from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel
 from coordexp.records import ImageRecord, RolloutRequest
 from coordexp.rollouts import RolloutRound, SeedContext, rollout_session
-from coordexp.training.answers import AnswerReader, RolloutQueue
+from coordexp.training.step_answers import AnswerReader, RolloutQueue
 from coordexp.weight_sync.receiver import InPlaceTargets
 from support.answers import CAT, record
 from support.forked import ENGINES
@@ -147,7 +147,7 @@ def test_a_window_is_answered_at_once_or_by_request(backend: ColocatedBackend, r
     rounds = [RolloutRound(tuple(requests_[:4]), SEEDS), RolloutRound((), SeedContext(1, 0, 1, 0)),
               RolloutRound(tuple(requests_[4:]), SeedContext(1, 0, 2, 0))]  # fmt: skip
     with rollout_session(backend, 1):
-        answers = list(backend.generate_window(rounds))
+        answers = list(backend.generate_rounds(rounds))
         one_by_one = {r.sample_id: backend.generate([r], SEEDS)[0].response_token_ids for r in requests_}
     assert {(a.round_idx, a.index) for a in answers} == {(0, 0), (0, 1), (0, 2), (0, 3), (2, 0), (2, 1)}
     for answer in answers:
@@ -163,7 +163,7 @@ def test_at_most_decode_batch_size_sequences_decode_at_once(
 ) -> None:
     engine = backend.engine.vllm
     with rollout_session(backend, 1):
-        stream = backend.generate_window([RolloutRound(tuple(requests_), SEEDS)])
+        stream = backend.generate_rounds([RolloutRound(tuple(requests_), SEEDS)])
         first = next(stream)
         assert engine.get_num_unfinished_requests() <= 3  # the rest has not even been handed over
         assert len([first, *stream]) == 6
@@ -180,7 +180,7 @@ def test_an_unreadable_image_is_named_and_the_engine_stays_usable(
             backend.generate([*requests_[:4], broken, requests_[5]], SEEDS)
         assert not backend.engine.vllm.has_unfinished_requests()
         assert not [thread for thread in threading.enumerate() if thread.name == "prompts"]
-        stream: Any = backend.generate_window([RolloutRound(tuple(requests_), SEEDS)])
+        stream: Any = backend.generate_rounds([RolloutRound(tuple(requests_), SEEDS)])
         next(stream)
         stream.close()
         assert not backend.engine.vllm.has_unfinished_requests()

@@ -17,9 +17,9 @@ from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.errors import DataError, RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.targets import TargetPolicy
-from coordexp.training.answers import AnswerReader, RolloutQueue, decide_policy
 from coordexp.training.checkpoint import is_complete
 from coordexp.training.run import run_training
+from coordexp.training.step_answers import AnswerReader, RolloutQueue, decide_policy
 from support.answers import CAT, DOG, LEAF, answer, entry, record, request, tiny_vocab
 from support.rollout_servers import descendants, is_alive, tail
 from support.tiny_run import InMemoryBackend, run_config

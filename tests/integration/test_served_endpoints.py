@@ -20,7 +20,7 @@ from coordexp.engine.wire.arguments import executor_on_cpu
 from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.errors import RolloutError, ServerUnreachable
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.weight_sync import WeightVersion
 from coordexp.weight_sync.group import GroupAddress, join
 from support.rollout_servers import (

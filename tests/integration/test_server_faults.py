@@ -14,7 +14,7 @@ import pytest
 from coordexp.config.rollout import SyncConfig
 from coordexp.engine.trainer.push import ServerPusher
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from support.rollout_servers import (
     RunningServer,
     all_gone,

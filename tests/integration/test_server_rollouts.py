@@ -91,9 +91,9 @@ def test_training_on_the_answers_of_three_engines(
     # The servers' answers to current weights are the trainer's own: so are targets, gradients and new weights.
     assert same_weights(weights(own.model), weights(served.model))
     assert [line["loss"] for line in step_lines(own)] == [line["loss"] for line in step_lines(served)]
-    for step, window in enumerate(watched[0]):
-        assert {outcome.rollout.weight_version for outcome in window.outcomes} == {step}
-        assert all(outcome.rollout.response_token_ids for outcome in window.outcomes)
+    for step, prepared in enumerate(watched[0]):
+        assert {outcome.rollout.weight_version for outcome in prepared.outcomes} == {step}
+        assert all(outcome.rollout.response_token_ids for outcome in prepared.outcomes)
     # One push a step to every engine, from memory: no file was written or read again.
     assert servers.pushes() == [count + 2 for count in before]
     assert files == {path: path.stat().st_mtime_ns for path in served_checkpoint().iterdir()}

@@ -19,7 +19,7 @@ from coordexp.modeling.adapter import load_adapter, save_adapter
 from coordexp.modeling.inputs import row_inputs
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.scores import TokenScorer
-from coordexp.modeling.weights import TrainerWeights, output_head
+from coordexp.modeling.trainer_weights import TrainerWeights, output_head
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout
 from coordexp.rollouts.backend import DecodingOptions, SeedContext

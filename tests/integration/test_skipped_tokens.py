@@ -21,7 +21,7 @@ from coordexp.data.scenes import SPECS, write_scenes
 from coordexp.engine.trainer.colocated import ColocatedBackend
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import SeedContext, build_backend, rollout_session

@@ -22,7 +22,7 @@ from coordexp.engine.wire.arguments import executor_on_cpu, with_image_size
 from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.records import RolloutRequest
 from support import tuned_models
 from support.forked import SWIFT, Handle, by_file, forked

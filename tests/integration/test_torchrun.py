@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from coordexp.config import RunConfig
 from coordexp.errors import AppendError
 from coordexp.modeling.load import load_model
-from coordexp.training import answers as training_answers
+from coordexp.training import step_answers as training_answers
 from support.tiny_run import run_config, step_lines, tiny_checkpoint, train
 from support.torchrun import SGD, assert_same_training, assert_same_weights, train_by_two, train_rank
 

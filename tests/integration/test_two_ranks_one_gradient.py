@@ -30,11 +30,11 @@ from coordexp.parsing import parse_rollout
 from coordexp.recording.writer import RolloutLog
 from coordexp.records import Segment
 from coordexp.targets import TargetPolicy, TransportConfig, build_target, count_terms
-from coordexp.training.answers import AnswerReader, RolloutQueue, TargetOptions
 from coordexp.training.batches import MicroBatches
-from coordexp.training.rows import RowBuilder, RowLayout
+from coordexp.training.rows import RowBuilder, RowPlanner
 from coordexp.training.state import RunState
 from coordexp.training.step import Task, TrainStep
+from coordexp.training.step_answers import AnswerReader, RolloutQueue, TargetOptions
 from support.config_samples import pipeline
 from support.tiny_run import InMemoryBackend, load_tiny, nearly_right, row_of, tiny_samples
 from support.torchrun import torchrun
@@ -129,7 +129,7 @@ def product_step(
     backend = InMemoryBackend(vocab, lambda request: answer_of(samples, request.sample_id))
     task = Task(
         RowObjective(PIPELINE, vocab.coord_token_ids),
-        RowLayout(None, capacity=None),
+        RowPlanner(None, capacity=None),
         TargetOptions(vocab, "desc_first", TransportConfig(), TargetPolicy()),
         RolloutQueue(backend, AnswerReader(vocab, MatchingConfig()), 3),
     )

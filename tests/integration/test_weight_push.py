@@ -17,7 +17,7 @@ from coordexp.engine.trainer.client import ServerClient
 from coordexp.engine.trainer.push import ServerPusher
 from coordexp.errors import RolloutError, ServerRefused
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.weight_sync import WeightVersion
 from coordexp.weight_sync.buckets import LONE_PIECE_BYTES

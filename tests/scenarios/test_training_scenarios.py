@@ -108,10 +108,10 @@ def test_one_forward_and_one_loss_per_micro_step(tmp_path: Path) -> None:
     watch = Watch()
     config = run_config(tmp_path, 2, **FOUR, training__gradient_accumulation_steps=2)
     trainer = train(config, finder(), watch)
-    (window,) = watch.steps
-    assert len(watch.forwards) == len(window.rows) == len(watch.losses) == 2
-    trained = [segment for row in window.rows for segment in row.segments]
-    assert [s.target for s in trained] == [outcome.target for outcome in window.outcomes]  # each Y_train exactly once
+    (prepared,) = watch.steps
+    assert len(watch.forwards) == len(prepared.rows) == len(watch.losses) == 2
+    trained = [segment for row in prepared.rows for segment in row.segments]
+    assert [s.target for s in trained] == [outcome.target for outcome in prepared.outcomes]  # each Y_train exactly once
     assert len({segment.sample_id for segment in trained}) == 8
     assert all(loss.ndim == 0 for loss in watch.losses)
     assert step_lines(trainer)[0]["loss"] == pytest.approx(sum(loss.item() for loss in watch.losses), rel=1e-5)
@@ -219,7 +219,7 @@ def test_malformed_answers_are_counted_and_the_step_completes(kind: str, tmp_pat
                     InMemoryBackend(loaded.vocab, answers), watch)  # fmt: skip
     lines = step_lines(trainer)
     assert len(lines) == 2 and all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
-    outcomes = [outcome for window in watch.steps for outcome in window.outcomes]
+    outcomes = [outcome for prepared in watch.steps for outcome in prepared.outcomes]
     spoiled = [outcome for outcome in outcomes if outcome.rollout.sample_id in bad]
     assert spoiled and len(spoiled) < len(outcomes)
     for reason in reasons:

@@ -28,7 +28,7 @@ from coordexp.launch.plan import LaunchPlan, ProcessPlan, plan_launch
 from coordexp.launch.supervisor import descendants
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import build_backend
 from coordexp.rollouts.trainer_parts import TrainerParts

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.evaluation.detection import count_image, sum_counts
 from coordexp.records import GTObject
 
@@ -35,15 +35,15 @@ def detection_counts(answers: Iterable[ImageAnswer]) -> Counter[str]:
 
 def _answer(rng: np.random.Generator, name: str, count: int, polygons: float) -> ImageAnswer:
     truth = [_object(rng, polygons) for _ in range(count)]
-    found: list[Detection] = []
+    found: list[ScoredObject] = []
     for obj in truth:
         if rng.random() < 0.8:
             shift = np.tile(rng.integers(-25, 26, 2), len(obj.bins) // 2)
             desc = obj.desc if rng.random() < 0.9 else str(rng.choice([*CLASSES, "unheard of"]))
-            found.append(Detection(desc, obj.kind, _bins(np.array(obj.bins) + shift), _score(rng)))
+            found.append(ScoredObject(desc, obj.kind, _bins(np.array(obj.bins) + shift), _score(rng)))
     for _ in range(int(rng.integers(0, 3))):
         obj = _object(rng, polygons)
-        found.append(Detection(obj.desc, obj.kind, obj.bins, _score(rng)))
+        found.append(ScoredObject(obj.desc, obj.kind, obj.bins, _score(rng)))
     width, height = (int(side) for side in rng.integers(40, 900, 2))
     return ImageAnswer(name, f"{name}.png", width, height, tuple(truth), tuple(found), num_tokens=30 * len(found))
 

@@ -31,9 +31,9 @@ from coordexp.recording.writer import RolloutLog
 from coordexp.records import GTObject, ImageRecord, PackedRow, Rollout, RolloutRequest, Segment
 from coordexp.rollouts.backend import IndexedRollout, RolloutRound
 from coordexp.targets import TargetPolicy, TransportConfig, build_gt_target
-from coordexp.training.answers import AnswerReader, RolloutQueue, TargetOptions
-from coordexp.training.rows import RowLayout
+from coordexp.training.rows import RowPlanner
 from coordexp.training.step import PreparedStep, Task, prepare_step
+from coordexp.training.step_answers import AnswerReader, RolloutQueue, TargetOptions
 from support.config_samples import set_keys, stage1, stage2, two_channel, write_yaml
 
 SPEC = TinySpec(
@@ -146,9 +146,9 @@ def run_config(folder: Path, stage: int | Literal["two_channel"], name: str = "r
 
 def train(config: RunConfig, backend: Any = None, on_built: Callable[[Any], None] | None = None) -> Any:
     """Train as ``coordexp train`` does; ``backend`` answers in place of the configuration's. Returns the trainer."""
-    from coordexp.training.run import build_trainer, check_run
+    from coordexp.training.run import build_trainer, checked_run
 
-    trainer, resume = build_trainer(check_run(config), Console(quiet=True), backend=backend)
+    trainer, resume = build_trainer(checked_run(config), Console(quiet=True), backend=backend)
     if on_built is not None:
         on_built(trainer)
     trainer.train(None if resume is None else str(resume))
@@ -224,13 +224,13 @@ def task_of(
     """A step on ground truth or, with ``backend``, on rollouts. ``capacity``, ``most``, ``fill``: of its rows;
     ``targets``: of its TargetOptions."""
     buffer = None if capacity is None else CarryBuffer(capacity, most)
-    layout = RowLayout(buffer, capacity=capacity, min_fill_ratio=fill)
+    planner = RowPlanner(buffer, capacity=capacity, min_fill_ratio=fill)
     options = TargetOptions(**{"vocab": loaded.vocab, "field_order": "desc_first", "transport": TransportConfig(),
                                "policy": TargetPolicy()} | targets)  # fmt: skip
     queue = None
     if backend is not None:
         queue = RolloutQueue(backend, AnswerReader(loaded.vocab, MatchingConfig()), 3)
-    return Task(RowObjective(sft_pipeline(None), loaded.vocab.coord_token_ids), layout, options, queue)
+    return Task(RowObjective(sft_pipeline(None), loaded.vocab.coord_token_ids), planner, options, queue)
 
 
 def prepare(
@@ -257,7 +257,7 @@ class QuietBackend:
     def generate(self, requests: Sequence[RolloutRequest], seeds: Any, on_answer: Any = None) -> list[Rollout]:
         raise NotImplementedError
 
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+    def generate_rounds(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         for round_idx, one in enumerate(rounds):
             for index, rollout in enumerate(self.generate(one.requests, one.seeds)):
                 yield IndexedRollout(round_idx, index, rollout)

@@ -13,7 +13,7 @@ from coordexp.config.schema import TunerConfig
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.tiny import build_tiny_checkpoint
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from support.tiny_run import SPEC, _session_folder, tiny_checkpoint
 
 # Keys of ``tuner``, by what they exercise.

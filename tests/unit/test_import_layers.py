@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -165,3 +166,8 @@ for module in {TORCH_FREE!r}:
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
+
+
+def test_no_two_modules_have_one_name() -> None:
+    names = Counter(path.stem for path in SOURCE.rglob("*.py") if not path.stem.startswith("__"))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -79,7 +79,7 @@ PLACES = (
     ),
     Place(
         "Which pixels, and which score, does average precision use?",
-        ("evaluation/coco.py",),
+        ("evaluation/coco_results.py",),
         ("COCO", "COCOeval", "COCOeval_faster", "OriginalImage"),
         ("evaluation/", "inference/", "cli/", "training/", "viewer/"),
         (("evaluation/answers.py", "the user's own image is its own original"),
@@ -93,7 +93,7 @@ PLACES = (
     Place(
         "What does a run start from, and may it?",
         ("runs/start.py",),
-        ("check_start", "newest_checkpoint"),
+        ("checked_changes", "newest_checkpoint"),
     ),
     Place(
         "How is a name shown?",
@@ -166,7 +166,7 @@ def test_a_question_is_answered_in_its_place_only(place: Place) -> None:
         ("cli/new.py", "listed = class_list(read_jsonl(path)) if is_dataset(path) else class_list_of(path)", 1),
         ("cli/new.py", "new = sorted(labels.difference(card.classes)) if card.classes else []", 0),
         ("evaluation/new.py", "ap = COCOeval(truth, found, 'bbox')", 1),
-        ("cli/new.py", "check_start(config, newest_checkpoint(config))", 2),
+        ("cli/new.py", "checked_changes(config, newest_checkpoint(config))", 2),
         ("cli/new.py", "typer.echo(name); print(name)", 2),
     ],
 )

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordexp.data.progress_bar import literal_console
-from coordexp.evaluation.answers import Detection, ImageAnswer, write_answers
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, write_answers
 from coordexp.inference.detections import as_detections
 from coordexp.printable import PrintableFilter, printable
 from coordexp.records import GTObject
@@ -66,7 +66,7 @@ def test_a_log_line_is_printable() -> None:
 
 
 def test_a_repr_is_one_printable_line() -> None:
-    answer = ImageAnswer("s", f"{NAME}\n.png", 10, 10, None, (Detection(NAME, "bbox_2d", (0, 0, 9, 9)),))
+    answer = ImageAnswer("s", f"{NAME}\n.png", 10, 10, None, (ScoredObject(NAME, "bbox_2d", (0, 0, 9, 9)),))
     assert repr(as_detections(answer)) == rf"<Detections {SHOWN}\u000a.png 10x10: 1 {SHOWN}>"
 
 
@@ -75,7 +75,7 @@ def test_commands_and_the_viewers_page_hold_no_control_character(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     paint(tmp_path / "a.png", (64, 48))
-    found = (Detection(NAME, "bbox_2d", (0, 0, 900, 900), 0.9, 0.9),)
+    found = (ScoredObject(NAME, "bbox_2d", (0, 0, 900, 900), 0.9, 0.9),)
     truth = (GTObject(NAME, "bbox_2d", (0, 0, 900, 900)),)
     answer = ImageAnswer(NAME, str(tmp_path / "a.png"), 64, 48, truth, found, text=NAME)
     write_answers([answer], tmp_path / "run" / "predictions.jsonl")

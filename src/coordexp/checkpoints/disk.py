@@ -46,7 +46,7 @@ class DiskSpace:
         )
 
 
-def check_disk(config: RunConfig, checkpoint: Checkpoint | None = None) -> DiskSpace:
+def checked_disk(config: RunConfig, checkpoint: Checkpoint | None = None) -> DiskSpace:
     """Estimate what this run will write, and compare it with the free space. Warns if there is no room for all
     checkpoints that ``training.save_total_limit`` keeps. ``checkpoint``: ``model.model``, if it is open.
 

@@ -26,7 +26,7 @@ _MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "adapter_config.jso
 _WEIGHT = re.compile(r" x [^ ]+")  # of a file, after its fingerprint
 
 
-def check_start(config: RunConfig, checkpoint: Path | None) -> tuple[Change, ...]:
+def checked_changes(config: RunConfig, checkpoint: Path | None) -> tuple[Change, ...]:
     """Check that a run may start in ``training.output_dir``, from ``checkpoint`` (None: from ``model.model``).
 
     Returns:
@@ -42,11 +42,11 @@ def check_start(config: RunConfig, checkpoint: Path | None) -> tuple[Change, ...
     for key, folder in (("training.output_dir", training.output_dir), ("training.logging_dir", training.logging_dir)):
         if folder is not None:
             _check_writable(key, folder)
-    applied = () if checkpoint is None else _check_changes(config, checkpoint)
+    applied = () if checkpoint is None else _checked_changes(config, checkpoint)
     if training.resume_from_checkpoint is True:
         state = read_object(training.output_dir, STATE, "trainer state")
         if checkpoint is None and state:
-            _check_changes(config, training.output_dir)
+            _checked_changes(config, training.output_dir)
         if _is_finished(config, state):
             if not any(training.output_dir.glob("*.safetensors")):
                 if checkpoint is not None:
@@ -132,7 +132,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _check_changes(config: RunConfig, source: Path) -> tuple[Change, ...]:
+def _checked_changes(config: RunConfig, source: Path) -> tuple[Change, ...]:
     earlier = _settings_of_run(source)
     if not earlier:
         return ()

@@ -14,11 +14,11 @@ import typer
 
 from coordexp import distributed
 from coordexp.cli import doctor, evaluate, launch, predict, view
-from coordexp.cli import run as runs
+from coordexp.cli import train as runs
 from coordexp.cli.console import echo
 from coordexp.cli.data import data_app
 from coordexp.cli.model import model_app
-from coordexp.cli.run import config_app
+from coordexp.cli.train import config_app
 from coordexp.cli.usage import App
 from coordexp.errors import CoordExpError, RunFinished, RunStopped, shortened
 from coordexp.out_of_memory import describe

@@ -114,7 +114,7 @@ def check_checkpoint(path: Path, *, has_base: bool = True) -> None:
         Checkpoint.open(path)
 
 
-def check_inputs(
+def checked_inputs(
     model: str | Path, datasets: Iterable[tuple[Path | None, int | None]]
 ) -> tuple[Checkpoint, dict[tuple[Path, int | None], Sequence[ImageRecord]]]:
     """Check without torch the checkpoint's small files, and every line and image of the datasets (path and maximum

@@ -24,18 +24,18 @@ OfInstances = Annotated[Literal["bbox", "poly"], typer.Option(help="Boxes, or se
 OfShapes = Annotated[
     Literal["as_annotated", "bbox", "poly"], typer.Option(help="Polygons as they are, their bounds, or polygons only.")
 ]
-OfCrowds = Annotated[
+CrowdsOption = Annotated[
     Literal["leave_out", "keep"],
     typer.Option(help="Leave groups (iscrowd, IsGroupOf) out, or keep each as one object."),
 ]
-OfBoxes = Annotated[
+BoxesOption = Annotated[
     Literal["auto", "xywh", "xyxy"],
     typer.Option(help="Numbers of a box: as the format says unless they look like corners; so in any case; corners."),
 ]
 
 
 @dataclass(frozen=True)
-class OfImages:
+class FormatOptions:
     """Options of every format: the fields of :class:`coordexp.data.convert.ImageOptions`, None for its default."""
 
     resize: Annotated[
@@ -53,7 +53,7 @@ class OfImages:
 
 
 @dataclass(frozen=True)
-class OfPolygons(OfImages):
+class PolygonOptions(FormatOptions):
     """Options of formats with polygons."""
 
     max_vertices: Annotated[
@@ -68,7 +68,7 @@ def _converter(form: str, **fixed: Any) -> Callable[[Callable[..., None]], Calla
 
     def decorate(declared: Callable[..., None]) -> Callable[..., None]:
         @wraps(declared)
-        def run(options: OfImages, **given: Any) -> None:
+        def run(options: FormatOptions, **given: Any) -> None:
             from coordexp.data import convert
 
             given_options = {name: value for name, value in asdict(options).items() if value is not None}
@@ -106,7 +106,7 @@ def voc_command(
         ),
     ],
     out_dir: OutDir,
-    options: OfImages,
+    options: FormatOptions,
     split: Annotated[
         str | None, typer.Option(help="A name in ImageSets/Main, or of a part; every annotation when left out.")
     ] = None,
@@ -127,7 +127,7 @@ def instances_command(
         ),
     ],
     out_dir: OutDir,
-    options: OfPolygons,
+    options: PolygonOptions,
     images_dir: Annotated[
         Path | None,
         typer.Argument(
@@ -137,8 +137,8 @@ def instances_command(
         ),
     ] = None,
     geometry: OfInstances = "bbox",
-    crowds: OfCrowds = "leave_out",
-    boxes: OfBoxes = "auto",
+    crowds: CrowdsOption = "leave_out",
+    boxes: BoxesOption = "auto",
     name: FileName = None,
 ) -> None: ...
 
@@ -161,14 +161,14 @@ def yolo_command(
         typer.Argument(help="data.yaml, darknet's obj.data, or a folder with images, labels and classes.txt."),
     ],
     out_dir: OutDir,
-    options: OfPolygons,
+    options: PolygonOptions,
     split: Annotated[str | None, typer.Option(help="train, val or test of data.yaml; or a folder of images.")] = None,
     geometry: OfShapes = "as_annotated",
     unlabelled: Annotated[
         Literal["skip", "empty"] | None,
         typer.Option(help="Images without a label file: leave them out, or take them as images without objects."),
     ] = None,
-    boxes: OfBoxes = "auto",
+    boxes: BoxesOption = "auto",
     images_dir: Annotated[
         str | None, typer.Option("--images", help="Folder of the images of a folder with classes.txt [images].")
     ] = None,
@@ -185,7 +185,7 @@ def yolo_command(
 def labelme_command(
     folder: Annotated[Path, typer.Argument(help="Folder of LabelMe's JSON files; searched with all below it.")],
     out_dir: OutDir,
-    options: OfPolygons,
+    options: PolygonOptions,
     images_dir: Annotated[
         Path | None, typer.Option("--images", help="Folder that imagePath starts in; each file's own.")
     ] = None,
@@ -203,13 +203,13 @@ def panoptic_command(
     annotations_json: Annotated[Path, typer.Argument(metavar="annotations", help="The JSON file of all annotations.")],
     images_dir: Annotated[Path, typer.Argument(metavar="images", help="Folder that file_name starts in.")],
     out_dir: OutDir,
-    options: OfPolygons,
+    options: PolygonOptions,
     segments_dir: Annotated[
         Path | None,
         typer.Option("--segments", help="Folder of the PNGs, for polygons [next to the file, by its name]."),
     ] = None,
     geometry: OfInstances = "bbox",
-    crowds: OfCrowds = "leave_out",
+    crowds: CrowdsOption = "leave_out",
     stuff: Annotated[bool, typer.Option("--stuff", help="Keep regions without instances, such as sky.")] = False,
     name: FileName = None,
 ) -> None:
@@ -231,7 +231,7 @@ def csv_command(
         ),
     ],
     out_dir: OutDir,
-    options: OfPolygons,
+    options: PolygonOptions,
     images_dir: Annotated[
         Path | None, typer.Option("--images", help="Folder that image names start in; the table's own.")
     ] = None,
@@ -241,7 +241,7 @@ def csv_command(
         typer.Option(metavar="MEANING=HEADER,…", help="Columns by their headers, e.g. image=img,name=species,x1=left."),
     ] = None,
     desc: Annotated[str | None, typer.Option(help="Name of all objects, for a table without names.")] = None,
-    boxes: OfBoxes = "auto",
+    boxes: BoxesOption = "auto",
     normalised: Annotated[
         bool, typer.Option("--normalised", help="Coordinates are shares of the image's sides, 0 to 1.")
     ] = False,
@@ -258,7 +258,7 @@ def csv_command(
 def openimages_command(
     table: Annotated[Path, typer.Argument(help="CSV of boxes; only the images that are there are read.")],
     out_dir: OutDir,
-    options: OfImages,
+    options: FormatOptions,
     images_dir: Annotated[
         Path | None, typer.Option("--images", help="Folder searched for ImageID.jpg; the table's own.")
     ] = None,
@@ -267,7 +267,7 @@ def openimages_command(
         Path | None,
         typer.Option(help="CSV of labels of whole images: verified classes go into metadata.image_labels."),
     ] = None,
-    crowds: OfCrowds = "leave_out",
+    crowds: CrowdsOption = "leave_out",
     name: FileName = None,
 ) -> None:
     """Open Images (CSV of boxes and of labels) to JSONL."""
@@ -278,7 +278,7 @@ def openimages_command(
 def dota_command(
     folder: Annotated[Path, typer.Argument(help="Folder with labelTxt and images.")],
     out_dir: OutDir,
-    options: OfPolygons,
+    options: PolygonOptions,
     labels_dir: Annotated[
         Path | None, typer.Option(help="Folder of the text files [the one that starts with labelTxt].")
     ] = None,
@@ -300,7 +300,7 @@ FoundImages = Annotated[Path | None, typer.Option("--images", help="Folder searc
 def cvat_command(
     source: Annotated[Path, typer.Argument(help="XML of 'CVAT for images 1.1', or a folder with one.")],
     out_dir: OutDir,
-    options: OfPolygons,
+    options: PolygonOptions,
     images_dir: FoundImages = None,
     split: Annotated[str | None, typer.Option(help="A subset; all images when left out.")] = None,
     geometry: OfShapes = "as_annotated",
@@ -314,7 +314,7 @@ def cvat_command(
 def labelstudio_command(
     source: Annotated[Path, typer.Argument(help="Label Studio's JSON or JSON-MIN, or a folder with one.")],
     out_dir: OutDir,
-    options: OfPolygons,
+    options: PolygonOptions,
     images_dir: FoundImages = None,
     geometry: OfShapes = "as_annotated",
     name: FileName = None,
@@ -327,7 +327,7 @@ def labelstudio_command(
 def via_command(
     source: Annotated[Path, typer.Argument(help="JSON of the VGG Image Annotator, or a folder with one.")],
     out_dir: OutDir,
-    options: OfPolygons,
+    options: PolygonOptions,
     images_dir: FoundImages = None,
     attribute: Annotated[str | None, typer.Option(help="Region attribute that contains the class.")] = None,
     geometry: OfShapes = "as_annotated",

@@ -12,8 +12,8 @@ import typer
 
 from coordexp.cli.console import check_checkpoint, counting, echo, no_bars_in_log_files, open_console, picture
 from coordexp.cli.convert import convert_app
-from coordexp.cli.run import separate_config, split_words
-from coordexp.cli.tiles import TileOverlap, Tiles, read_tiling, tile_command
+from coordexp.cli.tiling import TileOverlap, Tiles, read_tiling, tile_command
+from coordexp.cli.train import separate_config, split_words
 from coordexp.cli.usage import App
 from coordexp.errors import ConfigError, DataError
 from coordexp.printable import printable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from coordexp.config import RunConfig
-    from coordexp.data.check import DatasetCheck
+    from coordexp.data.dataset_check import DatasetCheck
     from coordexp.data.subset import ObjectSize
     from coordexp.records import ImageRecord, RolloutRequest
 
@@ -82,7 +82,7 @@ def check_command(
         run = load_config(augment)
         if run.data.augment is None:
             raise ConfigError(f"{augment}: has no section data.augment, so there is nothing to draw with --augment")
-    from coordexp.data.check import ERRORS, check_jsonl
+    from coordexp.data.dataset_check import ERRORS, check_jsonl
 
     count_tokens = None
     if model is not None:
@@ -120,7 +120,7 @@ def check_command(
 @data_app.add("stats", "coordexp data stats data/mine/train.jsonl")
 def stats_command(jsonl: Dataset, as_json: AsJson = False) -> None:
     """Show classes, geometries, densities and box sizes."""
-    from coordexp.data.check import DatasetCheck, histogram
+    from coordexp.data.dataset_check import DatasetCheck, histogram
     from coordexp.data.jsonl import read_jsonl
     from coordexp.geometry import aabb
 
@@ -394,7 +394,7 @@ def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int
     """Draw objects after a round trip through tokens, and report records that it changes. With ``run``, draw records
     as its first epochs see them."""
     from coordexp.cli.console import vocabulary_of
-    from coordexp.data.check import ERRORS, Finding
+    from coordexp.data.dataset_check import ERRORS, Finding
     from coordexp.data.files import asset
     from coordexp.evaluation.drawing import draw_contact_sheet, round_trip
 
@@ -425,7 +425,7 @@ def _findings(check: DatasetCheck) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from coordexp.data.check import ERRORS
+    from coordexp.data.dataset_check import ERRORS
 
     table = Table("finding", "count", "where", title=Text(printable(check.path)), title_justify="left")
     table.columns[1].justify = "right"
@@ -445,7 +445,7 @@ def _findings(check: DatasetCheck) -> Table:
 
 
 def _histograms(check: DatasetCheck) -> Table:
-    from coordexp.data.check import histogram
+    from coordexp.data.dataset_check import histogram
 
     found = check.to_json()
     soft = f" ({found['soft_objects']} of them soft)" if found["soft_objects"] else ""

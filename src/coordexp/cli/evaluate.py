@@ -12,7 +12,7 @@ import typer
 
 from coordexp.cli.console import (
     check_checkpoint,
-    check_inputs,
+    checked_inputs,
     echo,
     no_bars_in_log_files,
     on_interrupt,
@@ -23,8 +23,8 @@ from coordexp.cli.console import (
     with_options,
 )
 from coordexp.cli.predict import Answers, Classes, ConstantScore, Limit, ModelOption
-from coordexp.cli.run import Print, is_config, print_config, split_words
-from coordexp.cli.tiles import TileOverlap, Tiles, read_tiling
+from coordexp.cli.tiling import TileOverlap, Tiles, read_tiling
+from coordexp.cli.train import Print, is_config, print_config, split_words
 from coordexp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ _USED_BY = {
 
 
 @dataclass(frozen=True)
-class OfEvaluation:
+class EvaluationOptions:
     """The options of ``coordexp evaluate``."""
 
     model: ModelOption = None
@@ -110,7 +110,7 @@ class OfEvaluation:
 
 @with_options
 def evaluate(
-    options: OfEvaluation,
+    options: EvaluationOptions,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -143,7 +143,7 @@ def evaluate(
         run = evaluation_config(options.model, options.data, arguments)
         check_paths({}, {"--data": run.custom.val_jsonl})
         if options.print:
-            from coordexp.config.load import resolved_yaml
+            from coordexp.config.from_yaml import resolved_yaml
 
             echo(resolved_yaml(run), nl=False)
             return
@@ -164,7 +164,7 @@ def evaluate(
     unused = [
         f"--{name}"
         for name, users in _USED_BY.items()
-        if getattr(options, name) != getattr(OfEvaluation, name) and kind not in users
+        if getattr(options, name) != getattr(EvaluationOptions, name) and kind not in users
     ]
     if unused or (arguments and kind != _CONFIG):
         users = _USED_BY[unused[0][2:]] if unused else (_CONFIG,)
@@ -195,7 +195,7 @@ def evaluate(
 def _evaluate_model(
     console: Console,
     run: RunConfig | EvaluationConfig,
-    options: OfEvaluation,
+    options: EvaluationOptions,
     rename: Renaming,
     arguments: Sequence[str],
 ) -> None:
@@ -209,7 +209,7 @@ def _evaluate_model(
 
     if distributed.world_size() == 1:
         limit = run.custom.val_sample_limit if options.limit is None else options.limit
-        check_inputs(options.model or run.model.model, [(options.data or run.custom.val_jsonl, limit)])
+        checked_inputs(options.model or run.model.model, [(options.data or run.custom.val_jsonl, limit)])
     from coordexp.inference.prediction import run_evaluation
 
     no_bars_in_log_files()
@@ -227,7 +227,7 @@ def _evaluate_model(
         echo(result.metrics_json.read_text(encoding="utf-8"), nl=False)
 
 
-def _evaluate_saved(console: Console, source: Path, options: OfEvaluation, rename: Renaming) -> None:
+def _evaluate_saved(console: Console, source: Path, options: EvaluationOptions, rename: Renaming) -> None:
     from coordexp.config.rollout import EvalDetectionConfig
     from coordexp.evaluation.answers import class_list_of, read_answers
     from coordexp.evaluation.summary import check_replaced, summarise, write_summary
@@ -275,7 +275,7 @@ def _show(
     say_written(console, files)
 
 
-def _compare(console: Console, runs: tuple[Path, Path], options: OfEvaluation, rename: Renaming) -> None:
+def _compare(console: Console, runs: tuple[Path, Path], options: EvaluationOptions, rename: Renaming) -> None:
     from coordexp.evaluation.answers import read_answers
     from coordexp.evaluation.compare import RESAMPLES, compare, comparison_json, comparison_tables, paired
 

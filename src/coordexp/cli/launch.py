@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from coordexp.cli.console import echo, open_console, say
-from coordexp.cli.run import Arguments, ConfigFile, Print, print_config
+from coordexp.cli.train import Arguments, ConfigFile, Print, print_config
 from coordexp.errors import ConfigError
 from coordexp.heavy_imports import heavy_imports
 
@@ -64,13 +64,13 @@ def launch(
     from coordexp.launch.supervisor import run_plan
 
     with heavy_imports():
-        from coordexp.training.run import check_run
+        from coordexp.training.run import checked_run
 
     def trainers_checks(trainers: int) -> object:
         # Without devices its process sees no GPU, unlike this one. Devices that are missing are reported already.
         on_gpus = bool(run.launch.learner_devices) and num_gpus() > 0
         training = run.training if on_gpus else run.training.model_copy(update={"use_cpu": True})
-        return check_run(run.model_copy(update={"training": training}), trainers=trainers, servers_are_up=False)
+        return checked_run(run.model_copy(update={"training": training}), trainers=trainers, servers_are_up=False)
 
     preflight = look_over(run, config.absolute(), given, num_gpus(), trainers_checks, host)
     console = open_console()

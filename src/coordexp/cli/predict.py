@@ -20,8 +20,8 @@ from coordexp.cli.console import (
     say,
     say_written,
 )
-from coordexp.cli.run import is_config, split_words
-from coordexp.cli.tiles import TileOverlap, Tiles, read_tiling
+from coordexp.cli.tiling import TileOverlap, Tiles, read_tiling
+from coordexp.cli.train import is_config, split_words
 from coordexp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

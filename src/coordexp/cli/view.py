@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from coordexp.cli.console import counting, echo, no_bars_in_log_files, open_console, say, vocabulary_of, written_file
-from coordexp.cli.run import separate_config, split_words
+from coordexp.cli.train import separate_config, split_words
 
 
 def view(

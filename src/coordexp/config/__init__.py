@@ -1,7 +1,7 @@
 """The YAML contract: typed, strict, torch-free. ``load_config(path)`` reads a file."""
 
 from coordexp.config.checks import advice, check_world_size
-from coordexp.config.load import load_config, parse_config, resolved_yaml
+from coordexp.config.from_yaml import load_config, parse_config, resolved_yaml
 from coordexp.config.resolved import resolved_rollout, rollout_contract
 from coordexp.config.schema import RunConfig
 from coordexp.errors import ConfigError

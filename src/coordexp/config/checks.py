@@ -2,7 +2,7 @@
 processes), which reading the YAML does not make: a file is valid everywhere or nowhere.
 
 Rules are independent of each other: in a file with other mistakes, a rule that reads a broken key is skipped and the
-others still run (see :mod:`coordexp.config.load`).
+others still run (see :mod:`coordexp.config.from_yaml`).
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def choose_list(
 ) -> ClassList:
     """The list by which classes are numbered, empty if there is none. In order of precedence:
 
-    1. ``users``, the user's own list, as :func:`check_list` returns it: one without names is not the same as no list.
+    1. ``users``, the user's own list, as :func:`checked_list` returns it: one without names is not the same as no list.
     2. ``checkpoint``: the list on the card of the checkpoint that answered; saved predictions keep it.
     3. ``class_names``: those that answers may use, of a checkpoint without a list.
     4. ``records``: the :func:`class_list` of a dataset that is exported itself, or that a checkpoint is trained on.
@@ -81,10 +81,10 @@ def choose_list(
     """
     if users is None:
         return checkpoint or class_names or class_list(records)
-    return check_list(users)
+    return checked_list(users)
 
 
-def check_list(users: object) -> ClassList:
+def checked_list(users: object) -> ClassList:
     """A user's list with its names :func:`as_written`. Raises DataError if it has no order or no name, a name twice,
     another name than text, or another number than a whole one."""
     problem = f"the class list is {users!r}; give a list of names, or leave it out"

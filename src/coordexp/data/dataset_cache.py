@@ -256,7 +256,7 @@ def _cached_image_problems(records: CachedRecords, wait_s: float) -> list[DataEr
         if (known_N2 != _NOT_CHECKED).all() and file.stat().st_mtime >= asked:
             return []  # another process checked them while this one waited for the lock
         tasks = [(start, known_N2[start : start + _PIECE_ROWS]) for start in range(0, rows, _PIECE_ROWS)]
-        check = partial(_check_piece, records.file)
+        check = partial(_problems_of, records.file)
         results = map(check, tasks) if len(tasks) == 1 else _in_processes(check, tasks)
         problems: list[DataError] = []
         changed = False
@@ -275,7 +275,7 @@ def _cached_image_problems(records: CachedRecords, wait_s: float) -> list[DataEr
     return problems
 
 
-def _check_piece(file: Path, task: tuple[int, np.ndarray]) -> tuple[np.ndarray, list[tuple[int, str]]]:
+def _problems_of(file: Path, task: tuple[int, np.ndarray]) -> tuple[np.ndarray, list[tuple[int, str]]]:
     # In a worker. `task`: index of the first row, and the known states of it and the rows after it. Returns their
     # states now, and (line, problem) of each image that cannot be used.
     import numpy as np

@@ -36,7 +36,7 @@ from coordexp.errors import RolloutError
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.records import RolloutRequest
 from coordexp.rollouts.trainer_parts import TrainerParts
 from coordexp.training.parallel import join_processes
@@ -51,7 +51,7 @@ FAR_SHARE = 0.01  # of tokens that may be neither the best nor a near tie
 LORA = TunerConfig(train_type="lora", lora_rank=8, lora_alpha=16)
 PIXEL_LIMIT = {"float32": 1e-3, "bfloat16": 2e-2}
 PIXELS_ADVICE = "vLLM sees other pixels than the trainer: install the tested versions, and report this table"
-BOOT_S, POLL_S = 400.0, 1.0
+BOOT_S, _POLL_S = 400.0, 1.0
 _ADVICE = "answers would not be the trained model's: write rollout_matching.rollout_backend: hf, and report this table"
 
 
@@ -125,7 +125,7 @@ def served(settings: Settings) -> Iterator[Row]:
             except RolloutError:
                 if server.poll() is not None or time.monotonic() > deadline:
                     raise
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
         loaded = _load(config)
         pusher = ServerPusher([client], TrainerWeights(loaded.model), resolved_rollout(config).vllm.sync)
         with closing(pusher):

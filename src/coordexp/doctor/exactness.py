@@ -16,7 +16,7 @@ from coordexp.errors import CoordExpError
 from coordexp.modeling.attention import KERNELS, Segments, check_attention
 from coordexp.modeling.inputs import VisionTower, row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.objective import HeadQuery, score_head
 from coordexp.packing import build_row
 from coordexp.records import Segment

@@ -52,7 +52,7 @@ _SHOWN = 60  # characters of an answer that is not JSON
 
 
 @dataclass(frozen=True, slots=True)
-class Detection:
+class ScoredObject:
     """A predicted object. ``score`` (to rank) and ``confidence`` (the probability that it is right) are None
     if it was not scored. ``answers``: number of the image's answers that contain it, None for a single answer.
     ``bins`` are whole numbers, and of merged tiles fractions."""
@@ -70,15 +70,14 @@ class ImageAnswer:
     """``gt`` is None for an image without annotations; ``dropped`` counts unusable entries by reason; ``original`` is
     None if the image is the user's own; ``bin_rule`` is that of ``gt`` and ``pred``. ``further_texts``: of the other
     answers, if several are merged (:func:`~coordexp.evaluation.several_answers.merge_answers`). ``tiling``: the tiles
-    whose answers are merged (:func:`~coordexp.evaluation.tiles.merge_tiles`), None for an image that was answered as a
-    whole."""
+    whose answers are merged (:func:`~coordexp.evaluation.join_tiles.merge_tiles`), None for an image answered whole."""
 
     sample_id: str
     image: str
     width: int
     height: int
     gt: tuple[GTObject, ...] | None
-    pred: tuple[Detection, ...]
+    pred: tuple[ScoredObject, ...]
     dropped: Mapping[str, int] = field(default_factory=dict)
     truncated: bool = False
     repeat_terminated: bool = False
@@ -152,7 +151,7 @@ def make_answer(
     model_rule = bin_rule or record.bin_rule
     rule = record.bin_rule if record.objects else model_rule
     size = (record.width, record.height)
-    pred = [Detection(obj.desc, obj.kind, bins_in_rule(obj.bins, size, model_rule, rule)) for obj in parsed.objects]
+    pred = [ScoredObject(obj.desc, obj.kind, bins_in_rule(obj.bins, size, model_rule, rule)) for obj in parsed.objects]
     if scores is not None:
         pred = [replace(o, score=s.score, confidence=s.confidence) for o, s in zip(pred, scores, strict=True)]
     return ImageAnswer(
@@ -243,7 +242,7 @@ def from_line(text: str | bytes, *, path: Path | None = None, line: int | None =
     read = from_json(_Line, text, "a line of predictions", path=path, line=line)
     try:
         gt = None if read.gt is None else tuple(GTObject(o.desc, *_whole(o), o.soft or None) for o in read.gt)
-        pred = tuple(Detection(o.desc, *o.shape(), o.score, o.confidence, o.answers) for o in read.pred)
+        pred = tuple(ScoredObject(o.desc, *o.shape(), o.score, o.confidence, o.answers) for o in read.pred)
     except ValueError as error:
         raise DataError(f"not a line of predictions: {error}", path=path, line=line) from error
     same = {one.name: getattr(read, one.name) for one in fields(ImageAnswer)}
@@ -320,7 +319,7 @@ def answer_samples(
             RolloutRound(requests, replace(seeds, answer=k, micro_step_idx=k), greedy=k == 0) for k in range(count)
         ]
         found: dict[tuple[int, int], Rollout] = {}
-        for one in backend.generate_window(rounds):
+        for one in backend.generate_rounds(rounds):
             found[one.index, one.round_idx] = one.rollout
             if before_last is not None:
                 before_last(len(found))

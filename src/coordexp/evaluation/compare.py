@@ -12,7 +12,7 @@ from rich.text import Text
 
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer
-from coordexp.evaluation.coco import average_precision
+from coordexp.evaluation.coco_results import average_precision
 from coordexp.evaluation.detection import (
     DENSITIES,
     IOU_THRESHOLD,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.geometry import aabbs, mask_iou_pairs, overlapping_boxes
 from coordexp.matching import DescribedShape, MatchingConfig, assign_pairs, duplicate_indices
 from coordexp.records import NUM_BINS, PredictedObject
@@ -46,7 +46,7 @@ def density_bin(num_objects: int) -> str:
 
 
 def match_by_desc(
-    predicted: Sequence[Detection], truth: Sequence[DescribedShape], threshold: float = IOU_THRESHOLD
+    predicted: Sequence[ScoredObject], truth: Sequence[DescribedShape], threshold: float = IOU_THRESHOLD
 ) -> list[tuple[int, int, float]]:
     """Assign within equal descriptions, mask IoU at least ``threshold``: ``(pred_idx, gt_idx, iou)`` triples, in order
     of prediction."""
@@ -78,7 +78,7 @@ def ignored_predictions(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -
 
 
 def assigner(
-    predicted: Sequence[Detection | PredictedObject], truth: Sequence[DescribedShape], threshold: float
+    predicted: Sequence[ScoredObject | PredictedObject], truth: Sequence[DescribedShape], threshold: float
 ) -> Callable[[bool], list[tuple[int, int, float]]]:
     """A function of "equal descriptions only" that returns the assigned (pred_idx, gt_idx, iou), by prediction.
 

@@ -12,7 +12,7 @@ from PIL import ExifTags, Image, ImageDraw, ImageFont
 
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.images import IMAGE_SUFFIXES, JPEG_SUFFIXES, open_rgb, rgb_of
-from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.evaluation.detection import ignored_predictions, match_answer, match_by_desc
 from coordexp.geometry import aabb, pixel_ring
 from coordexp.parsing import parse_rollout
@@ -21,7 +21,7 @@ from coordexp.reading import OWN_MARK
 from coordexp.records import NUM_BINS, GTObject, ImageRecord, PredictedObject
 
 _Point = tuple[float, float]
-Drawable = GTObject | PredictedObject | Detection
+Drawable = GTObject | PredictedObject | ScoredObject
 
 _DASH, _GAP = 6, 5  # pixels
 _COLOURS = (
@@ -39,7 +39,7 @@ _NAME = 40  # characters of a file name that fit under a tile
 _COMPRESSION = 1  # of PNG: the default takes four times as long for files a fifth smaller
 
 
-def draw_detections(image: Image.Image, detections: Sequence[Detection]) -> Image.Image:
+def draw_detections(image: Image.Image, detections: Sequence[ScoredObject]) -> Image.Image:
     """A copy of ``image`` with an outline, a name and a confidence for each object; one colour per name. Small images
     are enlarged by a whole factor, so that names cover little of them."""
     factor = max(1, _READABLE // max(image.size))
@@ -204,7 +204,7 @@ def _save(sheet: Image.Image, path: Path) -> None:
     sheet.save(path, compress_level=_COMPRESSION, exif=marked)
 
 
-def _panel(answer: ImageAnswer, coloured: Sequence[tuple[GTObject | Detection, str]]) -> Image.Image:
+def _panel(answer: ImageAnswer, coloured: Sequence[tuple[GTObject | ScoredObject, str]]) -> Image.Image:
     image = open_rgb(Path(answer.image))
     factor = max(1, round(_SMALLEST / max(image.size)))
     image = image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)

@@ -26,8 +26,8 @@ from coordexp.data.find_images import match_names, with_slashes
 from coordexp.data.images import image_bytes, image_exists, open_rgb
 from coordexp.data.polygons import smallest_rectangle
 from coordexp.errors import ConfigError, DataError
-from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage, original_image
-from coordexp.evaluation.coco import to_coco, with_scores
+from coordexp.evaluation.answers import ImageAnswer, OriginalImage, ScoredObject, original_image
+from coordexp.evaluation.coco_results import to_coco, with_scores
 from coordexp.geometry import pixel_box, pixel_ring
 from coordexp.printable import printable
 from coordexp.reading import read_json
@@ -68,7 +68,7 @@ def dataset_answers(records: Iterable[ImageRecord], *, annotations: bool) -> lis
     soft objects have their confidence as score."""
     answers = []
     for record in records:
-        pred = [Detection(obj.desc, obj.kind, obj.bins, obj.soft) for obj in record.objects]
+        pred = [ScoredObject(obj.desc, obj.kind, obj.bins, obj.soft) for obj in record.objects]
         answer = ImageAnswer(
             record.sample_id,
             str(record.image),

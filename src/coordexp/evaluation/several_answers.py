@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from coordexp.config.rollout import EvalDetectionConfig
-from coordexp.evaluation.answers import Detection, ImageAnswer
-from coordexp.evaluation.coco import average_precision
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject
+from coordexp.evaluation.coco_results import average_precision
 from coordexp.evaluation.detection import IOU_THRESHOLD, assigner, count_image, detection_metrics, sum_counts
 from coordexp.evaluation.summary import FIGURES, figures_table
 
@@ -40,7 +40,7 @@ def merge_answers(answers: Sequence[ImageAnswer]) -> ImageAnswer:
     first, count = answers[0], len(answers)
     if count == 1:
         return first
-    found: list[list[Detection]] = []  # one list per object: its detections in different answers
+    found: list[list[ScoredObject]] = []  # one list per object: its detections in different answers
     for answer in answers:
         assign = assigner(answer.pred, [same[0] for same in found], IOU_THRESHOLD)
         pairs = assign(True)  # only of equal descriptions
@@ -64,7 +64,7 @@ def merge_answers(answers: Sequence[ImageAnswer]) -> ImageAnswer:
     )
 
 
-def _merged(same: Sequence[Detection], count: int) -> Detection:
+def _merged(same: Sequence[ScoredObject], count: int) -> ScoredObject:
     share = len(same) / count
     scores = [obj.score for obj in same if obj.score is not None]
     confidences = [obj.confidence for obj in same if obj.confidence is not None]

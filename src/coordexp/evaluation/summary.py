@@ -18,7 +18,7 @@ from rich.text import Text
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import CLASS_LIST, METRICS, PREDICTIONS, ImageAnswer, write_answers
-from coordexp.evaluation.coco import AREAS, RECALLS_R, THRESHOLDS_T, average_precision, coco_shape, write_coco
+from coordexp.evaluation.coco_results import AREAS, RECALLS_R, THRESHOLDS_T, average_precision, coco_shape, write_coco
 from coordexp.evaluation.confidence import Reliability, Threshold, best_thresholds, reliability
 from coordexp.evaluation.detection import (
     DENSITIES,

@@ -23,7 +23,7 @@ from coordexp.data.files import write_atomically
 from coordexp.data.jsonl import clean_desc, read_jsonl, write_jsonl
 from coordexp.data.tiles import Tiling
 from coordexp.errors import ConfigError, DataError
-from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, read_answers
 from coordexp.evaluation.drawing import draw_contact_sheet
 from coordexp.geometry import aabb, mask_iou
 from coordexp.inference.session import BATCH_SIZE, PredictOptions, inference_config
@@ -238,7 +238,7 @@ def _complete(
     gate = min(1.0, float(np.nextafter(rules.max_overlap, 2.0)))
     for pair in match_objects(answer.pred, record.objects, MatchingConfig(maskiou_gate=gate)).pairs:
         outcomes[pair.pred_idx] = PredictionOutcome.MATCHED
-    others: dict[PredictionOutcome, list[GTObject | Detection]] = {
+    others: dict[PredictionOutcome, list[GTObject | ScoredObject]] = {
         PredictionOutcome.OVERLAPS_ANNOTATED: [obj for obj in record.objects if obj.soft is None],
         PredictionOutcome.OVERLAPS_SOFT: [obj for obj in record.objects if obj.soft is not None],
         PredictionOutcome.OVERLAPS_ADDED: [],

@@ -18,7 +18,7 @@ from coordexp.data.class_list import ClassList, ClassNumbers, choose_list
 from coordexp.data.images import open_rgb
 from coordexp.errors import DataError, require
 from coordexp.evaluation.answers import ImageAnswer
-from coordexp.evaluation.coco import coco_shape, to_coco, with_scores
+from coordexp.evaluation.coco_results import coco_shape, to_coco, with_scores
 from coordexp.evaluation.drawing import draw_detections
 from coordexp.geometry import pixel_box, pixel_ring
 from coordexp.printable import printable
@@ -27,7 +27,7 @@ _NOTEBOOK = 800  # pixels of the longer side of a picture in a notebook
 
 
 @dataclass(frozen=True, slots=True)
-class FoundObject:
+class Detection:
     """One object. ``box`` is (x1, y1, x2, y2) and ``polygon`` its vertices (None if the model wrote a box), both in
     pixels of the given image. ``confidence``: the probability that the object is right; ``score``: its rank among
     others, for average precision. Both are 0..1, or None if it was not scored. ``answers``: number of the image's
@@ -55,7 +55,7 @@ class Detections:
     source: str
     width: int
     height: int
-    objects: tuple[FoundObject, ...]
+    objects: tuple[Detection, ...]
     truncated: bool
     dropped: Mapping[str, int]
     text: str
@@ -67,15 +67,15 @@ class Detections:
     def __len__(self) -> int:
         return len(self.objects)
 
-    def __iter__(self) -> Iterator[FoundObject]:
+    def __iter__(self) -> Iterator[Detection]:
         return iter(self.objects)
 
     @overload
-    def __getitem__(self, which: int) -> FoundObject: ...
+    def __getitem__(self, which: int) -> Detection: ...
     @overload
     def __getitem__(self, which: slice | Sequence[int] | Sequence[bool] | np.ndarray) -> Detections: ...
 
-    def __getitem__(self, which: Any) -> FoundObject | Detections:
+    def __getitem__(self, which: Any) -> Detection | Detections:
         if isinstance(which, int | np.integer):
             return self.objects[which]
         if not isinstance(which, slice):
@@ -235,7 +235,7 @@ def as_detections(answer: ImageAnswer, image: Image.Image | None = None, classes
     for obj in answer.pred:
         polygon = pixel_ring(obj, width, height, answer.bin_rule) if obj.kind == "poly" else None
         box = pixel_box(obj, width, height, answer.bin_rule)
-        objects.append(FoundObject(obj.desc, obj.score, box, polygon, obj.confidence, obj.answers))
+        objects.append(Detection(obj.desc, obj.score, box, polygon, obj.confidence, obj.answers))
     return Detections(
         source=answer.sample_id if image is not None else answer.image,
         width=width,

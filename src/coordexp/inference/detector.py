@@ -21,8 +21,8 @@ from coordexp.data.tiles import CutTiles, Tiling, tile_records, whole_of
 from coordexp.engine.trainer.backends import check_backend
 from coordexp.errors import ConfigError, DataError, DetectorClosed
 from coordexp.evaluation.answers import ImageAnswer, answer_samples, samples_of_batch
+from coordexp.evaluation.join_tiles import merge_tiles
 from coordexp.evaluation.several_answers import merge_all
-from coordexp.evaluation.tiles import merge_tiles
 from coordexp.inference.detections import Detections, as_detections, without_answer
 from coordexp.inference.session import (
     BATCH_SIZE,
@@ -31,7 +31,7 @@ from coordexp.inference.session import (
     InferenceSession,
     PredictOptions,
     check_device,
-    cleaned_class_names,
+    checked_class_names,
     inference_config,
     open_session,
     size_note,
@@ -96,7 +96,7 @@ class Detector:
         config = with_several_answers(inference_config(model, options), answers)
         check_device(device, backend)
         check_backend(config.rollout_matching, bool(classes))
-        class_names = cleaned_class_names(classes, model)
+        class_names = checked_class_names(classes, model)
         self._model = model
         self._seed = seed
         self._answers = answers
@@ -181,7 +181,7 @@ class Detector:
         session, tiling = self._session, None if tiles is None else Tiling.of(tiles, overlap)
         if prompt is not None:
             session = replace(session, encoder=replace(session.encoder, prompt=prompt))
-        class_names = () if classes is None else cleaned_class_names(classes, self._model)
+        class_names = () if classes is None else checked_class_names(classes, self._model)
         if classes is not None:
             session = replace(session, backend=session.limited_to(class_names))
         names = tuple(choose_list(checkpoint=self.classes, class_names=class_names))

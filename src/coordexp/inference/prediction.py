@@ -46,13 +46,13 @@ from coordexp.evaluation.answers import (
     to_line,
     write_answers,
 )
-from coordexp.evaluation.coco import write_coco
+from coordexp.evaluation.coco_results import write_coco
 from coordexp.evaluation.confidence import at_least, calibrated, fit
 from coordexp.evaluation.drawing import save_drawings
+from coordexp.evaluation.join_tiles import merge_all_tiles, merge_tiles
 from coordexp.evaluation.renaming import Renaming
 from coordexp.evaluation.several_answers import merge_all, side_by_side
 from coordexp.evaluation.summary import Summary, check_replaced, summarise, write_summary
-from coordexp.evaluation.tiles import merge_all_tiles, merge_tiles
 from coordexp.inference.session import checked_model, open_session, size_note, with_several_answers
 from coordexp.printable import printable
 from coordexp.records import ImageRecord, read_lines
@@ -108,7 +108,7 @@ def run_prediction(
         min_confidence: leave objects below out of everything but ``predictions.jsonl``.
         overwrite: delete the answers in ``output`` first.
         answers: per image, merged into one (:func:`~coordexp.evaluation.several_answers.merge_answers`).
-        tiling: answer tiles, and merge their answers (:func:`~coordexp.evaluation.tiles.merge_tiles`) at the end.
+        tiling: answer tiles, and merge their answers (:func:`~coordexp.evaluation.join_tiles.merge_tiles`) at the end.
 
     Raises:
         ConfigError: as :func:`~coordexp.inference.session.with_several_answers`.

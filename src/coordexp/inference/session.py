@@ -16,7 +16,7 @@ from coordexp import distributed
 from coordexp.checkpoints.card import read_card, settings_for_answers, training_of
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, num_positions
 from coordexp.config.base import default_of
-from coordexp.config.load import parse_section
+from coordexp.config.from_yaml import parse_section
 from coordexp.config.resolved import AnswerConfig, EvaluationConfig
 from coordexp.config.schema import TrainingConfig
 from coordexp.config.source import Document, apply_arguments
@@ -158,7 +158,7 @@ def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence
 
 def read_class_names(given: str | None, model: str | Path) -> tuple[str, ...]:
     """The class names of ``--classes``: names between commas, a file of :func:`read_class_list`, or the class list of a
-    checkpoint's folder; empty for None. Raises ConfigError as :func:`cleaned_class_names`, or for no name; DataError
+    checkpoint's folder; empty for None. Raises ConfigError as :func:`checked_class_names`, or for no name; DataError
     for an unreadable file or one without names."""
     if given is None:
         return ()
@@ -166,15 +166,15 @@ def read_class_names(given: str | None, model: str | Path) -> tuple[str, ...]:
     if path.is_file():
         from coordexp.data.class_list import read_class_list
 
-        return cleaned_class_names(tuple(read_class_list(path)), model)
+        return checked_class_names(tuple(read_class_list(path)), model)
     if path.is_dir() and (listed := read_card(path).classes):
-        return cleaned_class_names(listed, model)
+        return checked_class_names(listed, model)
     if path.suffix.lower() in (".txt", ".names", ".jsonl", ".yaml", ".yml", ".json", ".csv"):
         raise DataError("not found; --classes takes names between commas, a .txt, .jsonl or data.yaml", path=path)
-    return cleaned_class_names(given.split(","), model)
+    return checked_class_names(given.split(","), model)
 
 
-def cleaned_class_names(names: Sequence[str], model: str | Path) -> tuple[str, ...]:
+def checked_class_names(names: Sequence[str], model: str | Path) -> tuple[str, ...]:
     """The names as a dataset would contain them, each once. Raises ConfigError for one that no dataset may contain or
     that is not in the class list of ``model``, or for anything else than a list."""
     from coordexp.data.class_list import check_known
@@ -264,7 +264,7 @@ def open_session(
         from coordexp.modeling.inputs import PromptEncoder
         from coordexp.modeling.load import load_model
         from coordexp.modeling.scores import TokenScorer
-        from coordexp.modeling.weights import TrainerWeights
+        from coordexp.modeling.trainer_weights import TrainerWeights
         from coordexp.rollouts import build_backend, rollout_session
         from coordexp.rollouts.trainer_parts import TrainerParts
 

@@ -35,7 +35,7 @@ from coordexp.engine.wire.engine_process import api_key_from_environment, die_wi
 from coordexp.errors import CoordExpError, LaunchFailed, RolloutError
 from coordexp.launch.plan import PLAN_JSON, SERVER_ONLY, LaunchPlan, ProcessPlan, ServerPlan
 
-POLL_S = 0.2
+_POLL_S = 0.2
 PROBE_S = 5.0
 SERVER_GRACE_S = 15.0
 AT_ONCE_S = 2.0
@@ -246,13 +246,13 @@ class Supervisor:
         with self.plan.trainer.log.open(encoding="utf-8", errors="replace") as log:
             log.seek(0, os.SEEK_END)
             while trainer.poll() is None and time.monotonic() < deadline and not self._at_once:
-                time.sleep(POLL_S)
+                time.sleep(_POLL_S)
                 self.view.pass_on(log.read())
             self.view.pass_on(log.read())
         return 128 + number  # torchrun, which passes a signal on, ends with 1 whatever its processes ended with
 
     def _pause(self) -> None:
-        readable, _, _ = select.select([self.stdin], [], [], POLL_S)
+        readable, _, _ = select.select([self.stdin], [], [], _POLL_S)
         if readable and not os.read(self.stdin, 1):
             raise _LauncherGone
         if self._signal is not None:

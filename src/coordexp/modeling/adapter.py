@@ -21,7 +21,7 @@ from coordexp.config.schema import TunerConfig
 from coordexp.data.files import give_ordinary_mode
 from coordexp.errors import CheckpointError, ConfigError
 from coordexp.modeling.patches import PatchProjection
-from coordexp.modeling.weights import (
+from coordexp.modeling.trainer_weights import (
     ADAPTER,
     PEFT_PREFIX,
     adapter_config,

@@ -25,7 +25,7 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import CoordSoftCEW1Config
 from coordexp.modeling.forward import SelfContext, self_context_states, supervised_hidden
 from coordexp.modeling.inputs import to_device
-from coordexp.modeling.weights import output_head
+from coordexp.modeling.trainer_weights import output_head
 from coordexp.objective import coord_math
 from coordexp.objective.coord_math import DecodeMode
 from coordexp.objective.head import HeadQuery, HeadScores, SupervisionTensors, coord_ids_on, score_head

@@ -36,8 +36,8 @@ logger = logging.getLogger("coordexp")
 
 WRITTEN = "rollout/records_written_total"
 DROPPED = "rollout/records_dropped_total"  # the disk was nearly full
-FAILED = "rollout/records_failed_total"  # the write itself failed
-COUNTERS = (WRITTEN, DROPPED, FAILED)
+RECORDS_FAILED = "rollout/records_failed_total"  # the write itself failed
+COUNTERS = (WRITTEN, DROPPED, RECORDS_FAILED)
 
 MAX_PICTURES = 4  # per recorded step, so that their cost is bounded
 SIDE = 384
@@ -118,7 +118,7 @@ class RolloutRecorder:
                 return
             append_line(path, to_json(make()) + b"\n")
         except (OSError, UnicodeEncodeError) as error:
-            self._lose(FAILED, f"{path}: a rollout record was not written: {error}")
+            self._lose(RECORDS_FAILED, f"{path}: a rollout record was not written: {error}")
             return
         if path == self.path:
             self._counters[WRITTEN] += 1

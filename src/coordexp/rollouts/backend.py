@@ -119,7 +119,7 @@ class IndexedRollout:
 class RolloutBackend(Protocol):
     """Answers prompts without gradient. Answers depend only on requests, seeds and weights, not on timing.
 
-    Under torchrun every rank has its own backend for its own requests. ``sync_weights`` and ``generate_window`` are
+    Under torchrun every rank has its own backend for its own requests. ``sync_weights`` and ``generate_rounds`` are
     collective: every rank calls them, even without requests. Both may raise RolloutError, as ``generate`` does: the
     engine failed, returned something that cannot be trained on, or (on every rank) did not get the weights.
     """
@@ -129,9 +129,9 @@ class RolloutBackend(Protocol):
     ) -> list[Rollout]:
         """One answer per request, in their order. ``on_answer`` is called with the number of finished answers as it
         grows; it must not raise."""
-        return collect_in_order(self.generate_window([RolloutRound(tuple(requests), seeds)]), on_answer)
+        return collect_in_order(self.generate_rounds([RolloutRound(tuple(requests), seeds)]), on_answer)
 
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+    def generate_rounds(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         """Each answer of an optimizer step exactly once, in any order, as soon as it is finished.
         ``decode_batch_size`` bounds the requests in flight."""
         ...

@@ -82,9 +82,9 @@ class Post:
 
 
 def plan_calls(round_sizes: Sequence[int], slots: Sequence[int]) -> list[list[Call]]:
-    """The calls of a whole window on one rank, in batches of at most ``sum(slots)`` requests, in order.
+    """The calls of a whole step on one rank, in batches of at most ``sum(slots)`` requests, in order.
 
-    The window's requests, round after round of ``round_sizes``, are cut into batches; each is split over the servers
+    The step's requests, round after round of ``round_sizes``, are cut into batches; each is split over the servers
     contiguously, in proportion to this rank's slots there (:func:`server_slots`). A call ends where its round ends: its
     seed belongs to a micro-step.
     """

@@ -96,7 +96,7 @@ class HFBackend:
     ) -> list[Rollout]:
         return collect_in_order(self._answers([RolloutRound(tuple(requests), seeds)], on_answer))
 
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+    def generate_rounds(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         return self._answers(rounds, None)
 
     def _answers(

@@ -24,7 +24,7 @@ from coordexp.rollouts.answer_state import AnswerState
 from coordexp.rollouts.repeat_guard import RepeatGuard
 from coordexp.sharding import any_rank_continues
 
-MOST_DRAFTED = 32  # tokens of one answer
+MOST_PER_ANSWER = 32  # tokens of one answer
 # Positions of a pass, of all answers: their logits take 0.3 GB in float32 with Qwen's vocabulary.
 MOST_POSITIONS = 512
 _SPARE = 128  # columns by which the cache grows
@@ -167,7 +167,7 @@ class DraftedDecoding:
                 break
             any_rank_continues(model, True)  # tells ranks whose answers have ended
             for answer in running:
-                answer.propose(min(MOST_DRAFTED, MOST_POSITIONS // len(running) - 1))
+                answer.propose(min(MOST_PER_ANSWER, MOST_POSITIONS // len(running) - 1))
             width = 1 + max(len(answer.draft) for answer in running)
             # Fill shorter drafts up with any token: nothing sees it, because it is later than all that is read.
             tokens = [[one.tokens[-1], *one.draft, *[0] * (width - 1 - len(one.draft))] for one in running]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from coordexp.checkpoints.folder import Checkpoint, read_object
-from coordexp.checkpoints.run_folder import STATE, check_start, newest_checkpoint
+from coordexp.checkpoints.run_folder import STATE, checked_changes, newest_checkpoint
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig
 from coordexp.config.resume import Change
@@ -59,7 +59,7 @@ def decide_start(
 
 
 def _applied(config: RunConfig, checkpoint: Path | None) -> tuple[Change, ...]:
-    applied = check_start(config, checkpoint)
+    applied = checked_changes(config, checkpoint)
     if checkpoint is not None:
         _check_schedule(config, checkpoint, applied)
     return applied

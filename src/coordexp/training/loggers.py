@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 logger = logging.getLogger("coordexp")
-FAILED = "train/log_writes_failed"
+LOG_WRITES_FAILED = "train/log_writes_failed"
 
 
 class FailedWrites:
@@ -56,5 +56,5 @@ class FailedWrites:
             error,
             shutil.disk_usage(where).free / 1e6,
             where,
-            FAILED,
+            LOG_WRITES_FAILED,
         )

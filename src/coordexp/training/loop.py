@@ -31,9 +31,9 @@ from coordexp.training.batches import StepBatches
 from coordexp.training.checkpoint import delete_old, read_seal
 from coordexp.training.drift import DriftWatch
 from coordexp.training.ledger import RunLedger
-from coordexp.training.loggers import FAILED
+from coordexp.training.loader_speed import ReadingWatch
+from coordexp.training.loggers import LOG_WRITES_FAILED
 from coordexp.training.optimizer import needs_metric
-from coordexp.training.reading import ReadingWatch
 from coordexp.training.saving import (
     load_optimizer,
     load_progress,
@@ -207,7 +207,7 @@ class CoordExpTrainer:
             payload = MetricsPayload("train", self.state.global_step, metrics).metrics
             trainer = {} if norm is None else {"grad_norm": float(norm)}
             if lost := self.failed_writes():
-                trainer[FAILED] = lost
+                trainer[LOG_WRITES_FAILED] = lost
             line = {"loss": payload.get("loss", 0.0), **trainer, "learning_rate": rate, **payload}
             losses = [line["loss"]] * steps
             self._log(line)

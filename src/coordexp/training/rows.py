@@ -31,7 +31,7 @@ logger = logging.getLogger("coordexp")
 ROW_DEADLINE_S = 600.0  # far more than any row needs; exceeded if the machine swaps or a driver hangs
 
 
-class RowLayout:
+class RowPlanner:
     """Segments by micro-step → the rows of one optimizer step.
 
     * With a carry buffer each micro-step takes one packed row, and what does not fit waits.

@@ -23,10 +23,10 @@ from transformers.trainer_utils import align_special_tokens
 from coordexp import distributed
 from coordexp.checkpoints.card import card_of_run
 from coordexp.checkpoints.describe import weight_shapes
-from coordexp.checkpoints.disk import check_disk
+from coordexp.checkpoints.disk import checked_disk
 from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, length_advice
-from coordexp.checkpoints.memory import advising, check_memory, recomputed_every
+from coordexp.checkpoints.memory import advising, checked_memory, recomputed_every
 from coordexp.checkpoints.run_folder import RECORDS, clear_results
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
 from coordexp.config.datasets import TrainFile
@@ -50,7 +50,7 @@ from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.kernels import fuse_layers, liger_kernels, unfused_note, wants_fused
 from coordexp.modeling.load import LoadedModel, load_model, load_vocab
 from coordexp.modeling.scores import TokenScorer
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.out_of_memory import is_out_of_memory, phase
 from coordexp.recording.rollout_record import Settings
 from coordexp.recording.writer import RolloutLog, RolloutPictures, RolloutRecorder
@@ -98,7 +98,7 @@ class CheckedRun:
     val: Sequence[ImageRecord]
 
 
-def check_run(
+def checked_run(
     config: RunConfig, *, trainers: int | None = None, servers_are_up: bool = True, start: Start | None = None
 ) -> CheckedRun:
     """Read data and tokenizer, query the rollout servers: report every mistake that can be found before the model
@@ -141,7 +141,7 @@ def check_run(
     if model is not None:
         attempt(load_vocab, model)
         attempt(check_lengths, config, model)
-        attempt(check_disk, config, model)
+        attempt(checked_disk, config, model)
     custom, wait_s = config.custom, config.training.ddp_timeout
     read = partial(open_records, wait_s=wait_s)
     known = {} if start is None else start.records
@@ -426,7 +426,7 @@ def run_training(
     saved = lambda: "Nothing of this run is saved" if trainer is None else trainer.last_saved()  # noqa: E731
     try:
         with advising(config, saved), phase("start", "the start of the run"):
-            checked = check_run(config, start=start)
+            checked = checked_run(config, start=start)
             set_allocator(checked.rollout)
             join_processes(config)
             check_agreement(config)
@@ -492,7 +492,7 @@ def _check_device(config: RunConfig, trainers: int, model: Checkpoint | None) ->
     if on_cpu and (key := next((key for key in ("fp16", "tf32") if getattr(training, key)), None)):
         raise ConfigError(f"training.{key}: needs a GPU, and this machine has none; remove it (bf16 works on CPUs)")
     if not on_cpu and model is not None:
-        check_memory(config, trainers, torch.cuda.get_device_properties(0).total_memory, model)
+        checked_memory(config, trainers, torch.cuda.get_device_properties(0).total_memory, model)
     half = training.bf16 or training.fp16 or config.model.dtype != "float32"
     device = "cpu" if on_cpu else "cuda"
     check_attention(config.model.attn_implementation, device, half)

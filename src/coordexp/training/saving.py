@@ -30,10 +30,10 @@ from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.out_of_memory import phase
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment, TrainingTarget, from_json, to_json
-from coordexp.training.answers import RolloutQueue, SavedAnswers
 from coordexp.training.checkpoint import checkpoint_folder, is_complete, read_seal, readable, seal_checkpoint, writing
 from coordexp.training.offload import held_by
 from coordexp.training.state import RunState, random_states, set_random_states
+from coordexp.training.step_answers import RolloutQueue, SavedAnswers
 
 logger = logging.getLogger("coordexp")
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"

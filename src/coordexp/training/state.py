@@ -14,7 +14,7 @@ from transformers import TrainerState
 from coordexp.metrics import MetricSums
 from coordexp.modeling.load import LoadedModel
 from coordexp.packing import CarryBuffer
-from coordexp.training.answers import RolloutQueue
+from coordexp.training.step_answers import RolloutQueue
 
 
 @dataclass(slots=True)

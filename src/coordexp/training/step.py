@@ -36,19 +36,19 @@ from coordexp.out_of_memory import phase
 from coordexp.recording.writer import RolloutLog, RolloutRecorder, token_losses
 from coordexp.records import ImageRecord, PackedRow
 from coordexp.targets import SampleOutcome, count_terms, is_closed
-from coordexp.training.answers import RolloutQueue, TargetOptions, decide_policy, rollout_metrics
 from coordexp.training.batches import ChannelSchedule, MicroBatches, StepBatches
 from coordexp.training.optimizer import needs_metric
 from coordexp.training.rows import (
     DeviceMetrics,
     PrefetchedRows,
     RowBuilder,
-    RowLayout,
+    RowPlanner,
     blank_row,
     num_patches,
     segment_of,
 )
 from coordexp.training.state import RunState
+from coordexp.training.step_answers import RolloutQueue, TargetOptions, decide_policy, rollout_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Task:
     ``channel``: None outside of two-channel training."""
 
     objective: RowObjective
-    layout: RowLayout
+    planner: RowPlanner
     targets: TargetOptions
     rollouts: RolloutQueue | None = None
     channel: Channel | None = None
@@ -107,13 +107,13 @@ def prepare_step(
             segments.append([segment_of(sample, target) for sample, target in pairs if is_closed(target) or not drops])
         if drops:
             metrics["stage2/closure_dropped_total"] = len(targets) - sum(map(len, segments))
-        rows = task.layout(segments, step, metrics)
+        rows = task.planner(segments, step, metrics)
         counts = count_terms(segment.target for row in rows for segment in row.segments)
 
     # Totals over all ranks: each term's denominator, so that packing and spreading change no gradient.
     summed = distributed.all_reduce(list(counts.values()), "sum")
     totals = {term: int(total) for term, total in zip(counts, summed, strict=True)}
-    if task.layout.drain:  # equally many rows on every rank; blank ones first, so that the last is a real one
+    if task.planner.drain:  # equally many rows on every rank; blank ones first, so that the last is a real one
         (most,) = distributed.all_reduce([len(rows)], "max")
         if missing := max(1, int(most)) - len(rows):
             metrics["packing/blank_rows_total"] = missing
@@ -248,7 +248,7 @@ class TrainStep:
 
     def _channel_metrics(self, task: Task, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        buffers = [one.layout.buffer for one in self.tasks.values() if one.layout.buffer is not None]
+        buffers = [one.planner.buffer for one in self.tasks.values() if one.planner.buffer is not None]
         if buffers:
             metrics["packing/buffer_segments"] = len(buffers[0])
         if self.schedule is not None:

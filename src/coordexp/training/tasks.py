@@ -17,10 +17,10 @@ from coordexp.objective import ObjectivePipeline, RowObjective, build_pipeline, 
 from coordexp.packing import CarryBuffer
 from coordexp.rollouts import RolloutBackend
 from coordexp.targets import SupervisionWeights, TargetPolicy, TransportConfig
-from coordexp.training.answers import AnswerReader, RolloutQueue, TargetOptions
 from coordexp.training.batches import ChannelSchedule
-from coordexp.training.rows import RowLayout
+from coordexp.training.rows import RowPlanner
 from coordexp.training.step import Task
+from coordexp.training.step_answers import AnswerReader, RolloutQueue, TargetOptions
 
 
 def build_tasks(
@@ -34,7 +34,7 @@ def build_tasks(
     segments; None without packing."""
     variant, min_fill_ratio = config.custom.trainer_variant, config.training.packing_min_fill_ratio
     capacity = None if buffer is None else buffer.capacity
-    carrying = RowLayout(buffer, capacity=capacity, min_fill_ratio=min_fill_ratio)
+    carrying = RowPlanner(buffer, capacity=capacity, min_fill_ratio=min_fill_ratio)
     transport = TransportConfig(rollout.ot_cost, rollout.ot_epsilon, rollout.ot_iters)
     policy = TargetPolicy(**rollout.target.model_dump())
     targets = TargetOptions(vocab, config.custom.object_field_order, transport, policy)
@@ -66,7 +66,7 @@ def build_tasks(
 
     two = config.stage2_ab
     assert two is not None, "the schema requires stage2_ab for this variant"
-    draining = RowLayout(None, capacity=capacity, drain=True, min_fill_ratio=min_fill_ratio)
+    draining = RowPlanner(None, capacity=capacity, drain=True, min_fill_ratio=min_fill_ratio)
     from_truth = replace(targets, weights=SupervisionWeights.from_pipeline(two.pipeline, "A"))
     self_context = SelfContext(
         two.n_softctx_iter, two.coord_ctx_embed_mode, two.softctx_grad_mode, two.softctx_temperature

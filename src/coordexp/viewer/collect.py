@@ -11,7 +11,7 @@ from coordexp.checkpoints.folder import RESOLVED_CONFIG
 from coordexp.config.source import read_document
 from coordexp.coords import CoordVocab
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import LAST_EVALUATION, PREDICTIONS, Detection, ImageAnswer, read_answers
+from coordexp.evaluation.answers import LAST_EVALUATION, PREDICTIONS, ImageAnswer, ScoredObject, read_answers
 from coordexp.evaluation.detection import IOU_THRESHOLD, assigner, match_answer
 from coordexp.reading import read_json
 from coordexp.records import GTObject, PredictedObject, TokenRole
@@ -232,7 +232,7 @@ def _same(source: RolloutRecord | ImageAnswer) -> dict[str, Any]:
 
 def _shapes(
     truth: Sequence[GTObject],
-    predicted: Sequence[tuple[PredictedObject | Detection, str, float | None]],
+    predicted: Sequence[tuple[PredictedObject | ScoredObject, str, float | None]],
     matched: Sequence[tuple[int, int, float]],
 ) -> tuple[tuple[ViewShape, ...], tuple[ViewShape, ...]]:
     """Ground truth and predictions (object, name, score), each linked to its match (pred_idx, gt_idx, IoU)."""

@@ -32,7 +32,7 @@ from coordexp.background import in_background
 from coordexp.errors import RolloutError
 
 Result = TypeVar("Result")
-POLL_S = 0.0005
+_POLL_S = 0.0005
 PARTS_AT_ONCE = 8  # Gloo's own two leave the wire idle between parts: 10% on loopback
 PART_POLL_S = 0.002  # while further parts follow: waking costs more than it gains
 PORT_FREE_S = 5.0
@@ -93,7 +93,7 @@ class Communicator(ABC):
         self._unfinished = True
         under_way = self._start(parts, source)  # all at once, because polling notices the end of a part late
         for index, work in enumerate(under_way):
-            self._finish(work, parts[index].numel(), give_up, POLL_S if work is under_way[-1] else PART_POLL_S)
+            self._finish(work, parts[index].numel(), give_up, _POLL_S if work is under_way[-1] else PART_POLL_S)
             yield index
         self._unfinished = False
 
@@ -269,7 +269,7 @@ class NcclCommunicator(Communicator):
                 raise RolloutError(
                     f"{self._address}: {num_bytes} bytes did not arrive within {self._address.timeout_s:g} s"
                 )
-            time.sleep(POLL_S)  # not poll_s: unlike with Gloo, polling disturbs no thread that does the transfer
+            time.sleep(_POLL_S)  # not poll_s: unlike with Gloo, polling disturbs no thread that does the transfer
 
     def close(self) -> None:
         if self._group is not None:

@@ -12,7 +12,7 @@ from PIL import Image
 from coordexp.data import read_jsonl
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
-from coordexp.evaluation.answers import Detection
+from coordexp.evaluation.answers import ScoredObject
 from coordexp.evaluation.detection import match_by_desc
 from support.cli_runs import run_cli, small_checkpoint
 from support.config_samples import stage1, write_yaml
@@ -173,7 +173,7 @@ def test_removed_objects_are_added_back_as_soft(half: Path, capsys: pytest.Captu
     right = gone = 0
     for complete, few, found in zip(whole, before, after, strict=True):
         assert found.objects[: len(few.objects)] == few.objects
-        soft = [Detection(o.desc, o.kind, o.bins, o.soft) for o in found.objects[len(few.objects) :]]
+        soft = [ScoredObject(o.desc, o.kind, o.bins, o.soft) for o in found.objects[len(few.objects) :]]
         assert all((obj.score or 0) >= 0.5 for obj in soft)
         (entry,) = found.metadata["completion"]
         assert len(entry["added"]) == len(soft) and entry["model"] == str(DEMO) and len(entry["fingerprint"]) == 16

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import coordexp
-import coordexp.config.load
+import coordexp.config.from_yaml
 from coordexp.cli import main
 from coordexp.errors import ConfigError
 from support.cli_runs import run_cli, small_checkpoint, write_run
@@ -136,7 +136,7 @@ def test_errors_of_the_operating_system_are_one_line(
     def fails(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), file)
 
-    monkeypatch.setattr(coordexp.config.load, "explain_config", fails)
+    monkeypatch.setattr(coordexp.config.from_yaml, "explain_config", fails)
     outcome = run_cli(capsys, "config", "check", "any.yaml")
     assert (outcome.code, len(outcome.err.splitlines())) == (2, 1)
     assert [part for part in says if part not in outcome.err] == []
@@ -148,7 +148,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(coordexp.config.load, "explain_config", broken)
+    monkeypatch.setattr(coordexp.config.from_yaml, "explain_config", broken)
     with pytest.raises(ZeroDivisionError):
         main(["config", "check", "any.yaml"])
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordexp.config import load_config, resolved_yaml
-from coordexp.config.load import explain_config
+from coordexp.config.from_yaml import explain_config
 from coordexp.config.objective import CoordRegSpec
 from coordexp.errors import ConfigError
 from support.cli_runs import run_cli, small_checkpoint, write_run

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from coordexp.config import ConfigError, RunConfig, load_config, parse_config
-from coordexp.config.load import resolved_yaml
+from coordexp.config.from_yaml import resolved_yaml
 from coordexp.config.source import read_document
 from support.config_samples import set_key, stage1, stage2, write_yaml
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from coordexp.data import check as check_module
-from coordexp.data.check import ERRORS, Finding, check_jsonl, histogram
+from coordexp.data import dataset_check as check_module
 from coordexp.data.convert import convert_voc
+from coordexp.data.dataset_check import ERRORS, Finding, check_jsonl, histogram
 from coordexp.data.files import VARIABLE, cache_folder
 from coordexp.data.jsonl import read_jsonl, write_jsonl
 from coordexp.data.subset import pack

@@ -29,7 +29,7 @@ from coordexp.data.convert import (
     render_report,
 )
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.evaluation.summary import summarise
 from coordexp.geometry import bins_in_rule, pixel_ring, to_bin, to_pixel
 from coordexp.records import BinRule, GTObject
@@ -113,7 +113,7 @@ def test_every_format_gives_the_same_records_and_they_evaluate_as_perfect(tmp_pa
                 assert abs(nearest[0] - x) < SIZE[0] / 1997 and abs(nearest[1] - y) < SIZE[1] / 1997, (form, desc)
     answers = [
         ImageAnswer(r.sample_id, str(r.image), r.width, r.height, r.objects,
-                    tuple(Detection(o.desc, o.kind, o.bins, 0.5) for o in r.objects), bin_rule=r.bin_rule)
+                    tuple(ScoredObject(o.desc, o.kind, o.bins, 0.5) for o in r.objects), bin_rule=r.bin_rule)
         for r in records
     ]  # fmt: skip
     figures = summarise(answers, EvalDetectionConfig(use_segm=True).scored(None)).figures

@@ -134,7 +134,7 @@ def test_only_greedy_calls_to_ms_swift_share_a_post(
         fake.status = status
     with backend_of(fakes, decoding__temperature=temperature) as backend:
         backend.sync_weights(0)
-        got = {(a.round_idx, a.index): a.rollout.response_token_ids for a in backend.generate_window(rounds)}
+        got = {(a.round_idx, a.index): a.rollout.response_token_ids for a in backend.generate_rounds(rounds)}
     assert got == {(i, 0): (i,) for i in range(8)}
     assert [sorted(numbers(call) for call in fake.calls) for fake in fakes] == posts
     for call in [*fakes[0].calls, *fakes[1].calls]:
@@ -149,7 +149,7 @@ def test_greedy_rounds_are_greedy_on_servers(fakes: list[FakeRolloutServer], sta
         fake.status = status
     with backend_of(fakes, decoding__temperature=0.7) as backend:
         backend.sync_weights(0)
-        assert len(list(backend.generate_window(rounds))) == 6
+        assert len(list(backend.generate_rounds(rounds))) == 6
     asked = [(number, call["request_config"]["temperature"]) for fake in fakes for call in fake.calls
              for number in numbers(call)]  # fmt: skip
     assert sorted(asked) == [(0, 0.0), (1, 0.0), (2, 0.7), (3, 0.7), (4, 0.7), (5, 0.7)]
@@ -166,7 +166,7 @@ def test_the_log_describes_each_call(
         fake.status = status
     with backend_of(fakes, decoding__temperature=temperature) as backend:
         backend.sync_weights(0)
-        assert len(list(backend.generate_window(rounds))) == 10
+        assert len(list(backend.generate_rounds(rounds))) == 10
         calls = backend.last_report()["calls"]
     logged = {}
     for call in calls:
@@ -206,7 +206,7 @@ def test_without_requests_no_server_is_called(fakes: list[FakeRolloutServer]) ->
     with backend_of(fakes) as backend:
         asked = [len(fake.seen) for fake in fakes]
         assert backend.generate([], SEEDS) == []
-        assert list(backend.generate_window([RolloutRound((), SEEDS)])) == []
+        assert list(backend.generate_rounds([RolloutRound((), SEEDS)])) == []
     assert [len(fake.seen) for fake in fakes] == asked
 
 

@@ -25,12 +25,12 @@ from coordexp.data.class_list import (
 )
 from coordexp.data.jsonl import write_jsonl
 from coordexp.errors import ConfigError, DataError
-from coordexp.evaluation.answers import Detection, ImageAnswer, class_list_of, write_answers
-from coordexp.evaluation.coco import to_coco
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, class_list_of, write_answers
+from coordexp.evaluation.coco_results import to_coco
 from coordexp.evaluation.export import read_terms
 from coordexp.evaluation.summary import WITH_OWN_SCORES, summarise, write_summary
 from coordexp.inference.detections import as_detections
-from coordexp.inference.session import cleaned_class_names, read_class_names
+from coordexp.inference.session import checked_class_names, read_class_names
 from coordexp.records import GTObject, ImageRecord
 from support.cli_runs import run_cli
 
@@ -42,7 +42,7 @@ def saved(folder: Path, *names: str, annotated: bool = False) -> Path:
     """Predictions as ``coordexp predict`` leaves them, of one object of each name, by a checkpoint with LIST."""
     folder.mkdir(parents=True)
     Image.new("RGB", (50, 40)).save(folder / "a.png")
-    found = tuple(Detection(name, "bbox_2d", BOX, 0.5, 0.5) for name in names)
+    found = tuple(ScoredObject(name, "bbox_2d", BOX, 0.5, 0.5) for name in names)
     gt = tuple(GTObject(name, "bbox_2d", BOX) for name in names) if annotated else None
     write_answers([ImageAnswer("a.png", str(folder / "a.png"), 50, 40, gt, found)], folder / "predictions.jsonl")
     (folder / "prediction.json").write_text(json.dumps({"class_list": list(LIST)}))
@@ -77,7 +77,7 @@ def test_exports_number_by_the_checkpoints_list(
     assert listed == dict(enumerate(LIST)) and labels == [str(number) for number in numbers]
     assert coco_numbers(capsys, source) == [number + 1 for number in numbers]
     detections = replace(as_detections(ImageAnswer("a", "a", 9, 9, None, tuple(
-        Detection(name, "bbox_2d", BOX, 0.5) for name in names)), None, LIST))  # fmt: skip
+        ScoredObject(name, "bbox_2d", BOX, 0.5) for name in names)), None, LIST))  # fmt: skip
     assert [one["category_id"] for one in detections.to_coco()] == [number + 1 for number in numbers]
 
 
@@ -113,7 +113,7 @@ def test_without_any_list_the_numbers_are_said_to_hold_for_these_images_alone(
     done = run_cli(capsys, "export", "yolo", source, "--out", tmp_path / "y")
     assert "there is no class list, so these numbers hold for these images alone" in done.out
     with pytest.raises(DataError, match="no class list"):
-        as_detections(ImageAnswer("a", "a", 9, 9, None, (Detection("cow", "bbox_2d", BOX, 0.5),))).to_coco()
+        as_detections(ImageAnswer("a", "a", 9, 9, None, (ScoredObject("cow", "bbox_2d", BOX, 0.5),))).to_coco()
 
 
 def test_a_split_of_a_dataset_is_numbered_by_the_split_that_is_named(
@@ -173,7 +173,7 @@ def test_the_first_list_at_hand_is_chosen(given: dict[str, Any], chosen: ClassLi
 
 @pytest.mark.parametrize("users", [(), [], {}, "cow"])
 def test_a_users_list_without_names_is_not_taken_for_none(users: Any) -> None:
-    found = as_detections(ImageAnswer("a", "a", 9, 9, None, (Detection("cow", "bbox_2d", BOX, 0.5),)), None, LIST)
+    found = as_detections(ImageAnswer("a", "a", 9, 9, None, (ScoredObject("cow", "bbox_2d", BOX, 0.5),)), None, LIST)
     for ask in (lambda: found.to_supervision(users), lambda: found.to_coco(category_ids=users)):
         with pytest.raises(DataError, match="the class list is"):
             ask()
@@ -190,7 +190,7 @@ def test_a_users_list_without_names_is_not_taken_for_none(users: Any) -> None:
     ],
 )
 def test_a_users_list_in_python_has_names_as_models_write_them(users: Any, numbers: list[int]) -> None:
-    pred = (Detection("cow", "bbox_2d", BOX, 0.5), Detection("caf\u00e9", "bbox_2d", BOX, 0.5))
+    pred = (ScoredObject("cow", "bbox_2d", BOX, 0.5), ScoredObject("caf\u00e9", "bbox_2d", BOX, 0.5))
     found = as_detections(ImageAnswer("a", "a", 9, 9, None, pred), None, LIST)
     assert [one["category_id"] for one in found.to_coco(category_ids=users)] == numbers
 
@@ -211,7 +211,7 @@ def test_a_users_list_in_python_has_names_as_models_write_them(users: Any, numbe
     ],
 )
 def test_a_users_list_that_is_not_one_is_refused_in_words(users: Any, says: str) -> None:
-    found = as_detections(ImageAnswer("a", "a", 9, 9, None, (Detection("cow", "bbox_2d", BOX, 0.5),)), None, LIST)
+    found = as_detections(ImageAnswer("a", "a", 9, 9, None, (ScoredObject("cow", "bbox_2d", BOX, 0.5),)), None, LIST)
     for ask in (lambda: found.to_supervision(users), lambda: found.to_coco(category_ids=users)):
         with pytest.raises(DataError, match=re.escape(says)):
             ask()
@@ -220,7 +220,7 @@ def test_a_users_list_that_is_not_one_is_refused_in_words(users: Any, says: str)
 @pytest.mark.parametrize("names", [5, {"cow"}, "cow", b"cow", {"cow": 3}])
 def test_class_names_that_are_not_a_list_are_refused(names: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give a list of names"):
-        cleaned_class_names(names, tmp_path)
+        checked_class_names(names, tmp_path)
 
 
 @pytest.mark.parametrize(("names", "listed"), [(10_000, 10_000), (10_001, 0)])
@@ -245,14 +245,14 @@ def test_a_misspelt_class_is_refused_with_the_nearest(given: str, near: str, tmp
     model.mkdir()
     write_card(replace(UNTRAINED, classes=("red circle", "yellow triangle")), model)
     for ask in (
-        lambda: cleaned_class_names(["red circle", given], model),
+        lambda: checked_class_names(["red circle", given], model),
         lambda: read_class_names(f"red circle,{given}", model),
     ):
         with pytest.raises(ConfigError, match=rf"classes: '{given}' is not a class of .*; did you mean '{near}'\?"):
             ask()
-    assert cleaned_class_names(["yellow triangle"], model) == ("yellow triangle",)
+    assert checked_class_names(["yellow triangle"], model) == ("yellow triangle",)
     write_card(replace(read_card(model), classes=()), model)
-    assert cleaned_class_names([given], model) == (given,), "a checkpoint without a list knows no names"
+    assert checked_class_names([given], model) == (given,), "a checkpoint without a list knows no names"
 
 
 def test_every_command_refuses_a_misspelt_class_before_torch_is_imported(
@@ -288,7 +288,7 @@ def test_sizes_are_measured_in_the_users_pixels(
 
     box = (100, 100, 200, 200)
     users = None if original is None else OriginalImage("photo.jpg", *original)
-    gt, found = (GTObject("cat", "bbox_2d", box),), (Detection("cat", "bbox_2d", box, 0.9, 0.9),)
+    gt, found = (GTObject("cat", "bbox_2d", box),), (ScoredObject("cat", "bbox_2d", box, 0.9, 0.9),)
     answer = ImageAnswer("a", "copy.png", 224, 224, gt, found, original=users, bin_rule="pixel_edges")
     summary = summarise([answer])
     assert {name for name in summary.figures if name.startswith("AP_")} == {expected}

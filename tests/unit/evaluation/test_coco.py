@@ -19,8 +19,8 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import Detection, ImageAnswer
-from coordexp.evaluation.coco import (
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject
+from coordexp.evaluation.coco_results import (
     MAX_DETECTIONS,
     THRESHOLDS_T,
     AveragePrecision,
@@ -89,7 +89,7 @@ def answered(
     return ImageAnswer(
         name, "a.png", *size,
         tuple(GTObject(desc, kind(bins), bins) for desc, bins in truth),
-        tuple(Detection(desc, kind(bins), bins, score) for desc, bins, score in found),
+        tuple(ScoredObject(desc, kind(bins), bins, score) for desc, bins, score in found),
     )  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def test_soft_objects_are_crowds() -> None:
     soft = replace(b, soft=0.3)
     alone = average_precision([replace(answer, gt=(a,))]).figures
     assert average_precision([replace(answer, gt=(a, soft))]).figures == alone != average_precision([answer]).figures
-    twice = (*answer.pred, Detection("b", "bbox_2d", SQUARE, 0.9), Detection("b", "bbox_2d", shifted(9), 0.8))
+    twice = (*answer.pred, ScoredObject("b", "bbox_2d", SQUARE, 0.9), ScoredObject("b", "bbox_2d", shifted(9), 0.8))
     assert average_precision([replace(answer, gt=(a, soft), pred=twice)]).figures == alone
     data = to_coco([replace(answer, gt=(a, soft))])
     assert [annotation["iscrowd"] for annotation in data.ground_truth["annotations"]] == [0, 1]
@@ -208,7 +208,7 @@ def test_shapes_in_pixels(kind: Any, bins: tuple[int, ...], box: list[float], ar
 
 def test_classes_are_those_of_the_annotations_and_each_has_one_number(tmp_path: Path) -> None:
     truth = (GTObject("dog", "bbox_2d", SQUARE), GTObject("cat", "bbox_2d", SQUARE))
-    answers = [ImageAnswer("a", "a.png", 999, 999, truth, (Detection("ant", "bbox_2d", SQUARE, 0.5, 0.5),))]
+    answers = [ImageAnswer("a", "a.png", 999, 999, truth, (ScoredObject("ant", "bbox_2d", SQUARE, 0.5, 0.5),))]
     names = [(one["id"], one["name"]) for one in to_coco(answers).ground_truth["categories"]]
     assert names == [(1, "cat"), (2, "dog"), (3, "(not in the class list)")]
     (file, _) = write_coco(answers, tmp_path, None, classes=("cat", "bee"))

@@ -16,7 +16,7 @@ from coordexp.checkpoints.card import CARD, read_card
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPECS, write_scenes
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers, write_answers
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, read_answers, write_answers
 from coordexp.evaluation.confidence import ALL, at_least, best_thresholds, calibrated, fit, reliability
 from coordexp.evaluation.detection import count_image, detection_metrics, sum_counts
 from coordexp.records import GTObject
@@ -27,7 +27,7 @@ BOX, ELSEWHERE = (100, 100, 300, 300), (600, 600, 900, 900)
 
 
 def answer(number: int, raw: float, is_right: bool) -> ImageAnswer:
-    pred = Detection("cat", "bbox_2d", BOX if is_right else ELSEWHERE, raw, raw)
+    pred = ScoredObject("cat", "bbox_2d", BOX if is_right else ELSEWHERE, raw, raw)
     return ImageAnswer(f"s{number}", "a.png", 10, 10, (GTObject("cat", "bbox_2d", BOX),), (pred,))
 
 

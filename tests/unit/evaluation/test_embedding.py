@@ -20,8 +20,8 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from coordexp.errors import CheckpointError, MissingDependency
 from coordexp.evaluation.answers import (
-    Detection,
     ImageAnswer,
+    ScoredObject,
     write_answers,
 )
 from coordexp.evaluation.renaming import Renaming, load_encoder, nearest_categories
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answered(truth: list[str], found: list[str]) -> ImageAnswer:
     gt = tuple(GTObject(desc, "bbox_2d", BOX) for desc in truth)
-    return ImageAnswer("s", "a.png", 100, 100, gt, tuple(Detection(desc, "bbox_2d", BOX, 0.9) for desc in found))
+    return ImageAnswer("s", "a.png", 100, 100, gt, tuple(ScoredObject(desc, "bbox_2d", BOX, 0.9) for desc in found))
 
 
 def test_ties_between_categories_go_to_the_first(folder: Path) -> None:

@@ -25,7 +25,14 @@ from coordexp.data.convert import (
     convert_yolo,
 )
 from coordexp.data.jsonl import write_jsonl
-from coordexp.evaluation.answers import Detection, ImageAnswer, OriginalImage, make_answer, read_answers, write_answers
+from coordexp.evaluation.answers import (
+    ImageAnswer,
+    OriginalImage,
+    ScoredObject,
+    make_answer,
+    read_answers,
+    write_answers,
+)
 from coordexp.geometry import pixel_box
 from coordexp.inference.completion import PROVENANCE
 from coordexp.printable import printable
@@ -33,8 +40,8 @@ from coordexp.records import BinRule, GTObject, ImageRecord, ParsedRollout, Pred
 from support.cli_runs import Outcome, run_cli
 
 SIZE = (300, 200)
-CAT = Detection("cat", "bbox_2d", (100, 200, 500, 600), 0.75)
-KITE = Detection("kite", "poly", (0, 0, 999, 0, 999, 999), 0.5)
+CAT = ScoredObject("cat", "bbox_2d", (100, 200, 500, 600), 0.75)
+KITE = ScoredObject("kite", "poly", (0, 0, 999, 0, 999, 999), 0.5)
 
 
 @pytest.fixture
@@ -47,7 +54,7 @@ def predictions(tmp_path: Path) -> Path:
     answers = [
         ImageAnswer("d.jsonl:1", str(tmp_path / "copy.png"), 96, 64, gt, (CAT, KITE), original=original,
                     bin_rule="pixel_edges"),
-        ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, (Detection("dog", "bbox_2d", (0, 0, 999, 999)),),
+        ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, (ScoredObject("dog", "bbox_2d", (0, 0, 999, 999)),),
                     bin_rule="pixel_edges"),
     ]  # fmt: skip
     write_answers(answers, tmp_path / "run" / "predictions.jsonl")
@@ -377,7 +384,7 @@ NAMES = ["=1+1", "+a", "-b", "@c", "red\x1b[2J", "a\u2028b", "tab\tx", "\x7f", "
 
 def test_csv_gives_names_back_and_no_formula(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
-    pred = tuple(Detection(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
+    pred = tuple(ScoredObject(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
     answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred, bin_rule="pixel_edges")
     write_answers([answer], tmp_path / "run" / "predictions.jsonl")
     shown = run_cli(capsys, "export", "csv", tmp_path / "run", "--out", tmp_path / "out")
@@ -391,7 +398,7 @@ def test_csv_gives_names_back_and_no_formula(tmp_path: Path, capsys: pytest.Capt
 
 def test_voc_writes_xml_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
-    pred = tuple(Detection(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
+    pred = tuple(ScoredObject(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
     answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred, bin_rule="pixel_edges")
     write_answers([answer], tmp_path / "run" / "predictions.jsonl")
     shown = run_cli(capsys, "export", "voc", tmp_path / "run", "--out", tmp_path / "out")
@@ -402,7 +409,7 @@ def test_voc_writes_xml_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_yolos_names_are_valid_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
-    pred = tuple(Detection(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
+    pred = tuple(ScoredObject(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
     answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred, bin_rule="pixel_edges")
     write_answers([answer], tmp_path / "run" / "predictions.jsonl")
     assert run_cli(capsys, "export", "yolo", tmp_path / "run", "--out", tmp_path / "out").code == 0

@@ -11,7 +11,7 @@ import pytest
 
 from coordexp.config import parse_config, resolved_rollout
 from coordexp.evaluation.answers import write_answers
-from coordexp.evaluation.coco import average_precision
+from coordexp.evaluation.coco_results import average_precision
 from coordexp.evaluation.compare import compare
 from support.cli_runs import run_cli
 from support.config_samples import set_keys, stage1, stage2

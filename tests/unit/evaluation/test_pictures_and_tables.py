@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
-from coordexp.evaluation.answers import Detection, ImageAnswer, write_answers
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, write_answers
 from coordexp.evaluation.detection import detection_metrics
 from coordexp.evaluation.drawing import draw_comparison, most_informative_images
 from coordexp.evaluation.summary import (
@@ -42,7 +42,7 @@ def answer(name: str, truth: dict[str, int], pred: dict[str, int]) -> ImageAnswe
     """Boxes 100 bins wide, each at its own place: desc → place."""
     box = lambda at: (100 * at, 100, 100 * at + 90, 190)  # noqa: E731
     gt = tuple(GTObject(desc, "bbox_2d", box(at)) for desc, at in truth.items())
-    found = tuple(Detection(desc, "bbox_2d", box(at), 0.5) for desc, at in pred.items())
+    found = tuple(ScoredObject(desc, "bbox_2d", box(at), 0.5) for desc, at in pred.items())
     return ImageAnswer(name, f"{name}.png", 640, 480, gt, found)
 
 
@@ -109,7 +109,7 @@ GREEN, ORANGE, RED, GREY = (24, 150, 70), (230, 140, 0), (205, 30, 45), (112, 11
 def prediction(folder: Path, said: list[GTObject], truth: list[GTObject], size: tuple[int, int]) -> ImageAnswer:
     image = folder / f"{size[0]}x{size[1]}.png"
     Image.new("RGB", size, (10, 10, 10)).save(image)
-    found = tuple(Detection(obj.desc, obj.kind, obj.bins, 0.5) for obj in said)
+    found = tuple(ScoredObject(obj.desc, obj.kind, obj.bins, 0.5) for obj in said)
     return ImageAnswer("s", str(image), *size, tuple(truth), found)
 
 

@@ -12,7 +12,7 @@ import pytest
 from coordexp import distributed
 from coordexp.coords import serialize_objects
 from coordexp.data.dataset import RecordDataset
-from coordexp.evaluation.answers import Detection, ImageAnswer, answer_dataset, from_line, share_out, to_line
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, answer_dataset, from_line, share_out, to_line
 from coordexp.evaluation.several_answers import (
     answers_table,
     best_answer,
@@ -29,11 +29,11 @@ from support.qwen_tokenizer import qwen_vocab
 from support.tiny_run import QuietBackend
 
 
-def box(x: int, y: int, desc: str = "cup", score: float | None = 0.5, confidence: float | None = 0.8) -> Detection:
-    return Detection(desc, "bbox_2d", (x, y, x + 100, y + 100), score, confidence)
+def box(x: int, y: int, desc: str = "cup", score: float | None = 0.5, confidence: float | None = 0.8) -> ScoredObject:
+    return ScoredObject(desc, "bbox_2d", (x, y, x + 100, y + 100), score, confidence)
 
 
-def answer(*pred: Detection, gt: Sequence[GTObject] | None = (), **fields: object) -> ImageAnswer:
+def answer(*pred: ScoredObject, gt: Sequence[GTObject] | None = (), **fields: object) -> ImageAnswer:
     one = ImageAnswer("s", "s.png", 64, 64, None if gt is None else tuple(gt), pred, text="{}", num_tokens=5)
     return replace(one, **fields)  # pyright: ignore[reportArgumentType]
 
@@ -63,8 +63,8 @@ def test_two_objects_of_one_answer_stay_two() -> None:
 
 
 def test_polygons_are_compared_by_their_masks() -> None:
-    corner = Detection("leaf", "poly", (0, 0, 400, 0, 400, 50, 50, 50, 50, 400, 0, 400))
-    whole = Detection("leaf", "bbox_2d", (0, 0, 400, 400))  # the corner's bounding box, of which it covers a quarter
+    corner = ScoredObject("leaf", "poly", (0, 0, 400, 0, 400, 50, 50, 50, 50, 400, 0, 400))
+    whole = ScoredObject("leaf", "bbox_2d", (0, 0, 400, 400))  # the corner's bounding box, of which it covers a quarter
     shifted = replace(corner, bins=tuple(x + 3 for x in corner.bins))
     assert [obj.answers for obj in merge_answers([answer(corner), answer(whole), answer(shifted)]).pred] == [2, 1]
 
@@ -154,7 +154,7 @@ class Sampling(QuietBackend):
         self.batch_size = batch_size
         self.windows: list[list[RolloutRound]] = []
 
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+    def generate_rounds(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         self.windows.append(list(rounds))
         vocab = qwen_vocab()
         for number, one in reversed(list(enumerate(rounds))):  # finished in any order

@@ -13,7 +13,7 @@ import pytest
 
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import Detection, ImageAnswer, from_line, read_answers, to_line
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, from_line, read_answers, to_line
 from coordexp.evaluation.compare import compare, comparison_json
 from coordexp.evaluation.detection import density_bin
 from coordexp.evaluation.renaming import Renaming, read_aliases
@@ -26,7 +26,7 @@ WHOLE = GTObject("black cat", "bbox_2d", (0, 0, 999, 999))
 
 
 def answered(truth: list[GTObject], found: list[GTObject], name: str = "s", **fields) -> ImageAnswer:
-    pred = tuple(Detection(obj.desc, obj.kind, obj.bins, 0.5) for obj in found)
+    pred = tuple(ScoredObject(obj.desc, obj.kind, obj.bins, 0.5) for obj in found)
     return ImageAnswer(name, "a.png", 640, 480, tuple(truth), pred, **fields)
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from coordexp.data.polygons import clipped_shape, shape_area
 from coordexp.data.tiles import Tiling
-from coordexp.evaluation.answers import Detection, ImageAnswer, from_line, to_line
-from coordexp.evaluation.coco import average_precision
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, from_line, to_line
+from coordexp.evaluation.coco_results import average_precision
 from coordexp.evaluation.detection import count_image
-from coordexp.evaluation.tiles import merge_tiles
+from coordexp.evaluation.join_tiles import merge_tiles
 from coordexp.geometry import mask_iou, pixel_box, pixel_ring, to_bin
 from coordexp.records import GeometryKind, GTObject, ImageRecord
 
@@ -31,7 +31,7 @@ def oracle_answers(size: tuple[int, int], truth: Sequence[Truth], tiling: Tiling
             part, share = clipped_shape(kind, points, window)
             if share > least:
                 bins = tuple(to_bin(x - window[at % 2], sides[at % 2], RULE) for at, x in enumerate(part))
-                pred.append(Detection(name, kind, bins, share, share))
+                pred.append(ScoredObject(name, kind, bins, share, share))
         answers.append(ImageAnswer("t", "t.png", *sides, None, tuple(pred), num_tokens=10, bin_rule=RULE))
     return answers
 
@@ -105,7 +105,7 @@ def test_neighbours_at_a_border_stay_two_objects() -> None:
 
 
 def test_predictions_of_one_tile_are_not_joined() -> None:
-    twice = (Detection("cell", "bbox_2d", (10, 10, 50, 50)), Detection("cell", "bbox_2d", (10, 10, 50, 50)))
+    twice = (ScoredObject("cell", "bbox_2d", (10, 10, 50, 50)), ScoredObject("cell", "bbox_2d", (10, 10, 50, 50)))
     answers = [ImageAnswer("t", "t", 512, 512, None, twice, bin_rule=RULE)]
     assert len(merge_tiles(photograph((512, 512)), Tiling(512, 512), answers).pred) == 2
 
@@ -154,8 +154,8 @@ def test_small_objects_of_a_large_photograph_are_evaluated_exactly() -> None:
 
 
 def test_mask_iou_of_fractions_of_bins_is_exact() -> None:
-    square = Detection("x", "poly", (0.25, 0.25, 0.75, 0.25, 0.75, 0.75, 0.25, 0.75))
-    box = Detection("x", "bbox_2d", (0.25, 0.25, 1.25, 0.75))
+    square = ScoredObject("x", "poly", (0.25, 0.25, 0.75, 0.25, 0.75, 0.75, 0.25, 0.75))
+    box = ScoredObject("x", "bbox_2d", (0.25, 0.25, 1.25, 0.75))
     assert mask_iou(square, box) == pytest.approx(0.5) and mask_iou(square, square) == 1.0
     assert mask_iou(box, GTObject("x", "bbox_2d", (0, 0, 1, 1))) == pytest.approx(1 / 3)
 

@@ -10,7 +10,7 @@ import pytest
 
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.inference.completion import (
     Completed,
     CompletionCounts,
@@ -34,7 +34,7 @@ DEFAULTS = CompletionRules()
 
 
 def completed(
-    record: ImageRecord, *pred: Detection, rules: CompletionRules = DEFAULTS, **answer: Any
+    record: ImageRecord, *pred: ScoredObject, rules: CompletionRules = DEFAULTS, **answer: Any
 ) -> tuple[Completed, CompletionCounts]:
     found = ImageAnswer(
         record.sample_id, answer.pop("image", str(record.image)), 64, 64, record.objects, pred, **answer
@@ -43,8 +43,8 @@ def completed(
     return done, counts
 
 
-def box(x: int, y: int, side: int = 100, score: float | None = 0.9, desc: str = "cup") -> Detection:
-    return Detection(desc, "bbox_2d", (x, y, x + side, y + side), score)
+def box(x: int, y: int, side: int = 100, score: float | None = 0.9, desc: str = "cup") -> ScoredObject:
+    return ScoredObject(desc, "bbox_2d", (x, y, x + side, y + side), score)
 
 
 def test_each_prediction_has_one_outcome_and_is_counted_by_it() -> None:

@@ -23,7 +23,7 @@ from coordexp.data.files import asset
 from coordexp.data.preparation import ImagePreparation
 from coordexp.data.scenes import SPECS, write_scenes
 from coordexp.errors import CheckpointError, ConfigError, DataError, DetectorClosed, MissingDependency
-from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.inference.detections import Detections, as_detections
 from coordexp.inference.detector import Detector
 
@@ -190,8 +190,8 @@ def test_a_missing_image_and_a_missing_checkpoint_are_named(detector: Detector, 
 def detections(tmp_path: Path) -> Detections:
     Image.new("RGB", (200, 101), "white").save(tmp_path / "a.png")
     pred = (
-        Detection("cat", "bbox_2d", (0, 0, 999, 999), 0.75, 0.5),
-        Detection("kite", "poly", (0, 0, 999, 0, 999, 999), None),
+        ScoredObject("cat", "bbox_2d", (0, 0, 999, 999), 0.75, 0.5),
+        ScoredObject("kite", "poly", (0, 0, 999, 0, 999, 999), None),
     )
     return as_detections(ImageAnswer("a.png", str(tmp_path / "a.png"), 200, 101, None, pred))
 

@@ -18,7 +18,7 @@ from coordexp.checkpoints.folder import CONFIG, OFFSETS, WEIGHTS, Checkpoint, is
 from coordexp.errors import CheckpointError
 from coordexp.modeling.adapter import load_adapter, save_adapter
 from coordexp.modeling.load import LoadedModel, export_checkpoint, load_model, merge_checkpoint
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from support.tiny_run import gt_segments, inputs_alone, load_tiny, tiny_checkpoint
 from support.tuned_models import TUNERS, lora, pushed, randomise, trained, tuned, untied_checkpoint
 

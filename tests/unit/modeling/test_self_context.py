@@ -12,7 +12,7 @@ import torch
 from coordexp.modeling.forward import EmbedMode, GradMode, SelfContext, coord_embeddings, self_context_states, unroll
 from coordexp.modeling.inputs import VisionTower, row_inputs
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.weights import add_coord_offset
+from coordexp.modeling.trainer_weights import add_coord_offset
 from coordexp.objective import SupervisionTensors
 from coordexp.records import Segment
 from support.tiny_run import gt_segments, load_tiny, row_of

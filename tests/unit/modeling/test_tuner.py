@@ -13,7 +13,7 @@ from coordexp.config.schema import TunerConfig
 from coordexp.errors import ConfigError
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.load import LoadedModel, load_model
-from coordexp.modeling.weights import add_offset, is_offset, output_head
+from coordexp.modeling.trainer_weights import add_offset, is_offset, output_head
 from support.tiny_run import gt_segments, inputs_alone, load_tiny, tiny_checkpoint
 from support.tuned_models import lora, tuned, untied_checkpoint
 

@@ -14,7 +14,7 @@ from coordexp.data import read_jsonl
 from coordexp.data.dataset import Sample
 from coordexp.matching import MatchingConfig
 from coordexp.recording.rollout_record import RolloutRecord, Settings, read_records, replay
-from coordexp.recording.writer import DROPPED, FAILED, WRITTEN, RolloutRecorder, is_due
+from coordexp.recording.writer import DROPPED, RECORDS_FAILED, WRITTEN, RolloutRecorder, is_due
 from coordexp.records import Segment
 from coordexp.targets import TransportConfig, empty_target
 from coordexp.training.loop import CoordExpTrainer
@@ -37,7 +37,7 @@ def offer(recorder: RolloutRecorder, global_step: int, *batches: list[Sample], l
 
 def totals(recorder: RolloutRecorder) -> tuple[int, int, int]:
     counters = recorder.take_counters()
-    return counters[WRITTEN], counters[DROPPED], counters[FAILED]
+    return counters[WRITTEN], counters[DROPPED], counters[RECORDS_FAILED]
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_batches_are_filled_across_micro_steps(
         seeds = sampler.last_report()["seeds"]
         sampler.sync_weights(1)
         calls.clear()
-        seen = list(sampler.generate_window(rounds))
+        seen = list(sampler.generate_rounds(rounds))
         assert [len(call["input_ids"]) for call in calls] == sizes
         assert not any(call["grad"] or call["training"] for call in calls)
         assert sampler.last_report()["seeds"] == seeds
@@ -132,7 +132,7 @@ def test_batches_are_filled_across_micro_steps(
 def test_model_is_trainable_between_two_batches(loaded: LoadedModel, requests_: list[RolloutRequest]) -> None:
     loaded.model.train()
     rounds = [RolloutRound(tuple(requests_), SEEDS)]
-    for _ in backend(loaded, batch=3, max_new_tokens=1).generate_window(rounds):
+    for _ in backend(loaded, batch=3, max_new_tokens=1).generate_rounds(rounds):
         assert torch.is_grad_enabled() and loaded.model.training
     loaded.model.eval()
 
@@ -171,8 +171,8 @@ def test_further_answers_are_sampled_next_to_a_greedy_one(
     rounds = [RolloutRound(asked, DatasetSeeds(5, 10, k, k), greedy=k == 0) for k in range(3)]
 
     def answered(rounds: list[RolloutRound]) -> dict[tuple[int, int], tuple[int, ...]]:
-        window = backend(loaded, batch=batch, skip=skip, temperature=1.0).generate_window(rounds)
-        return {(one.round_idx, one.index): one.rollout.response_token_ids for one in window}
+        answers = backend(loaded, batch=batch, skip=skip, temperature=1.0).generate_rounds(rounds)
+        return {(one.round_idx, one.index): one.rollout.response_token_ids for one in answers}
 
     found = answered(rounds)
     assert sum(len(call["input_ids"]) for call in calls) == prompts

@@ -29,7 +29,7 @@ from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.errors import RolloutError
 from coordexp.inference.session import PredictOptions, inference_config
 from coordexp.modeling.load import LoadedModel
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.records import Rollout
 from coordexp.rollouts import build_backend
 from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, collect_in_order, decoding_options

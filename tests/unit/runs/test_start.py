@@ -132,7 +132,7 @@ def test_the_start_of_a_run_is_decided_and_its_model_and_data_are_opened_once(
 
     import coordexp.training.run as training
 
-    monkeypatch.setattr(start, "check_start", counting("start", run_folder.check_start))
+    monkeypatch.setattr(start, "checked_changes", counting("start", run_folder.checked_changes))
     reading = counting("data", dataset_cache.open_records)
     monkeypatch.setattr(dataset_cache, "open_records", reading)
     monkeypatch.setattr(training, "open_records", reading)

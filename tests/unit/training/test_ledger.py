@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.evaluation.answers import Detection, ImageAnswer, read_answers
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, read_answers
 from coordexp.records import GTObject
 from coordexp.training.ledger import RunLedger
 from support.answers import CAT, DOG
@@ -16,7 +16,7 @@ GHOST = GTObject("ghost", "bbox_2d", (800, 10, 900, 90))
 
 
 def answers(*found: GTObject, truth: tuple[GTObject, ...] = (CAT, DOG)) -> list[ImageAnswer]:
-    pred = tuple(Detection(obj.desc, obj.kind, obj.bins) for obj in found)
+    pred = tuple(ScoredObject(obj.desc, obj.kind, obj.bins) for obj in found)
     return [ImageAnswer("s", "a.png", 640, 480, truth, pred)]
 
 

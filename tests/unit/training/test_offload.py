@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from coordexp.config.rollout import OffloadConfig, RolloutMatchingConfig
 from coordexp.errors import ConfigError
-from coordexp.modeling.weights import TrainerWeights
+from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.training.offload import TrainerOffload, build_offload
 from support.tiny_run import (
     InMemoryBackend,

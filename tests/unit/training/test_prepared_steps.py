@@ -13,8 +13,8 @@ from coordexp.data.dataset import Sample
 from coordexp.errors import CarryBufferOverflow
 from coordexp.modeling.load import LoadedModel
 from coordexp.targets import SampleOutcome, count_terms, empty_target
-from coordexp.training.answers import MatchedAnswer, TargetOptions
-from coordexp.training.rows import RowLayout
+from coordexp.training.rows import RowPlanner
+from coordexp.training.step_answers import MatchedAnswer, TargetOptions
 from support.tiny_run import InMemoryBackend, prepare, task_of, tiny_samples
 
 
@@ -41,7 +41,7 @@ def test_totals_are_summed_over_rows_not_samples(loaded: LoadedModel, samples: l
     """A segment that waits is counted in the step that trains on it."""
     task = task_of(loaded, capacity=120)
     prepared, _ = prepare(task, [samples[:4]])
-    assert len(task.layout.buffer or ()) > 0
+    assert len(task.planner.buffer or ()) > 0
     assert prepared.totals == count_terms(s.target for row in prepared.rows for s in row.segments)
     everything, _ = prepare(task_of(loaded, capacity=None), [samples[:4]])
     assert prepared.totals != everything.totals
@@ -59,7 +59,7 @@ def test_totals_are_summed_over_all_ranks(
 def draining(loaded: LoadedModel, backend: Any, capacity: int | None) -> Any:
     """Channel-B's task: it trains on all segments of a step, in as many rows as they need."""
     task = task_of(loaded, backend, drop_unclosed=True)
-    return replace(task, layout=RowLayout(None, capacity=capacity, drain=True))
+    return replace(task, planner=RowPlanner(None, capacity=capacity, drain=True))
 
 
 def test_a_rank_with_fewer_rows_runs_blank_ones_first(
@@ -101,8 +101,8 @@ def test_every_sample_is_trained_once_or_waits(loaded: LoadedModel, samples: lis
         prepared, _ = prepare(task, [samples[3 * step : 3 * step + 3]], step)
         trained += [name for row in prepared.rows for name in ids(row.segments)]
         assert all(row.length <= 150 for row in prepared.rows)
-    assert task.layout.buffer is not None and len(task.layout.buffer) > 0
-    assert sorted(trained + ids(task.layout.buffer.segments)) == sorted(s.record.sample_id for s in samples)
+    assert task.planner.buffer is not None and len(task.planner.buffer) > 0
+    assert sorted(trained + ids(task.planner.buffer.segments)) == sorted(s.record.sample_id for s in samples)
 
 
 def test_all_rollouts_come_before_the_first_row(loaded: LoadedModel, samples: list[Sample]) -> None:
@@ -137,7 +137,7 @@ def test_a_filling_buffer_warns_once_before_it_overflows(
     with pytest.raises(CarryBufferOverflow):
         for step in range(20):
             prepare(task, [[samples[0], samples[0]]], step)
-            waiting.append(len(task.layout.buffer or ()))
+            waiting.append(len(task.planner.buffer or ()))
             if any("training.packing_buffer allows" in line for line in caplog.messages):
                 warned_at.append(step)
     (warning,) = [line for line in caplog.messages if "training.packing_buffer allows" in line]

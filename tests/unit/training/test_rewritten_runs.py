@@ -17,7 +17,7 @@ from coordexp.matching import MatchingConfig
 from coordexp.recording.rollout_record import read_records
 from coordexp.records import GTObject
 from coordexp.targets import SampleOutcome, TargetPolicy, TransportConfig
-from coordexp.training.answers import AnswerReader, RolloutQueue, TargetOptions, decide_policy
+from coordexp.training.step_answers import AnswerReader, RolloutQueue, TargetOptions, decide_policy
 from support.answers import CAT, DOG, LEAF, answer, entry, record, request, taught_text, tiny_vocab
 from support.tiny_run import (
     InMemoryBackend,

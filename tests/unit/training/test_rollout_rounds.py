@@ -19,7 +19,7 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.recording.writer import RolloutLog
 from coordexp.records import Rollout
 from coordexp.rollouts.backend import IndexedRollout, RolloutRound, SeedContext
-from coordexp.training.answers import AnswerReader, RolloutQueue
+from coordexp.training.step_answers import AnswerReader, RolloutQueue
 from support.tiny_run import (
     InMemoryBackend,
     prepare,
@@ -44,7 +44,7 @@ class Staged(InMemoryBackend):
         self.waited_for_target = False
         self.rested = 0
 
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+    def generate_rounds(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         places = [(r, i) for r, one in enumerate(rounds) for i in range(len(one.requests))]
         for round_idx, index in reversed(places):
             (rollout,) = self.generate([rounds[round_idx].requests[index]], rounds[round_idx].seeds)
@@ -95,7 +95,7 @@ def test_answers_are_parsed_while_others_decode_and_keep_the_loaders_order(
 class Reversed(InMemoryBackend):
     """Answers the last request first; request i of a window has 2 ** i tokens."""
 
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+    def generate_rounds(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         places = [(r, i) for r, one in enumerate(rounds) for i in range(len(one.requests))]
         for number, (round_idx, index) in reversed(list(enumerate(places))):
             request = rounds[round_idx].requests[index]

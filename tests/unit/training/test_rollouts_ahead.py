@@ -16,8 +16,8 @@ from coordexp.errors import CheckpointError, ConfigError, DataError, RolloutErro
 from coordexp.objective import RowTensors
 from coordexp.records import Rollout
 from coordexp.rollouts.backend import IndexedRollout, RolloutRound
-from coordexp.training.answers import SavedAnswers
 from coordexp.training.saving import load_answers, save_answers
+from coordexp.training.step_answers import SavedAnswers
 from support.config_samples import stage2, write_yaml
 from support.fake_servers import FakeRolloutServer
 from support.tiny_run import (
@@ -59,12 +59,12 @@ class Aging(InMemoryBackend):
     def _shift(self) -> int:
         return 5 + 10 * self.versions[-1]
 
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+    def generate_rounds(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         seeds: Any = rounds[0].seeds
         self.told.append(("ask", seeds.global_step))
         self._owes = True
         time.sleep(self._slow)
-        yield from super().generate_window(rounds)
+        yield from super().generate_rounds(rounds)
         self._owes = False
 
     def sync_weights(self, version: int) -> None:
@@ -138,7 +138,7 @@ def test_resumed_run_equals_uninterrupted_run(
 
 
 def test_two_channel_answers_are_generated_during_the_step_before(ahead: Any) -> None:
-    """A, B, A, B: B's window is requested in the A step before it, with the weights of that step."""
+    """A, B, A, B: B's answers are requested in the A step before it, with the weights of that step."""
     backend = Aging()
     trainer = ahead(stage="two_channel", backend=backend, training__max_steps=4)
     assert backend.told == [("push", 0), ("ask", 1), ("push", 2), ("ask", 3)]

@@ -14,7 +14,7 @@ from coordexp.data.files import asset
 from coordexp.errors import AppendError
 from coordexp.metrics.table import find_metric
 from coordexp.records import TokenRole
-from coordexp.training import answers as training_answers
+from coordexp.training import step_answers as training_answers
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.step import PreparedStep
 from support.config_samples import pipeline
@@ -37,9 +37,9 @@ SGD = {"training__optim": "sgd", "training__learning_rate": 0.05, "training__max
 
 
 def run(config: Any, backend: Any = None) -> tuple[CoordExpTrainer, list[PreparedStep]]:
-    windows: list[list[PreparedStep]] = []
-    trainer = train(config, backend, on_built=lambda trainer: windows.append(watch_steps(trainer)))
-    return trainer, windows[0]
+    prepared_steps: list[list[PreparedStep]] = []
+    trainer = train(config, backend, on_built=lambda trainer: prepared_steps.append(watch_steps(trainer)))
+    return trainer, prepared_steps[0]
 
 
 # -- Channel-A ---------------------------------------------------------------------------------------------------------
@@ -114,15 +114,15 @@ def test_channel_b_trains_on_every_sample_of_its_step_in_that_step(tmp_path: Pat
         training__per_device_train_batch_size=2, training__gradient_accumulation_steps=3,
     )  # fmt: skip
     backend = finder()
-    trainer, windows = run(config, backend)
+    trainer, prepared_steps = run(config, backend)
     assert trainer.state.global_step == 3
-    for window, line in zip(windows, step_lines(trainer), strict=True):
-        assert len(window.rows) >= 3
-        trained = [segment.sample_id for row in window.rows for segment in row.segments]
-        assert sorted(trained) == sorted(outcome.rollout.sample_id for outcome in window.outcomes)
+    for prepared, line in zip(prepared_steps, step_lines(trainer), strict=True):
+        assert len(prepared.rows) >= 3
+        trained = [segment.sample_id for row in prepared.rows for segment in row.segments]
+        assert sorted(trained) == sorted(outcome.rollout.sample_id for outcome in prepared.outcomes)
         assert len(trained) == line["train/samples_total"] == line["rollout/samples_total"] == 6
-        assert line["train/micro_steps"] == len(window.rows)
-        assert all(row.length <= 150 for row in window.rows)
+        assert line["train/micro_steps"] == len(prepared.rows)
+        assert all(row.length <= 150 for row in prepared.rows)
         assert line["packing/buffer_segments"] == 0
     assert backend.versions == [0, 1, 2]
 
@@ -146,11 +146,11 @@ def test_channel_b_supervises_matched_structure_and_rollout_aligned_does_not(tmp
     """One sample, found but for one object. Cross-entropy's mean is over more tokens in Channel-B, by exactly those."""
     keys = {"training__max_steps": 1, "training__per_device_train_batch_size": 6}
     _, (aligned,) = run(run_config(tmp_path, 2, "aligned", **keys), finder())
-    _, (window,) = run(run_config(tmp_path, "two_channel", "b", stage2_ab__schedule__b_ratio=1, **keys), finder())
-    roles = [role for row in window.rows for segment in row.segments for role in segment.target.roles_T.tolist()]
-    more = window.totals["struct_ce"] - aligned.totals["struct_ce"]
+    _, (prepared,) = run(run_config(tmp_path, "two_channel", "b", stage2_ab__schedule__b_ratio=1, **keys), finder())
+    roles = [role for row in prepared.rows for segment in row.segments for role in segment.target.roles_T.tolist()]
+    more = prepared.totals["struct_ce"] - aligned.totals["struct_ce"]
     assert more == roles.count(TokenRole.MATCHED_STRUCT) > 0
-    assert window.totals == {**aligned.totals, "struct_ce": window.totals["struct_ce"]}
+    assert prepared.totals == {**aligned.totals, "struct_ce": prepared.totals["struct_ce"]}
 
 
 def test_an_answer_that_cannot_be_closed_is_counted_and_left_out(
@@ -167,10 +167,12 @@ def test_an_answer_that_cannot_be_closed_is_counted_and_left_out(
 
     monkeypatch.setattr(training_answers, "build_target", refuse_every_third)
     keys = {"training__max_steps": 1, "training__per_device_train_batch_size": 6}
-    trainer, (window,) = run(run_config(tmp_path, "two_channel", "b", stage2_ab__schedule__b_ratio=1, **keys), finder())
+    trainer, (prepared,) = run(
+        run_config(tmp_path, "two_channel", "b", stage2_ab__schedule__b_ratio=1, **keys), finder()
+    )
     (line,) = step_lines(trainer)
     assert line["stage2/closure_dropped_total"] == 2 and line["rollout/samples_total"] == 6
-    assert sum(len(row.segments) for row in window.rows) == line["packing/segments_total"] == 4
+    assert sum(len(row.segments) for row in prepared.rows) == line["packing/segments_total"] == 4
     seen.clear()
     with pytest.raises(AppendError):  # elsewhere it is an error
         train(run_config(tmp_path, 2, "aligned", **keys), finder())
@@ -181,11 +183,11 @@ def test_a_step_without_a_usable_answer_runs_a_blank_row(tmp_path: Path, monkeyp
         raise AppendError("the prefix does not end where an entry may follow")
 
     monkeypatch.setattr(training_answers, "build_target", refuse)
-    trainer, (window,) = run(
+    trainer, (prepared,) = run(
         run_config(tmp_path, "two_channel", stage2_ab__schedule__b_ratio=1, training__max_steps=1, **SGD), finder()
     )
     (line,) = step_lines(trainer)
-    assert line["packing/blank_rows_total"] == len(window.rows) == 1 and line["stage2/closure_dropped_total"] == 2
+    assert line["packing/blank_rows_total"] == len(prepared.rows) == 1 and line["stage2/closure_dropped_total"] == 2
     assert line["loss"] == 0 and line["grad_norm"] == 0
     assert same_weights(weights(trainer.model), weights(load_tiny().model))
 
@@ -196,8 +198,8 @@ def test_a_step_without_a_usable_answer_runs_a_blank_row(tmp_path: Path, monkeyp
 def test_the_schedule_decides_the_metrics_of_a_step(tmp_path: Path) -> None:
     config = run_config(tmp_path, "two_channel", training__max_steps=6, stage2_ab__schedule__b_ratio=0.4)
     backend = finder()
-    trainer, windows = run(config, backend)
-    assert [trainer.step.task_of(step).channel for step in range(len(windows))] == ["A", "A", "B", "A", "B", "A"]
+    trainer, prepared_steps = run(config, backend)
+    assert [trainer.step.task_of(step).channel for step in range(len(prepared_steps))] == ["A", "A", "B", "A", "B", "A"]
     lines = step_lines(trainer)
     assert [line["stage2/channel_b"] for line in lines] == [0, 0, 1, 0, 1, 0]
     assert [line["stage2/channel_a"] for line in lines] == [1, 1, 0, 1, 0, 1]

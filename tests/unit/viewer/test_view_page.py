@@ -21,7 +21,7 @@ import yaml
 from PIL import Image
 
 from coordexp.errors import ConfigError, DataError
-from coordexp.evaluation.answers import PREDICTIONS, Detection, write_answers
+from coordexp.evaluation.answers import PREDICTIONS, ScoredObject, write_answers
 from coordexp.viewer.collect import BEHIND_CUT, collect, compare, find_checkpoint
 from coordexp.viewer.render import as_script_data, render
 from coordexp.viewer.serve import make_server
@@ -196,7 +196,7 @@ def test_two_runs_are_joined_by_image(tmp_path: Path) -> None:
 def test_an_object_found_under_another_name_is_linked(tmp_path: Path) -> None:
     one = next(a for a in random_answers(20, 1) if a.truth)
     truth = one.truth[0]
-    renamed = Detection("something else", truth.kind, truth.bins, 0.5)
+    renamed = ScoredObject("something else", truth.kind, truth.bins, 0.5)
     write_answers([replace(one, gt=(truth,), pred=(renamed,))], tmp_path / PREDICTIONS)
     (record,) = collect(tmp_path).records
     assert record.pred[0].partner is None and record.pred[0].renamed == 0 and record.gt[0].renamed == 0

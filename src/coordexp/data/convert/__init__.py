@@ -3,13 +3,13 @@ or if nothing is usable. Torch-free."""
 
 from coordexp.data.convert.assemble import ImageOptions
 from coordexp.data.convert.coco import convert_coco, convert_panoptic
+from coordexp.data.convert.csv_table import convert_csv
 from coordexp.data.convert.dota import convert_dota
 from coordexp.data.convert.open_images import convert_openimages
 from coordexp.data.convert.per_image import convert_labelme, convert_voc
 from coordexp.data.convert.per_project import convert_cvat, convert_labelstudio, convert_via
 from coordexp.data.convert.recognise import recognise
 from coordexp.data.convert.shapes import ConversionReport, Note, Problem, SkipReason, render_report
-from coordexp.data.convert.table import convert_csv
 from coordexp.data.convert.yolo import convert_yolo
 
 __all__ = [

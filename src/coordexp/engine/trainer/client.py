@@ -19,7 +19,7 @@ from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUn
 from coordexp.weight_sync import WeightVersion
 
 CONNECT_S = 10.0
-POLL_S = 0.5
+_POLL_S = 0.5
 EXCERPT = 600
 MAX_ANSWER_BYTES = 16 << 20
 STALL_KEYS = ("engine_silent_s", "engine_tokenless_s")  # of /health/ and /status/; not every server has them
@@ -95,11 +95,11 @@ class ServerClient:
             try:
                 return self.health(timeout_s=max(0.1, min(CONNECT_S, left)))
             except RolloutError as error:
-                if time.monotonic() + POLL_S >= deadline or (
+                if time.monotonic() + _POLL_S >= deadline or (
                     isinstance(error, ServerRefused) and error.status in (401, 403)
                 ):
                     raise
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
 
     def world_size(self) -> int:
         """Number of devices of this server; requested once."""

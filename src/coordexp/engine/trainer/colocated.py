@@ -329,10 +329,10 @@ class ColocatedBackend(RolloutBackend):
                 raise
         return engine
 
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+    def generate_rounds(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         """Submits each request separately, with its own seed. A collective call if T > 1."""
         if self.engine is None:
-            raise RolloutError("the colocated engine has no weights yet; call sync_weights before generate_window")
+            raise RolloutError("the colocated engine has no weights yet; call sync_weights before generate_rounds")
         requests = {
             f"{distributed.rank()}-{r}-{i}": (r, i, request)
             for r, one in enumerate(rounds)

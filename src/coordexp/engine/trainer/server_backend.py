@@ -248,8 +248,8 @@ class ServerBackend(RolloutBackend):
         self._metrics: Counter[str] = Counter()
         self._lock = threading.Lock()  # protects the metrics, which several threads update
 
-    def generate_window(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
-        """As :meth:`RolloutBackend.generate_window`; may be iterated in another thread, while the trainer trains. The
+    def generate_rounds(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
+        """As :meth:`RolloutBackend.generate_rounds`; may be iterated in another thread, while the trainer trains. The
         next :meth:`sync_weights` must wait for the last answer."""
         batches = plan_calls([len(one.requests) for one in rounds], self._slots)
         posts = plan_posts(batches, self._joined)
@@ -268,7 +268,7 @@ class ServerBackend(RolloutBackend):
         if not posts:
             return iter(())
         if self._weights is None:
-            raise RolloutError("the servers have no weights of this run yet; call sync_weights before generate_window")
+            raise RolloutError("the servers have no weights of this run yet; call sync_weights before generate_rounds")
         return self._answers(posts, rounds, self._weights)
 
     def _answers(

@@ -286,7 +286,7 @@ class RolloutQueue:
         reading: dict[tuple[int, int], Future[tuple[MatchedAnswer, float]]] = {}
         with ThreadPoolExecutor(1, thread_name_prefix="parse and match") as reader:
             try:
-                for answer in self.backend.generate_window(rounds):
+                for answer in self.backend.generate_rounds(rounds):
                     place = (answer.round_idx, answer.index)
                     assert place not in reading, f"two answers to request {place}"
                     sample = batches[answer.round_idx][answer.index]

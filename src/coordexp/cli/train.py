@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp import distributed
-from coordexp.cli.console import check_checkpoint, check_inputs, echo, no_bars_in_log_files, open_console, say
+from coordexp.cli.console import check_checkpoint, checked_inputs, echo, no_bars_in_log_files, open_console, say
 from coordexp.cli.usage import App
 from coordexp.errors import CheckpointError, ConfigError
 from coordexp.heavy_imports import heavy_imports
@@ -53,7 +53,7 @@ def separate_config(names: Sequence[str], what: str) -> tuple[Path | None, Path]
 def print_config(config: Path, arguments: Sequence[str], plain: bool = False, only_set: bool = False) -> RunConfig:
     """Print the resolved configuration as YAML, with sources; advice on stderr. Returns it."""
     from coordexp.config import advice
-    from coordexp.config.load import annotated_yaml, explain_config
+    from coordexp.config.from_yaml import annotated_yaml, explain_config
 
     explained = explain_config(config, arguments=arguments)
     for line, comment in annotated_yaml(explained, with_defaults=not only_set):
@@ -96,7 +96,7 @@ def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = F
         custom = run.custom
         check_not_running(Path(run.training.output_dir))
         datasets = [(file.path, custom.train_sample_limit) for file in custom.train_jsonl]
-        model, records = check_inputs(run.model.model, [*datasets, (custom.val_jsonl, custom.val_sample_limit)])
+        model, records = checked_inputs(run.model.model, [*datasets, (custom.val_jsonl, custom.val_sample_limit)])
     start = decide_start(run, records, model)
     with heavy_imports():
         from coordexp.training.run import run_training
@@ -142,7 +142,7 @@ def init(
             f"--output-dir: {run} has the checkpoint to start from, {model}, which training would not replace; name "
             "another folder"
         )
-    from coordexp.checkpoints.memory import check_memory
+    from coordexp.checkpoints.memory import checked_memory
     from coordexp.cli.init import advice_on_stage_2, first_configuration, gpu_memory, look_at
     from coordexp.config import load_config
     from coordexp.data.files import write_atomically
@@ -158,7 +158,8 @@ def init(
         console,
         f"wrote {path}: {at_hand.images} images, {at_hand.classes} classes, on "
         f"{'the CPU' if memory is None else f'a GPU of {memory / 1e9:.0f} GB'}, training "
-        f"{'adapters (LoRA)' if config.tuner.train_type == 'lora' else 'all weights'}; memory: {check_memory(config)}",
+        f"{'adapters (LoRA)' if config.tuner.train_type == 'lora' else 'all weights'}; memory: "
+        f"{checked_memory(config)}",
     )
     for note in at_hand.notes:
         say(console, f"note: {note}")
@@ -200,10 +201,10 @@ def config_check_command(
         check_schedule(training)
     run = print_config(config, arguments or (), plain, only_set)
     if Path(run.model.model).is_dir():
-        from coordexp.checkpoints.memory import check_memory
+        from coordexp.checkpoints.memory import checked_memory
 
         try:
-            estimate = str(check_memory(run, max(1, len(run.launch.learner_devices))))
+            estimate = str(checked_memory(run, max(1, len(run.launch.learner_devices))))
         except CheckpointError as error:
             estimate = f"no estimate: {error}"
         echo(f"memory: {estimate}", err=True)
@@ -212,7 +213,7 @@ def config_check_command(
 @config_app.add("schema", "coordexp config schema > coordexp.schema.json")
 def config_schema_command() -> None:
     """Print the JSON Schema for editors."""
-    from coordexp.config.load import json_schema_text
+    from coordexp.config.from_yaml import json_schema_text
 
     echo(json_schema_text(), nl=False)
 
@@ -226,7 +227,7 @@ def config_diff_command(
 
     Exits with 1 if they differ, else with 0.
     """
-    from coordexp.config.load import differences, explain_config
+    from coordexp.config.from_yaml import differences, explain_config
 
     changes = list(differences(explain_config(left), explain_config(right)))
     for path, was, becomes in changes:

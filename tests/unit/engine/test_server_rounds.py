@@ -21,8 +21,8 @@ from coordexp.errors import AlignmentError, ConfigError, MissingDependency, Roll
 from coordexp.matching import MatchingConfig
 from coordexp.recording.writer import RolloutLog
 from coordexp.rollouts import RolloutRound, SeedContext
-from coordexp.training.answers import AnswerReader, RolloutQueue
-from coordexp.training.run import check_run
+from coordexp.training.run import checked_run
+from coordexp.training.step_answers import AnswerReader, RolloutQueue
 from support.fake_servers import FakeRolloutServer
 from support.lying_server import lying
 from support.ports import free_ports
@@ -73,7 +73,7 @@ def test_calls_of_all_micro_steps_are_concurrent_within_the_limits() -> None:
     rounds = [RolloutRound((request,), SeedContext(1, 2, i, 0)) for i, request in enumerate(requests_(12))]
     with busy_servers(full=6) as (fakes, busy), backend_of(fakes) as backend:
         backend.sync_weights(0)
-        assert {answer.round_idx for answer in backend.generate_window(rounds)} == set(range(12))
+        assert {answer.round_idx for answer in backend.generate_rounds(rounds)} == set(range(12))
     assert busy.most == {0: 4, 1: 2}
 
 
@@ -126,13 +126,13 @@ def test_an_answer_has_the_weight_version_of_its_request(answered_by: int) -> No
         fake.infer = infer
         with backend_of([fake]) as backend:
             backend.sync_weights(0)
-            window = backend.generate_window([RolloutRound(requests_(2), SeedContext(1, 0, 0, 0))])
+            stream = backend.generate_rounds([RolloutRound(requests_(2), SeedContext(1, 0, 0, 0))])
             backend.sync_weights(1)
             if answered_by == 0:
-                assert {answer.rollout.weight_version for answer in window} == {0}
+                assert {answer.rollout.weight_version for answer in stream} == {0}
             else:
                 with pytest.raises(RolloutError, match="weights of version 1 of trainer this, not version 0"):
-                    list(window)
+                    list(stream)
 
 
 @pytest.mark.scenario("Server mode produces token ids suitable for strict alignment")
@@ -196,12 +196,12 @@ def test_a_run_without_reachable_servers_fails_before_loading(address: Any, mess
     with FakeRolloutServer(1) as good, address() as url:
         began = time.monotonic()
         with pytest.raises(RolloutError, match=message) as refused:
-            check_run(server_run(tmp_path, [good.url, url]))
+            checked_run(server_run(tmp_path, [good.url, url]))
         assert time.monotonic() - began < 20
         assert url in str(refused.value)
         # The way back is one key.
         with pytest.raises(Exception, match="/nowhere"):
-            check_run(server_run(tmp_path, [good.url, url], rollout_matching__rollout_backend="hf"))
+            checked_run(server_run(tmp_path, [good.url, url], rollout_matching__rollout_backend="hf"))
 
 
 @pytest.mark.parametrize(
@@ -235,6 +235,6 @@ def test_four_ranks_on_two_devices_are_refused_when_training_starts(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with FakeRolloutServer(1) as first, FakeRolloutServer(1) as second, pytest.raises(ConfigError) as refused:
-        check_run(server_run(tmp_path, [first.url, second.url], rollout_matching__decode_batch_size=1))
+        checked_run(server_run(tmp_path, [first.url, second.url], rollout_matching__decode_batch_size=1))
     for cure in ("increase the rollout servers' world size", "reduce the trainer's world size", "decode_batch_size"):
         assert cure in str(refused.value)

@@ -17,7 +17,7 @@ import numpy as np
 from coordexp.data.class_list import ClassNumbers
 from coordexp.data.polygons import shape_area
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.geometry import aabb, pixel_ring, to_pixel
 from coordexp.records import GTObject
 
@@ -138,7 +138,7 @@ def write_coco(
     return paths
 
 
-def coco_shape(obj: GTObject | Detection, answer: ImageAnswer) -> dict[str, Any]:
+def coco_shape(obj: GTObject | ScoredObject, answer: ImageAnswer) -> dict[str, Any]:
     """``bbox`` (x, y, width, height), ``segmentation`` and ``area`` of an object of ``answer`` in pixels of the user's
     image; thinner sides become half a bin wide."""
     x1, y1, x2, y2 = aabb(obj)

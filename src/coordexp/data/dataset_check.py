@@ -175,7 +175,7 @@ def check_jsonl(
                 digests[digest].append(record.sample_id)
             if not record.objects:
                 check.add(Finding.EMPTY_IMAGE, record.sample_id, "no objects")
-            outside_first_pixel |= _check_objects(check, record)
+            outside_first_pixel |= _add_objects(check, record)
             if count_tokens is not None:
                 length = count_tokens(record)
                 check.token_lengths.append(length)
@@ -214,7 +214,7 @@ def check_jsonl(
     return check
 
 
-def _check_objects(check: DatasetCheck, record: ImageRecord) -> bool:
+def _add_objects(check: DatasetCheck, record: ImageRecord) -> bool:
     # Returns whether an object reaches out of the image's first pixel.
     seen: set[tuple[str, str, tuple[int, ...]]] = set()
     reaches_out = False

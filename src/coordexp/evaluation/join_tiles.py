@@ -21,7 +21,7 @@ import numpy as np
 from coordexp.data.polygons import clipped_shape
 from coordexp.data.preparation import original_image
 from coordexp.data.tiles import Tiling, Window
-from coordexp.evaluation.answers import Detection, ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.geometry import box_iou_pairs, to_fraction, to_pixel
 from coordexp.records import GeometryKind, ImageRecord
 
@@ -38,7 +38,7 @@ class _Part:
     """A prediction in pixels of the photograph. ``reach``: its box, extended beyond the borders of its tile that cut
     it."""
 
-    obj: Detection
+    obj: ScoredObject
     tile: int
     points: tuple[float, ...]
     box: Box
@@ -67,7 +67,7 @@ def merge_tiles(record: ImageRecord, tiling: Tiling, answers: Sequence[ImageAnsw
         confidences = [part.obj.confidence for part in group if part.obj.confidence is not None]
         counts = [part.obj.answers for part in group if part.obj.answers is not None]
         pred.append(
-            Detection(group[0].obj.desc, kind, bins, max(scores, default=None), max(confidences, default=None),
+            ScoredObject(group[0].obj.desc, kind, bins, max(scores, default=None), max(confidences, default=None),
                       max(counts, default=None))
         )  # fmt: skip
     dropped: Counter[str] = Counter()
@@ -105,7 +105,7 @@ def merge_all_tiles(
     return merged
 
 
-def _part(obj: Detection, tile: int, answer: ImageAnswer, window: Window, size: tuple[int, int]) -> _Part:
+def _part(obj: ScoredObject, tile: int, answer: ImageAnswer, window: Window, size: tuple[int, int]) -> _Part:
     sides = answer.width, answer.height
     points = tuple(window[at % 2] + to_pixel(k, sides[at % 2], answer.bin_rule) for at, k in enumerate(obj.bins))
     box = min(points[0::2]), min(points[1::2]), max(points[0::2]), max(points[1::2])
