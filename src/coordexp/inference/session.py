@@ -226,7 +226,7 @@ def size_note(records: Sequence[ImageRecord], preparation: ImagePreparation) -> 
 @dataclass(frozen=True, slots=True, eq=False)
 class InferenceSession:
     """A loaded model with everything that turns images into scored answers. ``classes``: the names in its training
-    data, empty if unknown. ``limited_to(classes)``: a backend for other class names, on the same model."""
+    data, empty if unknown. ``limited_to(class_names)``: a backend for other class names, on the same model."""
 
     encoder: PromptEncoder
     vocab: CoordVocab
@@ -251,10 +251,10 @@ def checked_model(config: AnswerConfig, model: str | Path | None) -> Path:
 
 @contextmanager
 def open_session(
-    config: AnswerConfig, model: Path, classes: Sequence[str] = (), device: str | None = None
+    config: AnswerConfig, model: Path, class_names: Sequence[str] = (), device: str | None = None
 ) -> Iterator[InferenceSession]:
-    """Load ``model`` on ``device`` (None: this rank's), start its backend, and close it at the end. ``classes``: the
-    only descriptions that answers may contain; empty for any."""
+    """Load ``model`` on ``device`` (None: this rank's), start its backend, and close it at the end.
+    ``class_names``: those that answers may use; empty for any."""
     with heavy_imports():
         import torch
         from accelerate import PartialState
@@ -283,7 +283,7 @@ def open_session(
         preparation=loaded.preparation,
     )
     with advising(config), phase("engine", "the start of the engine"):
-        backend = build_backend(config.rollout_matching, parts, classes)
+        backend = build_backend(config.rollout_matching, parts, class_names)
     try:
         with advising(config), phase("rollouts", "answering"), rollout_session(backend, 0):
             template = config.template
@@ -291,7 +291,7 @@ def open_session(
             scorer = TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id, loaded.card.calibration)
 
             def limited_to(names: tuple[str, ...]) -> RolloutBackend:
-                if names == tuple(classes):
+                if names == tuple(class_names):
                     return backend
                 if config.rollout_matching.rollout_backend != "hf":
                     raise ConfigError('classes: an engine is started for one list; name it at the start, or use "hf"')

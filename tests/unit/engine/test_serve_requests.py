@@ -175,7 +175,7 @@ def test_a_request_can_have_class_names(data: dict[str, Any], names: tuple[str, 
 
 @pytest.mark.parametrize("names", ["cat", ["cat", " "], ["cat", 1], ["\ud800"], {"cat": 1}, 3])
 def test_invalid_class_names_are_refused(names: Any) -> None:
-    with pytest.raises(RequestRefused, match="must be a list of names"):
+    with pytest.raises(RequestRefused, match="must be a list of class names"):
         InferRequest(messages=[user("a")], data_dict={CLASS_NAMES_KEY: names}).class_names()
 
 

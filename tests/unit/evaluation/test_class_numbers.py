@@ -160,10 +160,10 @@ RECORDS = [ImageRecord("a", Path("a.png"), 50, 40, tuple(GTObject(name, "bbox_2d
 @pytest.mark.parametrize(
     ("given", "chosen"),
     [
-        ({"users": {"cow": 7}, "checkpoint": LIST, "allowed": ("bee",), "records": RECORDS}, {"cow": 7}),
-        ({"users": None, "checkpoint": LIST, "allowed": ("bee",), "records": RECORDS}, LIST),
-        ({"checkpoint": (), "allowed": ("cow", "bee"), "records": RECORDS}, ("cow", "bee")),
-        ({"checkpoint": (), "allowed": (), "records": RECORDS}, ("gnu", "yak")),
+        ({"users": {"cow": 7}, "checkpoint": LIST, "class_names": ("bee",), "records": RECORDS}, {"cow": 7}),
+        ({"users": None, "checkpoint": LIST, "class_names": ("bee",), "records": RECORDS}, LIST),
+        ({"checkpoint": (), "class_names": ("cow", "bee"), "records": RECORDS}, ("cow", "bee")),
+        ({"checkpoint": (), "class_names": (), "records": RECORDS}, ("gnu", "yak")),
         ({}, ()),
     ],
 )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
 
 Processor = TypeVar("Processor", bound=LogitsProcessor)
-_KEPT_RULES = 8  # most lists of labels in memory; each has a sorted copy of the vocabulary
+_KEPT_RULES = 8  # most lists of class names in memory; each has a sorted copy of the vocabulary
 _MAX_TRIGGERS = 65_536  # most triggers in memory; those of a client that disconnected are never fetched
 # With asynchronous scheduling, the newest token of an answer is -1 until vLLM has it from the device. vLLM 0.32 writes
 # it there before it calls a processor.
