@@ -79,9 +79,9 @@ def shortened(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def against_estimate(run: Any) -> dict[str, float]:
-    from coordexp.checkpoints.memory import checked_memory
+    from coordexp.checkpoints.memory import check_memory
 
-    estimate = checked_memory(run.config).total / 1e9
+    estimate = check_memory(run.config).total / 1e9
     measured = run.figures.get("allocated_peak_gb")
     return {"estimate_gb": estimate, **({"of_estimate": measured / estimate} if measured else {})}
 

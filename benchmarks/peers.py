@@ -216,7 +216,7 @@ def ours(options: argparse.Namespace, output: Path, group: int) -> list[tuple[fl
     """Stage 1 or 2 by CoordExp, as its demo trains, without coordinate losses in stage 1, which peers do not have."""
     from coordexp.config import load_config
     from coordexp.data.files import asset
-    from coordexp.training.run import build_trainer, checked_run
+    from coordexp.training.run import build_trainer, check_run
 
     stage_2 = output.name.endswith("stage2")
     data = options.folder / "scenes" / "scenes.jsonl"
@@ -240,7 +240,7 @@ def ours(options: argparse.Namespace, output: Path, group: int) -> list[tuple[fl
         values["custom.coord_soft_ce_w1.enabled"] = False
     config = load_config(asset(f"configs/demo/{'stage2' if stage_2 else 'sft'}.yaml"), values)
     marks, stopwatch = clock()
-    trainer, _ = build_trainer(checked_run(config), Console(stderr=True), output.name)
+    trainer, _ = build_trainer(check_run(config), Console(stderr=True), output.name)
     trainer.add_callback(stopwatch())
     trainer.train()
     trainer.close()

@@ -145,7 +145,7 @@ def coordexp(spec: dict[str, Any]) -> dict[str, Any]:
 
     from coordexp.config import load_config
     from coordexp.data.files import asset
-    from coordexp.training.run import build_trainer, checked_run
+    from coordexp.training.run import build_trainer, check_run
 
     stage_2, lora = spec["kind"] == "own", spec["tuner"] == "lora"
     values: dict[str, Any] = {
@@ -182,7 +182,7 @@ def coordexp(spec: dict[str, Any]) -> dict[str, Any]:
     watch = Watch(spec["warmup"])
     if stage_2:
         watch.fix_length(spec["answer_tokens"])
-    trainer, _ = build_trainer(checked_run(config), Console(stderr=True), spec["name"])
+    trainer, _ = build_trainer(check_run(config), Console(stderr=True), spec["name"])
     trainer.add_callback(watch.callback())
     trainer.train()
     trainer.close()

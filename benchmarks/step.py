@@ -137,9 +137,9 @@ def dense_run(
 
 def timed_steps(config: RunConfig) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Train; per step what was logged, and the seconds of ``data``, ``optimizer`` and the whole ``step``."""
-    from coordexp.training.run import build_trainer, checked_run
+    from coordexp.training.run import build_trainer, check_run
 
-    trainer, _ = build_trainer(checked_run(config), Console(stderr=True), "benchmark")
+    trainer, _ = build_trainer(check_run(config), Console(stderr=True), "benchmark")
     clock = _Clock(trainer)
     try:
         trainer.train()

@@ -2,7 +2,7 @@
 
     python tests/fake_cuda/run_shipped.py --out FOLDER [ROW …]
 
-A row goes through ``checked_run``, ``build_trainer``, ``train`` and ``save_model`` in a process of its own, forked from
+A row goes through ``check_run``, ``build_trainer``, ``train`` and ``save_model`` in a process of its own, forked from
 this one, which has imported everything. Its result is ``FOLDER/cpu/ROW.json``.
 """
 
@@ -93,7 +93,7 @@ def train(machine: Machine, row: Row, output_dir: Path, resume: Path | None) -> 
         if servers:
             urls = [{"base_url": one.url, "group_port": one.group_port} for one in servers]
             changes["rollout_matching.vllm.server.servers"] = urls
-        checked = run.checked_run(load_config(CONFIGS / row.config, changes), servers_are_up=False)
+        checked = run.check_run(load_config(CONFIGS / row.config, changes), servers_are_up=False)
         for one in servers:
             one.guarded = checked.rollout.repeat_terminate.enabled
         trainer, checkpoint = run.build_trainer(checked, Console(quiet=True))

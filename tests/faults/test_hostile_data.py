@@ -12,7 +12,7 @@ from PIL import Image
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import read_answers
 from coordexp.parsing import parse_rollout
-from coordexp.training.run import checked_run
+from coordexp.training.run import check_run
 from support.answers import tiny_vocab
 from support.cli_runs import run_cli
 from support.tiny_run import encoder_of, load_tiny, run_config
@@ -58,7 +58,7 @@ def test_a_set_without_any_object_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert checked.code == 2 and "no_objects" in checked.err
     for key in ("train_jsonl", "val_jsonl"):
         with pytest.raises(DataError, match=rf"custom\.{key}: .*none\.jsonl"):
-            checked_run(run_config(tmp_path, 1, **{f"custom__{key}": str(path)}))
+            check_run(run_config(tmp_path, 1, **{f"custom__{key}": str(path)}))
 
 
 def test_an_image_that_the_processor_refuses_is_named(tmp_path: Path) -> None:

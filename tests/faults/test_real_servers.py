@@ -44,7 +44,7 @@ def behind(
 ) -> Iterator[Proxied]:
     from rich.console import Console
 
-    from coordexp.training.run import build_trainer, checked_run
+    from coordexp.training.run import build_trainer, check_run
 
     folder = tmp_path_factory.mktemp("server")
     with ExitStack() as stack:
@@ -62,7 +62,7 @@ def behind(
             "rollout_matching__vllm__sync": {"timeout_s": DEADLINE_S, "bucket_mb": 1},
             "rollout_matching__decode_batch_size": 4,
         }  # fmt: skip
-        trainer, _ = build_trainer(checked_run(vllm_config(folder, **keys)), Console(quiet=True))
+        trainer, _ = build_trainer(check_run(vllm_config(folder, **keys)), Console(quiet=True))
         # Images that ms-swift leaves at their size.
         dataset: Any = trainer.batches.dataset
         samples = [dataset[index] for index in range(12)]

@@ -19,7 +19,7 @@ from coordexp.errors import MissingDependency
 from coordexp.launch.plan import plan_launch
 from coordexp.rollouts.backend import decoding_options
 from coordexp.rollouts.trainer_parts import TrainerParts
-from coordexp.training.run import build_trainer, checked_run
+from coordexp.training.run import build_trainer, check_run
 from support.config_samples import set_key, stage2, write_yaml
 from support.rollout_servers import server_config
 from support.tiny_run import run_config, tiny_checkpoint
@@ -32,7 +32,7 @@ ADAPTERS = {"train_type": "lora", "train_coord_rows": False}
 
 
 def built(config: Any) -> Any:
-    return build_trainer(checked_run(config), Console(quiet=True))[0]
+    return build_trainer(check_run(config), Console(quiet=True))[0]
 
 
 @pytest.mark.scenario("Canonical grouped config drives trainer contract")
@@ -86,7 +86,7 @@ def test_adapter_pushes_from_two_ranks_are_refused_at_start(
     check_world_size(config, 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"rollout_matching\.vllm\.sync\.mode: .*write sync\.mode: full"):
-        checked_run(config)  # before any request to a server, and before data or the model are read
+        check_run(config)  # before any request to a server, and before data or the model are read
 
 
 @pytest.mark.scenario("Invalid vLLM configuration fails fast")
@@ -101,7 +101,7 @@ def test_missing_vllm_is_named_with_its_alternative(tmp_path: Path, monkeypatch:
     # A run checks it too, before it looks for its model.
     with pytest.raises(MissingDependency, match="rollout_backend: hf"):
         keys = {"rollout_matching__vllm__tensor_parallel_size": 1, "model__model": "/nowhere"}
-        checked_run(run_config(tmp_path, 2, rollout_matching__rollout_backend="vllm", **keys))
+        check_run(run_config(tmp_path, 2, rollout_matching__rollout_backend="vllm", **keys))
 
 
 @pytest.mark.scenario("Preflight/runtime consume a shared validated rollout contract")

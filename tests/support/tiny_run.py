@@ -146,9 +146,9 @@ def run_config(folder: Path, stage: int | Literal["two_channel"], name: str = "r
 
 def train(config: RunConfig, backend: Any = None, on_built: Callable[[Any], None] | None = None) -> Any:
     """Train as ``coordexp train`` does; ``backend`` answers in place of the configuration's. Returns the trainer."""
-    from coordexp.training.run import build_trainer, checked_run
+    from coordexp.training.run import build_trainer, check_run
 
-    trainer, resume = build_trainer(checked_run(config), Console(quiet=True), backend=backend)
+    trainer, resume = build_trainer(check_run(config), Console(quiet=True), backend=backend)
     if on_built is not None:
         on_built(trainer)
     trainer.train(None if resume is None else str(resume))

@@ -192,7 +192,7 @@ def trained_numbers(config: RunConfig, model: Mapping[str, Any], shapes: Mapping
     return trained
 
 
-def checked_memory(
+def check_memory(
     config: RunConfig, world_size: int = 1, gpu_bytes: int | None = None, checkpoint: Checkpoint | None = None
 ) -> MemoryEstimate:
     """The estimate for ``config.model.model``. ``gpu_bytes``: memory of each GPU; None compares with nothing. Warns,

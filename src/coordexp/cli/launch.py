@@ -64,13 +64,13 @@ def launch(
     from coordexp.launch.supervisor import run_plan
 
     with heavy_imports():
-        from coordexp.training.run import checked_run
+        from coordexp.training.run import check_run
 
     def trainers_checks(trainers: int) -> object:
         # Without devices its process sees no GPU, unlike this one. Devices that are missing are reported already.
         on_gpus = bool(run.launch.learner_devices) and num_gpus() > 0
         training = run.training if on_gpus else run.training.model_copy(update={"use_cpu": True})
-        return checked_run(run.model_copy(update={"training": training}), trainers=trainers, servers_are_up=False)
+        return check_run(run.model_copy(update={"training": training}), trainers=trainers, servers_are_up=False)
 
     preflight = look_over(run, config.absolute(), given, num_gpus(), trainers_checks, host)
     console = open_console()

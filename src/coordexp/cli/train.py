@@ -142,7 +142,7 @@ def init(
             f"--output-dir: {run} has the checkpoint to start from, {model}, which training would not replace; name "
             "another folder"
         )
-    from coordexp.checkpoints.memory import checked_memory
+    from coordexp.checkpoints.memory import check_memory
     from coordexp.cli.init import advice_on_stage_2, first_configuration, gpu_memory, look_at
     from coordexp.config import load_config
     from coordexp.data.files import write_atomically
@@ -159,7 +159,7 @@ def init(
         f"wrote {path}: {at_hand.images} images, {at_hand.classes} classes, on "
         f"{'the CPU' if memory is None else f'a GPU of {memory / 1e9:.0f} GB'}, training "
         f"{'adapters (LoRA)' if config.tuner.train_type == 'lora' else 'all weights'}; memory: "
-        f"{checked_memory(config)}",
+        f"{check_memory(config)}",
     )
     for note in at_hand.notes:
         say(console, f"note: {note}")
@@ -201,10 +201,10 @@ def config_check_command(
         check_schedule(training)
     run = print_config(config, arguments or (), plain, only_set)
     if Path(run.model.model).is_dir():
-        from coordexp.checkpoints.memory import checked_memory
+        from coordexp.checkpoints.memory import check_memory
 
         try:
-            estimate = str(checked_memory(run, max(1, len(run.launch.learner_devices))))
+            estimate = str(check_memory(run, max(1, len(run.launch.learner_devices))))
         except CheckpointError as error:
             estimate = f"no estimate: {error}"
         echo(f"memory: {estimate}", err=True)

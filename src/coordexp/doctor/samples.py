@@ -23,7 +23,7 @@ from coordexp.modeling.widen import Width, widened
 from coordexp.records import PackedRow
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.parallel import join_processes, set_allocator
-from coordexp.training.run import build_trainer, checked_run
+from coordexp.training.run import build_trainer, check_run
 
 SMALL = TinySpec(layers=2, vision_depth=2)
 # Qwen3-VL-2B's widths and vocabulary in a few layers.
@@ -111,7 +111,7 @@ def config_of(settings: Settings, file: str, checkpoint: Path, scenes: str, **ke
 
 def trainer_of(config: RunConfig) -> CoordExpTrainer:
     """The trainer as ``coordexp train`` builds it, before its first step."""
-    checked = checked_run(config)
+    checked = check_run(config)
     set_allocator(checked.rollout)
     join_processes(config)
     trainer, _ = build_trainer(checked, Console(quiet=True))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from coordexp.checkpoints.memory import checked_memory
+from coordexp.checkpoints.memory import check_memory
 from coordexp.doctor.check import Row, Settings, judged, measured
 from coordexp.doctor.runs import ShippedRun, matrix_flops, train_shipped
 from coordexp.doctor.samples import answering_model, model_of
@@ -33,7 +33,7 @@ def training(settings: Settings) -> Iterator[Row]:
     figure = f"{achieved / 1e12:.0f} TFLOP/s in the parts that compute, {achieved / possible:.2f} of a large product's "
     figure += f"{possible / 1e12:.0f}; {run.figures['flops_per_s'] / possible:.2f} over whole steps"
     yield measured("arithmetic", figure, flops=achieved, matrix_flops=possible, mfu=achieved / possible)
-    peak, estimate = 1e9 * run.figures["allocated_peak_gb"], checked_memory(run.config).total
+    peak, estimate = 1e9 * run.figures["allocated_peak_gb"], check_memory(run.config).total
     ratio = peak / estimate
     figure = f"{peak / 1e9:.1f} GB, estimated {estimate / 1e9:.1f} ({ratio:.2f} of it)"
     advice = "coordexp config check misjudges memory here: leave room, and report this table"

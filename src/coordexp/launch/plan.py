@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from coordexp.addresses import split_url
 from coordexp.checkpoints.disk import checked_disk
-from coordexp.checkpoints.memory import checked_memory
+from coordexp.checkpoints.memory import check_memory
 from coordexp.config import RunConfig
 from coordexp.config.rollout import ServerEntry
 from coordexp.engine.server.options import ServeOptions, serve_options
@@ -387,11 +387,11 @@ def _memory_check(config: RunConfig, num_gpus: int) -> Iterator[Check]:
         gpu_bytes = min(torch.cuda.get_device_properties(device).total_memory for device in devices)
     trainers = max(1, len(devices))
     try:
-        yield Check("memory", str(checked_memory(config, trainers, gpu_bytes)))
+        yield Check("memory", str(check_memory(config, trainers, gpu_bytes)))
     except CheckpointError as error:
         yield Check("memory", f"no estimate: {error}")
     except ConfigError as error:
-        yield Check("memory", str(checked_memory(config, trainers)), str(error))
+        yield Check("memory", str(check_memory(config, trainers)), str(error))
 
 
 def _package_checks(config: RunConfig, started: Sequence[ProcessPlan]) -> Iterator[Check]:

@@ -26,7 +26,7 @@ from coordexp.checkpoints.describe import weight_shapes
 from coordexp.checkpoints.disk import checked_disk
 from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, length_advice
-from coordexp.checkpoints.memory import advising, checked_memory, recomputed_every
+from coordexp.checkpoints.memory import advising, check_memory, recomputed_every
 from coordexp.checkpoints.run_folder import RECORDS, clear_results
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
 from coordexp.config.datasets import TrainFile
@@ -98,7 +98,7 @@ class CheckedRun:
     val: Sequence[ImageRecord]
 
 
-def checked_run(
+def check_run(
     config: RunConfig, *, trainers: int | None = None, servers_are_up: bool = True, start: Start | None = None
 ) -> CheckedRun:
     """Read data and tokenizer, query the rollout servers: report every mistake that can be found before the model
@@ -426,7 +426,7 @@ def run_training(
     saved = lambda: "Nothing of this run is saved" if trainer is None else trainer.last_saved()  # noqa: E731
     try:
         with advising(config, saved), phase("start", "the start of the run"):
-            checked = checked_run(config, start=start)
+            checked = check_run(config, start=start)
             set_allocator(checked.rollout)
             join_processes(config)
             check_agreement(config)
@@ -492,7 +492,7 @@ def _check_device(config: RunConfig, trainers: int, model: Checkpoint | None) ->
     if on_cpu and (key := next((key for key in ("fp16", "tf32") if getattr(training, key)), None)):
         raise ConfigError(f"training.{key}: needs a GPU, and this machine has none; remove it (bf16 works on CPUs)")
     if not on_cpu and model is not None:
-        checked_memory(config, trainers, torch.cuda.get_device_properties(0).total_memory, model)
+        check_memory(config, trainers, torch.cuda.get_device_properties(0).total_memory, model)
     half = training.bf16 or training.fp16 or config.model.dtype != "float32"
     device = "cpu" if on_cpu else "cuda"
     check_attention(config.model.attn_implementation, device, half)

@@ -11,7 +11,7 @@ import pytest
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, length_advice, num_positions
 from coordexp.config import RunConfig, parse_config
 from coordexp.errors import ConfigError
-from coordexp.training.run import checked_run
+from coordexp.training.run import check_run
 from support.config_samples import set_key, stage2
 from support.tiny_run import run_config
 
@@ -96,4 +96,4 @@ def test_rows_beyond_the_positions_are_advised_against(tmp_path: Path) -> None:
 
 def test_a_run_is_refused_before_its_model_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_new_tokens: 8192"):
-        checked_run(run_config(tmp_path, 2, rollout_matching__max_new_tokens=8192, global_max_length=9000))
+        check_run(run_config(tmp_path, 2, rollout_matching__max_new_tokens=8192, global_max_length=9000))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
-from coordexp.checkpoints.memory import checked_memory, estimate_memory, recomputed_every
+from coordexp.checkpoints.memory import check_memory, estimate_memory, recomputed_every
 from coordexp.config import RunConfig, parse_config
 from coordexp.config.schema import DeepSpeedConfig
 from coordexp.errors import ConfigError
@@ -107,7 +107,7 @@ def test_suggested_changes_are_ones_that_the_schema_accepts() -> None:
     content["training"] |= {"bf16": True, "gradient_checkpointing": True, "master_weights": "float32"}
     config = parse_config(content)
     with pytest.raises(ConfigError) as refused:
-        checked_memory(config, gpu_bytes=int(0.6 * checked_memory(config).total))
+        check_memory(config, gpu_bytes=int(0.6 * check_memory(config).total))
     message = str(refused.value)
     assert message.count("training.master_weights: null") == message.count("fsdp.enabled") + message.count("lora") > 0
 
@@ -141,10 +141,10 @@ def test_an_engine_that_does_not_fit_is_refused_with_a_share_that_does() -> None
     content["model"]["model"] = str(tiny_checkpoint())
     content["rollout_matching"] |= {"rollout_backend": "vllm", "vllm": {"gpu_memory_utilization": 0.95}}
     config = parse_config(content)
-    gpu = int(5 * checked_memory(config).total)
+    gpu = int(5 * check_memory(config).total)
     with pytest.raises(ConfigError, match=r"rollout_matching\.vllm\.gpu_memory_utilization: 0\.47"):
-        checked_memory(config, gpu_bytes=gpu)
-    checked_memory(config, gpu_bytes=30 * gpu)
+        check_memory(config, gpu_bytes=gpu)
+    check_memory(config, gpu_bytes=30 * gpu)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_a_size_that_fits() -> None:
@@ -152,9 +152,9 @@ def test_a_run_that_cannot_fit_is_refused_with_a_size_that_fits() -> None:
     content["model"]["model"] = str(tiny_checkpoint())
     content["global_max_length"] = 4000
     config = parse_config(content)
-    need = checked_memory(config).total
+    need = check_memory(config).total
     with pytest.raises(ConfigError, match=r"GB for each trainer process.*training\.gradient_checkpointing: true \("):
-        checked_memory(config, gpu_bytes=int(need / 1.6))
+        check_memory(config, gpu_bytes=int(need / 1.6))
 
 
 @pytest.mark.parametrize(("share", "warns"), [(0.85, False), (0.95, True), (1.05, True)])
@@ -165,8 +165,8 @@ def test_a_run_that_hardly_fits_is_warned_with_a_size_that_fits(
     content["model"]["model"] = str(tiny_checkpoint())
     content["global_max_length"] = 4000
     config = parse_config(content)
-    need = checked_memory(config).total
-    assert checked_memory(config, gpu_bytes=int(need / share)).total == need
+    need = check_memory(config).total
+    assert check_memory(config, gpu_bytes=int(need / share)).total == need
     assert ("tight" in caplog.text and "training.gradient_checkpointing: true (" in caplog.text) == warns
 
 

@@ -14,7 +14,7 @@ import yaml
 
 import coordexp.cli.init
 from coordexp.checkpoints.card import read_card, write_card
-from coordexp.checkpoints.memory import MemoryEstimate, checked_memory
+from coordexp.checkpoints.memory import MemoryEstimate, check_memory
 from coordexp.cli.init import Decision, advice_on_stage_2, decide, look_at, render
 from coordexp.config import RunConfig, load_config
 from coordexp.config.from_yaml import differences, explain_config
@@ -104,7 +104,7 @@ def test_stage_2_gets_an_engine_if_vllm_is_installed_and_fits(
     assert (rollout.rollout_backend == "hf") == (not engine)
     if engine:
         assert (rollout.vllm.sleep_level, rollout.vllm.tensor_parallel_size, rollout.offload.enabled) == (1, 1, False)
-        need, gpu = checked_memory(run), mebibytes * 2**20
+        need, gpu = check_memory(run), mebibytes * 2**20
         assert need.engine_share == rollout.vllm.gpu_memory_utilization >= 0.5 and need.peak(gpu) < 0.9 * gpu
         assert run.model.dtype == "bfloat16" and run.training.master_weights == "float32"
 

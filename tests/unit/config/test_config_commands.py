@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from coordexp.checkpoints.memory import checked_memory
+from coordexp.checkpoints.memory import check_memory
 from coordexp.cli.commands import app
 from coordexp.config import RunConfig, load_config, parse_config
 from coordexp.config.from_yaml import json_schema_text
@@ -90,7 +90,7 @@ def test_check_prints_advice_on_stderr(tmp_path: Path) -> None:
 def test_check_estimates_memory_on_stderr(tmp_path: Path) -> None:
     config = set_key(set_key(stage1(), "model.model", str(tiny_checkpoint())), "model.dtype", "float32")
     printed = run("check", write_yaml(tmp_path, config))
-    estimate = checked_memory(parse_config(config))
+    estimate = check_memory(parse_config(config))
     assert (printed.exit_code, printed.stderr) == (0, f"memory: {estimate}\n")
     assert yaml.safe_load(printed.stdout)["model"]["model"] == str(tiny_checkpoint())
 

@@ -21,7 +21,7 @@ from coordexp.errors import AlignmentError, ConfigError, MissingDependency, Roll
 from coordexp.matching import MatchingConfig
 from coordexp.recording.writer import RolloutLog
 from coordexp.rollouts import RolloutRound, SeedContext
-from coordexp.training.run import checked_run
+from coordexp.training.run import check_run
 from coordexp.training.step_answers import AnswerReader, RolloutQueue
 from support.fake_servers import FakeRolloutServer
 from support.lying_server import lying
@@ -196,12 +196,12 @@ def test_a_run_without_reachable_servers_fails_before_loading(address: Any, mess
     with FakeRolloutServer(1) as good, address() as url:
         began = time.monotonic()
         with pytest.raises(RolloutError, match=message) as refused:
-            checked_run(server_run(tmp_path, [good.url, url]))
+            check_run(server_run(tmp_path, [good.url, url]))
         assert time.monotonic() - began < 20
         assert url in str(refused.value)
         # The way back is one key.
         with pytest.raises(Exception, match="/nowhere"):
-            checked_run(server_run(tmp_path, [good.url, url], rollout_matching__rollout_backend="hf"))
+            check_run(server_run(tmp_path, [good.url, url], rollout_matching__rollout_backend="hf"))
 
 
 @pytest.mark.parametrize(
@@ -235,6 +235,6 @@ def test_four_ranks_on_two_devices_are_refused_when_training_starts(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with FakeRolloutServer(1) as first, FakeRolloutServer(1) as second, pytest.raises(ConfigError) as refused:
-        checked_run(server_run(tmp_path, [first.url, second.url], rollout_matching__decode_batch_size=1))
+        check_run(server_run(tmp_path, [first.url, second.url], rollout_matching__decode_batch_size=1))
     for cure in ("increase the rollout servers' world size", "reduce the trainer's world size", "decode_batch_size"):
         assert cure in str(refused.value)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordexp.checkpoints.memory import checked_memory
+from coordexp.checkpoints.memory import check_memory
 from coordexp.config import load_config
 from coordexp.engine.wire.arguments import CONFIG_JSON, ENABLE
 from coordexp.errors import ConfigError
@@ -265,7 +265,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_a_size_that_fits(
     def memory_check() -> Check:
         return next(check for check in run_checks(run, plan_launch(run, path), num_gpus=4) if check.name == "memory")
 
-    estimate = str(checked_memory(run, 2))
+    estimate = str(check_memory(run, 2))
     assert (memory_check().outcome, "this GPU has 0 GB" in str(memory_check().problem)) == (estimate, True)
     sizes[3] = 10**12
     assert memory_check() == Check("memory", estimate)

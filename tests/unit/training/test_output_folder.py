@@ -18,7 +18,7 @@ from coordexp.config.resume import HARMLESS
 from coordexp.config.schema import RunConfig
 from coordexp.data.jsonl import read_jsonl, write_jsonl
 from coordexp.errors import ConfigError, RunFinished
-from coordexp.training.run import checked_run, run_training
+from coordexp.training.run import check_run, run_training
 from support.tiny_run import run_config, tiny_checkpoint, tiny_scenes
 
 SAVING: dict[str, Any] = {"training__save_strategy": "steps", "training__save_steps": 1}
@@ -78,26 +78,26 @@ def test_a_resume_that_would_learn_otherwise_is_refused(
             file.write("\n")
         keys = {"model__model": str(model)}
     with pytest.raises(ConfigError) as refused:
-        checked_run(again(earlier, finished, training__max_steps=4, **keys))
+        check_run(again(earlier, finished, training__max_steps=4, **keys))
     text = str(refused.value)
     assert [part for part in named if part not in text] == []
     assert "started with training.seed=42" in text
     with_changes = again(earlier, finished, training__max_steps=4, training__resume_with_changes=True, **keys)
     if "training.resume_with_changes" in text:
-        checked_run(with_changes)
+        check_run(with_changes)
     else:
         with pytest.raises(ConfigError, match=next(iter(keys)).replace("__", r"\.")):
-            checked_run(with_changes)
+            check_run(with_changes)
 
 
 def test_other_data_under_the_same_name_is_refused_and_moved_data_is_not(earlier: Path, finished: Path) -> None:
     moved = earlier / "elsewhere.jsonl"
     write_jsonl(read_jsonl(tiny_scenes()), moved)
     keys = {"training__max_steps": 4, "custom__train_jsonl": str(moved)}
-    checked_run(again(earlier, finished, **keys))
+    check_run(again(earlier, finished, **keys))
     write_jsonl(list(read_jsonl(tiny_scenes()))[:-1], moved)
     with pytest.raises(ConfigError, match=r"custom\.train_jsonl"):
-        checked_run(again(earlier, finished, **keys))
+        check_run(again(earlier, finished, **keys))
 
 
 def test_a_finished_run_is_left_alone(earlier: Path, finished: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_new_run_does_not_replace_another(keep: str, earlier: Path, finished: 
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     before = content(earlier / "run")
     with pytest.raises(ConfigError, match=rf"training\.output_dir.*{keep}.*training\.overwrite_output_dir"):
-        checked_run(again(earlier, finished, training__resume_from_checkpoint=None))
+        check_run(again(earlier, finished, training__resume_from_checkpoint=None))
     assert content(earlier / "run") == before
     shutil.rmtree(earlier / "run")
     shutil.copytree(finished / "run", earlier / "run")
@@ -152,21 +152,21 @@ def test_overwriting_deletes_the_earlier_results(finished: Path, tmp_path: Path)
     assert not (tmp_path / "run" / "adapter_config.json").exists()
     keys |= {"model__model": str(tmp_path / "run" / "checkpoint-1")}
     with pytest.raises(ConfigError, match=r"overwrite_output_dir: would delete model\.model"):
-        checked_run(again(tmp_path, finished, **keys))
+        check_run(again(tmp_path, finished, **keys))
 
 
 @pytest.mark.parametrize("key", ["training.output_dir", "training.logging_dir"])
 def test_a_file_in_place_of_a_folder_is_one_line(key: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=rf"{key}.*is a file"):
-        checked_run(run_config(tmp_path, 1, **{key.replace(".", "__"): str(tmp_path / "file" / "inside")}))
+        check_run(run_config(tmp_path, 1, **{key.replace(".", "__"): str(tmp_path / "file" / "inside")}))
 
 
 def test_a_schedule_without_its_arguments_is_refused_before_loading(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"training\.lr_scheduler_kwargs.*cosine_with_min_lr"):
-        checked_run(run_config(tmp_path, 1, training__lr_scheduler_type="cosine_with_min_lr"))
+        check_run(run_config(tmp_path, 1, training__lr_scheduler_type="cosine_with_min_lr"))
     kwargs = {"training__lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
-    checked_run(run_config(tmp_path, 1, training__lr_scheduler_type="cosine_with_min_lr", **kwargs))
+    check_run(run_config(tmp_path, 1, training__lr_scheduler_type="cosine_with_min_lr", **kwargs))
 
 
 def test_every_harmless_key_exists() -> None:

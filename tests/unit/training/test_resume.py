@@ -34,7 +34,7 @@ from coordexp.training.checkpoint import (
 )
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.progress import MANIFEST
-from coordexp.training.run import build_trainer, checked_run
+from coordexp.training.run import build_trainer, check_run
 from coordexp.training.saving import load_carry_buffer, segment_from_json, segment_to_json
 from support.tiny_run import (
     Killed,
@@ -161,16 +161,16 @@ def test_lines_of_both_bin_rules_are_counted_in_a_warning(tmp_path: Path, caplog
     write_jsonl([replace(one, metadata={}) for one in scenes[:5]], tmp_path / "old.jsonl")
     write_jsonl([replace(one, metadata={"bin_rule": "pixel_edges"}) for one in scenes[5:]], tmp_path / "new.jsonl")
     files = [str(tmp_path / "old.jsonl"), str(tmp_path / "new.jsonl")]
-    checked_run(run_config(tmp_path, 1, custom__train_jsonl=files[:1]))
+    check_run(run_config(tmp_path, 1, custom__train_jsonl=files[:1]))
     assert "bin rule" not in caplog.text
-    checked_run(run_config(tmp_path, 1, custom__train_jsonl=files))
+    check_run(run_config(tmp_path, 1, custom__train_jsonl=files))
     assert "7 lines have pixel_edges, 5 lines have pixel_centres; all are read as pixel_edges" in caplog.text
 
 
 def test_the_log_of_a_run_says_what_an_epoch_has(tmp_path: Path) -> None:
     config = run_config(tmp_path, 1, custom__train_jsonl=[{"path": str(tiny_scenes()), "weight": 1.5}])
     console = Console(file=io.StringIO(), width=200)
-    trainer, _ = build_trainer(checked_run(config), console)
+    trainer, _ = build_trainer(check_run(config), console)
     assert trainer.batches.samples_per_epoch == 18
     said = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert "an epoch has 18 samples of 12 records\n  scenes.jsonl: 12 records, weight 1.5: 18 samples\n" in said

@@ -17,7 +17,7 @@ from coordexp.errors import AlignmentError, ConfigError, SegmentTooLong, Trainin
 from coordexp.records import Rollout
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.rows import DeviceMetrics
-from coordexp.training.run import build_trainer, checked_run, run_training
+from coordexp.training.run import build_trainer, check_run, run_training
 from support.tiny_run import (
     InMemoryBackend,
     figures,
@@ -220,7 +220,7 @@ def test_a_prompt_mismatch_stops_before_training(tmp_path: Path) -> None:
 def test_an_unsupported_backend_is_refused_before_loading(stage: int, tmp_path: Path) -> None:
     config = run_config(tmp_path, stage, rollout_matching__rollout_backend="vllm", model__model="/nowhere")
     with pytest.raises(ConfigError, match="rollout_backend: hf"):
-        checked_run(config)
+        check_run(config)
 
 
 def test_loader_processes_change_nothing_and_leave_no_shared_memory(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_one_process_uses_one_gpu(
     """DataParallel would cut a packed row's tensors along axes that mean something else."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", 4)
     with caplog.at_level(logging.WARNING, logger="coordexp"):
-        trainer, _ = build_trainer(checked_run(run_config(tmp_path, 1)), Console(quiet=True))
+        trainer, _ = build_trainer(check_run(run_config(tmp_path, 1)), Console(quiet=True))
     assert trainer.args._n_gpu == 1 and "torchrun --nproc_per_node=4" in caplog.text
 
 
@@ -274,8 +274,8 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     with pytest.raises(ConfigError, match=r"training\.use_cpu: 8 GPUs"):
-        checked_run(run_config(tmp_path, 1, training__use_cpu=False))
-    checked_run(run_config(tmp_path, 1, training__use_cpu=True))
+        check_run(run_config(tmp_path, 1, training__use_cpu=False))
+    check_run(run_config(tmp_path, 1, training__use_cpu=True))
 
 
 @pytest.mark.parametrize("key", ["fp16", "tf32"])
@@ -284,13 +284,13 @@ def test_number_types_of_gpus_are_refused_without_one_and_bf16_runs(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=rf"training\.{key}: needs a GPU"):
-        checked_run(run_config(tmp_path, 1, training__use_cpu=False, **{f"training__{key}": True}))
+        check_run(run_config(tmp_path, 1, training__use_cpu=False, **{f"training__{key}": True}))
     bf16 = run_config(tmp_path, 1, training__use_cpu=False, training__bf16=True)
-    assert build_trainer(checked_run(bf16), Console(quiet=True))[0].args.bf16
+    assert build_trainer(check_run(bf16), Console(quiet=True))[0].args.bf16
     assert "no GPU is visible" in caplog.text
 
 
 def test_arguments_are_passed_to_transformers_by_name(tmp_path: Path) -> None:
     config = run_config(tmp_path, 1, training__adam_beta2=0.9, training__weight_decay=0.2, training__seed=5)
-    trainer, _ = build_trainer(checked_run(config), Console(quiet=True))
+    trainer, _ = build_trainer(check_run(config), Console(quiet=True))
     assert (trainer.args.adam_beta2, trainer.args.weight_decay, trainer.args.seed) == (0.9, 0.2, 5)

@@ -14,7 +14,7 @@ from coordexp.errors import CheckpointError, ConfigError
 from coordexp.evaluation.summary import COUNTS_ONLY, summarise
 from coordexp.inference.prediction import answer_jsonl
 from coordexp.modeling.load import load_model
-from coordexp.training.run import checked_run, run_training
+from coordexp.training.run import check_run, run_training
 from support.tiny_run import forget_configuration, load_tiny, run_config, step_lines, tiny_checkpoint, train, weights
 from support.tuned_models import pushed, trained
 
@@ -119,5 +119,5 @@ def test_frozen_parts_are_unchanged(tmp_path: Path) -> None:
 def test_an_unsupported_attention_is_refused_before_loading(name: str, tmp_path: Path) -> None:
     config = run_config(tmp_path, 1, model__attn_implementation=name, model__model=str(tmp_path / "no-such-model"))
     with pytest.raises(ConfigError, match=rf"model\.attn_implementation: {name} has no backward pass on the CPU"):
-        checked_run(config)
+        check_run(config)
     assert tiny_checkpoint().is_dir()
