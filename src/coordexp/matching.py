@@ -157,16 +157,20 @@ class DescribedShape(Shape, Protocol):
     def desc(self) -> str: ...
 
 
-def duplicate_indices(objects: Sequence[DescribedShape]) -> list[int]:
-    """Indices of the objects that repeat an earlier one: equal description, and mask IoU of at least 0.5."""
-    if len(objects) < 2:
-        return []
+def duplicate_pairs(objects: Sequence[DescribedShape]) -> np.ndarray:
+    """``(K, 2)`` indices, the earlier one first, of objects with equal description and a mask IoU of at least 0.5; in
+    ascending order."""
     box_N4 = aabbs(objects)
     pairs_K2 = np.stack(overlapping_boxes(box_N4, box_N4), axis=1)
     pairs_K2 = pairs_K2[pairs_K2[:, 0] < pairs_K2[:, 1]]
     same_K = np.array([objects[i].desc == objects[j].desc for i, j in pairs_K2.tolist()], dtype=bool)
     pairs_K2 = pairs_K2[same_K]
-    if not len(pairs_K2):
-        return []
-    iou_K = mask_iou_pairs(objects, objects, pairs_K2, _CANVAS, aabbs_of=(box_N4, box_N4))
-    return np.unique(pairs_K2[iou_K >= DUPLICATE_IOU, 1]).tolist()
+    if len(pairs_K2):
+        iou_K = mask_iou_pairs(objects, objects, pairs_K2, _CANVAS, aabbs_of=(box_N4, box_N4))
+        pairs_K2 = pairs_K2[iou_K >= DUPLICATE_IOU]
+    return pairs_K2[np.lexsort(pairs_K2.T[::-1])]
+
+
+def duplicate_indices(objects: Sequence[DescribedShape]) -> list[int]:
+    """Indices of the objects that repeat an earlier one: equal description, and mask IoU of at least 0.5."""
+    return np.unique(duplicate_pairs(objects)[:, 1]).tolist() if len(objects) > 1 else []

@@ -1,6 +1,7 @@
 """The model's answer, rewritten by what the match says: ``rollout_matching.target.answer: rewritten``.
 
-Entries are in the model's own order, numbered from 1, and the whole text is tokenised again:
+Entries are in the model's own order, numbered from 1, and the whole text is tokenised again (unless
+``duplicates: keep``, the copy of an object that was matched takes the place of its first copy):
 
 * a *matched* object, same kind of geometry: the annotation's description and the model's own coordinate tokens, which
   are pulled to the annotation in place; its key, structure, description and the separator before it are trained;
@@ -16,15 +17,15 @@ A token that touches a masked entry is masked, also where it is fused with a nei
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from coordexp.config.rollout import TargetPolicy, TransportConfig
 from coordexp.coords import CoordVocab, FieldOrder, append_fragment
-from coordexp.matching import duplicate_indices
-from coordexp.records import GTObject, MatchResult, ParsedRollout, TokenRole, TrainingTarget
+from coordexp.matching import duplicate_pairs
+from coordexp.records import GTObject, MatchResult, ParsedRollout, PredictedObject, TokenRole, TrainingTarget
 from coordexp.targets.supervision import Shape, assemble, coordinate_targets, encode_tail
 from coordexp.targets.weights import SupervisionWeights
 
@@ -64,10 +65,11 @@ def build_rewritten(
     in_place = [i for i, j in gt_of.items() if parsed.objects[i].kind == ground_truth[j].kind]
     pulled_to = coordinate_targets([(parsed.objects[i], ground_truth[gt_of[i]]) for i in in_place], transport)
     bins_of = dict(zip(in_place, pulled_to, strict=True))
-    repeats = set() if policy.duplicates == "keep" else {*duplicate_indices(parsed.objects)}
+    order, repeats = _written_once(parsed.objects, gt_of, policy)
     missed = [_Entry(ground_truth[j], ground_truth[j].bins, j) for j in match.fn_gt_idx]
     entries: list[_Entry] = []
-    for i, predicted in enumerate(parsed.objects):
+    for i in order:
+        predicted = parsed.objects[i]
         if i in bins_of:
             obj = replace(ground_truth[gt_of[i]], bins=predicted.bins)
             entries.append(_Entry(obj, bins_of[i], gt_of[i], i))
@@ -117,6 +119,26 @@ def build_rewritten(
         appended_object_index=[number_of[j] for j in match.fn_gt_idx],
         left_out_pred_idx=[i for i in match.fp_pred_idx if i not in own],
     )
+
+
+def _written_once(
+    objects: Sequence[PredictedObject], matched: Container[int], policy: TargetPolicy
+) -> tuple[list[int], set[int]]:
+    """The order in which predictions are written, and those that repeat another one. Of an object that the model wrote
+    more than once, a copy that was matched stays and takes the place of the first; else the first stays. Behind a
+    first copy that is masked, a matched one would teach the model to write an object again."""
+    order = list(range(len(objects)))
+    if policy.duplicates == "keep":
+        return order, set()
+    pairs = duplicate_pairs(objects).tolist()
+    repeats, moved = {later for _, later in pairs}, set[int]()
+    for first, later in pairs:
+        if later in matched and first not in matched and first not in repeats:
+            repeats.add(first)
+            if later not in moved:
+                order[first], order[later] = later, first
+                moved.add(later)
+    return order, repeats
 
 
 def _is_writable(desc: str, vocab: CoordVocab) -> bool:

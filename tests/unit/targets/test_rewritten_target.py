@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -120,6 +121,26 @@ def test_only_a_replaced_duplicate_gives_its_place_to_the_next_missed_object(mak
         assert [desc for _, desc in names(got, vocab)] == expected
         assert got.target.appended_object_index == (expected.index("leaf") + 1,)
         assert got.target.left_out_pred_idx == (1,)
+
+
+@pytest.mark.parametrize(
+    ("duplicates", "expected", "left_out"),
+    [
+        ("keep", [("black cat", 15), ("owl", 800), ("black cat", 10), ("dog", 500)], ()),
+        ("drop", [("black cat", 10), ("owl", 800), ("dog", 500)], (0,)),
+        ("replace", [("black cat", 10), ("owl", 800), ("dog", 500)], (0,)),
+    ],
+)
+def test_a_matched_copy_takes_the_place_of_the_first_one(duplicates, expected, left_out) -> None:
+    """Kept and masked, the first copy would teach the model to write an object that it has written."""
+    vocab = tiny_vocab()
+    cat = replace(CAT, bins=(10, 20, 200, 240))
+    first, better = replace(cat, bins=(15, 20, 150, 240)), replace(cat, bins=(10, 20, 195, 240))
+    got = rewritten([first, OWL, better], [cat, DOG], vocab, TargetPolicy("rewritten", duplicates=duplicates))
+    written = json.loads(taught_text(got, vocab)).values()
+    assert [(body["desc"], int(re.findall(r"\d+", body["bbox_2d"][0])[0])) for body in written] == expected
+    assert got.target.left_out_pred_idx == left_out
+    assert got.target.coord_bin_K.tolist() == [*cat.bins, *DOG.bins]
 
 
 def test_an_unmatched_object_with_a_control_token_is_dropped() -> None:
