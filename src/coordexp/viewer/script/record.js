@@ -125,12 +125,15 @@ const stage = (record, run) => {
 };
 const runOf = (node) => (node.closest("[data-run]")?.dataset.run === "1" ? current.other : current);
 
-// What each predicted object is called, and what was missed: at the upper left of its outline.
+// What each predicted object is called, and what was missed: at the upper left of its outline, or at the upper right if
+// that is where the picture has room.
 const labels = (record) => {
   const label = (side) => ([object]) => {
-    const [x, y] = [0, 1].map((axis) => Math.min(...points(object).map((point) => point[axis])) / 9.99);
-    const state = stateOf(record, side, object);
-    return el("span", { class: `label of-${side} is-${state}`, style: `left:${x}%;top:${y}%` }, object.desc);
+    const [xs, ys] = [0, 1].map((axis) => points(object).map((point) => point[axis] / 9.99));
+    const [left, right] = [Math.min(...xs), Math.max(...xs)];
+    const [place, room] = left > 50 ? [`right:${100 - right}%`, right] : [`left:${left}%`, 100 - left];
+    const style = `${place};top:${Math.min(...ys)}%;max-width:${Math.min(60, room)}%`;
+    return el("span", { class: `label of-${side} is-${stateOf(record, side, object)}`, style }, object.desc);
   };
   // A missed object with a prediction of another name in its place has that prediction's label.
   const missed = kept(record, "gt").filter(([object]) => partnerOf(record, "gt", object) === null
