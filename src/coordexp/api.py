@@ -63,6 +63,9 @@ def train(
         {"model.model": run.model.model},
         run.custom.data_paths,
     )
+    from coordexp.checkpoints.fetch import with_model_here
+
+    run = with_model_here(run)
     from coordexp.modeling.load import no_progress_bars
     from coordexp.training.run import run_training
 
@@ -114,6 +117,7 @@ def evaluate(
     Raises:
         CoordExpError: as the command.
     """
+    from coordexp.checkpoints.fetch import model_folder, with_model_here
     from coordexp.inference.session import checked_class_names, evaluation_config
 
     checkpoint, jsonl = (None if path is None else Path(path) for path in (model, data))
@@ -124,8 +128,13 @@ def evaluate(
     elif overrides:
         raise ConfigError("overrides belong to a configuration; name one")
     else:
+        checkpoint = model_folder(checkpoint)
         run = evaluation_config(checkpoint, jsonl)
     check_paths({"model": checkpoint or run.model.model}, {"data": jsonl or run.custom.val_jsonl})
+    if checkpoint is not None:
+        checkpoint = model_folder(checkpoint)
+    elif isinstance(run, RunConfig):
+        run = with_model_here(run)
     from coordexp.data.tiles import Tiling
     from coordexp.inference.prediction import run_evaluation
     from coordexp.modeling.load import no_progress_bars

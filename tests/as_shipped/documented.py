@@ -125,7 +125,7 @@ CONVERSIONS = (
     Command("coordexp data convert voc VOCdevkit/VOC2007 --out data/mine --split val --one-based"),
     Command("coordexp data check data/mine/train.jsonl"),
     Command("coordexp data check data/mine/train.jsonl --sheet sheet.png", makes=("sheet.png",)),
-    Command("coordexp model expand-vocab Qwen3-VL-2B-Instruct checkpoints/start",
+    Command("coordexp model expand-vocab Qwen/Qwen3-VL-2B-Instruct checkpoints/start",
             makes=("checkpoints/start/model.safetensors",)),
     Command("coordexp launch configs/stage2_rollout_aligned/server_multi_node.yaml --for slurm --learner-nodes 2 "
             "--gpus 8 training.resume_from_checkpoint=true"),

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from PIL import Image
 
 from as_shipped.documented import CONVERSIONS, ELSEWHERE, OWN_DATA, PHOTOS, SAME_AS, SESSIONS, Command, documented
-from as_shipped.starting import finished, scenes
+from as_shipped.starting import START_S, finished, scenes
 from as_shipped.table import ROOT
 from coordexp.data.jsonl import read_jsonl
 from support.annotation_folders import voc_object, voc_xml
 from support.cli_runs import small_checkpoint
+from support.hub import HubOnDisk, serving
 
 SPLITS = {"train": range(8), "val": range(8, 10), "test": range(10, 12)}
 
@@ -49,7 +50,12 @@ def voc_folder(root: Path, data: Path, name_of: Callable[[str], str] = str) -> N
         (lists / f"{split}.txt").write_text("".join(f"{records[place].image.stem}\n" for place in places))
 
 
-def run_session(session: Sequence[Command], folder: Path, **placeholders: Sequence[str]) -> None:
+def run_session(
+    session: Sequence[Command],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    **placeholders: Sequence[str],
+) -> None:
     """Start each command in ``folder``, once for each value of the placeholder that it has."""
     for command in session:
         texts = [command.text]
@@ -57,7 +63,8 @@ def run_session(session: Sequence[Command], folder: Path, **placeholders: Sequen
             if f"${name}" in command.text:
                 texts = [command.text.replace(f"${name}", value) for value in values]
         for text in texts:
-            finished([*shlex.split(text), *(f"{key}={json.dumps(v)}" for key, v in command.short.items())], folder)
+            keys = [f"{key}={json.dumps(value)}" for key, value in command.short.items()]
+            finished([*shlex.split(text), *keys], folder, START_S, **(environment or {}))
         for made in command.makes:
             assert (folder / made).exists(), f"{command.text}: makes no {made}"
 
@@ -94,5 +101,7 @@ def test_real_photos_with_the_small_model(tmp_path: Path) -> None:
 def test_conversions_and_jobs(tmp_path: Path) -> None:
     data = folder_with(tmp_path, "configs")
     voc_folder(tmp_path / "VOCdevkit" / "VOC2007", data)
-    small_checkpoint(tmp_path / "Qwen3-VL-2B-Instruct", coord_tokens=False)
-    run_session(CONVERSIONS, tmp_path)
+    model = small_checkpoint(tmp_path / "of the hub", coord_tokens=False)
+    with serving(HubOnDisk({"Qwen/Qwen3-VL-2B-Instruct": model})) as hub:
+        run_session(CONVERSIONS, tmp_path, hub.environment(tmp_path / "home"))
+    assert "model.safetensors" in hub.fetched

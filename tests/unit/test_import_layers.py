@@ -17,7 +17,7 @@ LAYERS: dict[str, float] = {
     name: number
     for number, names in {
         -1: "errors",
-        0: "addresses heavy_imports out_of_memory printable reading",
+        0: "addresses heavy_imports hub out_of_memory printable reading",
         1: "records background distributed cpu_wheels transport",
         2: "config geometry coords sharding transfer",
         3: "data parsing matching packing rollouts",
@@ -50,12 +50,14 @@ FRONT_DOORS = ("rollouts.__init__",)
 HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "swift")
 TORCH_FREE = [
     "runs.start",
+    "checkpoints.fetch",
     *(
         "records",
         "errors",
         "reading",
         "heavy_imports",
         "out_of_memory",
+        "hub",
         "background",
         "distributed",
         "cpu_wheels",

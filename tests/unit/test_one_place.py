@@ -67,6 +67,11 @@ PLACES = (
          "yaml.load", "yaml.full_load", "yaml.compose", "yaml.parse", ".get_single_node", ".get_single_data"),
     ),
     Place(
+        "Is this a folder or a model of the hub, and where are its files?",
+        ("hub.py", "checkpoints/fetch.py"),
+        ("snapshot_download", ".snapshot_download", ".hf_hub_download", "HubModel", "hub.fetch", "hub.resolve"),
+    ),
+    Place(
         "What travels with a checkpoint?",
         ("checkpoints/card.py",),
         ("Card", "Training"),

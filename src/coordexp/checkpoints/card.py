@@ -20,6 +20,7 @@ from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.data.files import write_atomically
 from coordexp.data.preparation import NO_RESIZE, ImagePreparation
 from coordexp.errors import CheckpointError, DataError
+from coordexp.hub import name_of
 from coordexp.records import from_json, to_json
 
 logger = logging.getLogger("coordexp")
@@ -50,7 +51,8 @@ class Card:
     """The contents of :data:`CARD`. ``training``: None if no run of CoordExp trained the checkpoint; ``preparation``:
     how the images of its training data were resized; ``classes``: the names in that data, whose positions are class
     ids, empty if unknown; ``calibration``: of confidences, None without one; ``base``: fingerprint of the model that
-    its adapters belong to, None for a plain model and in cards of earlier versions."""
+    its adapters belong to, None for a plain model and in cards of earlier versions; ``source``: the model of the hub
+    that its weights come from, ``OWNER/NAME@COMMIT``, None if unknown."""
 
     schema_version: Literal[1]
     training: Training | None
@@ -58,6 +60,7 @@ class Card:
     classes: tuple[str, ...]
     calibration: Calibration | None
     base: str | None = None
+    source: str | None = None
 
 
 UNTRAINED = Card(schema_version=1, training=None, preparation=NO_RESIZE, classes=(), calibration=None)
@@ -78,15 +81,18 @@ def card_of_run(config: RunConfig, preparation: ImagePreparation, classes: tuple
         repeat_terminate=rollout.repeat_terminate.model_dump(mode="json"),
         val_jsonl=None if config.custom.val_jsonl is None else str(config.custom.val_jsonl),
     )
-    return replace(UNTRAINED, training=training, preparation=preparation, classes=classes)
+    source = read_card(config.model.model).source
+    return replace(UNTRAINED, training=training, preparation=preparation, classes=classes, source=source)
 
 
 def read_card(folder: str | Path) -> Card:
     """The card of the checkpoint in ``folder``; :data:`UNTRAINED` if it has none, as other programs write checkpoints.
-    Raises CheckpointError for a card that cannot be read, or the files of an earlier version in its place."""
-    path = Path(folder) / CARD
+    The ``source`` of a model in the hub's cache is that model. Raises CheckpointError for a card that cannot be read,
+    or the files of an earlier version in its place."""
+    path, source = Path(folder) / CARD, name_of(folder)
     try:
-        return from_json(Card, path.read_bytes(), "a checkpoint's card")
+        card = from_json(Card, path.read_bytes(), "a checkpoint's card")
+        return card if source is None else replace(card, source=source)
     except FileNotFoundError:
         old = [name for name in _REPLACED if path.with_name(name).is_file()]
         if old and any(path.parent.glob("*.safetensors")):  # not the folder of a run that has saved no model yet
@@ -94,7 +100,7 @@ def read_card(folder: str | Path) -> Card:
                 f"{folder}: has no {CARD}, but {', '.join(old)} as earlier versions wrote them; train it again, or "
                 f"write {CARD} from them, as docs/prediction.md shows"
             ) from None
-        return UNTRAINED
+        return replace(UNTRAINED, source=source)
     except (OSError, DataError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); restore the checkpoint's files") from error
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from coordexp.checkpoints.card import read_card
 from coordexp.checkpoints.folder import CONFIG, COORD_IDS, OFFSETS, WEIGHTS, Checkpoint, part_of, read_object
 from coordexp.errors import CheckpointError, VocabError
 
@@ -37,7 +38,7 @@ class AdapterInfo:
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """``parameters`` by part, tied weights once; ``linear_modules``: valid names for ``tuner.target_modules``, by part;
-    ``coord_tokens``: "yes", or the problem with them."""
+    ``coord_tokens``: "yes", or the problem with them; ``source``: the model of the hub that the weights come from."""
 
     path: str
     model_type: str
@@ -50,6 +51,7 @@ class ModelInfo:
     parameters: dict[str, int]
     linear_modules: dict[str, tuple[str, ...]]
     adapter: AdapterInfo | None
+    source: str | None
 
 
 def describe(path: Path) -> ModelInfo:
@@ -108,6 +110,7 @@ def describe(path: Path) -> ModelInfo:
         parameters=dict(parameters),
         linear_modules={part: tuple(sorted(names)) for part, names in linear.items()},
         adapter=adapter,
+        source=read_card(checkpoint.path).source,
     )
 
 

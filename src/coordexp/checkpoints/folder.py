@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
+from coordexp import hub
 from coordexp.config.resolved import AnswerConfig
 from coordexp.config.schema import RunConfig
 from coordexp.coords import CoordVocab
@@ -50,9 +51,7 @@ class Checkpoint:
             return path
         folder = Path(path)
         if not folder.is_dir():
-            raise CheckpointError(
-                f"{folder}: no such folder; a Qwen3-VL checkpoint on disk is needed, nothing is downloaded"
-            )
+            raise CheckpointError(f"{folder}: {hub.no_such_folder(folder)}")
         for file in (*sorted(folder.glob("*.safetensors")), folder / TOKENIZER):
             if file.is_file() and is_lfs_pointer(file):
                 raise CheckpointError(f"{file}: is {LFS_POINTER}")
@@ -111,22 +110,30 @@ def is_adapter_folder(path: str | Path) -> bool:
     return any((Path(path) / name).is_file() for name in (CONFIG, OFFSETS))
 
 
-def base_of(folder: Path) -> Path:
-    """The folder of the model to which the adapters in ``folder`` belong. Raises CheckpointError."""
+def base_name(folder: Path) -> str | None:
+    """The model to which the adapters in ``folder`` belong, as they name it. Raises CheckpointError."""
     try:
         if (folder / CONFIG).is_file():
-            base = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get(BASE_KEY)
-        else:  # coordinate offsets without LoRA have no adapter_config.json
-            with safe_open(folder / OFFSETS, "np") as file:
-                base = (file.metadata() or {}).get(BASE_KEY)
+            return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get(BASE_KEY)
+        with safe_open(folder / OFFSETS, "np") as file:  # coordinate offsets without LoRA have no adapter_config.json
+            return (file.metadata() or {}).get(BASE_KEY)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: its adapter files cannot be read ({error}); restore them") from error
-    if not base or not Path(base).is_dir() or Path(base).resolve() == folder.resolve():
+
+
+def base_of(folder: Path) -> Path:
+    """The folder of the model to which the adapters in ``folder`` belong; of a model of the hub, that in its cache.
+    Raises CheckpointError."""
+    base = base_name(folder)
+    place = None if not base else Path(base)
+    if place is not None and (named := hub.hub_model(place)) is not None:
+        place = hub.cached(named)
+    if place is None or not place.is_dir() or place.resolve() == folder.resolve():
         raise CheckpointError(
             f"{folder}: has adapters of the model {base}, which is not a folder here; put that model back, or name "
             "its new place: coordexp model merge FOLDER OUTPUT --base MODEL"
         )
-    return Path(base)
+    return place
 
 
 def read_object(folder: Path, name: str, what: str) -> dict[str, Any]:

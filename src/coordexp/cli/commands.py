@@ -31,7 +31,7 @@ app = App(
     "Start here: coordexp demo (ten minutes on a CPU). With your own data:\n\n"
     "\b\n"
     "  coordexp data convert voc path/to/VOC --out data/mine --split train\n"
-    "  coordexp model expand-vocab Qwen3-VL-2B-Instruct checkpoints/start\n"
+    "  coordexp model expand-vocab Qwen/Qwen3-VL-2B-Instruct checkpoints/start\n"
     "  coordexp init data/mine --model checkpoints/start\n"
     "  coordexp train stage1.yaml\n"
     "  coordexp predict photos --model outputs/stage1 --save-images\n\n"

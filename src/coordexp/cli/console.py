@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
 
-from coordexp.errors import CheckpointError, ConfigError, CoordExpError, DataError
+from coordexp.errors import ConfigError, CoordExpError, DataError
 from coordexp.printable import printable
 from coordexp.reading import is_own
 
@@ -100,18 +100,16 @@ def refuse_filled(folder: Path, otherwise: str = "") -> None:
         raise DataError(", ".join(["the folder is not empty; name a new one", *filter(None, [otherwise])]), path=folder)
 
 
-def check_checkpoint(path: Path, *, has_base: bool = True) -> None:
-    """Raise CheckpointError unless ``path`` is a Qwen3-VL checkpoint, before torch is imported. ``has_base``: False for
-    adapters whose base is somewhere else now."""
-    if not path.is_dir():
-        from coordexp.config.checks import how_to_download
+def check_checkpoint(model: Path, *, has_base: bool = True) -> Path:
+    """The folder of a Qwen3-VL checkpoint, before torch is imported; a model of the hub is fetched. ``has_base``: False
+    for adapters whose base is somewhere else now. Raises CheckpointError for anything else."""
+    from coordexp.checkpoints.fetch import model_folder
+    from coordexp.checkpoints.folder import Checkpoint
 
-        what = "is a file, not a folder" if path.exists() else "no such folder"
-        raise CheckpointError(f"{path}: {what}; name a checkpoint, such as a run's output_dir; {how_to_download(path)}")
-    if has_base:
-        from coordexp.checkpoints.folder import Checkpoint
-
-        Checkpoint.open(path)
+    if has_base or not model.is_dir():
+        model = model_folder(model)
+        Checkpoint.open(model)
+    return model
 
 
 def checked_inputs(

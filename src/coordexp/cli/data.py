@@ -74,7 +74,7 @@ def check_command(
     if augment is not None and sheet is None:
         raise ConfigError("--augment is drawn on a sheet; name its file with --sheet")
     if model is not None:
-        check_checkpoint(model)
+        model = check_checkpoint(model)
     run = None
     if augment is not None:
         from coordexp.config import load_config
@@ -348,15 +348,15 @@ def complete_command(
     """
     if not overwrite:
         _refuse_existing(out)
-    if model is not None:
-        check_checkpoint(model)
     names, arguments = split_words(words)
     config, jsonl = separate_config(names, "DATA.jsonl")
     from coordexp.config.checks import check_paths
     from coordexp.inference.completion import CompletionRules, completion_config, run_completion
 
+    check_paths({}, {"DATA.jsonl": jsonl})
+    model = None if model is None else check_checkpoint(model)
     run = completion_config(model, config=config, prompt=prompt, batch_size=batch_size, arguments=arguments)
-    check_paths({"model.model": run.model.model}, {"DATA.jsonl": jsonl})
+    check_paths({"model.model": run.model.model})
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
     rules = CompletionRules(threshold, max_overlap, min_size, weight, known_descs)

@@ -54,7 +54,7 @@ def doctor(
 
     checks = select(CHECKS, only or [])
     if model is not None:
-        check_checkpoint(model)
+        model = check_checkpoint(model)
         vocabulary_of(model)
     multiprocessing.set_forkserver_preload(list(HEAVY))
     started = time.monotonic()

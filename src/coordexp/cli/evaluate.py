@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -139,7 +139,8 @@ def evaluate(
         from coordexp.inference.session import evaluation_config
 
         assert options.model is not None
-        check_checkpoint(options.model)
+        options = replace(options, model=check_checkpoint(options.model))
+        assert options.model is not None
         run = evaluation_config(options.model, options.data, arguments)
         check_paths({}, {"--data": run.custom.val_jsonl})
         if options.print:
@@ -180,9 +181,16 @@ def evaluate(
         no_bars_in_log_files()
     elif options.embedding_threshold is not None:
         raise ConfigError("--embedding-threshold has no use here; it belongs to --embedder")
+    from coordexp.config import RunConfig
     from coordexp.evaluation.renaming import Renaming
 
     rename = Renaming.from_files(options.aliases, options.embedder, threshold)
+    if options.model is not None:
+        options = replace(options, model=check_checkpoint(options.model))
+    elif isinstance(run, RunConfig):
+        from coordexp.checkpoints.fetch import with_model_here
+
+        run = with_model_here(run)
     console = open_console(stderr=options.as_json)
     if options.compare is not None:
         _compare(console, options.compare, options, rename)

@@ -32,6 +32,7 @@ from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import METRICS
+from coordexp.hub import name_of
 from coordexp.reading import parse_yaml
 from coordexp.records import ImageRecord
 
@@ -333,7 +334,7 @@ def render(decision: Decision, at_hand: DataAtHand, model: Path, output: Path) -
     rate = _RATES[stage][decision.small] * (_ADAPTER_RATE if lora else 1)
     density = at_hand.objects / at_hand.images
     values: dict[str, object] = {
-        "model": str(model),
+        "model": name_of(model) or str(model),
         "dtype": "bfloat16" if in_bfloat16 else "float32",
         "system": run and run.system,
         "prompt": run and run.prompt,

@@ -12,6 +12,7 @@ from coordexp.cli.console import echo, open_console, say
 from coordexp.cli.train import Arguments, ConfigFile, Print, print_config
 from coordexp.errors import ConfigError
 from coordexp.heavy_imports import heavy_imports
+from coordexp.hub import hub_model, name_of
 
 
 def launch(
@@ -53,6 +54,11 @@ def launch(
         print_config(config, given)
         return
     run = load_config(config, arguments=given)
+    if hub_model(run.model.model) is not None:
+        from coordexp.checkpoints.fetch import with_model_here
+
+        run = with_model_here(run)
+        given = (*given, f"model.model={name_of(run.model.model)}")  # all processes start from the same commit
     if Path(run.model.model).is_dir():
         from coordexp.runs.start import decide_start
 
@@ -115,11 +121,13 @@ def serve(
     from coordexp.config import load_config
     from coordexp.config.checks import check_paths
 
-    # Before vLLM is imported: a mistake shows at once, and transformers would ask the hub for a missing folder.
+    # Before vLLM is imported: a mistake shows at once, and vLLM would ask the hub itself for a missing folder.
     run = load_config(config, arguments=arguments or ())
     check_paths({"model.model": run.model.model})
+    from coordexp.checkpoints.fetch import with_model_here
     from coordexp.checkpoints.folder import check_lengths
 
+    run = with_model_here(run)
     check_lengths(run)
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("coordexp").setLevel(logging.INFO)  # not the root: vLLM sets that one

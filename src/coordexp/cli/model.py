@@ -28,13 +28,19 @@ def tiny_command(
     echo(f"wrote {build_tiny_checkpoint(out, seed)}")
 
 
-@model_app.add("expand-vocab", "coordexp model expand-vocab Qwen3-VL-2B-Instruct checkpoints/start")
+@model_app.add("expand-vocab", "coordexp model expand-vocab Qwen/Qwen3-VL-2B-Instruct checkpoints/start")
 def expand_vocab_command(
-    checkpoint: Annotated[Path, typer.Argument(help="A Qwen3-VL checkpoint folder; it is left as it is.")],
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            help="A Qwen3-VL checkpoint, which is left as it is: a folder, or a model of the Hugging Face hub."
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
 ) -> None:
     """Add the 1000 coordinate tokens to a Qwen3-VL checkpoint."""
-    check_checkpoint(checkpoint)
+    refuse_filled(out)
+    checkpoint = check_checkpoint(checkpoint)
     from coordexp.modeling.expand_vocab import expand_vocab
 
     expand_vocab(checkpoint, out)
@@ -52,8 +58,8 @@ def export_command(
     ] = None,
 ) -> None:
     """Write a run's weights, tokenizer and processor alone."""
-    check_checkpoint(checkpoint)
     refuse_filled(out)
+    checkpoint = check_checkpoint(checkpoint)
     from coordexp.modeling.load import export_checkpoint
 
     echo(f"wrote {export_checkpoint(checkpoint, out, dtype, for_openai=target is not None)}")
@@ -78,8 +84,9 @@ def merge_command(
 
     The result has the run's adapters and coordinate rows in its weights; transformers and vLLM load it.
     """
-    check_checkpoint(run, has_base=base is None)
     refuse_filled(out)
+    run = check_checkpoint(run, has_base=base is None)
+    base = None if base is None else check_checkpoint(base)
     from coordexp.modeling.load import merge_checkpoint
 
     echo(f"wrote {merge_checkpoint(run, out, base, dtype)}")
@@ -91,7 +98,7 @@ def info_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show sizes, parts, tokens and adapters of a checkpoint."""
-    check_checkpoint(checkpoint)
+    checkpoint = check_checkpoint(checkpoint)
     from coordexp.checkpoints.describe import describe
 
     info = describe(checkpoint)
@@ -101,6 +108,7 @@ def info_command(
     adapter = info.adapter
     lines = [
         ("checkpoint", info.path),
+        *(() if info.source is None else (("source", info.source),)),
         ("model", f"{info.model_type}, {info.layers} layers, hidden {info.hidden}, {info.dtype}"),
         ("parameters", ", ".join(f"{part} {count:,}" for part, count in info.parameters.items())),
         ("vocabulary", f"{info.vocab_rows:,} rows, {'tied' if info.tied_head else 'untied'} head"),

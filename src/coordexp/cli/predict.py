@@ -101,25 +101,25 @@ def predict(
         raise ConfigError("name images: files, folders, patterns or datasets")
     if config is None and model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML before the images")
-    from coordexp.config.checks import check_paths
+    from coordexp.hub import hub_model, no_such_folder
 
     # Report everything that is missing at once, before anything heavy is imported.
     missing = [str(path) for path in images if not path.exists() and not is_pattern(path)]
     problems = [f"no such image, folder or dataset: {', '.join(missing)}"] if missing else []
-    if model is not None and not model.is_dir():
-        problems.append(f"--model: {model}: no such folder; nothing is downloaded")
+    if model is not None and not model.is_dir() and hub_model(model) is None:
+        problems.append(f"--model: {model}: {no_such_folder(model)}")
     if out is not None and out.exists() and not out.is_dir():
         problems.append(f"--out: {out}: is a file; name a folder")
     if problems:
         raise DataError("\n".join(problems))
+    if model is not None:
+        model = check_checkpoint(model)
     run = _configuration(config, model, max_new_tokens, seed, arguments)
     from coordexp.inference.session import read_class_names, with_several_answers
 
     run = with_several_answers(run, answers, arguments)
     if min_confidence is not None and constant_score is not None and answers == 1:
         raise ConfigError("--min-confidence needs confidences; leave out --constant-score")
-    check_paths({"--model": model} if model is not None else {"model.model": run.model.model})
-    check_checkpoint(model or Path(run.model.model))
     class_names = read_class_names(classes, model or run.model.model)
     folder = out or _new_folder(Path("outputs/predict"))
     console = open_console(stderr=as_json)
@@ -149,13 +149,19 @@ def _configuration(
         assert model is not None
         options = PredictOptions(max_new_tokens=max_new_tokens, seed=SEED if seed is None else seed)
         return inference_config(model, options, arguments)
+    from coordexp.checkpoints.fetch import with_model_here
     from coordexp.checkpoints.template import with_own_template
     from coordexp.config import load_config
+    from coordexp.config.checks import check_paths
     from coordexp.config.resolved import AnswerConfig
 
     given = {"rollout_matching.max_new_tokens": max_new_tokens, "training.seed": seed}
     given = {key: value for key, value in given.items() if value is not None}
-    return AnswerConfig.of_run(with_own_template(load_config(config, given, arguments), model))
+    run = load_config(config, given, arguments)
+    if model is None:
+        check_paths({"model.model": run.model.model})
+        run = with_model_here(run)
+    return AnswerConfig.of_run(with_own_template(run, model))
 
 
 def _print(console: Console, result: PredictionResult, min_confidence: float | None) -> None:

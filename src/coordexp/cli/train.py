@@ -80,14 +80,14 @@ def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = F
     run = load_config(config, arguments=given)  # before the import of torch: a mistake in the YAML shows at once
     resume = run.training.resume_from_checkpoint
     check_paths(
-        {
-            "model.model": run.model.model,
-            **({"training.resume_from_checkpoint": resume} if isinstance(resume, str) else {}),
-        },
+        {"model.model": run.model.model},
         run.custom.data_paths,
+        {"training.resume_from_checkpoint": resume} if isinstance(resume, str) else {},
     )
+    from coordexp.checkpoints.fetch import with_model_here
     from coordexp.runs.start import decide_start
 
+    run = with_model_here(run)
     console = open_console()
     model, records = None, {}
     if distributed.world_size() == 1:  # what needs no torch is refused before its import, which takes seconds
@@ -133,9 +133,10 @@ def init(
     path = out or Path(f"stage{stage}.yaml")
     if path.exists() and not overwrite:
         raise ConfigError(f"{path}: exists already; name another file with --out, or add --overwrite")
-    check_checkpoint(model)
+    model = check_checkpoint(model)
     run = output_dir or Path(f"outputs/stage{stage}")
     from coordexp.checkpoints.fingerprints import with_bases
+    from coordexp.checkpoints.folder import Checkpoint
 
     if any(one.resolve().is_relative_to(run.resolve()) for one in with_bases(model)):
         raise ConfigError(
@@ -153,13 +154,13 @@ def init(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
     config = load_config(path)
+    adapters, needed = config.tuner.train_type == "lora", check_memory(config, checkpoint=Checkpoint.open(model))
     console = open_console()
     say(
         console,
         f"wrote {path}: {at_hand.images} images, {at_hand.classes} classes, on "
         f"{'the CPU' if memory is None else f'a GPU of {memory / 1e9:.0f} GB'}, training "
-        f"{'adapters (LoRA)' if config.tuner.train_type == 'lora' else 'all weights'}; memory: "
-        f"{check_memory(config)}",
+        f"{'adapters (LoRA)' if adapters else 'all weights'}; memory: {needed}",
     )
     for note in at_hand.notes:
         say(console, f"note: {note}")

@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli.console import counting, echo, no_bars_in_log_files, open_console, say, vocabulary_of, written_file
+from coordexp.cli.console import (
+    check_checkpoint,
+    counting,
+    echo,
+    no_bars_in_log_files,
+    open_console,
+    say,
+    vocabulary_of,
+    written_file,
+)
 from coordexp.cli.train import separate_config, split_words
 
 
@@ -44,6 +53,8 @@ def view(
 
     if len(sources) > 2:
         raise typer.BadParameter(f"{len(sources)} runs; the page shows at most two next to each other")
+
+    model = None if model is None else check_checkpoint(model)
 
     def collected() -> ViewData:
         runs = []
@@ -90,12 +101,14 @@ def replay(
 
     Exits with 1 if one differs.
     """
+    from coordexp.checkpoints.fetch import with_model_here
     from coordexp.config import load_config
     from coordexp.inference.replay import config_beside, replay_records
 
     names, arguments = split_words(words)
     config, records = separate_config(names, "RECORDS")
-    run = load_config(config or config_beside(records), arguments=arguments)
+    run = with_model_here(load_config(config or config_beside(records), arguments=arguments))
+    model = None if model is None else check_checkpoint(model)
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
     seen = changed = 0

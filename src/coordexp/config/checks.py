@@ -7,7 +7,6 @@ others still run (see :mod:`coordexp.config.from_yaml`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from coordexp.config.objective import PipelineConfig
 from coordexp.config.rollout import ADAPTER_RANKS
 from coordexp.config.schema import RunConfig
 from coordexp.errors import ConfigError
+from coordexp.hub import hub_model, no_such_folder
 
 Findings = Iterator[tuple[str, str]]  # dotted key, message
 # torch's own, which step any tensor that they are given
@@ -401,27 +401,24 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def how_to_download(folder: str | Path) -> str:
-    """What to do where a checkpoint's folder is missing: the commands, if the path looks like a name of the hub."""
-    path = Path(folder)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or path.parent.exists():
-        return "nothing is downloaded"
-    return (
-        f"nothing is downloaded. If it is a model of the Hugging Face hub: hf download {path} --local-dir {path.name}; "
-        f"coordexp model expand-vocab {path.name} checkpoints/start; then name checkpoints/start"
-    )
-
-
-def check_paths(folders: Mapping[str, str | Path], files: Mapping[str, Path | None] | None = None) -> None:
-    """Check that folders and files exist before anything heavy is imported: key or option -> path (or None). Raises
-    ConfigError with all that do not."""
+def check_paths(
+    models: Mapping[str, str | Path],
+    files: Mapping[str, Path | None] | None = None,
+    folders: Mapping[str, str | Path] | None = None,
+) -> None:
+    """Check that everything exists before anything heavy is imported: key or option -> path (or None). A model of the
+    hub is fetched later. Raises ConfigError with all that do not exist."""
     missing = []
-    for key, path in folders.items():
+    for key, path in models.items():
+        if not Path(path).is_dir() and hub_model(path) is None:
+            missing.append(f"{key}: {path}: {no_such_folder(path)}")
+    for key, path in (folders or {}).items():
         if not Path(path).is_dir():
-            what = "is a file, not a folder" if Path(path).exists() else f"no such folder; {how_to_download(path)}"
-            missing.append(f"{key}: {path}: {what}")
+            missing.append(f"{key}: {path}: {'is a file, not a folder' if Path(path).exists() else 'no such folder'}")
     for key, path in (files or {}).items():
         if path is not None and not path.is_file():
             missing.append(f"{key}: {path}: {'is a folder, not a file' if path.exists() else 'file not found'}")
     if missing:
+        fetched = [key for key, path in models.items() if hub_model(path) is not None]
+        missing += [f"{key}: {models[key]}: no such folder here, so it means a model of the hub" for key in fetched]
         raise ConfigError("\n".join(missing) + f"\n(relative paths start at the working directory, {Path.cwd()})")

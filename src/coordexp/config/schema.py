@@ -18,7 +18,8 @@ class ModelConfig(StrictModel):
     """The checkpoint and how it is run."""
 
     model: Annotated[str, Field(min_length=1)]
-    """folder of a Qwen3-VL checkpoint with the 1000 coordinate tokens"""
+    """folder of a Qwen3-VL checkpoint with the 1000 coordinate tokens, or such a model of the Hugging Face hub:
+    OWNER/NAME, or OWNER/NAME@REVISION"""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """number type in which weights are loaded"""
     attn_implementation: Literal["packed", "varlen", "flash", "sdpa"] = "packed"

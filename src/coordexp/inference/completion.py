@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from coordexp import distributed
+from coordexp.checkpoints.fetch import with_model_here
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import load_config
 from coordexp.config.base import default_of
@@ -127,7 +128,7 @@ def completion_config(
             values["rollout_matching.decoding.temperature"] = 0.0
             values |= {} if batch_size is None else {"rollout_matching.decode_batch_size": batch_size}
             run = load_config(config, values, arguments)
-        return AnswerConfig.of_run(with_own_template(run))
+        return AnswerConfig.of_run(with_own_template(with_model_here(run)))
     if model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML")
     options = PredictOptions(

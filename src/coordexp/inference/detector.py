@@ -13,6 +13,7 @@ from typing import Any, overload
 import numpy as np
 from PIL import Image
 
+from coordexp.checkpoints.fetch import model_folder
 from coordexp.data.class_list import choose_list
 from coordexp.data.dataset import Sample
 from coordexp.data.image_sources import as_path, find_images
@@ -70,7 +71,8 @@ class Detector:
     ) -> None:
         """
         Args:
-            model: a checkpoint's folder, or a run's output_dir (adapters too).
+            model: a checkpoint's folder, a run's output_dir (adapters too), or a model of the hub (``OWNER/NAME``,
+                ``OWNER/NAME@REVISION``), which is fetched.
             backend: transformers ("hf") or vLLM in this process ("vllm").
             device: "cpu", "cuda" or "cuda:1"; None uses a GPU if there is one.
             batch_size: images answered at once.
@@ -93,6 +95,7 @@ class Detector:
         if temperature is not None and answers == 1:
             raise ConfigError(f"temperature: {temperature:g}, but a single answer is greedy; give answers= too")
         options = PredictOptions(backend, batch_size, max_new_tokens, prompt, dtype, device, seed, temperature or 0.0)
+        model = model_folder(model)
         config = with_several_answers(inference_config(model, options), answers)
         check_device(device, backend)
         check_backend(config.rollout_matching, bool(classes))
@@ -107,7 +110,7 @@ class Detector:
 
         with no_progress_bars():
             self._session: InferenceSession | None = self._open.enter_context(
-                open_session(config, Path(model), class_names, device)
+                open_session(config, model, class_names, device)
             )
         self.classes = tuple(choose_list(checkpoint=self._session.classes, class_names=class_names))
         """The names whose positions are class ids: those of the checkpoint's training data, or else allowed ones."""

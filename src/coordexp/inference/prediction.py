@@ -53,6 +53,7 @@ from coordexp.evaluation.join_tiles import merge_all_tiles, merge_tiles
 from coordexp.evaluation.renaming import Renaming
 from coordexp.evaluation.several_answers import merge_all, side_by_side
 from coordexp.evaluation.summary import Summary, check_replaced, summarise, write_summary
+from coordexp.hub import name_of
 from coordexp.inference.session import checked_model, open_session, size_note, with_several_answers
 from coordexp.printable import printable
 from coordexp.records import ImageRecord, read_lines
@@ -354,6 +355,11 @@ def run_evaluation(
         raise ConfigError("calibrate: a calibration is fitted to answers for whole images; leave out tiles")
     if calibrate and answers > 1:
         raise ConfigError("calibrate: a calibration is fitted to single answers; leave out answers")
+    if calibrate and (name := name_of(model or config.model.model)) is not None:
+        raise ConfigError(
+            f"calibrate: a calibration is stored with the model, and {name} is in the hub's cache; copy it first: "
+            f"coordexp model export {name} FOLDER"
+        )
     path, rename = Path(model or config.model.model), rename or Renaming()
     config = with_own_template(config, path)
     listed = tuple(choose_list(checkpoint=read_card(path).classes, class_names=classes))
@@ -409,6 +415,9 @@ def evaluation_folder(output_dir: Path, model: Path) -> Path:
         return output_dir / "evaluation"
     if own.is_relative_to(home):
         return output_dir / "evaluation" / "-".join(own.relative_to(home).parts)
+    if (name := name_of(model)) is not None:
+        repo, _, commit = name.partition("@")
+        return output_dir / "evaluation" / f"{Path(repo).name}-{commit[:8]}"
     is_step = re.fullmatch(r"checkpoint-\d+", own.name)
     return output_dir / "evaluation" / (f"{own.parent.name}-{own.name}" if is_step else own.name)
 

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from coordexp import distributed
 from coordexp.checkpoints.card import read_card, settings_for_answers, training_of
+from coordexp.checkpoints.fetch import model_folder
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, num_positions
 from coordexp.config.base import default_of
 from coordexp.config.from_yaml import parse_section
 from coordexp.config.resolved import AnswerConfig, EvaluationConfig
 from coordexp.config.schema import TrainingConfig
 from coordexp.config.source import Document, apply_arguments
-from coordexp.errors import CheckpointError, ConfigError, DataError
+from coordexp.errors import ConfigError, DataError
 from coordexp.heavy_imports import heavy_imports
+from coordexp.hub import name_of
 from coordexp.out_of_memory import phase
 
 if TYPE_CHECKING:
@@ -59,12 +61,10 @@ class PredictOptions:
 
 
 def inference_config(model: str | Path, options: PredictOptions, arguments: Sequence[str] = ()) -> AnswerConfig:
-    """A configuration for greedy answers of ``model``, with the prompt, number type and limits on its card.
-    ``arguments`` (``key.path=value``) override the rest. Raises CheckpointError for no such folder or no readable card,
-    ConfigError for a value that the schema refuses."""
-    folder = Path(model)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; name a checkpoint, such as a run's output_dir")
+    """A configuration for greedy answers of ``model``, with the prompt, number type and limits on its card; its
+    ``model.model`` is a folder. ``arguments`` (``key.path=value``) override the rest. Raises CheckpointError for no
+    such model or no readable card, ConfigError for a value that the schema refuses."""
+    folder = model_folder(model)
     Checkpoint.open(folder)
     own = training_of(folder)
     template = settings_for_answers(own)
@@ -113,7 +113,8 @@ def _with_engine(config: AnswerConfig) -> AnswerConfig:
 
 def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] = ()) -> EvaluationConfig:
     """A configuration that evaluates ``model`` by its own settings, as :func:`inference_config`, on ``data`` or else on
-    the validation data of its run; figures are written below the model's folder. Raises ConfigError without data."""
+    the validation data of its run. Figures are written below the model's folder; of a model in the hub's cache, below
+    ``outputs``. Raises ConfigError without data."""
     own = read_card(model).training
     jsonl = data or (None if own is None else own.val_jsonl)
     if jsonl is None:
@@ -124,7 +125,7 @@ def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] =
         {
             **{key: answering[key] for key in ("model", "template", "rollout_matching", "global_max_length")},
             "custom": {"val_jsonl": str(jsonl), **kept},
-            "training": {"output_dir": str(model), "seed": answering["seed"]},
+            "training": {"output_dir": str(model) if name_of(model) is None else "outputs", "seed": answering["seed"]},
         }
     )
     apply_arguments(document, arguments)

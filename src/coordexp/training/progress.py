@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import coordexp
 from coordexp import distributed
+from coordexp.checkpoints.card import read_card
 from coordexp.checkpoints.fingerprints import inputs_of
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
 from coordexp.checkpoints.run_folder import CURVES, MANIFEST, read_manifest
@@ -65,6 +66,7 @@ def write_manifest(
         "overrides": list(overrides),
         "resolved_config": RESOLVED_CONFIG,
         "inputs": inputs_of(config),
+        "model_source": read_card(config.model.model).source,
         "resumes": resumes,
         "seed": config.training.seed,
         "world_size": distributed.world_size(),

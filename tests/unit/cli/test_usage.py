@@ -68,8 +68,7 @@ def test_examples_are_accepted_as_written(name: str, capsys: pytest.CaptureFixtu
         ("train x.yaml --training.max_steps=3", "training.max_steps=3"),
         ("train x.yaml --lr 1e-4", "training.learning_rate=1e-4"),
         ("train x.yaml --max-step 3", "training.max_steps=3"),
-        ("init data --model Qwen/Qwen3-VL-2B-Instruct", "hf download Qwen/Qwen3-VL-2B-Instruct"),
-        ("init data --model Qwen/Qwen3-VL-2B-Instruct", "coordexp model expand-vocab Qwen3-VL-2B-Instruct"),
+        ("init data --model Qwen/Qwen3-VL-2B-Instruct", "HF_HUB_OFFLINE is set; unset it"),
     ],
 )
 def test_what_does_not_exist_has_a_hint(typed: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
