@@ -51,6 +51,7 @@ def commands() -> list[tuple[str, str]]:
         "draw_architecture.py",
         "draw_forced_tokens.py",
         "draw_matching.py",
+        "pictures.py",
     ],
 )
 def test_generated_page_is_current(script: str) -> None:
