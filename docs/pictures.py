@@ -120,8 +120,8 @@ PICTURES = (
              "checkpoints/demo-stage1/model.safetensors")),
     Picture("when-it-helps.svg", when_it_helps, (f"{STUDY}/picture.py", f"{STUDY}/tables.py", f"{STUDY}/results")),
     Picture("errors.svg", errors,
-            (PAGES, "src/coordexp/data/check.py", "src/coordexp/config/base.py", "src/coordexp/config/load.py"),
-            ("tmux",)),
+            (PAGES, "src/coordexp/data/dataset_check.py", "src/coordexp/config/base.py",
+             "src/coordexp/config/from_yaml.py"), ("tmux",)),
 )  # fmt: skip
 
 
