@@ -161,6 +161,7 @@ def _configuration(
     if model is None:
         check_paths({"model.model": run.model.model})
         run = with_model_here(run)
+        check_checkpoint(Path(run.model.model))
     return AnswerConfig.of_run(with_own_template(run, model))
 
 
