@@ -146,6 +146,7 @@ def _settle_ties(partner_of: dict[int, int], price: dict[tuple[int, int], float]
 
 
 DUPLICATE_IOU = 0.5
+SAME_TRY_IOU = 0.3  # from which rewriting takes two boxes for attempts at one object
 MAX_OVERLAP_OF_OTHERS = 0.2  # mask IoU up to which two predictions count as two objects
 _CANVAS = 256  # pixels, independent of a run's matching resolution, so that figures of runs are comparable
 
@@ -157,20 +158,22 @@ class DescribedShape(Shape, Protocol):
     def desc(self) -> str: ...
 
 
-def duplicate_pairs(objects: Sequence[DescribedShape]) -> np.ndarray:
-    """``(K, 2)`` indices, the earlier one first, of objects with equal description and a mask IoU of at least 0.5; in
-    ascending order."""
-    box_N4 = aabbs(objects)
-    pairs_K2 = np.stack(overlapping_boxes(box_N4, box_N4), axis=1)
-    pairs_K2 = pairs_K2[pairs_K2[:, 0] < pairs_K2[:, 1]]
-    same_K = np.array([objects[i].desc == objects[j].desc for i, j in pairs_K2.tolist()], dtype=bool)
+def alike_pairs(a: Sequence[DescribedShape], b: Sequence[DescribedShape], least: float) -> np.ndarray:
+    """``(K, 2)`` indices into ``a`` and ``b`` of objects with equal description and a mask IoU of at least ``least``,
+    in ascending order; if both are the same list, each pair once, the earlier object first."""
+    if not a or not b:
+        return np.zeros((0, 2), dtype=np.int64)
+    a_N4, b_M4 = aabbs(a), aabbs(b)
+    pairs_K2 = np.stack(overlapping_boxes(a_N4, b_M4), axis=1)
+    if a is b:
+        pairs_K2 = pairs_K2[pairs_K2[:, 0] < pairs_K2[:, 1]]
+    same_K = np.array([a[i].desc == b[j].desc for i, j in pairs_K2.tolist()], dtype=bool)
     pairs_K2 = pairs_K2[same_K]
     if len(pairs_K2):
-        iou_K = mask_iou_pairs(objects, objects, pairs_K2, _CANVAS, aabbs_of=(box_N4, box_N4))
-        pairs_K2 = pairs_K2[iou_K >= DUPLICATE_IOU]
+        pairs_K2 = pairs_K2[mask_iou_pairs(a, b, pairs_K2, _CANVAS, aabbs_of=(a_N4, b_M4)) >= least]
     return pairs_K2[np.lexsort(pairs_K2.T[::-1])]
 
 
 def duplicate_indices(objects: Sequence[DescribedShape]) -> list[int]:
     """Indices of the objects that repeat an earlier one: equal description, and mask IoU of at least 0.5."""
-    return np.unique(duplicate_pairs(objects)[:, 1]).tolist() if len(objects) > 1 else []
+    return np.unique(alike_pairs(objects, objects, DUPLICATE_IOU)[:, 1]).tolist()

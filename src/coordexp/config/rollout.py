@@ -171,8 +171,9 @@ class TargetConfig(StrictModel):
     """in a step with at least this share of matched predictions, over all ranks, annotations count as complete:
     unmatched: drop, duplicates: drop, missed: in_order; null = never"""
     duplicates: Literal["keep", "drop", "replace"] = _TARGET.duplicates
-    """unmatched predictions that are copies of a matched or an earlier one: treated as other unmatched ones, dropped,
-    or replaced by the next missed object"""
+    """unmatched predictions that are copies: further attempts, by a mask IoU of at least 0.3, at an object that an
+    earlier or a matched prediction or an annotation of the same name has. Treated as other unmatched ones, dropped, or
+    replaced by the next missed object"""
     missed: Literal["append", "in_order"] = _TARGET.missed
     """missed annotated objects: appended to the answer, or in annotation order"""
 

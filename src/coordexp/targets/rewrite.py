@@ -1,7 +1,7 @@
 """The model's answer, rewritten by what the match says: ``rollout_matching.target.answer: rewritten``.
 
-Entries are in the model's own order, numbered from 1, and the whole text is tokenised again (unless
-``duplicates: keep``, the copy of an object that was matched takes the place of its first copy):
+Entries are in the model's own order, numbered from 1, and the whole text is tokenised again. Unless
+``duplicates: keep``, one of several attempts at an object is written, at the place of the first:
 
 * a *matched* object, same kind of geometry: the annotation's description and the model's own coordinate tokens, which
   are pulled to the annotation in place; its key, structure, description and the separator before it are trained;
@@ -24,7 +24,7 @@ import numpy as np
 
 from coordexp.config.rollout import TargetPolicy, TransportConfig
 from coordexp.coords import CoordVocab, FieldOrder, append_fragment
-from coordexp.matching import duplicate_pairs
+from coordexp.matching import SAME_TRY_IOU, alike_pairs
 from coordexp.records import GTObject, MatchResult, ParsedRollout, PredictedObject, TokenRole, TrainingTarget
 from coordexp.targets.supervision import Shape, assemble, coordinate_targets, encode_tail
 from coordexp.targets.weights import SupervisionWeights
@@ -65,7 +65,7 @@ def build_rewritten(
     in_place = [i for i, j in gt_of.items() if parsed.objects[i].kind == ground_truth[j].kind]
     pulled_to = coordinate_targets([(parsed.objects[i], ground_truth[gt_of[i]]) for i in in_place], transport)
     bins_of = dict(zip(in_place, pulled_to, strict=True))
-    order, repeats = _written_once(parsed.objects, gt_of, policy)
+    order, copies = _written_once(parsed.objects, gt_of, ground_truth, policy)
     missed = [_Entry(ground_truth[j], ground_truth[j].bins, j) for j in match.fn_gt_idx]
     entries: list[_Entry] = []
     for i in order:
@@ -75,7 +75,7 @@ def build_rewritten(
             entries.append(_Entry(obj, bins_of[i], gt_of[i], i))
         elif i in gt_of:
             entries.append(_Entry(ground_truth[gt_of[i]], ground_truth[gt_of[i]].bins, gt_of[i]))
-        elif i in repeats:
+        elif i in copies:
             if policy.duplicates == "replace" and missed:
                 entries.append(missed.pop(0))
         elif policy.unmatched != "drop" and _is_writable(predicted.desc, vocab):
@@ -122,23 +122,28 @@ def build_rewritten(
 
 
 def _written_once(
-    objects: Sequence[PredictedObject], matched: Container[int], policy: TargetPolicy
+    objects: Sequence[PredictedObject],
+    matched: Container[int],
+    ground_truth: Sequence[GTObject],
+    policy: TargetPolicy,
 ) -> tuple[list[int], set[int]]:
-    """The order in which predictions are written, and those that repeat another one. Of an object that the model wrote
-    more than once, a copy that was matched stays and takes the place of the first; else the first stays. Behind a
-    first copy that is masked, a matched one would teach the model to write an object again."""
+    """The order in which predictions are written, and those that are copies.
+
+    Of an object that the model tried to write more than once, the matched attempt stays and takes the place of the
+    first; else the first stays. An unmatched attempt at an annotated object is a copy too: the annotation is written.
+    A copy that stayed would teach the model to write an object again, or after a bad attempt at it."""
     order = list(range(len(objects)))
     if policy.duplicates == "keep":
         return order, set()
-    pairs = duplicate_pairs(objects).tolist()
-    repeats, moved = {later for _, later in pairs}, set[int]()
+    pairs = alike_pairs(objects, objects, SAME_TRY_IOU).tolist()
+    copies, moved = {later for _, later in pairs}, set[int]()
     for first, later in pairs:
-        if later in matched and first not in matched and first not in repeats:
-            repeats.add(first)
+        if later in matched and first not in matched and first not in copies:
+            copies.add(first)
             if later not in moved:
                 order[first], order[later] = later, first
                 moved.add(later)
-    return order, repeats
+    return order, copies | {i for i, _ in alike_pairs(objects, ground_truth, SAME_TRY_IOU).tolist()}
 
 
 def _is_writable(desc: str, vocab: CoordVocab) -> bool:

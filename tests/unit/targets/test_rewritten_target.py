@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from coordexp.coords import TURN_END, CoordVocab
+from coordexp.geometry import mask_iou
+from coordexp.matching import MatchingConfig
 from coordexp.records import GTObject, TokenRole
 from coordexp.targets import SampleOutcome, SupervisionWeights, TargetPolicy, build_gt_target, build_target
 from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, taught_text, tiny_vocab, vocabs
@@ -141,6 +143,26 @@ def test_a_matched_copy_takes_the_place_of_the_first_one(duplicates, expected, l
     assert [(body["desc"], int(re.findall(r"\d+", body["bbox_2d"][0])[0])) for body in written] == expected
     assert got.target.left_out_pred_idx == left_out
     assert got.target.coord_bin_K.tolist() == [*cat.bins, *DOG.bins]
+
+
+@pytest.mark.parametrize(
+    ("duplicates", "expected"),
+    [("keep", ["black cat", "owl", "black cat"]), ("drop", ["owl", "black cat"]), ("replace", ["black cat", "owl"])],
+)
+def test_an_attempt_at_a_missed_object_is_a_copy_of_it(duplicates, expected) -> None:
+    """Its IoU is a third: too little for a match, too much for another object."""
+    vocab = tiny_vocab()
+    attempt = replace(CAT, bins=(10, 20, 76, 220))  # of 10 to 200
+    assert mask_iou(attempt, CAT) == pytest.approx(1 / 3)
+    got = rewritten(
+        [attempt, OWL],
+        [CAT],
+        vocab,
+        TargetPolicy("rewritten", duplicates=duplicates),
+        matching=MatchingConfig(maskiou_gate=0.5),
+    )
+    assert [desc for _, desc in names(got, vocab)] == expected
+    assert got.target.coord_bin_K.tolist() == [*CAT.bins]
 
 
 def test_an_unmatched_object_with_a_control_token_is_dropped() -> None:

@@ -149,8 +149,10 @@ def check_rewritten(got: SampleOutcome, truth: Sequence[GTObject], vocab: CoordV
             rest.remove(one)
         for one in rest:  # the others are unmatched
             assert one in [written(obj.desc, obj.kind, obj.bins) for obj in kept]
+        matched = [predicted[pair.pred_idx] for pair in match.pairs]
         firsts = [obj for i, obj in enumerate(predicted) if i in plain and not any(
-            earlier.desc == obj.desc and mask_iou(earlier, obj) >= 0.5 for earlier in predicted[:i])]  # fmt: skip
+            other.desc == obj.desc and mask_iou(other, obj) >= 0.3 for other in (*predicted[:i], *matched, *truth)
+        )]  # fmt: skip
         assert len(rest) == (len(firsts) if policy.unmatched != "drop" else 0)
     if policy.missed == "append" and policy.duplicates != "replace":
         assert target.appended_object_index == tuple(range(len(root) - len(match.fn_gt_idx) + 1, len(root) + 1))
