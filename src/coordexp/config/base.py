@@ -104,17 +104,25 @@ def problems_from(error: ValidationError, model: type[StrictModel]) -> Iterator[
     found = [(detail, *_resolve(model, detail["loc"])) for detail in error.errors(include_url=False)]
     unknown = [(path, owner) for detail, path, owner, _ in found if detail["type"] == "extra_forbidden" and owner]
     meant = {(*path[:-1], nearest(str(path[-1]), list(owner.model_fields))) for path, owner in unknown}
+    expected: dict[KeyPath, list[str]] = {}  # pydantic reports each alternative of a value's union
+    for detail, path, _, _ in found:
+        expected.setdefault(path, []).append(_expected(detail))
     for detail, path, owner, description in found:
-        if detail["type"] == "missing" and path in meant:
+        if path not in expected or (detail["type"] == "missing" and path in meant):
             continue  # one mistake: the message on the misspelt key names this one
         # pydantic counts valid items alone, so it also calls a list of invalid items "too short".
         below = any(len(other) > len(path) and other[: len(path)] == path for _, other, _, _ in found)
         if not (detail["type"] == "too_short" and below):
-            yield _from_detail(detail, path, owner, description, model)
+            yield _from_detail(detail, path, owner, description, model, " or ".join(expected.pop(path)))
 
 
 def _from_detail(
-    detail: ErrorDetails, path: KeyPath, owner: type[StrictModel] | None, description: str, model: type[StrictModel]
+    detail: ErrorDetails,
+    path: KeyPath,
+    owner: type[StrictModel] | None,
+    description: str,
+    model: type[StrictModel],
+    expected: str,
 ) -> Problem:
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     about = f" ({description})" if description else ""
@@ -144,7 +152,7 @@ def _from_detail(
         return Problem((*path, "name"), text)
     if kind == "value_error":
         return Problem(path, f"{context.get('error', detail['msg'])}{about}")
-    return Problem(path, f"expected {_expected(detail)}, got {_shown(value)}{_type_hint(kind, value)}{about}")
+    return Problem(path, f"expected {expected}, got {_shown(value)}{_type_hint(kind, value)}{about}")
 
 
 def key_paths(section: type[StrictModel], path: KeyPath = ()) -> Iterator[KeyPath]:
@@ -176,6 +184,8 @@ def _resolve(model: type[StrictModel], loc: tuple[str | int, ...]) -> tuple[KeyP
         if len(tagged) > 1:
             here = tagged.get(str(part), Any)
             continue
+        if len(options) > 1 and all(get_origin(o) is Literal or o in (int, float, bool, str) for o in options):
+            break  # the tag of a value's union
         path.append(part)
         owner = section_of(here)
         field = owner.model_fields.get(str(part)) if owner is not None else None

@@ -15,6 +15,7 @@ from coordexp.config.removed_keys import REMOVED_KEYS, REMOVED_VALUES
 from support.config_samples import drop_key, module, set_key, stage2, two_channel, write_yaml
 
 RM = "rollout_matching"
+EVERY = "training.gradient_checkpointing_every"
 OBJ = f"{RM}.pipeline.objective"
 
 
@@ -62,6 +63,8 @@ WRONG = [
     ("training.learning_rate", "3e-4", "training.learning_rate", "without quotes"),
     ("training.learning_rate", float("nan"), "training.learning_rate", "finite number"),
     ("training.seed", True, "training.seed", "expected a whole number"),
+    (EVERY, "fast", EVERY, "expected a whole number or 'auto', got 'fast'"),
+    (EVERY, 0, EVERY, "greater than or equal to 1 or 'auto'"),
     ("training.report_to", 7, "training.report_to", "expected a list"),
     ("training.report_to", ["wandb", 1], "training.report_to[1]", "expected text"),
     ("training.resume_from_checkpoint", 5, "training.resume_from_checkpoint", "null, true or a checkpoint folder"),
