@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from coordexp.errors import CheckpointError
 logger = logging.getLogger("coordexp")
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^@\s]+))?", re.ASCII)
+_LONGEST = 96  # characters of OWNER/NAME, by the hub's own rule
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPO = "models--"  # the cache's folder of a model: models--OWNER--NAME/snapshots/COMMIT
 _WEIGHTS = ".safetensors"
@@ -50,15 +52,21 @@ def hub_model(model: str | Path) -> HubModel | None:
     """The model of the hub that ``model`` names; None if it is, or would be, a folder here.
 
     A folder that exists always wins. ``OWNER/NAME`` is a folder with a typing mistake if ``OWNER`` exists here;
-    ``OWNER/NAME@REVISION`` is not. A snapshot in another machine's cache means the same model and commit here.
+    ``OWNER/NAME@REVISION`` is not. A snapshot in another machine's cache means the same model and commit here. Raises
+    CheckpointError for a path that cannot be looked up: too long a name, a locked folder.
     """
     path = Path(model)
-    if path.exists():
-        return None
+    try:
+        if path.exists():
+            return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; name a folder, or OWNER/NAME") from error
     if (snapshot := _of_snapshot(path)) is not None:
         return snapshot
     found = _NAME.fullmatch(str(path))
     if found is None or "--" in found["repo"] or ".." in found["repo"] or found["repo"].endswith((".git", ".")):
+        return None
+    if len(found["repo"]) > _LONGEST:
         return None
     if found["revision"] is None and Path(found["repo"]).parent.exists():
         return None
@@ -77,7 +85,7 @@ def no_such_folder(model: str | Path) -> str:
     if path.exists():
         return "is a file, not a folder"
     text = str(path)
-    if _NAME.fullmatch(text) and "@" not in text:
+    if "@" not in text and hub_model(f"{text}@main") is not None:
         return f"no such folder in {path.parent}; for the model of the hub of this name write {text}@main"
     return "no such folder; name a checkpoint, such as a run's output_dir, or a model of the hub: OWNER/NAME"
 
@@ -94,8 +102,9 @@ def resolve(model: HubModel) -> HubModel:
             return _as_cached(hub, model, f"HF_HUB_OFFLINE is set{_OR_FETCH}")
         try:
             return replace(model, revision=_ask(hub, model))
-        except (hub.errors.HfHubHTTPError, _httpx().TransportError) as error:
-            if getattr(getattr(error, "response", None), "status_code", 500) < 500:
+        except (hub.errors.HfHubHTTPError, _httpx().TransportError, _NotAHubError) as error:
+            status = getattr(getattr(error, "response", None), "status_code", 500)
+            if status < 500 and status not in _OF_THE_WAY:
                 raise
             known = _as_cached(hub, model, _unreachable(hub, error))
             logger.warning("%s: %s; taking %s, as it was fetched last", model, _unreachable(hub, error), known)
@@ -149,6 +158,7 @@ def fetch(model: HubModel, check: Callable[[Path], object]) -> Path:
         return _download(hub, model, tuple(files))
 
 
+_OF_THE_WAY = (407, 408, 429)  # a proxy's refusal, a timeout, too many requests: nothing about the model
 _OR_FETCH = "; unset it, or fetch the model where there is a network (hf download OWNER/NAME) and copy the cache"
 
 
@@ -182,12 +192,33 @@ def _snapshot(hub: Any, model: HubModel) -> Path:
     return _cache(hub) / f"{_REPO}{model.repo.replace('/', '--')}" / "snapshots" / str(model.revision)
 
 
+class _NotAHubError(Exception):
+    """What answers is no hub, or no request can be made."""
+
+
+@contextmanager
+def _hub_answers() -> Iterator[None]:
+    """The library takes a hub's answers and sound settings for granted: the page of a network that asks to log in, a
+    proxy without a scheme or a token of other characters end in any of these errors."""
+    wrong = (ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError, _httpx().InvalidURL)
+    try:
+        yield
+    except wrong as error:
+        reason = "HF_TOKEN is not ASCII" if isinstance(error, UnicodeEncodeError) else f"no answer of a hub: {error}"
+        raise _NotAHubError(reason) from error
+    except OSError as error:  # httpx names no file; those of the cache have one, or are there
+        if isinstance(error, ssl.SSLError) or (type(error) is FileNotFoundError and error.filename is None):
+            raise _NotAHubError(f"certificates of SSL_CERT_FILE or SSL_CERT_DIR: {error.strerror or error}") from error
+        raise
+
+
 def _ask(hub: Any, model: HubModel) -> str:
     """The commit that ``model`` means; the cache remembers it."""
     api = hub.HfApi()
     limit_s = hub.constants.HF_HUB_ETAG_TIMEOUT  # 10, or what the user sets; resolve_revision has none
-    api.model_info(model.repo, revision=model.revision, timeout=limit_s)
-    return api.resolve_revision(model.repo, revision=model.revision).resolved
+    with _hub_answers():
+        api.model_info(model.repo, revision=model.revision, timeout=limit_s)
+        return api.resolve_revision(model.repo, revision=model.revision).resolved
 
 
 def _as_cached(hub: Any, model: HubModel, why: str) -> HubModel:
@@ -205,14 +236,15 @@ def _files(hub: Any, model: HubModel) -> Sequence[tuple[str, int]] | None:
     except hub.errors.CachedRepoTreeNotFoundError:
         return None
     return [
-        (file.path, file.size)
+        (file.path, int(file.size or 0))
         for file in listed
         if file.path in _SMALL or (file.path.endswith(_WEIGHTS) and "/" not in file.path)
     ]
 
 
 def _download(hub: Any, model: HubModel, names: Sequence[str]) -> Path:
-    return Path(hub.snapshot_download(model.repo, revision=model.revision, allow_patterns=list(names)))
+    with _hub_answers():
+        return Path(hub.snapshot_download(model.repo, revision=model.revision, allow_patterns=list(names)))
 
 
 def _unreachable(hub: Any, error: Exception) -> str:
@@ -245,7 +277,7 @@ def _errors_of(model: HubModel) -> Iterator[None]:
         raise CheckpointError(
             f"{model}: the model has no revision {model.revision}; {home}/commits/main lists its commits"
         ) from error
-    except (errors.HfHubHTTPError, _httpx().HTTPError, errors.OfflineModeIsEnabled) as error:
+    except (errors.HfHubHTTPError, _httpx().HTTPError, errors.OfflineModeIsEnabled, _NotAHubError) as error:
         raise CheckpointError(f"{model}: {_unreachable(hub, error)}") from error
     except errors.LocalEntryNotFoundError as error:
         raise CheckpointError(f"{model}: {_unreachable(hub, error)}; what was fetched is kept") from error

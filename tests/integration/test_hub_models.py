@@ -219,3 +219,34 @@ def test_one_process_of_two_fetches(hub: HubOnDisk, tmp_path: Path) -> None:
     assert read_card(tmp_path / "out1").source == PINNED
     refused = python(hub, tmp_path, *words, config, "model.model=Qwen/missing", "training.output_dir=other")
     assert refused.returncode != 0 and "has no model Qwen/missing" in refused.stderr
+
+
+@pytest.mark.parametrize("status", [200, 429])
+def test_a_page_of_something_else_than_a_hub_is_no_hub(hub: HubOnDisk, tmp_path: Path, status: int) -> None:
+    """A network that asks to log in answers with status 200; a proxy limits requests for everything behind it."""
+    page = (status, b"<html>Log in to this network</html>")
+    hub.page = page
+    refused = coordexp(hub, tmp_path, "model", "info", NAME)
+    assert refused.returncode == 2 and f"{hub.url} is not reached" in refused.stderr, refused.stderr
+    assert "Traceback" not in refused.stderr
+    hub.page = None
+    ended_well(coordexp(hub, tmp_path, "model", "info", NAME))
+    hub.page = page
+    assert f"taking {PINNED}, as it was fetched last" in ended_well(coordexp(hub, tmp_path, "model", "info", NAME))
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"HTTP_PROXY": "ftp://localhost:1", "NO_PROXY": ""}, "Unknown scheme for proxy URL"),
+        ({"HF_TOKEN": "hf_\u043a"}, "HF_TOKEN is not ASCII"),
+        ({"SSL_CERT_FILE": "/missing.pem"}, "certificates of SSL_CERT_FILE"),
+    ],
+)
+def test_settings_with_which_no_request_can_be_made_are_named(
+    hub: HubOnDisk, tmp_path: Path, environment: dict[str, str], reason: str
+) -> None:
+    refused = coordexp(hub, tmp_path, "model", "info", NAME, **environment)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr, refused.stderr
+    assert "is not reached" in refused.stderr and reason in " ".join(refused.stderr.split())
+    assert "set HF_HOME" not in refused.stderr

@@ -22,13 +22,15 @@ OLDER = "89abcdef0123456789abcdef0123456789abcdef"
 class HubOnDisk:
     """``models``: folders by ``OWNER/NAME``; ``commits``: their commits by branch, tag or commit. ``gated``: models
     whose files are refused; ``slow``: seconds before each 64 KiB of a file; ``requests``: method and path of each,
-    in order; ``silent``: accepts connections and never answers."""
+    in order; ``silent``: accepts connections and never answers; ``page``: status and HTML of every answer, as
+    a proxy's."""
 
     models: Mapping[str, Path]
     commits: dict[str, str] = field(default_factory=lambda: {"main": COMMIT, "v1": OLDER})
     gated: frozenset[str] = frozenset()
     slow: float = 0.0
     silent: bool = False
+    page: tuple[int, bytes] | None = None
     requests: list[tuple[str, str]] = field(default_factory=list)
     url: str = ""
 
@@ -75,6 +77,9 @@ class _Answers(BaseHTTPRequestHandler):
         if self.of.silent:
             time.sleep(60)
             return
+        if self.of.page is not None:
+            status, html = self.of.page
+            return self._send(html, {"Content-Type": "text/html"}, status)
         parts = path.strip("/").split("/")
         if parts[:2] == ["api", "models"]:
             self._about("/".join(parts[2:4]), parts[4:])

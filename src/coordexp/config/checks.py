@@ -410,7 +410,7 @@ def check_paths(
     hub is fetched later. Raises ConfigError with all that do not exist."""
     missing = []
     for key, path in models.items():
-        if not Path(path).is_dir() and hub_model(path) is None:
+        if hub_model(path) is None and not Path(path).is_dir():
             missing.append(f"{key}: {path}: {no_such_folder(path)}")
     for key, path in (folders or {}).items():
         if not Path(path).is_dir():

@@ -10,7 +10,7 @@ import pytest
 from coordexp import hub
 from coordexp.checkpoints.card import read_card
 from coordexp.config.checks import check_paths
-from coordexp.errors import ConfigError
+from coordexp.errors import CheckpointError, ConfigError
 from coordexp.hub import HubModel, hub_model, name_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -38,6 +38,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
         ("Qwen/tiny@v1@v2", None),
         ("Qwen/-tiny", None),
         ("Qwen/a--b", None),
+        (f"Qwen/{'a' * 91}", HubModel(f"Qwen/{'a' * 91}", None)),
+        (f"Qwen/{'a' * 92}", None),
         ("/elsewhere/hub/models--Qwen--tiny/snapshots/main", None),
     ],
 )
@@ -73,6 +75,17 @@ def test_a_typing_mistake_next_to_folders_is_answered_without_the_hub(
     assert "b: file: is a file" in message and "d: start: no such folder" in message
     assert "c: Qwen/tiny: no such folder here, so it means a model of the hub" in message, "said next to mistakes only"
     check_paths({"c": "Qwen/tiny"})
+    with pytest.raises(ConfigError) as raised:
+        check_paths({"a": "checkpoints/a--b", "b": "checkpoints/c.git"})
+    assert "@main" not in str(raised.value), "names that the hub cannot have"
+
+
+def test_a_name_too_long_to_look_up_is_refused() -> None:
+    for name in (f"Qwen/tiny@{'r' * 5000}", f"{'x' * 300}/y", "x" * 5000):
+        with pytest.raises(CheckpointError, match="File name too long"):
+            hub_model(name)
+        with pytest.raises(CheckpointError, match="File name too long"):
+            check_paths({"model.model": name})
 
 
 def test_a_folder_of_the_cache_needs_all_files_that_the_hub_listed(
