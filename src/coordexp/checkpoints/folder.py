@@ -114,7 +114,11 @@ def base_name(folder: Path) -> str | None:
     """The model to which the adapters in ``folder`` belong, as they name it. Raises CheckpointError."""
     try:
         if (folder / CONFIG).is_file():
-            return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get(BASE_KEY)
+            content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            base = content.get(BASE_KEY) if isinstance(content, dict) else content
+            if not isinstance(base, str | None):
+                raise ValueError(f"{BASE_KEY} in {CONFIG} is not text")
+            return base
         with safe_open(folder / OFFSETS, "np") as file:  # coordinate offsets without LoRA have no adapter_config.json
             return (file.metadata() or {}).get(BASE_KEY)
     except (OSError, ValueError, SafetensorError) as error:

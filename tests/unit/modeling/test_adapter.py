@@ -111,6 +111,8 @@ def other_layers(folder: Path) -> None:
      (lambda folder: (folder / WEIGHTS).unlink(), f"has {CONFIG} but no {WEIGHTS}"),
      (rank_pattern, "sets rank_pattern, which CoordExp cannot merge"),
      (lambda folder: cut(folder, CONFIG), "adapter files cannot be read"),
+     (lambda folder: (folder / CONFIG).write_text('{"base_model_name_or_path": ["a"]}'), f"in {CONFIG} is not text"),
+     (lambda folder: (folder / CONFIG).write_text("[]"), f"in {CONFIG} is not text"),
      (other_width, "up_proj.weight fits no weight of the base model"),
      (other_layers, "layers.9.mlp.down_proj.weight fits no weight of the base model")],
 )  # fmt: skip
