@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Spinning OpenMP threads starve whatever else runs on few cores, vLLM beside a trainer above all. Bytecode is cached:
 # the tests start a few hundred Python processes.
 TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 4
 MINUTES ?= 10
 FUZZ ?= 10
 comma := ,

@@ -165,6 +165,30 @@ def test_an_attempt_at_a_missed_object_is_a_copy_of_it(duplicates, expected) -> 
     assert got.target.coord_bin_K.tolist() == [*CAT.bins]
 
 
+@pytest.mark.parametrize("duplicates", ["drop", "replace"])
+@pytest.mark.parametrize(
+    ("answered", "truth", "expected", "left_out"),
+    [
+        ([(CAT, 150), (DOG, 195)], CAT, [("black cat", 195)], (0,)),  # renamed to the name before it
+        ([(DOG, 195), (CAT, 150)], CAT, [("black cat", 195)], (1,)),  # renamed to the name after it
+        ([(DOG, 150), (DOG, 195)], CAT, [("black cat", 195)], (0,)),  # copies as the model wrote them
+        ([(OWL, 150), (DOG, 195)], CAT, [("owl", 150), ("black cat", 195)], ()),  # the place is equal, the names never
+        ([(CAT, 150), (OUTLINE, 195)], CAT, [("black cat", 200)], (0,)),  # written as the annotation's box
+    ],
+)
+def test_a_copy_is_judged_by_the_name_that_is_written(duplicates, answered, truth, expected, left_out) -> None:
+    """Objects match by geometry alone: one that is renamed can become the copy of a masked object of that name."""
+    vocab = tiny_vocab()
+    placed = [
+        replace(obj, bins=(10, 20, x2, 220) if obj.kind == "bbox_2d" else (10, 20, x2, 20, x2, 220, 10, 220))
+        for obj, x2 in answered
+    ]
+    got = rewritten(placed, [truth], vocab, TargetPolicy("rewritten", duplicates=duplicates))
+    written = json.loads(taught_text(got, vocab)).values()
+    assert [(body["desc"], int(re.findall(r"\d+", body["bbox_2d"][2])[0])) for body in written] == expected
+    assert got.target.left_out_pred_idx == left_out
+
+
 def test_an_unmatched_object_with_a_control_token_is_dropped() -> None:
     vocab = qwen_vocab()
     got = rewritten([replace(OWL, desc="owl <|box_start|>"), NEAR_CAT], [CAT], vocab)
