@@ -20,7 +20,7 @@ def python(folder: Path, *arguments: str) -> None:
     paths = [str(path) for path in (HERE, HERE.parent, HERE.parents[1] / "src")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -93,5 +93,5 @@ def test_the_simulation_behaves_as_a_gpu(script: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     # Without the interpreter's end: torch's own threads may outlive what they belong to there.
     command = [sys.executable, "-c", f"{START}{script}\nimport os\nos._exit(0)"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
