@@ -112,6 +112,13 @@ def test_the_card_of_a_run_has_its_settings() -> None:
     )
 
 
+def test_a_trained_checkpoint_names_the_hub_model_that_it_comes_from(tmp_path: Path) -> None:
+    model = small_checkpoint(tmp_path / "model")
+    write_card(replace(FULL, source="Qwen/tiny@0123abc"), model)
+    config = parse_config(set_keys(stage2(), {"model.model": str(model)}))
+    assert card_of_run(config, FULL.preparation, ()).source == "Qwen/tiny@0123abc"
+
+
 def test_a_checkpoint_answers_by_its_card(tmp_path: Path) -> None:
     model = small_checkpoint(tmp_path / "model")
     write_card(FULL, model)
