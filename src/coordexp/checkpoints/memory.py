@@ -253,7 +253,8 @@ def _what_fits(
     gpu_bytes: int,
 ) -> Iterator[str]:
     """Keys with which the run fits a GPU, with the memory that it then needs."""
-    every = {"training.gradient_checkpointing_every": 1} if config.training.gradient_checkpointing_every != 1 else {}
+    recomputes_all = config.training.gradient_checkpointing_every in (1, "auto")  # the estimate counts auto as 1
+    every = {} if recomputes_all else {"training.gradient_checkpointing_every": 1}
     no_masters = {"training.master_weights": None} if config.training.master_weights is not None else {}
     choices: list[dict[str, Any]] = [
         {"training.gradient_checkpointing": True, **every},
