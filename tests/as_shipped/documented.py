@@ -165,6 +165,7 @@ ELSEWHERE: dict[str, str] = {
     "make test": "this suite",
     "make check": "before this suite, by .ci/run",
     "make fake-gpu": "tests/fake_cuda/test_fake_gpu.py",
+    "make gpu": "on a machine with a GPU",
     "make demo": "tests/integration/test_demo.py",
     "coordexp doctor": "tests/integration/test_doctor.py",
     "python -m src.sft --config stage2.yaml": "tests/scenarios/test_entrypoint_scenarios.py",
