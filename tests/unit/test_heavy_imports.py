@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
+import transformers.utils
 
 from coordexp.heavy_imports import heavy_imports
 
@@ -33,3 +36,24 @@ def test_garbage_of_the_caller_is_collected_afterwards() -> None:
         pass
     gc.collect()
     assert left() is None
+
+
+def test_packages_that_transformers_imports_for_others_are_left_alone() -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("datasets")
+    code = (
+        "import sys\n"
+        "from coordexp.heavy_imports import heavy_imports\n"
+        "with heavy_imports():\n"
+        "    from transformers import Trainer\n"
+        "print(sorted({'datasets', 'pandas', 'sklearn', 'transformers'} & set(sys.modules)))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "['transformers']"
+
+
+def test_transformers_knows_them_afterwards() -> None:
+    before = transformers.utils.is_sklearn_available()
+    with heavy_imports():
+        assert not transformers.utils.is_sklearn_available()
+    assert transformers.utils.is_sklearn_available() is before

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import typer
 
 from coordexp.errors import ConfigError, CoordExpError, DataError
+from coordexp.heavy_imports import heavy_imports
 from coordexp.printable import printable
 from coordexp.reading import is_own
 
@@ -177,6 +178,7 @@ def vocabulary_of(checkpoint: Path) -> CoordVocab:
     opened = Checkpoint.open(checkpoint)
     if opened.has_tokenizer_file:
         return opened.read_vocab()
-    from coordexp.modeling.load import load_vocab  # vocab.json alone needs transformers
+    with heavy_imports():  # vocab.json alone needs transformers
+        from coordexp.modeling.load import load_vocab
 
     return load_vocab(opened)

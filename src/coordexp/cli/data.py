@@ -16,6 +16,7 @@ from coordexp.cli.tiling import TileOverlap, Tiles, read_tiling, tile_command
 from coordexp.cli.train import separate_config, split_words
 from coordexp.cli.usage import App
 from coordexp.errors import ConfigError, DataError
+from coordexp.heavy_imports import heavy_imports
 from coordexp.printable import printable
 
 if TYPE_CHECKING:
@@ -87,7 +88,9 @@ def check_command(
     count_tokens = None
     if model is not None:
         from coordexp.data.jsonl import read_jsonl
-        from coordexp.modeling.inputs import token_counter
+
+        with heavy_imports():
+            from coordexp.modeling.inputs import token_counter
 
         count_tokens = token_counter(model, read_jsonl(jsonl, limit=1, check_images=True)[0])
     with counting("checking") as progress:

@@ -11,6 +11,7 @@ import typer
 
 from coordexp.cli.console import check_checkpoint, echo, refuse_filled
 from coordexp.cli.usage import App
+from coordexp.heavy_imports import heavy_imports
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 model_app = App("Make, merge and inspect checkpoints.")
@@ -23,7 +24,8 @@ def tiny_command(
 ) -> None:
     """Write a tiny checkpoint with random weights, for a CPU."""
     refuse_filled(out)
-    from coordexp.modeling.tiny import build_tiny_checkpoint
+    with heavy_imports():
+        from coordexp.modeling.tiny import build_tiny_checkpoint
 
     echo(f"wrote {build_tiny_checkpoint(out, seed)}")
 
@@ -41,7 +43,8 @@ def expand_vocab_command(
     """Add the 1000 coordinate tokens to a Qwen3-VL checkpoint."""
     refuse_filled(out)
     checkpoint = check_checkpoint(checkpoint)
-    from coordexp.modeling.expand_vocab import expand_vocab
+    with heavy_imports():
+        from coordexp.modeling.expand_vocab import expand_vocab
 
     expand_vocab(checkpoint, out)
     echo(f"wrote {out}")
@@ -60,7 +63,8 @@ def export_command(
     """Write a run's weights, tokenizer and processor alone."""
     refuse_filled(out)
     checkpoint = check_checkpoint(checkpoint)
-    from coordexp.modeling.load import export_checkpoint
+    with heavy_imports():
+        from coordexp.modeling.load import export_checkpoint
 
     echo(f"wrote {export_checkpoint(checkpoint, out, dtype, for_openai=target is not None)}")
     if target is not None:
@@ -87,7 +91,8 @@ def merge_command(
     refuse_filled(out)
     run = check_checkpoint(run, has_base=base is None)
     base = None if base is None else check_checkpoint(base)
-    from coordexp.modeling.load import merge_checkpoint
+    with heavy_imports():
+        from coordexp.modeling.load import merge_checkpoint
 
     echo(f"wrote {merge_checkpoint(run, out, base, dtype)}")
 

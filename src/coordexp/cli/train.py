@@ -196,7 +196,8 @@ def config_check_command(
     check_training_environment(loaded)
     training = loaded.training
     if training.optim_args or training.lr_scheduler_kwargs or training.lr_scheduler_type in SCHEDULES_WITH_ARGUMENTS:
-        from coordexp.training.optimizer import check_optimizer, check_schedule  # imports transformers
+        with heavy_imports():
+            from coordexp.training.optimizer import check_optimizer, check_schedule
 
         check_optimizer(training)
         check_schedule(training)
