@@ -5,6 +5,7 @@ is decided here. Only safetensors, configuration, tokenizer and processor are fe
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import ssl
@@ -112,7 +113,8 @@ def resolve(model: HubModel) -> HubModel:
 
 
 def cached(model: HubModel) -> Path | None:
-    """The folder of ``model`` in the hub's cache, if all its files are there. Makes no connection."""
+    """The folder of ``model`` in the hub's cache, if all its files are there. Makes no connection. Raises
+    CheckpointError for a file that is shorter or longer than the hub said."""
     hub: Any = _library()
     if not model.is_pinned:
         try:
@@ -123,7 +125,14 @@ def cached(model: HubModel) -> Path | None:
     files = _files(hub, model)
     if files is None:  # another program fetched it; what is missing is noticed by those who read it
         return folder if hub.constants.is_offline_mode() and folder.is_dir() else None
-    return folder if files and all((folder / name).exists() for name, _ in files) else None
+    here = [(folder / name, size) for name, size in files if (folder / name).exists()]
+    for file, size in here:  # the library looks at names only
+        if size and file.stat().st_size != size:
+            raise CheckpointError(
+                f"{model}: {file} has {file.stat().st_size} of {size} bytes, as after a copy that was broken off; "
+                f"delete {file.resolve()} and start again, which fetches it"
+            )
+    return folder if files and len(here) == len(files) else None
 
 
 def fetch(model: HubModel, check: Callable[[Path], object]) -> Path:
@@ -171,10 +180,12 @@ def _of_snapshot(path: Path) -> HubModel | None:
 
 
 def _library() -> Any:
-    import huggingface_hub
-    import huggingface_hub.constants
-    import huggingface_hub.errors
-
+    try:
+        import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+    except ValueError as error:  # it takes HF_ENDPOINT apart
+        raise CheckpointError(f"HF_ENDPOINT={os.environ.get('HF_ENDPOINT')}: {error}; correct it or unset it") from error
     return huggingface_hub
 
 

@@ -191,6 +191,19 @@ def test_a_fetch_that_was_killed_is_finished_by_the_next(hub: HubOnDisk, tmp_pat
     assert (Path(line.removeprefix("OK ")) / "model-extra.safetensors").stat().st_size == 4 << 20
 
 
+def test_a_file_that_was_cut_off_is_named_and_fetched_after_it_was_deleted(
+    hub: HubOnDisk, tmp_path: Path, model: Path
+) -> None:
+    folder = Path(said_of(hub, tmp_path, NAME)[NAME].removeprefix("OK "))
+    weights, size = (folder / "model.safetensors").resolve(), (model / "model.safetensors").stat().st_size
+    with weights.open("r+b") as file:
+        file.truncate(1000)
+    said = said_of(hub, tmp_path, NAME)[NAME]
+    assert f"model.safetensors has 1000 of {size} bytes" in said and f"delete {weights}" in said
+    weights.unlink()
+    assert said_of(hub, tmp_path, NAME)[NAME] == f"OK {folder}" and weights.stat().st_size == size
+
+
 def test_adapters_find_their_base_on_the_hub(hub: HubOnDisk, tmp_path: Path) -> None:
     """They name it as the snapshot in another machine's cache, or as a model of the hub."""
     places = {"there": f"/elsewhere/hub/models--Qwen--tiny/snapshots/{COMMIT}", "named": NAME, "lost": "/elsewhere/x"}
@@ -250,3 +263,8 @@ def test_settings_with_which_no_request_can_be_made_are_named(
     assert refused.returncode == 2 and "Traceback" not in refused.stderr, refused.stderr
     assert "is not reached" in refused.stderr and reason in " ".join(refused.stderr.split())
     assert "set HF_HOME" not in refused.stderr
+
+
+def test_an_endpoint_that_is_no_address_is_named(hub: HubOnDisk, tmp_path: Path) -> None:
+    refused = coordexp(hub, tmp_path, "model", "info", NAME, HF_ENDPOINT="http://[::1")
+    assert refused.returncode == 2 and "HF_ENDPOINT=http://[::1: Invalid IPv6 URL; correct it" in refused.stderr
