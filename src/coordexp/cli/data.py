@@ -87,9 +87,8 @@ def check_command(
 
     count_tokens = None
     if model is not None:
-        from coordexp.data.jsonl import read_jsonl
-
         with heavy_imports():
+            from coordexp.data.jsonl import read_jsonl
             from coordexp.modeling.inputs import token_counter
 
         count_tokens = token_counter(model, read_jsonl(jsonl, limit=1, check_images=True)[0])
