@@ -185,7 +185,7 @@ def _library() -> Any:
         import huggingface_hub.constants
         import huggingface_hub.errors
     except ValueError as error:  # it takes HF_ENDPOINT apart
-        raise CheckpointError(f"HF_ENDPOINT={os.environ.get('HF_ENDPOINT')}: {error}; correct it or unset it") from error
+        raise CheckpointError(f"HF_ENDPOINT={os.environ.get('HF_ENDPOINT')}: {error}; correct it") from error
     return huggingface_hub
 
 
