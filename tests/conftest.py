@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -119,7 +120,10 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServ
 
 
 def pytest_collection_finish() -> None:
-    """ms-swift's trainers replace methods of ``transformers.Trainer`` as they are imported."""
+    """Later garbage collections pass over modules and collected tests: a tenth of the time. And ms-swift's trainers
+    must not be there: they replace methods of ``transformers.Trainer`` as they are imported."""
+    gc.collect()
+    gc.freeze()
     if "swift.trainers" in sys.modules:
         raise pytest.UsageError(
             "a test file imports ms-swift's trainers, which patch transformers.Trainer for every other test: import "

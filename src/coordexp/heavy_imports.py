@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,18 +15,24 @@ _UNUSED = ("sklearn", "datasets")
 @contextmanager
 def heavy_imports() -> Iterator[None]:
     """Import without garbage collection, which would look through thousands of growing modules again and again, and
-    without what transformers imports for others."""
-    import transformers.utils as asked
-
-    collects = gc.isenabled()
-    answers = {name: getattr(asked, name) for name in (f"is_{package}_available" for package in _UNUSED)}
+    without what transformers imports for others. Later collections pass over the modules of the first imports."""
+    collects, is_first = gc.isenabled(), "transformers" not in sys.modules
+    if is_first:
+        gc.collect()  # garbage of the caller would be passed over too
     gc.disable()
-    for name in answers:
-        setattr(asked, name, lambda: False)
     try:
-        yield
+        import transformers.utils as asked
+
+        answers = {name: getattr(asked, name) for name in (f"is_{package}_available" for package in _UNUSED)}
+        for name in answers:
+            setattr(asked, name, lambda: False)
+        try:
+            yield
+        finally:
+            for name, answer in answers.items():
+                setattr(asked, name, answer)
+        if is_first:
+            gc.freeze()
     finally:
-        for name, answer in answers.items():
-            setattr(asked, name, answer)
         if collects:
             gc.enable()

@@ -124,7 +124,7 @@ def _call(file: str, name: str, arguments: tuple[object, ...]) -> None:
 @contextmanager
 def _from(behind: Behind) -> Iterator[None]:
     """multiprocessing's contexts share one server; here it is that of ``behind``."""
-    behind.server.set_forkserver_preload(list(behind.modules))
+    behind.server.set_forkserver_preload([*behind.modules, "support.no_collection"])
     shared: Any = forkserver
     usual = shared.connect_to_new_process
     shared.connect_to_new_process = behind.server.connect_to_new_process
