@@ -14,10 +14,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import typer.main
 from typer import _click as click
 
-from coordexp.cli.commands import app
+from coordexp.cli.commands import whole_command
 
 TARGET = Path(__file__).with_name("cli-reference.md")
 
@@ -55,7 +54,7 @@ class Sections:
 
 def reference() -> str:
     """The whole page as Markdown."""
-    root = typer.main.get_command(app)
+    root = whole_command()
     parts = [_HEAD.rstrip(), *_group(root, click.Context(root, info_name="coordexp"))]
     return "\n".join(parts).rstrip() + "\n"
 

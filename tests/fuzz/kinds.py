@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import typer
 import yaml
 from PIL import Image
 
-from coordexp.cli import commands, main
+from coordexp.cli import main
 from coordexp.config import load_config, parse_config, resolved_yaml
 from coordexp.config.source import read_document
 from coordexp.coords import serialize_objects
@@ -44,7 +42,6 @@ from unit.evaluation.test_class_numbers import saved
 
 Refused = str | None  # the message, or None for an input that was accepted
 LONGEST_MESSAGE = 20_000
-_command = typer.main.get_command(commands.app)  # built once, as in a process
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def by_command(*words: object) -> Refused:
     """What ``coordexp`` prints when it refuses ``words``. Raises what would be a traceback there."""
     out, err = StringIO(), StringIO()
     code: Any = 0
-    with redirect_stdout(out), redirect_stderr(err), patch.object(commands, "app", _command):
+    with redirect_stdout(out), redirect_stderr(err):
         try:
             main([str(word) for word in words])
         except SystemExit as end:

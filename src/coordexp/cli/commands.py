@@ -8,7 +8,8 @@ import io
 import logging
 import os
 import sys
-from typing import Annotated
+from functools import cache
+from typing import Annotated, Any
 
 import typer
 
@@ -126,6 +127,12 @@ def _global_options(
     """``--debug`` is taken by :func:`run`, at any place of the command line; it is declared here for the help."""
 
 
+@cache
+def whole_command() -> Any:
+    """``coordexp`` with all of its commands, which typer takes a tenth of a second to build."""
+    return typer.main.get_command(app)
+
+
 def run(words: list[str]) -> None:
     """What :func:`coordexp.cli.main` does once everything is imported."""
     logger = logging.getLogger("coordexp")
@@ -136,7 +143,7 @@ def run(words: list[str]) -> None:
             stream.reconfigure(errors="backslashreplace")
     debug = "--debug" in words
     try:
-        app(args=[word for word in words if word != "--debug"], prog_name="coordexp")
+        whole_command()(args=[word for word in words if word != "--debug"], prog_name="coordexp")
     except RunStopped as stopped:
         if distributed.is_main():
             echo(str(stopped), err=True)

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 
 import coordexp.inference.prediction
-from coordexp.cli.commands import app
+from coordexp.cli.commands import whole_command
 from coordexp.data.files import asset
 from coordexp.errors import ConfigError
 from support.cli_runs import run_cli, write_run
 from support.config_samples import stage1, write_yaml
 
-ROOT: Any = typer.main.get_command(app)
+ROOT: Any = whole_command()
 
 
 def commands(group: Any = ROOT, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
