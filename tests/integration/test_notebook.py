@@ -1,4 +1,4 @@
-"""The notebook's cells run in order, as a user would run them, and improve the demo's checkpoint."""
+"""The notebooks' cells run in order, as a user would run them, and show what their text says."""
 
 from __future__ import annotations
 
@@ -17,14 +17,36 @@ from PIL import Image
 
 from coordexp.checkpoints.card import read_card
 
-NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = ("quickstart", "incomplete_annotations")
 MAX_BYTES = 500_000
+MAX_DATA_BYTES = 2_000_000
 
 
-@pytest.fixture(scope="module")
-def cells() -> list[dict[str, Any]]:
-    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+def path_of(notebook: str) -> Path:
+    return ROOT / "examples" / f"{notebook}.ipynb"
+
+
+def code_cells(notebook: str) -> list[dict[str, Any]]:
+    cells = json.loads(path_of(notebook).read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def run_cells(notebook: str, folder: Path) -> str:
+    """Run a notebook's cells in ``folder``, which is next to what a clone has next to it; returns what they print."""
+    folder.mkdir()
+    (folder / "blood_cells").symlink_to(ROOT / "examples" / "blood_cells")
+    (folder.parent / "studies").symlink_to(ROOT / "studies")
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join("".join(cell["source"]) for cell in code_cells(notebook))],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def f1(printed: str) -> tuple[float, float]:
@@ -33,32 +55,68 @@ def f1(printed: str) -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
-def test_stored_outputs_show_pictures_and_an_improvement(cells: list[dict[str, Any]]) -> None:
-    outputs = [output for cell in cells for output in cell["outputs"]]
+def marked(printed: str) -> dict[str, int]:
+    """Boxes that the models draw on the four test photographs."""
+    return {name: int(count) for name, count in re.findall(r"^(start|as annotated|completed) +(\d+) ", printed, re.M)}
+
+
+def check_counts(printed: str) -> None:
+    """Counts of ``incomplete_annotations`` that depend on no model, or little."""
+    assert "train: 6 photographs, 82 boxes by BCCD, 136 by TXL-PBC" in printed
+    assert "test: 4 photographs, 67 boxes by BCCD, 97 by TXL-PBC" in printed
+    assert "annotated: 147 of 233 cells, 63%" in printed
+    ((added, confirmed, missing),) = re.findall(r"^added: (\d+) boxes; (\d+) are .* the (\d+) missing", printed, re.M)
+    assert int(missing) == 54 and 45 <= int(added) <= 65 and int(confirmed) >= 22
+    # Of 97 cells. In four runs (other seeds and rates) completed annotations gave 15 to 29 boxes more than those as
+    # they are, and these 35 to 38 fewer than the start. How many are right varies too much on four photographs.
+    count = marked(printed)
+    assert count["as annotated"] + 15 <= count["start"] and count["as annotated"] + 3 <= count["completed"]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_stored_outputs_are_small_pictures_and_no_errors(notebook: str) -> None:
+    outputs = [output for cell in code_cells(notebook) for output in cell["outputs"]]
     pictures = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
-    assert len(pictures) >= 4 and NOTEBOOK.stat().st_size < MAX_BYTES
+    assert len(pictures) >= 3 and path_of(notebook).stat().st_size < MAX_BYTES
     for picture in pictures:
         with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
             image.verify()
-    before, after = f1("".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream"))
-    assert after > before + 0.5
     assert all(output.get("name") != "stderr" and output["output_type"] != "error" for output in outputs)
 
 
-def test_the_cells_run_and_improve_the_checkpoint(cells: list[dict[str, Any]], tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join("".join(cell["source"]) for cell in cells)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "val 32 images, 56 objects: {'button': 56}" in done.stdout
-    before, after = f1(done.stdout)
+def stored(notebook: str) -> str:
+    outputs = [output for cell in code_cells(notebook) for output in cell["outputs"]]
+    return "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
+
+
+def test_stored_outputs_of_the_quickstart_show_an_improvement() -> None:
+    before, after = f1(stored("quickstart"))
+    assert after > before + 0.5
+
+
+def test_the_quickstart_improves_the_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "examples"
+    printed = run_cells("quickstart", folder)
+    assert "val 32 images, 56 objects: {'button': 56}" in printed
+    before, after = f1(printed)
     assert before < 0.1 and after > 0.5
-    with Image.open(tmp_path / "drawn.png") as drawn:
+    with Image.open(folder / "drawn.png") as drawn:
         assert drawn.size == (384, 288), "the pixels of the image as given, though the model saw a smaller copy"
-    rule = read_card(tmp_path / "outputs" / "stage1").preparation.resize
+    rule = read_card(folder / "outputs" / "stage1").preparation.resize
     assert rule is not None and rule.max_pixels == 128 * 128
+
+
+def test_stored_outputs_show_what_annotators_left_out() -> None:
+    check_counts(stored("incomplete_annotations"))
+
+
+def test_training_on_incomplete_annotations_teaches_to_leave_cells_out(tmp_path: Path) -> None:
+    check_counts(run_cells("incomplete_annotations", tmp_path / "examples"))
+
+
+def test_the_photographs_are_small_and_have_their_licences() -> None:
+    files = [path for path in (ROOT / "examples" / "blood_cells").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= MAX_DATA_BYTES
+    assert sum(path.suffix == ".jpg" for path in files) == 10
+    for name in ("LICENSE-BCCD", "LICENSE-TXL-PBC"):
+        assert "MIT License" in (ROOT / "examples" / "blood_cells" / name).read_text(encoding="utf-8")
