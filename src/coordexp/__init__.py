@@ -15,10 +15,13 @@ __version__ = "0.1.0"
 _LAZY = {
     "Detections": "coordexp.inference.detections",
     "Detector": "coordexp.inference.detector",
+    "CompletionRules": "coordexp.inference.completion",
     "Run": "coordexp.api",
+    "complete": "coordexp.api",
     "convert": "coordexp.api",
     "evaluate": "coordexp.api",
     "parse_answer": "coordexp.inference.parse_answer",
+    "tile": "coordexp.api",
     "train": "coordexp.api",
 }
 

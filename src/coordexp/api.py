@@ -1,10 +1,11 @@
-"""``coordexp.train``, ``coordexp.evaluate`` and ``coordexp.convert``: what these commands do, from Python.
+"""``coordexp.train``, ``evaluate``, ``convert``, ``tile`` and ``complete``: what these commands do, from Python.
 Everything heavy is imported by the call."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from coordexp.config import load_config
 from coordexp.config.checks import check_paths
 from coordexp.config.schema import RunConfig
+from coordexp.data.files import refuse_existing
 from coordexp.data.progress_bar import literal_console
 from coordexp.errors import ConfigError
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from coordexp.data.convert import ConversionReport
+    from coordexp.data.tiles import TileCounts
+    from coordexp.inference.completion import CompletionCounts, CompletionRules
     from coordexp.inference.prediction import EvaluationResult
 
 
@@ -93,6 +97,7 @@ def evaluate(
     answers: int = 1,
     tiles: int | tuple[int, int] | None = None,
     overlap: float = 0.2,
+    overwrite: bool = False,
 ) -> EvaluationResult:
     """Evaluate a checkpoint as ``coordexp evaluate`` does, and write figures and answers.
 
@@ -110,6 +115,7 @@ def evaluate(
         answers: per image, merged into one; ``by_answers`` then has figures of one, merged and best answers.
         tiles: answer tiles of this side, or (width, height), in pixels, and merge their answers.
         overlap: share of its side that a tile has at least from its neighbour.
+        overwrite: replace an evaluation of another model, dataset or settings in ``out``.
 
     Returns:
         ``metrics`` by name, ``answers``, and ``summary`` with figures by class and thresholds.
@@ -143,7 +149,7 @@ def evaluate(
         return run_evaluation(
             run, _console(quiet), model=checkpoint, data=jsonl, limit=limit, output=None if out is None else Path(out),
             classes=checked_class_names(classes, checkpoint or run.model.model), calibrate=calibrate, answers=answers,
-            tiling=None if tiles is None else Tiling.of(tiles, overlap),
+            tiling=None if tiles is None else Tiling.of(tiles, overlap), overwrite=overwrite,
         )  # fmt: skip
 
 
@@ -182,6 +188,114 @@ def convert(form: str, source: str | Path, out: str | Path, **options: Any) -> C
     image_options = formats.ImageOptions(**{name: value for name, value in options.items() if name in of_images})
     own = {name: value for name, value in options.items() if name not in of_images}
     return converter(**{first: source, "out_dir": out}, **own, **fixed, options=image_options)
+
+
+def tile(
+    data: str | Path,
+    out: str | Path,
+    size: str | int | tuple[int, int],
+    *,
+    overlap: float = 0.2,
+    min_area_ratio: float = 0.1,
+    negatives: float = 1.0,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> TileCounts:
+    """Cut photographs into tiles as ``coordexp data tile`` does.
+
+    Args:
+        data: the JSONL of the photographs.
+        out: the JSONL of the tiles; their images are in ``images/STEM`` next to it.
+        size: side of a tile, or (width, height), in pixels.
+        overlap: share of its side that a tile has at least from its neighbour.
+        min_area_ratio: least share of its area that a cut object must have in a tile.
+        negatives: share of the tiles without objects that is kept, drawn with ``seed``.
+        overwrite: replace ``out``, if it is there.
+        progress: called with (photographs done, all).
+
+    Returns:
+        Counts of photographs, tiles, and objects that are whole, cut and lost.
+
+    Raises:
+        ConfigError: impossible tiles. DataError: ``out`` exists; a photograph cannot be read.
+    """
+    from coordexp.data.jsonl import read_jsonl
+    from coordexp.data.tiles import Tiling, write_tiles
+
+    source, tiles = Path(data), Path(out)
+    tiling = Tiling.of(size, overlap)
+    if not overwrite or (tiles.exists() and tiles.samefile(source)):
+        refuse_existing(tiles)
+    return write_tiles(
+        read_jsonl(source), tiles, tiling, min_area_ratio=min_area_ratio, negatives=negatives, seed=seed,
+        progress=progress,
+    )  # fmt: skip
+
+
+def complete(
+    data: str | Path,
+    out: str | Path,
+    *,
+    model: str | Path | None = None,
+    config: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    prompt: str | None = None,
+    batch_size: int | None = None,
+    rules: CompletionRules | None = None,
+    tiles: int | tuple[int, int] | None = None,
+    overlap: float = 0.2,
+    sheet: str | Path | None = None,
+    sheet_images: int = 12,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> CompletionCounts | None:
+    """Add what a model finds and the annotations lack, as ``coordexp data complete`` does.
+
+    Args:
+        data: the JSONL to complete.
+        out: the new JSONL. Answers are kept next to it: the same call continues where it stopped.
+        model: the checkpoint that answers; None takes ``model.model`` of ``config``.
+        config: a run's YAML, for prompt, decoding and backend; None takes those of ``model``'s own run.
+        overrides: keys on top of it.
+        prompt: if neither of them has one.
+        batch_size: images answered at once; None takes that of ``config``, or 8.
+        rules: when an object is added, and with which weight; None takes the command's defaults.
+        tiles: answer tiles of this side, or (width, height), in pixels, and merge their answers.
+        overlap: share of its side that a tile has at least from its neighbour.
+        sheet: a picture of the ``sheet_images`` images with the likeliest missed objects.
+        overwrite: replace ``out``, if it is there.
+        quiet: without a progress bar.
+
+    Returns:
+        Counts, ``outcomes`` of all predicted objects among them; None on ranks other than the first.
+
+    Raises:
+        CoordExpError: as the command.
+    """
+    from coordexp.checkpoints.fetch import model_folder
+    from coordexp.data.tiles import Tiling
+    from coordexp.inference.completion import CompletionRules, completion_config, run_completion
+    from coordexp.modeling.load import no_progress_bars
+
+    source, completed = Path(data), Path(out)
+    if not overwrite:
+        refuse_existing(completed)
+    check_paths({} if model is None else {"model": model}, {"data": source})
+    run = completion_config(
+        None if model is None else model_folder(model),
+        config=None if config is None else Path(config),
+        prompt=prompt,
+        batch_size=batch_size,
+        arguments=[f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()],
+    )
+    with no_progress_bars():
+        done = run_completion(
+            run, _console(quiet), source=source, out=completed, rules=rules or CompletionRules(),
+            sheet=None if sheet is None else Path(sheet), sheet_images=sheet_images,
+            tiling=None if tiles is None else Tiling.of(tiles, overlap),
+        )  # fmt: skip
+    return None if done is None else done[0]
 
 
 def _console(quiet: bool) -> Console:

@@ -1,15 +1,18 @@
-"""``coordexp.convert``, ``coordexp.train`` and ``coordexp.evaluate``: the commands from Python."""
+"""``coordexp.convert``, ``train``, ``evaluate``, ``tile`` and ``complete``: the commands from Python."""
 
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import coordexp
-from coordexp import convert, evaluate, train
+from coordexp import CompletionRules, complete, convert, evaluate, tile, train
+from coordexp.data.files import asset
+from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import ConfigError, DataError
 from support.cli_runs import small_checkpoint, write_run
 from support.one_scene import as_coco, as_labelme
@@ -60,6 +63,52 @@ def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pyte
     for wrong in ({}, {"model": run.checkpoint, "overrides": {"training.seed": 1}}):
         with pytest.raises(ConfigError):
             evaluate(**wrong)
+
+
+def test_an_evaluation_is_replaced_if_asked(tmp_path: Path) -> None:
+    config, out = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model")), tmp_path / "figures"
+    evaluate(config, limit=1, out=out, quiet=True)
+    with pytest.raises(DataError, match="holds an evaluation with another"):
+        evaluate(config, limit=2, out=out, quiet=True)
+    assert evaluate(config, limit=2, out=out, quiet=True, overwrite=True).metrics["images"] == 2
+
+
+def test_tiles_are_cut_and_replaced_if_asked(tmp_path: Path) -> None:
+    write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"))
+    scenes, out = tmp_path / "scenes.jsonl", tmp_path / "tiles.jsonl"
+    counts = tile(scenes, out, 64, overlap=0)
+    assert (counts.photographs, counts.tiles, len(read_jsonl(out, check_images=True))) == (4, 16, 16)
+    with pytest.raises(DataError, match="exists already"):
+        tile(scenes, out, (128, 64))
+    with pytest.raises(DataError, match="exists already"):
+        tile(out, out, 32, overwrite=True)
+    assert tile(scenes, out, (128, 64), overlap=0, overwrite=True).tiles == 8
+    with pytest.raises(ConfigError, match="overlap"):
+        tile(scenes, tmp_path / "other.jsonl", 64, overlap=1)
+
+
+def test_annotations_are_completed_by_a_models_own_settings_or_a_configuration(tmp_path: Path) -> None:
+    model = asset("checkpoints/demo-stage1")
+    config = write_run(tmp_path, 1, model)
+    (without := tmp_path / "none.jsonl").write_text(
+        "".join(f"{json.dumps({**json.loads(line), 'objects': []})}\n" for line in (tmp_path / "scenes.jsonl").read_text().splitlines())
+    )
+    counts = complete(without, tmp_path / "a.jsonl", model=model, sheet=tmp_path / "sheet.png", quiet=True)
+    assert counts is not None and counts.annotated == 0 < counts.outcomes["added"] <= counts.predicted
+    added = [obj for record in read_jsonl(tmp_path / "a.jsonl") for obj in record.objects]
+    assert len(added) == counts.outcomes["added"] and all(obj.soft is not None for obj in added)
+    assert (tmp_path / "sheet.png").is_file()
+    with pytest.raises(DataError, match="exists already"):
+        complete(without, tmp_path / "a.jsonl", model=model)
+    fixed = complete(without, tmp_path / "a.jsonl", model=model, rules=CompletionRules(weight=0.25), overwrite=True)
+    assert fixed is not None and fixed.outcomes == counts.outcomes
+    assert {obj.soft for record in read_jsonl(tmp_path / "a.jsonl") for obj in record.objects} == {0.25}
+    short = complete(without, tmp_path / "b.jsonl", config=config, overrides={"rollout_matching.max_new_tokens": 5})
+    assert short is not None and short.predicted == 0 and short.truncated_answers == 4
+    with pytest.raises(ConfigError, match="name the checkpoint"):
+        complete(without, tmp_path / "c.jsonl")
+    with pytest.raises(ConfigError, match="missing.jsonl: file not found"):
+        complete(tmp_path / "missing.jsonl", tmp_path / "c.jsonl", model=model)
 
 
 def test_early_stopping_ends_a_run_that_does_not_improve(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from coordexp.cli.convert import convert_app
 from coordexp.cli.tiling import TileOverlap, Tiles, read_tiling, tile_command
 from coordexp.cli.train import separate_config, split_words
 from coordexp.cli.usage import App
+from coordexp.data.files import refuse_existing
 from coordexp.errors import ConfigError, DataError
 from coordexp.heavy_imports import heavy_imports
 from coordexp.printable import printable
@@ -160,7 +161,7 @@ def split_command(
     parts = split_records(read_jsonl(jsonl), list(wanted.values()), seed)
     paths = [jsonl.with_name(f"{jsonl.stem}.{name}.jsonl") for name in wanted]
     for path in paths:
-        _refuse_existing(path, "remove or rename it")
+        refuse_existing(path, "remove or rename it")
     for path, part in zip(paths, parts, strict=True):
         echo(f"wrote {path}: {write_jsonl(part, path)} records")
 
@@ -176,7 +177,7 @@ def sample_command(
     from coordexp.data.jsonl import read_jsonl, write_jsonl
     from coordexp.data.subset import sample_records
 
-    _refuse_existing(out, "name another file")
+    refuse_existing(out, "name another file")
     echo(f"wrote {out}: {write_jsonl(sample_records(read_jsonl(jsonl), count, seed), out)} records")
 
 
@@ -228,7 +229,7 @@ def rename_command(
     from coordexp.data.subset import read_renames, rename_classes
 
     if not overwrite:
-        _refuse_existing(out)
+        refuse_existing(out)
     records = read_jsonl(jsonl)
     pairs = read_renames(renames, records)
     renamed, counts = rename_classes(records, pairs)
@@ -266,7 +267,7 @@ def drop_command(
     from coordexp.data.jsonl import read_jsonl, write_jsonl
 
     if not overwrite:
-        _refuse_existing(out)
+        refuse_existing(out)
     if soft:
         if keep is not None or per_class or per_size or allow_empty:
             raise ConfigError("--soft removes only soft objects; leave out the other options")
@@ -349,7 +350,7 @@ def complete_command(
     same command again continues where it stopped.
     """
     if not overwrite:
-        _refuse_existing(out)
+        refuse_existing(out)
     names, arguments = split_words(words)
     config, jsonl = separate_config(names, "DATA.jsonl")
     from coordexp.config.checks import check_paths
@@ -476,11 +477,6 @@ def _bars_of(groups: Mapping[str, Mapping[str, int]]) -> Table:
         for name, count in counts.items():
             table.add_row(Text(printable(f"  {name}")), str(count), Text("█" * max(1, round(30 * count / largest))))
     return table
-
-
-def _refuse_existing(path: Path, fix: str = "name another file, or say --overwrite") -> None:
-    if path.exists():
-        raise DataError(f"exists already; {fix}", path=path)
 
 
 def _rates(option: str, given: list[str] | None) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp.cli.console import counting, echo
-from coordexp.errors import ConfigError, DataError
+from coordexp.errors import ConfigError
 
 if TYPE_CHECKING:
     from coordexp.data.tiles import Tiling
@@ -56,16 +56,12 @@ def tile_command(
 
     Objects at a border are cut with it. metadata.tile has a tile's photograph and its place there.
     """
-    from coordexp.data.jsonl import read_jsonl
-    from coordexp.data.tiles import Tiling, write_tiles
+    from coordexp.api import tile
 
-    tiling = Tiling.of(size, overlap)
-    if out.exists() and (not overwrite or out.samefile(jsonl)):
-        raise DataError("exists already; name another file, or say --overwrite", path=out)
     with counting(f"cutting {jsonl.name}") as progress:
-        counts = write_tiles(
-            read_jsonl(jsonl), out, tiling, min_area_ratio=min_area_ratio, negatives=negatives, seed=seed,
-            progress=progress,
+        counts = tile(
+            jsonl, out, size, overlap=overlap, min_area_ratio=min_area_ratio, negatives=negatives, seed=seed,
+            overwrite=overwrite, progress=progress,
         )  # fmt: skip
     if as_json:
         echo(json.dumps(counts.to_json()))

@@ -133,6 +133,12 @@ def whole_binary_file(path: Path) -> Iterator[BinaryIO]:
     flush_file(path.parent)
 
 
+def refuse_existing(path: Path, fix: str = "name another file, or say --overwrite (overwrite=True)") -> None:
+    """Raises DataError if a file that is about to be written is there."""
+    if path.exists():
+        raise DataError(f"exists already; {fix}", path=path)
+
+
 def write_atomically(path: Path, text: str) -> None:
     with whole_file(path) as file:
         file.write(text)

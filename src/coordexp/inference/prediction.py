@@ -139,7 +139,7 @@ def run_prediction(
     part = output / (PREDICTIONS if rank == 0 else f"predictions.rank{rank}.jsonl")
     with (
         open_session(config, path, classes) as session,
-        reporting(console, f"predicting with {path}", stays=True) as on_progress,
+        reporting(console, f"predicting with {path}", _counted(tiling), stays=True) as on_progress,
         tempfile.TemporaryDirectory(prefix="coordexp-tiles-") as cut,
         distributed.raise_on_all_ranks("coordexp predict"),
     ):
@@ -226,6 +226,10 @@ def _finished(answer: ImageAnswer, score: Score, annotated: Collection[str]) -> 
     elif not isinstance(score, str):
         pred = tuple(replace(obj, score=score) for obj in pred)
     return replace(answer, pred=pred, gt=answer.gt if answer.sample_id in annotated else None)
+
+
+def _counted(tiling: Tiling | None) -> str:
+    return "images" if tiling is None else "tiles"
 
 
 def _note(console: Console, images: FoundImages, asked: Sequence[ImageRecord], preparation: ImagePreparation) -> None:
@@ -459,7 +463,7 @@ def answer_jsonl(
     asked = records if tiling is None else tile_records(whole, tiling)
     with (
         open_session(answering, model, classes) as session,
-        reporting(console, description, stays=True) as on_progress,
+        reporting(console, description, _counted(tiling), stays=True) as on_progress,
         tempfile.TemporaryDirectory(prefix="coordexp-tiles-") as cut,
     ):
         seed = config.training.seed
