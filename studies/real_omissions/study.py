@@ -191,13 +191,13 @@ def main() -> None:
     showing.add_argument("--start", default="others")
     showing.add_argument("--split", choices=["val", "test"], default="test")
     showing.add_argument("--against", default="sft", help="the variant that differences are taken to [sft]")
+    showing.add_argument("--full", default="full", help="the variant of full supervision [full]")
     options = flags.parse_args()
     if options.command == "table":
         from tables import markdown
 
-        print(
-            markdown([r for r in rows() if (r["start"], r["split"]) == (options.start, options.split)], options.against)
-        )
+        shown = [row for row in rows() if (row["start"], row["split"]) == (options.start, options.split)]
+        print(markdown(shown, options.against, options.full))
         return
     options.work = options.work.resolve()
     data = prepare(options.bccd.resolve(), options.txl.resolve(), options.work / "data")

@@ -114,9 +114,9 @@ def _shown(values_D: np.ndarray) -> str:
     return f"{values_D[0]:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
-def markdown(rows: Sequence[dict[str, Any]], against: str) -> str:
+def markdown(rows: Sequence[dict[str, Any]], against: str, full: str) -> str:
     """One row per variant in the order in which they ran: means over seeds; F1 less that of ``against`` and the share
-    of full supervision, over the seeds that all of them have; objects lost and gained since the start."""
+    of ``full`` supervision, over the seeds that all of them have; objects lost and gained since the start."""
     by_variant: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
         by_variant[row["variant"]][row["seed"]] = row
@@ -138,7 +138,7 @@ def markdown(rows: Sequence[dict[str, Any]], against: str) -> str:
     for name, of_seed in by_variant.items():
         values = [f"{mean(row[key] for row in of_seed.values()):.3f}" for key in names]
         cpu = f"{mean(row['train_cpu_s'] for row in of_seed.values()):.0f}"
-        compared = (*_compared(by_variant, name, against), *_ledger(by_variant, name))
+        compared = (*_compared(by_variant, name, against, full), *_ledger(by_variant, name))
         lines.append([name, str(len(of_seed)), cpu, *values, *compared])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -147,15 +147,15 @@ def _answers(row: dict[str, Any]) -> list[ImageAnswer]:
     return stored(row["split"], ANSWERS / row["answers"])
 
 
-def _compared(by_variant: dict[str, dict[int, dict[str, Any]]], name: str, against: str) -> tuple[str, str]:
-    """F1 of a variant less that of ``against``, and the share of full supervision."""
-    others = [one for one in (against, "full") if one in by_variant]
+def _compared(by_variant: dict[str, dict[int, dict[str, Any]]], name: str, against: str, full: str) -> tuple[str, str]:
+    """F1 of a variant less that of ``against``, and the share of ``full`` supervision."""
+    others = [one for one in (against, full) if one in by_variant]
     seeds = sorted(set.intersection(*(set(by_variant[one]) for one in (name, *others))))
     if name == against or not seeds:
         return "", ""
     drawn = _drawn([[_counts(_answers(by_variant[one][seed])) for seed in seeds] for one in (name, *others)])
     gain_D = drawn[:, 0] - drawn[:, 1]
-    if name == "full" or "full" not in others:
+    if name == full or full not in others:
         return _shown(gain_D), ""
     return _shown(gain_D), _shown(gain_D / (drawn[:, 2] - drawn[:, 1]))
 

@@ -15,7 +15,6 @@ from coordexp.cli.convert import convert_app
 from coordexp.cli.tiling import TileOverlap, Tiles, read_tiling, tile_command
 from coordexp.cli.train import separate_config, split_words
 from coordexp.cli.usage import App
-from coordexp.data.files import refuse_existing
 from coordexp.errors import ConfigError, DataError
 from coordexp.heavy_imports import heavy_imports
 from coordexp.printable import printable
@@ -152,6 +151,7 @@ def split_command(
 
     The parts are written next to it; records of one image stay together.
     """
+    from coordexp.data.files import refuse_existing
     from coordexp.data.jsonl import read_jsonl, write_jsonl
     from coordexp.data.subset import split_records
 
@@ -174,6 +174,7 @@ def sample_command(
     seed: Seed = 0,
 ) -> None:
     """Draw records at random."""
+    from coordexp.data.files import refuse_existing
     from coordexp.data.jsonl import read_jsonl, write_jsonl
     from coordexp.data.subset import sample_records
 
@@ -225,6 +226,7 @@ def rename_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Rename classes, or join them with others."""
+    from coordexp.data.files import refuse_existing
     from coordexp.data.jsonl import read_jsonl, write_jsonl
     from coordexp.data.subset import read_renames, rename_classes
 
@@ -264,6 +266,7 @@ def drop_command(
     as_json: AsJson = False,
 ) -> None:
     """Leave annotations out at random, or remove soft objects."""
+    from coordexp.data.files import refuse_existing
     from coordexp.data.jsonl import read_jsonl, write_jsonl
 
     if not overwrite:
@@ -349,13 +352,14 @@ def complete_command(
     Added objects are soft: their text is trained, their coordinates are not. Answers are written as they arrive. The
     same command again continues where it stopped.
     """
+    from coordexp.config.checks import check_paths
+    from coordexp.data.files import refuse_existing
+    from coordexp.inference.completion import CompletionRules, completion_config, run_completion
+
     if not overwrite:
         refuse_existing(out)
     names, arguments = split_words(words)
     config, jsonl = separate_config(names, "DATA.jsonl")
-    from coordexp.config.checks import check_paths
-    from coordexp.inference.completion import CompletionRules, completion_config, run_completion
-
     check_paths({}, {"DATA.jsonl": jsonl})
     model = None if model is None else check_checkpoint(model)
     run = completion_config(model, config=config, prompt=prompt, batch_size=batch_size, arguments=arguments)
