@@ -90,9 +90,9 @@ def test_tiles_are_cut_and_replaced_if_asked(tmp_path: Path) -> None:
 def test_annotations_are_completed_by_a_models_own_settings_or_a_configuration(tmp_path: Path) -> None:
     model = asset("checkpoints/demo-stage1")
     config = write_run(tmp_path, 1, model)
-    (without := tmp_path / "none.jsonl").write_text(
-        "".join(f"{json.dumps({**json.loads(line), 'objects': []})}\n" for line in (tmp_path / "scenes.jsonl").read_text().splitlines())
-    )
+    lines = [json.loads(line) for line in (tmp_path / "scenes.jsonl").read_text().splitlines()]
+    without = tmp_path / "none.jsonl"
+    without.write_text("".join(f"{json.dumps({**line, 'objects': []})}\n" for line in lines))
     counts = complete(without, tmp_path / "a.jsonl", model=model, sheet=tmp_path / "sheet.png", quiet=True)
     assert counts is not None and counts.annotated == 0 < counts.outcomes["added"] <= counts.predicted
     added = [obj for record in read_jsonl(tmp_path / "a.jsonl") for obj in record.objects]
@@ -107,7 +107,7 @@ def test_annotations_are_completed_by_a_models_own_settings_or_a_configuration(t
     assert short is not None and short.predicted == 0 and short.truncated_answers == 4
     with pytest.raises(ConfigError, match="name the checkpoint"):
         complete(without, tmp_path / "c.jsonl")
-    with pytest.raises(ConfigError, match="missing.jsonl: file not found"):
+    with pytest.raises(ConfigError, match=r"missing\.jsonl: file not found"):
         complete(tmp_path / "missing.jsonl", tmp_path / "c.jsonl", model=model)
 
 
