@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 from rich.table import Table
@@ -27,6 +28,7 @@ from coordexp.printable import printable
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95  # of every interval
+_DRAWN_AT_ONCE = 4 << 20  # images of resamples in memory, in training's evaluation
 _COUNTS = ("images", "gt", "pred", "matched", "matched_any_desc", "matched_iou_sum", "dropped", "duplicates", "giants",
            "truncated", "repeat_terminated", "empty", "tokens")  # fmt: skip
 COMPARED = ("f1", "precision", "recall", "mean_matched_iou", "duplicate_rate", "giant_rate", "invalid_rate",
@@ -120,8 +122,7 @@ def compare(
     not answer the same images with the same annotations.
     """
     b = paired(a, b)
-    # How often each image is drawn: each row sums to the number of images.
-    weights_RN = np.random.default_rng(seed).multinomial(len(a), np.full(len(a), 1 / len(a)), size=resamples)
+    weights_RN = _drawn_images(np.random.default_rng(seed), len(a), resamples)
     counted = [[count_image(answer, IOU_THRESHOLD) for answer in run] for run in (a, b)]
     ap_a, ap_b = (average_precision(run, constant_score=constant_score) for run in (a, b))
     figures = [Difference("AP", ap_a.figures.get("AP", 0.0), ap_b.figures.get("AP", 0.0))]
@@ -160,13 +161,25 @@ def compare(
 
 
 def changed_rates(first: Sequence[ImageAnswer], later: Sequence[ImageAnswer]) -> dict[str, float]:
-    """The shares of :class:`Ledger` without intervals, of two lists of the same images in the same order. A share of
-    nothing is 0."""
-    total: Counter[str] = Counter()
-    for before, after in zip(first, later, strict=True):
-        total.update(_changes(before, after), pred=len(after.pred))
-    of = {"lost": "found", "gained": "missed", "false_gained": "pred"}
-    return {f"{part}_rate": total[part] / total[whole] if total[whole] else 0.0 for part, whole in of.items()}
+    """Shares of :class:`Ledger` by name (``lost_rate``), each with the ends of its interval (``lost_rate_low``,
+    ``lost_rate_high``), of two lists of the same images in the same order. A share of nothing is 0."""
+    changes = [_changes(before, after) for before, after in zip(first, later, strict=True)]
+    columns = _columns(changes) | {"pred": np.array([len(after.pred) for after in later], np.float64)}
+    drawing = np.random.default_rng(0)
+    at_once = max(1, _DRAWN_AT_ONCE // len(first))
+    sizes = [min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once)]
+    drawn: dict[str, list[np.ndarray]] = {name: [] for name in columns}
+    for size in sizes:
+        weights_RN = _drawn_images(drawing, len(first), size)
+        for name, column_N in columns.items():
+            drawn[name].append(weights_RN @ column_N)
+    drawn_R = {name: np.concatenate(parts) for name, parts in drawn.items()}
+    rates: dict[str, float] = {}
+    for part, whole in (("lost", "found"), ("gained", "missed"), ("false_gained", "pred")):
+        share = _share(columns, drawn_R, part, whole)
+        low, high = share.interval
+        rates |= {f"{part}_rate": share.value, f"{part}_rate_low": low, f"{part}_rate_high": high}
+    return rates
 
 
 def _changes(before: ImageAnswer, after: ImageAnswer) -> dict[str, int]:
@@ -187,19 +200,28 @@ def _changes(before: ImageAnswer, after: ImageAnswer) -> dict[str, int]:
     }  # fmt: skip
 
 
+def _drawn_images(drawing: np.random.Generator, count: int, resamples: int) -> np.ndarray:
+    # (R, N) How often each image is drawn: each row sums to the number of images.
+    return drawing.multinomial(count, np.full(count, 1 / count), size=resamples)
+
+
+def _columns(changes: Sequence[Mapping[str, int]]) -> dict[str, np.ndarray]:
+    return {name: np.array([one[name] for one in changes], np.float64) for name in changes[0]}
+
+
+def _share(columns: Mapping[str, np.ndarray], drawn_R: Mapping[str, np.ndarray], part: str, whole: str) -> Share:
+    ratio_R = np.divide(drawn_R[part], drawn_R[whole], out=np.zeros(len(drawn_R[part])), where=drawn_R[whole] > 0)
+    return Share(int(columns[part].sum()), int(columns[whole].sum()), _interval(ratio_R))
+
+
 def _ledger(
     changes: Sequence[Mapping[str, int]], counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray
 ) -> Ledger:
-    columns = {name: np.array([one[name] for one in changes], np.float64) for name in changes[0]}
+    columns = _columns(changes)
     for run, parts in zip("ab", counted, strict=True):
         for name in ("pred", "duplicates"):
             columns[f"{name}_{run}"] = np.array([part.counts[name] for part in parts], np.float64)
-
-    def share(part: str, whole: str) -> Share:
-        part_R, whole_R = (weights_RN @ columns[name] for name in (part, whole))
-        ratio_R = np.divide(part_R, whole_R, out=np.zeros(len(part_R)), where=whole_R > 0)
-        return Share(int(columns[part].sum()), int(columns[whole].sum()), _interval(ratio_R))
-
+    share = partial(_share, columns, {name: weights_RN @ column_N for name, column_N in columns.items()})
     return Ledger(
         kept=share("kept", "found"),
         lost=share("lost", "found"),

@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -149,6 +149,11 @@ _EVALUATED = (
 )
 
 
+def _with_interval(found: Mapping[str, float], name: str) -> str:
+    low, high = found.get(f"{name}_low"), found.get(f"{name}_high")
+    return f"{found[name]:.3f}" if low is None or high is None else f"{found[name]:.3f} ({low:.3f} to {high:.3f})"
+
+
 class RichProgress(TrainerCallback):
     """A progress bar of the optimizer steps with the main figures, one of a running evaluation, and a line with each
     evaluation's figures."""
@@ -220,7 +225,7 @@ class RichProgress(TrainerCallback):
             # The time left follows from steps alone.
             self._lines, self._first = Lines(self._console), state.global_step
         found = {name.removeprefix("eval_rollout/"): value for name, value in (metrics or {}).items()}
-        figures = [f"{label} {found[name]:.3f}" for name, label in _EVALUATED if name in found]
+        figures = [f"{label} {_with_interval(found, name)}" for name, label in _EVALUATED if name in found]
         if figures and self._lines is not None:
             self._evaluated = f"evaluation after step {state.global_step}: {'  '.join(figures)}"
             self._print(self._evaluated)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject, read_answers
+from coordexp.evaluation.compare import changed_rates, compare
 from coordexp.records import GTObject
 from coordexp.training.ledger import RunLedger
 from support.answers import CAT, DOG
@@ -32,11 +34,24 @@ def ledger(tmp_path: Path, notes: list[str]) -> RunLedger:
 
 def test_later_evaluations_are_compared_with_the_first(ledger: RunLedger) -> None:
     assert ledger.rates(answers(CAT), is_first=True) == {}
-    same = {"lost_rate": 0.0, "gained_rate": 0.0, "false_gained_rate": 0.0}
-    assert ledger.rates(answers(CAT), is_first=False) == same
-    other = {"lost_rate": 1.0, "gained_rate": 1.0, "false_gained_rate": 0.5}
-    assert ledger.rates(answers(DOG, GHOST), is_first=False) == other
-    assert ledger.rates(answers(CAT, DOG), is_first=False) == same | {"gained_rate": 1.0}
+
+    def of_one_image(lost: float, gained: float, false_gained: float) -> dict[str, float]:
+        shares = {"lost": lost, "gained": gained, "false_gained": false_gained}
+        return {f"{name}_rate{end}": share for name, share in shares.items() for end in ("", "_low", "_high")}
+
+    assert ledger.rates(answers(CAT), is_first=False) == of_one_image(0, 0, 0)
+    assert ledger.rates(answers(DOG, GHOST), is_first=False) == of_one_image(1, 1, 0.5)
+    assert ledger.rates(answers(CAT, DOG), is_first=False) == of_one_image(0, 1, 0)
+
+
+def test_intervals_are_those_of_a_comparison() -> None:
+    """Of 100 images, whose object the later evaluation misses in every fifth."""
+    first = [replace(one, sample_id=f"{n}") for n in range(100) for one in answers(CAT)]
+    later = [replace(one, sample_id=f"{n}") for n in range(100) for one in (answers(CAT) if n % 5 else answers(GHOST))]
+    rates, ledger = changed_rates(first, later), compare(first, later, constant_score=1.0).ledger
+    assert rates["lost_rate"] == 0.2 and 0.1 < rates["lost_rate_low"] < 0.2 < rates["lost_rate_high"] < 0.3
+    assert (rates["lost_rate_low"], rates["lost_rate_high"]) == ledger.lost.interval
+    assert (rates["false_gained_rate_low"], rates["false_gained_rate_high"]) == ledger.false_gained.interval
 
 
 def test_a_resumed_run_reads_its_first_evaluation(ledger: RunLedger, tmp_path: Path, notes: list[str]) -> None:
