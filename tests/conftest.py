@@ -53,6 +53,8 @@ FIRST = (
     "tests/integration/test_server_faults.py",
     "tests/integration/test_demo.py",
     "tests/integration/test_doctor.py",
+    "tests/integration/test_notebook.py",
+    "tests/integration/test_walks.py",
     "tests/fake_cuda/test_shipped_on_gpu.py",
     "tests/faults/test_kills.py",
     "tests/faults/test_lost_processes.py",
