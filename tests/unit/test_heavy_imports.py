@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
@@ -57,3 +58,28 @@ def test_transformers_knows_them_afterwards() -> None:
     with heavy_imports():
         assert not transformers.utils.is_sklearn_available()
     assert transformers.utils.is_sklearn_available() is before
+
+
+def test_threads_that_import_at_once_leave_transformers_and_collection_as_they_were() -> None:
+    before, collects = transformers.utils.is_sklearn_available, gc.isenabled()
+    inside, may_leave, first_left = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with heavy_imports():
+            inside.set()
+            may_leave.wait(60)
+        first_left.set()
+
+    def second() -> None:
+        with heavy_imports():
+            first_left.wait(60)
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    assert inside.wait(60)
+    threads[1].start()
+    threads[1].join(0.2)
+    may_leave.set()
+    for thread in threads:
+        thread.join(60)
+    assert transformers.utils.is_sklearn_available is before and gc.isenabled() is collects
