@@ -122,8 +122,8 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServ
 
 
 def pytest_collection_finish() -> None:
-    """Later garbage collections pass over modules and collected tests: a tenth of the time. And ms-swift's trainers
-    must not be there: they replace methods of ``transformers.Trainer`` as they are imported."""
+    """Later garbage collections pass over modules and collected tests. And ms-swift's trainers must not be there: they
+    replace methods of ``transformers.Trainer`` as they are imported."""
     gc.collect()
     gc.freeze()
     if "swift.trainers" in sys.modules:

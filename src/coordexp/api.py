@@ -8,14 +8,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from coordexp.config import load_config
 from coordexp.config.checks import check_paths
 from coordexp.config.schema import RunConfig
-from coordexp.data.files import refuse_existing
+from coordexp.data.files import check_new_file
 from coordexp.data.progress_bar import literal_console
-from coordexp.errors import ConfigError
+from coordexp.errors import ConfigError, DataError
+from coordexp.heavy_imports import heavy_imports
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,8 +71,9 @@ def train(
     from coordexp.checkpoints.fetch import with_model_here
 
     run = with_model_here(run)
-    from coordexp.modeling.load import no_progress_bars
-    from coordexp.training.run import run_training
+    with heavy_imports():
+        from coordexp.modeling.load import no_progress_bars
+        from coordexp.training.run import run_training
 
     given = tuple(f"{key}={value}" for key, value in (overrides or {}).items())
     with no_progress_bars():
@@ -96,7 +98,7 @@ def evaluate(
     quiet: bool = False,
     answers: int = 1,
     tiles: int | tuple[int, int] | None = None,
-    overlap: float = 0.2,
+    overlap: float | None = None,
     overwrite: bool = False,
 ) -> EvaluationResult:
     """Evaluate a checkpoint as ``coordexp evaluate`` does, and write figures and answers.
@@ -114,7 +116,7 @@ def evaluate(
         quiet: without a progress bar.
         answers: per image, merged into one; ``by_answers`` then has figures of one, merged and best answers.
         tiles: answer tiles of this side, or (width, height), in pixels, and merge their answers.
-        overlap: share of its side that a tile has at least from its neighbour.
+        overlap: share of its side that a tile has at least from its neighbour; None: 0.2.
         overwrite: replace an evaluation of another model, dataset or settings in ``out``.
 
     Returns:
@@ -141,15 +143,16 @@ def evaluate(
         checkpoint = model_folder(checkpoint)
     elif isinstance(run, RunConfig):
         run = with_model_here(run)
-    from coordexp.data.tiles import Tiling
-    from coordexp.inference.prediction import run_evaluation
-    from coordexp.modeling.load import no_progress_bars
+    with heavy_imports():
+        from coordexp.data.tiles import Tiling
+        from coordexp.inference.prediction import run_evaluation
+        from coordexp.modeling.load import no_progress_bars
 
     with no_progress_bars():
         return run_evaluation(
             run, _console(quiet), model=checkpoint, data=jsonl, limit=limit, output=None if out is None else Path(out),
             classes=checked_class_names(classes, checkpoint or run.model.model), calibrate=calibrate, answers=answers,
-            tiling=None if tiles is None else Tiling.of(tiles, overlap), overwrite=overwrite,
+            tiling=Tiling.asked(tiles, overlap), overwrite=overwrite,
         )  # fmt: skip
 
 
@@ -193,7 +196,7 @@ def convert(form: str, source: str | Path, out: str | Path, **options: Any) -> C
 def tile(
     data: str | Path,
     out: str | Path,
-    size: str | int | tuple[int, int],
+    size: str | SupportsIndex | Sequence[SupportsIndex],
     *,
     overlap: float = 0.2,
     min_area_ratio: float = 0.1,
@@ -218,15 +221,18 @@ def tile(
         Counts of photographs, tiles, and objects that are whole, cut and lost.
 
     Raises:
-        ConfigError: impossible tiles. DataError: ``out`` exists; a photograph cannot be read.
+        ConfigError: a number outside of its range, no such dataset. DataError: ``out`` exists, or is ``data``; a
+            photograph cannot be read.
     """
     from coordexp.data.jsonl import read_jsonl
     from coordexp.data.tiles import Tiling, write_tiles
 
     source, tiles = Path(data), Path(out)
     tiling = Tiling.of(size, overlap)
-    if not overwrite or (tiles.exists() and tiles.samefile(source)):
-        refuse_existing(tiles)
+    check_paths({}, {"data": source})
+    if tiles.exists() and tiles.samefile(source):
+        raise DataError("is the dataset of the photographs, which tiles refer to; name another file", path=tiles)
+    check_new_file(tiles, overwrite)
     return write_tiles(
         read_jsonl(source), tiles, tiling, min_area_ratio=min_area_ratio, negatives=negatives, seed=seed,
         progress=progress,
@@ -244,7 +250,7 @@ def complete(
     batch_size: int | None = None,
     rules: CompletionRules | None = None,
     tiles: int | tuple[int, int] | None = None,
-    overlap: float = 0.2,
+    overlap: float | None = None,
     sheet: str | Path | None = None,
     sheet_images: int = 12,
     overwrite: bool = False,
@@ -258,11 +264,11 @@ def complete(
         model: the checkpoint that answers; None takes ``model.model`` of ``config``.
         config: a run's YAML, for prompt, decoding and backend; None takes those of ``model``'s own run.
         overrides: keys on top of it.
-        prompt: if neither of them has one.
+        prompt: instead of the prompt of ``config``, or if ``model``'s run has none.
         batch_size: images answered at once; None takes that of ``config``, or 8.
         rules: when an object is added, and with which weight; None takes the command's defaults.
         tiles: answer tiles of this side, or (width, height), in pixels, and merge their answers.
-        overlap: share of its side that a tile has at least from its neighbour.
+        overlap: share of its side that a tile has at least from its neighbour; None: 0.2.
         sheet: a picture of the ``sheet_images`` images with the likeliest missed objects.
         overwrite: replace ``out``, if it is there.
         quiet: without a progress bar.
@@ -275,25 +281,27 @@ def complete(
     """
     from coordexp.checkpoints.fetch import model_folder
     from coordexp.data.tiles import Tiling
-    from coordexp.inference.completion import CompletionRules, completion_config, run_completion
-    from coordexp.modeling.load import no_progress_bars
+    from coordexp.inference.completion import CompletionRules, check_files, completion_config, run_completion
 
-    source, completed = Path(data), Path(out)
-    if not overwrite:
-        refuse_existing(completed)
+    source, completed, picture = Path(data), Path(out), None if sheet is None else Path(sheet)
     check_paths({} if model is None else {"model": model}, {"data": source})
+    check_files(source, completed, picture, sheet_images, overwrite)
+    if rules is not None and not isinstance(rules, CompletionRules):
+        raise ConfigError(f"rules: {rules!r}; give coordexp.CompletionRules(threshold=0.5, …)")
+    tiling = Tiling.asked(tiles, overlap)
     run = completion_config(
         None if model is None else model_folder(model),
         config=None if config is None else Path(config),
         prompt=prompt,
         batch_size=batch_size,
-        arguments=[f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()],
+        arguments=[f"{key}={json.dumps(value, default=str)}" for key, value in (overrides or {}).items()],
     )
+    with heavy_imports():
+        from coordexp.modeling.load import no_progress_bars
     with no_progress_bars():
         done = run_completion(
             run, _console(quiet), source=source, out=completed, rules=rules or CompletionRules(),
-            sheet=None if sheet is None else Path(sheet), sheet_images=sheet_images,
-            tiling=None if tiles is None else Tiling.of(tiles, overlap),
+            sheet=picture, sheet_images=sheet_images, tiling=tiling,
         )  # fmt: skip
     return None if done is None else done[0]
 

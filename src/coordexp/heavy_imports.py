@@ -6,41 +6,54 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 # Where these are installed, transformers imports them, and with them pandas and scipy.stats: for a curve of assisted
-# decoding, and for a kind of data set that its Trainer takes. Nothing here uses either.
+# decoding, and for a kind of data set that its Trainer takes. No command needs either.
 _UNUSED = ("sklearn", "datasets")
-_ONE_AT_A_TIME = threading.RLock()  # what a thread finds is what it puts back
+_one_at_a_time = threading.RLock()  # what a thread finds is what it puts back
+_is_command = False
+
+
+def process_is_a_command() -> None:
+    """Call in a process that runs a command and ends: :func:`heavy_imports` may then change it for good. In a user's
+    own process imports are complete, and all garbage is collected."""
+    global _is_command
+    _is_command = True
 
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Import without garbage collection, which would look through thousands of growing modules again and again, and
-    without what transformers imports for others. Later collections pass over the modules of the first imports, and over
-    what else is alive then. Threads wait for each other."""
-    with _ONE_AT_A_TIME:
-        yield from _importing()
+    """Import without garbage collection, which would look through thousands of growing modules again and again. A
+    command also imports without what it does not need, and its later collections pass over modules."""
+    with _one_at_a_time, _without_collection(), _without_unused() if _is_command else nullcontext():
+        yield
 
 
-def _importing() -> Iterator[None]:
-    collects, is_first = gc.isenabled(), "transformers" not in sys.modules
-    if is_first:
-        gc.collect()  # garbage of the caller would be passed over too
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    collects = gc.isenabled()
     gc.disable()
     try:
-        import transformers.utils as asked
-
-        answers = {name: getattr(asked, name) for name in (f"is_{package}_available" for package in _UNUSED)}
-        for name in answers:
-            setattr(asked, name, lambda: False)
-        try:
-            yield
-        finally:
-            for name, answer in answers.items():
-                setattr(asked, name, answer)
-        if is_first:
-            gc.freeze()
+        yield
     finally:
         if collects:
             gc.enable()
+
+
+@contextmanager
+def _without_unused() -> Iterator[None]:
+    is_first = "transformers.modeling_utils" not in sys.modules
+    import transformers.utils as installed
+
+    names = [f"is_{package}_available" for package in _UNUSED]
+    as_found = {name: getattr(installed, name) for name in names}
+    for name in names:
+        setattr(installed, name, lambda: False)
+    try:
+        yield
+    finally:
+        for name, function in as_found.items():
+            setattr(installed, name, function)
+    if is_first:
+        gc.freeze()

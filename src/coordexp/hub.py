@@ -125,14 +125,14 @@ def cached(model: HubModel) -> Path | None:
     files = _files(hub, model)
     if files is None:  # another program fetched it; what is missing is noticed by those who read it
         return folder if hub.constants.is_offline_mode() and folder.is_dir() else None
-    here = [(folder / name, size) for name, size in files if (folder / name).exists()]
-    for file, size in here:  # the library looks at names only
+    present = [(folder / name, size) for name, size in files if (folder / name).exists()]
+    for file, size in present:  # the library looks at names only
         if size and file.stat().st_size != size:
             raise CheckpointError(
-                f"{model}: {file} has {file.stat().st_size} of {size} bytes, as after a copy that was broken off; "
-                f"delete {file.resolve()} and start again, which fetches it"
+                f"{model}: {file} has {file.stat().st_size} bytes, not {size} as on the hub; delete {file.resolve()} "
+                "and start again where there is a network, which fetches it"
             )
-    return folder if files and len(here) == len(files) else None
+    return folder if files and len(present) == len(files) else None
 
 
 def fetch(model: HubModel, check: Callable[[Path], object]) -> Path:

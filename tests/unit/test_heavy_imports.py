@@ -9,7 +9,7 @@ import weakref
 import pytest
 import transformers.utils
 
-from coordexp.heavy_imports import heavy_imports
+from coordexp.heavy_imports import heavy_imports, process_is_a_command
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -39,28 +39,41 @@ def test_garbage_of_the_caller_is_collected_afterwards() -> None:
     assert left() is None
 
 
-def test_packages_that_transformers_imports_for_others_are_left_alone() -> None:
-    pytest.importorskip("sklearn")
-    pytest.importorskip("datasets")
+def imported(before: str) -> str:
+    """What of these a new process has imported, and whether its modules are passed over by garbage collection."""
     code = (
-        "import sys\n"
+        f"import gc, sys\n{before}\n"
         "from coordexp.heavy_imports import heavy_imports\n"
         "with heavy_imports():\n"
         "    from transformers import Trainer\n"
-        "print(sorted({'datasets', 'pandas', 'sklearn', 'transformers'} & set(sys.modules)))\n"
+        "known = {'datasets', 'pandas', 'sklearn', 'transformers'} & set(sys.modules)\n"
+        "print(*sorted(known), gc.get_freeze_count() > 0)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "['transformers']"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_command_imports_nothing_that_it_does_not_need() -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("datasets")
+    assert imported("from coordexp.heavy_imports import process_is_a_command as own; own()") == "transformers True"
+
+
+def test_a_process_of_the_user_is_left_as_it_is() -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("datasets")
+    assert imported("") == "datasets pandas sklearn transformers False"
 
 
 def test_transformers_knows_them_afterwards() -> None:
-    before = transformers.utils.is_sklearn_available()
+    process_is_a_command()
+    before = transformers.utils.is_sklearn_available
     with heavy_imports():
         assert not transformers.utils.is_sklearn_available()
-    assert transformers.utils.is_sklearn_available() is before
+    assert transformers.utils.is_sklearn_available is before
 
 
 def test_threads_that_import_at_once_leave_transformers_and_collection_as_they_were() -> None:
+    process_is_a_command()
     before, collects = transformers.utils.is_sklearn_available, gc.isenabled()
     inside, may_leave, first_left = threading.Event(), threading.Event(), threading.Event()
 

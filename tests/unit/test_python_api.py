@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
@@ -13,6 +15,7 @@ import coordexp
 from coordexp import CompletionRules, complete, convert, evaluate, tile, train
 from coordexp.data.files import asset
 from coordexp.data.jsonl import read_jsonl
+from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.errors import ConfigError, DataError
 from support.cli_runs import small_checkpoint, write_run
 from support.one_scene import as_coco, as_labelme
@@ -80,11 +83,73 @@ def test_tiles_are_cut_and_replaced_if_asked(tmp_path: Path) -> None:
     assert (counts.photographs, counts.tiles, len(read_jsonl(out, check_images=True))) == (4, 16, 16)
     with pytest.raises(DataError, match="exists already"):
         tile(scenes, out, (128, 64))
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(DataError, match="is the dataset of the photographs"):
         tile(out, out, 32, overwrite=True)
     assert tile(scenes, out, (128, 64), overlap=0, overwrite=True).tiles == 8
     with pytest.raises(ConfigError, match="overlap"):
         tile(scenes, tmp_path / "other.jsonl", 64, overlap=1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"size": None}, "tiles of None"),
+        ({"size": 64.5}, "tiles of 64.5"),
+        ({"size": (64, 32, 16)}, r"tiles of \(64, 32, 16\)"),
+        ({"size": 0}, "tiles of 0x0"),
+        ({"overlap": "x"}, "overlap of tiles: 'x'"),
+        ({"overlap": float("nan")}, "overlap of tiles: nan"),
+        ({"min_area_ratio": 20}, "min_area_ratio: 20; give a share"),
+        ({"negatives": -1}, "negatives: -1; give a share"),
+        ({"negatives": float("nan")}, "negatives: nan; give a share"),
+        ({"data": "missing.jsonl", "overwrite": True}, r"missing\.jsonl: file not found"),
+    ],
+)
+def test_impossible_tiles_are_refused_before_anything_is_written(
+    wrong: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    write_scenes(tmp_path, 1, SPARSE, 5)
+    (out := tmp_path / "tiles.jsonl").write_text("as before")
+    with pytest.raises(ConfigError, match=named):
+        tile(**{"data": tmp_path / "scenes.jsonl", "out": out, "size": 64, "overwrite": True, **wrong})
+    assert out.read_text() == "as before"
+
+
+def test_sides_of_tiles_are_any_whole_numbers(tmp_path: Path) -> None:
+    write_scenes(tmp_path, 1, SPARSE, 5)
+    assert tile(tmp_path / "scenes.jsonl", tmp_path / "tiles.jsonl", np.int64(64), overlap=0).tiles == 4
+
+
+def test_a_failed_replacement_leaves_no_old_boxes_on_new_images(tmp_path: Path) -> None:
+    scenes, out = write_scenes(tmp_path, 2, SPARSE, 5), tmp_path / "tiles.jsonl"
+    tile(scenes, out, 64)
+    read_jsonl(scenes)[1].image.write_bytes(b"no picture")
+    with pytest.raises(DataError):
+        tile(scenes, out, 64, overwrite=True)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"sheet": "sheet.txt"}, r"sheet\.txt: a picture ends in"),
+        ({"sheet": "sheet.png", "out": "sheet.png"}, "name another file for the sheet"),
+        ({"sheet_images": 0}, "sheet_images: 0"),
+        ({"rules": {"threshold": 0.3}}, "rules: .*CompletionRules"),
+        ({"overlap": 0.5}, "overlap has no use here"),
+        ({"tiles": 2.5}, "tiles of 2.5"),
+        ({"out": "."}, "is a folder"),
+    ],
+)
+def test_a_completion_is_refused_before_a_model_is_looked_for(
+    wrong: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_scenes(tmp_path, 1, SPARSE, 5)
+    (tmp_path / "model").mkdir()
+    with pytest.raises((ConfigError, DataError), match=named):
+        complete(**{"data": "scenes.jsonl", "out": "out.jsonl", "model": "model", **wrong})
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_annotations_are_completed_by_a_models_own_settings_or_a_configuration(tmp_path: Path) -> None:
@@ -105,6 +170,8 @@ def test_annotations_are_completed_by_a_models_own_settings_or_a_configuration(t
     assert {obj.soft for record in read_jsonl(tmp_path / "a.jsonl") for obj in record.objects} == {0.25}
     short = complete(without, tmp_path / "b.jsonl", config=config, overrides={"rollout_matching.max_new_tokens": 5})
     assert short is not None and short.predicted == 0 and short.truncated_answers == 4
+    with pytest.raises(DataError, match=r"another prompt .*delete that folder of answers"):
+        complete(without, tmp_path / "a.jsonl", model=model, prompt="Find all.", overwrite=True)
     with pytest.raises(ConfigError, match="name the checkpoint"):
         complete(without, tmp_path / "c.jsonl")
     with pytest.raises(ConfigError, match=r"missing\.jsonl: file not found"):

@@ -14,7 +14,9 @@ def main(argv: list[str] | None = None) -> None:
     exception is a bug and leaves with its traceback."""
     try:
         from coordexp.cli.commands import run
+        from coordexp.heavy_imports import process_is_a_command
 
+        process_is_a_command()
         run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:  # also while commands are imported
         sys.exit(INTERRUPTED)

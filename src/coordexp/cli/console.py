@@ -16,7 +16,6 @@ import typer
 from coordexp.errors import ConfigError, CoordExpError, DataError
 from coordexp.heavy_imports import heavy_imports
 from coordexp.printable import printable
-from coordexp.reading import is_own
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,7 +72,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 def no_bars_in_log_files(*, nor_on_terminals: bool = False) -> None:
     """Disable transformers' progress bars unless stderr is a terminal, or there too."""
     if nor_on_terminals or not sys.stderr.isatty():
-        from transformers.utils import logging
+        with heavy_imports():
+            from transformers.utils import logging
 
         logging.disable_progress_bar()
 
@@ -145,18 +145,21 @@ def checked_inputs(
 
 
 def written_file(path: Path | None) -> Path | None:
-    """The path of one file to write, as an option names it: raise ConfigError if no command of ours wrote the file that
-    is there."""
-    if path is not None and path.exists() and (path.is_dir() or not is_own(path)):
-        raise ConfigError(f"{path}: is there already, and no command of CoordExp wrote it; name another file")
+    """The path of one file to write, as an option names it, checked."""
+    if path is not None:
+        from coordexp.data.files import check_own_file
+
+        check_own_file(path)
     return path
 
 
 def picture(path: Path | None) -> Path | None:
     """As :func:`written_file`, for a picture."""
-    if path is not None and path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
-        raise ConfigError(f"{path}: a picture ends in .png, .jpg or .webp")
-    return written_file(path)
+    if path is not None:
+        from coordexp.data.files import check_picture
+
+        check_picture(path)
+    return path
 
 
 def say(console: Console, text: str) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from coordexp.cli.console import check_checkpoint, counting, echo, no_bars_in_log_files, open_console, picture
 from coordexp.cli.convert import convert_app
-from coordexp.cli.tiling import TileOverlap, Tiles, read_tiling, tile_command
+from coordexp.cli.tiling import TileOverlap, Tiles, tile_command
 from coordexp.cli.train import separate_config, split_words
 from coordexp.cli.usage import App
 from coordexp.errors import ConfigError, DataError
@@ -151,7 +151,7 @@ def split_command(
 
     The parts are written next to it; records of one image stay together.
     """
-    from coordexp.data.files import refuse_existing
+    from coordexp.data.files import check_new_file
     from coordexp.data.jsonl import read_jsonl, write_jsonl
     from coordexp.data.subset import split_records
 
@@ -161,7 +161,7 @@ def split_command(
     parts = split_records(read_jsonl(jsonl), list(wanted.values()), seed)
     paths = [jsonl.with_name(f"{jsonl.stem}.{name}.jsonl") for name in wanted]
     for path in paths:
-        refuse_existing(path, "remove or rename it")
+        check_new_file(path, fix="remove or rename it")
     for path, part in zip(paths, parts, strict=True):
         echo(f"wrote {path}: {write_jsonl(part, path)} records")
 
@@ -174,11 +174,11 @@ def sample_command(
     seed: Seed = 0,
 ) -> None:
     """Draw records at random."""
-    from coordexp.data.files import refuse_existing
+    from coordexp.data.files import check_new_file
     from coordexp.data.jsonl import read_jsonl, write_jsonl
     from coordexp.data.subset import sample_records
 
-    refuse_existing(out, "name another file")
+    check_new_file(out, fix="name another file")
     echo(f"wrote {out}: {write_jsonl(sample_records(read_jsonl(jsonl), count, seed), out)} records")
 
 
@@ -226,12 +226,11 @@ def rename_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Rename classes, or join them with others."""
-    from coordexp.data.files import refuse_existing
+    from coordexp.data.files import check_new_file
     from coordexp.data.jsonl import read_jsonl, write_jsonl
     from coordexp.data.subset import read_renames, rename_classes
 
-    if not overwrite:
-        refuse_existing(out)
+    check_new_file(out, overwrite)
     records = read_jsonl(jsonl)
     pairs = read_renames(renames, records)
     renamed, counts = rename_classes(records, pairs)
@@ -266,11 +265,10 @@ def drop_command(
     as_json: AsJson = False,
 ) -> None:
     """Leave annotations out at random, or remove soft objects."""
-    from coordexp.data.files import refuse_existing
+    from coordexp.data.files import check_new_file
     from coordexp.data.jsonl import read_jsonl, write_jsonl
 
-    if not overwrite:
-        refuse_existing(out)
+    check_new_file(out, overwrite)
     if soft:
         if keep is not None or per_class or per_size or allow_empty:
             raise ConfigError("--soft removes only soft objects; leave out the other options")
@@ -353,21 +351,20 @@ def complete_command(
     same command again continues where it stopped.
     """
     from coordexp.config.checks import check_paths
-    from coordexp.data.files import refuse_existing
-    from coordexp.inference.completion import CompletionRules, completion_config, run_completion
+    from coordexp.data.tiles import Tiling
+    from coordexp.inference.completion import CompletionRules, check_files, completion_config, run_completion
 
-    if not overwrite:
-        refuse_existing(out)
     names, arguments = split_words(words)
     config, jsonl = separate_config(names, "DATA.jsonl")
     check_paths({}, {"DATA.jsonl": jsonl})
+    check_files(jsonl, out, sheet, sheet_images, overwrite)
     model = None if model is None else check_checkpoint(model)
     run = completion_config(model, config=config, prompt=prompt, batch_size=batch_size, arguments=arguments)
     check_paths({"model.model": run.model.model})
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
     rules = CompletionRules(threshold, max_overlap, min_size, weight, known_descs)
-    tiling = read_tiling(tiles, overlap)
+    tiling = Tiling.asked(tiles, overlap)
     completed = run_completion(
         run, console, source=jsonl, out=out, rules=rules, sheet=sheet, sheet_images=sheet_images, tiling=tiling
     )

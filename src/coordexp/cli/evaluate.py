@@ -23,7 +23,7 @@ from coordexp.cli.console import (
     with_options,
 )
 from coordexp.cli.predict import Answers, Classes, ConstantScore, Limit, ModelOption
-from coordexp.cli.tiling import TileOverlap, Tiles, read_tiling
+from coordexp.cli.tiling import TileOverlap, Tiles
 from coordexp.cli.train import Print, is_config, print_config, split_words
 from coordexp.errors import ConfigError, DataError
 
@@ -208,10 +208,11 @@ def _evaluate_model(
     arguments: Sequence[str],
 ) -> None:
     from coordexp.config.resolved import AnswerConfig
+    from coordexp.data.tiles import Tiling
     from coordexp.inference.session import read_class_names, with_several_answers
 
     classes = read_class_names(options.classes, options.model or run.model.model)
-    tiling = read_tiling(options.tiles, options.overlap)
+    tiling = Tiling.asked(options.tiles, options.overlap)
     with_several_answers(AnswerConfig.of_run(run), options.answers, arguments)  # mistakes show at once
     from coordexp import distributed
 

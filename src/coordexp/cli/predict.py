@@ -20,7 +20,7 @@ from coordexp.cli.console import (
     say,
     say_written,
 )
-from coordexp.cli.tiling import TileOverlap, Tiles, read_tiling
+from coordexp.cli.tiling import TileOverlap, Tiles
 from coordexp.cli.train import is_config, split_words
 from coordexp.errors import ConfigError, DataError
 
@@ -91,7 +91,9 @@ def predict(
     written as they come: the same command with the same --out continues where it stopped. predictions.jsonl keeps
     objects below --min-confidence.
     """
-    tiling = read_tiling(tiles, overlap)
+    from coordexp.data.tiles import Tiling
+
+    tiling = Tiling.asked(tiles, overlap)
     names, arguments = split_words(words)
     config = Path(names.pop(0)) if names and is_config(names[0]) else None
     from coordexp.data.image_sources import as_path, is_pattern

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from coordexp.cli.console import counting, echo
-from coordexp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from coordexp.data.tiles import Tiling
 
 Tiles = Annotated[
     str | None,
@@ -26,15 +22,6 @@ TileOverlap = Annotated[
 ]
 Size = Annotated[str, typer.Option(metavar="PIXELS|WxH", help="Size of a tile, e.g. 512 or 640x480.")]
 Overlap = Annotated[float, typer.Option(min=0, max=0.9, help="Share of its side that a tile has from its neighbour.")]
-
-
-def read_tiling(tiles: str | None, overlap: float | None) -> Tiling | None:
-    """The tiles of ``--tiles`` and ``--overlap``; None without the first. Raises ConfigError for impossible ones."""
-    from coordexp.data.tiles import Tiling
-
-    if tiles is None and overlap is not None:
-        raise ConfigError("--overlap has no use here; it belongs to --tiles")
-    return None if tiles is None else Tiling.of(tiles, 0.2 if overlap is None else overlap)
 
 
 def tile_command(

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from coordexp import distributed
-from coordexp.errors import CheckpointError, DataError
+from coordexp.errors import CheckpointError, ConfigError, DataError
+from coordexp.reading import is_own
 
 logger = logging.getLogger("coordexp")
 
@@ -133,10 +134,27 @@ def whole_binary_file(path: Path) -> Iterator[BinaryIO]:
     flush_file(path.parent)
 
 
-def refuse_existing(path: Path, fix: str = "name another file, or say --overwrite (overwrite=True)") -> None:
-    """Raises DataError if a file that is about to be written is there."""
-    if path.exists():
+def check_new_file(
+    path: Path, overwrite: bool = False, fix: str = "name another file, or say --overwrite (overwrite=True)"
+) -> None:
+    """Raises DataError if a file that is about to be written is there, unless ``overwrite``, or is a folder."""
+    if path.is_dir():
+        raise DataError("is a folder; name a file", path=path)
+    if path.exists() and not overwrite:
         raise DataError(f"exists already; {fix}", path=path)
+
+
+def check_own_file(path: Path) -> None:
+    """Raises ConfigError if no command of ours wrote the file that is there."""
+    if path.exists() and (path.is_dir() or not is_own(path)):
+        raise ConfigError(f"{path}: is there already, and no command of CoordExp wrote it; name another file")
+
+
+def check_picture(path: Path) -> None:
+    """As :func:`check_own_file`, for a picture."""
+    if path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+        raise ConfigError(f"{path}: a picture ends in .png, .jpg or .webp")
+    check_own_file(path)
 
 
 def write_atomically(path: Path, text: str) -> None:

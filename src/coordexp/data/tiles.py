@@ -8,8 +8,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from operator import index
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, SupportsIndex, overload
 
 from PIL import Image
 
@@ -43,18 +44,28 @@ class Tiling:
     def __post_init__(self) -> None:
         if min(self.width, self.height) < 1:
             raise ConfigError(f"tiles of {self.width}x{self.height} pixels; give at least 1 pixel a side")
-        if not 0 <= self.overlap <= 0.9:
-            raise ConfigError(f"overlap of tiles: {self.overlap:g}; give a share of a tile's side, from 0 to 0.9")
+        if not isinstance(self.overlap, int | float) or not 0 <= self.overlap <= 0.9:
+            raise ConfigError(f"overlap of tiles: {self.overlap!r}; give a share of a tile's side, from 0 to 0.9")
 
     @classmethod
-    def of(cls, size: str | int | Sequence[int], overlap: float = 0.2) -> Tiling:
+    def of(cls, size: str | SupportsIndex | Sequence[SupportsIndex], overlap: float = 0.2) -> Tiling:
         """``size``: 512, "512", "640x480" or (640, 480), width first. Raises ConfigError for anything else."""
-        sides = size.lower().split("x") if isinstance(size, str) else [size] if isinstance(size, int) else [*size]
         try:
-            width, height = map(int, sides * 2 if len(sides) == 1 else sides)
-        except ValueError:
+            if isinstance(size, str):
+                sides = [int(side) for side in size.lower().split("x")]
+            else:
+                sides = [index(side) for side in (size if isinstance(size, Sequence) else [size])]
+            width, height = sides * 2 if len(sides) == 1 else sides
+        except (TypeError, ValueError):
             raise ConfigError(f"tiles of {size!r}; give a side in pixels, such as 512, or 640x480") from None
         return cls(width, height, overlap)
+
+    @classmethod
+    def asked(cls, tiles: str | SupportsIndex | Sequence[SupportsIndex] | None, overlap: float | None) -> Tiling | None:
+        """As :meth:`of`; None without ``tiles``, to which ``overlap`` belongs. Raises ConfigError."""
+        if tiles is None and overlap is not None:
+            raise ConfigError("overlap has no use here; it belongs to tiles (--tiles)")
+        return None if tiles is None else cls.of(tiles, 0.2 if overlap is None else overlap)
 
     def windows(self, width: int, height: int) -> list[Window]:
         """The tiles of a photograph of this size, row by row: as few as the overlap allows, evenly spread. All have the
@@ -183,7 +194,8 @@ def write_tiles(
     progress: Callable[[int, int], None] | None = None,
 ) -> TileCounts:
     """Cut the photographs of ``records``, and write the dataset of their tiles to ``out``, which appears last; images
-    are in ``images/STEM`` next to it, JPEG of JPEG and PNG of all others.
+    are in ``images/STEM`` next to it, JPEG of JPEG and PNG of all others. An older ``out`` is removed first: its images
+    are replaced.
 
     A tile's ``metadata.tile`` has the photograph (path from ``out``, size, line, its own metadata) and the tile's
     place in it.
@@ -194,8 +206,13 @@ def write_tiles(
         progress: called with (photographs done, all).
 
     Raises:
+        ConfigError: a number outside of its range.
         DataError: a photograph cannot be read, or has another size than its record.
     """
+    for name, value in (("min_area_ratio", min_area_ratio), ("negatives", negatives)):
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{name}: {value!r}; give a share, from 0 to 1")
+    out.unlink(missing_ok=True)
     counts: Counter[str] = Counter(photographs=len(records))
     folder = out.parent / "images" / out.stem
     folder.mkdir(parents=True, exist_ok=True)

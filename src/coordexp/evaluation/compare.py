@@ -28,7 +28,7 @@ from coordexp.printable import printable
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95  # of every interval
-_DRAWN_AT_ONCE = 4 << 20  # images of resamples in memory, in training's evaluation
+_MOST_WEIGHTS = 4 << 20  # resamples times images that training's evaluation draws at once
 _COUNTS = ("images", "gt", "pred", "matched", "matched_any_desc", "matched_iou_sum", "dropped", "duplicates", "giants",
            "truncated", "repeat_terminated", "empty", "tokens")  # fmt: skip
 COMPARED = ("f1", "precision", "recall", "mean_matched_iou", "duplicate_rate", "giant_rate", "invalid_rate",
@@ -122,7 +122,7 @@ def compare(
     not answer the same images with the same annotations.
     """
     b = paired(a, b)
-    weights_RN = _drawn_images(np.random.default_rng(seed), len(a), resamples)
+    weights_RN = _image_weights(np.random.default_rng(seed), len(a), resamples)
     counted = [[count_image(answer, IOU_THRESHOLD) for answer in run] for run in (a, b)]
     ap_a, ap_b = (average_precision(run, constant_score=constant_score) for run in (a, b))
     figures = [Difference("AP", ap_a.figures.get("AP", 0.0), ap_b.figures.get("AP", 0.0))]
@@ -162,24 +162,32 @@ def compare(
 
 def changed_rates(first: Sequence[ImageAnswer], later: Sequence[ImageAnswer]) -> dict[str, float]:
     """Shares of :class:`Ledger` by name (``lost_rate``), each with the ends of its interval (``lost_rate_low``,
-    ``lost_rate_high``), of two lists of the same images in the same order. A share of nothing is 0."""
-    changes = [_changes(before, after) for before, after in zip(first, later, strict=True)]
-    columns = _columns(changes) | {"pred": np.array([len(after.pred) for after in later], np.float64)}
-    drawing = np.random.default_rng(0)
-    at_once = max(1, _DRAWN_AT_ONCE // len(first))
-    sizes = [min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once)]
-    drawn: dict[str, list[np.ndarray]] = {name: [] for name in columns}
-    for size in sizes:
-        weights_RN = _drawn_images(drawing, len(first), size)
-        for name, column_N in columns.items():
-            drawn[name].append(weights_RN @ column_N)
-    drawn_R = {name: np.concatenate(parts) for name, parts in drawn.items()}
+    ``lost_rate_high``), of two lists of the same images in the same order. A share of nothing is 0,
+    and its interval 0 to 1."""
+    changes = [{**_changes(before, after), "pred": len(after.pred)} for before, after in zip(first, later, strict=True)]
     rates: dict[str, float] = {}
-    for part, whole in (("lost", "found"), ("gained", "missed"), ("false_gained", "pred")):
-        share = _share(columns, drawn_R, part, whole)
-        low, high = share.interval
+    shares = {"lost": "found", "gained": "missed", "false_gained": "pred"}
+    columns = {name: np.array([one[name] for one in changes], np.float64) for name in {*shares, *shares.values()}}
+    sums_R = _drawn_sums(columns, len(changes))
+    for part, whole in shares.items():
+        share = _share(columns, sums_R, part, whole)
+        low, high = share.interval if share.whole else (0.0, 1.0)
         rates |= {f"{part}_rate": share.value, f"{part}_rate_low": low, f"{part}_rate_high": high}
     return rates
+
+
+def _drawn_sums(columns: Mapping[str, np.ndarray], images: int) -> dict[str, np.ndarray]:
+    """Sums of columns over each of :data:`RESAMPLES`, a few at a time: a validation set may be large."""
+    if not images:
+        return {name: np.zeros(RESAMPLES) for name in columns}
+    generator = np.random.default_rng(0)
+    at_once = max(1, _MOST_WEIGHTS // images)
+    sums: dict[str, list[np.ndarray]] = {name: [] for name in columns}
+    for done in range(0, RESAMPLES, at_once):
+        weights_RN = _image_weights(generator, images, min(at_once, RESAMPLES - done))
+        for name, column_N in columns.items():
+            sums[name].append(weights_RN @ column_N)
+    return {name: np.concatenate(parts) for name, parts in sums.items()}
 
 
 def _changes(before: ImageAnswer, after: ImageAnswer) -> dict[str, int]:
@@ -200,24 +208,23 @@ def _changes(before: ImageAnswer, after: ImageAnswer) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _drawn_images(drawing: np.random.Generator, count: int, resamples: int) -> np.ndarray:
+def _image_weights(generator: np.random.Generator, images: int, resamples: int) -> np.ndarray:
     # (R, N) How often each image is drawn: each row sums to the number of images.
-    return drawing.multinomial(count, np.full(count, 1 / count), size=resamples)
+    return generator.multinomial(images, np.full(images, 1 / images), size=resamples)
 
 
-def _columns(changes: Sequence[Mapping[str, int]]) -> dict[str, np.ndarray]:
-    return {name: np.array([one[name] for one in changes], np.float64) for name in changes[0]}
-
-
-def _share(columns: Mapping[str, np.ndarray], drawn_R: Mapping[str, np.ndarray], part: str, whole: str) -> Share:
-    ratio_R = np.divide(drawn_R[part], drawn_R[whole], out=np.zeros(len(drawn_R[part])), where=drawn_R[whole] > 0)
-    return Share(int(columns[part].sum()), int(columns[whole].sum()), _interval(ratio_R))
+def _share(columns: Mapping[str, np.ndarray], sums_R: Mapping[str, np.ndarray], part: str, whole: str) -> Share:
+    # Of resamples without anything to take a share of, there is none.
+    is_any_R = sums_R[whole] > 0
+    ratio_R = sums_R[part][is_any_R] / sums_R[whole][is_any_R]
+    interval = _interval(ratio_R) if len(ratio_R) else (0.0, 0.0)
+    return Share(int(columns[part].sum()), int(columns[whole].sum()), interval)
 
 
 def _ledger(
     changes: Sequence[Mapping[str, int]], counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray
 ) -> Ledger:
-    columns = _columns(changes)
+    columns = {name: np.array([one[name] for one in changes], np.float64) for name in changes[0]}
     for run, parts in zip("ab", counted, strict=True):
         for name in ("pred", "duplicates"):
             columns[f"{name}_{run}"] = np.array([part.counts[name] for part in parts], np.float64)

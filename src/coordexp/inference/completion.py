@@ -20,7 +20,7 @@ from coordexp.config import load_config
 from coordexp.config.base import default_of
 from coordexp.config.resolved import AnswerConfig
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.data.files import write_atomically
+from coordexp.data.files import check_new_file, check_picture, write_atomically
 from coordexp.data.jsonl import clean_desc, read_jsonl, write_jsonl
 from coordexp.data.tiles import Tiling
 from coordexp.errors import ConfigError, DataError
@@ -73,8 +73,10 @@ class CompletionRules:
         ranges = {"threshold": (0.001, 1), "max_overlap": (0, 1), "min_size": (0, 100), "weight": (0.001, 1)}
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise DataError(f"{name} is {value:g}; expected {low} to {high}")
+            if name == "weight" and value is None:
+                continue
+            if not isinstance(value, int | float) or not low <= value <= high:
+                raise DataError(f"{name} is {value!r}; expected {low} to {high}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,18 @@ def completion_config(
     return inference_config(model, options, arguments)
 
 
+def check_files(source: Path, out: Path, sheet: Path | None, sheet_images: int, overwrite: bool) -> None:
+    """Check what a completion writes, before anything is answered. Raises DataError or ConfigError: ``out`` is there
+    and not to be replaced, or is a folder; ``sheet`` is no picture, is one of the others, or shows no image."""
+    check_new_file(out, overwrite)
+    if sheet is not None:
+        check_picture(sheet)
+        if sheet.resolve() in (source.resolve(), out.resolve()):
+            raise ConfigError(f"{sheet}: is a dataset of this completion; name another file for the sheet")
+    if sheet_images < 1:
+        raise ConfigError(f"sheet_images: {sheet_images}; give at least 1")
+
+
 def run_completion(
     run: AnswerConfig,
     console: Console,
@@ -162,7 +176,10 @@ def run_completion(
     from coordexp.inference.prediction import run_prediction  # imports torch
 
     folder = out.with_name(f"{out.stem}.answers")
-    run_prediction(run, console, source=source, output=folder, score="confidence", tiling=tiling)
+    run_prediction(
+        run, console, source=source, output=folder, score="confidence", tiling=tiling,
+        fix="delete that folder of answers, or name another file with --out",
+    )  # fmt: skip
     result = None
     with distributed.raise_on_all_ranks("coordexp data complete"):
         if distributed.is_main():

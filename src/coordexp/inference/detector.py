@@ -124,7 +124,7 @@ class Detector:
         prompt: str | None = ...,
         min_confidence: float | None = ...,
         tiles: int | tuple[int, int] | None = ...,
-        overlap: float = ...,
+        overlap: float | None = ...,
     ) -> Detections: ...
     @overload
     def predict(
@@ -135,7 +135,7 @@ class Detector:
         prompt: str | None = ...,
         min_confidence: float | None = ...,
         tiles: int | tuple[int, int] | None = ...,
-        overlap: float = ...,
+        overlap: float | None = ...,
     ) -> list[Detections]: ...
     @overload
     def predict(
@@ -146,7 +146,7 @@ class Detector:
         prompt: str | None = ...,
         min_confidence: float | None = ...,
         tiles: int | tuple[int, int] | None = ...,
-        overlap: float = ...,
+        overlap: float | None = ...,
     ) -> Any: ...
 
     def predict(
@@ -157,7 +157,7 @@ class Detector:
         prompt: str | None = None,
         min_confidence: float | None = None,
         tiles: int | tuple[int, int] | None = None,
-        overlap: float = 0.2,
+        overlap: float | None = None,
     ) -> Detections | list[Detections]:
         """Find objects in one image, or in each of several.
 
@@ -169,7 +169,7 @@ class Detector:
             min_confidence: leave out objects with a lower one.
             tiles: answer tiles of this side, or (width, height), in pixels, and merge their answers: for small objects
                 in large photographs.
-            overlap: share of its side that a tile has at least from its neighbour, 0 to 0.9.
+            overlap: share of its side that a tile has at least from its neighbour, 0 to 0.9; None: 0.2.
 
         Raises:
             DataError: a single image that cannot be read; or something that is not an image, before any is answered. An
@@ -181,7 +181,7 @@ class Detector:
             raise DetectorClosed("the detector is closed; make a new one")
         if min_confidence is not None and not self._scores and self._answers == 1:
             raise ConfigError("min_confidence: this detector was made with scores=False; leave one of them out")
-        session, tiling = self._session, None if tiles is None else Tiling.of(tiles, overlap)
+        session, tiling = self._session, Tiling.asked(tiles, overlap)
         if prompt is not None:
             session = replace(session, encoder=replace(session.encoder, prompt=prompt))
         class_names = () if classes is None else checked_class_names(classes, self._model)

@@ -92,6 +92,7 @@ def run_prediction(
     overwrite: bool = False,
     answers: int = 1,
     tiling: Tiling | None = None,
+    fix: str = "name another folder with --out, or add --overwrite",
 ) -> PredictionResult:
     """Answer every image of ``source`` (:func:`~coordexp.data.image_sources.find_images`) and write
     ``predictions.jsonl`` and COCO results to ``output``.
@@ -110,6 +111,7 @@ def run_prediction(
         overwrite: delete the answers in ``output`` first.
         answers: per image, merged into one (:func:`~coordexp.evaluation.several_answers.merge_answers`).
         tiling: answer tiles, and merge their answers (:func:`~coordexp.evaluation.join_tiles.merge_tiles`) at the end.
+        fix: what to do about answers of other settings in ``output``, for the error.
 
     Raises:
         ConfigError: as :func:`~coordexp.inference.session.with_several_answers`.
@@ -131,7 +133,7 @@ def run_prediction(
     distributed.join(use_cpu=config.use_cpu)
     with distributed.raise_on_all_ranks("coordexp predict"):
         if distributed.is_main():
-            _claim(output, settings, [*records, *asked], overwrite)
+            _claim(output, settings, [*records, *asked], overwrite, fix)
         known = _answered(output)
         resumed = sum(record.sample_id in known for record in records)
         todo = [at for at, one in enumerate(asked) if known.keys().isdisjoint((one.sample_id, whole_of(one)))]
@@ -249,9 +251,9 @@ def _note(console: Console, images: FoundImages, asked: Sequence[ImageRecord], p
         console.print(printable(f"skipped {image}: {reason}"), highlight=False, markup=False, soft_wrap=True)
 
 
-def _claim(output: Path, settings: dict[str, Any], records: Sequence[ImageRecord], overwrite: bool) -> None:
+def _claim(output: Path, settings: dict[str, Any], records: Sequence[ImageRecord], overwrite: bool, fix: str) -> None:
     output.mkdir(parents=True, exist_ok=True)
-    path, fix = output / SETTINGS, "name another folder with --out, or add --overwrite"
+    path = output / SETTINGS
     if path.is_file() and overwrite:
         for old in (*_parts(output), path):
             old.unlink()

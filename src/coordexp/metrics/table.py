@@ -207,7 +207,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("eval_rollout/lost_rate", "0..1", EVALUATION, "share of the objects found by the run's first evaluation (`first_evaluation.jsonl`) that this one misses; from the second evaluation on"),
         Metric("eval_rollout/gained_rate", "0..1", EVALUATION, "share of the objects missed by the run's first evaluation that this one finds"),
         Metric("eval_rollout/false_gained_rate", "0..1", EVALUATION, "share of predictions that are wrong boxes which the run's first evaluation did not have"),
-        Metric("eval_rollout/lost_rate_<end>", "0..1", EVALUATION, "the low or high end of its 95 % interval, by bootstrap over images"),
+        Metric("eval_rollout/lost_rate_<end>", "0..1", EVALUATION, "the low or high end (`<end>`) of the 95 % interval of the share lost, by bootstrap over images; 0 and 1 if nothing was found at first"),
         Metric("eval_rollout/gained_rate_<end>", "0..1", EVALUATION, "the same of the share gained"),
         Metric("eval_rollout/false_gained_rate_<end>", "0..1", EVALUATION, "the same of the share of new wrong boxes"),
         Metric("eval_rollout/pred_per_image", "objects", EVALUATION, "valid predictions per image"),

@@ -44,6 +44,22 @@ def test_later_evaluations_are_compared_with_the_first(ledger: RunLedger) -> Non
     assert ledger.rates(answers(CAT, DOG), is_first=False) == of_one_image(0, 1, 0)
 
 
+def test_of_a_share_of_nothing_nothing_is_known() -> None:
+    nothing = {"lost_rate": 0.0, "lost_rate_low": 0.0, "lost_rate_high": 1.0}
+    assert changed_rates([], []).items() >= nothing.items()
+    rates = changed_rates(answers(), answers(CAT))
+    assert rates.items() >= nothing.items() and rates["gained_rate_low"] == rates["gained_rate_high"] == 0.5
+
+
+def test_resamples_without_the_only_object_do_not_count() -> None:
+    first = [
+        replace(one, sample_id=f"{n}") for n in range(3) for one in (answers(CAT) if n == 0 else answers(truth=()))
+    ]
+    later = [replace(one, pred=()) for one in first]
+    rates = changed_rates(first, later)
+    assert (rates["lost_rate"], rates["lost_rate_low"], rates["lost_rate_high"]) == (1.0, 1.0, 1.0)
+
+
 def test_intervals_are_those_of_a_comparison() -> None:
     """Of 100 images, whose object the later evaluation misses in every fifth."""
     first = [replace(one, sample_id=f"{n}") for n in range(100) for one in answers(CAT)]
