@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from coordexp.config import load_config
 from coordexp.config.checks import check_paths
 from coordexp.config.schema import RunConfig
-from coordexp.data.files import check_new_file
+from coordexp.data.files import check_new_file, is_same_file
 from coordexp.data.progress_bar import literal_console
 from coordexp.errors import ConfigError, DataError
 from coordexp.heavy_imports import heavy_imports
@@ -230,7 +230,7 @@ def tile(
     source, tiles = Path(data), Path(out)
     tiling = Tiling.of(size, overlap)
     check_paths({}, {"data": source})
-    if tiles.exists() and tiles.samefile(source):
+    if is_same_file(tiles, source):
         raise DataError("is the dataset of the photographs, which tiles refer to; name another file", path=tiles)
     check_new_file(tiles, overwrite)
     return write_tiles(

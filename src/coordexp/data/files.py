@@ -134,6 +134,11 @@ def whole_binary_file(path: Path) -> Iterator[BinaryIO]:
     flush_file(path.parent)
 
 
+def is_same_file(one: Path, other: Path) -> bool:
+    """Whether both name one file, also through links, there or still to be written."""
+    return os.path.abspath(one) == os.path.abspath(other) or (one.exists() and other.exists() and one.samefile(other))
+
+
 def check_new_file(
     path: Path, overwrite: bool = False, fix: str = "name another file, or say --overwrite (overwrite=True)"
 ) -> None:

@@ -20,7 +20,7 @@ from coordexp.config import load_config
 from coordexp.config.base import default_of
 from coordexp.config.resolved import AnswerConfig
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.data.files import check_new_file, check_picture, write_atomically
+from coordexp.data.files import check_new_file, check_picture, is_same_file, write_atomically
 from coordexp.data.jsonl import clean_desc, read_jsonl, write_jsonl
 from coordexp.data.tiles import Tiling
 from coordexp.errors import ConfigError, DataError
@@ -147,7 +147,7 @@ def check_files(source: Path, out: Path, sheet: Path | None, sheet_images: int, 
     check_new_file(out, overwrite)
     if sheet is not None:
         check_picture(sheet)
-        if sheet.resolve() in (source.resolve(), out.resolve()):
+        if is_same_file(sheet, source) or is_same_file(sheet, out):
             raise ConfigError(f"{sheet}: is a dataset of this completion; name another file for the sheet")
     if sheet_images < 1:
         raise ConfigError(f"sheet_images: {sheet_images}; give at least 1")

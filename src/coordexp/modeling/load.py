@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +37,9 @@ from coordexp.out_of_memory import is_out_of_memory
 logger = logging.getLogger("coordexp")
 DTYPE: str = default_of(ModelConfig, "dtype")
 ATTENTION: str = default_of(ModelConfig, "attn_implementation")
+# While transformers loads a model, it replaces functions of its own classes and torch's default number type. Two threads
+# that do so at once leave a replacement in place for good, and no model of the process is whole again.
+_LOADING = threading.Lock()
 
 
 class Qwen3VLForConditionalGeneration(transformers.Qwen3VLForConditionalGeneration):
@@ -170,7 +174,8 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -
         check_finite(merged, path)
         return merged
     try:
-        loaded: Any = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=dtype, output_loading_info=True)
+        with _LOADING:
+            loaded: Any = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
