@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from coordexp.records import NUM_BINS, BinRule
+from coordexp.records import NUM_BINS
 from coordexp.transport import barycentric_targets as barycentric_targets
 
 
@@ -116,47 +116,36 @@ def nearest_on_outline(points_N2: np.ndarray, box: tuple[float, float, float, fl
     return nearest_N2
 
 
-def pixel_box(shape: Shape, width: int, height: int, rule: BinRule) -> tuple[float, float, float, float]:
+def pixel_box(shape: Shape, width: int, height: int) -> tuple[float, float, float, float]:
     """``(x1, y1, x2, y2)`` of the shape's bounds, in pixels."""
     x1, y1, x2, y2 = aabb(shape)
-    return to_pixel(x1, width, rule), to_pixel(y1, height, rule), to_pixel(x2, width, rule), to_pixel(y2, height, rule)
+    return to_pixel(x1, width), to_pixel(y1, height), to_pixel(x2, width), to_pixel(y2, height)
 
 
-def pixel_ring(shape: Shape, width: int, height: int, rule: BinRule) -> tuple[tuple[float, float], ...]:
+def pixel_ring(shape: Shape, width: int, height: int) -> tuple[tuple[float, float], ...]:
     """The shape's outline in pixels: a box's four corners, or a polygon's vertices."""
     if shape.kind == "bbox_2d":
-        x1, y1, x2, y2 = pixel_box(shape, width, height, rule)
+        x1, y1, x2, y2 = pixel_box(shape, width, height)
         return (x1, y1), (x2, y1), (x2, y2), (x1, y2)
     flat = tuple(shape.bins)
     points = zip(flat[0::2], flat[1::2], strict=True)
-    return tuple((to_pixel(x, width, rule), to_pixel(y, height, rule)) for x, y in points)
+    return tuple((to_pixel(x, width), to_pixel(y, height)) for x, y in points)
 
 
-def to_pixel(k: float, side: int, rule: BinRule) -> float:
-    """Bin ``k`` → its pixel coordinate on a side of ``side`` pixels: 0 → 0, 999 → ``side`` or ``side - 1``."""
-    return k * _extent(side, rule) / (NUM_BINS - 1)
+def to_pixel(k: float, side: int) -> float:
+    """Bin ``k`` → its place on a side of ``side`` pixels: 0 → 0, the first pixel's outer edge, 999 → ``side``, the last
+    one's."""
+    return k * side / (NUM_BINS - 1)
 
 
-def to_bin(x: float, side: int, rule: BinRule) -> int:
+def to_bin(x: float, side: int) -> int:
     """Pixel coordinate → the nearest bin on a side of ``side`` pixels, 0..999: the inverse of :func:`to_pixel`."""
-    return round(to_fraction(x, side, rule))
+    return round(to_fraction(x, side))
 
 
-def to_fraction(x: float, side: int, rule: BinRule) -> float:
+def to_fraction(x: float, side: int) -> float:
     """As :func:`to_bin`, without rounding."""
-    return min(NUM_BINS - 1.0, max(0.0, (NUM_BINS - 1) * x / _extent(side, rule)))
-
-
-def _extent(side: int, rule: BinRule) -> int:
-    return side if rule == "pixel_edges" else max(1, side - 1)
-
-
-def bins_in_rule(bins: Sequence[int], size: tuple[int, int], before: BinRule, after: BinRule) -> tuple[int, ...]:
-    """Flat ``x, y, …`` of the rule ``before`` on an image of ``size`` (width, height) → the nearest bins of ``after``:
-    the same place, up to half a bin and, at the right and bottom edge, a pixel."""
-    if before == after:
-        return tuple(bins)
-    return tuple(to_bin(to_pixel(k, size[at % 2], before), size[at % 2], after) for at, k in enumerate(bins))
+    return min(NUM_BINS - 1.0, max(0.0, (NUM_BINS - 1) * x / side))
 
 
 _ROWS = 32  # shapes that are overlaid with all their partners in one call

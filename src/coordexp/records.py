@@ -1,7 +1,7 @@
 """The frozen records that pass between stages, and the JSON of records on the disk. Torch-free; arrays are NumPy.
 
-Coordinates are *bins*: integers 0..999 in norm1000 space (bin k is k/999 of the image's width or height; see
-:data:`BinRule`).
+Coordinates are *bins*: integers 0..999 in norm1000 space. On a side of W pixels bin k is at k/999 · W, from the first
+pixel's outer edge to the last one's.
 Token positions are 0-based. "Target" positions count from the first assistant token, never from the prompt.
 """
 
@@ -26,11 +26,16 @@ GeometryKind = Literal["bbox_2d", "poly"]
 GEOMETRY_KINDS: tuple[GeometryKind, ...] = ("bbox_2d", "poly")
 NUM_BINS = 1000
 
-BinRule = Literal["pixel_edges", "pixel_centres"]
-"""Where bin k is on a side of W pixels: ``pixel_edges`` at k/999 · W, from the first pixel's left edge to the last
-one's right edge; ``pixel_centres`` at k/999 · (W − 1), which cannot name the right edge. Datasets and checkpoints that
-state no rule have ``pixel_centres``."""
-BIN_RULE = "bin_rule"  # key of a record's metadata
+BIN_RULE = "bin_rule"  # key of earlier versions' datasets, cards and answers
+
+
+def check_bin_rule(written: object) -> None:
+    """Raises DataError for bins by another rule than :mod:`coordexp.records`, as earlier versions wrote them."""
+    if written != "pixel_edges":
+        raise DataError(
+            f"{BIN_RULE} is {written!r}, but bins go from edge to edge of the image now: convert or train again, or "
+            f"delete {BIN_RULE} and accept boxes that are up to a pixel too far right and down"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +60,6 @@ class ImageRecord:
     height: int
     objects: tuple[GTObject, ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def bin_rule(self) -> BinRule:
-        return self.metadata.get(BIN_RULE, "pixel_centres")
 
 
 @dataclass(frozen=True, slots=True)

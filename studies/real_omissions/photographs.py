@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from coordexp.data.jsonl import read_jsonl, write_jsonl
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.geometry import aabb, to_bin, to_pixel
-from coordexp.records import BIN_RULE, GTObject, ImageRecord
+from coordexp.records import GTObject, ImageRecord
 
 PAIRS = Path(__file__).resolve().parent / "pairs.csv"  # which of TXL's files is which photograph of BCCD, unturned
 NAMES = ("WBC", "RBC", "Platelets")  # by TXL's class number; BCCD uses the same names
@@ -127,10 +127,10 @@ def cut(photograph: Photograph, window: tuple[int, int, int, int], path: Path) -
             continue
         scale_x, scale_y = TILE[0] / (right - left), TILE[1] / (bottom - top)
         sides = ((a - left) * scale_x, (b - top) * scale_y, (c - left) * scale_x, (d - top) * scale_y)
-        bins = tuple(to_bin(x, TILE[at % 2], "pixel_edges") for at, x in enumerate(sides))
+        bins = tuple(to_bin(x, TILE[at % 2]) for at, x in enumerate(sides))
         objects.append(GTObject(name, "bbox_2d", bins))
     metadata = {"photograph": photograph.image.stem, "size": list(photograph.size), "window": list(window)}
-    return ImageRecord(path.stem, path, *TILE, tuple(objects), {BIN_RULE: "pixel_edges", **metadata})
+    return ImageRecord(path.stem, path, *TILE, tuple(objects), metadata)
 
 
 def prepare(bccd: Path, txl: Path, folder: Path) -> dict[str, Path]:
@@ -197,15 +197,12 @@ def _joined(name: str, parts: Sequence[tuple[ImageAnswer, ImageRecord]]) -> Imag
     def moved(bins: Sequence[float], window: Sequence[int]) -> tuple[int, ...]:
         left, top, right, bottom = window
         start, side, whole = (left, top), (right - left, bottom - top), (width, height)
-        return tuple(
-            to_bin(start[at % 2] + to_pixel(k, side[at % 2], "pixel_edges"), whole[at % 2], "pixel_edges")
-            for at, k in enumerate(bins)
-        )
+        return tuple(to_bin(start[at % 2] + to_pixel(k, side[at % 2]), whole[at % 2]) for at, k in enumerate(bins))
 
     gt = tuple(replace(o, bins=moved(o.bins, r.metadata["window"])) for a, r in parts for o in a.gt or ())
     pred = tuple(replace(o, bins=moved(o.bins, r.metadata["window"])) for a, r in parts for o in a.pred)
     return ImageAnswer(
-        name, f"{name}.jpg", width, height, gt, pred, bin_rule="pixel_edges",
+        name, f"{name}.jpg", width, height, gt, pred,
         truncated=any(a.truncated for a, _ in parts), num_tokens=sum(a.num_tokens for a, _ in parts),
     )  # fmt: skip
 
@@ -213,5 +210,5 @@ def _joined(name: str, parts: Sequence[tuple[ImageAnswer, ImageRecord]]) -> Imag
 def at_border(obj: GTObject | ScoredObject, answer: ImageAnswer) -> bool:
     """Whether a box reaches the edge of its photograph."""
     x1, y1, x2, y2 = aabb(obj)
-    x, y = (to_bin(BORDER, side, "pixel_edges") for side in (answer.width, answer.height))
+    x, y = (to_bin(BORDER, side) for side in (answer.width, answer.height))
     return x1 <= x or y1 <= y or x2 >= 999 - x or y2 >= 999 - y

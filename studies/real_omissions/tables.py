@@ -39,7 +39,7 @@ def stored(split: str, file: Path) -> list[ImageAnswer]:
         width, height = truth["size"]
         answers.append(
             ImageAnswer(
-                truth["photograph"], f"{truth['photograph']}.jpg", width, height, gt, pred, bin_rule="pixel_edges",
+                truth["photograph"], f"{truth['photograph']}.jpg", width, height, gt, pred,
                 truncated=found["truncated"], num_tokens=found["tokens"],
             )
         )  # fmt: skip

@@ -61,7 +61,7 @@ def write_data(folder: Path, count: int, seed: int) -> Path:
             )
             colour = str(rng.choice(list(COLOURS)))
             draw.polygon([tuple(4 * point + 1.5) for point in outline_N2], fill=COLOURS[colour])
-            bins = tuple(to_bin(float(value), spec.size, "pixel_centres") for value in outline_N2.ravel())
+            bins = tuple(to_bin(float(value), spec.size) for value in outline_N2.ravel())
             objects.append(GTObject(f"{colour} pebble", "poly", bins))
         path = folder / "images" / f"{index:06d}.png"
         large.resize((spec.size, spec.size), Image.Resampling.BOX).save(path, compress_level=1)

@@ -124,7 +124,7 @@ def test_answers_with_a_full_cache_are_the_same(
 ) -> None:
     """vLLM takes the cache of an answer away when it is full, and computes that answer's tokens again later."""
     keys: dict[str, Any] = {**COLOCATED, "rollout_matching__decode_batch_size": 12}
-    keys["rollout_matching__repeat_terminate"] = {**GUARD, "max_object_keys": 8}
+    keys["rollout_matching__repeat_terminate"] = {**GUARD, "max_object_keys": 5}
     crowded = requests_of(loaded, write_scenes(tmp_path, 12, SPECS["crowd"], seed=5))
     ample = answers(loaded, crowded, tmp_path / "ample", CLASS_NAMES, **keys)
     tight = answers(loaded, crowded, tmp_path / "tight", CLASS_NAMES, {"num_gpu_blocks_override": 9}, **keys)

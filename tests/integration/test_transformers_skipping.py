@@ -19,7 +19,7 @@ from support.settings import decoding
 
 MODEL = Path(__file__).parents[2] / "checkpoints" / "demo-stage1"
 GUARD = RepeatTerminateConfig(
-    enabled=True, min_new_tokens=0, max_consecutive_token_repeats=0, ngram_size=0, ngram_repeats=0, max_object_keys=10
+    enabled=True, min_new_tokens=0, max_consecutive_token_repeats=0, ngram_size=0, ngram_repeats=0, max_object_keys=4
 )
 CLASS_NAMES = ("red circle", "red square", "blue triangle", "green circle")
 

@@ -21,7 +21,7 @@ from coordexp.data.files import write_atomically
 from coordexp.data.preparation import NO_RESIZE, ImagePreparation
 from coordexp.errors import CheckpointError, DataError
 from coordexp.hub import name_of
-from coordexp.records import from_json, to_json
+from coordexp.records import BIN_RULE, check_bin_rule, from_json, to_json
 
 logger = logging.getLogger("coordexp")
 
@@ -91,8 +91,8 @@ def read_card(folder: str | Path) -> Card:
     or the files of an earlier version in its place."""
     path, source = Path(folder) / CARD, name_of(folder)
     try:
-        card = from_json(Card, path.read_bytes(), "a checkpoint's card")
-        return card if source is None else replace(card, source=source)
+        written = path.read_bytes()
+        card = from_json(Card, written, "a checkpoint's card")
     except FileNotFoundError:
         old = [name for name in _REPLACED if path.with_name(name).is_file()]
         if old and any(path.parent.glob("*.safetensors")):  # not the folder of a run that has saved no model yet
@@ -103,6 +103,13 @@ def read_card(folder: str | Path) -> Card:
         return replace(UNTRAINED, source=source)
     except (OSError, DataError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); restore the checkpoint's files") from error
+    rule = msgspec.json.decode(written)["preparation"].get(BIN_RULE)
+    if rule is not None:
+        try:
+            check_bin_rule(rule)
+        except DataError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+    return card if source is None else replace(card, source=source)
 
 
 def write_card(card: Card, folder: str | Path) -> Path:

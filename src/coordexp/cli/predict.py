@@ -173,7 +173,7 @@ def _print(console: Console, result: PredictionResult, min_confidence: float | N
     for answer in result.answers[:_SHOWN]:
         objects = []
         for obj in answer.pred:
-            box = ", ".join(f"{side:.0f}" for side in pixel_box(obj, answer.width, answer.height, answer.bin_rule))
+            box = ", ".join(f"{side:.0f}" for side in pixel_box(obj, answer.width, answer.height))
             number = obj.score if obj.confidence is None else obj.confidence
             share = "" if obj.answers is None else f" {obj.answers}/{answer.num_answers}"
             objects.append(f"{obj.desc}{'' if number is None else f' {number:.2f}'}{share} ({box})")

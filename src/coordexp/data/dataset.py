@@ -20,8 +20,7 @@ from coordexp.data.joined import JoinedRecords
 from coordexp.data.jsonl import ObjectOrdering, order_objects
 from coordexp.data.polygons import canonical_ring, shape_area
 from coordexp.errors import DataError
-from coordexp.geometry import bins_in_rule
-from coordexp.records import BIN_RULE, NUM_BINS, BinRule, GTObject, ImageRecord, RolloutRequest
+from coordexp.records import NUM_BINS, GTObject, ImageRecord, RolloutRequest
 
 _ORDERING: ObjectOrdering = default_of(CustomConfig, "object_ordering")
 _EPOCH, _REPEAT = "@epoch", "."  # of a view's sample id, after its record's: s:1@epoch2.1 is the first repeat
@@ -48,7 +47,6 @@ class RecordDataset:
     ``augment`` a sample is a view of its record, drawn by the same three. Outside of training the epoch is 0.
     Indices from ``len(records)`` on are an epoch's repeats: index k is record ``k % len(records)`` again, in an order
     and a view of its own.
-    ``bin_rule``: objects of records of the other rule are converted to it; None leaves each record as it is.
     """
 
     records: Sequence[ImageRecord]
@@ -56,7 +54,6 @@ class RecordDataset:
     ordering: ObjectOrdering = _ORDERING
     seed: int = 0
     augment: AugmentConfig | None = None
-    bin_rule: BinRule | None = None
     _epoch: int = field(default=0, init=False)
     _places: dict[str, int] = field(default_factory=dict, init=False)
 
@@ -73,8 +70,6 @@ class RecordDataset:
     def record(self, index: int) -> ImageRecord:
         """A record as the first epoch orders its objects, not augmented."""
         record = self.records[index % len(self.records)]
-        if self.bin_rule is not None and record.bin_rule != self.bin_rule:
-            record = _in_rule(record, self.bin_rule)
         return replace(record, objects=order_objects(record.objects, self.ordering, self._shuffle(0, index)))
 
     def request_of(self, sample_id: str) -> RolloutRequest:
@@ -116,12 +111,6 @@ class RecordDataset:
 
     def _shuffle(self, epoch: int, index: int) -> random.Random:
         return random.Random(f"{self.seed}:{index}" if epoch == 0 else f"{self.seed}:{epoch}:{index}")
-
-
-def _in_rule(record: ImageRecord, rule: BinRule) -> ImageRecord:
-    size, before = (record.width, record.height), record.bin_rule
-    objects = [replace(obj, bins=bins_in_rule(obj.bins, size, before, rule)) for obj in record.objects]
-    return replace(record, objects=tuple(objects), metadata={**record.metadata, BIN_RULE: rule})
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -37,13 +37,13 @@ from coordexp.data.jsonl import (
     read_jsonl,
 )
 from coordexp.errors import DataError
-from coordexp.records import BinRule, ImageRecord
+from coordexp.records import ImageRecord
 
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-CACHE_VERSION = 2  # raise it when a valid line or image becomes invalid, or when the files' format changes
+CACHE_VERSION = 3  # raise it when a valid line or image becomes invalid, or when the files' format changes
 CACHE_MIN_BYTES = 4 << 20  # smaller datasets are read by every process at every start, which takes about a second
 WAIT_S = 1800.0
 _PIECE_LINES = 1_000  # that one task of a worker validates
@@ -135,16 +135,9 @@ class CachedRecords(Sequence[ImageRecord]):
         return int(areas.min()), int(areas.max())
 
     def distinct_preparations(self) -> list[ImageRecord]:
-        """One record per distinct ``metadata.prepared`` (None counts as a value) and bin rule, in file order."""
+        """One record per distinct ``metadata.prepared`` (None counts as a value), in file order."""
         column = self.table[PREPARED]
         return [self[index] for index in sorted(column.index(value).as_py() for value in column.unique())]
-
-    def bin_rules(self) -> Counter[BinRule]:
-        """The number of records of each bin rule."""
-        counts: Counter[BinRule] = Counter()
-        for counted in self.table[PREPARED].value_counts().to_pylist():
-            counts[json.loads(counted["values"])[1]] += counted["counts"]
-        return counts
 
     def distinct_descs(self) -> set[str]:
         """The distinct descriptions of all objects."""
@@ -235,7 +228,7 @@ def _validate_piece(path: Path, lines: list[tuple[int, bytes]]) -> tuple[pa.Reco
             # No image is that large, so the check of images refuses the record.
             "width": min(record.width, _MAX_INT64),
             "height": min(record.height, _MAX_INT64),
-            PREPARED: json.dumps([record.metadata.get(PREPARED), record.bin_rule]),
+            PREPARED: json.dumps(record.metadata.get(PREPARED)),
             _DESCS: sorted({obj.desc for obj in record.objects}),
         })  # fmt: skip
     return pa.RecordBatch.from_pylist(rows, schema), refused, sum(len(text) for _, text in lines)

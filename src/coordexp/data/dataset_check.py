@@ -220,7 +220,7 @@ def _add_objects(check: DatasetCheck, record: ImageRecord) -> bool:
     reaches_out = False
     for index, obj in enumerate(record.objects):
         shown = f"objects[{index}] {obj.desc!r} {obj.kind} {list(obj.bins)}"
-        x1, y1, x2, y2 = pixel_box(obj, record.width, record.height, record.bin_rule)
+        x1, y1, x2, y2 = pixel_box(obj, record.width, record.height)
         if shape_area(obj.kind, obj.bins) == 0:
             check.add(Finding.DEGENERATE, record.sample_id, shown)
         elif max(x2 - x1, y2 - y1) < 1:

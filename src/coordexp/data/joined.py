@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import bisect
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from coordexp.data.dataset_cache import CachedRecords
-from coordexp.records import BinRule, ImageRecord
+from coordexp.records import ImageRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +79,12 @@ def pixel_areas(records: Sequence[ImageRecord]) -> tuple[int, int] | None:
 
 
 def distinct_preparations(records: Sequence[ImageRecord]) -> list[ImageRecord]:
-    """Records that together have every ``metadata.prepared`` (None counts as a value) and bin rule of the dataset."""
+    """Records that together have every ``metadata.prepared`` (None counts as a value) of the dataset."""
     return [
         record
         for part in parts_of(records)
         for record in (part.distinct_preparations() if isinstance(part, CachedRecords) else part)
     ]
-
-
-def bin_rules(records: Sequence[ImageRecord]) -> Counter[BinRule]:
-    """The number of records of each bin rule."""
-    counts: Counter[BinRule] = Counter()
-    for part in parts_of(records):
-        counts.update(part.bin_rules() if isinstance(part, CachedRecords) else (record.bin_rule for record in part))
-    return counts
 
 
 def distinct_descs(records: Sequence[ImageRecord]) -> set[str]:

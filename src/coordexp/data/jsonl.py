@@ -20,14 +20,22 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn
 
 from coordexp.coords import COORD_TOKENS
 from coordexp.data.files import whole_file
 from coordexp.data.images import read_header, shape_problem, size_problem
 from coordexp.errors import DataError
 from coordexp.reading import LFS_POINTER, is_lfs_pointer, open_file
-from coordexp.records import BIN_RULE, GEOMETRY_KINDS, NUM_BINS, BinRule, GeometryKind, GTObject, ImageRecord
+from coordexp.records import (
+    BIN_RULE,
+    GEOMETRY_KINDS,
+    NUM_BINS,
+    GeometryKind,
+    GTObject,
+    ImageRecord,
+    check_bin_rule,
+)
 
 ObjectOrdering = Literal["sorted", "sorted_x", "random", "file"]
 Fault = Literal["inverted_box", "beyond_bins"]  # beyond: outside 0..999, usually pixels
@@ -41,9 +49,7 @@ _BIN_OF_TOKEN = {token: k for k, token in enumerate(COORD_TOKENS)}
 _CONTROL_LIKE = re.compile(r"<\|.*?\|>", re.DOTALL)
 # Cc control, Cs lone surrogate (cannot be encoded), Zl/Zp line and paragraph separators: an answer is one line of text.
 _REFUSED_CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})
-_NORM1000_HINT = (
-    f"values are norm1000 integers 0..999, not pixels: round(999 * x / width), with metadata.{BIN_RULE}: pixel_edges"
-)
+_NORM1000_HINT = "values are norm1000 integers 0..999, not pixels: round(999 * x / width)"
 
 
 class RefusedLine(DataError):
@@ -137,8 +143,11 @@ def _record(line: Any, path: Path, number: int) -> ImageRecord:
     metadata = line.get("metadata", {})
     if not isinstance(metadata, dict):
         raise _BadText(f"metadata must be a JSON object; got {_show(metadata)}")
-    if BIN_RULE in metadata and metadata[BIN_RULE] not in get_args(BinRule):
-        raise _BadText(f"metadata.{BIN_RULE} is {_show(metadata[BIN_RULE])}; expected {' or '.join(get_args(BinRule))}")
+    if BIN_RULE in metadata:
+        try:
+            check_bin_rule(metadata[BIN_RULE])
+        except DataError as error:
+            raise _BadText(f"metadata.{error}") from error
     if not isinstance(line["objects"], list):
         raise _BadText(f"objects must be a list, [] for an empty image; got {_show(line['objects'])}")
     images = line["images"]

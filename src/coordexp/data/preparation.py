@@ -1,8 +1,8 @@
-"""How a model's training images were resized and how its bins relate to pixels, so that inference does the same.
+"""How a model's training images were resized, so that inference does the same.
 
-The converters write both rules into each line of a dataset (``metadata.prepared`` and ``metadata.bin_rule``), training
-writes them into the checkpoint's card, and inference applies them. Coordinates are thousandths of a
-side, so a prediction is valid for the original and for the resized copy.
+The converters write the rule into each line of a dataset (``metadata.prepared``), training writes it into the
+checkpoint's card, and inference applies it. Coordinates are thousandths of a side, so a prediction is valid for the
+original and for the resized copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coordexp.data.dataset_cache import PREPARED
 from coordexp.data.images import ResizeRule
 from coordexp.data.joined import distinct_preparations, pixel_areas
 from coordexp.errors import DataError
-from coordexp.records import BinRule, ImageRecord
+from coordexp.records import ImageRecord
 
 _TELLING = 2.0  # twice or half the area is still close to training
 
@@ -46,12 +46,11 @@ def original_image(record: ImageRecord) -> OriginalImage | None:
 
 @dataclass(frozen=True, slots=True)
 class ImagePreparation:
-    """A checkpoint's record of its training images: their resize rule (None: not resized), the smallest and largest
-    area in pixels (None: unknown), and the rule of its bins."""
+    """A checkpoint's record of its training images: their resize rule (None: not resized), and the smallest and
+    largest area in pixels (None: unknown)."""
 
     resize: ResizeRule | None = None
     seen_pixels: tuple[int, int] | None = None
-    bin_rule: BinRule = "pixel_centres"
 
     def __call__(self, image: Image.Image) -> Image.Image:
         return image if self.resize is None else self.resize.resize(image)
@@ -72,13 +71,10 @@ NO_RESIZE = ImagePreparation()
 
 
 def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
-    """The preparation to store with a model trained on ``records``. Its resize rule is the one that all share, or None;
-    its bin rule ``pixel_edges`` if some record has that. Raises DataError for a record whose ``metadata.prepared`` is
-    not a rule."""
+    """The preparation to store with a model trained on ``records``. Its resize rule is the one that all share, or None.
+    Raises DataError for a record whose ``metadata.prepared`` is not a rule."""
     rules: set[ResizeRule | None] = set()
-    bin_rules: set[BinRule] = set()
     for record in distinct_preparations(records):
-        bin_rules.add(record.bin_rule)
         written = record.metadata.get(PREPARED)
         try:
             rules.add(None if written is None else _read_rule(written))
@@ -87,8 +83,7 @@ def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
                 f"{record.sample_id}: metadata.{PREPARED} is {written!r}: {error}; write them as converters do, or "
                 "remove the key"
             ) from error
-    bin_rule: BinRule = "pixel_edges" if "pixel_edges" in bin_rules else "pixel_centres"
-    return ImagePreparation(rules.pop() if len(rules) == 1 else None, pixel_areas(records), bin_rule)
+    return ImagePreparation(rules.pop() if len(rules) == 1 else None, pixel_areas(records))
 
 
 def _read_rule(written: Mapping[str, Any]) -> ResizeRule:

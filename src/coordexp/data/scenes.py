@@ -16,7 +16,7 @@ from coordexp.data.jsonl import write_jsonl
 from coordexp.geometry import to_bin
 from coordexp.records import GTObject, ImageRecord
 
-SCENES_VERSION = 1
+SCENES_VERSION = 2  # in version 1 boxes were up to a pixel beside the same objects
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (214, 48, 49),
@@ -66,7 +66,7 @@ SPECS = {
 
 def make_scene(spec: SceneSpec, seed: int, index: int) -> tuple[Image.Image, tuple[GTObject, ...]]:
     """Draw scene ``index`` of the stream ``seed``. Triangles carry ``poly`` geometry, other shapes ``bbox_2d``."""
-    rng = np.random.default_rng([SCENES_VERSION, seed, index])
+    rng = np.random.default_rng([1, seed, index])  # what version 1 drew its scenes with
     # The ground is a dull two-colour gradient with noise: never as saturated as an object.
     size = spec.size * _OVERSAMPLE
     corners = rng.integers(90, 235, size=(2, 1, 1, 1)) + rng.integers(-18, 19, size=(2, 1, 1, 3))
@@ -76,7 +76,7 @@ def make_scene(spec: SceneSpec, seed: int, index: int) -> tuple[Image.Image, tup
     canvas = Image.fromarray(np.clip(np.broadcast_to(ground, (size, size, 3)), 0, 255).astype(np.uint8))
     draw = ImageDraw.Draw(canvas)
     objects: list[GTObject] = []
-    boxes: list[tuple[float, float, float, float]] = []
+    boxes: list[tuple[float, ...]] = []
     wanted = 0 if rng.random() < spec.empty else int(rng.integers(spec.min_objects, spec.max_objects + 1))
     for _ in range(40 * wanted):  # a crowded scene may end with fewer objects than wanted, never with more overlap
         if len(objects) == wanted:
@@ -85,7 +85,8 @@ def make_scene(spec: SceneSpec, seed: int, index: int) -> tuple[Image.Image, tup
         aspect = rng.uniform(0.8, 1.25)
         w, h = side * math.sqrt(aspect), side / math.sqrt(aspect)
         x, y = rng.uniform(1, spec.size - 2 - w), rng.uniform(1, spec.size - 2 - h)
-        box = x1, y1, x2, y2 = (x, y, x + w, y + h)
+        # On the grid of the drawing: an annotated edge is the drawn one, not near it.
+        box = x1, y1, x2, y2 = tuple(round(v * _OVERSAMPLE) / _OVERSAMPLE for v in (x, y, x + w, y + h))
         overlaps = (  # intersection over the smaller box
             max(0.0, min(x2, c) - max(x1, a))
             * max(0.0, min(y2, d) - max(y1, b))
@@ -100,21 +101,22 @@ def make_scene(spec: SceneSpec, seed: int, index: int) -> tuple[Image.Image, tup
             colour, shape = str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES))
         boxes.append(box)
         shade = tuple(int(np.clip(c + rng.integers(-12, 13), 0, 255)) for c in COLOURS[colour])
-        scaled = tuple(v * _OVERSAMPLE for v in box)
+        # PIL includes the last pixels that it is given: the box goes to their outer edges.
+        left, top, right, bottom = (round(v * _OVERSAMPLE) - i // 2 for i, v in enumerate(box))
         outline: tuple[float, ...] = box
         if shape == "triangle":
             apex = x1 + (x2 - x1) * rng.uniform(0.3, 0.7)
             outline = (apex, y1, x2, y2, x1, y2)  # top-most vertex first, clockwise
-            draw.polygon([v * _OVERSAMPLE for v in outline], fill=shade)
+            draw.polygon([math.floor(apex * _OVERSAMPLE), top, right, bottom, left, bottom], fill=shade)
         elif shape == "circle":
-            draw.ellipse(scaled, fill=shade)
+            draw.ellipse((left, top, right, bottom), fill=shade)
         else:
-            draw.rectangle(scaled, fill=shade)
+            draw.rectangle((left, top, right, bottom), fill=shade)
         # The annotation is wider than the outline by the spec's margin, about the middle of the box.
         middle = ((x1 + x2) / 2, (y1 + y2) / 2)
         grown = (middle[i % 2] + (v - middle[i % 2]) * (1 + 2 * spec.margin) for i, v in enumerate(outline))
         kind = "poly" if shape == "triangle" else "bbox_2d"
-        objects.append(GTObject(f"{colour} {shape}", kind, tuple(to_bin(v, spec.size, "pixel_centres") for v in grown)))
+        objects.append(GTObject(f"{colour} {shape}", kind, tuple(to_bin(v, spec.size) for v in grown)))
     return canvas.resize((spec.size, spec.size), Image.Resampling.BOX), tuple(objects)
 
 

@@ -74,9 +74,8 @@ class DropCounts:
 def object_size(obj: GTObject, record: ImageRecord) -> ObjectSize:
     """By the area of the bounding box in pixels of the user's image: small below 32², large above 96²."""
     x1, y1, x2, y2 = aabb(obj)
-    rule = record.bin_rule
     image = original_image(record) or record
-    area = to_pixel(x2 - x1, image.width, rule) * to_pixel(y2 - y1, image.height, rule)
+    area = to_pixel(x2 - x1, image.width) * to_pixel(y2 - y1, image.height)
     return "small" if area < _SMALL else "large" if area > _LARGE else "medium"
 
 

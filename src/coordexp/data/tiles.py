@@ -20,11 +20,10 @@ from coordexp.data.polygons import canonical_ring, clipped_shape, shape_area
 from coordexp.data.preparation import original_image
 from coordexp.errors import ConfigError
 from coordexp.geometry import to_bin, to_pixel
-from coordexp.records import BIN_RULE, BinRule, GTObject, ImageRecord
+from coordexp.records import GTObject, ImageRecord
 
 TILE = "tile"  # key of a tile's metadata
 _PHOTOGRAPH, _WINDOW = "photograph", "window"  # keys of a tile's metadata while its photograph is answered
-_RULE: BinRule = "pixel_edges"  # of all tiles: a tile's right edge is a place where an object may be cut
 _WHOLE = 1 - 1e-9  # of an object's area, up to rounding
 _WORKERS = 4
 
@@ -166,12 +165,12 @@ def objects_in(record: ImageRecord, window: Window, min_area_ratio: float) -> tu
     found: dict[int, GTObject] = {}
     counts: Counter[str] = Counter()
     for number, obj in enumerate(record.objects):
-        size, rule = (record.width, record.height), record.bin_rule
-        points = [to_pixel(k, size[at % 2], rule) for at, k in enumerate(obj.bins)]
+        size = record.width, record.height
+        points = [to_pixel(k, size[at % 2]) for at, k in enumerate(obj.bins)]
         part, share = clipped_shape(obj.kind, points, window)
         if not part:
             continue
-        bins = tuple(to_bin(x - window[at % 2], sides[at % 2], _RULE) for at, x in enumerate(part))
+        bins = tuple(to_bin(x - window[at % 2], sides[at % 2]) for at, x in enumerate(part))
         if obj.kind == "poly":
             bins = canonical_ring(bins)
         collapsed = (obj.kind == "poly" and len(bins) < 6) or (share < _WHOLE and shape_area(obj.kind, bins) == 0)
@@ -238,8 +237,7 @@ def write_tiles(
                 path = folder / f"{stem}_{'_'.join(map(str, window))}{'.jpg' if jpeg else '.png'}"
                 about = {**_photograph(record, out), "box": list(window), **of_tile}
                 size = window[2] - window[0], window[3] - window[1]
-                metadata = {BIN_RULE: _RULE, TILE: about}
-                written.append((window, ImageRecord(str(path), path, *size, tuple(objects.values()), metadata)))
+                written.append((window, ImageRecord(str(path), path, *size, tuple(objects.values()), {TILE: about})))
             original = original_image(record)
             counts["resized"] += original is not None and (original.width, original.height) != (
                 record.width,

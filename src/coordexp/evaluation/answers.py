@@ -22,18 +22,17 @@ from coordexp.data.files import whole_file
 from coordexp.data.preparation import OriginalImage, Side, original_image
 from coordexp.data.tiles import Tiling
 from coordexp.errors import DataError
-from coordexp.geometry import bins_in_rule
 from coordexp.parsing import parse_rollout
 from coordexp.reading import read_json
 from coordexp.records import (
     GEOMETRY_KINDS,
     NUM_BINS,
-    BinRule,
     GeometryKind,
     GTObject,
     ImageRecord,
     ParsedRollout,
     Rollout,
+    check_bin_rule,
     from_json,
     read_lines,
     to_json,
@@ -68,9 +67,9 @@ class ScoredObject:
 @dataclass(frozen=True, slots=True)
 class ImageAnswer:
     """``gt`` is None for an image without annotations; ``dropped`` counts unusable entries by reason; ``original`` is
-    None if the image is the user's own; ``bin_rule`` is that of ``gt`` and ``pred``. ``further_texts``: of the other
-    answers, if several are merged (:func:`~coordexp.evaluation.several_answers.merge_answers`). ``tiling``: the tiles
-    whose answers are merged (:func:`~coordexp.evaluation.join_tiles.merge_tiles`), None for an image answered whole."""
+    None if the image is the user's own. ``further_texts``: of the other answers, if several are merged
+    (:func:`~coordexp.evaluation.several_answers.merge_answers`). ``tiling``: the tiles whose answers are merged
+    (:func:`~coordexp.evaluation.join_tiles.merge_tiles`), None for an image answered whole."""
 
     sample_id: str
     image: str
@@ -84,7 +83,6 @@ class ImageAnswer:
     num_tokens: int = 0
     text: str = ""
     original: OriginalImage | None = None
-    bin_rule: BinRule = "pixel_centres"
     further_texts: tuple[str, ...] = ()
     tiling: Tiling | None = None
 
@@ -144,14 +142,9 @@ def make_answer(
     rollout: Rollout,
     parsed: ParsedRollout,
     scores: Sequence[ObjectScore] | None = None,
-    bin_rule: BinRule | None = None,
 ) -> ImageAnswer:
-    """``bin_rule``: the model's, None for the record's. Predictions are converted to the rule of the record's objects,
-    if it has any."""
-    model_rule = bin_rule or record.bin_rule
-    rule = record.bin_rule if record.objects else model_rule
-    size = (record.width, record.height)
-    pred = [ScoredObject(obj.desc, obj.kind, bins_in_rule(obj.bins, size, model_rule, rule)) for obj in parsed.objects]
+    """The answer ``rollout``, of which the objects are ``parsed``, with their ``scores``."""
+    pred = [ScoredObject(obj.desc, obj.kind, obj.bins) for obj in parsed.objects]
     if scores is not None:
         pred = [replace(o, score=s.score, confidence=s.confidence) for o, s in zip(pred, scores, strict=True)]
     return ImageAnswer(
@@ -167,7 +160,6 @@ def make_answer(
         num_tokens=len(rollout.response_token_ids),
         text=rollout.text,
         original=original_image(record),
-        bin_rule=rule,
     )
 
 
@@ -212,6 +204,11 @@ class _Line(ImageAnswer):
     height: Side
     gt: tuple[_Object, ...] | None  # pyright: ignore[reportIncompatibleVariableOverride]
     pred: tuple[_Object, ...]  # pyright: ignore[reportIncompatibleVariableOverride]
+    bin_rule: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.bin_rule is not None:
+            check_bin_rule(self.bin_rule)
 
 
 def to_line(answer: ImageAnswer) -> str:
@@ -299,14 +296,13 @@ def answer_samples(
     seeds: Seeds,
     scorer: TokenScorer | None = None,
     on_answer: Callable[[int], None] | None = None,
-    bin_rule: BinRule | None = None,
     count: int = 1,
 ) -> list[ImageAnswer]:
     """Generate, parse and, with a ``scorer``, score, in the order of ``samples``. ``on_answer`` is called with the
-    number of answered samples so far, except for the last one, which is finished when this returns. ``bin_rule``: as
-    for :func:`make_answer`. ``count``: answers per sample, which follow each other; the first of several is greedy, the
-    others are sampled, each from a request of its own. Raises AlignmentError if the
-    backend answered another prompt than ours, e.g. to an image of another size, and the backend's RolloutError."""
+    number of answered samples so far, except for the last one, which is finished when this returns. ``count``: answers
+    per sample, which follow each other; the first of several is greedy, the others are sampled, each from a request of
+    its own. Raises AlignmentError if the backend answered another prompt than ours, e.g. to an image of another size,
+    and the backend's RolloutError."""
     from coordexp.modeling.inputs import check_prompt  # imports torch, which saved answers do without
 
     before_last = None if on_answer is None else lambda n: on_answer(min(n // count, len(samples) - 1))
@@ -334,7 +330,7 @@ def answer_samples(
     else:
         scores = scorer.score([sample.request for sample in asked], rollouts, parsed)
     return [
-        make_answer(sample.record, rollout, found, scored, bin_rule)
+        make_answer(sample.record, rollout, found, scored)
         for sample, rollout, found, scored in zip(asked, rollouts, parsed, scores, strict=True)
     ]
 
@@ -368,7 +364,6 @@ def answer_batches(
     scorer: TokenScorer | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_answer: Callable[[int, int], None] | None = None,
-    bin_rule: BinRule | None = None,
     count: int = 1,
 ) -> Iterator[list[ImageAnswer]]:
     """This rank's answers for ``positions`` of ``dataset``, batch by batch: only one batch's images are in memory.
@@ -386,7 +381,7 @@ def answer_batches(
     for batch in batches:
         samples = [dataset[index] for index in batch]
         within = None if on_answer is None else lambda n, done=done: on_answer(done + n, total)
-        yield answer_samples(samples, backend, vocab, DatasetSeeds(seed, batch.start), scorer, within, bin_rule, count)
+        yield answer_samples(samples, backend, vocab, DatasetSeeds(seed, batch.start), scorer, within, count)
         done += len(batch)
         if on_progress is not None:
             on_progress(done, total)

@@ -142,14 +142,14 @@ def coco_shape(obj: GTObject | ScoredObject, answer: ImageAnswer) -> dict[str, A
     """``bbox`` (x, y, width, height), ``segmentation`` and ``area`` of an object of ``answer`` in pixels of the user's
     image; thinner sides become half a bin wide."""
     x1, y1, x2, y2 = aabb(obj)
-    width, height, rule = answer.users_image.width, answer.users_image.height, answer.bin_rule
-    x, y = to_pixel(x1, width, rule), to_pixel(y1, height, rule)
+    width, height = answer.users_image.width, answer.users_image.height
+    x, y = to_pixel(x1, width), to_pixel(y1, height)
     thinnest = _THINNEST if isinstance(x1, int) else _THINNEST_FRACTION
-    w, h = to_pixel(max(x2 - x1, thinnest), width, rule), to_pixel(max(y2 - y1, thinnest), height, rule)
+    w, h = to_pixel(max(x2 - x1, thinnest), width), to_pixel(max(y2 - y1, thinnest), height)
     if obj.kind == "bbox_2d":
         ring, area = [x, y, x + w, y, x + w, y + h, x, y + h], w * h
     else:
-        ring = [value for point in pixel_ring(obj, width, height, rule) for value in point]
+        ring = [value for point in pixel_ring(obj, width, height) for value in point]
         area = shape_area("poly", ring)
     return {"bbox": [x, y, w, h], "segmentation": [ring], "area": area}
 

@@ -281,8 +281,9 @@ def comparison_tables(comparison: Comparison, names: tuple[str, str], max_classe
     (the ``max_classes`` most frequent), and by density."""
     columns = ("a", "b", "b − a", "interval")
     interval = f"{CONFIDENCE:.0%} of {comparison.resamples} paired resamples"
-    title = f"a: {names[0]}\nb: {names[1]}\n{comparison.images} images; interval: {interval}; bold: zero is outside"
-    table = text_table(title, "figure", *columns)
+    said = f"{comparison.images} images; interval: {interval}; bold: zero is outside"
+    title = "\n".join(printable(line) for line in (f"a: {names[0]}", f"b: {names[1]}", said))
+    table = text_table(Text(title), "figure", *columns)
     for one in comparison.figures:
         table.add_row(one.name, *_cells(one))
     yield table

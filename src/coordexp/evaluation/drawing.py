@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path, PurePosixPath
@@ -14,11 +15,11 @@ from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.images import IMAGE_SUFFIXES, JPEG_SUFFIXES, open_rgb, rgb_of
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.evaluation.detection import ignored_predictions, match_answer, match_by_desc
-from coordexp.geometry import aabb, pixel_ring
+from coordexp.geometry import pixel_box, pixel_ring
 from coordexp.parsing import parse_rollout
 from coordexp.printable import printable
 from coordexp.reading import OWN_MARK
-from coordexp.records import NUM_BINS, GTObject, ImageRecord, PredictedObject
+from coordexp.records import GTObject, ImageRecord, PredictedObject
 
 _Point = tuple[float, float]
 Drawable = GTObject | PredictedObject | ScoredObject
@@ -103,7 +104,8 @@ def _draw_outline(
     draw: ImageDraw.ImageDraw, obj: Drawable, size: tuple[int, int], colour: str, width: int
 ) -> tuple[_Point, ...]:
     # Dashed if the object is soft. Returns its corners in pixels.
-    ring = pixel_ring(obj, *size, "pixel_centres")  # by any rule: the outermost pixels are the last to be seen
+    right, bottom = size[0] - 1, size[1] - 1  # the outermost pixels are the last to be seen
+    ring = tuple((min(x, right), min(y, bottom)) for x, y in pixel_ring(obj, *size))
     closed = [*ring, ring[0]]
     lines: list[Sequence[_Point]] = []
     if getattr(obj, "soft", None) is None:
@@ -158,8 +160,9 @@ def draw_comparison(
     ``max_rows`` rows of them. Every column is as wide as the widest image.
 
     Green: found (equal description, IoU ≥ 0.5). Red: predicted, but not there. Orange, in the ground truth: missed by
-    the last run. Grey: soft objects (dashed), and predictions that found one. Raises ValueError for no run or no
-    answer, DataError for an image that cannot be read.
+    the last run. Grey: soft objects (dashed), and predictions that found one. Below each run are its numbers of found,
+    wrong and missed objects in the picture. Raises ValueError for no run or no answer, DataError for an image that
+    cannot be read.
     """
     runs = list(columns.values())
     if not runs or not runs[0]:
@@ -171,24 +174,34 @@ def draw_comparison(
         return _FOUND if is_matched else otherwise
 
     images = []
+    counts = [Counter[str]() for _ in runs]  # of each run, by colour
     for answers in list(zip(*runs, strict=True))[: max_rows * across]:
         matches = [match_answer(answer) for answer in answers]
         found = {j for _, j, _ in matches[-1]}
         truth = [(obj, colour(obj, j in found, _MISSED)) for j, obj in enumerate(answers[-1].gt or ())]
         panels = [_panel(answers[-1], truth)]
-        for answer, matched in zip(answers, matches, strict=True):
+        for answer, matched, count in zip(answers, matches, counts, strict=True):
             truth_of = {i: (answer.gt or ())[j] for i, j, _ in matched}
             coloured = [(obj, colour(truth_of.get(i), i in truth_of, _WRONG)) for i, obj in enumerate(answer.pred)]
             panels.append(_panel(answer, coloured))
+            count.update(shade for _, shade in coloured)
+            annotated = sum(obj.soft is None for obj in answer.gt or ())
+            count[_MISSED] += annotated - sum(shade == _FOUND for _, shade in coloured)
         images.append(panels)
     across = min(across, len(images))
     rows = [list(chain.from_iterable(images[i : i + across])) for i in range(0, len(images), across)]
     width = max(panel.width for row in rows for panel in row)
     heights = [max(panel.height for panel in row) for row in rows]
-    sheet = Image.new("RGB", (width * across * (1 + len(runs)), _BAR + sum(heights)), "white")
-    draw = ImageDraw.Draw(sheet)
+    sheet = Image.new("RGB", (width * across * (1 + len(runs)), _BAR + sum(heights) + _BAR), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(15)
     for column, name in enumerate(["ground truth", *columns] * across):
-        draw.text((column * width + 6, 5), name, fill="black", font=ImageFont.load_default(15))
+        draw.text((column * width + 6, 5), name, fill="black", font=font)
+    for column, count in enumerate(counts, start=1):
+        x = column * width + 6.0
+        for colour_of, what in ((_FOUND, "found"), (_WRONG, "wrong"), (_MISSED, "missed")):
+            text = f"{count[colour_of]} {what}  "
+            draw.text((x, sheet.height - _BAR + 5), text, fill=colour_of, font=font)
+            x += draw.textlength(text, font)
     top = _BAR
     for row, height in zip(rows, heights, strict=True):
         for column, panel in enumerate(row):
@@ -227,7 +240,7 @@ def _tiniest(objects: Sequence[GTObject], size: tuple[int, int]) -> tuple[int, t
     # How much to enlarge a tile for the smallest object that is tiny on it, and the object's middle there.
     found: tuple[int, tuple[float, float]] | None = None
     for obj in objects:
-        x1, y1, x2, y2 = (value * size[at % 2] / (NUM_BINS - 1) for at, value in enumerate(aabb(obj)))
+        x1, y1, x2, y2 = pixel_box(obj, *size)
         zoom = min(_ZOOM, math.ceil(_SEEN / max(x2 - x1, y2 - y1, 1)))
         if max(x2 - x1, y2 - y1) < _TINY and (found is None or zoom > found[0]):
             found = zoom, ((x1 + x2) / 2, (y1 + y2) / 2)

@@ -77,7 +77,6 @@ def dataset_answers(records: Iterable[ImageRecord], *, annotations: bool) -> lis
             record.objects if annotations else None,
             () if annotations else tuple(pred),
             original=original_image(record),
-            bin_rule=record.bin_rule,
         )
         answers.append(answer)
     return answers
@@ -235,12 +234,12 @@ def export_yolo(
         lines = []
         for detection in answer.pred:
             if rotated or detection.kind == "poly":
-                ring = pixel_ring(detection, original.width, original.height, answer.bin_rule)
+                ring = pixel_ring(detection, original.width, original.height)
                 if rotated and len(ring) != 4:
                     ring, num_rectangles = smallest_rectangle(ring), num_rectangles + 1
                 values = [share for x, y in ring for share in (x / original.width, y / original.height)]
             else:
-                x1, y1, x2, y2 = pixel_box(detection, original.width, original.height, answer.bin_rule)
+                x1, y1, x2, y2 = pixel_box(detection, original.width, original.height)
                 values = [(x1 + x2) / 2 / original.width, (y1 + y2) / 2 / original.height]
                 values += [(x2 - x1) / original.width, (y2 - y1) / original.height]
             if scores:
@@ -266,7 +265,7 @@ def export_dota(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) ->
     for answer, original, name in _with_paths(answers, ".txt"):
         lines = []
         for detection in answer.pred:
-            ring = pixel_ring(detection, original.width, original.height, answer.bin_rule)
+            ring = pixel_ring(detection, original.width, original.height)
             if len(ring) != 4:
                 ring, num_rectangles = smallest_rectangle(ring), num_rectangles + 1
             names |= {detection.desc} if " " in detection.desc else set()
@@ -295,7 +294,7 @@ def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, fra
         _add(root, {"filename": printable(PurePosixPath(original.file).name), "size": size})
         for detection in answer.pred:
             polygons += detection.kind == "poly"
-            corners = pixel_box(detection, original.width, original.height, answer.bin_rule)
+            corners = pixel_box(detection, original.width, original.height)
             texts = [f"{value:.2f}" if fractions else str(round(value)) for value in corners]
             box = dict(zip(("xmin", "ymin", "xmax", "ymax"), texts, strict=True))
             escaped |= {detection.desc} if printable(detection.desc) != detection.desc else set()
@@ -332,7 +331,7 @@ def export_labelme(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms)
         here = os.path.relpath(answer.image, path.parent) if is_placed else original.file
         shapes = []
         for detection in answer.pred:
-            ring = pixel_ring(detection, original.width, original.height, answer.bin_rule)
+            ring = pixel_ring(detection, original.width, original.height)
             points = ring if detection.kind == "poly" else (ring[0], ring[2])
             shapes.append({
                 "label": detection.desc,
@@ -361,12 +360,8 @@ def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
             if answer.original is not None and Path(answer.image).is_relative_to(out):
                 image = Path(answer.image).relative_to(out).as_posix()
             for detection in answer.pred:
-                box = [f"{side:.2f}" for side in pixel_box(detection, original.width, original.height, answer.bin_rule)]
-                ring = (
-                    pixel_ring(detection, original.width, original.height, answer.bin_rule)
-                    if detection.kind == "poly"
-                    else ()
-                )
+                box = [f"{side:.2f}" for side in pixel_box(detection, original.width, original.height)]
+                ring = pixel_ring(detection, original.width, original.height) if detection.kind == "poly" else ()
                 points = " ".join(f"{x:.2f} {y:.2f}" for x, y in ring)
                 score = "" if detection.score is None else f"{detection.score:.6f}"
                 line = [cell_text(image), original.width, original.height, cell_text(detection.desc)]

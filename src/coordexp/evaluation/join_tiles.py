@@ -52,17 +52,16 @@ class _Part:
 def merge_tiles(record: ImageRecord, tiling: Tiling, answers: Sequence[ImageAnswer]) -> ImageAnswer:
     """One answer for the photograph ``record`` from those of its tiles, in the order of ``tiling``.
 
-    Boxes are in fractions of the photograph's bins, in the rule of its objects or, without any, of the answers. Scores
-    and confidences are the highest of an object's predictions, counts are sums."""
+    Boxes are in fractions of the photograph's bins. Scores and confidences are the highest of an object's predictions,
+    counts are sums."""
     windows = tiling.windows(record.width, record.height)
     size = record.width, record.height
-    rule = record.bin_rule if record.objects else answers[0].bin_rule
     seen = enumerate(zip(answers, windows, strict=True))
     parts = [_part(obj, at, answer, window, size) for at, (answer, window) in seen for obj in answer.pred]
     pred = []
     for group in _groups(parts, windows):
         kind, points = _joined(group, windows)
-        bins = tuple(round(to_fraction(x, size[at % 2], rule), _DECIMALS) for at, x in enumerate(points))
+        bins = tuple(round(to_fraction(x, size[at % 2]), _DECIMALS) for at, x in enumerate(points))
         scores = [part.obj.score for part in group if part.obj.score is not None]
         confidences = [part.obj.confidence for part in group if part.obj.confidence is not None]
         counts = [part.obj.answers for part in group if part.obj.answers is not None]
@@ -87,7 +86,6 @@ def merge_tiles(record: ImageRecord, tiling: Tiling, answers: Sequence[ImageAnsw
         num_tokens=sum(answer.num_tokens for answer in answers),
         text="\n".join(answer.text for answer in answers),
         original=original_image(record),
-        bin_rule=rule,
         further_texts=tuple("\n".join(answer.further_texts[k] for answer in answers) for k in range(several)),
         tiling=tiling,
     )
@@ -107,7 +105,7 @@ def merge_all_tiles(
 
 def _part(obj: ScoredObject, tile: int, answer: ImageAnswer, window: Window, size: tuple[int, int]) -> _Part:
     sides = answer.width, answer.height
-    points = tuple(window[at % 2] + to_pixel(k, sides[at % 2], answer.bin_rule) for at, k in enumerate(obj.bins))
+    points = tuple(window[at % 2] + to_pixel(k, sides[at % 2]) for at, k in enumerate(obj.bins))
     box = min(points[0::2]), min(points[1::2]), max(points[0::2]), max(points[1::2])
     reach = list(box)
     for at, edge in enumerate((0, 0, *size)):

@@ -256,9 +256,10 @@ _RATES = ("duplicate_rate", "giant_rate", "invalid_rate", "truncated_rate", "rep
           "pred_per_image", "gt_per_image", "tokens_per_image")  # fmt: skip
 
 
-def text_table(title: str, first: str, *numbers: str) -> Table:
+def text_table(title: str | Text, first: str, *numbers: str) -> Table:
     """An empty table: a column of texts, and columns of numbers. Descriptions are data, never markup."""
-    table = Table(title=Text(printable(title)), title_justify="left", caption_justify="left")
+    shown = title if isinstance(title, Text) else Text(printable(title))
+    table = Table(title=shown, title_justify="left", caption_justify="left")
     table.add_column(first)
     for name in numbers:
         table.add_column(Text(printable(name)), justify="right", no_wrap=True)

@@ -233,8 +233,8 @@ def as_detections(answer: ImageAnswer, image: Image.Image | None = None, classes
     width, height = answer.width, answer.height
     objects = []
     for obj in answer.pred:
-        polygon = pixel_ring(obj, width, height, answer.bin_rule) if obj.kind == "poly" else None
-        box = pixel_box(obj, width, height, answer.bin_rule)
+        polygon = pixel_ring(obj, width, height) if obj.kind == "poly" else None
+        box = pixel_box(obj, width, height)
         objects.append(Detection(obj.desc, obj.score, box, polygon, obj.confidence, obj.answers))
     return Detections(
         source=answer.sample_id if image is not None else answer.image,

@@ -246,7 +246,7 @@ class Detector:
         note = size_note(asked, session.preparation)
         if note is not None:
             warnings.warn(note, stacklevel=3)
-        scorer, rule = session.scorer if self._scores else None, session.preparation.bin_rule
+        scorer = session.scorer if self._scores else None
         answers: dict[str, ImageAnswer] = {}
         shown = asked if tiling is None else CutTiles(asked, folder, size)
         for start in range(0, len(asked), size):
@@ -261,9 +261,7 @@ class Detector:
                     errors[whole_of(asked[at])] = str(error)
             seeds = DatasetSeeds(self._seed, start)
             if batch:
-                answered = answer_samples(
-                    batch, session.backend, session.vocab, seeds, scorer, None, rule, self._answers
-                )
+                answered = answer_samples(batch, session.backend, session.vocab, seeds, scorer, None, self._answers)
                 answers |= {answer.sample_id: answer for answer in merge_all(answered, self._answers)}
         for record in todo:
             if tiling is not None and record.sample_id not in errors:

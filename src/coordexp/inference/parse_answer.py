@@ -37,8 +37,7 @@ def parse_answer(
     Args:
         answer: the message's text, with its coordinate tokens, or its token ids.
         image: the image that was asked about, or its (width, height): boxes are in its pixels.
-        checkpoint: the served folder; token ids need its tokenizer, and class ids its class list. Boxes follow the rule
-            of its training data; None: pixel edges, as converters write them.
+        checkpoint: the served folder; token ids need its tokenizer, and class ids its class list.
 
     Returns:
         Objects without scores. ``truncated``: the answer does not end as a whole one does.
@@ -64,9 +63,8 @@ def parse_answer(
     parsed = parse_rollout(token_ids, vocab, ended=ended)
     record = ImageRecord("answer", Path("answer"), width, height, ())
     card = UNTRAINED if checkpoint is None else read_card(checkpoint)
-    rule = "pixel_edges" if checkpoint is None else card.preparation.bin_rule
     rollout = Rollout("answer", (), tuple(token_ids), text, truncated=not ended)
-    found = make_answer(record, rollout, parsed, bin_rule=rule)
+    found = make_answer(record, rollout, parsed)
     shown = image if isinstance(image, Image.Image) else None
     return as_detections(replace(found, gt=None), shown, card.classes)
 

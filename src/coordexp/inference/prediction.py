@@ -159,7 +159,6 @@ def run_prediction(
             scorer=scorer,
             on_progress=on_progress,
             on_answer=on_progress,
-            bin_rule=session.preparation.bin_rule,
             count=answers,
         ):
             merged = merge_all(batch, answers)
@@ -479,7 +478,6 @@ def answer_jsonl(
             on_progress=on_progress,
             on_answer=on_progress,
             scorer=scorer if scored else None,
-            bin_rule=session.preparation.bin_rule,
             count=answers,
             leave_out=broken if tiling is None else (),
         )

@@ -37,8 +37,8 @@ from coordexp.out_of_memory import is_out_of_memory
 logger = logging.getLogger("coordexp")
 DTYPE: str = default_of(ModelConfig, "dtype")
 ATTENTION: str = default_of(ModelConfig, "attn_implementation")
-# While transformers loads a model, it replaces functions of its own classes and torch's default number type. Two threads
-# that do so at once leave a replacement in place for good, and no model of the process is whole again.
+# While transformers loads a model, it replaces functions of its own classes and torch's default number type. Two
+# threads that do so at once leave a replacement in place for good, and no model of the process is whole again.
 _LOADING = threading.Lock()
 
 

@@ -258,7 +258,6 @@ class CoordExpTrainer:
                     seed=self.args.seed,
                     scorer=self.scorer,
                     on_progress=self._end_evaluation_on_signal,
-                    bin_rule=self.run.loaded.preparation.bin_rule,
                     on_answer=self.on_answer,
                 )
                 figures = summarise(answers, self.measured).figures

@@ -38,7 +38,7 @@ from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.epochs import EpochPlan, describe_epoch, plan_epochs
 from coordexp.data.images import open_rgb
-from coordexp.data.joined import DataPart, JoinedRecords, bin_rules
+from coordexp.data.joined import DataPart, JoinedRecords
 from coordexp.data.preparation import preparation_of
 from coordexp.engine.trainer.backends import check_backend
 from coordexp.engine.wire.engine_process import has_gpu
@@ -166,10 +166,6 @@ def check_run(
         raise ConfigError("\n".join(messages))
     if errors:
         raise errors[0]
-    rules = bin_rules(train)
-    if len(rules) > 1 and distributed.is_main():
-        counted = ", ".join(f"{count:,} lines have {rule}" for rule, count in rules.most_common())
-        logger.warning(f"custom.train_jsonl: both bin rules occur: {counted}; all are read as pixel_edges")
     assert start is not None and model is not None
     return CheckedRun(config, start, model, rollout, train, val)
 
@@ -209,8 +205,7 @@ def build_trainer(
     loaded = _tuned_model(run, accelerator, console)
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
     ordering = config.custom.object_ordering
-    rule = loaded.preparation.bin_rule
-    train = RecordDataset(run.train, encoder.encode, ordering, training.seed, config.data.augment, rule)
+    train = RecordDataset(run.train, encoder.encode, ordering, training.seed, config.data.augment)
     val = RecordDataset(run.val, encoder.encode, ordering, training.seed) if run.val else None
     batches = _step_batches(run, args, train, console)
     max_steps = args.max_steps

@@ -39,7 +39,7 @@ TRAINED = Training(
 FULL = Card(
     schema_version=1,
     training=TRAINED,
-    preparation=ImagePreparation(ResizeRule(32, 1024, 35840), (5, 9), "pixel_edges"),
+    preparation=ImagePreparation(ResizeRule(32, 1024, 35840), (5, 9)),
     classes=("kite", "ßé"),
     calibration=Calibration(2.0, 0.5, 30, 10, "d"),
 )
@@ -59,6 +59,17 @@ def test_a_card_without_one_of_its_parts_is_refused(key: str, tmp_path: Path) ->
         read_card(tmp_path)
 
 
+def test_a_card_of_bins_of_earlier_versions_is_refused(tmp_path: Path) -> None:
+    content = json.loads(write_card(FULL, tmp_path).read_text())
+    content["preparation"]["bin_rule"] = "pixel_edges"  # as some wrote it before there was only one
+    (tmp_path / CARD).write_text(json.dumps(content))
+    assert read_card(tmp_path) == FULL
+    content["preparation"]["bin_rule"] = "pixel_centres"
+    (tmp_path / CARD).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"coordexp\.json: bin_rule is 'pixel_centres'.*train again"):
+        read_card(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [
@@ -67,7 +78,6 @@ def test_a_card_without_one_of_its_parts_is_refused(key: str, tmp_path: Path) ->
         (("training", "train_type"), "qlora"),
         (("preparation", "resize", "factor"), 0),
         (("preparation", "seen_pixels"), [1]),
-        (("preparation", "bin_rule"), "x"),
         (("classes",), "kite"),
         (("calibration", "slope"), -1.0),
     ],

@@ -250,8 +250,9 @@ def test_a_sheet_shows_the_mistakes(tmp_path: Path, capsys: pytest.CaptureFixtur
                    tmp_path / "both.png")  # fmt: skip
     assert both.code == 0
     with Image.open(tmp_path / "one.png") as sheet, Image.open(tmp_path / "both.png") as wider:
-        # Seven images, three across with two panels each; six whose matches differ, two across with three; names above.
-        assert (sheet.size, wider.size) == ((3 * 2 * 320, 26 + 3 * 240), (2 * 3 * 320, 26 + 3 * 240))
+        # Seven images, three across with two panels each; six whose matches differ, two across with three. Names are
+        # above, counts below.
+        assert (sheet.size, wider.size) == ((3 * 2 * 320, 26 + 3 * 240 + 26), (2 * 3 * 320, 26 + 3 * 240 + 26))
     same = run_cli(capsys, "evaluate", "--compare", tmp_path / "a", tmp_path / "a", "--resamples", 10, "--sheet",
                    tmp_path / "same.png")  # fmt: skip
     assert same.code == 2 and "no difference to draw" in same.err

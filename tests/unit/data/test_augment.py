@@ -15,7 +15,7 @@ from coordexp.data import read_jsonl
 from coordexp.data.dataset import LEFT_OUT, RecordDataset, Sample, View, clip_ring, draw_view
 from coordexp.data.jsonl import write_jsonl
 from coordexp.errors import DataError
-from coordexp.geometry import aabb, bins_in_rule
+from coordexp.geometry import aabb
 from coordexp.records import GTObject, ImageRecord, RolloutRequest
 
 SIZE = (320, 240)
@@ -143,13 +143,3 @@ def test_a_random_order_differs_by_epoch(records: list[ImageRecord]) -> None:
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
     ordered = RecordDataset(records, encoded, "sorted", 5)
     assert ordered[0].record.objects == (ordered.set_epoch(4), ordered[0].record.objects)[1]
-
-
-def test_records_of_two_rules_are_read_in_one(records: list[ImageRecord]) -> None:
-    box = GTObject("cat", "bbox_2d", (0, 500, 999, 999))
-    old = replace(records[0], objects=(box,), metadata={})
-    new = replace(old, metadata={"bin_rule": "pixel_edges"})
-    dataset = RecordDataset([old, new], encoded, "file", bin_rule="pixel_edges")
-    size = (old.width, old.height)
-    assert dataset[1].record == new and dataset[0].record.bin_rule == "pixel_edges"
-    assert dataset[0].record.objects[0].bins == bins_in_rule(box.bins, size, "pixel_centres", "pixel_edges") != box.bins

@@ -204,5 +204,5 @@ def test_objects_below_a_pixel_are_found(boxes: list[list[int]], found: list[Fin
     objects = [{"desc": "crack", "bbox_2d": box} for box in boxes]
     fields = {"images": ["a.png"], "width": 640, "height": 480, "objects": objects}
     path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps({**fields, "metadata": {"bin_rule": "pixel_edges"}}) + "\n")
+    path.write_text(json.dumps(fields) + "\n")
     assert [problem.finding for problem in check_jsonl(path).problems] == found

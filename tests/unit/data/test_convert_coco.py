@@ -70,7 +70,7 @@ def test_polygons_are_written_clockwise_from_the_top_without_repeated_points(tmp
 def test_the_largest_of_several_parts_is_kept_and_reported(tmp_path: Path) -> None:
     parts = [[0, 0, 2, 0, 2, 2], [10, 5, 30, 5, 30, 20], [1, 9, 3, 9, 3, 12]]
     report = from_coco(tmp_path, [{"segmentation": parts}], geometry="poly", options=SMALL)
-    assert min(objects_of(report)[0].bins[::2]) == to_bin(10, 40, "pixel_edges")
+    assert min(objects_of(report)[0].bins[::2]) == to_bin(10, 40)
     assert report.notes == {"multipart_polygon": 1}
 
 
@@ -169,7 +169,7 @@ def test_a_run_length_mask_becomes_its_outline(tmp_path: Path, crowd: int, as_li
 
 
 def bins(x: float, y: float) -> tuple[int, int]:
-    return to_bin(x, 40, "pixel_edges"), to_bin(y, 24, "pixel_edges")
+    return to_bin(x, 40), to_bin(y, 24)
 
 
 def test_crowds_can_be_kept_as_boxes(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_boxes_come_back_within_half_a_bin(kind: str, tmp_path: Path) -> None:
     )
     (record,) = read_jsonl(report.jsonl)
     for obj, box in zip(record.objects, PIXELS, strict=True):
-        for at, (found, given) in enumerate(zip(pixel_box(obj, *SIZE, "pixel_edges"), box, strict=True)):
+        for at, (found, given) in enumerate(zip(pixel_box(obj, *SIZE), box, strict=True)):
             assert abs(found - given) <= SIZE[at % 2] / 999 / 2 + 1e-6
     assert record.objects[0].bins == (0, 0, 999, 999)
 
@@ -166,7 +166,7 @@ def test_corners_in_place_of_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="--boxes xyxy"):
         converted(tmp_path, *lines)
     (objects,) = converted(tmp_path, *lines[:2], boxes="xyxy")
-    assert pixel_box(objects[0], 40, 24, "pixel_edges") == pytest.approx((25, 15, 39, 23), abs=0.02)
+    assert pixel_box(objects[0], 40, 24) == pytest.approx((25, 15, 39, 23), abs=0.02)
 
 
 # -- Open Images -------------------------------------------------------------------------------------------------------

@@ -31,38 +31,25 @@ from coordexp.data.convert import (
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.evaluation.summary import summarise
-from coordexp.geometry import bins_in_rule, pixel_ring, to_bin, to_pixel
-from coordexp.records import BinRule, GTObject
+from coordexp.geometry import pixel_ring, to_bin, to_pixel
+from coordexp.records import GTObject
 from support.annotation_folders import KEEP, SMALL, coco, objects_of, paint, voc, voc_object, voc_xml
 from support.one_scene import BOXES, RINGS, SIZE, as_coco, as_csv, as_labelme, as_voc, as_yolo
 
 # --- quantisation ---
 
 
-RULES: list[BinRule] = ["pixel_edges", "pixel_centres"]
+@given(extent=st.integers(1, 5000), data=st.data())
+def test_a_bin_is_within_half_a_bin_of_its_pixel(extent: int, data: st.DataObject) -> None:
+    x = data.draw(st.floats(0, extent))
+    assert abs(to_pixel(to_bin(x, extent), extent) - x) <= extent / 999 / 2 + 1e-6
+    assert (to_pixel(0, extent), to_pixel(999, extent)) == (0, extent)
 
 
-@given(extent=st.integers(2, 5000), rule=st.sampled_from(RULES), data=st.data())
-def test_a_bin_is_within_half_a_bin_of_its_pixel(extent: int, rule: BinRule, data: st.DataObject) -> None:
-    last = to_pixel(999, extent, rule)
-    x = data.draw(st.floats(0, last))
-    assert abs(to_pixel(to_bin(x, extent, rule), extent, rule) - x) <= last / 999 / 2 + 1e-6
-    assert last == (extent if rule == "pixel_edges" else extent - 1)
-
-
-@given(x=st.floats(-1e6, 1e6), y=st.floats(-1e6, 1e6), extent=st.integers(1, 5000), rule=st.sampled_from(RULES))
-def test_bins_stay_in_range_and_keep_the_order_of_pixels(x: float, y: float, extent: int, rule: BinRule) -> None:
+@given(x=st.floats(-1e6, 1e6), y=st.floats(-1e6, 1e6), extent=st.integers(1, 5000))
+def test_bins_stay_in_range_and_keep_the_order_of_pixels(x: float, y: float, extent: int) -> None:
     low, high = sorted((x, y))
-    assert 0 <= to_bin(low, extent, rule) <= to_bin(high, extent, rule) <= 999
-
-
-@given(bins=st.lists(st.integers(0, 999), min_size=4, max_size=4), side=st.integers(500, 5000))
-def test_the_other_rule_is_the_same_place_up_to_half_a_bin_and_a_pixel(bins: list[int], side: int) -> None:
-    moved = bins_in_rule(bins, (side, side), "pixel_edges", "pixel_centres")
-    for k, other in zip(bins, moved, strict=True):
-        there, here = to_pixel(other, side, "pixel_centres"), to_pixel(k, side, "pixel_edges")
-        assert abs(there - min(here, side - 1)) <= side / 999 / 2 + 1e-6
-    assert bins_in_rule(bins, (side, side), "pixel_edges", "pixel_edges") == tuple(bins)
+    assert 0 <= to_bin(low, extent) <= to_bin(high, extent) <= 999
 
 
 # --- one scene, every format ---
@@ -106,14 +93,14 @@ def test_every_format_gives_the_same_records_and_they_evaluate_as_perfect(tmp_pa
         assert {obj.kind for r in records for obj in r.objects} == {"poly" if rings else "bbox_2d"}
         # Within half a bin of what was annotated, also where that is the image's edge.
         for obj, (desc, points) in zip(records[0].objects, RINGS if rings else BOXES, strict=True):
-            found_points = pixel_ring(obj, *SIZE, records[0].bin_rule)
+            found_points = pixel_ring(obj, *SIZE)
             wanted = zip(points[0::2], points[1::2], strict=True) if rings else corners_of(points)
             for x, y in wanted:
                 nearest = min(found_points, key=lambda point: abs(point[0] - x) + abs(point[1] - y))
                 assert abs(nearest[0] - x) < SIZE[0] / 1997 and abs(nearest[1] - y) < SIZE[1] / 1997, (form, desc)
     answers = [
         ImageAnswer(r.sample_id, str(r.image), r.width, r.height, r.objects,
-                    tuple(ScoredObject(o.desc, o.kind, o.bins, 0.5) for o in r.objects), bin_rule=r.bin_rule)
+                    tuple(ScoredObject(o.desc, o.kind, o.bins, 0.5) for o in r.objects))
         for r in records
     ]  # fmt: skip
     figures = summarise(answers, EvalDetectionConfig(use_segm=True).scored(None)).figures
@@ -135,7 +122,6 @@ def test_records_name_their_source_and_their_resize_rule(tmp_path: Path) -> None
     )
     assert record.metadata == {
         "source": {"file": "a.jpg", "width": 40, "height": 24},
-        "bin_rule": "pixel_edges",
         "prepared": {"factor": 8, "min_pixels": 64, "max_pixels": 4096},
     }
 
@@ -192,7 +178,7 @@ def test_a_wrong_size_is_reported(tmp_path: Path, size: Any, where: str, reason:
         assert len(records) == 1 and report.skipped_objects == {"image_skipped": 1}
     else:
         extent = 80 if reason == "size_scaled" else 40
-        assert records[0].objects[0].bins[2] == to_bin(10, extent, "pixel_edges")
+        assert records[0].objects[0].bins[2] == to_bin(10, extent)
 
 
 def test_an_output_folder_that_would_overwrite_the_source_is_refused(tmp_path: Path) -> None:
@@ -376,7 +362,7 @@ def test_one_based_boxes_are_shifted_on_request_only(tmp_path: Path) -> None:
     root = voc(tmp_path / "voc", voc_object("cat", 1, 1, 40, 24))
     as_given = convert_voc(root, tmp_path / "out", options=SMALL)
     shifted = convert_voc(root, tmp_path / "out", one_based=True, options=replace(SMALL, name="shifted"))
-    assert objects_of(as_given)[0].bins == (to_bin(1, 40, "pixel_edges"), to_bin(1, 24, "pixel_edges"), 999, 999)
+    assert objects_of(as_given)[0].bins == (to_bin(1, 40), to_bin(1, 24), 999, 999)
     assert objects_of(shifted)[0].bins == (0, 0, 999, 999)
 
 

@@ -17,17 +17,15 @@ from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import CachedRecords, open_records
 from coordexp.data.epochs import EpochPlan, class_factors, describe_epoch, plan_epochs
 from coordexp.data.files import VARIABLE
-from coordexp.data.joined import DataPart, JoinedRecords, bin_rules, distinct_descs, pixel_areas
+from coordexp.data.joined import DataPart, JoinedRecords, distinct_descs, pixel_areas
 from coordexp.data.jsonl import write_jsonl
 from coordexp.data.preparation import preparation_of
-from coordexp.records import BIN_RULE, GTObject, ImageRecord, RolloutRequest
+from coordexp.records import GTObject, ImageRecord, RolloutRequest
 
 
-def record(number: int, *descs: str, rule: str | None = None, side: int = 64) -> ImageRecord:
+def record(number: int, *descs: str, side: int = 64) -> ImageRecord:
     objects = tuple(GTObject(desc, "bbox_2d", (10 * at, 10, 500, 900)) for at, desc in enumerate(descs))
-    return ImageRecord(
-        f"set.jsonl:{number}", Path(f"/i/{number}.png"), side, side, objects, {} if rule is None else {BIN_RULE: rule}
-    )
+    return ImageRecord(f"set.jsonl:{number}", Path(f"/i/{number}.png"), side, side, objects)
 
 
 def part(path: str, count: int, weight: float = 1.0) -> DataPart:
@@ -146,7 +144,7 @@ def joined(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(dataset_cache, "CACHE_MIN_BYTES", 0)
     files = {
         "old/train.jsonl": [record(1, "cup"), record(2, "dish", "cup", side=32)],
-        "new/train.jsonl": [record(1, "zebra", rule="pixel_edges"), record(2), record(3, "cup", side=96)],
+        "new/train.jsonl": [record(1, "zebra"), record(2), record(3, "cup", side=96)],
         "more.jsonl": [record(1, "leaf")],
     }
     parts = []
@@ -174,7 +172,6 @@ def test_records_of_files_of_one_name_are_told_apart(joined: JoinedRecords) -> N
 
 
 def test_questions_about_all_files_are_answered_as_for_one(joined: JoinedRecords) -> None:
-    assert bin_rules(joined) == {"pixel_centres": 5, "pixel_edges": 1}
     assert distinct_descs(joined) == {"cup", "dish", "zebra", "leaf"}
     assert pixel_areas(joined) == (32 * 32, 96 * 96)
     assert preparation_of(joined) == preparation_of(list(joined))

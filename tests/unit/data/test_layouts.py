@@ -33,7 +33,7 @@ def folder(home: Path, files: dict[str, str]) -> Path:
 def told(report: ConversionReport) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
     return {
         record.metadata["source"]["file"]: [
-            (obj.desc, tuple(round(v) for v in pixel_box(obj, *SIZE, "pixel_edges"))) for obj in record.objects
+            (obj.desc, tuple(round(v) for v in pixel_box(obj, *SIZE))) for obj in record.objects
         ]
         for record in read_jsonl(report.jsonl)
     }

@@ -44,7 +44,7 @@ def boxes_of(report: ConversionReport) -> dict[str, list[tuple[str, tuple[int, .
     """Names and bounds in whole pixels, by image."""
     return {
         record.metadata["source"]["file"]: [
-            (obj.desc, tuple(round(v) for v in pixel_box(obj, *SIZE, "pixel_edges"))) for obj in record.objects
+            (obj.desc, tuple(round(v) for v in pixel_box(obj, *SIZE))) for obj in record.objects
         ]
         for record in read_jsonl(report.jsonl)
     }
@@ -553,7 +553,7 @@ TURNED = ((110, 80), (110, 120), (90, 120), (90, 80))  # 40 x 20 about (100, 100
 def ring_of(report: ConversionReport) -> set[tuple[int, int]]:
     (record,) = read_jsonl(report.jsonl)
     (obj,) = record.objects
-    return {(round(x), round(y)) for x, y in pixel_ring(obj, *SIZE, "pixel_edges")}
+    return {(round(x), round(y)) for x, y in pixel_ring(obj, *SIZE)}
 
 
 def cvat_shape(home: Path, shape: str, **options: Any) -> ConversionReport:
@@ -565,7 +565,7 @@ def cvat_shape(home: Path, shape: str, **options: Any) -> ConversionReport:
 def test_turns_are_clockwise(tmp_path: Path) -> None:
     box = '<box label="ship" xtl="80" ytl="90" xbr="120" ybr="110" rotation="30"/>'  # 40 x 20 about (100, 100)
     (record,) = read_jsonl(cvat_shape(tmp_path, box).jsonl)
-    ring = pixel_ring(record.objects[0], *SIZE, "pixel_edges")
+    ring = pixel_ring(record.objects[0], *SIZE)
     for corner in ((87.7, 81.3), (122.3, 101.3), (112.3, 118.7), (77.7, 98.7)):
         assert min(math.dist(corner, point) for point in ring) < 0.6
 

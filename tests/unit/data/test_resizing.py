@@ -102,12 +102,6 @@ def test_a_rule_is_used_only_if_all_records_share_it() -> None:
     assert preparation_of([record(10, 20)]) == ImagePreparation(None, (200, 200))
 
 
-def test_the_bin_rule_is_pixel_edges_if_some_record_has_it() -> None:
-    new = record(10, 20, {"bin_rule": "pixel_edges"})
-    assert preparation_of([record(9, 9), new]).bin_rule == "pixel_edges"
-    assert preparation_of([record(9, 9)]).bin_rule == "pixel_centres"
-
-
 @pytest.mark.parametrize("written", [3, {"factor": 32}, {"factor": "32", "min_pixels": 1, "max_pixels": 9999},
                                      {"factor": 32, "min_pixels": 9, "max_pixels": 8}])  # fmt: skip
 def test_an_invalid_rule_is_refused_with_its_record(written: Any) -> None:

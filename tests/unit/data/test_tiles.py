@@ -18,7 +18,7 @@ from coordexp.geometry import pixel_box, pixel_ring
 from coordexp.records import GTObject, ImageRecord
 from support.cli_runs import run_cli
 
-EDGES = {"bin_rule": "pixel_edges"}
+NOTE = {"camera": "7"}
 
 
 def photograph(folder: Path, *objects: GTObject, size: tuple[int, int] = (999, 999), name: str = "photo.png") -> Path:
@@ -26,7 +26,7 @@ def photograph(folder: Path, *objects: GTObject, size: tuple[int, int] = (999, 9
     folder.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     Image.fromarray(pixels).save(folder / name)
-    write_jsonl([ImageRecord("p", folder / name, *size, objects, EDGES)], folder / "photos.jsonl")
+    write_jsonl([ImageRecord("p", folder / name, *size, objects, NOTE)], folder / "photos.jsonl")
     return folder / "photos.jsonl"
 
 
@@ -74,12 +74,10 @@ def test_tiles_show_the_photographs_pixels_and_its_objects(tmp_path: Path) -> No
         assert (np.asarray(open_rgb(tile.image)) == photo[y1:y2, x1:x2]).all()
     first, second = tiles[:2]
     assert [obj.desc for obj in first.objects] == ["cell", "leaf"] and [obj.desc for obj in second.objects] == ["leaf"]
-    assert pixel_box(first.objects[0], 512, 512, first.bin_rule) == pytest.approx((100, 110, 140, 150), abs=512 / 999)
-    assert pixel_box(first.objects[1], 512, 512, first.bin_rule) == pytest.approx((480, 20, 512, 60), abs=512 / 999)
+    assert pixel_box(first.objects[0], 512, 512) == pytest.approx((100, 110, 140, 150), abs=512 / 999)
+    assert pixel_box(first.objects[1], 512, 512) == pytest.approx((480, 20, 512, 60), abs=512 / 999)
     x1 = second.metadata["tile"]["box"][0]
-    assert pixel_box(second.objects[0], 512, 512, second.bin_rule) == pytest.approx(
-        (max(480 - x1, 0), 20, 560 - x1, 60), abs=512 / 999
-    )
+    assert pixel_box(second.objects[0], 512, 512) == pytest.approx((max(480 - x1, 0), 20, 560 - x1, 60), abs=512 / 999)
 
 
 def test_a_tile_has_its_photograph_and_place_in_its_metadata(tmp_path: Path) -> None:
@@ -87,13 +85,12 @@ def test_a_tile_has_its_photograph_and_place_in_its_metadata(tmp_path: Path) -> 
     write_tiles(read_jsonl(source), tmp_path / "out/tiles.jsonl", Tiling(512, 512, 0.0))
     (first, *_) = read_jsonl(tmp_path / "out/tiles.jsonl")
     assert first.metadata == {
-        "bin_rule": "pixel_edges",
         "tile": {
             "image": "../photos/photo.png",
             "width": 999,
             "height": 400,
             "line": "photos.jsonl:1",
-            "metadata": {"bin_rule": "pixel_edges"},
+            "metadata": {"camera": "7"},
             "box": [0, 0, 512, 400],
             "cut": 1,
         },
@@ -192,11 +189,11 @@ def test_a_polygon_in_several_parts_stays_one_object(tmp_path: Path) -> None:
     write_tiles(read_jsonl(source), tmp_path / "tiles.jsonl", Tiling(999, 200, 0.0), negatives=0)
     lower = read_jsonl(tmp_path / "tiles.jsonl")[1]
     (legs,) = lower.objects
-    assert legs.kind == "poly" and pixel_box(legs, 999, 200, "pixel_edges") == (0, 0, 300, pytest.approx(100, abs=0.2))
+    assert legs.kind == "poly" and pixel_box(legs, 999, 200) == (0, 0, 300, pytest.approx(100, abs=0.2))
     canvas = Image.new("1", (999, 200))
     from PIL import ImageDraw
 
-    ImageDraw.Draw(canvas).polygon([p for p in pixel_ring(legs, 999, 200, "pixel_edges")], fill=1)
+    ImageDraw.Draw(canvas).polygon([p for p in pixel_ring(legs, 999, 200)], fill=1)
     inside = np.asarray(canvas)
     assert inside[50, 50] and inside[50, 250] and not inside[50, 150] and not inside[150, 50]
 

@@ -289,7 +289,7 @@ def test_sizes_are_measured_in_the_users_pixels(
     box = (100, 100, 200, 200)
     users = None if original is None else OriginalImage("photo.jpg", *original)
     gt, found = (GTObject("cat", "bbox_2d", box),), (ScoredObject("cat", "bbox_2d", box, 0.9, 0.9),)
-    answer = ImageAnswer("a", "copy.png", 224, 224, gt, found, original=users, bin_rule="pixel_edges")
+    answer = ImageAnswer("a", "copy.png", 224, 224, gt, found, original=users)
     summary = summarise([answer])
     assert {name for name in summary.figures if name.startswith("AP_")} == {expected}
     (image,) = to_coco([answer]).ground_truth["images"]

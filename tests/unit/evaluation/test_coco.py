@@ -201,7 +201,7 @@ def test_soft_objects_are_crowds() -> None:
     ],
 )
 def test_shapes_in_pixels(kind: Any, bins: tuple[int, ...], box: list[float], area: float) -> None:
-    answer = ImageAnswer("a", "a.png", 999, 999, None, (), bin_rule="pixel_edges")
+    answer = ImageAnswer("a", "a.png", 999, 999, None, ())
     shape = coco_shape(GTObject("cat", kind, bins), answer)
     assert shape["bbox"] == pytest.approx(box) and shape["area"] == pytest.approx(area)
 

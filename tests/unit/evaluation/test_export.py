@@ -25,6 +25,7 @@ from coordexp.data.convert import (
     convert_yolo,
 )
 from coordexp.data.jsonl import write_jsonl
+from coordexp.errors import DataError
 from coordexp.evaluation.answers import (
     ImageAnswer,
     OriginalImage,
@@ -33,10 +34,9 @@ from coordexp.evaluation.answers import (
     read_answers,
     write_answers,
 )
-from coordexp.geometry import pixel_box
 from coordexp.inference.completion import PROVENANCE
 from coordexp.printable import printable
-from coordexp.records import BinRule, GTObject, ImageRecord, ParsedRollout, PredictedObject, Rollout
+from coordexp.records import GTObject, ImageRecord, ParsedRollout, Rollout
 from support.cli_runs import Outcome, run_cli
 
 SIZE = (300, 200)
@@ -52,11 +52,11 @@ def predictions(tmp_path: Path) -> Path:
     original = OriginalImage("in/a.png", *SIZE)
     gt = (GTObject("cat", "bbox_2d", (100, 200, 510, 600)),)
     answers = [
-        ImageAnswer("d.jsonl:1", str(tmp_path / "copy.png"), 96, 64, gt, (CAT, KITE), original=original,
-                    bin_rule="pixel_edges"),
-        ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, (ScoredObject("dog", "bbox_2d", (0, 0, 999, 999)),),
-                    bin_rule="pixel_edges"),
-    ]  # fmt: skip
+        ImageAnswer("d.jsonl:1", str(tmp_path / "copy.png"), 96, 64, gt, (CAT, KITE), original=original),
+        ImageAnswer(
+            "b.png", str(tmp_path / "b.png"), 50, 40, None, (ScoredObject("dog", "bbox_2d", (0, 0, 999, 999)),)
+        ),
+    ]
     write_answers(answers, tmp_path / "run" / "predictions.jsonl")
     assert read_answers(tmp_path / "run") == answers
     return tmp_path / "run"
@@ -196,32 +196,14 @@ def test_a_converted_image_keeps_its_original_name_and_size(tmp_path: Path) -> N
         assert make_answer(record, rollout, parsed).original == wanted
 
 
-def test_predictions_are_converted_to_the_rule_of_the_annotations(tmp_path: Path) -> None:
-    rollout = Rollout("s", (), (), "", False)
-    found = (PredictedObject(1, "cat", "bbox_2d", (0, 500, 999, 999), (), (0, 0), (0, 0), (0, 0)),)
-    parsed = ParsedRollout(found, {}, (), "{", None, False)
-    annotated = (GTObject("cat", "bbox_2d", (0, 500, 999, 999)),)
-    rules: list[BinRule] = ["pixel_edges", "pixel_centres"]
-    for model in rules:
-        for data in rules:
-            record = ImageRecord("s", tmp_path / "a.png", 200, 100, annotated, {"bin_rule": data})
-            answer = make_answer(record, rollout, parsed, None, model)
-            (obj,) = answer.pred
-            assert answer.gt == annotated and answer.bin_rule == data
-            # The same pixels as the model meant: an edge of the image, or the middle of the last pixel.
-            meant, shown = pixel_box(found[0], 200, 100, model), pixel_box(obj, 200, 100, data)
-            limit = (0.11, 0.06) if (model, data) != ("pixel_edges", "pixel_centres") else (1.0, 1.0)
-            assert abs(meant[2] - shown[2]) <= limit[0] and abs(meant[3] - shown[3]) <= limit[1]
-        unlabelled = ImageRecord("s", tmp_path / "a.png", 200, 100, ())
-        answer = make_answer(unlabelled, rollout, parsed, None, model)
-        assert answer.bin_rule == model and answer.pred[0].bins == found[0].bins
-
-
-def test_old_lines_of_predictions_have_the_old_rule(predictions: Path) -> None:
+def test_answers_with_bins_of_earlier_versions_are_refused(predictions: Path) -> None:
     path = predictions / "predictions.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "bin_rule"}) + "\n" for line in lines))
-    assert {answer.bin_rule for answer in read_answers(path)} == {"pixel_centres"}
+    path.write_text("".join(json.dumps({**line, "bin_rule": "pixel_edges"}) + "\n" for line in lines))
+    assert len(read_answers(path)) == len(lines)
+    path.write_text("".join(json.dumps({**line, "bin_rule": "pixel_centres"}) + "\n" for line in lines))
+    with pytest.raises(DataError, match=r"line 1: .*bin_rule is 'pixel_centres'.*delete bin_rule"):
+        read_answers(path)
 
 
 @pytest.mark.parametrize("form", ["coco", "yolo", "voc", "labelme", "csv"])
@@ -234,7 +216,7 @@ def test_a_dataset_is_exported_and_converted_back(
         *(() if form == "voc" else (GTObject("dog", "poly", (10, 10, 800, 20, 400, 900)),) if form != "coco" else ()),
     )
     Image.new("RGB", (640, 480), "gray").save(tmp_path / "a.png")
-    source = {"source": {"file": "in/photo.png", "width": 1280, "height": 960}, "bin_rule": "pixel_edges"}
+    source = {"source": {"file": "in/photo.png", "width": 1280, "height": 960}}
     record = ImageRecord("d.jsonl:1", tmp_path / "a.png", 640, 480, objects, source)
     write_jsonl([record], tmp_path / "d.jsonl")
     out, options = tmp_path / "out", ImageOptions(resize=False, name="back")
@@ -268,7 +250,7 @@ def test_rotated_boxes_are_exported_and_converted_back(
     form: str, size: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Image.new("RGB", size, "gray").save(tmp_path / "a.png")
-    source = {"source": {"file": "in/photo.png", "width": size[0], "height": size[1]}, "bin_rule": "pixel_edges"}
+    source = {"source": {"file": "in/photo.png", "width": size[0], "height": size[1]}}
     record = ImageRecord("d.jsonl:1", tmp_path / "a.png", *size, (*ROTATED, TRIANGLE), source)
     write_jsonl([record], tmp_path / "d.jsonl")
     out = tmp_path / "out"
@@ -307,7 +289,7 @@ def test_completed_objects_keep_their_provenance_in_coco(tmp_path: Path, capsys:
     )
     entry = {"model": "outputs/stage1", "fingerprint": "abc", "threshold": 0.5, "refused": {"too_small": 2},
              "added": [{"object": 1, "score": 0.7512}, {"object": 9, "score": 0.6}]}  # fmt: skip
-    metadata = {PROVENANCE: [entry], "bin_rule": "pixel_edges"}
+    metadata = {PROVENANCE: [entry]}
     Image.new("RGB", (64, 48), "gray").save(tmp_path / "a.png")
     write_jsonl([ImageRecord("d.jsonl:1", tmp_path / "a.png", 64, 48, objects, metadata)], tmp_path / "d.jsonl")
     run_cli(capsys, "export", "coco", tmp_path / "d.jsonl", "--out", tmp_path / "coco")
@@ -320,7 +302,7 @@ def test_completed_objects_keep_their_provenance_in_coco(tmp_path: Path, capsys:
 
 def test_a_dataset_is_exported_in_pixels_of_the_originals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     objects = (GTObject("cat", "bbox_2d", (0, 0, 999, 999)), GTObject("dog", "bbox_2d", (1, 2, 300, 400), 0.75))
-    source = {"source": {"file": "in/photo.png", "width": 1280, "height": 960}, "bin_rule": "pixel_edges"}
+    source = {"source": {"file": "in/photo.png", "width": 1280, "height": 960}}
     write_jsonl([ImageRecord("d.jsonl:1", tmp_path / "a.png", 640, 480, objects, source)], tmp_path / "d.jsonl")
     for form in ("coco", "voc"):
         assert run_cli(capsys, "export", form, tmp_path / "d.jsonl", "--out", tmp_path / form).code == 0
@@ -344,7 +326,7 @@ def test_only_files_that_decode_as_images_are_copied(
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "half.png").write_bytes((tmp_path / "b.png").read_bytes()[:60])
     names = ["b.png", "key", "key.png", "link.png", "pipe.png", "half.png", "gone.png", "/etc/passwd"]
-    answers = [ImageAnswer(name, str(tmp_path / name), 50, 40, None, (CAT,), bin_rule="pixel_edges") for name in names]
+    answers = [ImageAnswer(name, str(tmp_path / name), 50, 40, None, (CAT,)) for name in names]
     write_answers(answers, tmp_path / "run" / "predictions.jsonl")
     shown = run_cli(capsys, "export", form, tmp_path / "run", "--out", tmp_path / "out", "--images")
     assert shown.code == 0, shown.err
@@ -369,8 +351,7 @@ def test_any_file_name_can_be_exported(
     form: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
-    answer = ImageAnswer("s", str(tmp_path / "b.png"), 50, 40, None, (CAT,), original=OriginalImage(file, 50, 40),
-                         bin_rule="pixel_edges")  # fmt: skip
+    answer = ImageAnswer("s", str(tmp_path / "b.png"), 50, 40, None, (CAT,), original=OriginalImage(file, 50, 40))
     write_answers([answer], tmp_path / "run" / "predictions.jsonl")
     out = tmp_path / "out"
     shown = run_cli(capsys, "export", form, tmp_path / "run", "--out", out, "--images")
@@ -385,7 +366,7 @@ NAMES = ["=1+1", "+a", "-b", "@c", "red\x1b[2J", "a\u2028b", "tab\tx", "\x7f", "
 def test_csv_gives_names_back_and_no_formula(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
     pred = tuple(ScoredObject(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
-    answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred, bin_rule="pixel_edges")
+    answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred)
     write_answers([answer], tmp_path / "run" / "predictions.jsonl")
     shown = run_cli(capsys, "export", "csv", tmp_path / "run", "--out", tmp_path / "out")
     assert shown.code == 0, shown.err
@@ -399,7 +380,7 @@ def test_csv_gives_names_back_and_no_formula(tmp_path: Path, capsys: pytest.Capt
 def test_voc_writes_xml_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
     pred = tuple(ScoredObject(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
-    answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred, bin_rule="pixel_edges")
+    answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred)
     write_answers([answer], tmp_path / "run" / "predictions.jsonl")
     shown = run_cli(capsys, "export", "voc", tmp_path / "run", "--out", tmp_path / "out")
     assert shown.code == 0 and "4 names have characters that XML cannot hold" in shown.out
@@ -410,7 +391,7 @@ def test_voc_writes_xml_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureF
 def test_yolos_names_are_valid_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
     pred = tuple(ScoredObject(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
-    answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred, bin_rule="pixel_edges")
+    answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred)
     write_answers([answer], tmp_path / "run" / "predictions.jsonl")
     assert run_cli(capsys, "export", "yolo", tmp_path / "run", "--out", tmp_path / "out").code == 0
     found = yaml.safe_load((tmp_path / "out" / "data.yaml").read_text(encoding="utf-8"))["names"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageDraw
 from rich.console import Console
 
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject, write_answers
@@ -151,11 +151,31 @@ def test_the_picture_shows_matched_wrong_and_missed_objects(tmp_path):
     path = tmp_path / "new" / "folder" / "sheet.png"
     draw_comparison({"before": [before], "after": [after]}, path)
     with Image.open(path) as sheet:
-        assert sheet.size == (3 * 256, 26 + 256)  # 128 pixels are enlarged twice; a bar with the names above
+        assert sheet.size == (3 * 256, 26 + 256 + 26)  # 128 pixels are enlarged twice; names above, counts below
         first, second, third = (sheet.crop((x, 26, x + 256, 282)) for x in (0, 256, 512))
         assert {GREEN, ORANGE} <= colours(first) and RED not in colours(first)  # the last run found CAT, missed LEAF
         assert RED in colours(second) and GREEN not in colours(second)
         assert GREEN in colours(third) and RED not in colours(third)
+        counts = [sheet.crop((x, 282, x + 256, 308)) for x in (0, 256, 512)]
+        assert colours(counts[0]) == {(255, 255, 255)} and all(
+            {GREEN, RED, ORANGE} <= colours(one) for one in counts[1:]
+        )
+
+
+def test_the_picture_counts_what_it_shows(tmp_path, monkeypatch):
+    written = []
+    draw_text = ImageDraw.ImageDraw.text
+
+    def text(self, at, said, *rest, **named):
+        written.append(said.strip())
+        draw_text(self, at, said, *rest, **named)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", text)
+    soft = replace(LEAF, soft=0.5)
+    one = prediction(tmp_path, [CAT, DOG, LEAF], [CAT, soft], (64, 64))
+    two = prediction(tmp_path, [], [CAT, DOG], (64, 64))
+    draw_comparison({"run": [one, two, two]}, tmp_path / "sheet.png", max_rows=2)
+    assert written[-3:] == ["1 found", "1 wrong", "2 missed"]
 
 
 def test_soft_objects_are_grey_and_dashed(tmp_path):
@@ -177,7 +197,7 @@ def test_images_of_other_sizes_are_never_cut_and_max_rows_are_drawn(tmp_path):
     draw_comparison({"run": run}, path, max_rows=3)
     scaled = [(180, 360), (300, 100), (640, 32)]  # small ones are enlarged, large ones made smaller
     with Image.open(path) as sheet:
-        assert sheet.size == (2 * 640, 26 + sum(height for _, height in scaled))
+        assert sheet.size == (2 * 640, 26 + sum(height for _, height in scaled) + 26)
         top = 26
         for width, height in scaled:
             corner = sheet.getpixel((640 + width - 1, top + height - 1))

@@ -18,7 +18,6 @@ from coordexp.geometry import mask_iou, pixel_box, pixel_ring, to_bin
 from coordexp.records import GeometryKind, GTObject, ImageRecord
 
 Truth = tuple[str, GeometryKind, tuple[float, ...]]  # name, kind, points in pixels
-RULE = "pixel_edges"
 
 
 def oracle_answers(size: tuple[int, int], truth: Sequence[Truth], tiling: Tiling, least: float) -> list[ImageAnswer]:
@@ -30,14 +29,14 @@ def oracle_answers(size: tuple[int, int], truth: Sequence[Truth], tiling: Tiling
         for name, kind, points in truth:
             part, share = clipped_shape(kind, points, window)
             if share > least:
-                bins = tuple(to_bin(x - window[at % 2], sides[at % 2], RULE) for at, x in enumerate(part))
+                bins = tuple(to_bin(x - window[at % 2], sides[at % 2]) for at, x in enumerate(part))
                 pred.append(ScoredObject(name, kind, bins, share, share))
-        answers.append(ImageAnswer("t", "t.png", *sides, None, tuple(pred), num_tokens=10, bin_rule=RULE))
+        answers.append(ImageAnswer("t", "t.png", *sides, None, tuple(pred), num_tokens=10))
     return answers
 
 
 def photograph(size: tuple[int, int], *objects: GTObject) -> ImageRecord:
-    return ImageRecord("photo", Path("photo.png"), *size, objects, {"bin_rule": RULE})
+    return ImageRecord("photo", Path("photo.png"), *size, objects)
 
 
 def merged(size: tuple[int, int], truth: Sequence[Truth], tiling: Tiling, least: float = 0.0) -> ImageAnswer:
@@ -77,7 +76,7 @@ def test_a_mosaic_is_found_exactly_none_lost_none_doubled(
 ) -> None:
     truth = mosaic(seed, size, sides, 120)
     answer = merged(size, truth, tiling, least)
-    found = {(obj.desc, tuple(pixel_box(obj, *size, RULE))) for obj in answer.pred}
+    found = {(obj.desc, tuple(pixel_box(obj, *size))) for obj in answer.pred}
     a_bin = max(tiling.width, tiling.height) / 999
     assert len(truth) > 30 or max(sides) > 200
     assert len(answer.pred) == len(truth)
@@ -94,7 +93,7 @@ def test_without_overlap_objects_are_joined_at_the_border() -> None:
         ("plate", "bbox_2d", (300, 200, 700, 900)),  # in all four tiles
     ]
     answer = merged((1024, 1024), truth, Tiling(512, 512, 0.0))
-    boxes = [pixel_box(obj, 1024, 1024, RULE) for obj in answer.pred]
+    boxes = [pixel_box(obj, 1024, 1024) for obj in answer.pred]
     assert sorted(boxes) == [pytest.approx(box, abs=512 / 999) for _, _, box in sorted(truth, key=lambda one: one[2])]
 
 
@@ -106,7 +105,7 @@ def test_neighbours_at_a_border_stay_two_objects() -> None:
 
 def test_predictions_of_one_tile_are_not_joined() -> None:
     twice = (ScoredObject("cell", "bbox_2d", (10, 10, 50, 50)), ScoredObject("cell", "bbox_2d", (10, 10, 50, 50)))
-    answers = [ImageAnswer("t", "t", 512, 512, None, twice, bin_rule=RULE)]
+    answers = [ImageAnswer("t", "t", 512, 512, None, twice)]
     assert len(merge_tiles(photograph((512, 512)), Tiling(512, 512), answers).pred) == 2
 
 
@@ -114,14 +113,14 @@ def test_a_polygon_cut_by_a_border_is_one_polygon_of_the_same_area() -> None:
     diamond = (512.0, 100.0, 700.0, 300.0, 512.0, 500.0, 324.0, 300.0)
     answer = merged((922, 512), [("leaf", "poly", diamond)], Tiling(512, 512, 0.2))
     (leaf,) = answer.pred
-    ring = [x for point in pixel_ring(leaf, 922, 512, RULE) for x in point]
+    ring = [x for point in pixel_ring(leaf, 922, 512) for x in point]
     assert leaf.kind == "poly" and shape_area("poly", ring) == pytest.approx(shape_area("poly", diamond), rel=0.005)
 
 
 def test_a_polygon_that_some_tile_shows_whole_is_that_tiles() -> None:
     triangle = (440.0, 100.0, 500.0, 160.0, 430.0, 160.0)
     (leaf,) = merged((922, 512), [("leaf", "poly", triangle)], Tiling(512, 512, 0.2)).pred
-    ring = [x for point in pixel_ring(leaf, 922, 512, RULE) for x in point]
+    ring = [x for point in pixel_ring(leaf, 922, 512) for x in point]
     assert ring == pytest.approx(triangle, abs=512 / 999)
 
 
@@ -161,8 +160,6 @@ def test_mask_iou_of_fractions_of_bins_is_exact() -> None:
 
 
 def test_the_problem_of_an_answer_counts_its_tiles() -> None:
-    answers = [
-        ImageAnswer("t", "t", 512, 512, None, (), truncated=cut, num_tokens=9, bin_rule=RULE) for cut in (False, True)
-    ]
+    answers = [ImageAnswer("t", "t", 512, 512, None, (), truncated=cut, num_tokens=9) for cut in (False, True)]
     problem = merge_tiles(photograph((922, 512)), Tiling(512, 512), answers).problem
     assert problem is not None and "2 tiles" in problem and "cut off" in problem

@@ -210,8 +210,8 @@ def detections(tmp_path: Path) -> Detections:
 
 
 def test_pixels_are_those_of_the_image(detections: Detections) -> None:
-    assert detections.boxes.tolist() == [[0, 0, 199, 100], [0, 0, 199, 100]]
-    assert detections.polygons == [None, ((0, 0), (199, 0), (199, 100))]
+    assert detections.boxes.tolist() == [[0, 0, 200, 101], [0, 0, 200, 101]]
+    assert detections.polygons == [None, ((0, 0), (200, 0), (200, 101))]
     assert detections.names == ["cat", "kite"] and detections.scores[0] == 0.75 and np.isnan(detections.scores[1])
 
 
@@ -240,9 +240,9 @@ def test_notebooks_show_the_drawn_image(detections: Detections) -> None:
 
 def test_coco_results(detections: Detections) -> None:
     cat, kite = detections.to_coco(image_id=17, category_ids={"cat": 4})
-    assert (cat["image_id"], cat["category_id"], cat["score"], cat["bbox"]) == (17, 4, 0.75, [0, 0, 199, 100])
+    assert (cat["image_id"], cat["category_id"], cat["score"], cat["bbox"]) == (17, 4, 0.75, [0, 0, 200, 101])
     assert (kite["category_id"], kite["category_name"]) == (5, "kite")
-    assert kite["segmentation"] == [[0, 0, 199, 0, 199, 100]] and "segmentation" not in cat
+    assert kite["segmentation"] == [[0, 0, 200, 0, 200, 101]] and "segmentation" not in cat
 
 
 def test_drawing_marks_the_outlines_and_leaves_the_file(detections: Detections, tmp_path: Path) -> None:
@@ -278,12 +278,12 @@ def test_supervision_gets_its_fields(detections: Detections, monkeypatch: pytest
     with pytest.raises(DataError, match="classes"):
         detections.to_supervision()
     found = detections.to_supervision(["dog", "cat"])
-    assert found.xyxy.tolist() == [[0, 0, 199, 100], [0, 0, 199, 100]]
+    assert found.xyxy.tolist() == [[0, 0, 200, 101], [0, 0, 200, 101]]
     assert found.confidence.tolist() == [0.5, 1.0] and found.class_id.tolist() == [1, 2]
     assert detections[1:].to_supervision(["dog", "kite"]).class_id.tolist() == [1]
     assert list(found.data["class_name"]) == ["cat", "kite"]
     assert found.mask.shape == (2, 101, 200)
-    assert found.mask[0].sum() == 199 * 100 and 0.4 < found.mask[1].mean() < 0.6
+    assert found.mask[0].sum() == 200 * 101 and 0.4 < found.mask[1].mean() < 0.6
     # A box, a polygon, and no object.
     assert detections[:1].to_supervision(["dog"]).mask is None and found.mask is not None
     assert [detections[k:2].to_supervision(["dog"], masks=True).mask.shape for k in (0, 1, 2)] == [

@@ -25,7 +25,7 @@ TEXT = serialize_objects(OBJECTS)
 def test_text_becomes_detections(given: str) -> None:
     found = parse_answer(given, (640, 480))
     assert found.names == ["手提包", "cat"] and found.problem is None and found[0].confidence is None
-    assert found[0].box == pixel_box(OBJECTS[0], 640, 480, "pixel_edges") and found.polygons[1] is not None
+    assert found[0].box == pixel_box(OBJECTS[0], 640, 480) and found.polygons[1] is not None
     assert (found.width, found.height, found.text) == (640, 480, given.removesuffix("<|im_end|>"))
 
 
@@ -34,7 +34,7 @@ def test_token_ids_need_their_tokenizer() -> None:
     ids = vocab_of(str(checkpoint)).encode(TEXT)
     found = parse_answer(ids, Image.new("RGB", (640, 480)), checkpoint=checkpoint)
     assert found.objects == parse_answer(TEXT, (640, 480), checkpoint=checkpoint).objects
-    assert found[0].box == pixel_box(OBJECTS[0], 640, 480, "pixel_centres"), "of data from before pixel edges"
+    assert found[0].box == pixel_box(OBJECTS[0], 640, 480)
     assert "red circle" in found.classes and found.plot().size == (640, 480)
     with pytest.raises(ConfigError, match="checkpoint"):
         parse_answer(ids, (640, 480))

@@ -36,13 +36,13 @@ def mosaic(tmp_path_factory: pytest.TempPathFactory) -> Mosaic:
         x0, y0 = at % 2 * SIDE, at // 2 * SIDE
         photo[y0 : y0 + SIDE, x0 : x0 + SIDE] = np.asarray(Image.open(scene.image))
         for obj in scene.objects:
-            ring = pixel_ring(obj, SIDE, SIDE, scene.bin_rule)
+            ring = pixel_ring(obj, SIDE, SIDE)
             corners = [ring[0], ring[2]] if obj.kind == "bbox_2d" else ring
-            bins = [to_bin(v, 2 * SIDE, "pixel_edges") for x, y in corners for v in (x + x0, y + y0)]
+            bins = [to_bin(v, 2 * SIDE) for x, y in corners for v in (x + x0, y + y0)]
             objects.append(GTObject(obj.desc, obj.kind, tuple(bins)))
     Image.fromarray(photo).save(folder / "photo.png")
     write_jsonl(
-        [ImageRecord("p", folder / "photo.png", *size, tuple(objects), {"bin_rule": "pixel_edges"})],
+        [ImageRecord("p", folder / "photo.png", *size, tuple(objects))],
         folder / "photo.jsonl",
     )
     return folder / "photo.jsonl", [scene.image for scene in scenes]

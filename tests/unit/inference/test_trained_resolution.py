@@ -53,14 +53,13 @@ def test_an_original_image_gives_the_same_answer_as_its_resized_copy(
     rule = ResizeRule(32, 1024, MAX_PIXELS)
     for folder in (model, model / "checkpoint-1"):
         card = read_card(folder)
-        assert card.preparation == ImagePreparation(rule, (96 * 160, 96 * 160), "pixel_edges")
+        assert card.preparation == ImagePreparation(rule, (96 * 160, 96 * 160))
         assert card.classes == ("card",)
     for source, out in ((photos, "originals"), (tmp_path / "data" / "photos.jsonl", "copies")):
         assert run_cli(capsys, "predict", run, source, "--model", model, "--out", tmp_path / out).code == 0
     originals, shown = read_answers(tmp_path / "originals"), read_answers(tmp_path / "copies")
     assert [(a.width, a.height) for a in originals] == [SIZE, SIZE]
     assert [a.text for a in originals] == [a.text for a in shown]
-    assert {a.bin_rule for a in (*originals, *shown)} == {"pixel_edges"}
     settings = json.loads((tmp_path / "originals" / "prediction.json").read_text())
     assert settings["resize"] == asdict(rule)
 

@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,17 +153,6 @@ def test_other_weights_are_another_run(tmp_path: Path) -> None:
         train(run_config(tmp_path, 1, **keys, training__max_steps=2, custom__train_jsonl=files))
     with pytest.raises(ConfigError, match=r"data\.repeat_threshold: null in the checkpoint, 0\.9 now"):
         train(run_config(tmp_path, 1, **keys, training__max_steps=2, data__repeat_threshold=0.9))
-
-
-def test_lines_of_both_bin_rules_are_counted_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    scenes = read_jsonl(tiny_scenes())
-    write_jsonl([replace(one, metadata={}) for one in scenes[:5]], tmp_path / "old.jsonl")
-    write_jsonl([replace(one, metadata={"bin_rule": "pixel_edges"}) for one in scenes[5:]], tmp_path / "new.jsonl")
-    files = [str(tmp_path / "old.jsonl"), str(tmp_path / "new.jsonl")]
-    check_run(run_config(tmp_path, 1, custom__train_jsonl=files[:1]))
-    assert "bin rule" not in caplog.text
-    check_run(run_config(tmp_path, 1, custom__train_jsonl=files))
-    assert "7 lines have pixel_edges, 5 lines have pixel_centres; all are read as pixel_edges" in caplog.text
 
 
 def test_the_log_of_a_run_says_what_an_epoch_has(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from coordexp.data.convert.numbers import Meaning, check_numbers, read_object
-from coordexp.data.convert.shapes import CONVERTED, ConversionReport, LeftOut, Note, SkipReason, SourceImage, quantise
+from coordexp.data.convert.shapes import ConversionReport, LeftOut, Note, SkipReason, SourceImage, quantise
 from coordexp.data.dataset_cache import PREPARED
 from coordexp.data.files import write_atomically
 from coordexp.data.find_images import can_be_file
@@ -28,7 +28,7 @@ from coordexp.data.images import (
 )
 from coordexp.data.jsonl import write_jsonl
 from coordexp.errors import DataError, shortened
-from coordexp.records import BIN_RULE, GTObject, ImageRecord
+from coordexp.records import GTObject, ImageRecord
 
 _SUFFIXES_BY_FORMAT = {"JPEG": JPEG_SUFFIXES, "PNG": (".png",)}
 _RULE = ResizeRule()
@@ -277,7 +277,6 @@ def _prepare_records(
                 **source.metadata,
                 "source": {"file": source.file, "width": prepared.frame[0], "height": prepared.frame[1]},
             }
-            metadata[BIN_RULE] = CONVERTED
             if options.rule is not None:
                 metadata[PREPARED] = asdict(options.rule)
             records.append(ImageRecord(source.file, prepared.path, *prepared.size, tuple(objects), metadata))

@@ -21,7 +21,7 @@ from coordexp.data.jsonl import clean_desc
 from coordexp.data.polygons import canonical_ring, shape_area
 from coordexp.errors import DataError
 from coordexp.geometry import mask_iou, to_bin
-from coordexp.records import BinRule, GeometryKind, GTObject
+from coordexp.records import GeometryKind, GTObject
 
 _REASONS_SHOWN = 3  # in an error
 _LARGEST = 1e15  # of a coordinate: an area of larger ones may not be a number
@@ -279,7 +279,6 @@ Crowds = Literal["leave_out", "keep"]  # leave annotations of groups out, or kee
 # How four numbers of a box are read. "auto": as the format says, and refused if the numbers look like corners.
 BoxFields = Literal["auto", "xywh", "xyxy"]
 
-CONVERTED: BinRule = "pixel_edges"  # the rule of all converted records
 _CANVAS = 1000  # on which a simplified polygon is compared: fine enough that a lost pixel shows
 
 
@@ -428,7 +427,7 @@ def quantise(
     clipped = tuple(min(max(value, 0.0), float(frame[at % 2])) for at, value in enumerate(obj.points))
     if shape_area(obj.kind, clipped) == 0:
         raise LeftOut(SkipReason.OUTSIDE_IMAGE, shown)
-    bins = tuple(to_bin(value, frame[at % 2], CONVERTED) for at, value in enumerate(clipped))
+    bins = tuple(to_bin(value, frame[at % 2]) for at, value in enumerate(clipped))
     if obj.kind == "poly":
         bins = canonical_ring(bins)
         if len(bins) < 6:
