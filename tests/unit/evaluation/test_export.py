@@ -202,7 +202,7 @@ def test_answers_with_bins_of_earlier_versions_are_refused(predictions: Path) ->
     path.write_text("".join(json.dumps({**line, "bin_rule": "pixel_edges"}) + "\n" for line in lines))
     assert len(read_answers(path)) == len(lines)
     path.write_text("".join(json.dumps({**line, "bin_rule": "pixel_centres"}) + "\n" for line in lines))
-    with pytest.raises(DataError, match=r"line 1: .*bin_rule is 'pixel_centres'.*delete bin_rule"):
+    with pytest.raises(DataError, match=r"jsonl:1: .*bin_rule is 'pixel_centres'.*delete bin_rule"):
         read_answers(path)
 
 
