@@ -66,7 +66,7 @@ def tiny_scenes() -> Path:
     for index in range(12):
         size = SIZES[index % len(SIZES)]
         spec = SceneSpec(size=size, min_side=10, max_side=20, max_objects=3, empty=1.0 if index == 5 else 0.0)
-        image, objects = make_scene(spec, 14, index)
+        image, objects = make_scene(spec, 11, index)
         path = folder / "images" / f"{index}.png"
         image.save(path)
         records.append(ImageRecord(str(index), path, size, size, objects))
