@@ -30,8 +30,9 @@ BIN_RULE = "bin_rule"  # key of earlier versions' datasets, cards and answers
 
 
 def check_bin_rule(written: object) -> None:
-    """Raises DataError for bins by another rule than :mod:`coordexp.records`, as earlier versions wrote them."""
-    if written != "pixel_edges":
+    """Raises DataError for bins by another rule than :mod:`coordexp.records`, as earlier versions wrote them. None, no
+    mark: they are read by that rule."""
+    if written not in (None, "pixel_edges"):
         raise DataError(
             f"{BIN_RULE} is {written!r}, but bins go from edge to edge of the image now: convert or train again, or "
             f"delete {BIN_RULE} and accept boxes that are up to a pixel too far right and down"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from coordexp.training.step_answers import AnswerReader, RolloutQueue, decide_po
 from support.answers import CAT, DOG, LEAF, answer, entry, record, request, tiny_vocab
 from support.rollout_servers import descendants, is_alive, tail
 from support.tiny_run import InMemoryBackend, run_config
-from support.torchrun import results_of_two, start
+from support.torchrun import results_of_two, start, yaml_of
 
 FAILURES = {
     "none": {},
@@ -211,6 +214,31 @@ def test_both_ranks_end_with_one_error_and_a_checkpoint(case: str, tmp_path: Pat
     assert abs(seen[0][2] - seen[1][2]) < 20, "neither waits for the other"
     assert not [pid for pid in everything if is_alive(pid)]
     assert is_complete(folder / "checkpoint-1")
+
+
+TORN_DOWN = """
+import os
+
+class Guard:
+    folder, mkdir = os.environ["TORN_DOWN"] + os.environ.get("RANK", "alone"), staticmethod(os.mkdir)
+
+    def __del__(self):
+        self.mkdir(self.folder)
+
+guard = Guard()
+"""
+
+
+def test_a_rank_ends_before_its_interpreter_is_taken_down(tmp_path: Path) -> None:
+    """There a thread of gloo, with a tensor of the last message, aborted one rank in five on a busy machine."""
+    config = run_config(tmp_path, 1, training__max_steps=1)
+    (tmp_path / "sitecustomize.py").write_text(TORN_DOWN)
+    places = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"TORN_DOWN": f"{tmp_path}/torn-down-", "PYTHONPATH": os.pathsep.join(places)}
+    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "coordexp", "train")
+    done = subprocess.run([sys.executable, *run, yaml_of(config)], env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "saved to" in done.stdout, done.stderr
+    assert {path.name for path in tmp_path.glob("torn-down-*")} == {"torn-down-alone"}, "torchrun's own process"
 
 
 @pytest.mark.parametrize(

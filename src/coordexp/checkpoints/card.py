@@ -103,12 +103,10 @@ def read_card(folder: str | Path) -> Card:
         return replace(UNTRAINED, source=source)
     except (OSError, DataError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); restore the checkpoint's files") from error
-    rule = msgspec.json.decode(written)["preparation"].get(BIN_RULE)
-    if rule is not None:
-        try:
-            check_bin_rule(rule)
-        except DataError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+    try:
+        check_bin_rule(msgspec.json.decode(written)["preparation"].get(BIN_RULE))
+    except DataError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     return card if source is None else replace(card, source=source)
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 import sys
+from contextlib import suppress
 
 INTERRUPTED = 130
+_UNEXPECTED = 1  # Python's own code of an exception that nothing caught
+_ended: list[int] = []  # exit codes of commands of this process
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -12,11 +18,36 @@ def main(argv: list[str] | None = None) -> None:
     its number if a signal ended it: 130 for Ctrl-C. Errors of the operating system (a full disk, a file in place of a
     folder, a port in use) and memory that ran out, whichever library reports it, are the user's to cure. Any other
     exception is a bug and leaves with its traceback."""
+    code = _UNEXPECTED
     try:
         from coordexp.cli.commands import run
         from coordexp.heavy_imports import process_is_a_command
 
         process_is_a_command()
         run(sys.argv[1:] if argv is None else argv)
+        code = 0
     except KeyboardInterrupt:  # also while commands are imported
-        sys.exit(INTERRUPTED)
+        code = INTERRUPTED
+        sys.exit(code)
+    except SystemExit as end:
+        code = 0 if end.code is None else end.code if isinstance(end.code, int) else _UNEXPECTED
+        raise
+    finally:
+        _ended.append(code)
+
+
+@atexit.register  # before any other module's function, so it runs after all of them
+def _end_rank() -> None:
+    """End a command that is one of several ranks before the interpreter is taken down.
+
+    A thread of gloo may still hold the tensors of the last message between ranks. If it lets go of them while the
+    interpreter is taken down, it aborts the process (exit code -6), and torchrun ends the other ranks. Destroying the
+    process group does not end these threads: FSDP's meshes hold it too.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if _ended and distributed is not None and distributed.is_available() and distributed.is_initialized():
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
+        os._exit(_ended[-1])

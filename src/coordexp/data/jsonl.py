@@ -143,11 +143,10 @@ def _record(line: Any, path: Path, number: int) -> ImageRecord:
     metadata = line.get("metadata", {})
     if not isinstance(metadata, dict):
         raise _BadText(f"metadata must be a JSON object; got {_show(metadata)}")
-    if BIN_RULE in metadata:
-        try:
-            check_bin_rule(metadata[BIN_RULE])
-        except DataError as error:
-            raise _BadText(f"metadata.{error}") from error
+    try:
+        check_bin_rule(metadata.get(BIN_RULE))
+    except DataError as error:
+        raise _BadText(f"metadata.{error}") from error
     if not isinstance(line["objects"], list):
         raise _BadText(f"objects must be a list, [] for an empty image; got {_show(line['objects'])}")
     images = line["images"]

@@ -207,8 +207,7 @@ class _Line(ImageAnswer):
     bin_rule: str | None = None
 
     def __post_init__(self) -> None:
-        if self.bin_rule is not None:
-            check_bin_rule(self.bin_rule)
+        check_bin_rule(self.bin_rule)
 
 
 def to_line(answer: ImageAnswer) -> str:

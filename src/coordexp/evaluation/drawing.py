@@ -198,9 +198,9 @@ def draw_comparison(
         draw.text((column * width + 6, 5), name, fill="black", font=font)
     for column, count in enumerate(counts, start=1):
         x = column * width + 6.0
-        for colour_of, what in ((_FOUND, "found"), (_WRONG, "wrong"), (_MISSED, "missed")):
-            text = f"{count[colour_of]} {what}  "
-            draw.text((x, sheet.height - _BAR + 5), text, fill=colour_of, font=font)
+        for shade, what in ((_FOUND, "found"), (_WRONG, "wrong"), (_MISSED, "missed")):
+            text = f"{count[shade]} {what}  "
+            draw.text((x, sheet.height - _BAR + 5), text, fill=shade, font=font)
             x += draw.textlength(text, font)
     top = _BAR
     for row, height in zip(rows, heights, strict=True):

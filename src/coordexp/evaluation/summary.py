@@ -257,7 +257,8 @@ _RATES = ("duplicate_rate", "giant_rate", "invalid_rate", "truncated_rate", "rep
 
 
 def text_table(title: str | Text, first: str, *numbers: str) -> Table:
-    """An empty table: a column of texts, and columns of numbers. Descriptions are data, never markup."""
+    """An empty table: a column of texts, and columns of numbers. Descriptions are data, never markup. A ``title`` of
+    several lines is a Text, whose names are printable already."""
     shown = title if isinstance(title, Text) else Text(printable(title))
     table = Table(title=shown, title_justify="left", caption_justify="left")
     table.add_column(first)

@@ -248,7 +248,7 @@ def test_a_sheet_shows_the_mistakes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert one.code == 0 and f"wrote {tmp_path / 'one.png'}" in one.out
     both = run_cli(capsys, "evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--resamples", 10, "--sheet",
                    tmp_path / "both.png")  # fmt: skip
-    assert both.code == 0
+    assert both.code == 0 and re.search(r"^a:", both.out, re.M) and re.search(r"^b:", both.out, re.M)  # a line each
     with Image.open(tmp_path / "one.png") as sheet, Image.open(tmp_path / "both.png") as wider:
         # Seven images, three across with two panels each; six whose matches differ, two across with three. Names are
         # above, counts below.

@@ -46,7 +46,7 @@ def test_objects_are_inside_and_their_number_and_overlap_are_bounded(spec):
             x1, y1, x2, y2 = bounds(obj.bins)
             assert 0 < x1 < x2 < 999 and 0 < y1 < y2 < 999
             # a side varies by the aspect ratio, and by one bin of rounding
-            low, high = (999 / (spec.size - 1) * side for side in (spec.min_side / 1.12, spec.max_side * 1.12))
+            low, high = (999 / spec.size * side for side in (spec.min_side / 1.12, spec.max_side * 1.12))
             assert low - 2 <= x2 - x1 <= high + 2 and low - 2 <= y2 - y1 <= high + 2
         for a, b in itertools.combinations([bounds(obj.bins) for obj in objects], 2):
             width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
@@ -82,9 +82,23 @@ def test_a_drawn_shape_matches_its_geometry():
         pixels = np.asarray(image).astype(int)
         colour = np.array(COLOURS[obj.desc.split()[0]])
         near_y, near_x = np.nonzero((abs(pixels - colour) <= 14).all(axis=2))
-        x1, y1, x2, y2 = (value * (spec.size - 1) / 999 for value in bounds(obj.bins))
-        seen = np.array([near_x.min(), near_y.min(), near_x.max(), near_y.max()])
+        x1, y1, x2, y2 = (value * spec.size / 999 for value in bounds(obj.bins))
+        seen = np.array([near_x.min(), near_y.min(), near_x.max() + 1, near_y.max() + 1])
         assert abs(seen - np.array([x1, y1, x2, y2])).max() <= 2
+
+
+def test_an_annotated_edge_is_the_drawn_edge():
+    """To half a pixel, which is what the drawing has, and half a bin. The edges of version 1 were up to a pixel off."""
+    squares = 0
+    for index in range(400):
+        image, objects = make_scene(SPARSE, 5, index)
+        if len(objects) == 1 and objects[0].kind == "bbox_2d":
+            pixels = np.asarray(image).astype(int)
+            near_y, near_x = np.nonzero(pixels.max(axis=2) - pixels.min(axis=2) > 70)  # the ground is dull
+            seen = np.array([near_x.min(), near_y.min(), near_x.max() + 1, near_y.max() + 1])
+            assert abs(seen - np.array(objects[0].bins) * SPARSE.size / 999).max() <= 0.5 + SPARSE.size / 999 / 2
+            squares += 1
+    assert squares > 30
 
 
 def test_written_scenes_read_back_equal(tmp_path):

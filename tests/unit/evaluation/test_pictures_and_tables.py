@@ -184,7 +184,7 @@ def test_soft_objects_are_grey_and_dashed(tmp_path):
     for annotation in (box, replace(box, soft=0.5)):
         draw_comparison({"run": [prediction(tmp_path, [box], [annotation], (320, 320))]}, tmp_path / "sheet.png")
         with Image.open(tmp_path / "sheet.png") as sheet:
-            bottom = 26 + round(900 / 999 * 319)
+            bottom = 26 + round(900 / 999 * 320)
             sides.append([sheet.getpixel((x, bottom)) for x in range(40, 280)])
             assert {GREEN if annotation.soft is None else GREY} <= colours(sheet.crop((320, 26, 640, 346)))
     assert set(sides[0]) == {GREEN} and set(sides[1]) == {GREY, (10, 10, 10)}
