@@ -1,6 +1,6 @@
 """The order of an answer's objects: top to bottom (`sorted`) or left to right (`sorted_x`).
 
-    python study.py run [--work FOLDER] [--seeds 0 1 2] [--steps 1200]
+    python study.py run [--work FOLDER] [--seeds 0 1 2] [--steps 800]
     python study.py table
 
 README.md declares what is compared. A finished (order, seed, steps) is one line of results.jsonl and is not run again.
@@ -95,7 +95,7 @@ def main() -> None:
     running = commands.add_parser("run", help="run what results.jsonl does not have")
     running.add_argument("--work", type=Path, default=ROOT / "outputs" / "object_order")
     running.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    running.add_argument("--steps", type=int, default=1200)
+    running.add_argument("--steps", type=int, default=800)
     commands.add_parser("table", help="print means, each seed's values and differences")
     options = flags.parse_args()
     if options.command == "run":

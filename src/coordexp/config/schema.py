@@ -68,8 +68,8 @@ class TunerConfig(StrictModel):
     """rank of the adapters; read when train_type is 'lora'"""
     lora_alpha: Positive = 32.0
     """adapters are scaled by lora_alpha / lora_rank"""
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """dropout on the adapters' input"""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """dropout on the adapters' input; above 0, each adapter keeps its own copy of its input until the backward pass"""
     use_dora: bool = False
     """train each adapted matrix's magnitudes too (DoRA)"""
     target_modules: Annotated[ListOf[str], Field(min_length=1)] = ("all-linear",)

@@ -36,12 +36,14 @@ def run(
     every: int = 1,
     frozen: bool = False,
     fused: bool = False,
+    dropout: float = 0.05,
     **keys: Any,
 ) -> RunConfig:
-    """``every``: the layers that are recomputed, 0 for none; ``frozen``: the vision tower."""
+    """``every``: the layers that are recomputed, 0 for none; ``frozen``: the vision tower; ``dropout``: the adapters'."""
     content = {**stage1(), "global_max_length": length, **keys}
     content["model"] = {**content["model"], "dtype": dtype, "fused_kernels": fused}
-    content["tuner"] = {"train_type": "full"} if full else {"train_type": "lora", "lora_rank": 16, "freeze_vit": frozen}
+    lora = {"train_type": "lora", "lora_rank": 16, "lora_dropout": dropout, "freeze_vit": frozen}
+    content["tuner"] = {"train_type": "full"} if full else lora
     masters = "float32" if full and dtype == "bfloat16" else None
     content["training"] = {
         **content["training"], "bf16": True, "gradient_checkpointing": every > 0, "master_weights": masters,
@@ -70,6 +72,9 @@ def run(
         ("8B", run(12_000, full=False), 1, 28.5),
         ("8B", run(16_000, full=False), 1, 30.8),
         ("8B", run(12_000, full=False, every=4), 1, 132.4),
+        ("2B", run(12_000, full=False, every=0, frozen=True, dropout=0.0), 1, 38.8),
+        ("2B", run(12_000, full=False, every=0, fused=True, dropout=0.0), 1, 51.9),
+        ("8B", run(12_000, full=False, every=4, dropout=0.0), 1, 106.3),
     ],
 )
 def test_the_estimate_is_within_ten_percent(size: str, config: RunConfig, world_size: int, traced_gb: float) -> None:
