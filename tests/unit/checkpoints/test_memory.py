@@ -39,7 +39,7 @@ def run(
     dropout: float = 0.05,
     **keys: Any,
 ) -> RunConfig:
-    """``every``: the layers that are recomputed, 0 for none; ``frozen``: the vision tower; ``dropout``: the adapters'."""
+    """``every``: the layers that are recomputed, 0 for none; ``frozen``: the vision tower; ``dropout``: adapters'."""
     content = {**stage1(), "global_max_length": length, **keys}
     content["model"] = {**content["model"], "dtype": dtype, "fused_kernels": fused}
     lora = {"train_type": "lora", "lora_rank": 16, "lora_dropout": dropout, "freeze_vit": frozen}
