@@ -153,6 +153,29 @@ def prepare(bccd: Path, txl: Path, folder: Path) -> dict[str, Path]:
     return files
 
 
+def prepare_whole(bccd: Path, txl: Path, folder: Path) -> dict[str, Path]:
+    """Write whole photographs of ``train`` and ``test`` below ``folder``, resized so that tiles of ``TILE`` without
+    overlap are those of :func:`prepare`; returns their JSONL, ``train_whole`` and ``test_whole``."""
+    files = {f"{split}_whole": folder / f"{split}_whole.jsonl" for split in ("train", "test")}
+    if all(path.exists() for path in files.values()):
+        return files
+    splits = split_photographs(bccd, txl)
+    for name, file in files.items():
+        records = []
+        for photograph in splits[name.removesuffix("_whole")]:
+            path = folder / name / f"{photograph.image.stem}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            size = (2 * TILE[0], 2 * TILE[1])
+            Image.open(photograph.image).convert("RGB").resize(size, Image.Resampling.BOX).save(path)
+            boxes = [
+                GTObject(desc, "bbox_2d", tuple(to_bin(x, photograph.size[at % 2]) for at, x in enumerate(box)))
+                for desc, box in photograph.boxes
+            ]
+            records.append(ImageRecord(path.stem, path, *size, tuple(boxes)))
+        write_jsonl(records, file)
+    return files
+
+
 def with_views(jsonl: Path) -> Path:
     """The tiles of ``jsonl`` and their three mirror images, objects with them: rollout matching cannot train on random
     views, so all variants train on these."""

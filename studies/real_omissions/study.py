@@ -2,6 +2,7 @@
 
     python study.py start others [--work FOLDER]    # trains and exports starts/others; interrupted, it continues
     python study.py run [--start others] [--variants …] [--seeds 0] [--splits val test]
+    python study.py whole [--start others] [--variants …]   # whole photographs, by --tiles of coordexp evaluate
     python study.py table [--start others] [--split test] [--against sft]
 
 README.md declares what is compared, variants.yaml how it is trained. A finished (start, variant, seed, split) is one
@@ -25,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from photographs import NAMES, joined, prepare, with_views
+from photographs import MIN_VISIBLE, NAMES, TILE, joined, prepare, prepare_whole, with_views
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-RESULTS, ANSWERS = HERE / "results.jsonl", HERE / "answers"
+RESULTS, ANSWERS, WHOLE = HERE / "results.jsonl", HERE / "answers", HERE / "whole.jsonl"
+TILES = f"{TILE[0]}x{TILE[1]}"
 METHODS = HERE.parent / "when_stage2_helps" / "configs"
 DECODING = ["rollout_matching.max_new_tokens=256", "rollout_matching.decode_batch_size=64"]
 
@@ -95,6 +97,12 @@ def train_variant(start: Path, name: str, seed: int, data: dict[str, Path], work
             "--known-descs", "--overwrite", *words, "rollout_matching.max_new_tokens=256",
         )  # fmt: skip
         jsonl = completed
+        if "tiles" in variant["complete"]:  # whole photographs were completed; train on tiles as the others do
+            jsonl = folder / "tiles.jsonl"
+            coordexp(
+                "data", "tile", completed, "--size", TILES, "--overlap", "0", "--min-area-ratio", str(MIN_VISIBLE),
+                "--negatives", "0", "--overwrite", "--out", jsonl,
+            )  # fmt: skip
     folder = runs / f"{name}-seed-{seed}"
     seconds += timed(
         folder, "train", METHODS / f"{variant['config']}.yaml", f"model.model={start}", "model.dtype=float32",
@@ -163,6 +171,33 @@ def run_one(start: Path, name: str, seed: int, split: str, data: dict[str, Path]
     }  # fmt: skip
 
 
+def whole(options: argparse.Namespace, data: dict[str, Path]) -> None:
+    """Answer the test split's photographs by tiles, merged, with and without overlap; trains variants that are not."""
+    from tables import figures
+
+    from coordexp.evaluation.answers import read_answers
+
+    start = HERE / "starts" / options.start
+    done = [json.loads(line) for line in WHOLE.read_text().splitlines()] if WHOLE.exists() else []
+    known = {(row["start"], row["variant"], row["overlap"]) for row in done}
+    for name in options.variants or ["start"]:
+        for overlap in (0.0, 0.25):
+            if (options.start, name, overlap) in known:
+                continue
+            model, _ = train_variant(start, name, 0, data, options.work)
+            folder, before = options.work / "whole" / f"{start.name}-{name}-{overlap}", children_cpu_s()
+            coordexp(
+                "evaluate", "--model", model, "--data", data["test_whole"], "--tiles", TILES, "--overlap", str(overlap),
+                "--out", folder, "--overwrite", *DECODING,
+            )  # fmt: skip
+            found = {key: round(value, 4) for key, value in figures(read_answers(folder)).items()}
+            row = {"start": start.name, "variant": name, "overlap": overlap, "date": time.strftime("%Y-%m-%d %H:%M"),
+                   "answer_cpu_s": round(children_cpu_s() - before, 1), **found}  # fmt: skip
+            with WHOLE.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+
+
 def store(path: Path, lines: list[dict[str, Any]]) -> None:
     path.parent.mkdir(exist_ok=True)
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
@@ -183,7 +218,10 @@ def main() -> None:
     running.add_argument("--variants", nargs="+", help="only these [all, as declared]")
     running.add_argument("--seeds", type=int, nargs="+", default=[0])
     running.add_argument("--splits", nargs="+", choices=["val", "test"], default=["val", "test"])
-    for command in (starting, running):
+    merged = commands.add_parser("whole", help="answer whole photographs by tiles")
+    merged.add_argument("--start", default="others")
+    merged.add_argument("--variants", nargs="+", help="[start]")
+    for command in (starting, running, merged):
         command.add_argument("--work", type=Path, default=ROOT / "outputs" / "real_omissions")
         command.add_argument("--bccd", type=Path, default=ROOT / "data" / "bccd", help="folder of BCCD/Annotations")
         command.add_argument("--txl", type=Path, default=ROOT / "data" / "txl_pbc", help="folder of images and labels")
@@ -200,9 +238,12 @@ def main() -> None:
         print(markdown(shown, options.against, options.full))
         return
     options.work = options.work.resolve()
-    data = prepare(options.bccd.resolve(), options.txl.resolve(), options.work / "data")
+    sources = options.bccd.resolve(), options.txl.resolve(), options.work / "data"
+    data = {**prepare(*sources), **prepare_whole(*sources)}
     if options.command == "start":
         train_start(options.name, data, options.work)
+    elif options.command == "whole":
+        whole(options, data)
     else:
         run(options, data)
 
