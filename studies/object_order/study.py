@@ -22,7 +22,7 @@ ROOT = HERE.parents[1]
 RESULTS = HERE / "results.jsonl"
 ORDERS = ("sorted", "sorted_x")
 SCENES = {"train": (16384, 1), "test": (512, 82)}  # images, seed
-FIGURES = ("f1", "bbox_AP", "bbox_AP50", "precision", "recall", "mean_matched_iou", "pred_per_image")
+FIGURES = ("f1", "AP", "AP50", "precision", "recall", "mean_matched_iou", "pred_per_image")
 T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # by number of seeds
 
 

@@ -36,7 +36,7 @@ def run(
     every: int = 1,
     frozen: bool = False,
     fused: bool = False,
-    dropout: float = 0.05,
+    dropout: float = 0.05,  # as it was when most of these were traced
     **keys: Any,
 ) -> RunConfig:
     """``every``: the layers that are recomputed, 0 for none; ``frozen``: the vision tower; ``dropout``: adapters'."""

@@ -1,5 +1,6 @@
 """YOLO labels → JSONL: one text file an image, of boxes ``class cx cy w h`` and polygons ``class x y x y …`` in shares
-of the image's width and height. An image without a label file has no objects; :func:`_labels_of` says where it is."""
+of the image's width and height. An image without a label file has no objects, or is left out (``--unlabelled skip``); a
+folder without any is refused. :func:`_labels_of` says where a label file is, of those that are listed first."""
 
 from __future__ import annotations
 
