@@ -20,9 +20,9 @@ _BUILT_IN = {"template.prompt": DEFAULT_PROMPT}  # what null means in the end
 
 
 def with_own_template(config: Config, checkpoint: str | Path | None = None) -> Config:
-    """``config`` with the prompt, system message and order of fields that ``checkpoint`` (None: ``model.model``) was
-    trained with, wherever ``config`` leaves them open. As it is if no run of CoordExp wrote the checkpoint, or with
-    ``template.allow_prompt_change``.
+    """``config`` with the prompt, system message, order of fields and order of objects that ``checkpoint`` (None:
+    ``model.model``) was trained with, wherever ``config`` leaves them open. As it is if no run of CoordExp wrote the
+    checkpoint, or with ``template.allow_prompt_change``.
 
     Raises:
         ConfigError: ``config`` names others, with which the checkpoint would answer badly.
@@ -48,6 +48,10 @@ def with_own_template(config: Config, checkpoint: str | Path | None = None) -> C
                 _note(key, own, checkpoint)
         elif given != own:
             problems.append(f"{key}: {given!r}, but {checkpoint} was trained with {own!r}")
+    if "object_ordering" not in custom.model_fields_set:  # naming another one is a choice that training can follow
+        taken["custom.object_ordering"] = trained.object_ordering
+        if trained.object_ordering != custom.object_ordering:
+            _note("custom.object_ordering", trained.object_ordering, checkpoint)
     if problems:
         raise ConfigError(
             "\n".join(problems)

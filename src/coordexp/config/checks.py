@@ -124,7 +124,8 @@ def _checkpoints_are_evaluated(config: RunConfig) -> Findings:
         )
     elif training.eval_strategy == "steps":
         every = training.eval_steps or training.logging_steps
-        if training.save_steps % every:
+        in_steps = training.save_steps >= 1 and every >= 1  # shares of the run are compared when its length is known
+        if in_steps and training.save_steps % every:
             yield (
                 "training.save_steps",
                 f"{training.save_steps:g} is not a multiple of eval_steps ({every:g}), so load_best_model_at_end would "

@@ -33,7 +33,7 @@ class EvaluatingProcess(StrictModel):
     """The keys of ``training`` that an evaluation reads."""
 
     output_dir: FilePath
-    seed: Annotated[int, Field(ge=0)] = default_of(TrainingConfig, "seed")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = default_of(TrainingConfig, "seed")
     use_cpu: bool = False
     ddp_timeout: Count = default_of(TrainingConfig, "ddp_timeout")
 

@@ -30,9 +30,8 @@ HARMLESS = (
     *("training.save_on_each_node", "training.load_best_model_at_end", "training.stop_within_s"),
     *("training.resume_from_checkpoint", "training.resume_with_changes", "training.overwrite_output_dir"),
     *("training.eval_strategy", "training.eval_steps", "training.eval_delay", "training.eval_on_start"),
-    *("training.per_device_eval_batch_size", "training.packing_buffer", "training.packing_min_fill_ratio"),
+    *("training.per_device_eval_batch_size", "training.packing_min_fill_ratio"),
     *("fsdp.reshard_after_forward", "fsdp.cpu_offload", "fsdp.activation_checkpointing"),
-    "global_max_length",
     *("rollout_matching.decode_batch_size", "rollout_matching.eval_detection", "rollout_matching.monitor_dump"),
     *("rollout_matching.offload", "rollout_matching.vllm.server", "rollout_matching.vllm.sync"),
     *("rollout_matching.vllm.tensor_parallel_size", "rollout_matching.vllm.gpu_memory_utilization"),
@@ -52,7 +51,9 @@ OF_THE_START = (
 )
 # Keys of what a checkpoint holds, which no permission changes: its weights, their kind, its optimizer and schedule.
 FIXED = (
-    *("model.model", "tuner.train_type", "custom.trainer_variant"),
+    *("model.model", "custom.trainer_variant"),
+    *("tuner.train_type", "tuner.lora_rank", "tuner.use_dora", "tuner.target_modules", "tuner.modules_to_save"),
+    *("tuner.freeze_vit", "tuner.freeze_aligner", "tuner.freeze_llm", "tuner.train_coord_rows"),
     *("training.optim", "training.optim_args", "training.master_weights", "training.lr_scheduler_type"),
     *("deepspeed.enabled", "fsdp.enabled", "fsdp.state_dict_type"),
 )

@@ -226,7 +226,7 @@ class TrainingConfig(StrictModel):
     """folder of checkpoints, logs and the manifest"""
     run_name: str | None = None
     """name shown by loggers; null takes output_dir"""
-    seed: Annotated[int, Field(ge=0)] = 42
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 42
     """seed of data order, dropout and rollouts"""
     use_cpu: bool = False
     """train on the CPU even where there is a GPU"""

@@ -150,7 +150,8 @@ def as_written(name: str) -> str:
 
 def names_of_lines(text: str) -> dict[int, str]:
     """Names by number, one a line: blank lines are no names, but count."""
-    return {number: line.strip() for number, line in enumerate(text.splitlines()) if line.strip()}
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # splitlines would cut at U+2028 too
+    return {number: line.strip() for number, line in enumerate(lines) if line.strip()}
 
 
 def names_of_yaml(content: object, path: Path) -> dict[int, str]:

@@ -48,7 +48,14 @@ def find_images(sources: Sequence[Path], *, limit: int | None = None, skip_broke
     for source in sources:
         if source.suffix.lower() == ".jsonl":
             for record in read_jsonl(source, limit=limit):
-                found.setdefault(record.sample_id, record)
+                known = found.get(record.sample_id)
+                if known is not None and known != record:
+                    raise DataError(
+                        f"another dataset has {record.sample_id} too, for another image or other objects; give their "
+                        "files different names",
+                        path=source,
+                    )
+                found[record.sample_id] = record
                 annotated.add(record.sample_id)
             continue
         for path, name in _image_files(source, len(sources) == 1, passed_over):

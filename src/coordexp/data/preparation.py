@@ -86,6 +86,20 @@ def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
     return ImagePreparation(rules.pop() if len(rules) == 1 else None, pixel_areas(records))
 
 
+def unprepared_note(preparation: ImagePreparation, validation: Sequence[ImageRecord]) -> str | None:
+    """A sentence if validation images lack the resizing of the training images, whose ``preparation`` is given:
+    evaluations while training take them as they are, and ``coordexp evaluate`` resizes them."""
+    if preparation.resize is None:
+        return None
+    others = sum(preparation.changes(record.width, record.height) for record in validation)
+    if not others:
+        return None
+    return (
+        f"{others} of {len(validation)} images are not resized as the training images are (metadata.{PREPARED}), so "
+        "figures while training differ from those of coordexp evaluate; convert both with the same options"
+    )
+
+
 def _read_rule(written: Mapping[str, Any]) -> ResizeRule:
     if set(written) != {"factor", "min_pixels", "max_pixels"} or any(type(v) is not int for v in written.values()):
         raise ValueError("expected the whole numbers factor, min_pixels and max_pixels")

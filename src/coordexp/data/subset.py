@@ -20,6 +20,7 @@ from coordexp.data.images import image_bytes
 from coordexp.data.jsonl import clean_desc, line_of, write_jsonl
 from coordexp.data.preparation import original_image
 from coordexp.data.shards import SHARD_SUFFIX
+from coordexp.data.tiles import TILE
 from coordexp.errors import DataError
 from coordexp.geometry import aabb, to_pixel
 from coordexp.records import GTObject, ImageRecord
@@ -172,15 +173,19 @@ def rename_classes(
 def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed: int) -> list[list[ImageRecord]]:
     """Parts of about ``shares`` (which sum to 1) of the images, each in the order of the dataset.
 
-    Records of one image stay together, copies of its file too: no part is tested on what another was trained on. Raises
-    DataError for invalid shares, or fewer images than parts.
+    Records of one image stay together, copies of its file and tiles of one photograph too: no part is tested on what
+    another was trained on. Raises DataError for invalid shares, or fewer images than parts.
     """
     if len(shares) < 2 or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
         raise DataError(f"shares are {list(shares)}; expected at least two positive numbers that sum to 1")
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for index, record in enumerate(records):
         try:
-            content = hashlib.sha256(image_bytes(record.image)).hexdigest()
+            photograph = record.metadata.get(TILE)
+            if photograph is not None:  # tiles of a photograph overlap
+                content = os.path.normpath(record.image.parents[2] / photograph["image"])
+            else:
+                content = hashlib.sha256(image_bytes(record.image)).hexdigest()
         except DataError:  # without a file: compare by path
             content = str(record.image)
         groups[content].append(index)

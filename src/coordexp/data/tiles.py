@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections import Counter, deque
@@ -216,13 +217,17 @@ def write_tiles(
     folder = out.parent / "images" / out.stem
     folder.mkdir(parents=True, exist_ok=True)
     stems = Counter(record.image.stem for record in records)
+    taken: set[str] = set(stems)
 
     def tiles() -> Iterator[ImageRecord]:
         for done, record in enumerate(records):
             if progress is not None:
                 progress(done, len(records))
             # One name for each line: photographs of several folders, or several lines of one.
-            stem = record.image.stem + ("" if stems[record.image.stem] == 1 else f"-{done + 1}")
+            stem = record.image.stem
+            if stems[stem] > 1:
+                stem = next(one for n in itertools.count(done + 1) if (one := f"{record.image.stem}-{n}") not in taken)
+                taken.add(stem)
             jpeg = record.image.suffix.lower() in JPEG_SUFFIXES
             written, covered = [], set()
             for window in tiling.windows(record.width, record.height):

@@ -174,7 +174,7 @@ class _Object(msgspec.Struct):
     desc: str
     bbox_2d: Annotated[_Bins, msgspec.Meta(min_length=4, max_length=4)] | UnsetType = UNSET
     poly: Annotated[_Bins, msgspec.Meta(min_length=6)] | UnsetType = UNSET
-    soft: float | None = None
+    soft: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     score: float | None = None
     confidence: float | None = None
     answers: int | None = None
@@ -183,6 +183,11 @@ class _Object(msgspec.Struct):
         if (self.bbox_2d is UNSET) == (self.poly is UNSET):
             raise ValueError(f"{self.desc!r} needs one of {', '.join(GEOMETRY_KINDS)}")
         if isinstance(self.bbox_2d, tuple):
+            x1, y1, x2, y2 = self.bbox_2d
+            if x1 > x2 or y1 > y2:
+                raise ValueError(
+                    f"{self.desc!r}: bbox_2d {list(self.bbox_2d)} is not x1, y1, x2, y2 with x1 <= x2, y1 <= y2"
+                )
             return "bbox_2d", self.bbox_2d
         assert isinstance(self.poly, tuple)
         if len(self.poly) % 2:
@@ -237,7 +242,7 @@ def from_line(text: str | bytes, *, path: Path | None = None, line: int | None =
     """The inverse of :func:`to_line`. Raises DataError, with the reason, for a line that is not a prediction."""
     read = from_json(_Line, text, "a line of predictions", path=path, line=line)
     try:
-        gt = None if read.gt is None else tuple(GTObject(o.desc, *_whole(o), o.soft or None) for o in read.gt)
+        gt = None if read.gt is None else tuple(GTObject(o.desc, *_whole(o), o.soft) for o in read.gt)
         pred = tuple(ScoredObject(o.desc, *o.shape(), o.score, o.confidence, o.answers) for o in read.pred)
     except ValueError as error:
         raise DataError(f"not a line of predictions: {error}", path=path, line=line) from error

@@ -390,8 +390,8 @@ FORMATS: dict[str, Callable[..., Exported]] = {
 def _with_paths(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswer, OriginalImage, Path]]:
     # Each answer with the image as the user has it (the converter's source, or the image itself), and a unique relative
     # path for its file.
-    taken: set[Path] = set()
-    result = []
+    # Compared without their suffix: an image and its label have one name, and "a.png" next to "a.jpg" gets another.
+    named: list[tuple[ImageAnswer, OriginalImage, Path]] = []
     for number, answer in enumerate(answers):
         original = answer.users_image
         name = PurePosixPath(original.file)
@@ -401,11 +401,15 @@ def _with_paths(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[Image
         if name.is_absolute() or ".." in name.parts:
             name = PurePosixPath(name.name if name.name != ".." else "")
         parts = [safe_part(part) for part in name.parts] or [f"image-{number}"]  # a file name may be "" or "/"
-        path = Path(*parts).with_suffix(suffix)
-        if path in taken:
-            path = path.with_name(f"{path.stem}.{number}{suffix}")
-        taken.add(path)
-        result.append((answer, original, path))
+        named.append((answer, original, Path(*parts).with_suffix("")))
+    wanted, taken = {path for _, _, path in named}, set[Path]()
+    result = []
+    for number, (answer, original, path) in enumerate(named):
+        unique, again = path, number
+        while unique in taken or (unique != path and unique in wanted):
+            unique, again = path.with_name(f"{path.name}_{again}"), again + 1
+        taken.add(unique)
+        result.append((answer, original, unique.with_name(unique.name + suffix)))
     return result
 
 

@@ -270,11 +270,28 @@ def _claim(output: Path, settings: dict[str, Any], records: Sequence[ImageRecord
             f"{settings.get(other[0])!r}); {fix}",
             path=output,
         )
-    if lost := _answered(output).keys() - {record.sample_id for record in records}:
+    answered = _answered(output)
+    for record in records:
+        answer = answered.get(record.sample_id)
+        if answer is None:
+            continue
+        now = (str(record.image), record.width, record.height)
+        if (answer.image, answer.width, answer.height) != now or _is_newer(record.image, path):
+            raise DataError(
+                f"{record.sample_id} is {record.image} ({record.width} x {record.height}) now, and was answered as "
+                f"another or older picture ({answer.image}, {answer.width} x {answer.height}); {fix}",
+                path=output,
+            )
+    if lost := answered.keys() - {record.sample_id for record in records}:
         raise DataError(
             f"has answers for {len(lost)} images that are not among these {len(records)}, such as {min(lost)}; {fix}",
             path=output,
         )
+
+
+def _is_newer(image: Path, settings: Path) -> bool:
+    # Images in shards have no time of their own.
+    return image.is_file() and image.stat().st_mtime > settings.stat().st_mtime
 
 
 def _parts(output: Path) -> list[Path]:

@@ -78,7 +78,8 @@ def inference_config(model: str | Path, options: PredictOptions, arguments: Sequ
     rollout: dict[str, Any] = {
         "rollout_backend": options.backend,
         "decode_batch_size": options.batch_size,
-        "max_new_tokens": min(answer, max(1, longest // 2)) if options.max_new_tokens is None else answer,
+        # A run's own limit holds, unless the model has fewer positions than the run's rows.
+        "max_new_tokens": answer if answer < longest else max(1, longest // 2),
     }
     if options.temperature:
         rollout["decoding"] = {"temperature": options.temperature}

@@ -66,7 +66,8 @@ def save_adapter(model: Any, folder: Path, state_dict: Mapping[str, torch.Tensor
         offset = offset_of(model.get_input_embeddings())
         assert offset is not None, "an offset is always on the embedding"
         offsets[COORD_IDS] = offset[0].cpu()
-        save_file(offsets, folder / OFFSETS, metadata={"format": "pt", BASE_KEY: base})
+        # A single key: safetensors writes several in a random order, and equal weights should be equal files.
+        save_file(offsets, folder / OFFSETS, metadata={BASE_KEY: base})
     give_ordinary_mode(folder)
 
 
@@ -229,7 +230,11 @@ def _matching(model: Any, ends: Sequence[str], key: str, frozen: set[str]) -> li
             raise ConfigError(
                 f"{key}: no module of the model has a name that ends in {end!r}; see `coordexp model info`"
             )
-        found += [name for name in matching if part_of(name) not in frozen and name not in found]
+        trained = [name for name in matching if part_of(name) not in frozen]
+        if not trained:
+            parts = " and ".join(sorted({f"tuner.freeze_{part_of(name)}" for name in matching}))
+            raise ConfigError(f"{key}: {end!r} is only in what {parts} freezes; set it to false, or remove the name")
+        found += [name for name in trained if name not in found]
     for name in found:
         if name.split(".")[-1] in _TABLES:
             raise ConfigError(

@@ -18,16 +18,19 @@ class RunLedger:
         self._path = folder / FIRST_EVALUATION
         self._on_note = on_note
         self._first: Sequence[ImageAnswer] | None = None
+        self.has_other_images = False  # whether the last evaluation's images are not those of the one before a resume
 
     def rates(self, answers: Sequence[ImageAnswer], *, is_first: bool) -> dict[str, float]:
         """The shares of :func:`changed_rates`; none for the first evaluation."""
+        self.has_other_images = False
         if self._first is None and not is_first:  # a resumed run
             self._first = read_answers(self._path) if self._path.is_file() else None
             if self._first is None or _images(self._first) != _images(answers):
+                self.has_other_images = self._first is not None
                 self._first = None
                 self._on_note(
                     f"{self._path} does not have the answers of the run's first evaluation to these images; lost and "
-                    "gained objects are counted from this evaluation on"
+                    "gained objects are counted, and the best checkpoint is chosen, from this evaluation on"
                 )
         if self._first is None:
             self._first = answers

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,10 +21,11 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from coordexp import distributed
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.data.dataset import RecordDataset
-from coordexp.errors import RunStopped, TrainingDiverged
+from coordexp.errors import ConfigError, RunStopped, TrainingDiverged
 from coordexp.evaluation.answers import LAST_EVALUATION, ImageAnswer, answer_dataset, write_answers
 from coordexp.evaluation.summary import COUNTS_ONLY, summarise, unknown_names
 from coordexp.metrics import MetricsPayload
+from coordexp.metrics.table import SECTIONS
 from coordexp.modeling.finite import broken_weight, check_finite
 from coordexp.modeling.scores import TokenScorer
 from coordexp.out_of_memory import is_out_of_memory, phase
@@ -95,6 +98,7 @@ class CoordExpTrainer:
         self.state.max_steps = max_steps
         self.state.num_train_epochs = math.ceil(max_steps / batches.steps_per_epoch)
         self.state.compute_steps(self.args, max_steps)
+        _check_best(self.args, self.state, self.measured is not None)
         step.logging_steps = int(self.state.logging_steps or 1)
         self._notify("on_init_end")
 
@@ -127,7 +131,7 @@ class CoordExpTrainer:
         self.run.loaded.model.zero_grad()
         started, losses = time.perf_counter(), []
         self._notify("on_train_begin")
-        if self.args.eval_on_start and first == 0:
+        if (self.args.eval_on_start and first == 0) or self._owes_evaluation(first):
             self._evaluate_and_note_best()
         if resume_from_checkpoint is not None:
             load_rank_state(self.run, Path(resume_from_checkpoint))
@@ -175,8 +179,14 @@ class CoordExpTrainer:
             }
         )
         best = self.state.best_model_checkpoint
-        if self.args.load_best_model_at_end and best is not None and self.stopped_by is None:
-            load_weights(self.run, Path(best))
+        if self.args.load_best_model_at_end and self.stopped_by is None:
+            if best is not None:
+                load_weights(self.run, Path(best))
+            else:
+                self.on_note(
+                    "training.load_best_model_at_end: no checkpoint of this run was evaluated, so the model is that of "
+                    "the last step"
+                )
         self._notify("on_train_end")
 
     def _resume(self, checkpoint: Path) -> int:
@@ -190,6 +200,17 @@ class CoordExpTrainer:
             check_finite(self.model, checkpoint)
         load_optimizer(self.run, checkpoint)
         return state.global_step
+
+    def _owes_evaluation(self, step: int) -> bool:
+        """Whether a checkpoint was written instead of the evaluation of its step: at a stop signal, or an error."""
+        args, state = self.args, self.state
+        if not step or self.eval_dataset is None or args.eval_strategy == "no":
+            return False
+        if args.eval_strategy == "epoch":
+            is_due = step % self.batches.steps_per_epoch == 0 and args.eval_delay <= float(state.epoch or 0)
+        else:
+            is_due = step % int(state.eval_steps or 1) == 0 and args.eval_delay <= step
+        return is_due and not any("eval_time/runtime_s" in one and one.get("step") == step for one in state.log_history)
 
     def _log_evaluate_save(self) -> list[float]:
         """Log, evaluate and save as the control flags say. Returns the logged mean loss, repeated once per step it
@@ -264,6 +285,9 @@ class CoordExpTrainer:
                 if dataset is self.eval_dataset:
                     is_first = not any("eval_rollout/f1" in line for line in self.state.log_history)
                     figures |= self._ledger.rates(answers, is_first=is_first)
+                    if self._ledger.has_other_images:  # figures of other images compare with nothing
+                        self.state.best_metric = self.state.best_model_checkpoint = None
+                        self.state.best_global_step = 0
                 if self.args.should_save:
                     write_answers(answers, Path(str(self.args.output_dir)) / LAST_EVALUATION)
         metrics = {f"eval_rollout/{name}": value for name, value in figures.items()}
@@ -280,9 +304,11 @@ class CoordExpTrainer:
             return
         name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
         if name not in metrics:
-            raise KeyError(f"training.metric_for_best_model: {name} is not among the metrics {sorted(metrics)}")
+            raise ConfigError(f"training.metric_for_best_model: {name} is not among the metrics {sorted(metrics)}")
         value, sign = metrics[name], 1 if args.greater_is_better else -1
-        if state.global_step and needs_metric(self.run.scheduler):
+        if not state.global_step:  # the start is no checkpoint that could be loaded in the end
+            return
+        if needs_metric(self.run.scheduler):
             self.run.scheduler.step(value)
         if state.best_metric is None or sign * value > sign * state.best_metric:
             state.best_metric, state.best_global_step = value, state.global_step
@@ -367,6 +393,30 @@ class CoordExpTrainer:
         """End the loader processes and release the rollout engine."""
         self.batches.close()
         self.backend.close()
+
+
+def _check_best(args: TrainingArguments, state: TrainerState, is_measured: bool) -> None:
+    """Raises ConfigError for a best model by a figure that no evaluation has, or that a checkpoint would lack.
+    Intervals may be shares of a run, so its steps must be known."""
+    if args.metric_for_best_model is not None and args.eval_strategy != "no":
+        name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+        known = [metric.name for metric in SECTIONS["evaluation"]]
+        if not any(re.fullmatch(re.sub("<[^>]*>", "[^/]+", one), name) for one in known):
+            near = difflib.get_close_matches(name, known, 1)
+            raise ConfigError(
+                f"training.metric_for_best_model: no evaluation has a figure {name}"
+                + (f"; did you mean {near[0]}?" if near else "; docs/metrics.md lists them")
+            )
+        if not is_measured and name.startswith("eval_rollout/"):
+            raise ConfigError(
+                f"training.metric_for_best_model: {name} needs rollout_matching.eval_detection.enabled: true"
+            )
+    if args.load_best_model_at_end and args.eval_strategy == "steps" and state.save_steps % int(state.eval_steps or 1):
+        raise ConfigError(
+            f"training.save_steps: {args.save_steps:g} is every {state.save_steps} of {state.max_steps} steps, and "
+            f"eval_steps every {state.eval_steps}: no multiple, so load_best_model_at_end would find checkpoints "
+            "without figures"
+        )
 
 
 def _release_memory_of(error: BaseException) -> None:

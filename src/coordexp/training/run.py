@@ -39,7 +39,7 @@ from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.epochs import EpochPlan, describe_epoch, plan_epochs
 from coordexp.data.images import open_rgb
 from coordexp.data.joined import DataPart, JoinedRecords
-from coordexp.data.preparation import preparation_of
+from coordexp.data.preparation import preparation_of, unprepared_note
 from coordexp.engine.trainer.backends import check_backend
 from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.engine.wire.starting import SKIPPING
@@ -167,6 +167,8 @@ def check_run(
     if errors:
         raise errors[0]
     assert start is not None and model is not None
+    if (note := unprepared_note(preparation_of(train), val)) is not None and distributed.is_main():
+        logger.warning("custom.val_jsonl: %s: %s", custom.val_jsonl, note)
     return CheckedRun(config, start, model, rollout, train, val)
 
 
@@ -210,7 +212,7 @@ def build_trainer(
     batches = _step_batches(run, args, train, console)
     max_steps = args.max_steps
     if max_steps < 0:
-        max_steps = math.ceil(args.num_train_epochs * batches.steps_per_epoch)
+        max_steps = math.ceil(round(args.num_train_epochs * batches.steps_per_epoch, 6))
 
     # Before the model is wrapped: a wrapper may expose other parameters during a forward.
     build_row = RowBuilder.from_model(loaded, accelerator.device)

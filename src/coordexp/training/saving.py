@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from safetensors.torch import load_file
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
@@ -198,6 +199,10 @@ def load_optimizer(run: RunState, folder: Path) -> None:
             group |= {name: wanted[name] for name in ("betas", "eps", "weight_decay") if name in wanted}
         if base_lrs:
             run.scheduler.base_lrs = base_lrs
+        # A longer run has another schedule: its next step has that schedule's rate, not the one that was saved.
+        if isinstance(run.scheduler, LambdaLR):
+            for group, factor in zip(run.optimizer.param_groups, run.scheduler.lr_lambdas, strict=True):
+                group["lr"] = group["initial_lr"] * factor(run.scheduler.last_epoch)
 
 
 def load_rank_state(run: RunState, folder: Path) -> None:

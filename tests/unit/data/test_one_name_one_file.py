@@ -1,0 +1,96 @@
+"""Two pictures never share a file, a name or an answer, and a line of text is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from coordexp.data import read_jsonl, write_jsonl
+from coordexp.data.class_list import names_of_lines
+from coordexp.data.image_sources import find_images
+from coordexp.data.subset import split_records
+from coordexp.data.tiles import Tiling, write_tiles
+from coordexp.errors import DataError
+from coordexp.evaluation.answers import from_line
+from coordexp.records import GTObject, ImageRecord
+from support.cli_runs import run_cli
+
+COLOURS = {"cat": (255, 0, 0), "dog": (0, 255, 0), "cow": (0, 0, 255)}
+
+
+def dataset(path: Path, *images: tuple[str, str]) -> Path:
+    """A picture of 64 pixels in the colour of its only object, for each (file, name)."""
+    records = []
+    for file, name in images:
+        image = path.parent / file
+        image.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (64, 64), COLOURS[name]).save(image)
+        records.append(ImageRecord(file, image, 64, 64, (GTObject(name, "bbox_2d", (1, 1, 900, 900)),)))
+    write_jsonl(records, path)
+    return path
+
+
+def test_tiles_of_equal_names_keep_their_own_pixels(tmp_path: Path) -> None:
+    data = dataset(tmp_path / "d.jsonl", ("x/a.png", "cat"), ("y/a.png", "dog"), ("z/a-2.png", "cow"))
+    write_tiles(list(read_jsonl(data)), tmp_path / "t" / "t.jsonl", Tiling.of(64))
+    for tile in read_jsonl(tmp_path / "t" / "t.jsonl"):
+        assert Image.open(tile.image).convert("RGB").getpixel((5, 5)) == COLOURS[tile.objects[0].desc]
+
+
+def test_tiles_of_a_photograph_stay_in_one_part(tmp_path: Path) -> None:
+    data = dataset(tmp_path / "d.jsonl", *((f"{n}.png", "cat") for n in range(4)))
+    write_tiles(list(read_jsonl(data)), tmp_path / "t" / "t.jsonl", Tiling.of(32, 0.5))
+    one, other = (
+        {record.metadata["tile"]["image"] for record in part}
+        for part in split_records(list(read_jsonl(tmp_path / "t" / "t.jsonl")), [0.5, 0.5], 0)
+    )
+    assert len(one) == len(other) == 2 and not one & other
+
+
+@pytest.mark.parametrize(
+    ("form", "suffix"), [("voc", ".xml"), ("labelme", ".json"), ("dota", ".txt"), ("yolo", ".txt")]
+)
+def test_each_image_has_an_annotation_file_of_its_own(
+    form: str, suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = dataset(tmp_path / "d.jsonl", ("img/a.jpg", "cat"), ("img/a.2.jpg", "dog"), ("img/a.png", "cow"))
+    assert run_cli(capsys, "export", form, data, "--out", tmp_path / "out").code == 0
+    written = [file for file in (tmp_path / "out").rglob(f"*{suffix}") if file.stem.startswith("a")]
+    assert len(written) == 3
+    if form == "yolo":
+        found = run_cli(
+            capsys, "data", "convert", "yolo", tmp_path / "out", "--split", "train", "--out", tmp_path / "back"
+        )
+        assert found.code == 0
+        for record in read_jsonl(next((tmp_path / "back").glob("*.jsonl"))):
+            red, green, blue = Image.open(record.image).convert("RGB").getpixel((32, 32))  # pyright: ignore
+            assert max(zip((red, green, blue), COLOURS, strict=True))[1] == record.objects[0].desc
+
+
+def test_two_datasets_of_one_name_are_not_one(tmp_path: Path) -> None:
+    one = dataset(tmp_path / "a" / "d.jsonl", ("1.png", "cat"))
+    other = dataset(tmp_path / "b" / "d.jsonl", ("1.png", "dog"))
+    assert len(find_images([one, one]).records) == 1
+    with pytest.raises(DataError, match=r"d\.jsonl:1"):
+        find_images([one, other])
+
+
+def test_only_line_breaks_end_a_name() -> None:
+    assert names_of_lines("traffic light\u2028\r\ndog\x0c\n\ncat\n") == {0: "traffic light", 1: "dog", 3: "cat"}
+
+
+CHANGES = [
+    {"pred": [{"desc": "cat", "bbox_2d": [500, 500, 10, 10]}]},
+    {"gt": [{"desc": "cat", "bbox_2d": [1, 1, 9, 9], "soft": 0}]},
+    {"gt": [{"desc": "cat", "bbox_2d": [1, 1, 9, 9], "soft": -5}]},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_saved_answers_follow_the_rules_of_datasets(change: dict[str, object]) -> None:
+    line = {"sample_id": "1", "image": "/x", "width": 9, "height": 9, "gt": [], "pred": [], **change}
+    with pytest.raises(DataError):
+        from_line(json.dumps(line))

@@ -1,0 +1,89 @@
+"""What a resumed run owes: the rate of its own schedule, an evaluation that a stop left out, a best model that was
+measured; and figures that no evaluation has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from coordexp.checkpoints.template import with_own_template
+from coordexp.data import read_jsonl, write_jsonl
+from coordexp.errors import ConfigError
+from coordexp.training.run import build_trainer, check_run, run_training
+from support.tiny_run import run_config, tiny_scenes, train
+
+BEST: dict[str, Any] = {
+    "training__save_strategy": "steps", "training__save_steps": 1, "training__eval_strategy": "steps",
+    "training__eval_steps": 1, "training__load_best_model_at_end": True, "custom__val_sample_limit": 2,
+    "training__metric_for_best_model": "rollout/f1", "training__greater_is_better": True, "training__logging_steps": 1,
+}  # fmt: skip
+
+
+def rates(trainer: Any) -> list[float]:
+    return [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line]
+
+
+def evaluated(trainer: Any) -> list[int]:
+    return [line["step"] for line in trainer.state.log_history if "eval_time/runtime_s" in line]
+
+
+def test_a_longer_run_has_the_rates_of_its_own_schedule(tmp_path: Path) -> None:
+    keys = {"training__save_strategy": "steps", "training__save_steps": 2, "training__logging_steps": 1,
+            "training__lr_scheduler_type": "linear"}  # fmt: skip
+    train(run_config(tmp_path, 1, "short", **keys, training__max_steps=2))
+    longer = run_config(tmp_path, 1, "short", **keys, training__max_steps=4, training__resume_from_checkpoint=True)
+    assert rates(train(longer)) == pytest.approx([1e-3, 5e-4, 5e-4, 2.5e-4])
+
+
+def test_a_signal_at_an_evaluation_postpones_it(tmp_path: Path) -> None:
+    whole = train(run_config(tmp_path, 1, "whole", **BEST))
+    trainer, _ = build_trainer(check_run(run_config(tmp_path, 1, "stopped", **BEST)), Console(quiet=True))
+    trainer.train(signal=lambda: 15)
+    assert (trainer.stopped_by, evaluated(trainer)) == (15, [])
+    resumed = train(run_config(tmp_path, 1, "stopped", **BEST, training__resume_from_checkpoint=True))
+    assert evaluated(resumed) == evaluated(whole) == [1, 2]
+    assert Path(resumed.state.best_model_checkpoint).name == Path(whole.state.best_model_checkpoint).name
+
+
+def test_the_start_is_no_checkpoint_that_could_be_the_best(tmp_path: Path) -> None:
+    trainer = train(run_config(tmp_path, 1, **BEST, training__eval_on_start=True))
+    assert evaluated(trainer) == [0, 1, 2]
+    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-1"
+
+
+def test_figures_of_other_images_are_not_compared(tmp_path: Path) -> None:
+    train(run_config(tmp_path, 1, "run", **BEST, training__max_steps=1))
+    other = tmp_path / "other.jsonl"
+    write_jsonl(list(read_jsonl(tiny_scenes()))[2:4], other)
+    keys = BEST | {"training__resume_from_checkpoint": True, "custom__val_jsonl": str(other)}
+    assert Path(train(run_config(tmp_path, 1, "run", **keys)).state.best_model_checkpoint).name == "checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"training__metric_for_best_model": "rollout/F1"}, "eval_rollout/f1"),
+        ({"rollout_matching__eval_detection": {"enabled": False}}, "rollout_matching.eval_detection.enabled"),
+        ({"training__save_steps": 0.4, "training__eval_steps": 0.2, "training__max_steps": 11}, "training.save_steps"),
+    ],
+)
+def test_a_best_model_that_cannot_be_known_is_refused(keys: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        train(run_config(tmp_path, 1, **BEST | keys))
+
+
+def test_an_adapter_of_a_frozen_part_is_refused(tmp_path: Path) -> None:
+    lora = {"tuner__train_type": "lora", "tuner__target_modules": ["qkv"], "tuner__freeze_vit": True}
+    with pytest.raises(ConfigError, match=r"tuner\.freeze_vit"):
+        train(run_config(tmp_path, 1, **lora))
+
+
+def test_training_keeps_a_checkpoints_order_of_objects(tmp_path: Path) -> None:
+    run_training(run_config(tmp_path, 1, "first", custom__object_ordering="sorted_x"), Console(quiet=True))
+    again = run_config(tmp_path, 1, "again", model__model=str(tmp_path / "first"))
+    assert with_own_template(again).custom.object_ordering == "sorted_x"
+    named = run_config(tmp_path, 1, "named", model__model=str(tmp_path / "first"), custom__object_ordering="random")
+    assert with_own_template(named).custom.object_ordering == "random"
