@@ -16,7 +16,7 @@ import struct
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image, UnidentifiedImageError
 
@@ -323,9 +323,18 @@ def _head(path: Path, data: bytes | None) -> bytes:
         return file.read(_HEAD)
 
 
+def _has_deep_channels(image: Image.Image) -> bool:
+    # Pillow keeps the high byte of colours of 16 bits: 12 bits of a camera would be nearly black.
+    tiles: Any = getattr(image, "tile", None)  # of a file that Pillow opened
+    arguments = tiles[0][3] if tiles else None
+    if image.format == "PPM":
+        return isinstance(arguments, tuple) and any(isinstance(one, int) and one > 255 for one in arguments)
+    return image.format in ("PNG", "TIFF") and ";16" in str(arguments)
+
+
 def _header(image: Image.Image, path: Path, whole: bool = True) -> ImageHeader:
     # `whole`: the picture must be all that its file holds.
-    if image.mode.startswith(("I", "F")):
+    if image.mode.startswith(("I", "F")) or _has_deep_channels(image):
         raise DataError(
             f"pixel type {image.mode!r} is not 8-bit; scale it to 8 bits per channel first, plain conversion clips",
             path=path,

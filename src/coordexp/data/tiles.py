@@ -51,6 +51,8 @@ class Tiling:
     def of(cls, size: str | SupportsIndex | Sequence[SupportsIndex], overlap: float = 0.2) -> Tiling:
         """``size``: 512, "512", "640x480" or (640, 480), width first. Raises ConfigError for anything else."""
         try:
+            if isinstance(size, bool):
+                raise TypeError
             if isinstance(size, str):
                 sides = [int(side) for side in size.lower().split("x")]
             else:

@@ -60,7 +60,12 @@ def is_dataset(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as lines:
-        return b'"images"' in next((line for line in lines if line.strip()), b"")
+        first = next((line for line in lines if line.strip()), b"")
+    try:
+        content = json.loads(first)
+    except ValueError:  # its reader says what is wrong
+        return b'"images"' in first
+    return isinstance(content, dict) and "images" in content
 
 
 def dataset_answers(records: Iterable[ImageRecord], *, annotations: bool) -> list[ImageAnswer]:

@@ -16,7 +16,7 @@ from PIL import Image
 from coordexp.checkpoints.fetch import model_folder
 from coordexp.data.class_list import choose_list
 from coordexp.data.dataset import Sample
-from coordexp.data.image_sources import as_path, find_images
+from coordexp.data.image_sources import as_path, find_images, is_pattern
 from coordexp.data.images import array_problem, open_rgb, rgb_of, shape_problem
 from coordexp.data.tiles import CutTiles, Tiling, tile_records, whole_of
 from coordexp.engine.trainer.backends import check_backend
@@ -179,6 +179,8 @@ class Detector:
         """
         if self._session is None:
             raise DetectorClosed("the detector is closed; make a new one")
+        if min_confidence is not None and not 0 <= min_confidence <= 1:
+            raise ConfigError(f"min_confidence: {min_confidence!r}; give a number from 0 to 1")
         if min_confidence is not None and not self._scores and self._answers == 1:
             raise ConfigError("min_confidence: this detector was made with scores=False; leave one of them out")
         session, tiling = self._session, Tiling.asked(tiles, overlap)
@@ -286,7 +288,9 @@ def collect(
     listed = list(images)
     for number, image in enumerate(listed):  # mistakes of the caller, before anything is read
         if isinstance(image, str | Path):
-            as_path(image)
+            path = as_path(image)
+            if path.is_dir() or path.suffix.lower() == ".jsonl" or is_pattern(path):
+                raise DataError(f"image {number}: {image} may name several images; give it alone, not in a list")
         elif not is_image(image):
             raise wrong_type(f"image {number}", image)
         elif isinstance(image, np.ndarray) and (problem := array_problem(image)) is not None:

@@ -11,10 +11,12 @@ from PIL import Image
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.data.class_list import names_of_lines
 from coordexp.data.image_sources import find_images
+from coordexp.data.images import open_rgb
 from coordexp.data.subset import split_records
 from coordexp.data.tiles import Tiling, write_tiles
-from coordexp.errors import DataError
+from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import from_line
+from coordexp.evaluation.export import is_dataset
 from coordexp.records import GTObject, ImageRecord
 from support.cli_runs import run_cli
 
@@ -94,3 +96,24 @@ def test_saved_answers_follow_the_rules_of_datasets(change: dict[str, object]) -
     line = {"sample_id": "1", "image": "/x", "width": 9, "height": 9, "gt": [], "pred": [], **change}
     with pytest.raises(DataError):
         from_line(json.dumps(line))
+
+
+def test_a_class_may_be_called_like_a_field(tmp_path: Path) -> None:
+    pred = [{"desc": "images", "bbox_2d": [1, 1, 9, 9]}]
+    answer = {"sample_id": "1", "image": "/x", "width": 9, "height": 9, "gt": None, "pred": pred}
+    (tmp_path / "predictions.jsonl").write_text(json.dumps(answer) + "\n", encoding="utf-8")
+    assert not is_dataset(tmp_path / "predictions.jsonl")
+    assert is_dataset(dataset(tmp_path / "d.jsonl", ("1.png", "cat")))
+
+
+def test_colours_of_16_bits_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "deep.ppm").write_bytes(b"P6 2 2 4095\n" + b"\x0f\xa0" * 12)
+    (tmp_path / "plain.ppm").write_bytes(b"P6 2 2 255\n" + b"\x0f" * 12)
+    with pytest.raises(DataError, match="8-bit"):
+        open_rgb(tmp_path / "deep.ppm")
+    assert open_rgb(tmp_path / "plain.ppm").getpixel((1, 1)) == (15, 15, 15)
+
+
+def test_true_is_no_size_of_a_tile() -> None:
+    with pytest.raises(ConfigError):
+        Tiling.of(True)
