@@ -210,7 +210,9 @@ class Detector:
                 results.append(without_answer(name.partition(": ")[2] or name, errors[name], names))
                 continue
             one = as_detections(answers[name], given.get(name), names)
-            results.append(one if min_confidence is None else one[one.confidences >= min_confidence])
+            if min_confidence is not None:  # by the objects' own numbers: the array's are rounded to float32
+                one = one[np.array([(obj.confidence or 0.0) >= min_confidence for obj in one.objects], dtype=bool)]
+            results.append(one)
         if errors:
             first = next(iter(errors.values()))
             warnings.warn(
