@@ -276,7 +276,8 @@ def _claim(output: Path, settings: dict[str, Any], records: Sequence[ImageRecord
         if answer is None:
             continue
         now = (str(record.image), record.width, record.height)
-        if (answer.image, answer.width, answer.height) != now or _is_newer(record.image, path):
+        is_tile = whole_of(record) != record.sample_id  # its picture was a temporary file
+        if (not is_tile and (answer.image, answer.width, answer.height) != now) or _is_newer(record.image, path):
             raise DataError(
                 f"{record.sample_id} is {record.image} ({record.width} x {record.height}) now, and was answered as "
                 f"another or older picture ({answer.image}, {answer.width} x {answer.height}); {fix}",

@@ -113,7 +113,7 @@ REFUSED = [
     ({"target_modules": ["lm_head"]}, "lm_head is the embedding or the head"),
     ({"modules_to_save": ["embed_tokens"]}, "embed_tokens is the embedding or the head"),
     ({"target_modules": ["all-linear", "q_proj"]}, "all-linear"),
-    ({"target_modules": ["q_proj"], "freeze_llm": True, "train_coord_rows": False}, "every part is frozen, so"),
+    ({"target_modules": ["q_proj"], "freeze_llm": True, "train_coord_rows": False}, "tuner.freeze_llm freezes"),
     ({"modules_to_save": ["visual.posembed"]}, "tuner.modules_to_save: .*'visual.posembed'"),
 ]
 

@@ -84,7 +84,7 @@ def test_without_a_first_evaluation_of_these_images_counting_starts_anew(
     assert resumed.rates(answers(DOG), is_first=False) == {}
     assert resumed.rates(answers(CAT), is_first=False)["lost_rate"] == 1.0
     (note,) = notes
-    assert "first_evaluation.jsonl" in note and "counted from this evaluation on" in note
+    assert "first_evaluation.jsonl" in note and "from this evaluation on" in note
 
 
 def test_a_new_run_replaces_the_first_evaluation_of_an_older_one(ledger: RunLedger, tmp_path: Path) -> None:
