@@ -20,7 +20,7 @@ from coordexp.data.images import image_bytes
 from coordexp.data.jsonl import clean_desc, line_of, write_jsonl
 from coordexp.data.preparation import original_image
 from coordexp.data.shards import SHARD_SUFFIX
-from coordexp.data.tiles import TILE
+from coordexp.data.tiles import photograph_of
 from coordexp.errors import DataError
 from coordexp.geometry import aabb, to_pixel
 from coordexp.records import GTObject, ImageRecord
@@ -181,11 +181,8 @@ def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed:
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for index, record in enumerate(records):
         try:
-            photograph = record.metadata.get(TILE)
-            if photograph is not None:  # tiles of a photograph overlap
-                content = os.path.normpath(record.image.parents[2] / photograph["image"])
-            else:
-                content = hashlib.sha256(image_bytes(record.image)).hexdigest()
+            # Tiles of a photograph overlap.
+            content = photograph_of(record) or hashlib.sha256(image_bytes(record.image)).hexdigest()
         except DataError:  # without a file: compare by path
             content = str(record.image)
         groups[content].append(index)

@@ -263,6 +263,13 @@ def write_tiles(
     return TileCounts(**counts)
 
 
+def photograph_of(record: ImageRecord) -> str | None:
+    """The path of the photograph that a tile of :func:`write_tiles` was cut from; None for other records."""
+    tile = record.metadata.get(TILE)
+    # Tiles are in images/STEM next to their JSONL, from which the path is given.
+    return None if tile is None else os.path.normpath(record.image.parent.parent.parent / tile["image"])
+
+
 def _photograph(record: ImageRecord, out: Path) -> dict[str, Any]:
     image = Path(os.path.relpath(record.image, os.path.abspath(out.parent))).as_posix()
     about = {"image": image, "width": record.width, "height": record.height, "line": record.sample_id}

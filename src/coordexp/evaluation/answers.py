@@ -215,6 +215,11 @@ class _Line(ImageAnswer):
         check_bin_rule(self.bin_rule)
 
 
+def is_of(answer: ImageAnswer, record: ImageRecord) -> bool:
+    """Whether ``answer`` is for the picture that ``record`` names now, by its path and size."""
+    return (answer.image, answer.width, answer.height) == (str(record.image), record.width, record.height)
+
+
 def to_line(answer: ImageAnswer) -> str:
     """The answer as one line of JSON, without its line break."""
     line = {one.name: getattr(answer, one.name) for one in fields(ImageAnswer)}

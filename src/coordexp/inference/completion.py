@@ -24,7 +24,7 @@ from coordexp.data.files import check_new_file, check_picture, is_same_file, wri
 from coordexp.data.jsonl import clean_desc, read_jsonl, write_jsonl
 from coordexp.data.tiles import Tiling
 from coordexp.errors import ConfigError, DataError
-from coordexp.evaluation.answers import ImageAnswer, ScoredObject, read_answers
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, is_of, read_answers
 from coordexp.evaluation.drawing import draw_contact_sheet
 from coordexp.geometry import aabb, mask_iou
 from coordexp.inference.session import BATCH_SIZE, PredictOptions, inference_config
@@ -217,7 +217,7 @@ def complete_records(
         answer = answers.get(record.sample_id)
         if answer is None:
             raise DataError(f"{record.sample_id}: has no answer; answer every image of the dataset first")
-        if answer.image != str(record.image):
+        if not is_of(answer, record):
             raise DataError(
                 f"{record.sample_id}: is {record.image} now, but the answer is for {answer.image}; remove the saved "
                 "answers, so that the dataset as it is now is answered"

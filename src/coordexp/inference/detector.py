@@ -211,7 +211,12 @@ class Detector:
                 continue
             one = as_detections(answers[name], given.get(name), names)
             if min_confidence is not None:  # by the objects' own numbers: the array's are rounded to float32
-                one = one[np.array([(obj.confidence or 0.0) >= min_confidence for obj in one.objects], dtype=bool)]
+                one = one[
+                    np.array(
+                        [obj.confidence is not None and obj.confidence >= min_confidence for obj in one.objects],
+                        dtype=bool,
+                    )
+                ]
             results.append(one)
         if errors:
             first = next(iter(errors.values()))

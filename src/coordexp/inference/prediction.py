@@ -42,6 +42,7 @@ from coordexp.evaluation.answers import (
     answer_batches,
     answer_dataset,
     from_line,
+    is_of,
     samples_of_batch,
     to_line,
     write_answers,
@@ -273,16 +274,10 @@ def _claim(output: Path, settings: dict[str, Any], records: Sequence[ImageRecord
     answered = _answered(output)
     for record in records:
         answer = answered.get(record.sample_id)
-        if answer is None:
-            continue
-        now = (str(record.image), record.width, record.height)
         is_tile = whole_of(record) != record.sample_id  # its picture was a temporary file
-        if (not is_tile and (answer.image, answer.width, answer.height) != now) or _is_newer(record.image, path):
-            raise DataError(
-                f"{record.sample_id} is {record.image} ({record.width} x {record.height}) now, and was answered as "
-                f"another or older picture ({answer.image}, {answer.width} x {answer.height}); {fix}",
-                path=output,
-            )
+        if answer and ((not is_tile and not is_of(answer, record)) or _is_newer(record.image, path)):
+            problem = f"{record.sample_id} is another picture now ({record.image}), or a newer one, than was answered"
+            raise DataError(f"{problem}; {fix}", path=output)
     if lost := answered.keys() - {record.sample_id for record in records}:
         raise DataError(
             f"has answers for {len(lost)} images that are not among these {len(records)}, such as {min(lost)}; {fix}",

@@ -75,11 +75,12 @@ def inference_config(model: str | Path, options: PredictOptions, arguments: Sequ
     if options.max_new_tokens is not None and answer >= longest:
         raise ConfigError(f"max_new_tokens: {answer} leaves no room for the prompt in {longest} tokens; lower it")
     dtype = options.dtype or (_DTYPE if own is None else own.dtype)
+    if options.max_new_tokens is None and (own is None or answer >= longest):  # a run's own limit holds where it fits
+        answer = min(answer, max(1, longest // 2))
     rollout: dict[str, Any] = {
         "rollout_backend": options.backend,
         "decode_batch_size": options.batch_size,
-        # A run's own limit holds, unless the model has fewer positions than the run's rows.
-        "max_new_tokens": answer if answer < longest else max(1, longest // 2),
+        "max_new_tokens": answer,
     }
     if options.temperature:
         rollout["decoding"] = {"temperature": options.temperature}

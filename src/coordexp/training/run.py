@@ -167,7 +167,7 @@ def check_run(
     if errors:
         raise errors[0]
     assert start is not None and model is not None
-    if (note := unprepared_note(preparation_of(train), val)) is not None and distributed.is_main():
+    if distributed.is_main() and (note := unprepared_note(preparation_of(train), val)) is not None:
         logger.warning("custom.val_jsonl: %s: %s", custom.val_jsonl, note)
     return CheckedRun(config, start, model, rollout, train, val)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from PIL import Image
 
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.data.class_list import names_of_lines
+from coordexp.data.files import asset
 from coordexp.data.image_sources import find_images
 from coordexp.data.images import open_rgb
+from coordexp.data.preparation import ImagePreparation, ResizeRule, unprepared_note
 from coordexp.data.subset import split_records
 from coordexp.data.tiles import Tiling, write_tiles
 from coordexp.errors import ConfigError, DataError
@@ -117,3 +120,30 @@ def test_colours_of_16_bits_are_refused(tmp_path: Path) -> None:
 def test_true_is_no_size_of_a_tile() -> None:
     with pytest.raises(ConfigError):
         Tiling.of(True)
+
+
+def test_a_replaced_picture_is_not_the_one_that_was_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = dataset(tmp_path / "d.jsonl", ("1.png", "cat"), ("2.png", "dog")), tmp_path / "out"
+    words = ("predict", data, "--model", asset("checkpoints/demo-stage1"), "--out", out)
+    assert run_cli(capsys, *words).code == 0
+    assert "2 of them by an earlier run" in run_cli(capsys, *words).out
+    first, second = data.read_text(encoding="utf-8").splitlines()
+    data.write_text(f"{second}\n{first}\n", encoding="utf-8")
+    swapped = run_cli(capsys, *words)
+    assert swapped.code == 2 and "another picture now" in swapped.err
+    data.write_text(f"{first}\n{second}\n", encoding="utf-8")
+    Image.new("RGB", (64, 64), COLOURS["cow"]).save(tmp_path / "1.png")
+    later = max(file.stat().st_mtime for file in out.iterdir()) + 10
+    os.utime(tmp_path / "1.png", (later, later))
+    replaced = run_cli(capsys, *words)
+    assert replaced.code == 2 and "or a newer one" in replaced.err
+
+
+def test_validation_images_without_the_training_images_resizing_are_noted() -> None:
+    trained = ImagePreparation(ResizeRule(32, 1024, 4096))
+    small, large = (ImageRecord(name, Path(name), side, side, ()) for name, side in (("a", 64), ("b", 128)))
+    assert unprepared_note(trained, [small]) is None
+    assert unprepared_note(ImagePreparation(), [large]) is None
+    assert (unprepared_note(trained, [small, large]) or "").startswith("1 of 2 images")

@@ -12,6 +12,7 @@ from rich.console import Console
 from coordexp.checkpoints.template import with_own_template
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.errors import ConfigError
+from coordexp.inference.session import PredictOptions, inference_config
 from coordexp.training.run import build_trainer, check_run, run_training
 from support.tiny_run import run_config, tiny_scenes, train
 
@@ -87,3 +88,29 @@ def test_training_keeps_a_checkpoints_order_of_objects(tmp_path: Path) -> None:
     assert with_own_template(again).custom.object_ordering == "sorted_x"
     named = run_config(tmp_path, 1, "named", model__model=str(tmp_path / "first"), custom__object_ordering="random")
     assert with_own_template(named).custom.object_ordering == "random"
+
+
+@pytest.mark.parametrize("key", ["global_max_length", "training__packing_buffer"])
+def test_what_shapes_rows_is_no_harmless_change(key: str, tmp_path: Path) -> None:
+    keys = {"training__save_strategy": "steps", "training__save_steps": 1, "training__max_steps": 1}
+    train(run_config(tmp_path, 1, "run", **keys))
+    again = keys | {"training__resume_from_checkpoint": True, "training__max_steps": 2, key: 400}
+    with pytest.raises(ConfigError, match=key.replace("__", ".")):
+        train(run_config(tmp_path, 1, "run", **again))
+
+
+def test_equal_adapters_are_equal_files(tmp_path: Path) -> None:
+    keys = {"tuner__train_type": "lora", "training__save_strategy": "steps", "training__save_steps": 1}
+    files = [
+        (Path(tmp_path / name / "checkpoint-2" / "coord_offset.safetensors").read_bytes())
+        for name in ("a", "b", "c")
+        if train(run_config(tmp_path, 1, name, **keys))
+    ]
+    assert len(set(files)) == 1
+
+
+def test_a_runs_own_limit_of_tokens_holds_for_its_model(tmp_path: Path) -> None:
+    own = run_config(tmp_path, 1, "run", global_max_length=200, rollout_matching__max_new_tokens=150)
+    run_training(own, Console(quiet=True))
+    config = inference_config(tmp_path / "run", PredictOptions())
+    assert (config.rollout_matching.max_new_tokens, config.global_max_length) == (150, 200)
