@@ -52,6 +52,7 @@ def test_one_digit_in_the_middle_of_data_or_weights_is_refused(run: RunConfig, s
     data, model = Path(run.custom.train_jsonl[0].path), Path(run.model.model)
     for key, named, file in (
         ("custom.train_jsonl", data, data),
+        ("model.model", model, model / "processor_config.json"),
         ("model.model", model, model / "model.safetensors"),
     ):
         whole, was = file.read_bytes(), fingerprint(named)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from coordexp.checkpoints.fingerprints import DATA, MODEL, SEAL, inputs_of, is_whole, with_bases
+from coordexp.checkpoints.fingerprints import DATA, MODEL, SEAL, inputs_of, is_same, with_bases
 from coordexp.checkpoints.folder import RESOLVED_CONFIG, read_object
 from coordexp.config import RunConfig
 from coordexp.config.resume import FIXED, Change, changes
@@ -174,13 +174,13 @@ def _settings_of_run(folder: Path) -> Mapping[str, Any]:
 def _by_content(found: Iterable[Change], config: RunConfig, manifest: Mapping[str, Any]) -> Iterator[Change]:
     """``found``, with the model and the data by what they hold: a moved file is harmless, other content is not."""
     recorded: Mapping[str, str] = manifest.get("inputs") or {}
-    inputs = inputs_of(config, whole=all(map(is_whole, recorded.values()))) if recorded else {}
+    inputs = inputs_of(config) if recorded else {}
     by_key = {one.key: one for one in found}
     paths = {MODEL: config.model.model, DATA: ", ".join(str(file.path) for file in config.custom.train_jsonl)}
     for key, path in paths.items():
         moved = by_key.pop(key, None)
         if key in recorded:
-            if recorded[key] != inputs[key]:
+            if not is_same(recorded[key], inputs[key]):
                 was, now = (path, path) if moved is None else (moved.was, moved.now)
                 same_files = _WEIGHT.sub("", recorded[key]) == _WEIGHT.sub("", inputs[key])
                 what = "other weights" if same_files else "other content"

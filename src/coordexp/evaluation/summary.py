@@ -15,6 +15,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from coordexp.checkpoints.fingerprints import is_same
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import CLASS_LIST, METRICS, PREDICTIONS, ImageAnswer, write_answers
@@ -196,6 +197,9 @@ def check_replaced(folder: Path, about: Mapping[str, object], overwrite: bool) -
         if isinstance(before, dict):
             now |= settings
             earlier |= {key: before.get(key) for key in settings}
+    before, prints = earlier.get("fingerprints"), now.get("fingerprints") or []
+    if isinstance(before, list) and len(before) == len(prints) and all(map(is_same, before, prints)):
+        earlier["fingerprints"] = prints
     other = [name for name in now if earlier.get(name) != now[name]]
     if other:
         raise DataError(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from coordexp.checkpoints.fingerprints import fingerprint, inputs_of, is_whole
+import pytest
+
+from coordexp.checkpoints.fingerprints import fingerprint, inputs_of, is_same
 from coordexp.config import parse_config
 from support.config_samples import set_key, stage2
 
@@ -66,7 +68,21 @@ def test_weights_of_joined_files_belong_to_the_data(tmp_path: Path) -> None:
     assert found == {1.0: f"{one} + {one}", 2.0: f"{one} x 2.0 + {one}"}
 
 
-def test_fingerprints_of_whole_files_are_known_from_those_of_their_ends(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"{}\n")
-    assert is_whole(fingerprint(tmp_path / "a.jsonl"))
-    assert not is_whole(fingerprint(tmp_path / "a.jsonl", whole=False))
+@pytest.mark.parametrize("name", ["processor_config.json", "chat_template.jinja", "tokenizer_config.json"])
+def test_what_makes_pixels_and_prompts_belongs_to_a_checkpoint(tmp_path: Path, name: str) -> None:
+    """Also where a seal lists the file in that size."""
+    folder = model(tmp_path / "model")
+    (folder / name).write_text("384")
+    (folder / "complete.json").write_text(json.dumps({"files": {name: {"bytes": 3, "crc32": ["00000000"]}}}))
+    before = fingerprint(folder)
+    (folder / name).write_text("512")
+    assert not is_same(before, fingerprint(folder))
+
+
+def test_a_fingerprint_of_an_earlier_version_is_of_fewer_files(tmp_path: Path) -> None:
+    folder = model(tmp_path / "model")
+    (folder / "processor_config.json").write_text("{}")
+    assert is_same("a9af26d4-6-whole", fingerprint(folder))
+    assert not is_same("a9af26d4-6-who", fingerprint(folder)) and not is_same(None, fingerprint(folder))
+    model(tmp_path / "model", b"1235")
+    assert not is_same("a9af26d4-6-whole", fingerprint(folder))

@@ -17,7 +17,7 @@ from coordexp.evaluation.answers import ImageAnswer, ScoredObject, from_line, re
 from coordexp.evaluation.compare import compare, comparison_json
 from coordexp.evaluation.detection import density_bin
 from coordexp.evaluation.renaming import Renaming, read_aliases
-from coordexp.evaluation.summary import CONFUSION, COUNTS_ONLY, CURVES, SIZES, summarise, write_summary
+from coordexp.evaluation.summary import CONFUSION, COUNTS_ONLY, CURVES, SIZES, check_replaced, summarise, write_summary
 from coordexp.records import GTObject
 from support.answers import CAT, DOG
 from support.scored_answers import random_answers
@@ -238,3 +238,11 @@ def test_soft_objects_are_not_in_the_ledger() -> None:
     ledger = compare([answered([CAT, soft], [CAT, DOG])], [answered([CAT, soft], [CAT])], resamples=10).ledger
     assert (ledger.kept.part, ledger.lost.part, ledger.gained.part) == (1, 0, 0)
     assert (ledger.false_lost.part, ledger.false_gained.part) == (0, 0)
+
+
+def test_the_evaluation_of_an_earlier_version_may_be_repeated(tmp_path: Path) -> None:
+    (tmp_path / "metrics.json").write_text(json.dumps({"fingerprints": ["0a-6-whole", "0b-7-whole"]}))
+    check_replaced(tmp_path, {"fingerprints": ["0a-6-whole-0c", "0b-7-whole"]}, False)
+    for other in (["0a-6-whole-0c", "0b-8-whole"], ["0a-6-whole-0c"]):
+        with pytest.raises(DataError, match="another fingerprints"):
+            check_replaced(tmp_path, {"fingerprints": other}, False)
