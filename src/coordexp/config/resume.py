@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,12 @@ FIXED = (
     *("training.optim", "training.optim_args", "training.master_weights", "training.lr_scheduler_type"),
     *("deepspeed.enabled", "fsdp.enabled", "fsdp.state_dict_type"),
 )
+# Keys of what an evaluation measures, and of how it decodes.
+MEASURING = (
+    *("training.metric_for_best_model", "training.greater_is_better", "rollout_matching.eval_detection"),
+    *("rollout_matching.decode_mode", "rollout_matching.num_beams", "rollout_matching.max_new_tokens"),
+    *("rollout_matching.repetition_penalty", "rollout_matching.decoding", "rollout_matching.repeat_terminate"),
+)
 ABSENT = "(no such key)"
 
 
@@ -81,8 +87,17 @@ def changes(earlier: Mapping[str, Any], config: RunConfig) -> Iterator[Change]:
     for path, was, is_now in _differences(_with_defaults(RunConfig, earlier), now, ()):
         key = dotted(path)
         if key not in OF_THE_START:
-            allowed = any(key == one or key.startswith(f"{one}.") for one in harmless)
+            allowed = any(_is_within(key, one) for one in harmless)
             yield Change(key, _shown(was), _shown(is_now), allowed)
+
+
+def changes_figures(applied: Iterable[Change]) -> bool:
+    """Whether the figures of evaluations after these changes cannot be compared with those before."""
+    return any(_is_within(one.key, key) or _is_within(key, one.key) for one in applied for key in MEASURING)
+
+
+def _is_within(key: str, section: str) -> bool:
+    return key == section or key.startswith(f"{section}.")
 
 
 _NOTHING: Any = object()

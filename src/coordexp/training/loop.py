@@ -60,7 +60,7 @@ class CoordExpTrainer:
     figures that an evaluation computes; None: none. ``keep_checkpoints``: as ``training.save_total_limit``; None keeps
     all. ``on_answer``: gets the number of answers of an evaluation so far, and of all. ``failed_writes``: how often
     a logger could not write. ``on_note``: gets a sentence
-    about an evaluation's answers.
+    about an evaluation's answers. ``measures_anew``: the figures of a resumed run do not compare with earlier ones.
     """
 
     run: RunState
@@ -78,6 +78,7 @@ class CoordExpTrainer:
     on_answer: Callable[[int, int], None] = lambda done, total: None
     failed_writes: Callable[[], int] = lambda: 0
     on_note: Callable[[str], None] = lambda note: None
+    measures_anew: bool = False
     stopped_by: int | None = field(default=None, init=False)
 
     def __post_init__(self, max_steps: int, callbacks: list[TrainerCallback]) -> None:
@@ -199,6 +200,12 @@ class CoordExpTrainer:
         with distributed.raise_on_all_ranks(f"loading {checkpoint}"):
             check_finite(self.model, checkpoint)
         load_optimizer(self.run, checkpoint)
+        if self.measures_anew and state.best_metric is not None:
+            self._forget_best()
+            self.on_note(
+                "what evaluations measure was changed, so figures of before compare with nothing; the best checkpoint "
+                "is chosen from the next evaluation on"
+            )
         return state.global_step
 
     def _owes_evaluation(self, step: int) -> bool:
@@ -286,8 +293,7 @@ class CoordExpTrainer:
                     is_first = not any("eval_rollout/f1" in line for line in self.state.log_history)
                     figures |= self._ledger.rates(answers, is_first=is_first)
                     if self._ledger.has_other_images:  # figures of other images compare with nothing
-                        self.state.best_metric = self.state.best_model_checkpoint = None
-                        self.state.best_global_step = 0
+                        self._forget_best()
                 if self.args.should_save:
                     write_answers(answers, Path(str(self.args.output_dir)) / LAST_EVALUATION)
         metrics = {f"eval_rollout/{name}": value for name, value in figures.items()}
@@ -312,6 +318,13 @@ class CoordExpTrainer:
             self.run.scheduler.step(value)
         if state.best_metric is None or sign * value > sign * state.best_metric:
             state.best_metric, state.best_global_step = value, state.global_step
+
+    def _forget_best(self) -> None:
+        self.state.best_metric = self.state.best_model_checkpoint = None
+        self.state.best_global_step = 0
+        scheduler = self.run.scheduler
+        if needs_metric(scheduler):  # it lowers the rate if a figure is no better than its own best one
+            scheduler.best = math.inf if scheduler.mode == "min" else -math.inf
 
     def _end_evaluation_on_signal(self, done: int, total: int) -> None:
         """Between two batches of an evaluation, which changes nothing. In one process only: ranks must leave it

@@ -31,6 +31,7 @@ from coordexp.checkpoints.run_folder import RECORDS, clear_results
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
 from coordexp.config.datasets import TrainFile
 from coordexp.config.environment import check_training_environment
+from coordexp.config.resume import changes_figures
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import TrainingConfig
 from coordexp.data.class_list import choose_list
@@ -255,6 +256,7 @@ def build_trainer(
         measured=detection if detection.enabled else None,
         scorer=TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id, trains=True) if with_scores else None,
         keep_checkpoints=training.save_total_limit,
+        measures_anew=changes_figures(start.applied),
     )
     progress = RichProgress(console, description)
     trainer.add_callback(progress)

@@ -64,6 +64,25 @@ def test_figures_of_other_images_are_not_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("keys", "best"),
+    [
+        ({}, "checkpoint-1"),
+        ({"rollout_matching__eval_detection": {"f1ish_iou_thrs": [0.9]}}, "checkpoint-2"),
+        ({"rollout_matching__max_new_tokens": 5}, "checkpoint-2"),
+        ({"training__metric_for_best_model": "rollout/recall", "training__resume_with_changes": True}, "checkpoint-2"),
+    ],
+)
+def test_figures_of_another_measure_are_not_compared(keys: dict[str, Any], best: str, tmp_path: Path) -> None:
+    """Without a change, the first of equal ones is the best."""
+    plateau = BEST | {"training__lr_scheduler_type": "reduce_lr_on_plateau"}
+    plateau["training__lr_scheduler_kwargs"] = {"mode": "max"}
+    train(run_config(tmp_path, 1, "run", **plateau, training__max_steps=1))
+    resumed = train(run_config(tmp_path, 1, "run", **plateau | keys, training__resume_from_checkpoint=True))
+    assert Path(resumed.state.best_model_checkpoint).name == best
+    assert resumed.run.scheduler.num_bad_epochs == int(best == "checkpoint-1")
+
+
+@pytest.mark.parametrize(
     ("keys", "says"),
     [
         ({"training__metric_for_best_model": "rollout/F1"}, "eval_rollout/f1"),
