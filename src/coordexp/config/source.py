@@ -93,16 +93,21 @@ def read_document(path: str | Path, overrides: Mapping[str, Any] | None = None) 
 
 
 def _put(document: Document, path: KeyPath, value: Any, origin: str) -> None:
-    """Set one key; missing mappings are created. Raises ConfigError for an index outside of a list."""
+    """Set one key; missing mappings are created, and a mapping merges with one that is there, as those of files do.
+    Raises ConfigError for an index outside of a list."""
     here: Any = document.data
     for end, part in enumerate(path, start=1):
         if isinstance(here, list) != isinstance(part, int) or (isinstance(part, int) and part >= len(here)):
             held = f"has {len(here)} entries" if isinstance(here, list) else "is not a list"
             raise ConfigError(f"{origin} {dotted(path)}: there is no {part} in {dotted(path[: end - 1])}, which {held}")
+        below = here.get(part) if isinstance(here, dict) else here[part]
         if end == len(path):
+            if isinstance(value, dict) and isinstance(below, dict):
+                for key, inner in value.items():
+                    _put(document, (*path, key), inner, origin)
+                return
             here[part] = value  # pyright: ignore[reportArgumentType, reportCallIssue]
             break
-        below = here.get(part) if isinstance(here, dict) else here[part]
         if not isinstance(below, dict | list):
             if isinstance(path[end], int):
                 below = []  # the next round refuses its entry
@@ -328,7 +333,7 @@ def apply_arguments(document: Document, arguments: Sequence[str]) -> None:
     for path, text in given.items():
         value = None
         try:
-            loader, node = compose_yaml(text, _Loader)
+            loader, node = _compose_word(text)
             reader = _NodeReader(loader, _COMMAND_LINE, with_lines=False)
             value = None if node is None else reader.read(node, path)
         except yaml.YAMLError as error:
@@ -338,3 +343,17 @@ def apply_arguments(document: Document, arguments: Sequence[str]) -> None:
         if reader is not None:
             document.origin |= reader.document.origin
             document.problems += reader.document.problems
+
+
+def _compose_word(text: str) -> tuple[Any, yaml.Node | None]:
+    """As :func:`compose_yaml`, but text without quotes is taken as it stands: a shell knows no comments, and passes
+    line breaks on. Raises yaml.YAMLError for a comment after anything else."""
+    loader, node = compose_yaml(text, _Loader)
+    whole = text.strip()
+    is_plain = node is None or (isinstance(node, yaml.ScalarNode) and not node.style)
+    if is_plain and not whole.startswith(("!", "&")):
+        if whole and (node is None or node.value != whole):
+            return loader, yaml.ScalarNode(_TEXT_TAG, whole)
+    elif node is not None and (rest := text[node.end_mark.index :].strip()):
+        raise yaml.YAMLError(f"{rest!r} would be a comment; put quotes around the whole text, or leave it out")
+    return loader, node

@@ -28,6 +28,9 @@ from support.config_samples import set_key, stage1, stage2, write_yaml
         ("training.lr_scheduler_kwargs={num_cycles: 2}", ("training", "lr_scheduler_kwargs"), {"num_cycles": 2}),
         ("training.lr_scheduler_kwargs.num-cycles=2", ("training", "lr_scheduler_kwargs"), {"num-cycles": 2}),
         ("template.prompt=${env:COORDEXP_TEST_WORD}", ("template", "prompt"), "cats"),
+        ("template.prompt=Find ${env:COORDEXP_TEST_WORD} #1", ("template", "prompt"), "Find cats #1"),
+        ("training.run_name=#1", ("training", "run_name"), "#1"),
+        ("template.prompt=Find all.\nName them.", ("template", "prompt"), "Find all.\nName them."),
     ],
 )
 def test_values_are_yaml(
@@ -36,6 +39,20 @@ def test_values_are_yaml(
     monkeypatch.setenv("COORDEXP_TEST_WORD", "cats")
     config = load_config(write_yaml(tmp_path, stage1()), arguments=[word])
     assert getattr(getattr(config, path[0]), path[1]) == value
+
+
+def test_a_mapping_merges_as_that_of_a_file_on_top_does(tmp_path: Path) -> None:
+    earlier = {"temperature": 0.5, "top_p": 0.9}
+    run = write_yaml(tmp_path, set_key(stage2(), "rollout_matching.decoding", earlier))
+    on_top = {"extends": run.name, "rollout_matching": {"decoding": {"top_p": 0.8}}}
+    word = "rollout_matching.decoding={top_p: 0.8}"
+    for config in (load_config(run, arguments=[word]), load_config(write_yaml(tmp_path, on_top, "top.yaml"))):
+        decoding = config.rollout_matching.decoding
+        assert (decoding.temperature, decoding.top_p) == (0.5, 0.8)
+    emptied = ["rollout_matching.decoding=null", "rollout_matching.decoding.top_p=0.8"]
+    assert load_config(run, arguments=emptied).rollout_matching.decoding.temperature == 0.0
+    shown = explain_config(run, arguments=[word])
+    assert shown.source(("rollout_matching", "decoding", "temperature")).startswith(str(run))
 
 
 def test_list_entries_can_be_set(tmp_path: Path) -> None:
@@ -58,6 +75,8 @@ MISTAKES = [
     (["trainnig.max_steps=3"], ["trainnig (command line): unknown key; did you mean 'training'?"]),
     (["training.seed.deep=3"], ["training.seed (command line): expected a whole number, got a mapping"]),
     (["model.dtype=[1,"], ["model.dtype (command line): not valid YAML"]),
+    (["training.max_steps=3 #x"], ["training.max_steps (command line): expected a whole number, got '3 #x'"]),
+    (["template.prompt='Find' #1"], ["template.prompt (command line): not valid YAML: '#1' would be a comment"]),
     (["training.run_name=${env:COORDEXP_UNSET}"], ["training.run_name (command line): the environment variable"]),
     (["training.report_to={a: 1, a: 2}"], ["training.report_to.a (command line): given twice"]),
     (["training.seed=!!python/none x"], ["training.seed (command line): the tag"]),
