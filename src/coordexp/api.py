@@ -107,7 +107,7 @@ def evaluate(
         config: a run's YAML; None takes the settings of ``model``'s own run.
         overrides: keys on top of the YAML.
         model: a checkpoint, instead of ``model.model``.
-        data: a JSONL, instead of ``custom.val_jsonl``.
+        data: a JSONL, instead of ``custom.val_jsonl``; all of it, whatever the YAML's ``custom.val_sample_limit``.
         limit: use only the first images.
         out: folder of figures and answers. None: ``<output_dir>/evaluation``, or ``evaluation/NAME`` in it
             for a ``model`` that the run did not write.
@@ -126,11 +126,11 @@ def evaluate(
         CoordExpError: as the command.
     """
     from coordexp.checkpoints.fetch import model_folder, with_model_here
-    from coordexp.inference.session import checked_class_names, evaluation_config
+    from coordexp.inference.session import checked_class_names, evaluation_config, in_place_of_validation
 
     checkpoint, jsonl = (None if path is None else Path(path) for path in (model, data))
     if config is not None:
-        run = load_config(config, overrides)
+        run = load_config(config, in_place_of_validation(data) | dict(overrides or {}))
     elif checkpoint is None:
         raise ConfigError("name a configuration or model= to evaluate")
     elif overrides:

@@ -13,6 +13,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 import coordexp
 from coordexp import CompletionRules, complete, convert, evaluate, tile, train
+from coordexp.config import load_config
 from coordexp.data.files import asset
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.scenes import SPARSE, write_scenes
@@ -74,6 +75,14 @@ def test_an_evaluation_is_replaced_if_asked(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds an evaluation with another"):
         evaluate(config, limit=2, out=out, quiet=True)
     assert evaluate(config, limit=2, out=out, quiet=True, overwrite=True).metrics["images"] == 2
+
+
+def test_a_runs_limit_is_of_its_own_validation_data(tmp_path: Path) -> None:
+    config = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"), custom__val_sample_limit=1)
+    data = load_config(config).custom.val_jsonl
+    given: list[dict[str, Any]] = [{}, {"data": data}, {"data": data, "overrides": {"custom.val_sample_limit": 3}}]
+    results = [evaluate(config, out=tmp_path / f"{n}", quiet=True, **one) for n, one in enumerate(given)]
+    assert [len(one.answers) for one in results] == [1, 4, 3]
 
 
 def test_tiles_are_cut_and_replaced_if_asked(tmp_path: Path) -> None:

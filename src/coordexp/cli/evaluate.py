@@ -61,7 +61,9 @@ class EvaluationOptions:
     """The options of ``coordexp evaluate``."""
 
     model: ModelOption = None
-    data: Annotated[Path | None, typer.Option(help="JSONL to evaluate on instead of custom.val_jsonl.")] = None
+    data: Annotated[Path | None, typer.Option(help="JSONL to evaluate on, all of it, instead of custom.val_jsonl.")] = (
+        None
+    )
     limit: Limit = None
     out: Annotated[
         Path | None,
@@ -151,11 +153,13 @@ def evaluate(
     elif source is not None and is_config(source.name):
         from coordexp.config import load_config
         from coordexp.config.checks import check_paths
+        from coordexp.inference.session import in_place_of_validation
 
+        overrides = in_place_of_validation(options.data)
         if options.print:
-            print_config(source, arguments)
+            print_config(source, arguments, overrides=overrides)
             return
-        run = load_config(source, arguments=arguments)  # before heavy imports: mistakes show at once
+        run = load_config(source, overrides, arguments)  # before heavy imports: mistakes show at once
         check_paths(
             {"--model": options.model} if options.model is not None else {"model.model": run.model.model},
             {"--data": options.data} if options.data is not None else {"custom.val_jsonl": run.custom.val_jsonl},

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -50,12 +50,18 @@ def separate_config(names: Sequence[str], what: str) -> tuple[Path | None, Path]
     return (configs[0] if configs else None), others[0]
 
 
-def print_config(config: Path, arguments: Sequence[str], plain: bool = False, only_set: bool = False) -> RunConfig:
+def print_config(
+    config: Path,
+    arguments: Sequence[str],
+    plain: bool = False,
+    only_set: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> RunConfig:
     """Print the resolved configuration as YAML, with sources; advice on stderr. Returns it."""
     from coordexp.config import advice
     from coordexp.config.from_yaml import annotated_yaml, explain_config
 
-    explained = explain_config(config, arguments=arguments)
+    explained = explain_config(config, arguments, overrides)
     for line, comment in annotated_yaml(explained, with_defaults=not only_set):
         echo(line, dim="" if plain else comment)
     for sentence in advice(explained.config):

@@ -128,6 +128,15 @@ def test_print_shows_the_configuration_and_starts_nothing(
     assert again == load_config(run, arguments=["training.max_steps=7"]) and again.training.max_steps == 7
 
 
+@pytest.mark.parametrize(("words", "limit"), [((), "null"), (("custom.val_sample_limit=2",), "2")])
+def test_other_data_is_evaluated_whole(
+    words: tuple[str, ...], limit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_yaml(tmp_path, set_key(stage1(), "custom.val_sample_limit", 64))
+    shown = run_cli(capsys, "evaluate", run, "--data", "other.jsonl", "--print", *words).out
+    assert "val_jsonl: other.jsonl " in shown and f"val_sample_limit: {limit} " in shown
+
+
 def test_training_records_command_line_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = small_checkpoint(tmp_path / "model")
     run = write_run(tmp_path, 1, model, training__max_steps=50, training__output_dir=str(tmp_path / "unused"))
