@@ -231,6 +231,8 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          lambda c, _: c.data.augment is not None and c.data.augment.scale[0] > c.data.augment.scale[1],
          "the least factor comes first, {c.data.augment.scale[0]} is more than {c.data.augment.scale[1]}; swap them"),
     # training
+    Rule("training.max_steps", lambda c, _: c.training.max_steps == 0,
+         "0 trains nothing; write -1 to train for num_train_epochs, or a number from 1 on"),
     Rule("training.eval_strategy", lambda c, _: c.training.eval_strategy != "no" and c.custom.val_jsonl is None,
          "'{c.training.eval_strategy}' evaluates, but custom.val_jsonl is null; give a file there, or write 'no'"),
     Rule("training.fp16", lambda c, _: c.training.fp16 and c.training.use_cpu,

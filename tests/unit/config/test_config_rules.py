@@ -121,6 +121,7 @@ RULES = [
     (stage2(), {f"{RM}.target": STRICT}, f"{RM}.target.complete_above", "which unmatched: drop does at every step"),
     (stage2(), {f"{RM}.target.duplicates": "drop"}, f"{RM}.target.duplicates", "write target.answer: rewritten"),
     (two_channel(), {f"{RM}.target.missed": "in_order"}, f"{RM}.target.missed", "write target.answer: rewritten"),
+    (stage1(), {"training.max_steps": 0}, "training.max_steps", "write -1"),
     (stage2(), {f"{RM}.decoding.top_k": 0}, f"{RM}.decoding.top_k", "write -1"),
     (stage2(), {f"{RM}.num_beams": 4}, f"{RM}.num_beams", "needs decode_mode: beam"),
     (stage2(), {f"{RM}.decode_mode": "beam"}, f"{RM}.num_beams", "at least 2"),
