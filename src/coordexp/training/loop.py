@@ -42,6 +42,7 @@ from coordexp.training.saving import (
     load_progress,
     load_rank_state,
     load_weights,
+    note_best,
     save_checkpoint,
     save_final_model,
 )
@@ -179,6 +180,7 @@ class CoordExpTrainer:
                 "train_loss": sum(losses) / max(1, len(losses)),
             }
         )
+        note_best(self.state, self.args)  # also if the last evaluation came after its checkpoint
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and self.stopped_by is None:
             if best is not None:
@@ -214,9 +216,10 @@ class CoordExpTrainer:
         if not step or self.eval_dataset is None or args.eval_strategy == "no":
             return False
         if args.eval_strategy == "epoch":
-            is_due = step % self.batches.steps_per_epoch == 0 and args.eval_delay <= float(state.epoch or 0)
+            every, done = self.batches.steps_per_epoch, float(state.epoch or 0)
         else:
-            is_due = step % int(state.eval_steps or 1) == 0 and args.eval_delay <= step
+            every, done = int(state.eval_steps or 1), step
+        is_due = (step % every == 0 or step == state.max_steps) and args.eval_delay <= done
         return is_due and not any("eval_time/runtime_s" in one and one.get("step") == step for one in state.log_history)
 
     def _log_evaluate_save(self) -> list[float]:

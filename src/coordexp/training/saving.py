@@ -67,7 +67,7 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
             if not args.save_only_model:
                 _save_optimizer(run, folder, args)
                 torch.save(random_states(), folder / _random_file())
-            _note_best(run.progress, args, folder)
+            note_best(run.progress, args, folder)
             if args.should_save:
                 run.progress.save_to_json(str(folder / TRAINER_STATE_NAME))
                 if (settings := folder.parent / RESOLVED_CONFIG).is_file():  # for a resume
@@ -236,7 +236,8 @@ def _save_optimizer(run: RunState, folder: Path, args: TrainingArguments) -> Non
             torch.save(run.accelerator.scaler.state_dict(), folder / SCALER_NAME)
 
 
-def _note_best(progress: TrainerState, args: TrainingArguments, folder: Path) -> None:
+def note_best(progress: TrainerState, args: TrainingArguments, folder: Path | None = None) -> None:
+    """Name the best checkpoint by the step of the best figure, if it is complete or is ``folder``, which gets written."""
     if progress.best_global_step:
         best = checkpoint_folder(str(args.output_dir), progress.best_global_step)
         if best == folder or is_complete(best):

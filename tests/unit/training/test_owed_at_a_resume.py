@@ -11,7 +11,7 @@ from rich.console import Console
 
 from coordexp.checkpoints.template import with_own_template
 from coordexp.data import read_jsonl, write_jsonl
-from coordexp.errors import ConfigError
+from coordexp.errors import ConfigError, RunStopped
 from coordexp.inference.session import PredictOptions, inference_config
 from coordexp.training.run import build_trainer, check_run, run_training
 from support.tiny_run import run_config, tiny_scenes, train
@@ -47,6 +47,24 @@ def test_a_signal_at_an_evaluation_postpones_it(tmp_path: Path) -> None:
     resumed = train(run_config(tmp_path, 1, "stopped", **BEST, training__resume_from_checkpoint=True))
     assert evaluated(resumed) == evaluated(whole) == [1, 2]
     assert Path(resumed.state.best_model_checkpoint).name == Path(whole.state.best_model_checkpoint).name
+
+
+def test_the_last_evaluation_is_owed_too_and_may_be_the_best(tmp_path: Path) -> None:
+    """Of step 3, which is no multiple of 2, and whose checkpoint was written before it."""
+    keys = BEST | {"training__eval_steps": 2, "training__max_steps": 3, "training__save_steps": 2}
+    stopped, _ = build_trainer(check_run(run_config(tmp_path, 1, "run", **keys)), Console(quiet=True))
+    with pytest.raises(RunStopped):
+        stopped.train(signal=lambda: 15 if stopped.state.global_step == 3 else None)
+    assert evaluated(stopped) == [2]
+
+    def make_it_the_best(trainer: Any) -> None:
+        evaluate = trainer.evaluate
+        trainer.evaluate = lambda: evaluate() | {"eval_rollout/f1": 0.75}
+
+    resumed = train(
+        run_config(tmp_path, 1, "run", **keys, training__resume_from_checkpoint=True), on_built=make_it_the_best
+    )
+    assert evaluated(resumed) == [2, 3] and Path(resumed.state.best_model_checkpoint).name == "checkpoint-3"
 
 
 def test_the_start_is_no_checkpoint_that_could_be_the_best(tmp_path: Path) -> None:
