@@ -113,6 +113,8 @@ def build_optimizer(
 
 def build_scheduler(optimizer: Any, args: TrainingArguments, max_steps: int) -> Any:
     """The learning-rate schedule that ``args.lr_scheduler_type`` names, over ``max_steps`` steps."""
+    for group in optimizer.param_groups:  # most schedules note it; with it, a resumed run may have another peak
+        group.setdefault("initial_lr", group["lr"])
     return get_scheduler(
         args.lr_scheduler_type,
         optimizer=optimizer,

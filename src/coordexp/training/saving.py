@@ -172,11 +172,19 @@ def load_progress(folder: Path) -> TrainerState:
     return progress
 
 
+# Attributes of schedules by a metric that `training.lr_scheduler_kwargs` sets; a checkpoint has them too.
+_SCHEDULE_SETTINGS = (
+    *("mode", "mode_worse", "factor", "patience", "threshold", "threshold_mode", "cooldown", "warmup", "eps"),
+    *("min_lrs", "max_lrs"),
+)
+
+
 def load_optimizer(run: RunState, folder: Path) -> None:
     """Load a checkpoint's optimizer, schedule and gradient scaler into those of the run. Learning rates and other
     settings of parameter groups stay as configured: a run may be resumed with other values."""
     configured = [dict(group, params=None) for group in run.optimizer.param_groups]
     base_lrs = list(getattr(run.scheduler, "base_lrs", ()))
+    settings = {name: value for name, value in vars(run.scheduler).items() if name in _SCHEDULE_SETTINGS}
     with readable(folder, OPTIMIZER_NAME, SCHEDULER_NAME):
         if run.is_fsdp:
             plugin, accelerator = run.accelerator.state.fsdp_plugin, run.accelerator
@@ -188,6 +196,7 @@ def load_optimizer(run: RunState, folder: Path) -> None:
             state = torch.load(folder / OPTIMIZER_NAME, map_location=device, weights_only=True)
             run.optimizer.load_state_dict(state)
         run.scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+        vars(run.scheduler).update(settings)
         if (folder / SCALER_NAME).is_file() and run.accelerator.scaler is not None:
             run.accelerator.scaler.load_state_dict(torch.load(folder / SCALER_NAME, weights_only=True))
     if not run.is_deepspeed:
@@ -237,7 +246,7 @@ def _save_optimizer(run: RunState, folder: Path, args: TrainingArguments) -> Non
 
 
 def note_best(progress: TrainerState, args: TrainingArguments, folder: Path | None = None) -> None:
-    """Name the best checkpoint by the step of the best figure, if it is complete or is ``folder``, which gets written."""
+    """Name the best checkpoint by the step of the best figure, if it is complete or is ``folder``, which is written."""
     if progress.best_global_step:
         best = checkpoint_folder(str(args.output_dir), progress.best_global_step)
         if best == folder or is_complete(best):

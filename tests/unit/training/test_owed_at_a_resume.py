@@ -39,6 +39,20 @@ def test_a_longer_run_has_the_rates_of_its_own_schedule(tmp_path: Path) -> None:
     assert rates(train(longer)) == pytest.approx([1e-3, 5e-4, 5e-4, 2.5e-4])
 
 
+@pytest.mark.parametrize("schedule", ["linear", "reduce_lr_on_plateau", "greedy"])
+def test_an_allowed_change_of_rate_and_schedule_is_made(schedule: str, tmp_path: Path) -> None:
+    by_metric = schedule != "linear"
+    keys = BEST | {"training__lr_scheduler_type": schedule, "training__max_steps": 1}
+    train(run_config(tmp_path, 1, "run", **keys, training__lr_scheduler_kwargs={"mode": "max"} if by_metric else None))
+    changed: dict[str, Any] = {"training__max_steps": 2, "training__resume_from_checkpoint": True,
+                               "training__resume_with_changes": True, "training__learning_rate": 4e-3}  # fmt: skip
+    if by_metric:
+        changed["training__lr_scheduler_kwargs"] = {"mode": "max", "patience": 3}
+    resumed = train(run_config(tmp_path, 1, "run", **keys | changed))
+    assert rates(resumed) == pytest.approx([1e-3, 4e-3 if by_metric else 2e-3])
+    assert getattr(resumed.run.scheduler, "patience", 3) == 3
+
+
 def test_a_signal_at_an_evaluation_postpones_it(tmp_path: Path) -> None:
     whole = train(run_config(tmp_path, 1, "whole", **BEST))
     trainer, _ = build_trainer(check_run(run_config(tmp_path, 1, "stopped", **BEST)), Console(quiet=True))
