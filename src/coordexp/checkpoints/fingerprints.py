@@ -14,6 +14,7 @@ from coordexp.config import RunConfig
 from coordexp.data.files import checksums
 
 MODEL, DATA, VALIDATION = "model.model", "custom.train_jsonl", "custom.val_jsonl"
+DEEPSPEED = "deepspeed.config"
 SEAL = "complete.json"  # the last file of a checkpoint: it is whole
 _MODEL_FILES = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer.json")
 # What else decides how text and images become the model's input. Their sum is the last part of a fingerprint, which
@@ -46,11 +47,16 @@ def is_same(recorded: object, now: str) -> bool:
 
 
 def inputs_of(config: RunConfig) -> dict[str, str]:
-    """The fingerprints of the model and the training data as they are now, by key; of several files with weights."""
+    """The fingerprints of the model and the training data as they are now, by key; of several files with weights. Also
+    that of DeepSpeed's file, if the run has one."""
     files = config.custom.train_jsonl
     weights = [f" x {file.weight!r}" if file.weight != 1 else "" for file in files]
     data = " + ".join(fingerprint(one.path) + weight for one, weight in zip(files, weights, strict=True))
-    return {MODEL: fingerprint(Path(config.model.model)), DATA: data}
+    inputs = {MODEL: fingerprint(Path(config.model.model)), DATA: data}
+    engine = config.deepspeed.config
+    if config.deepspeed.enabled and isinstance(engine, str) and Path(engine).is_file():
+        inputs[DEEPSPEED] = fingerprint(Path(engine))
+    return inputs
 
 
 def with_bases(model: Path) -> Sequence[Path]:

@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from coordexp.checkpoints.fingerprints import DATA, MODEL, SEAL, inputs_of, is_same, with_bases
+from coordexp.checkpoints.fingerprints import DATA, DEEPSPEED, MODEL, SEAL, inputs_of, is_same, with_bases
 from coordexp.checkpoints.folder import RESOLVED_CONFIG, read_object
 from coordexp.config import RunConfig
-from coordexp.config.resume import FIXED, Change, changes
+from coordexp.config.resume import ABSENT, FIXED, Change, changes
 from coordexp.config.source import read_document
 from coordexp.errors import CheckpointError, ConfigError, RunFinished
 
@@ -137,7 +138,7 @@ def _checked_changes(config: RunConfig, source: Path) -> tuple[Change, ...]:
     if not earlier:
         return ()
     manifest = read_manifest(source)
-    found = list(_by_content(changes(earlier, config), config, manifest))
+    found = [*_by_content(changes(earlier, config), config, manifest), *_other_packages(manifest)]
     refused = [one for one in found if not one.harmless]
     fixed = [one.key for one in refused if one.key in FIXED]
     if not fixed and (not refused or config.training.resume_with_changes):
@@ -172,14 +173,16 @@ def _settings_of_run(folder: Path) -> Mapping[str, Any]:
 
 
 def _by_content(found: Iterable[Change], config: RunConfig, manifest: Mapping[str, Any]) -> Iterator[Change]:
-    """``found``, with the model and the data by what they hold: a moved file is harmless, other content is not."""
+    """``found``, with model, data and DeepSpeed's file by what they hold: a moved file is harmless, other content is
+    not. And the packages of other versions than those that the run was started with."""
     recorded: Mapping[str, str] = manifest.get("inputs") or {}
     inputs = inputs_of(config) if recorded else {}
     by_key = {one.key: one for one in found}
-    paths = {MODEL: config.model.model, DATA: ", ".join(str(file.path) for file in config.custom.train_jsonl)}
+    data = ", ".join(str(file.path) for file in config.custom.train_jsonl)
+    paths = {MODEL: config.model.model, DATA: data, DEEPSPEED: str(config.deepspeed.config)}
     for key, path in paths.items():
         moved = by_key.pop(key, None)
-        if key in recorded:
+        if key in recorded and key in inputs:
             if not is_same(recorded[key], inputs[key]):
                 was, now = (path, path) if moved is None else (moved.was, moved.now)
                 same_files = _WEIGHT.sub("", recorded[key]) == _WEIGHT.sub("", inputs[key])
@@ -190,6 +193,16 @@ def _by_content(found: Iterable[Change], config: RunConfig, manifest: Mapping[st
         elif moved is not None:
             yield replace(moved, harmless=Path(moved.was).resolve() == Path(moved.now).resolve())
     yield from by_key.values()
+
+
+def _other_packages(manifest: Mapping[str, Any]) -> Iterator[Change]:
+    for name, was in (manifest.get("packages") or {}).items():
+        try:
+            now = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            now = ABSENT
+        if now != was:
+            yield Change(f"package {name}", was, now, harmless=True)
 
 
 def _is_finished(config: RunConfig, state: Mapping[str, Any]) -> bool:

@@ -57,9 +57,10 @@ FIXED = (
     *("training.optim", "training.optim_args", "training.master_weights", "training.lr_scheduler_type"),
     *("deepspeed.enabled", "fsdp.enabled", "fsdp.state_dict_type"),
 )
-# Keys of what an evaluation measures, and of how it decodes.
+# Keys of what an evaluation measures, and of how it decodes; offload decides what a null score_mode means.
 MEASURING = (
     *("training.metric_for_best_model", "training.greater_is_better", "rollout_matching.eval_detection"),
+    *("rollout_matching.offload.enabled", "rollout_matching.rollout_backend"),
     *("rollout_matching.decode_mode", "rollout_matching.num_beams", "rollout_matching.max_new_tokens"),
     *("rollout_matching.repetition_penalty", "rollout_matching.decoding", "rollout_matching.repeat_terminate"),
 )

@@ -359,6 +359,10 @@ class TrainingConfig(StrictModel):
             return max(1, self.effective_batch_size // (self.per_device_train_batch_size * world_size))
         return self.gradient_accumulation_steps or 1
 
+    def samples_per_step(self, world_size: int) -> int:
+        """Samples of an optimizer step, over all processes."""
+        return self.per_device_train_batch_size * self.accumulation_steps(world_size) * world_size
+
     def hf_arguments(self, world_size: int = 1) -> dict[str, Any]:
         """Keyword arguments for ``transformers.TrainingArguments``; our own keys are left out."""
         values = self.model_dump(mode="python", exclude=OWN_KEYS)

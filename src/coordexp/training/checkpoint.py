@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from coordexp import distributed
 from coordexp.checkpoints.card import CARD
 from coordexp.checkpoints.run_folder import CHECKPOINT, SEAL, checkpoints_in
+from coordexp.config.schema import TrainingConfig
 from coordexp.data.files import PIECE_BYTES, checksums, flush_file, write_atomically
 from coordexp.errors import CheckpointError, DataError
 from coordexp.out_of_memory import is_out_of_memory
@@ -199,10 +200,11 @@ def resolve_resume(output_dir: str | Path, resume: bool | str | None) -> Path | 
     return Path(resume)
 
 
-def check_resume(checkpoint: Path, packing: bool) -> None:
-    """Warn if resuming would change the order of the data. Raises CheckpointError if segments that wait in
-    ``checkpoint`` would never be trained on: packing is off now, or another number of processes wrote it."""
-    written, now = read_seal(checkpoint).world_size, distributed.world_size()
+def check_resume(checkpoint: Path, training: TrainingConfig) -> None:
+    """Warn if resuming would change the order of the data, or the samples of a step. Raises CheckpointError if segments
+    that wait in ``checkpoint`` would never be trained on: packing is off now, or another number of processes wrote
+    it."""
+    packing, written, now = training.packing, read_seal(checkpoint).world_size, distributed.world_size()
     buffered = any(checkpoint.glob("carry_buffer_rank*.json"))
     if not packing and buffered:
         raise CheckpointError(
@@ -222,12 +224,14 @@ def check_resume(checkpoint: Path, packing: bool) -> None:
             f"waiting for a packed row. Resume with {written} processes, or start a new run"
         )
     if distributed.is_main():
+        before, after = (training.samples_per_step(processes) for processes in (written, now))
         logger.warning(
             "%s was written by %d processes and is resumed by %d: the order of samples changes, random states and "
-            "the current log line are reset",
+            "the current log line are reset%s",
             checkpoint,
             written,
             now,
+            "" if before == after else f", and a step has {after} samples instead of {before}",
         )
 
 

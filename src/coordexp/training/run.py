@@ -256,7 +256,7 @@ def build_trainer(
         measured=detection if detection.enabled else None,
         scorer=TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id, trains=True) if with_scores else None,
         keep_checkpoints=training.save_total_limit,
-        measures_anew=changes_figures(start.applied),
+        measures_anew=bool(distributed.all_reduce([float(changes_figures(start.applied))], "max")[0]),
     )
     progress = RichProgress(console, description)
     trainer.add_callback(progress)
@@ -386,7 +386,7 @@ def _resume_point(start: Start) -> Start:
     training = start.config.training
     resume = resolve_resume(training.output_dir, training.resume_from_checkpoint)
     if resume is not None:
-        check_resume(resume, training.packing)
+        check_resume(resume, training)
     with distributed.raise_on_all_ranks("training.output_dir"):
         start = start.at(resume) if distributed.is_main() else replace(start, checkpoint=resume)
     step = 0 if resume is None else read_seal(resume).step

@@ -68,6 +68,18 @@ def test_weights_of_joined_files_belong_to_the_data(tmp_path: Path) -> None:
     assert found == {1.0: f"{one} + {one}", 2.0: f"{one} x 2.0 + {one}"}
 
 
+def test_the_content_of_deepspeeds_file_belongs_to_the_inputs(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(b"{}\n")
+    tree = set_key(stage2(), "custom.train_jsonl", str(tmp_path / "train.jsonl"))
+    tree = set_key(tree, "model.model", str(model(tmp_path / "base")))
+    config = parse_config(tree | {"deepspeed": {"enabled": True, "config": str(tmp_path / "z.json")}})
+    found = [inputs_of(config)]
+    for text in ('{"zero_optimization": {"stage": 1}}', '{"zero_optimization": {"stage": 2}}'):
+        (tmp_path / "z.json").write_text(text)
+        found.append(inputs_of(config))
+    assert [one.get("deepspeed.config") for one in found] == [None, "f589042b-35-whole", "893f0210-35-whole"]
+
+
 @pytest.mark.parametrize("name", ["processor_config.json", "chat_template.jinja", "tokenizer_config.json"])
 def test_what_makes_pixels_and_prompts_belongs_to_a_checkpoint(tmp_path: Path, name: str) -> None:
     """Also where a seal lists the file in that size."""

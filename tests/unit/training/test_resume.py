@@ -16,12 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
 from coordexp.config import load_config
+from coordexp.config.schema import TrainingConfig
 from coordexp.data import dataset_cache
 from coordexp.data.files import VARIABLE
 from coordexp.data.jsonl import read_jsonl, write_jsonl
 from coordexp.errors import CheckpointError, ConfigError, DataError
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment
+from coordexp.runs.start import decide_start
 from coordexp.training import saving
 from coordexp.training.checkpoint import (
     SEAL,
@@ -385,13 +387,13 @@ def test_waiting_segments_are_never_dropped(
     written: int, buffers: bool, packing: bool, world_size: int, says: str | None, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    folder = written_by(tmp_path, written, buffers)
+    folder, training = written_by(tmp_path, written, buffers), TrainingConfig(output_dir=tmp_path, packing=packing)
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     if says is None:
-        check_resume(folder, packing)
+        check_resume(folder, training)
     else:
         with pytest.raises(CheckpointError, match=says):
-            check_resume(folder, packing)
+            check_resume(folder, training)
 
 
 def written_by(folder: Path, processes: int, buffers: bool) -> Path:
@@ -404,13 +406,30 @@ def written_by(folder: Path, processes: int, buffers: bool) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [({"gradient_accumulation_steps": 3}, "and a step has 6 samples instead of 12"), ({"effective_batch_size": 8}, "")],
+)
 def test_another_number_of_processes_is_logged_if_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    keys: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = written_by(tmp_path, 4, buffers=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    check_resume(folder, packing=False)
+    check_resume(folder, TrainingConfig(output_dir=tmp_path, packing=False, **keys))
     assert "written by 4 processes and is resumed by 2" in caplog.text
+    assert says in caplog.text and bool(says) == ("a step has" in caplog.text)
+
+
+def test_other_packages_than_those_of_the_start_are_listed(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"training__save_strategy": "steps", "training__save_steps": 1, "training__max_steps": 1}
+    train(run_config(tmp_path, 1, **keys))
+    path = tmp_path / "run" / MANIFEST
+    manifest = json.loads(path.read_text())
+    again = run_config(tmp_path, 1, **keys | {"training__max_steps": 2, "training__resume_from_checkpoint": True})
+    assert [one.key for one in decide_start(again).applied] == ["training.max_steps"]
+    path.write_text(json.dumps(manifest | {"packages": {**manifest["packages"], "torch": "1.0", "gone": "2.0"}}))
+    torch, gone = (str(one) for one in decide_start(again).applied if one.key.startswith("package"))
+    assert torch.startswith("package torch: 1.0 in the checkpoint, ") and gone.endswith("(no such key) now")
 
 
 def test_the_manifest_describes_the_run(tmp_path: Path) -> None:
