@@ -202,12 +202,12 @@ class CoordExpTrainer:
         with distributed.raise_on_all_ranks(f"loading {checkpoint}"):
             check_finite(self.model, checkpoint)
         load_optimizer(self.run, checkpoint)
-        if self.measures_anew and state.best_metric is not None:
+        note_best(state, self.args)
+        is_gone = self.args.load_best_model_at_end and state.best_model_checkpoint is None
+        if state.best_metric is not None and (self.measures_anew or is_gone):
             self._forget_best()
-            self.on_note(
-                "what evaluations measure was changed, so figures of before compare with nothing; the best checkpoint "
-                "is chosen from the next evaluation on"
-            )
+            why = "what evaluations measure was changed" if self.measures_anew else "the best checkpoint is gone"
+            self.on_note(f"{why}; the best checkpoint is chosen from the next evaluation on")
         return state.global_step
 
     def _owes_evaluation(self, step: int) -> bool:
@@ -319,6 +319,9 @@ class CoordExpTrainer:
             return
         if needs_metric(self.run.scheduler):
             self.run.scheduler.step(value)
+        is_saved = self.control.should_save or (self._saved is not None and self._saved[0] == state.global_step)
+        if args.load_best_model_at_end and not is_saved:
+            return
         if state.best_metric is None or sign * value > sign * state.best_metric:
             state.best_metric, state.best_global_step = value, state.global_step
 

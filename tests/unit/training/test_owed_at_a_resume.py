@@ -3,6 +3,8 @@ measured; and figures that no evaluation has."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +73,34 @@ def test_the_last_evaluation_is_owed_too_and_may_be_the_best(tmp_path: Path) -> 
         stopped.train(signal=lambda: 15 if stopped.state.global_step == 3 else None)
     assert evaluated(stopped) == [2]
 
-    def make_it_the_best(trainer: Any) -> None:
-        evaluate = trainer.evaluate
-        trainer.evaluate = lambda: evaluate() | {"eval_rollout/f1": 0.75}
-
     resumed = train(
-        run_config(tmp_path, 1, "run", **keys, training__resume_from_checkpoint=True), on_built=make_it_the_best
+        run_config(tmp_path, 1, "run", **keys, training__resume_from_checkpoint=True), on_built=scripted(0.75)
     )
     assert evaluated(resumed) == [2, 3] and Path(resumed.state.best_model_checkpoint).name == "checkpoint-3"
+
+
+def scripted(*f1: float) -> Callable[[Any], None]:
+    """Evaluations with these figures, one after the other."""
+
+    def install(trainer: Any) -> None:
+        evaluate, figures = trainer.evaluate, iter(f1)
+        trainer.evaluate = lambda: evaluate() | {"eval_rollout/f1": next(figures)}
+
+    return install
+
+
+def test_only_a_step_with_a_checkpoint_may_be_the_best(tmp_path: Path) -> None:
+    keys = BEST | {"training__max_steps": 4, "training__save_steps": 2}
+    trainer = train(run_config(tmp_path, 1, "run", **keys), on_built=scripted(0.1, 0.4, 0.9, 0.5))
+    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-4"
+
+
+def test_a_best_checkpoint_that_is_gone_is_forgotten(tmp_path: Path) -> None:
+    train(run_config(tmp_path, 1, "run", **BEST, training__max_steps=2), on_built=scripted(0.9, 0.1))
+    shutil.rmtree(tmp_path / "run" / "checkpoint-1")
+    keys = BEST | {"training__max_steps": 3, "training__resume_from_checkpoint": True}
+    resumed = train(run_config(tmp_path, 1, "run", **keys), on_built=scripted(0.2))
+    assert Path(resumed.state.best_model_checkpoint).name == "checkpoint-3"
 
 
 def test_the_start_is_no_checkpoint_that_could_be_the_best(tmp_path: Path) -> None:
