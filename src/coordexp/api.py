@@ -10,9 +10,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from pydantic_core import to_jsonable_python
+
 from coordexp.config import load_config
 from coordexp.config.checks import check_paths
 from coordexp.config.schema import RunConfig
+from coordexp.config.source import dump_value
 from coordexp.data.files import check_new_file, is_same_file
 from coordexp.data.progress_bar import literal_console
 from coordexp.errors import ConfigError, DataError
@@ -75,7 +78,7 @@ def train(
         from coordexp.modeling.load import no_progress_bars
         from coordexp.training.run import run_training
 
-    given = tuple(f"{key}={value}" for key, value in (overrides or {}).items())
+    given = tuple(f"{key}={dump_value(to_jsonable_python(value))}" for key, value in (overrides or {}).items())
     with no_progress_bars():
         trainer = run_training(
             run, _console(quiet), run.custom.trainer_variant or "stage 1", Path(config), given, callbacks=callbacks

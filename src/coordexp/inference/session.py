@@ -16,7 +16,7 @@ from coordexp import distributed
 from coordexp.checkpoints.card import read_card, settings_for_answers, training_of
 from coordexp.checkpoints.fetch import model_folder
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, num_positions
-from coordexp.config.base import default_of
+from coordexp.config.base import default_of, parse_dotted
 from coordexp.config.from_yaml import parse_section
 from coordexp.config.resolved import AnswerConfig, EvaluationConfig
 from coordexp.config.schema import TrainingConfig
@@ -156,7 +156,9 @@ def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence
         )
     if rollout.decoding.temperature > 0:
         return config
-    if any(argument.partition("=")[0] == _TEMPERATURE_KEY for argument in arguments):
+    asked = Document()
+    apply_arguments(asked, [word for word in arguments if _TEMPERATURE_KEY.startswith(word.partition("=")[0])])
+    if parse_dotted(_TEMPERATURE_KEY) in asked.origin:
         raise ConfigError(
             f"{_TEMPERATURE_KEY}: 0 makes all {answers} answers the same; give a temperature above 0, such as "
             f"{SAMPLING_TEMPERATURE:g}, or leave out answers"

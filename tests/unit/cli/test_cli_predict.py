@@ -87,10 +87,12 @@ def test_impossible_numbers_of_answers_are_one_line(
         "evaluate": ("evaluate", "--model", model, "--data", data, "--out", out),
     }[command]
     greedy = run_cli(capsys, *asked, "--answers", "2", "rollout_matching.decoding.temperature=0")
+    mapped = run_cli(capsys, *asked, "--answers", "2", "rollout_matching.decoding={temperature: 0}")
     beams = ("rollout_matching.decode_mode=beam", "rollout_matching.num_beams=2")
     for refused, reason in (
         (run_cli(capsys, *asked, "--answers", "0"), "--answers"),
         (greedy, "temperature: 0 makes all 2 answers the same"),
+        (mapped, "temperature: 0 makes all 2 answers the same"),
         (run_cli(capsys, *asked, "--answers", "2", *beams), "beam search"),
     ):
         assert refused.code == 2 and reason in refused.err and "Traceback" not in refused.err
