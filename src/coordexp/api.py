@@ -14,6 +14,7 @@ from pydantic_core import to_jsonable_python
 
 from coordexp.config import load_config
 from coordexp.config.checks import check_paths
+from coordexp.config.resolved import in_place_of_validation
 from coordexp.config.schema import RunConfig
 from coordexp.config.source import dump_value
 from coordexp.data.files import check_new_file, is_same_file
@@ -129,7 +130,7 @@ def evaluate(
         CoordExpError: as the command.
     """
     from coordexp.checkpoints.fetch import model_folder, with_model_here
-    from coordexp.inference.session import checked_class_names, evaluation_config, in_place_of_validation
+    from coordexp.inference.session import checked_class_names, evaluation_config
 
     checkpoint, jsonl = (None if path is None else Path(path) for path in (model, data))
     if config is not None:

@@ -153,7 +153,7 @@ def evaluate(
     elif source is not None and is_config(source.name):
         from coordexp.config import load_config
         from coordexp.config.checks import check_paths
-        from coordexp.inference.session import in_place_of_validation
+        from coordexp.config.resolved import in_place_of_validation
 
         overrides = in_place_of_validation(options.data)
         if options.print:

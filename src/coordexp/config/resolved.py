@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -48,6 +49,12 @@ class EvaluationConfig(StrictModel):
     training: EvaluatingProcess
     global_max_length: Count
     rollout_matching: RolloutMatchingConfig
+
+
+def in_place_of_validation(data: str | Path | None) -> dict[str, Any]:
+    """The overrides of a run's configuration that evaluate all of ``data``: the run's limit is of its own validation
+    data. None for ``data`` changes nothing."""
+    return {} if data is None else {"custom.val_jsonl": str(data), "custom.val_sample_limit": None}
 
 
 def resolved_rollout(config: RunConfig | EvaluationConfig) -> RolloutMatchingConfig:

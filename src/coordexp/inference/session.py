@@ -134,12 +134,6 @@ def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] =
     return parse_section(EvaluationConfig, document.data, str(model))
 
 
-def in_place_of_validation(data: str | Path | None) -> dict[str, Any]:
-    """The overrides of a run's configuration that evaluate all of ``data``: the run's limit is of its own validation
-    data. None for ``data`` changes nothing."""
-    return {} if data is None else {"custom.val_jsonl": str(data), "custom.val_sample_limit": None}
-
-
 def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence[str] = ()) -> AnswerConfig:
     """``config`` for ``answers`` answers per image: the first is greedy, and further ones need a temperature, which is
     :data:`SAMPLING_TEMPERATURE` if the configuration has none. Raises ConfigError for fewer than one, or for further
