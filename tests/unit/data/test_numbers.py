@@ -272,6 +272,8 @@ def test_sizes_in_the_place_of_corners_are_refused(convert: Any, tmp_path: Path)
         (["0 0.5 0.5 0.4 0.4 0.4 0.4 2 0.6 0.6 1"], 2),  # with visibility
         (["0 0.5 0.5 0.4 0.4 0.4 0.4 0.6 0.6 0.5 0.5"] * 5, 3),  # without
         (["0 0.5 0.5 0.4 0.4 0.4 0.4 1 0.6 0.6 0", "0 0.3 0.3 0.2 0.2 0.3 0.3 0 0.25 0.3 1"] * 3, 2),
+        (["0 0.5 0.5 0.6 0.45 0.25 0.48 0.75 0.55"] * 5, 2),  # head and tail: sides that do not cross
+        (["0 0.9 0.7 0.12 0.6 0.87 0.68 0.93 0.68 0.9 0.73"] * 5, 3),  # eyes and mouth: so, and a point far from them
     ],
 )
 def test_lines_of_keypoints_are_no_polygons(lines: list[str], count: int, tmp_path: Path) -> None:
@@ -283,8 +285,12 @@ def test_lines_of_keypoints_are_no_polygons(lines: list[str], count: int, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "ring", ["0.2 0.2 0.6 0.2 0.6 0.6 0.2 0.6", "0 0 1 0 1 1", "0.1 0.1 0.9 0.1 0.9 0.9 0.5 0.95 0.1 0.9"]
-)
+    "ring",
+    ["0.2 0.2 0.6 0.2 0.6 0.6 0.2 0.6", "0 0 1 0 1 1", "0.1 0.1 0.9 0.1 0.9 0.9 0.5 0.95 0.1 0.9",
+     "0.5 0.5 0.53 0.52 0.51 0.55 0.48 0.53", "0.5001 0.5 0.551 0.551 0.5 0.6 0.45 0.55",
+     "0.5 0.5 0.55 0.5 0.55 0.55 0.5 0.55",  # small boxes, turned and not
+     "0.5 0.5 0.53 0.5 0.55 0.53 0.52 0.52 0.5 0.55 0.47 0.53"],
+)  # fmt: skip
 def test_polygons_are_no_keypoints(ring: str, tmp_path: Path) -> None:
     image(tmp_path)
     written(tmp_path / "labels" / "a.txt", f"0 {ring}\n" * 6)

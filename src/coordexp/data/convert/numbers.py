@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
@@ -27,11 +28,13 @@ from coordexp.data.polygons import shape_area
 from coordexp.errors import DataError
 
 Unit = Literal["pixels", "shares", "percent"]
+_Point = tuple[float, float]
 _SHARES = 1.01  # numbers up to this are shares, with a little rounding
 _LARGEST: dict[Unit, float] = {"pixels": math.inf, "shares": 2, "percent": 200}  # objects may leave the image a little
 _LEAVING = 0.05  # share of a side by which a box reaches over the edge, as no annotator draws it
 _SUSPICIOUS, _FITTING = 0.1, 0.95  # shares of boxes that leave the image, and that fit as what they look like
 _ENOUGH = 5  # boxes that say something by being alike
+_LOOKED_AT = 1000  # lines of a set
 _SMALL = 0.25  # share of the image's area
 
 
@@ -245,7 +248,8 @@ def check_keypoints(lines: Sequence[Sequence[float]], file: Path) -> None:
     marked = count % 3 == 0 and all(set(line[6::3]) <= {0.0, 1.0, 2.0} for line in longer)
     seen = marked and (any(2.0 in line[6::3] for line in longer) or len(longer) >= _ENOUGH)
     inside = count % 2 == 0 and len(longer) >= _ENOUGH and all(map(_around_points, longer))
-    if seen or inside:
+    some = longer[:_LOOKED_AT]
+    if seen or (inside and sum(map(_is_ring, some)) < _FITTING * len(some)):
         raise DataError(
             f"all {len(longer)} lines hold a box and {count // (3 if seen else 2)} keypoints, not a polygon; only "
             "boxes and polygons are read: keep the first five numbers of each line",
@@ -257,3 +261,27 @@ def _around_points(line: Sequence[float]) -> bool:
     x, y, width, height = line[:4]
     points = zip(line[4::2], line[5::2], strict=True)
     return all(abs(px - x) <= width / 2 + 0.001 and abs(py - y) <= height / 2 + 0.001 for px, py in points)
+
+
+def _is_ring(line: Sequence[float]) -> bool:
+    # Whether the numbers go around one shape, as those of a small polygon do. A box's width and height among points
+    # are a point far from the others, or one to which sides cross.
+    for values in (line[0::2], line[1::2]):
+        others = (values[0], *values[2:])
+        low, high = min(others), max(others)
+        reach = 1.5 * (high - low)  # that of a square on its corner is 1
+        if not low - reach <= values[1] <= high + reach:
+            return False
+    ring = list(zip(line[0::2], line[1::2], strict=True))
+    if len(ring) == 4:  # as corners of a box are: the diagonals cross
+        return _cross(ring[0], ring[2], ring[1], ring[3])
+    sides = [(ring[at - 1], point) for at, point in enumerate(ring)]
+    return shape_area("poly", line) > 0 and not any(_cross(*a, *b) for a, b in combinations(sides, 2))
+
+
+def _cross(a: _Point, b: _Point, c: _Point, d: _Point) -> bool:
+    # Whether the line from a to b and that from c to d cross, not merely touch.
+    def turn(p: _Point, q: _Point, r: _Point) -> float:
+        return (q[0] - p[0]) * (r[1] - p[1]) - (q[1] - p[1]) * (r[0] - p[0])
+
+    return turn(a, b, c) * turn(a, b, d) < 0 and turn(c, d, a) * turn(c, d, b) < 0
