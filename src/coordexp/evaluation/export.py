@@ -353,8 +353,8 @@ def export_labelme(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms)
 
 
 def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
-    """``objects.csv``: a line per object; ``polygon`` holds ``x y`` pairs, empty for a box. Images placed in ``out``
-    are named from there."""
+    """``objects.csv``: a line per object; ``polygon`` holds ``x y`` pairs, empty for a box. An image without objects has
+    a line without name and box. Images placed in ``out`` are named from there."""
     path = out / "objects.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -364,13 +364,15 @@ def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
             image = original.file
             if answer.original is not None and Path(answer.image).is_relative_to(out):
                 image = Path(answer.image).relative_to(out).as_posix()
+            first = [cell_text(image), original.width, original.height]
+            if not answer.pred:
+                writer.writerow([*first, *[""] * 7])
             for detection in answer.pred:
                 box = [f"{side:.2f}" for side in pixel_box(detection, original.width, original.height)]
                 ring = pixel_ring(detection, original.width, original.height) if detection.kind == "poly" else ()
                 points = " ".join(f"{x:.2f} {y:.2f}" for x, y in ring)
                 score = "" if detection.score is None else f"{detection.score:.6f}"
-                line = [cell_text(image), original.width, original.height, cell_text(detection.desc)]
-                writer.writerow([*line, score, *box, points])
+                writer.writerow([*first, cell_text(detection.desc), score, *box, points])
     return Exported([path])
 
 

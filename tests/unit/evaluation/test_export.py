@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -218,11 +219,12 @@ def test_a_dataset_is_exported_and_converted_back(
     Image.new("RGB", (640, 480), "gray").save(tmp_path / "a.png")
     source = {"source": {"file": "in/photo.png", "width": 1280, "height": 960}}
     record = ImageRecord("d.jsonl:1", tmp_path / "a.png", 640, 480, objects, source)
-    write_jsonl([record], tmp_path / "d.jsonl")
+    nothing = replace(record, objects=(), metadata={"source": {**source["source"], "file": "in/zero.png"}})
+    write_jsonl([record, nothing], tmp_path / "d.jsonl")
     out, options = tmp_path / "out", ImageOptions(resize=False, name="back")
     fractions = ["--fractions"] if form == "voc" else []
     shown = run_cli(capsys, "export", form, tmp_path / "d.jsonl", "--out", out, "--images", *fractions)
-    assert shown.code == 0 and f"{len(objects)} objects in 1 images" in shown.out
+    assert shown.code == 0 and f"{len(objects)} objects in 2 images" in shown.out
     convert = {
         "coco": lambda: convert_coco(out / "dataset.json", out / "images", tmp_path, options=options),
         "yolo": lambda: convert_yolo(out, tmp_path, split="train", options=options),
@@ -230,8 +232,9 @@ def test_a_dataset_is_exported_and_converted_back(
         "labelme": lambda: convert_labelme(out, tmp_path, options=options),
         "csv": lambda: convert_csv(out / "objects.csv", tmp_path, options=options),
     }[form]
-    (back,) = read_jsonl(convert().jsonl, check_images=True)
+    back, empty = read_jsonl(convert().jsonl, check_images=True)
     assert back.objects == objects and back.metadata["source"]["file"].endswith("photo.png")
+    assert empty.objects == () and empty.metadata["source"]["file"].endswith("zero.png")
 
 
 # Boxes to every border, a quadrilateral, a turned box, and a triangle, which needs a rectangle around it.
