@@ -118,7 +118,7 @@ def place_images(
     to be shared. Returns the answers in the pixels of the placed images, and a line for each image that was refused.
     """
     placed, refused = [], []
-    for answer, _, name in _with_paths(answers, ""):
+    for answer, _, name in _with_paths(answers, "", placing=True):
         source = Path(answer.image)
         target = folder / f"{name}{safe_part(source.suffix)}"
         try:
@@ -394,9 +394,20 @@ FORMATS: dict[str, Callable[..., Exported]] = {
 }
 
 
-def _with_paths(answers: Sequence[ImageAnswer], suffix: str) -> list[tuple[ImageAnswer, OriginalImage, Path]]:
+def _with_paths(
+    answers: Sequence[ImageAnswer], suffix: str, *, placing: bool = False
+) -> list[tuple[ImageAnswer, OriginalImage, Path]]:
     # Each answer with the image as the user has it (the converter's source, or the image itself), and a unique relative
-    # path for its file.
+    # path for its file. Annotations name the user's image, so two answers of one name are refused, unless `placing`
+    # gives each image a name of its own.
+    id_of: dict[str, str] = {}
+    for answer in answers if not placing else ():
+        file = with_slashes(answer.users_image.file)
+        if (first := id_of.setdefault(file, answer.sample_id)) != answer.sample_id:
+            raise DataError(
+                f"{first} and {answer.sample_id} are both of the image {file!r}, and their objects would be those of "
+                "one image; --images gives each a copy of its own, or remove one"
+            )
     # Compared without their suffix: an image and its label have one name, and "a.png" next to "a.jpg" gets another.
     named: list[tuple[ImageAnswer, OriginalImage, Path]] = []
     for number, answer in enumerate(answers):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,23 @@ def test_each_image_has_an_annotation_file_of_its_own(
         for record in read_jsonl(next((tmp_path / "back").glob("*.jsonl"))):
             red, green, blue = Image.open(record.image).convert("RGB").getpixel((32, 32))  # pyright: ignore
             assert max(zip((red, green, blue), COLOURS, strict=True))[1] == record.objects[0].desc
+
+
+@pytest.mark.parametrize("form", ["coco", "csv", "voc", "labelme", "dota"])
+def test_images_of_one_source_name_are_not_one(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = dataset(tmp_path / "d.jsonl", ("x/a.png", "cat"), ("y/a.png", "dog"))
+    source = {"source": {"file": "a.png", "width": 64, "height": 64}}
+    write_jsonl([replace(record, metadata=source) for record in read_jsonl(data)], data)
+    words = ("export", form, data, "--out", tmp_path / "out")
+    refused = run_cli(capsys, *words)
+    assert refused.code == 2 and "d.jsonl:1 and d.jsonl:2 are both of the image 'a.png'" in refused.err
+    assert run_cli(capsys, *words, "--images", "--overwrite").code == 0
+    sources = {"coco": ("dataset.json", "images"), "csv": ("objects.csv",)}
+    for words in [sources[form]] if form in sources else []:
+        given = [tmp_path / "out" / word for word in words]
+        assert run_cli(capsys, "data", "convert", form, *given, "--name", "b", "--out", tmp_path / "back").code == 0
+        for record in read_jsonl(tmp_path / "back" / "b.jsonl"):
+            assert Image.open(record.image).convert("RGB").getpixel((32, 32)) == COLOURS[record.objects[0].desc]
 
 
 def test_two_datasets_of_one_name_are_not_one(tmp_path: Path) -> None:
