@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 
 from coordexp.checkpoints.card import read_card
 from coordexp.data.class_list import ClassList, ClassNumbers, as_written, read_class_list
-from coordexp.data.convert.columns import FORMULA_STARTS
+from coordexp.data.convert.columns import is_formula
 from coordexp.data.find_images import match_names, with_slashes
 from coordexp.data.images import image_bytes, image_exists, open_rgb
 from coordexp.data.polygons import smallest_rectangle
@@ -266,21 +266,35 @@ def export_yolo_obb(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms
 def export_dota(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
     """``labelTxt/NAME.txt``: ``x1 y1 x2 y2 x3 y3 x4 y4 class difficult`` in pixels. Spaces of class names become ``_``,
     because DOTA's readers split lines at spaces."""
-    files, num_rectangles, names = [], 0, set()
+    files, num_rectangles = [], 0
+    written, notes = _written(answers, lambda name: printable("_".join(name.split())))
     for answer, original, name in _with_paths(answers, ".txt"):
         lines = []
         for detection in answer.pred:
             ring = pixel_ring(detection, original.width, original.height)
             if len(ring) != 4:
                 ring, num_rectangles = smallest_rectangle(ring), num_rectangles + 1
-            names |= {detection.desc} if " " in detection.desc else set()
             corners = " ".join(f"{value:.2f}" for point in ring for value in point)
-            lines.append(f"{corners} {printable('_'.join(detection.desc.split()))} 0\n")
+            lines.append(f"{corners} {written[detection.desc]} 0\n")
         files.append(_write(out / "labelTxt" / name, "".join(lines)))
-    spaced = (
-        [f"{len(names)} names have spaces, which are written as _: {', '.join(sorted(names)[:8])}"] if names else []
-    )
-    return Exported(files, [*spaced, *_rectangles(num_rectangles)])
+    return Exported(files, [*notes, *_rectangles(num_rectangles)])
+
+
+def _written(answers: Sequence[ImageAnswer], write: Callable[[str], str]) -> tuple[dict[str, str], list[str]]:
+    # Each name as a format writes it, and a note about those that it cannot hold as they are. Two names never become
+    # one.
+    written = {name: write(name) for name in sorted({obj.desc for answer in answers for obj in answer.pred})}
+    name_of: dict[str, str] = {}
+    for name, text in written.items():
+        if name_of.setdefault(text, name) != name:
+            raise DataError(
+                f"the names {name_of[text]!r} and {name!r} would both be written as {text!r}; rename one, "
+                "or export to another format"
+            )
+    changed = [f"{printable(name)} as {text}" for name, text in written.items() if text != name]
+    more = ", …" if len(changed) > 8 else ""
+    note = f"{len(changed)} names cannot be written as they are: {', '.join(changed[:8])}{more}"
+    return written, [note] if changed else []
 
 
 def _rectangles(count: int) -> list[str]:
@@ -292,7 +306,8 @@ def _rectangles(count: int) -> list[str]:
 def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, fractions: bool = False) -> Exported:
     """``Annotations/NAME.xml``; coordinates count from 0, as ``coordexp data convert voc`` reads them. They are whole
     numbers, which many readers need, unless ``fractions``."""
-    files, polygons, escaped = [], 0, set()
+    files, polygons = [], 0
+    written, renamed = _written(answers, printable)
     for answer, original, name in _with_paths(answers, ".xml"):
         root = ElementTree.Element("annotation")
         size = {"width": original.width, "height": original.height, "depth": 3}
@@ -302,20 +317,14 @@ def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, fra
             corners = pixel_box(detection, original.width, original.height)
             texts = [f"{value:.2f}" if fractions else str(round(value)) for value in corners]
             box = dict(zip(("xmin", "ymin", "xmax", "ymax"), texts, strict=True))
-            escaped |= {detection.desc} if printable(detection.desc) != detection.desc else set()
-            entry = {"name": printable(detection.desc), "difficult": 0, "bndbox": box}
+            entry = {"name": written[detection.desc], "difficult": 0, "bndbox": box}
             if detection.score is not None:
                 entry["score"] = f"{detection.score:.6f}"
             _add(root, {"object": entry})
         ElementTree.indent(root)
         files.append(_write(out / "Annotations" / name, ElementTree.tostring(root, encoding="unicode") + "\n"))
     notes = [f"{polygons} polygons are written as their bounds; VOC has only boxes"] if polygons else []
-    if escaped:
-        shown = ", ".join(sorted(printable(name) for name in escaped)[:8])
-        notes.append(
-            f"{len(escaped)} names have characters that XML cannot hold, which are written as \\uXXXX: {shown}"
-        )
-    return Exported(files, notes)
+    return Exported(files, [*notes, *renamed])
 
 
 def _add(parent: ElementTree.Element, children: Mapping[str, Any]) -> None:
@@ -356,6 +365,7 @@ def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
     """``objects.csv``: a line per object; ``polygon`` holds ``x y`` pairs, empty for a box. An image without objects has
     a line without name and box. Images placed in ``out`` are named from there."""
     path = out / "objects.csv"
+    written, notes = _written(answers, cell_text)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
@@ -372,15 +382,15 @@ def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
                 ring = pixel_ring(detection, original.width, original.height) if detection.kind == "poly" else ()
                 points = " ".join(f"{x:.2f} {y:.2f}" for x, y in ring)
                 score = "" if detection.score is None else f"{detection.score:.6f}"
-                writer.writerow([*first, cell_text(detection.desc), score, *box, points])
-    return Exported([path])
+                writer.writerow([*first, written[detection.desc], score, *box, points])
+    return Exported([path], notes)
 
 
 def cell_text(text: str) -> str:
     """Text for a cell of a table: a spreadsheet would run one that begins like a formula, so it gets a leading ``'``,
-    which ``coordexp data convert csv`` removes."""
+    which ``coordexp data convert csv`` removes. So does one that begins with such a ``'`` itself."""
     text = printable(text)
-    return f"'{text}" if text[:1] in FORMULA_STARTS else text
+    return f"'{text}" if is_formula(text.lstrip("'")) else text
 
 
 FORMATS: dict[str, Callable[..., Exported]] = {

@@ -279,9 +279,21 @@ def test_dota_names_have_no_spaces(tmp_path: Path, capsys: pytest.CaptureFixture
     objects = (GTObject("red cup", "bbox_2d", (0, 0, 500, 500)),)
     write_jsonl([ImageRecord("d.jsonl:1", tmp_path / "a.png", 64, 48, objects)], tmp_path / "d.jsonl")
     shown = run_cli(capsys, "export", "dota", tmp_path / "d.jsonl", "--out", tmp_path / "out")
-    assert "1 names have spaces, which are written as _: red cup" in shown.out
+    assert "note: 1 names cannot be written as they are: red cup as red_cup" in shown.out
     (line,) = (tmp_path / "out" / "labelTxt" / "a.txt").read_text().splitlines()
     assert line.endswith(" red_cup 0")
+
+
+@pytest.mark.parametrize(
+    ("form", "names", "text"), [("dota", ("red cup", "red_cup"), "red_cup"), ("voc", ("a\x7f", r"a\u007f"), r"a\u007f")]
+)
+def test_two_names_never_become_one(
+    form: str, names: tuple[str, str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pred = tuple(ScoredObject(name, "bbox_2d", (0, 0, 500, 500)) for name in names)
+    write_answers([ImageAnswer("a.png", str(tmp_path / "a.png"), 50, 40, None, pred)], tmp_path / "predictions.jsonl")
+    shown = run_cli(capsys, "export", form, tmp_path, "--out", tmp_path / "out")
+    assert shown.code == 2 and f"would both be written as {text!r}; rename one" in shown.err
 
 
 def test_completed_objects_keep_their_provenance_in_coco(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -363,7 +375,7 @@ def test_any_file_name_can_be_exported(
     assert not {path.name for path in tmp_path.iterdir()} - {"b.png", "run", "out"}
 
 
-NAMES = ["=1+1", "+a", "-b", "@c", "red\x1b[2J", "a\u2028b", "tab\tx", "\x7f", "</script>", "'quoted", "ends'"]
+NAMES = ["=1+1", "+a", "-b", "@c", "red\x1b[2J", "a\u2028b", "tab\tx", "\x7f", "</script>", "'quoted", "ends'", "'=x", "a, b"]
 
 
 def test_csv_gives_names_back_and_no_formula(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,6 +385,7 @@ def test_csv_gives_names_back_and_no_formula(tmp_path: Path, capsys: pytest.Capt
     write_answers([answer], tmp_path / "run" / "predictions.jsonl")
     shown = run_cli(capsys, "export", "csv", tmp_path / "run", "--out", tmp_path / "out")
     assert shown.code == 0, shown.err
+    assert "note: 9 names cannot be written as they are: '=x as ''=x, +a as '+a, -b as '-b" in shown.out
     rows = list(csv.DictReader((tmp_path / "out" / "objects.csv").open(encoding="utf-8", newline="")))
     assert not any(row["name"].startswith(tuple("=+-@")) for row in rows)
     report = convert_csv(tmp_path / "out" / "objects.csv", tmp_path / "back", images_dir=tmp_path)
@@ -386,7 +399,7 @@ def test_voc_writes_xml_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureF
     answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred)
     write_answers([answer], tmp_path / "run" / "predictions.jsonl")
     shown = run_cli(capsys, "export", "voc", tmp_path / "run", "--out", tmp_path / "out")
-    assert shown.code == 0 and "4 names have characters that XML cannot hold" in shown.out
+    assert shown.code == 0 and "4 names cannot be written as they are: " in shown.out
     root = ElementTree.parse(tmp_path / "out" / "Annotations" / "b.xml").getroot()
     assert [one.findtext("name") for one in root.iter("object")] == [printable(name) for name in NAMES]
 

@@ -49,7 +49,9 @@ class Table:
     shape: str
 
 
-FORMULA_STARTS = "=+-@"  # spreadsheets compute cells that begin so
+def is_formula(text: str) -> bool:
+    """Whether a spreadsheet computes a cell of this text."""
+    return text.startswith(("=", "+", "-", "@"))
 
 
 def read_table(path: Path, columns: str | Mapping[str, str] | None, with_name: bool) -> Table:
@@ -152,7 +154,7 @@ def _plain(cell: str) -> str:
 
 def _unquoted(cell: str) -> str:
     """A cell without the quote by which ``coordexp export csv`` keeps spreadsheets from computing it."""
-    return cell[1:] if cell[:1] == "'" and cell[1:2] in tuple(FORMULA_STARTS) else cell
+    return cell[1:] if cell[:1] == "'" and is_formula(cell.lstrip("'")) else cell
 
 
 def _cell(row: list[str], at: int) -> str:
