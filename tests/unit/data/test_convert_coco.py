@@ -12,7 +12,14 @@ import pytest
 from PIL import Image
 from pycocotools import mask as coco_mask
 
-from coordexp.data.convert import ConversionReport, convert_coco, convert_panoptic, convert_voc
+from coordexp.data.convert import (
+    ConversionReport,
+    convert_coco,
+    convert_openimages,
+    convert_panoptic,
+    convert_voc,
+    convert_yolo,
+)
 from coordexp.data.convert.coco import decode_runs
 from coordexp.errors import DataError
 from coordexp.geometry import mask_iou, to_bin
@@ -247,14 +254,26 @@ def test_panoptic_things_as_boxes_and_as_outlines(tmp_path: Path) -> None:
         convert_panoptic(path, tmp_path / "images", tmp_path / "x", geometry="poly", segments_dir=tmp_path / "gone")
 
 
-def test_categories_of_one_name_are_noted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["coco", "yolo", "openimages"])
+def test_categories_of_one_name_are_one_class_with_a_note(tmp_path: Path, form: str) -> None:
     path = coco(tmp_path, [{"bbox": [1, 1, 9, 9]}, {"bbox": [2, 2, 9, 9], "category_id": 2}])
-    content = json.loads(path.read_text())
-    content["categories"][1]["name"] = "cat"
-    path.write_text(json.dumps(content))
-    report = convert_coco(path, tmp_path / "images", tmp_path / "out", options=SMALL)
-    assert report.notes == {"shared_name": 1} and report.objects_by_desc == {"cat": 2}
-    assert "'cat' is the name of the categories 1, 2" in report.problems[0].detail
+    if form == "coco":
+        content = json.loads(path.read_text())
+        content["categories"][1]["name"] = "cat "
+        path.write_text(json.dumps(content))
+        report = convert_coco(path, tmp_path / "images", tmp_path / "out", options=SMALL)
+    elif form == "yolo":
+        (tmp_path / "images" / "a.txt").write_text("1 0.2 0.2 0.1 0.1\n2 0.5 0.5 0.2 0.2\n")
+        (tmp_path / "data.yaml").write_text("train: images\nnames: {1: cat, 2: ' cat', 3: dog}\n")
+        report = convert_yolo(tmp_path, tmp_path / "out", options=SMALL)
+    else:
+        header = "ImageID,LabelName,XMin,XMax,YMin,YMax"
+        (tmp_path / "boxes.csv").write_text(f"{header}\na,1,0.1,0.2,0.1,0.2\na,2,0.5,0.6,0.5,0.6\n")
+        (tmp_path / "class-descriptions.csv").write_text("1,cat\n2,cat\n3,dog\n4,dog\n")
+        report = convert_openimages(tmp_path / "boxes.csv", tmp_path / "out", options=SMALL)
+    assert report.notes["shared_name"] == 1 and report.objects_by_desc == {"cat": 2}
+    (detail,) = (problem.detail for problem in report.problems if problem.reason == "shared_name")
+    assert detail == "'cat' is the name of the categories 1, 2: one class"
 
 
 @pytest.mark.parametrize("name", ["instances.json", "a.xml", "data.jsonl"])

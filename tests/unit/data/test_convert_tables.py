@@ -226,7 +226,11 @@ def test_groups_of_open_images_are_kept_on_request(tmp_path: Path) -> None:
 
 def test_open_images_without_names_is_refused(tmp_path: Path) -> None:
     path = open_images(tmp_path)
-    (tmp_path / "class-descriptions-boxable.csv").unlink()
+    names = tmp_path / "class-descriptions-boxable.csv"
+    names.write_text("/m/1,cat\n/m/1,dog\n")
+    with pytest.raises(DataError, match="a class has two descriptions"):
+        convert_openimages(path, tmp_path / "out")
+    names.unlink()
     with pytest.raises(DataError, match="--classes"):
         convert_openimages(path, tmp_path / "out")
 

@@ -183,10 +183,7 @@ def _convert(
             raise DataError(detail, path=file)
         desc = category.get("name")
         descs[category_id] = desc if isinstance(desc, str) else ""
-    for desc, count in Counter(descs.values()).items():
-        if desc.strip() and count > 1:
-            ids = ", ".join(category_id for category_id, name in descs.items() if name == desc)
-            report.note(Note.SHARED_NAME, file.name, None, f"{desc!r} is the name of the categories {ids}: one class")
+    report.note_shared_names(descs, file.name)
     # File name and declared size by id. Objects find their image by id, so one that is used twice is fatal.
     listed: dict[str, tuple[str, str, tuple[int, int] | None]] = {}
     for index, image in enumerate(coco["images"]):

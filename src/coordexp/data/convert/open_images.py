@@ -92,6 +92,8 @@ def convert_openimages(
         image.boxed.add(row["LabelName"])
         with report.reading_object(files[name].name, line):
             image.objects.append(_box(line, row, names, crowds))
+    boxed = {label for image in images.values() for label in image.boxed}
+    report.note_shared_names({label: name for label, name in names.items() if label in boxed}, path.name)
     only_labelled = _read_labels(Path(labels), names, images, files, report) if labels is not None else set()
     report.images_seen = len(images) + len(elsewhere) + len(only_labelled)
     if elsewhere:
@@ -171,7 +173,10 @@ def _read_classes(path: Path) -> dict[str, str]:
         rows = rows[1:]
     if not rows or any(len(row) != 2 for row in rows):
         raise DataError("expected two columns, e.g. /m/011k07,Tortoise", path=path)
-    return {label.strip(): name.strip() for label, name in rows}
+    names = {label.strip(): name.strip() for label, name in rows}
+    if len(names) < len({(label.strip(), name.strip()) for label, name in rows}):
+        raise DataError("a class has two descriptions; remove one", path=path)
+    return names
 
 
 def _read_labels(

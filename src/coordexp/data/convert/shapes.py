@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from rich.table import Table
 from rich.text import Text
 
+from coordexp.data.class_list import as_written
 from coordexp.data.find_images import REPORT_SUFFIX, FoundImage, ImageFolder, Listing
 from coordexp.data.jsonl import clean_desc
 from coordexp.data.polygons import canonical_ring, shape_area
@@ -98,7 +99,7 @@ class Note(StrEnum):
     SIMPLIFIED = "simplified"  # a polygon lost vertices; the detail says what that cost
     EMPTIED_IMAGE = "emptied_image"  # on request: lost all its objects, and is an empty image now
     IGNORED_KEY = "ignored_key"  # of a YOLO data.yaml
-    SHARED_NAME = "shared_name"  # COCO: several categories of one name, whose objects are one class
+    SHARED_NAME = "shared_name"  # several categories of one name, whose objects are one class
 
 
 class LeftOut(Exception):
@@ -206,6 +207,15 @@ class ConversionReport:
         """Note an image that was not found under its own name."""
         if found.note is not None:
             self.note(Note.FOUND_BY_TAIL, file, None, found.note)
+
+    def note_shared_names(self, names: Mapping[Any, str], file: str) -> None:
+        """Note class names that ``file`` has under several numbers or ids: one name is one class."""
+        ids_of: defaultdict[str, list[str]] = defaultdict(list)
+        for number, name in names.items():
+            ids_of[as_written(name)].append(str(number))
+        for name, ids in ids_of.items():
+            if name and len(ids) > 1:
+                self.note(Note.SHARED_NAME, file, None, f"{name!r} is the name of the categories {', '.join(ids)}: one class")
 
     def reasons(self) -> str:
         """Why something was left out, for an error: counts by reason, the first case of each, and what helps."""

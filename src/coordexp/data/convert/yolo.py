@@ -89,6 +89,7 @@ def convert_yolo(
     report = ConversionReport(Path(out_dir) / f"{options.name or split or 'data'}.jsonl")
     for key in layout.ignored:
         report.note(Note.IGNORED_KEY, layout.file.name, None, f"{key!r} has no meaning here and was ignored")
+    report.note_shared_names(layout.names, layout.file.name)
     skip_unlabelled = unlabelled == "skip" or (unlabelled is None and layout.skip_unlabelled)
     images: list[tuple[Path, Path]] = []  # each with the folder that its name starts in
     labels: dict[Path, Path] = {}  # by their names in lower case, as suffixes may be in any
