@@ -229,7 +229,7 @@ def export(
     ],
     out: Annotated[Path, typer.Option(help="Folder of what is written.")],
     annotations: Annotated[
-        Path | None, typer.Option(help="Your COCO file; its ids of images and categories are kept. For coco.")
+        Path | None, typer.Option(help="Your COCO or LVIS file; its ids of images and categories are kept. For coco.")
     ] = None,
     classes: Annotated[
         Path | None,
@@ -269,8 +269,8 @@ def export(
         dataset_answers,
         is_dataset,
         place_images,
-        read_terms,
     )
+    from coordexp.evaluation.users_terms import read_terms
 
     yolo = ("yolo", "yolo-obb")
     _check_used("--annotations", annotations is not None, form, ("coco",))

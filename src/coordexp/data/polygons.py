@@ -1,7 +1,9 @@
-"""Area, clipping and canonical form of polygons, flat rings ``x, y, …``. Light commands import it without NumPy."""
+"""Area, clipping, fewer vertices and canonical form of polygons, flat rings ``x, y, …``. Light commands import it
+without NumPy."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 
@@ -68,6 +70,42 @@ def canonical_ring(bins: Sequence[int]) -> tuple[int, ...]:
         ring.reverse()
     start = min(range(len(ring)), key=lambda at: (ring[at][1], ring[at][0]), default=0)
     return tuple(value for point in ring[start:] + ring[:start] for value in point)
+
+
+def simplify_ring(bins: tuple[int, ...], max_vertices: int) -> tuple[int, ...]:
+    """At most ``max_vertices`` (>= 3) of a flat ring's vertices, in their order.
+
+    Visvalingam and Whyatt's algorithm: repeatedly remove the vertex that forms the smallest triangle with its two
+    neighbours; ties go to the first.
+    """
+    assert max_vertices >= 3, "a polygon needs three vertices"
+    points = list(zip(bins[0::2], bins[1::2], strict=True))
+    count = len(points)
+    if count <= max_vertices:
+        return bins
+    before = [(i - 1) % count for i in range(count)]
+    after = [(i + 1) % count for i in range(count)]
+
+    def area(i: int) -> int:
+        (x1, y1), (x2, y2), (x3, y3) = points[before[i]], points[i], points[after[i]]
+        return abs((x2 - x1) * (y3 - y1) - (x3 - x1) * (y2 - y1))
+
+    areas: list[int | None] = [area(i) for i in range(count)]
+    queue = [(area_i, i) for i, area_i in enumerate(areas) if area_i is not None]
+    heapq.heapify(queue)
+    left = count
+    while left > max_vertices:
+        smallest, i = heapq.heappop(queue)
+        if areas[i] != smallest:
+            continue  # outdated: a neighbour was removed, or the vertex itself
+        areas[i] = None
+        after[before[i]], before[after[i]] = after[i], before[i]
+        left -= 1
+        for neighbour in (before[i], after[i]):
+            # Never smaller than the last one removed, or a long flat run would vanish in invisible steps.
+            areas[neighbour] = larger = max(smallest, area(neighbour))
+            heapq.heappush(queue, (larger, neighbour))
+    return tuple(value for i, point in enumerate(points) if areas[i] is not None for value in point)
 
 
 def smallest_rectangle(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

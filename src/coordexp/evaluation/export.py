@@ -14,37 +14,26 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
 
-from coordexp.checkpoints.card import read_card
-from coordexp.data.class_list import ClassList, ClassNumbers, as_written, read_class_list
+from coordexp.data.class_list import ClassNumbers
 from coordexp.data.convert.columns import is_formula
 from coordexp.data.find_images import match_names, with_slashes
 from coordexp.data.images import image_bytes, image_exists, open_rgb
 from coordexp.data.polygons import smallest_rectangle
-from coordexp.errors import ConfigError, DataError
+from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer, OriginalImage, ScoredObject, original_image
 from coordexp.evaluation.coco_results import to_coco, with_scores
+from coordexp.evaluation.users_terms import UsersTerms
 from coordexp.geometry import pixel_box, pixel_ring
 from coordexp.printable import printable
-from coordexp.reading import read_json
 from coordexp.records import ImageRecord
 
 LONGEST_PART = 120  # bytes of a part of a path; file systems take 255, and suffixes are added
 _COMPLETION = "completion"  # key of a record's metadata, which coordexp.inference.completion writes
-
-
-@dataclass(frozen=True, slots=True)
-class UsersTerms:
-    """The list that numbers classes (None or empty: the names that occur do), and numbers of images by file name.
-    ``notes``: about names that several entries of the user's file have."""
-
-    classes: ClassList | None = None
-    images: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,8 +351,8 @@ def export_labelme(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms)
 
 
 def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
-    """``objects.csv``: a line per object; ``polygon`` holds ``x y`` pairs, empty for a box. An image without objects has
-    a line without name and box. Images placed in ``out`` are named from there."""
+    """``objects.csv``: a line per object; ``polygon`` holds ``x y`` pairs, empty for a box. An image without objects
+    has a line without name and box. Images placed in ``out`` are named from there."""
     path = out / "objects.csv"
     written, notes = _written(answers, cell_text)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -449,51 +438,3 @@ def _write(path: Path, text: str) -> Path:
 
 def _write_json(path: Path, content: object) -> Path:
     return _write(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
-
-
-def _by_name(entries: Iterable[Mapping[str, Any]], key: str, what: str, path: Path) -> tuple[dict[str, int], list[str]]:
-    # The first id of each name, and a note about names that several entries have.
-    ids: dict[str, int] = {}
-    names: dict[int, str] = {}
-    again: dict[str, list[int]] = {}
-    for entry in entries:
-        name, number = str(entry[key]), int(entry["id"])
-        if isinstance(entry["id"], bool) or number < 0 or number != float(entry["id"]):
-            raise DataError(f"the id of {name!r} in {what} is {entry['id']!r}; give whole numbers from 0", path=path)
-        if names.setdefault(number, name) != name:
-            raise DataError(
-                f"{what} {names[number]!r} and {name!r} have one id, {number}; give each its own", path=path
-            )
-        if ids.setdefault(name, number) != number:
-            again.setdefault(name, []).append(number)
-    if not again:
-        return ids, []
-    name, others = next(iter(again.items()))
-    more = f" (and {len(again) - 1} more names so)" if len(again) > 1 else ""
-    return ids, [f"{what} {ids[name]}, {', '.join(map(str, others))} have one {key}, {name!r}: the first is used{more}"]
-
-
-def read_terms(annotations: Path | None, classes: Path | None, first: int = 0) -> UsersTerms:
-    """The ids of a COCO file's categories and images; or a class list, of a file (:func:`read_class_list`, with
-    ``first``) or of a checkpoint's folder. Raises ConfigError for both, DataError or CheckpointError for a file without
-    any, and DataError for an id that is not a whole number or that two names have."""
-    if annotations is not None and classes is not None:
-        raise ConfigError("--annotations has class numbers too; leave out --classes")
-    if classes is not None and classes.is_dir():
-        listed = read_card(classes).classes
-        if not listed:
-            raise DataError("the checkpoint has no class list; name a file with one", path=classes)
-        return UsersTerms(listed)
-    if annotations is None:
-        return UsersTerms(None if classes is None else read_class_list(classes, first))
-    content = read_json(annotations)
-    try:
-        categories = [{**entry, "name": as_written(str(entry["name"]))} for entry in content["categories"]]
-        names, joined = _by_name(categories, "name", "categories", annotations)
-        images, listed_twice = _by_name(content["images"], "file_name", "images", annotations)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        wanted = "COCO annotations with images and categories"
-        raise DataError(f"cannot be read: {error!r}; expected {wanted}", path=annotations) from error
-    if not names:
-        raise DataError("has no categories, so classes have no ids; add them", path=annotations)
-    return UsersTerms(names, images, (*joined, *listed_twice))

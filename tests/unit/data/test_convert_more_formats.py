@@ -22,8 +22,7 @@ from coordexp.data.convert import (
     convert_labelme,
     convert_yolo,
 )
-from coordexp.data.convert.shapes import simplify_ring
-from coordexp.data.polygons import canonical_ring, shape_area, signed_ring_area
+from coordexp.data.polygons import canonical_ring, shape_area, signed_ring_area, simplify_ring
 from coordexp.errors import DataError
 from coordexp.records import GTObject
 from support.annotation_folders import KEEP, SMALL, objects_of, paint

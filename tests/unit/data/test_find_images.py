@@ -30,7 +30,8 @@ from coordexp.data.find_images import ImageFolder, list_files, match_names, unsa
 from coordexp.data.image_sources import find_images
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer
-from coordexp.evaluation.export import UsersTerms, export_coco
+from coordexp.evaluation.export import export_coco
+from coordexp.evaluation.users_terms import UsersTerms
 from support.annotation_folders import SMALL, paint, voc_object, voc_xml
 
 # --- names ---

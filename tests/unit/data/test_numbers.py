@@ -568,6 +568,42 @@ def cvat_shape(home: Path, shape: str, **options: Any) -> ConversionReport:
     return convert_cvat(written(home / "images" / "a.xml", text), home / "out", options=KEEP, **options)
 
 
+@pytest.mark.parametrize("turn", ["inf", "nan", "1e400", "thirty"])
+def test_a_turn_that_is_no_number_is_counted(turn: str, tmp_path: Path) -> None:
+    """Infinity was a traceback, and text no turn."""
+    box = '<box label="ship" xtl="80" ytl="90" xbr="120" ybr="110"/>'
+    report = cvat_shape(tmp_path, box + box.replace("/>", f' rotation="{turn}"/>'))
+    assert (report.objects, report.skipped_objects) == (1, {"malformed_geometry": 1})
+    written_angle = f"<robndbox><cx>9</cx><cy>9</cy><w>4</w><h>4</h><angle>{turn}</angle></robndbox>"
+    image(tmp_path / "r")
+    box = "<bndbox><xmin>1</xmin><ymin>1</ymin><xmax>9</xmax><ymax>9</ymax></bndbox>"
+    shapes = [f"<object><name>ship</name>{one}</object>" for one in (box, written_angle)]
+    voc_xml(tmp_path / "r", "a", *shapes, size=SIZE)
+    report = convert_voc(tmp_path / "r", tmp_path / "r/out", images_dir="images", options=KEEP)
+    assert (report.objects, report.skipped_objects) == (1, {"malformed_geometry": 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "skipped"),
+    [
+        ({"id": [1]}, {}),
+        ({"rotation": 10**400}, {"malformed_geometry": 1}),
+        ({"labels": [{"name": "cat"}]}, {"empty_desc": 1}),
+    ],
+)
+def test_odd_values_of_label_studio_are_read_or_counted(
+    given: dict[str, Any], skipped: dict[str, int], tmp_path: Path
+) -> None:
+    image(tmp_path)
+    value = {"x": 10, "y": 10, "width": 20, "height": 20, "rectanglelabels": ["cat"]}
+    region = {"type": "rectanglelabels", "value": value, "original_width": 640, "original_height": 480}
+    odd = {**region, "id": given.get("id"), "value": {**value, "rotation": given.get("rotation"),
+           "rectanglelabels": given.get("labels", ["cat"])}}  # fmt: skip
+    tasks = [{"data": {"image": "a.jpg"}, "annotations": [{"result": [region, odd]}]}]
+    report = convert_labelstudio(written(tmp_path / "images" / "l.json", tasks), tmp_path / "out", options=KEEP)
+    assert report.skipped_objects == skipped and report.objects == 2 - len(skipped)
+
+
 def test_turns_are_clockwise(tmp_path: Path) -> None:
     box = '<box label="ship" xtl="80" ytl="90" xbr="120" ybr="110" rotation="30"/>'  # 40 x 20 about (100, 100)
     (record,) = read_jsonl(cvat_shape(tmp_path, box).jsonl)

@@ -27,8 +27,8 @@ from coordexp.data.jsonl import write_jsonl
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject, class_list_of, write_answers
 from coordexp.evaluation.coco_results import to_coco
-from coordexp.evaluation.export import read_terms
 from coordexp.evaluation.summary import WITH_OWN_SCORES, summarise, write_summary
+from coordexp.evaluation.users_terms import read_terms
 from coordexp.inference.detections import as_detections
 from coordexp.inference.session import checked_class_names, read_class_names
 from coordexp.records import GTObject, ImageRecord
@@ -433,6 +433,31 @@ def test_a_coco_file_with_other_than_one_id_for_each_name_is_refused(
     (tmp_path / "users.json").write_text(json.dumps({"images": images, "categories": [{"id": 0, "name": "cow"}]}))
     with pytest.raises(DataError, match=re.escape(says.replace("categories", "images"))):
         read_terms(tmp_path / "users.json", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"images": [{"id": 1, "file_name": "a.png"}, {"id": 2}]}, "images[1] has no file_name"),
+        ({"images": [{"file_name": "a.png"}]}, "images[0] has no id"),
+        ({"images": None}, "no list 'images' at the top level"),
+        ({"categories": [{"id": 1}]}, "categories[0] has no name"),
+        ({"categories": ["cow"]}, "categories[0] has no name"),
+    ],
+)
+def test_what_a_users_coco_file_lacks_is_named(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    content = {"images": [], "categories": [{"id": 1, "name": "cow"}], **changes}
+    (tmp_path / "users.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=re.escape(f"users.json: {says}")):
+        read_terms(tmp_path / "users.json", None)
+
+
+def test_ids_of_an_lvis_file_are_kept(tmp_path: Path) -> None:
+    images = [{"id": 9, "coco_url": "http://images.cocodataset.org/train2017/01.jpg"}]
+    categories = [{"id": 1183, "name": "baby_buggy"}]
+    (tmp_path / "users.json").write_text(json.dumps({"images": images, "categories": categories}))
+    terms = read_terms(tmp_path / "users.json", None)
+    assert (terms.images, terms.classes) == ({"train2017/01.jpg": 9}, {"baby buggy": 1183})
 
 
 def test_a_coco_files_names_are_those_that_models_write(tmp_path: Path) -> None:

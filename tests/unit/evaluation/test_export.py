@@ -375,7 +375,8 @@ def test_any_file_name_can_be_exported(
     assert not {path.name for path in tmp_path.iterdir()} - {"b.png", "run", "out"}
 
 
-NAMES = ["=1+1", "+a", "-b", "@c", "red\x1b[2J", "a\u2028b", "tab\tx", "\x7f", "</script>", "'quoted", "ends'", "'=x", "a, b"]
+NAMES = ["=1+1", "+a", "-b", "@c", "red\x1b[2J", "a\u2028b", "tab\tx", "\x7f", "</script>", "'quoted", "ends'", "'=x",
+         "a, b"]  # fmt: skip
 
 
 def test_csv_gives_names_back_and_no_formula(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

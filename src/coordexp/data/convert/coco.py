@@ -72,18 +72,24 @@ def convert_coco(
     check_choice("boxes", boxes, BoxFields)
     coco = _read(file, images, geometry, crowds)
     if lvis:
-        for image in coco["images"]:
-            url = image.get("coco_url") if isinstance(image, dict) else None
-            parts = PurePosixPath(url).parts if isinstance(url, str) else ()
-            if parts and not image.get("file_name"):
-                has_folder = len(parts) > 1 and (images / parts[-2]).is_dir()
-                image["file_name"] = "/".join(parts[-2:] if has_folder else parts[-1:])
-        for category in coco["categories"]:
-            if isinstance(category, dict) and isinstance(category.get("name"), str):
-                category["name"] = category["name"].replace("_", " ")
+        name_as_lvis(coco, images)
     stem = file.absolute().parent.name if file.name == ROBOFLOW else file.stem
     report = ConversionReport(Path(out_dir) / f"{options.name or stem}.jsonl")
     return _convert(coco, file, images, report, geometry, crowds, boxes, options)
+
+
+def name_as_lvis(coco: dict[str, Any], images_dir: Path | None = None) -> None:
+    """Give images of LVIS without a ``file_name`` the end of their ``coco_url``, ``train2017/NAME`` or, if
+    ``images_dir`` has no such folder, ``NAME``; and classes spaces in place of ``_``."""
+    for image in coco["images"]:
+        url = image.get("coco_url") if isinstance(image, dict) else None
+        parts = PurePosixPath(url).parts if isinstance(url, str) else ()
+        if parts and not image.get("file_name"):
+            has_folder = len(parts) > 1 and (images_dir is None or (images_dir / parts[-2]).is_dir())
+            image["file_name"] = "/".join(parts[-2:] if has_folder else parts[-1:])
+    for category in coco["categories"]:
+        if isinstance(category, dict) and isinstance(category.get("name"), str):
+            category["name"] = category["name"].replace("_", " ")
 
 
 def convert_panoptic(

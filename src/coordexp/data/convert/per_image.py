@@ -31,6 +31,7 @@ from coordexp.data.convert.shapes import (
     check_choice,
     check_folder,
     declared_size,
+    degrees,
     finite_numbers,
     flat,
     number,
@@ -248,7 +249,7 @@ def _read_object(index: int, node: ET.Element, one_based: bool, skip_difficult: 
     if node.find("robndbox") is not None:  # roLabelImg's: centre, size and an angle in radians
         cx, cy, w, h, angle = (number(_text(node, f"robndbox/{name}")) for name in ("cx", "cy", "w", "h", "angle"))
         shown = f"robndbox is {[cx, cy, w, h, angle]}"
-        return shape_of(index, desc, "centre", [cx, cy, w, h], shown, turn=math.degrees(angle or 0.0))
+        return shape_of(index, desc, "centre", [cx, cy, w, h], shown, turn=degrees(angle))
     points = node.findall("polygon/pt")
     if points and node.find("bndbox") is None:  # LabelMe's web tool
         values = [number(_text(point, axis)) for point in points for axis in "xy"]

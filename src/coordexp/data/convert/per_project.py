@@ -3,7 +3,6 @@ Annotator, VIA (JSON)."""
 
 from __future__ import annotations
 
-import math
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Hashable, Sequence
@@ -26,6 +25,7 @@ from coordexp.data.convert.shapes import (
     check_choice,
     check_folder,
     declared_size,
+    degrees,
     flat,
     number,
     shape_of,
@@ -95,7 +95,7 @@ def _cvat_group(node: ET.Element) -> Hashable:
 
 def _cvat_shape(index: int, node: ET.Element, part_of: int | None) -> SourceShape:
     desc = node.get("label", "")
-    turn = number(node.get("rotation", "0")) or 0.0
+    turn = number(node.get("rotation", "0"))
     if node.tag == "polygon":
         text = node.get("points", "")
         return shape_of(index, desc, "ring", [number(part) for part in re.split("[;,]", text)], text, part_of=part_of)
@@ -152,7 +152,7 @@ def convert_labelstudio(
             report.skip_image(SkipReason.UNLABELLED, shown, f"task {at} has no annotation")
             continue
         names = {
-            result.get("id"): result["value"]["labels"]
+            str(result.get("id")): result["value"]["labels"]
             for result in results
             if result.get("type") == "labels" and isinstance(result["value"].get("labels"), list)
         }
@@ -162,13 +162,13 @@ def convert_labelstudio(
             kind, value = str(result.get("type")), result["value"]
             if kind == "labels" or not ({"x", "points", "rle"} & value.keys()):
                 continue  # a region's name, or an answer about the whole image
-            labels = value.get(kind) or names.get(result.get("id")) or [""]
+            labels = value.get(kind) or names.get(str(result.get("id"))) or [""]
             width, height = (result.get(side, value.get(side)) for side in ("original_width", "original_height"))
             size = size or declared_size(width, height)
             for label in labels if isinstance(labels, list) else [labels]:
                 count += 1
                 with report.reading_object(shown, count - 1):
-                    objects.append(_labelstudio_shape(count - 1, str(label), kind, value))
+                    objects.append(_labelstudio_shape(count - 1, label, kind, value))
         sources.append(SourceImage(shown, shown, found.path, size, tuple(objects), count, problem=found.problem))
     return assemble(sources, report, options, Meaning(file, "percent", geometry))
 
@@ -215,9 +215,8 @@ def _results_of(task: dict[str, Any]) -> tuple[list[dict[str, Any]] | None, int]
     return sound, max(len(done) - 1, 0)
 
 
-def _labelstudio_shape(index: int, desc: str, kind: str, value: dict[str, Any]) -> SourceShape:
-    turn = value.get("rotation")
-    turn = float(turn) if isinstance(turn, int | float) else 0.0
+def _labelstudio_shape(index: int, desc: Any, kind: str, value: dict[str, Any]) -> SourceShape:
+    turn = value.get("rotation") or 0.0
     if kind.startswith("rectangle"):
         numbers = [value.get(name) for name in ("x", "y", "width", "height")]
         return shape_of(index, desc, "size", numbers, turn=turn, about_corner=True)
@@ -312,8 +311,7 @@ def _via_shape(index: int, region: dict[str, Any], attribute: str) -> SourceShap
         return shape_of(index, desc, "size", [shape.get(name) for name in ("x", "y", "width", "height")], shape)
     if kind in ("circle", "ellipse"):
         names = ("cx", "cy", "r", "r") if kind == "circle" else ("cx", "cy", "rx", "ry")
-        theta = shape.get("theta")
-        turn = math.degrees(theta) if isinstance(theta, int | float) and kind == "ellipse" else 0.0
+        turn = degrees(shape.get("theta", 0.0)) if kind == "ellipse" else 0.0
         return shape_of(index, desc, "ellipse", [shape.get(name) for name in names], shape, turn=turn)
     detail = f"{desc}: {kind!r} has no area; rect, circle, ellipse and polygon are read"
     raise LeftOut(SkipReason.UNSUPPORTED_SHAPE, detail)

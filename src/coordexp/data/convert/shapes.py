@@ -3,8 +3,8 @@ of what was kept, changed and left out, with reasons. Nothing is left out uncoun
 
 from __future__ import annotations
 
-import heapq
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from rich.text import Text
 from coordexp.data.class_list import as_written
 from coordexp.data.find_images import REPORT_SUFFIX, FoundImage, ImageFolder, Listing
 from coordexp.data.jsonl import clean_desc
-from coordexp.data.polygons import canonical_ring, shape_area
+from coordexp.data.polygons import canonical_ring, shape_area, simplify_ring
 from coordexp.errors import DataError
 from coordexp.geometry import mask_iou, to_bin
 from coordexp.records import GeometryKind, GTObject
@@ -215,7 +215,8 @@ class ConversionReport:
             ids_of[as_written(name)].append(str(number))
         for name, ids in ids_of.items():
             if name and len(ids) > 1:
-                self.note(Note.SHARED_NAME, file, None, f"{name!r} is the name of the categories {', '.join(ids)}: one class")
+                detail = f"{name!r} is the name of the categories {', '.join(ids)}: one class"
+                self.note(Note.SHARED_NAME, file, None, detail)
 
     def reasons(self) -> str:
         """Why something was left out, for an error: counts by reason, the first case of each, and what helps."""
@@ -316,14 +317,25 @@ class SourceShape:
     part_of: Hashable = None
 
 
-def shape_of(index: int, desc: Any, form: Form, values: Any, shown: Any = None, **more: Any) -> SourceShape:
-    """A shape of these ``values``; ``shown``: what the file has in their place. Raises LeftOut if they are none."""
+def shape_of(
+    index: int, desc: Any, form: Form, values: Any, shown: Any = None, *, turn: Any = 0.0, **more: Any
+) -> SourceShape:
+    """A shape of these ``values``; ``shown``: what the file has in their place. Raises LeftOut if they are none, or if
+    ``turn`` is no number of degrees."""
     desc = desc if isinstance(desc, str) else ""
     numbers = finite_numbers(list(values) if isinstance(values, tuple) else values)
     if numbers is None or (len(numbers) < 6 or len(numbers) % 2 if form == "ring" else len(numbers) != 4):
         detail = f"{desc}: {str(values if shown is None else shown)[:80]}; expected {_EXPECTED[form]}"
         raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
-    return SourceShape(index, desc, form, numbers, **more)
+    if (turned := finite_numbers([turn])) is None:
+        raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: turned by {str(turn)[:80]}; expected a number")
+    return SourceShape(index, desc, form, numbers, turned[0], **more)
+
+
+def degrees(radians: Any) -> float | None:
+    """None unless ``radians`` is a finite number."""
+    numbers = finite_numbers([radians])
+    return None if numbers is None else math.degrees(numbers[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,39 +468,3 @@ def quantise(
     detail = f"{desc}: {len(bins) // 2} vertices to {max_vertices}, IoU {iou:.4f}"
     report.note(Note.SIMPLIFIED, file, obj.index, detail)
     return simpler
-
-
-def simplify_ring(bins: tuple[int, ...], max_vertices: int) -> tuple[int, ...]:
-    """At most ``max_vertices`` (>= 3) of a flat ring's vertices, in their order.
-
-    Visvalingam and Whyatt's algorithm: repeatedly remove the vertex that forms the smallest triangle with its two
-    neighbours; ties go to the first.
-    """
-    assert max_vertices >= 3, "a polygon needs three vertices"
-    points = list(zip(bins[0::2], bins[1::2], strict=True))
-    count = len(points)
-    if count <= max_vertices:
-        return bins
-    before = [(i - 1) % count for i in range(count)]
-    after = [(i + 1) % count for i in range(count)]
-
-    def area(i: int) -> int:
-        (x1, y1), (x2, y2), (x3, y3) = points[before[i]], points[i], points[after[i]]
-        return abs((x2 - x1) * (y3 - y1) - (x3 - x1) * (y2 - y1))
-
-    areas: list[int | None] = [area(i) for i in range(count)]
-    queue = [(area_i, i) for i, area_i in enumerate(areas) if area_i is not None]
-    heapq.heapify(queue)
-    left = count
-    while left > max_vertices:
-        smallest, i = heapq.heappop(queue)
-        if areas[i] != smallest:
-            continue  # outdated: a neighbour was removed, or the vertex itself
-        areas[i] = None
-        after[before[i]], before[after[i]] = after[i], before[i]
-        left -= 1
-        for neighbour in (before[i], after[i]):
-            # Never smaller than the last one removed, or a long flat run would vanish in invisible steps.
-            areas[neighbour] = larger = max(smallest, area(neighbour))
-            heapq.heappush(queue, (larger, neighbour))
-    return tuple(value for i, point in enumerate(points) if areas[i] is not None for value in point)

@@ -1,0 +1,80 @@
+"""A user's numbers of classes and images, which exports keep: of a class list, a COCO or an LVIS file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coordexp.checkpoints.card import read_card
+from coordexp.data.class_list import ClassList, as_written, read_class_list
+from coordexp.data.convert.coco import name_as_lvis
+from coordexp.errors import ConfigError, DataError
+from coordexp.reading import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class UsersTerms:
+    """The list that numbers classes (None or empty: the names that occur do), and numbers of images by file name.
+    ``notes``: about names that several entries of the user's file have."""
+
+    classes: ClassList | None = None
+    images: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def _by_name(entries: Sequence[Any], key: str, what: str, path: Path) -> tuple[dict[str, int], list[str]]:
+    # The first id of each name, and a note about names that several entries have.
+    ids: dict[str, int] = {}
+    names: dict[int, str] = {}
+    again: dict[str, list[int]] = {}
+    for index, entry in enumerate(entries):
+        missing = [one for one in (key, "id") if not isinstance(entry, dict) or entry.get(one) is None]
+        if missing:
+            raise DataError(f"{what}[{index}] has no {missing[0]}; add it", path=path)
+        name, given = str(entry[key]), entry["id"]
+        number: Any = int(given) if isinstance(given, str) and given.isdecimal() else given
+        if type(number) not in (int, float) or number < 0 or number != number // 1:
+            raise DataError(f"the id of {name!r} in {what} is {given!r}; give whole numbers from 0", path=path)
+        number = int(number)
+        if names.setdefault(number, name) != name:
+            raise DataError(
+                f"{what} {names[number]!r} and {name!r} have one id, {number}; give each its own", path=path
+            )
+        if ids.setdefault(name, number) != number:
+            again.setdefault(name, []).append(number)
+    if not again:
+        return ids, []
+    name, others = next(iter(again.items()))
+    more = f" (and {len(again) - 1} more names so)" if len(again) > 1 else ""
+    return ids, [f"{what} {ids[name]}, {', '.join(map(str, others))} have one {key}, {name!r}: the first is used{more}"]
+
+
+def read_terms(annotations: Path | None, classes: Path | None, first: int = 0) -> UsersTerms:
+    """The ids of a COCO or LVIS file's categories and images; or a class list, of a file (:func:`read_class_list`, with
+    ``first``) or of a checkpoint's folder. Raises ConfigError for both, DataError or CheckpointError for a file without
+    any, and DataError for an id that is not a whole number or that two names have."""
+    if annotations is not None and classes is not None:
+        raise ConfigError("--annotations has class numbers too; leave out --classes")
+    if classes is not None and classes.is_dir():
+        listed = read_card(classes).classes
+        if not listed:
+            raise DataError("the checkpoint has no class list; name a file with one", path=classes)
+        return UsersTerms(listed)
+    if annotations is None:
+        return UsersTerms(None if classes is None else read_class_list(classes, first))
+    content = read_json(annotations)
+    for key in ("images", "categories"):
+        if not isinstance(content, dict) or not isinstance(content.get(key), list):
+            raise DataError(f"no list {key!r} at the top level; expected COCO annotations", path=annotations)
+    if any(isinstance(one, dict) and "coco_url" in one and not one.get("file_name") for one in content["images"]):
+        name_as_lvis(content)
+    for category in content["categories"]:
+        if isinstance(category, dict) and isinstance(category.get("name"), str):
+            category["name"] = as_written(category["name"])
+    names, joined = _by_name(content["categories"], "name", "categories", annotations)
+    images, listed_twice = _by_name(content["images"], "file_name", "images", annotations)
+    if not names:
+        raise DataError("has no categories, so classes have no ids; add them", path=annotations)
+    return UsersTerms(names, images, (*joined, *listed_twice))
