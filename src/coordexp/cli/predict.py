@@ -260,6 +260,7 @@ def export(
     """
     from coordexp.data.class_list import choose_list
     from coordexp.data.jsonl import read_jsonl
+    from coordexp.data.polygons import shape_area
     from coordexp.evaluation.answers import class_list_of, read_answers
     from coordexp.evaluation.confidence import at_least, scored_at_least
     from coordexp.evaluation.export import (
@@ -312,6 +313,9 @@ def export(
     if completed and form != "coco":
         count = sum(map(len, completed.values()))
         say(console, f"note: {form} cannot say which model added {count} completed objects; coco can")
+    flat = sum(shape_area(obj.kind, obj.bins) == 0 for answer in answers for obj in answer.pred or answer.gt or ())
+    if flat:
+        say(console, f"note: {flat} objects have no area; data convert and other readers leave such objects out")
     if of_dataset and form in (*yolo, "coco") and annotations is None and classes is None:
         say(console, f"note: numbers follow the names in {predictions}; for another split, name it with --classes")
     for note in exported.notes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -294,8 +295,8 @@ def _rectangles(count: int) -> list[str]:
 
 def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, fractions: bool = False) -> Exported:
     """``Annotations/NAME.xml``; coordinates count from 0, as ``coordexp data convert voc`` reads them. They are whole
-    numbers, which many readers need, unless ``fractions``."""
-    files, polygons = [], 0
+    numbers, which many readers need, unless ``fractions``; a box that would lose its area gets the pixel around it."""
+    files, polygons, thin = [], 0, 0
     written, renamed = _written(answers, printable)
     for answer, original, name in _with_paths(answers, ".xml"):
         root = ElementTree.Element("annotation")
@@ -304,7 +305,12 @@ def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, fra
         for detection in answer.pred:
             polygons += detection.kind == "poly"
             corners = pixel_box(detection, original.width, original.height)
-            texts = [f"{value:.2f}" if fractions else str(round(value)) for value in corners]
+            whole = [round(value) for value in corners]
+            for low, high in ((0, 2), (1, 3)):
+                if whole[low] == whole[high] and corners[low] < corners[high] and not fractions:
+                    whole[low], whole[high] = math.floor(corners[low]), math.ceil(corners[high])
+                    thin += 1
+            texts = [f"{value:.2f}" for value in corners] if fractions else [str(value) for value in whole]
             box = dict(zip(("xmin", "ymin", "xmax", "ymax"), texts, strict=True))
             entry = {"name": written[detection.desc], "difficult": 0, "bndbox": box}
             if detection.score is not None:
@@ -313,6 +319,8 @@ def export_voc(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, fra
         ElementTree.indent(root)
         files.append(_write(out / "Annotations" / name, ElementTree.tostring(root, encoding="unicode") + "\n"))
     notes = [f"{polygons} polygons are written as their bounds; VOC has only boxes"] if polygons else []
+    if thin:
+        notes.append(f"{thin} sides below half a pixel are written as one pixel; --fractions writes them as they are")
     return Exported(files, [*notes, *renamed])
 
 

@@ -263,6 +263,16 @@ def test_sizes_in_the_place_of_corners_are_refused(convert: Any, tmp_path: Path)
     assert report.skipped_objects == {"inverted": 1}, "four boxes are no evidence"
 
 
+@pytest.mark.parametrize("convert", [*PIXEL_FORMATS, *SHARE_FORMATS])
+def test_boxes_without_area_are_left_out_and_counted(convert: Any, tmp_path: Path) -> None:
+    boxes = [(64, 96, 384, 288), (200, 100, 200, 300), (200, 100, 200, 100)]
+    if convert in SHARE_FORMATS:
+        boxes = [(x1 / 640, y1 / 480, x2 / 640, y2 / 480) for x1, y1, x2, y2 in boxes]
+    report = convert(tmp_path, boxes)
+    assert boxes_of(report) == {"a.jpg": [("crack", (64, 96, 384, 288))]}
+    assert report.skipped_objects == {"zero_area": 2}
+
+
 # --- keypoints ---
 
 

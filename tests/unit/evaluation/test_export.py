@@ -157,6 +157,20 @@ def test_exports_read_back(form: str, export: Any, tmp_path: Path) -> None:
     assert dog[0] == "dog" and near(dog[2], (0, 0, 999, 999))
 
 
+def test_thin_boxes_keep_an_area_and_those_without_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
+    boxes = ((500, 100, 505, 900), (300, 300, 300, 900))  # 0.25 pixels wide, and 0
+    pred = tuple(ScoredObject("cat", "bbox_2d", box) for box in boxes)
+    write_answers([ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred)], tmp_path / "predictions.jsonl")
+    shown = run_cli(capsys, "export", "voc", tmp_path, "--out", tmp_path / "out", "--images")
+    assert "note: 1 sides below half a pixel are written as one pixel" in shown.out
+    assert "note: 1 objects have no area" in shown.out
+    report = convert_voc(tmp_path / "out", tmp_path / "back", options=ImageOptions(resize=False))
+    assert (report.objects, report.skipped_objects) == (1, {"zero_area": 1})
+
+
 def test_yolo_keeps_the_users_numbers(export: Any, tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("dog\n\ncat\n", encoding="utf-8")
     shown = export("yolo", "--classes", tmp_path / "classes.txt", "--scores")
