@@ -113,6 +113,27 @@ def test_a_class_attribute_that_is_not_clear_is_asked_for(tmp_path: Path) -> Non
     assert report.objects_by_desc == {"cat": 1}
 
 
+@pytest.mark.parametrize("form", ["via", "labelstudio"])
+def test_a_shape_of_several_classes_is_an_object_of_each(form: str, tmp_path: Path) -> None:
+    paint(tmp_path / "a.jpg")
+    if form == "via":
+        region = {"shape_attributes": {"name": "rect", "x": 10, "y": 6, "width": 20, "height": 12},
+                  "region_attributes": {"label": {"cat": True, "cow": False, "dog": True}}}  # fmt: skip
+        (tmp_path / "v.json").write_text(json.dumps({"a": {"filename": "a.jpg", "regions": [region]}}))
+        report = convert_via(tmp_path / "v.json", tmp_path / "out", options=SMALL)
+    else:
+        value = {"x": 25, "y": 25, "width": 50, "height": 50, "rectanglelabels": ["cat", "dog"]}
+        region = {"type": "rectanglelabels", "value": value}
+        tasks = [{"data": {"image": "a.jpg"}, "annotations": [{"result": [region]}]}]
+        (tmp_path / "l.json").write_text(json.dumps(tasks))
+        report = convert_labelstudio(tmp_path / "l.json", tmp_path / "out", options=SMALL)
+    (record,) = read_jsonl(report.jsonl)
+    assert [(obj.desc, obj.bins) for obj in record.objects] == [
+        ("cat", (250, 250, 749, 749)), ("dog", (250, 250, 749, 749)),
+    ]  # fmt: skip
+    assert (report.objects_seen, report.notes["several_classes"]) == (2, 1)
+
+
 @pytest.mark.parametrize(("form", "make"), [("coco", via), ("labelme", labelstudio), ("voc", cvat), ("yolo", cvat)])
 def test_another_format_is_recognised_and_named(
     tmp_path: Path, form: str, make: Callable[[Path], object], capsys: pytest.CaptureFixture[str]

@@ -165,7 +165,9 @@ def convert_labelstudio(
             labels = value.get(kind) or names.get(str(result.get("id"))) or [""]
             width, height = (result.get(side, value.get(side)) for side in ("original_width", "original_height"))
             size = size or declared_size(width, height)
-            for label in labels if isinstance(labels, list) else [labels]:
+            labels = labels if isinstance(labels, list) else [labels]
+            report.note_several_classes(shown, count, labels)
+            for label in labels:
                 count += 1
                 with report.reading_object(shown, count - 1):
                     objects.append(_labelstudio_shape(count - 1, label, kind, value))
@@ -265,14 +267,16 @@ def convert_via(
     for regions, found in zip(regions_of, _find(file, images_dir, wanted, report), strict=True):
         report.images_seen += 1
         shown = found.name
-        objects = []
+        objects, count = [], 0
         for index, region in enumerate(regions):
-            with report.reading_object(shown, index):
-                objects.append(_via_shape(index, region, attribute))
+            names = _via_names(region, attribute)
+            report.note_several_classes(shown, index, names)
+            for desc in names:
+                count += 1
+                with report.reading_object(shown, index):
+                    objects.append(_via_shape(index, region, desc))
         shapes = tuple(objects)
-        sources.append(
-            SourceImage(shown, shown, found.path, None, shapes, len(regions), problem=found.problem, sizeless=True)
-        )
+        sources.append(SourceImage(shown, shown, found.path, None, shapes, count, problem=found.problem, sizeless=True))
     return assemble(sources, report, options, Meaning(file, geometry=geometry))
 
 
@@ -293,14 +297,19 @@ def _class_attribute(regions: Sequence[dict[str, Any]], file: Path) -> str:
     return usual[0] if usual else "label"
 
 
-def _via_shape(index: int, region: dict[str, Any], attribute: str) -> SourceShape:
-    shape, attributes = (region.get(key) for key in ("shape_attributes", "region_attributes"))
-    shape = shape if isinstance(shape, dict) else {}
+def _via_names(region: dict[str, Any], attribute: str) -> list[str]:
+    # The classes of a region, at least one, which may be empty. Check boxes may have several.
+    attributes = region.get("region_attributes")
     given = attributes.get(attribute, "") if isinstance(attributes, dict) else ""
-    if isinstance(given, dict):  # check boxes
-        given = next((name for name, is_on in given.items() if is_on), "")
-    desc, kind = str(given), shape.get("name")
+    if isinstance(given, dict):
+        return [name for name, is_on in given.items() if is_on] or [""]
+    return [str(given)]
 
+
+def _via_shape(index: int, region: dict[str, Any], desc: str) -> SourceShape:
+    shape = region.get("shape_attributes")
+    shape = shape if isinstance(shape, dict) else {}
+    kind = shape.get("name")
     if kind == "polygon":
         xs, ys = shape.get("all_points_x"), shape.get("all_points_y")
         points = None

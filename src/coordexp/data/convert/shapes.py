@@ -91,6 +91,7 @@ class Note(StrEnum):
     MULTIPART_POLYGON = "multipart_polygon"  # the largest part was kept
     JOINED_PARTS = "joined_parts"  # one box around the parts of an object
     SEVERAL_ANSWERS = "several_answers"  # of annotators; the detail says which was taken
+    SEVERAL_CLASSES = "several_classes"  # of one shape, which is an object of each
     DUPLICATE_OBJECT = "duplicate_object"  # same description and shape as an earlier object of the image
     CROWD_KEPT = "crowd_kept"  # on request: a group as one object
     MASK_TRACED = "mask_traced"  # the polygon is a mask's outline
@@ -217,6 +218,12 @@ class ConversionReport:
             if name and len(ids) > 1:
                 detail = f"{name!r} is the name of the categories {', '.join(ids)}: one class"
                 self.note(Note.SHARED_NAME, file, None, detail)
+
+    def note_several_classes(self, file: str, index: int, names: Sequence[Any]) -> None:
+        """Note a shape that has several classes: it is an object of each."""
+        if len(names) > 1:
+            detail = f"an object of each: {', '.join(map(str, names))}"
+            self.note(Note.SEVERAL_CLASSES, file, index, detail)
 
     def reasons(self) -> str:
         """Why something was left out, for an error: counts by reason, the first case of each, and what helps."""
