@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 from coordexp import distributed
 from coordexp.checkpoints.card import read_card
 from coordexp.coords import CoordVocab
+from coordexp.data.class_list import as_written
 from coordexp.data.dataset import RecordDataset, Sample
 from coordexp.data.files import whole_file
 from coordexp.data.preparation import OriginalImage, Side, original_image
@@ -144,7 +145,7 @@ def make_answer(
     scores: Sequence[ObjectScore] | None = None,
 ) -> ImageAnswer:
     """The answer ``rollout``, of which the objects are ``parsed``, with their ``scores``."""
-    pred = [ScoredObject(obj.desc, obj.kind, obj.bins) for obj in parsed.objects]
+    pred = [ScoredObject(as_written(obj.desc), obj.kind, obj.bins) for obj in parsed.objects]
     if scores is not None:
         pred = [replace(o, score=s.score, confidence=s.confidence) for o, s in zip(pred, scores, strict=True)]
     return ImageAnswer(
@@ -244,11 +245,12 @@ def to_line(answer: ImageAnswer) -> str:
 
 
 def from_line(text: str | bytes, *, path: Path | None = None, line: int | None = None) -> ImageAnswer:
-    """The inverse of :func:`to_line`. Raises DataError, with the reason, for a line that is not a prediction."""
+    """The inverse of :func:`to_line`, with names as datasets contain them. Raises DataError, with the reason, for a
+    line that is not a prediction."""
     read = from_json(_Line, text, "a line of predictions", path=path, line=line)
     try:
-        gt = None if read.gt is None else tuple(GTObject(o.desc, *_whole(o), o.soft) for o in read.gt)
-        pred = tuple(ScoredObject(o.desc, *o.shape(), o.score, o.confidence, o.answers) for o in read.pred)
+        gt = None if read.gt is None else tuple(GTObject(as_written(o.desc), *_whole(o), o.soft) for o in read.gt)
+        pred = tuple(ScoredObject(as_written(o.desc), *o.shape(), o.score, o.confidence, o.answers) for o in read.pred)
     except ValueError as error:
         raise DataError(f"not a line of predictions: {error}", path=path, line=line) from error
     same = {one.name: getattr(read, one.name) for one in fields(ImageAnswer)}

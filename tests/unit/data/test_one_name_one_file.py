@@ -119,6 +119,14 @@ def test_saved_answers_follow_the_rules_of_datasets(change: dict[str, object]) -
         from_line(json.dumps(line))
 
 
+def test_names_of_saved_answers_are_those_of_datasets() -> None:
+    objects = [{"desc": name, "bbox_2d": [1, 1, 9, 9]} for name in (" cafe\u0301 ", "a\tb")]
+    line = {"sample_id": "1", "image": "/x", "width": 9, "height": 9, "gt": objects, "pred": objects}
+    answer = from_line(json.dumps(line))
+    for found in (answer.truth, answer.pred):
+        assert [obj.desc for obj in found] == ["caf\u00e9", "a\tb"], "one that no dataset may contain stays"
+
+
 def test_a_class_may_be_called_like_a_field(tmp_path: Path) -> None:
     pred = [{"desc": "images", "bbox_2d": [1, 1, 9, 9]}]
     answer = {"sample_id": "1", "image": "/x", "width": 9, "height": 9, "gt": None, "pred": pred}
