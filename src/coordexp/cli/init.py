@@ -103,8 +103,9 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
     vocab = checkpoint.read_vocab()
     records = read_jsonl(train)
     check_dataset(records)
-    if val is not None:
-        read_jsonl(val, limit=1)
+    for path, found in ((train, records), *([] if val is None else [(val, read_jsonl(val))])):
+        if not any(record.objects for record in found):  # training would refuse it
+            raise DataError("no image has an object; convert the annotations again", path=path)
     # Tokens of the longest answer, and of the end of its turn.
     texts = sorted((serialize_objects(record.objects) for record in records), key=len, reverse=True)
     answer = max((len(vocab.encode_answer(text)) for text in texts[:_COUNTED]), default=0) + 1

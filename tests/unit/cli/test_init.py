@@ -199,6 +199,8 @@ def test_denser_scenes_get_longer_answers(tmp_path: Path, capsys: pytest.Capture
         ((".", "--model", DEMO), "train.jsonl"),
         (("mine", "--model", DEMO, "--val", "nothing.jsonl"), "dataset file not found"),
         (("mine", "--model", DEMO, "--out", "mine/train.jsonl"), "exists already"),
+        (("empty.jsonl", "--model", DEMO), "empty.jsonl: no image has an object"),
+        (("mine", "--model", DEMO, "--val", "empty.jsonl"), "empty.jsonl: no image has an object"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -207,6 +209,8 @@ def test_unusable_input_is_a_one_line_error(
 ) -> None:
     if "plain" in words:
         small_checkpoint(Path("plain"), coord_tokens=False)
+    if "empty.jsonl" in words:
+        write_jsonl([replace(record, objects=()) for record in read_jsonl(data / "train.jsonl")], Path("empty.jsonl"))
     refused = run_cli(capsys, "init", *words)
     assert refused.code == 2 and says in refused.err and not Path("stage1.yaml").exists()
 
