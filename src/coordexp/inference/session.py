@@ -164,7 +164,7 @@ def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence
 def read_class_names(given: str | None, model: str | Path) -> tuple[str, ...]:
     """The class names of ``--classes``: names between commas, a file of :func:`read_class_list`, or the class list of a
     checkpoint's folder; empty for None. Raises ConfigError as :func:`checked_class_names`, or for no name; DataError
-    for an unreadable file or one without names."""
+    for an unreadable file or one without names, as for a folder."""
     if given is None:
         return ()
     path = Path(given)
@@ -172,7 +172,13 @@ def read_class_names(given: str | None, model: str | Path) -> tuple[str, ...]:
         from coordexp.data.class_list import read_class_list
 
         return checked_class_names(tuple(read_class_list(path)), model)
-    if path.is_dir() and (listed := read_card(path).classes):
+    if path.is_dir():
+        if not (listed := read_card(path).classes):
+            raise DataError(
+                "is a folder without a class list; --classes takes names between commas, a file, or the folder of a "
+                f"checkpoint that has one (a class of this name: {given},{given})",
+                path=path,
+            )
         return checked_class_names(listed, model)
     if path.suffix.lower() in (".txt", ".names", ".jsonl", ".yaml", ".yml", ".json", ".csv"):
         raise DataError("not found; --classes takes names between commas, a .txt, .jsonl or data.yaml", path=path)

@@ -384,6 +384,8 @@ def test_lines_of_other_formats_are_not_taken_for_names(name: str, tmp_path: Pat
 
 
 def test_class_names_are_those_of_a_checkpoints_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is a folder without a class list"):
+        read_class_names(str(tmp_path), tmp_path)
     write_card(replace(UNTRAINED, classes=LIST), tmp_path)
     assert read_class_names(str(tmp_path), tmp_path) == LIST
 
