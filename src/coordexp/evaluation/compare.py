@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer, is_of
 from coordexp.evaluation.coco_results import average_precision
 from coordexp.evaluation.detection import (
     DENSITIES,
@@ -266,6 +266,11 @@ def paired(a: Sequence[ImageAnswer], b: Sequence[ImageAnswer]) -> list[ImageAnsw
             f"{len(lone)} images were answered by one run only ({lone[0]} first); predict both from one JSONL"
         )
     for answer in a:
+        if not is_of(answer, by_id[answer.sample_id]):
+            raise DataError(
+                f"{answer.sample_id}: the two runs answered other pictures ({answer.image}, "
+                f"{by_id[answer.sample_id].image}); predict both from one JSONL"
+            )
         if by_id[answer.sample_id].gt != answer.gt or answer.gt is None:
             raise DataError(f"{answer.sample_id}: the two runs have other annotations; predict both from one JSONL")
     return [by_id[answer.sample_id] for answer in a]

@@ -208,6 +208,9 @@ def test_runs_of_other_images_cannot_be_compared() -> None:
         compare(answers, answers[1:])
     with pytest.raises(DataError, match="1 images"):
         compare(answers[1:], answers)
+    for change in ({"image": "/elsewhere/a.png"}, {"width": 7}):
+        with pytest.raises(DataError, match=f"{answers[0].sample_id}: the two runs answered other pictures"):
+            compare(answers, [replace(answers[0], **change), *answers[1:]])
     with pytest.raises(DataError, match="other annotations"):
         compare(answers, [replace(answers[0], gt=(CAT,)), *answers[1:]])
 
