@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from coordexp.checkpoints.folder import OFFSET
+from coordexp.checkpoints.folder import OFFSET, is_adapter_folder
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.sharding import is_sharded
 
@@ -82,7 +82,8 @@ class TrainerWeights:
             if source.parameter.requires_grad or offset_of(source.owner) is not None
         )
         outside_llm = any(".visual." in f".{name}" for name, _ in named)
-        return AdapterWeights(adapter_config(config), tensors, changed, outside_llm)
+        on_adapters = is_adapter_folder(self._model.name_or_path)
+        return AdapterWeights(adapter_config(config), tensors, changed, outside_llm, on_adapters)
 
     def _sources(self) -> list[_Source]:
         modules = dict(self._model.named_modules())

@@ -192,13 +192,15 @@ class AdapterWeights:
 
     ``tensors`` under PEFT's file names, ``config`` the fields of its ``adapter_config.json``; ``changed``: plain
     weights outside the adapter that training changes too, under the checkpoint's names; ``outside_llm``: the adapter
-    also reaches the vision tower or the aligner.
+    also reaches the vision tower or the aligner; ``on_adapters``: its base has adapters merged in, which an engine's
+    folder has not.
     """
 
     config: Mapping[str, Any]
     tensors: tuple[tuple[str, Tensor], ...]
     changed: tuple[tuple[str, Tensor], ...] = ()
     outside_llm: bool = False
+    on_adapters: bool = False
 
 
 class WeightSource(Protocol):

@@ -231,6 +231,7 @@ ADAPTER = (("a", torch.zeros(2)),)
     [
         (FakeWeights(None), "trains no adapter"),
         (FakeWeights(AdapterWeights({"r": 4}, ADAPTER, outside_llm=True)), "vision tower"),
+        (FakeWeights(AdapterWeights({"r": 4}, ADAPTER, on_adapters=True)), "adapters of its own"),
         (FakeWeights(AdapterWeights({"r": 4}, ADAPTER)), "update_adapter_flattened_param"),
         *((Broken(kind("no file")), "no file")
           for kind in (RuntimeError, ValueError, TypeError, KeyError, OSError, CoordExpError)),

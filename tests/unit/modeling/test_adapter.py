@@ -253,3 +253,14 @@ def test_trained_weights_outside_the_adapter_are_named() -> None:
     ]  # fmt: skip
     llm_only = TrainerWeights(tuned(lora(freeze_vit=True, freeze_aligner=True, train_coord_rows=False)).model).adapter()
     assert llm_only is not None and not llm_only.outside_llm and llm_only.changed == ()
+
+
+def test_an_adapter_of_a_model_that_has_adapters_says_so(tmp_path: Path) -> None:
+    """Engines load the plain model below both: with the newer adapter alone, they would answer as another model."""
+    keys = {"freeze_vit": True, "freeze_aligner": True, "train_coord_rows": False}
+    first = tuned(lora(**keys))
+    save_adapter(first.model, tmp_path)
+    second = TrainerWeights(tuned(lora(**keys), checkpoint=tmp_path).model).adapter()
+    plain = TrainerWeights(first.model).adapter()
+    assert second is not None and plain is not None
+    assert (second.on_adapters, plain.on_adapters) == (True, False)

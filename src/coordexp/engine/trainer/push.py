@@ -143,6 +143,11 @@ class WeightPusher(ABC):
                 "the adapter reaches the vision tower or the aligner, where vLLM would ignore it; freeze them "
                 "(tuner.freeze_vit, tuner.freeze_aligner)"
             )
+        if adapter.on_adapters:
+            raise RolloutError(
+                "model.model has adapters of its own, which the engine would lack: it loads their base model; merge "
+                "them (coordexp model merge), and train from the merged checkpoint"
+            )
         with self._aborting():
             dtype = self._begin("adapter")
             for bucket in in_buckets(adapter.changed, self._config.bucket_mb << 20):
