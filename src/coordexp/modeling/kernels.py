@@ -121,10 +121,10 @@ def _with_adapter(module: Any, x: torch.Tensor) -> torch.Tensor:
     if module.disable_adapters or module.merged or len(adapters) != 1:
         return type(module).forward(module, x)
     x_LI, (name,) = x.flatten(0, -2), adapters
+    if x.dtype != module.lora_A[name].weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        return type(module).forward(module, x)  # peft casts the adapter's input
     low_LR = module.lora_A[name](module.lora_dropout[name](x_LI)) * module.scaling[name]
     result_LO = module.base_layer(x_LI)
-    if low_LR.dtype != result_LO.dtype:
-        return type(module).forward(module, x)
     # In place: the product before it keeps its factors only, and another result would first be filled with a copy.
     result_LO.addmm_(low_LR, module.lora_B[name].weight.to(low_LR.dtype).t())
     return result_LO.unflatten(0, x.shape[:-1])
