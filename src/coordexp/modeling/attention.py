@@ -149,14 +149,15 @@ class _Varlen(torch.autograd.Function):
         starts, longest = segments.cumulative(q_LHD.device), segments.longest
         window = [-1, 0] if segments.causal else [-1, -1]
         kept = _KEPT.get()
-        if kept is not None and segments.causal and not kept.causal:
+        # A layer whose attention is before all that it trains has none to keep.
+        if kept is not None and (not any(ctx.needs_input_grad) or (segments.causal and not kept.causal)):
             kept = None
         if kept is None or not kept.recomputes:
             grouped = k_LHD.shape[1] != q_LHD.shape[1]
             found = _OPERATIONS._varlen_attn(
                 q_LHD, k_LHD, v_LHD, starts, starts, longest, longest, segments.causal, scaling, window, grouped
             )
-            if kept is not None and any(ctx.needs_input_grad):
+            if kept is not None:
                 kept.outputs.append(found)
         else:
             found = next(kept.remaining)

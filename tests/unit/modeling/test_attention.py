@@ -198,3 +198,18 @@ def test_a_recomputed_layer_keeps_its_attention(monkeypatch: pytest.MonkeyPatch)
     assert operations.calls == 34, "each twice"
     gradient(recomputed=True, causal=False, keeps_causal=False)
     assert operations.calls == 42, "images keep theirs"
+
+
+def test_a_recomputed_layer_may_train_only_what_follows_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block of the vision tower with adapters of its MLP alone."""
+    monkeypatch.setattr(module, "_OPERATIONS", Operations())
+    weight = torch.linspace(0.5, 1.5, DIM, dtype=torch.float64).requires_grad_()
+
+    def layer(x_1HLD: torch.Tensor, segments: Segments) -> torch.Tensor:
+        kv = x_1HLD[:, :KV_HEADS]
+        return (attend_varlen(x_1HLD, kv, kv.sin(), segments, DIM**-0.5).transpose(1, 2) * weight).sin()
+
+    x, segments = rows(8)[0].detach(), Segments((3, 5), causal=False)
+    recomputed = checkpoint(layer, x, segments, use_reentrant=False, context_fn=keeping_attention)
+    found, plain = (torch.autograd.grad(one.sum(), weight)[0] for one in (recomputed, layer(x, segments)))
+    torch.testing.assert_close(found, plain, atol=0, rtol=0)
