@@ -12,7 +12,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from coordexp.data.images import open_rgb
-from coordexp.engine.server.swift_pipes import seeded_by_place
+from coordexp.engine.server.swift_pipes import cache_kept_by, seeded_by_place
 from coordexp.engine.wire import protocol
 from coordexp.engine.wire.arguments import CLASS_NAMES_KEY
 from coordexp.engine.wire.protocol import InferRequest, PromptBuilder, RequestConfig, RequestRefused, open_image
@@ -197,3 +197,18 @@ def test_without_a_seed_none_is_set() -> None:
     swift = pytest.importorskip("swift.infer_engine.protocol", reason="the plugin runs inside ms-swift")
     assert seeded_by_place(None, [1, 1]) == [None, None]
     assert [one.seed for one in seeded_by_place(swift.RequestConfig(), [2, 1]) if one] == [None, None]
+
+
+def test_a_cache_that_an_engine_kept_is_named() -> None:
+    """vLLM's prefix cache says False while a request runs; the others always empty, and say nothing."""
+
+    class Engine:
+        def __init__(self, is_emptied: bool) -> None:
+            self.emptied: list[str] = []
+            self.reset_prefix_cache = lambda: self.emptied.append("prefix") or is_emptied
+            self.reset_encoder_cache = lambda: self.emptied.append("encoder")
+            self.reset_mm_cache = lambda: self.emptied.append("mm")
+
+    engine = Engine(True)
+    assert cache_kept_by(engine) is None and engine.emptied == ["prefix", "encoder", "mm"]
+    assert cache_kept_by(Engine(False)) == "prefix"

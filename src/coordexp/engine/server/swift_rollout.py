@@ -22,7 +22,13 @@ from swift.infer_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
 from swift.pipelines.infer import rollout as swift_rollout
 
-from coordexp.engine.server.swift_pipes import SerializeRequests, SharedHeartbeat, seeded_by_place, with_heartbeat
+from coordexp.engine.server.swift_pipes import (
+    SerializeRequests,
+    SharedHeartbeat,
+    cache_kept_by,
+    seeded_by_place,
+    with_heartbeat,
+)
 from coordexp.engine.wire.arguments import (
     ADAPTER_ID,
     ADAPTER_NAME,
@@ -135,8 +141,8 @@ class CoordExpVllmEngine(GRPOVllmEngine):
     def coordexp_commit(self, **commit: Any) -> dict[str, Any]:
         outcome = self.coordexp_call("process_weights_after_loading", **commit)
         if "result" in outcome:
-            for cache in ("prefix", "encoder", "mm"):
-                getattr(self.engine, f"reset_{cache}_cache")()
+            if (kept := cache_kept_by(self.engine)) is not None:
+                return {"error": f"the engine kept its {kept} cache of the old weights: a request runs; restart it"}
             report = outcome["result"][0]
             self._weights = WeightVersion(report["weight_version"], report["trainer_id"])
         return outcome
