@@ -1,8 +1,8 @@
 """Draws every picture of docs/images that is older than what draws it; `make docs` runs this.
 
 Age is decided by content: docs/images/drawn.json has, for each picture, the fingerprint of the code and the data that
-it was drawn from (comments and layout of Python do not count) and that of the picture. Pictures of training runs are
-listed in OF_RUNS and not compared.
+it was drawn from (comments and layout of Python do not count) and that of the picture. Pictures of training runs
+(OF_RUNS, TERMINALS_OF_RUNS) take minutes and show figures that any change moves, so they are not compared.
 
 python docs/pictures.py                # draw what is out of date and can be drawn here
 python docs/pictures.py errors.svg     # draw these anew
@@ -44,8 +44,6 @@ BY_HAND = ("channels.svg", "cluster.svg", "push.svg")
 OF_RUNS = {
     "demo.png": "coordexp demo; outputs/demo/comparison.png",
     "curves.svg": "python docs/draw_images.py curves RUN docs/images/curves.svg, of 100 steps of rollout matching",
-    "launch.svg": "coordexp launch of a server and a trainer on the CPU, by tmux and docs/draw_images.py terminal",
-    "first-training.svg": "coordexp train and evaluate of stage 1, by tmux and docs/draw_images.py terminal",
     "viewer.png": "coordexp demo; python docs/draw_images.py page outputs/demo/view.html docs/images/viewer.png",
     "tensorboard-images.png": "tensorboard on a run with monitor_dump, by docs/draw_images.py page",
     "tensorboard-histograms.png": "tensorboard on a run with monitor_dump, by docs/draw_images.py page",
@@ -111,6 +109,40 @@ def errors(out: Path, folder: Path) -> None:
     )  # fmt: skip
 
 
+def first_training(out: Path, folder: Path) -> None:
+    """Stage 1 as the quickstart starts it: 64 steps of ``init``'s configuration, then its evaluation."""
+    _train_and_val(folder, 512)
+    link(folder, "demo-stage1", "start")
+    command(folder, "init", "data/train/scenes.jsonl", "--val", "data/val/scenes.jsonl", "--model", "checkpoints/start")
+    train = "coordexp train stage1.yaml training.num_train_epochs=1 training.learning_rate=1e-4"
+    terminal(out, folder, "stage 1", train, "coordexp evaluate stage1.yaml --model outputs/stage1")
+
+
+def launch(out: Path, folder: Path) -> None:
+    """A rollout server and a trainer on the CPU, by one command."""
+    _train_and_val(folder, 80)
+    link(folder, "demo-stage1", "start")
+    (folder / "served.yaml").write_text(f"""\
+extends: {ROOT}/configs/stage2_rollout_aligned/server.yaml
+model: {{model: checkpoints/start, dtype: float32}}
+custom: {{train_jsonl: data/train/scenes.jsonl, val_jsonl: null}}
+training: {{output_dir: outputs/served, max_steps: 20, effective_batch_size: 4, per_device_train_batch_size: 4,
+  learning_rate: 1.0e-4, master_weights: null, bf16: false, eval_strategy: 'no', use_cpu: true}}
+data: {{num_workers: 0}}
+global_max_length: 1024
+rollout_matching: {{max_new_tokens: 192, vllm: {{dtype: float32, enforce_eager: true, gpu_memory_utilization: 0.1}}}}
+launch: {{server_devices: [[]], learner_devices: []}}
+""", encoding="utf-8")  # fmt: skip
+    terminal(out, folder, "one server and a trainer on the CPU", "coordexp launch served.yaml")
+
+
+def _train_and_val(folder: Path, count: int) -> None:
+    for split, images, seed in (("train", count, 1), ("val", 64, 2)):
+        command(
+            folder, "data", "scenes", "--out", f"data/{split}", "--count", images, "--spec", "sparse", "--seed", seed
+        )
+
+
 PAGES, SCENE_CODE = "docs/draw_images.py", "src/coordexp/data/scenes.py"
 STUDY = "studies/when_stage2_helps"
 PICTURES = (
@@ -123,6 +155,13 @@ PICTURES = (
             (PAGES, "src/coordexp/data/dataset_check.py", "src/coordexp/config/base.py",
              "src/coordexp/config/from_yaml.py"), ("tmux",)),
 )  # fmt: skip
+
+
+# Drawn when they are named.
+TERMINALS_OF_RUNS = (
+    Picture("first-training.svg", first_training, (), ("tmux",)),
+    Picture("launch.svg", launch, (), ("tmux",)),
+)
 
 
 def fingerprint(code: Sequence[str]) -> str:
@@ -180,7 +219,7 @@ def out_of_date() -> Iterator[tuple[Picture, str]]:
 
 def strangers() -> list[str]:
     """Files without an entry here, and entries without a file."""
-    known = {*COMPARED, *BY_HAND, *OF_RUNS, *(picture.file for picture in PICTURES)}
+    known = {*COMPARED, *BY_HAND, *OF_RUNS, *(picture.file for picture in (*PICTURES, *TERMINALS_OF_RUNS))}
     there = {path.name for path in IMAGES.iterdir()} - {RECORD.name}
     return [
         f"docs/images/{name}: nothing draws it; give it an entry in docs/pictures.py" for name in sorted(there - known)
@@ -195,7 +234,7 @@ def main() -> None:
         if problems:
             sys.exit("\n".join(problems))
         return
-    by_name = {picture.file: picture for picture in PICTURES}
+    by_name = {picture.file: picture for picture in (*PICTURES, *TERMINALS_OF_RUNS)}
     if unknown := [word for word in words if word not in by_name]:
         sys.exit(f"{', '.join(unknown)}: not drawn here; expected {', '.join(by_name)}")
     for picture in [by_name[word] for word in words] or [picture for picture, _ in out_of_date()]:
@@ -205,8 +244,9 @@ def main() -> None:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="coordexp-picture-") as folder:
             picture.draw(IMAGES / picture.file, Path(folder))
-        record = drawn() | {picture.file: state_of(picture)}
-        RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=2) + "\n", encoding="utf-8")
+        if picture in PICTURES:
+            record = drawn() | {picture.file: state_of(picture)}
+            RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=2) + "\n", encoding="utf-8")
         print(f"docs/images/{picture.file}: drawn in {time.monotonic() - began:.0f} s")
 
 

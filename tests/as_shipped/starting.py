@@ -39,7 +39,7 @@ from coordexp.data.scenes import SPARSE, write_scenes
 from support.busy import busyness
 from support.ports import free_ports
 
-START_S = 300.0  # imports, model, engine and all steps
+START_S = 900.0  # imports, model, engine and all steps
 # On a quiet machine; a busy one takes longer in proportion.
 AFTER_LAST_STEP_S = 30.0  # the last evaluation, saving, and ending; servers have 15 s
 AFTER_SIGNAL_S = 10.0

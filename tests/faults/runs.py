@@ -16,7 +16,7 @@ from typing import Any
 from coordexp.distributed import RENDEZVOUS
 from support.forked import forked
 
-DEADLINE_S = 240.0
+DEADLINE_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)

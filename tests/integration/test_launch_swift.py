@@ -21,7 +21,7 @@ from support.config_samples import pipeline, set_key, write_yaml
 from support.rollout_servers import descendants, guarded_config, is_alive, plan_of, serving_environment, with_arguments
 from support.tiny_run import tiny_scenes
 
-LAUNCH_S = 280.0
+LAUNCH_S = 900.0
 RUN_PLAN = (
     "import sys; from coordexp.launch.supervisor import run_plan; "
     "from coordexp.launch.plan import PLAN_JSON; "

@@ -48,7 +48,7 @@ def test_trainer_variant_selects_the_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("argv", [[], ["--config"], ["--config", "missing.yaml"]])
 def test_without_a_configuration_nothing_starts(argv: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "src.sft", *argv], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "src.sft", *argv], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2
     assert "--config" in done.stderr or "missing.yaml: no such file" in done.stderr

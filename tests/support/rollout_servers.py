@@ -44,7 +44,7 @@ SPEC = TinySpec(
     hidden=64, layers=2, heads=2, kv_heads=1, head_dim=64, mlp=96,
     vision_hidden=32, vision_depth=2, vision_heads=2, vision_mlp=64, min_pixels=32 * 32,
 )  # fmt: skip
-BOOT_S = 400.0
+BOOT_S = 900.0
 STOP_S = 30.0
 NEW_TOKENS = 16
 # The sharpened tiny model repeats itself at different steps: of six answers of 64 tokens, two stay below these limits.

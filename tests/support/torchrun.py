@@ -28,7 +28,7 @@ from coordexp.training.run import run_training
 from support.forked import TRAINER, Behind, by_file, forked
 from support.tiny_run import step_lines, weights
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 900.0
 # Plain SGD shows the gradient itself in the weights.
 SGD: dict[str, Any] = {"training__optim": "sgd", "training__learning_rate": 0.05, "training__max_grad_norm": 0.0}
 

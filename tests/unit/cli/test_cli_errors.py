@@ -180,7 +180,7 @@ def test_ctrl_c_exits_with_130(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(3)  # a second signal during shutdown would kill the process
-    _, err = process.communicate(timeout=5)
+    _, err = process.communicate(timeout=60)
     os.close(writer)
     assert process.returncode == 130
     assert err.strip() and "Traceback" not in err
