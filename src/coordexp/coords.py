@@ -172,7 +172,7 @@ class CoordVocab:
         unknown = [part for part in dict.fromkeys(parts[::2]) if part not in known]
         if unknown:
             if len(known) + len(unknown) > _MAX_REMEMBERED:
-                known.clear()
+                known = self._ids_of_part = {}  # another thread may be reading the old one
                 unknown = list(dict.fromkeys(parts[::2]))
             encoded: list[list[int]] = self._encode(unknown, add_special_tokens=False)["input_ids"]
             known.update(zip(unknown, map(tuple, encoded), strict=True))
