@@ -216,10 +216,9 @@ class _Line(ImageAnswer):
         check_bin_rule(self.bin_rule)
 
 
-def is_of(answer: ImageAnswer, other: ImageRecord | ImageAnswer) -> bool:
-    """Whether ``answer`` is for the picture that a record names now, or that another answer is for, by path and
-    size."""
-    return (answer.image, answer.width, answer.height) == (str(other.image), other.width, other.height)
+def is_of(answer: ImageAnswer, record: ImageRecord) -> bool:
+    """Whether ``answer`` is for the picture that ``record`` names now, by its path and size."""
+    return (answer.image, answer.width, answer.height) == (str(record.image), record.width, record.height)
 
 
 def to_line(answer: ImageAnswer) -> str:

@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import ImageAnswer, is_of
+from coordexp.evaluation.answers import ImageAnswer
 from coordexp.evaluation.coco_results import average_precision
 from coordexp.evaluation.detection import (
     DENSITIES,
@@ -266,14 +267,20 @@ def paired(a: Sequence[ImageAnswer], b: Sequence[ImageAnswer]) -> list[ImageAnsw
             f"{len(lone)} images were answered by one run only ({lone[0]} first); predict both from one JSONL"
         )
     for answer in a:
-        if not is_of(answer, by_id[answer.sample_id]):
+        other = by_id[answer.sample_id]
+        if _picture(answer) != _picture(other):
             raise DataError(
-                f"{answer.sample_id}: the two runs answered other pictures ({answer.image}, "
-                f"{by_id[answer.sample_id].image}); predict both from one JSONL"
+                f"{answer.sample_id}: the two runs answered other pictures ({answer.image}, {other.image}); predict "
+                "both from one JSONL"
             )
-        if by_id[answer.sample_id].gt != answer.gt or answer.gt is None:
+        if other.gt != answer.gt or answer.gt is None:
             raise DataError(f"{answer.sample_id}: the two runs have other annotations; predict both from one JSONL")
     return [by_id[answer.sample_id] for answer in a]
+
+
+def _picture(answer: ImageAnswer) -> tuple[str, int, int]:
+    # The same dataset may be in another folder, as on another machine.
+    return Path(answer.image).name, answer.width, answer.height
 
 
 def _interval(values_R: np.ndarray) -> tuple[float, float]:

@@ -146,11 +146,9 @@ def _thinned(records: list[ViewRecord], most: int, notes: list[str]) -> list[Vie
 def compare(first: ViewData, second: ViewData, max_records: int = 1000) -> ViewData:
     """Both runs' answers to the same image at the same step, as one record each; others are counted in a note. Raises
     DataError if the runs share no image."""
-    others = {(record.sample_id, record.step): record for record in second.records}
+    others = {_picture_of(record): record for record in second.records}
     records = [
-        replace(record, other=others[record.sample_id, record.step])
-        for record in first.records
-        if (record.sample_id, record.step) in others
+        replace(record, other=others[_picture_of(record)]) for record in first.records if _picture_of(record) in others
     ]
     if not records:
         raise DataError(f"{first.title} and {second.title}: no image is answered in both; let both answer one dataset")
@@ -161,6 +159,10 @@ def compare(first: ViewData, second: ViewData, max_records: int = 1000) -> ViewD
     shown = tuple(_thinned(records, max_records, notes))
     names = (first.title, second.title)
     return ViewData(" and ".join(names), shown, first.curves, tuple(notes), names)
+
+
+def _picture_of(record: ViewRecord) -> tuple[object, ...]:
+    return record.sample_id, record.step, Path(record.image).name, record.width, record.height
 
 
 def find_checkpoint(source: Path) -> Path | None:

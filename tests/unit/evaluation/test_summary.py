@@ -211,6 +211,7 @@ def test_runs_of_other_images_cannot_be_compared() -> None:
     for change in ({"image": "/elsewhere/a.png"}, {"width": 7}):
         with pytest.raises(DataError, match=f"{answers[0].sample_id}: the two runs answered other pictures"):
             compare(answers, [replace(answers[0], **change), *answers[1:]])
+    compare(answers, [replace(one, image=f"/elsewhere/{Path(one.image).name}") for one in answers], resamples=2)
     with pytest.raises(DataError, match="other annotations"):
         compare(answers, [replace(answers[0], gt=(CAT,)), *answers[1:]])
 

@@ -183,12 +183,13 @@ def test_a_followed_run_shows_its_new_records(tmp_path: Path) -> None:
 
 
 def test_two_runs_are_joined_by_image(tmp_path: Path) -> None:
-    write_answers(random_answers(5, 1), tmp_path / "a" / PREDICTIONS)
-    write_answers(random_answers(7, 2)[1:], tmp_path / "b" / PREDICTIONS)
+    of_other_size, *same = random_answers(7, 1)
+    write_answers([of_other_size, *same[:4]], tmp_path / "a" / PREDICTIONS)
+    write_answers([replace(of_other_size, width=7), *same], tmp_path / "b" / PREDICTIONS)
     both = compare(collect(tmp_path / "a"), collect(tmp_path / "b"))
     assert [record.sample_id for record in both.records] == ["s1", "s2", "s3", "s4"]
     assert all(record.other is not None and record.other.sample_id == record.sample_id for record in both.records)
-    assert [note.split()[0] for note in both.notes] == ["1", "2"]  # left out of either run
+    assert [note.split()[0] for note in both.notes] == ["1", "3"]  # left out of either run
     first, second = data_of(render(both), "data")["records"][0], both.records[0].other
     assert second is not None and len(first["other"]["pred"]) == len(second.pred)
 
