@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from PIL import Image
 
+from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.engine.trainer.client import ServerClient
+from coordexp.engine.wire.arguments import FINGERPRINT
 from coordexp.weight_sync.group import GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver
 from support.fused_model import SHAPES, FakeWeights, FusedModel
@@ -114,9 +116,13 @@ class FakeRolloutServer(JsonServer):
 
 class FakePushServer(JsonServer):
     """One worker. ``swift``: answers updates before their bytes arrive, and 200 to every failure, as ms-swift does;
-    ``plain``: has no ``/status/`` and reports nothing, as ms-swift without our plugin."""
+    ``plain``: has no ``/status/`` and reports nothing, as ms-swift without our plugin. ``model``: the folder that it
+    says it takes adapters for."""
 
-    def __init__(self, *, swift: bool = False, plain: bool = False, dtype: str = "float32") -> None:
+    def __init__(
+        self, *, swift: bool = False, plain: bool = False, dtype: str = "float32", model: Path | None = None
+    ) -> None:
+        self.fingerprint = None if model is None else fingerprint(model)
         self.model = FusedModel().to(getattr(torch, dtype))
         self.receiver = WeightReceiver(self.model, torch.device("cpu"), sharded=False)
         self.asked: list[str] = []
@@ -155,7 +161,7 @@ class FakePushServer(JsonServer):
         if path == "/get_world_size/":
             return {"world_size": 1}
         if path == "/status/":
-            return None if self._plain else {"workers": [self._status()]}
+            return None if self._plain else {"workers": [self._status()], FINGERPRINT: self.fingerprint}
         if path == "/init_communicator/":
             address = GroupAddress(
                 "127.0.0.1", body["port"], 0, body["world_size"], body["timeout_s"], body.get("token", "")

@@ -40,7 +40,7 @@ LAYERS: dict[str, float] = {
 PLUGIN = ("engine.server.plugin", "engine.server.swift_rollout", "engine.server.swift_pipes")
 PLUGIN_MAY_IMPORT = (
     *("engine.server.swift_", "engine.wire", "weight_sync"),
-    *("rollouts.repeat_guard", "rollouts.class_names", "errors"),
+    *("rollouts.repeat_guard", "rollouts.class_names", "checkpoints.fingerprints", "errors"),
 )
 # Folders that run in different processes; what two of them need is in engine.wire.
 ROOMS = ("engine.trainer", "engine.server", "engine.worker")

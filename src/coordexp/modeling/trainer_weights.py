@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from coordexp.checkpoints.folder import OFFSET, is_adapter_folder
+from coordexp.checkpoints.folder import OFFSET
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.sharding import is_sharded
 
@@ -82,8 +83,7 @@ class TrainerWeights:
             if source.parameter.requires_grad or offset_of(source.owner) is not None
         )
         outside_llm = any(".visual." in f".{name}" for name, _ in named)
-        on_adapters = is_adapter_folder(self._model.name_or_path)
-        return AdapterWeights(adapter_config(config), tensors, changed, outside_llm, on_adapters)
+        return AdapterWeights(adapter_config(config), tensors, Path(self._model.name_or_path), changed, outside_llm)
 
     def _sources(self) -> list[_Source]:
         modules = dict(self._model.named_modules())

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coordexp.config.rollout import RolloutMatchingConfig
@@ -190,17 +191,16 @@ def collect_in_order(
 class AdapterWeights:
     """A LoRA adapter as an engine loads it.
 
-    ``tensors`` under PEFT's file names, ``config`` the fields of its ``adapter_config.json``; ``changed``: plain
-    weights outside the adapter that training changes too, under the checkpoint's names; ``outside_llm``: the adapter
-    also reaches the vision tower or the aligner; ``on_adapters``: its base has adapters merged in, which an engine's
-    folder has not.
+    ``tensors`` under PEFT's file names, ``config`` the fields of its ``adapter_config.json``; ``base``: the
+    folder of the model that it is put on; ``changed``: plain weights outside the adapter that training changes too,
+    under the checkpoint's names; ``outside_llm``: the adapter also reaches the vision tower or the aligner.
     """
 
     config: Mapping[str, Any]
     tensors: tuple[tuple[str, Tensor], ...]
+    base: Path
     changed: tuple[tuple[str, Tensor], ...] = ()
     outside_llm: bool = False
-    on_adapters: bool = False
 
 
 class WeightSource(Protocol):

@@ -34,7 +34,7 @@ class Weights:
         return nullcontext(iter([("a", torch.zeros(2))]))
 
     def adapter(self) -> AdapterWeights:
-        return AdapterWeights({"r": 4}, (("a", torch.zeros(2)),))
+        return AdapterWeights({"r": 4}, (("a", torch.zeros(2)),), Path("model"))
 
 
 class Trainer:

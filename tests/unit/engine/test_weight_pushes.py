@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from coordexp import distributed
 from coordexp.config.rollout import SyncConfig
+from coordexp.data.files import asset
 from coordexp.engine.trainer.push import ServerPusher
 from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import AdapterWeights
@@ -224,15 +226,16 @@ class Broken(FakeWeights):
 
 
 ADAPTER = (("a", torch.zeros(2)),)
+MODEL, OTHER_MODEL = (asset(f"checkpoints/{name}") for name in ("demo-stage1", "demo-incomplete"))
 
 
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
         (FakeWeights(None), "trains no adapter"),
-        (FakeWeights(AdapterWeights({"r": 4}, ADAPTER, outside_llm=True)), "vision tower"),
-        (FakeWeights(AdapterWeights({"r": 4}, ADAPTER, on_adapters=True)), "adapters of its own"),
-        (FakeWeights(AdapterWeights({"r": 4}, ADAPTER)), "update_adapter_flattened_param"),
+        (FakeWeights(AdapterWeights({"r": 4}, ADAPTER, MODEL, outside_llm=True)), "vision tower"),
+        (FakeWeights(AdapterWeights({"r": 4}, ADAPTER, OTHER_MODEL)), "its model has the fingerprint"),
+        (FakeWeights(AdapterWeights({"r": 4}, ADAPTER, MODEL)), "update_adapter_flattened_param"),
         *((Broken(kind("no file")), "no file")
           for kind in (RuntimeError, ValueError, TypeError, KeyError, OSError, CoordExpError)),
     ],
@@ -241,7 +244,7 @@ ADAPTER = (("a", torch.zeros(2)),)
 def test_after_any_failed_adapter_push_all_pushes_are_full(
     start: Start, caplog: pytest.LogCaptureFixture, source: FakeWeights, reason: str
 ) -> None:
-    server = start()
+    server = start(model=MODEL)
     server.reply = _with_error(server, "/update_adapter_flattened_param/", "started without adapters")  # type: ignore[method-assign]
     with syncing([server], source, mode="adapter") as sync:
         with caplog.at_level(logging.WARNING):
@@ -256,6 +259,15 @@ def test_after_any_failed_adapter_push_all_pushes_are_full(
     with pytest.raises(RolloutError, match=r"sync\.fallback_to_full: true"):
         strict.push(3)
     strict.close()
+
+
+def test_adapters_of_a_model_with_adapters_are_not_pushed(start: Start, tmp_path: Path) -> None:
+    """Engines load the plain model below both."""
+    (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    source = FakeWeights(AdapterWeights({"r": 4}, ADAPTER, tmp_path))
+    strict = {"mode": "adapter", "fallback_to_full": False}
+    with syncing([start()], source, **strict) as sync, pytest.raises(RolloutError, match="adapters of its own"):
+        sync.push(1)
 
 
 def test_a_restarted_server_gets_the_next_push(start: Start) -> None:

@@ -24,7 +24,7 @@ from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from coordexp.engine.server.admission import BODY_S, Admission, reply_to_error, reply_to_invalid
 from coordexp.engine.server.options import ServeOptions
 from coordexp.engine.server.served_engine import Heartbeat, ServedEngine
-from coordexp.engine.wire.arguments import MAX_WAIT_S, CommitRequest, JoinRequest
+from coordexp.engine.wire.arguments import FINGERPRINT, MAX_WAIT_S, CommitRequest, JoinRequest
 from coordexp.engine.wire.engine_process import image_threads
 from coordexp.engine.wire.protocol import (
     ENVELOPE,
@@ -193,6 +193,7 @@ class RolloutServer:
             "server": "coordexp serve",
             "engine_alive": True,
             "model": str(self.options.model),
+            FINGERPRINT: self.options.fingerprint,
             "world_size": self.engine.world_size,
             "data_parallel_size": self.options.data_parallel_size,
             **self.lock.weights.payload(),

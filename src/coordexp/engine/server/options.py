@@ -25,6 +25,7 @@ class ServeOptions:
         host: address to listen on. advertised_host: name by which trainers reach the server, usually the same.
         engine: vLLM engine arguments that the YAML sets.
         push_wait_s: seconds that a push waits for running answers. ready_s: seconds that engines may take to start.
+        fingerprint: of ``model``, where adapters may be put on it.
     """
 
     model: Path
@@ -40,6 +41,7 @@ class ServeOptions:
     ready_s: float
     takes_class_names: bool = False
     skip_forced_tokens: bool = False
+    fingerprint: str | None = None
     api_key: str | None = field(default=None, repr=False)
 
     @property

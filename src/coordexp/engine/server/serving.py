@@ -60,13 +60,16 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, _: sys.exit(128 + signum))
     with heavy_imports():
+        from coordexp.checkpoints.fingerprints import fingerprint
         from coordexp.checkpoints.folder import Checkpoint
         from coordexp.engine.server.app import RolloutServer
         from coordexp.engine.server.served_engine import ServedEngine
         from coordexp.modeling.load import load_processor
 
     checkpoint = Checkpoint.open(options.model)
-    options = replace(options, model=checkpoint.base)  # adapters come with the trainer's first push
+    # Adapters come with the trainer's first push, which compares the model below them with its own.
+    base = checkpoint.base
+    options = replace(options, model=base, fingerprint=fingerprint(base) if options.engine.get("enable_lora") else None)
     prompts = PromptBuilder(load_processor(checkpoint), options.max_images)
     with listener, _folder_of_sockets():
         engine = ServedEngine.start(options, gpu)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import swift.arguments.deploy_args
@@ -22,6 +23,7 @@ from swift.infer_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
 from swift.pipelines.infer import rollout as swift_rollout
 
+from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.engine.server.swift_pipes import (
     SerializeRequests,
     SharedHeartbeat,
@@ -35,6 +37,7 @@ from coordexp.engine.wire.arguments import (
     ADAPTER_PATH,
     CLASS_NAMES_ENABLE,
     CLASS_NAMES_KEY,
+    FINGERPRINT,
     REQUEST_KEY,
     CommitRequest,
     JoinRequest,
@@ -198,9 +201,12 @@ class CoordExpEndpoints:
     async def status(self) -> dict[str, Any]:
         replies = await _call_workers(self.connections, "coordexp_status", [{}] * len(self.connections))
         workers = [one for statuses in replies for one in statuses]
+        model = Path(self.args.model)
+        takes_adapters = self.args.vllm_enable_lora and model.is_dir()
         return {
             "server": "swift rollout",
-            "model": str(self.args.model),
+            "model": str(model),
+            FINGERPRINT: await asyncio.to_thread(fingerprint, model) if takes_adapters else None,
             "world_size": len(workers),
             "data_parallel_size": len(self.connections),
             **{key: workers[0][key] for key in WeightVersion().payload()},

@@ -255,6 +255,9 @@ class ColocatedPusher(WeightPusher):
     def _begin(self, mode: Mode) -> torch.dtype | None:
         return self.engine.ask_worker(lambda worker: worker.model_runner.model_config.dtype)
 
+    def _check_base(self, base: Path) -> None:
+        pass  # this process gave the engine its model
+
     def _send(self, tensors: Named, peft_config: Mapping[str, Any] | None = None) -> None:
         if peft_config is not None:  # without _named: the caller handles vLLM's own errors, by pushing full weights
             self.engine.ask_worker(lambda worker: worker.take_adapter(dict(peft_config), tensors))

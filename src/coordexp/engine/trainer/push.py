@@ -12,14 +12,18 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from coordexp import distributed
 from coordexp.background import in_background, wait_for_all
+from coordexp.checkpoints.fingerprints import fingerprint
+from coordexp.checkpoints.folder import is_adapter_folder
 from coordexp.config.rollout import SyncConfig
 from coordexp.engine.trainer.client import ServerClient
+from coordexp.engine.wire.arguments import FINGERPRINT
 from coordexp.errors import CoordExpError, RolloutError
 from coordexp.rollouts.backend import WeightSource
 from coordexp.weight_sync import WeightVersion
@@ -93,6 +97,10 @@ class WeightPusher(ABC):
         """Connect to every engine. Returns the dtype of their weights, None if unknown."""
 
     @abstractmethod
+    def _check_base(self, base: Path) -> None:
+        """Raise RolloutError if an engine loaded another model than ``base``, on which the adapter is trained."""
+
+    @abstractmethod
     def _send(self, tensors: Named, peft_config: Mapping[str, Any] | None = None) -> None:
         """Send a bucket of weights, or an adapter with its ``peft_config``, to every engine. May return before all has
         arrived; the tensors must not change until the commit."""
@@ -143,13 +151,14 @@ class WeightPusher(ABC):
                 "the adapter reaches the vision tower or the aligner, where vLLM would ignore it; freeze them "
                 "(tuner.freeze_vit, tuner.freeze_aligner)"
             )
-        if adapter.on_adapters:
+        if is_adapter_folder(adapter.base):
             raise RolloutError(
                 "model.model has adapters of its own, which the engine would lack: it loads their base model; merge "
                 "them (coordexp model merge), and train from the merged checkpoint"
             )
         with self._aborting():
             dtype = self._begin("adapter")
+            self._check_base(adapter.base)
             for bucket in in_buckets(adapter.changed, self._config.bucket_mb << 20):
                 self._send([(name, _converted(tensor, dtype)) for name, tensor in bucket])
             self._send(list(adapter.tensors), adapter.config)
@@ -224,6 +233,15 @@ class ServerPusher(WeightPusher):
             )
         return dtypes.pop() if dtypes else None
 
+    def _check_base(self, base: Path) -> None:
+        own = fingerprint(base)
+        for link in self.links:
+            if link.base != own:
+                raise RolloutError(
+                    f"{link}: its model has the fingerprint {link.base}, and {base}, on which this run trains its "
+                    f"adapter, has {own}; start the server from the same checkpoint with vllm.enable_lora: true"
+                )
+
     def _send(self, tensors: Named, peft_config: Mapping[str, Any] | None = None) -> None:
         self._finish_sending()
         computed = computed_by_now(tensors[0][1].device)
@@ -266,6 +284,7 @@ class ServerLink:
         self._pushed: WeightVersion | None = None
         self.dtype: torch.dtype | None = None
         self.base_overwritten = False
+        self.base: str | None = None  # the fingerprint of the model that it loaded, where it takes adapters
         self.verifiable = False  # whether its workers report what they hold
 
     def __str__(self) -> str:
@@ -276,6 +295,7 @@ class ServerLink:
         trainer. Raises RolloutError also if another trainer has pushed since this one did."""
         status = self._client.status()
         workers = [] if status is None else status["workers"]
+        self.base = None if status is None else status.get(FINGERPRINT)
         self.verifiable = bool(workers)
         if not workers and self._group is None:
             logger.warning(

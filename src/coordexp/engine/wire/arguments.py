@@ -28,6 +28,7 @@ _DRAFTED = 32  # most tokens of a draft: from the last coordinate of a box to th
 CLASS_NAMES_KEY = "coordexp_names"
 REQUEST_KEY = "coordexp_request_id"
 
+FINGERPRINT = "model_fingerprint"  # key of a server's status, where it takes adapters: of the model that it loaded
 ADAPTER_ID = 1
 ADAPTER_NAME = "coordexp"
 ADAPTER_PATH = "adapter-in-memory"  # vLLM requires a path; it is never read
