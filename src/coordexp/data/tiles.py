@@ -6,7 +6,7 @@ import itertools
 import os
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from operator import index
@@ -24,7 +24,8 @@ from coordexp.geometry import to_bin, to_pixel
 from coordexp.records import GTObject, ImageRecord
 
 TILE = "tile"  # key of a tile's metadata
-_PHOTOGRAPH, _WINDOW = "photograph", "window"  # keys of a tile's metadata while its photograph is answered
+# Keys of a tile's metadata while its photograph is answered, which no user's own metadata has.
+_PHOTOGRAPH, _WINDOW = "@photograph", "@window"
 _WHOLE = 1 - 1e-9  # of an object's area, up to rounding
 _WORKERS = 4
 
@@ -266,8 +267,11 @@ def write_tiles(
 def photograph_of(record: ImageRecord) -> str | None:
     """The path of the photograph that a tile of :func:`write_tiles` was cut from; None for other records."""
     tile = record.metadata.get(TILE)
+    image = tile.get("image") if isinstance(tile, Mapping) else None
+    if not isinstance(image, str):
+        return None  # or metadata of the user's own
     # Tiles are in images/STEM next to their JSONL, from which the path is given.
-    return None if tile is None else os.path.normpath(record.image.parent.parent.parent / tile["image"])
+    return os.path.normpath(record.image.parent.parent.parent / image)
 
 
 def _photograph(record: ImageRecord, out: Path) -> dict[str, Any]:

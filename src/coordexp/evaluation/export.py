@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 from xml.etree import ElementTree
+
+import msgspec
 
 from coordexp.data.class_list import ClassNumbers
 from coordexp.data.convert.columns import is_formula
@@ -81,17 +83,29 @@ Provenance = Mapping[str, Mapping[int, Mapping[str, Any]]]
 """How objects were completed: by sample id, then by the object's index, the model with its fingerprint and score."""
 
 
+class _Added(msgspec.Struct):
+    object: Annotated[int, msgspec.Meta(ge=0)]
+    score: float
+
+
+class _Completion(msgspec.Struct):
+    added: list[_Added]
+
+
 def completed_objects(records: Iterable[ImageRecord]) -> dict[str, dict[int, dict[str, Any]]]:
     """The provenance of a dataset's soft objects, as ``coordexp data complete`` writes it; empty without any."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for record in records:
         entries = record.metadata.get(_COMPLETION)
         for entry in entries if isinstance(entries, list) else ():
+            try:
+                added = msgspec.convert(entry, _Completion).added
+            except msgspec.ValidationError:
+                continue  # metadata of the user's own
             origin = {key: value for key, value in entry.items() if key not in ("added", "refused")}
-            for added in entry.get("added", ()):
-                index = added["object"]
-                if index < len(record.objects) and record.objects[index].soft is not None:  # it may have been removed
-                    found.setdefault(record.sample_id, {})[index] = {**origin, "score": added["score"]}
+            for one in added:  # an object may have been removed
+                if one.object < len(record.objects) and record.objects[one.object].soft is not None:
+                    found.setdefault(record.sample_id, {})[one.object] = {**origin, "score": one.score}
     return found
 
 

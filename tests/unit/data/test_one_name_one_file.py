@@ -56,6 +56,18 @@ def test_tiles_of_a_photograph_stay_in_one_part(tmp_path: Path) -> None:
     assert len(one) == len(other) == 2 and not one & other
 
 
+def test_a_users_own_metadata_has_any_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys that commands write themselves, here with values of the user's: they were tracebacks."""
+    data = dataset(tmp_path / "d.jsonl", ("a.png", "cat"), ("b.png", "dog"))
+    own = {"tile": "x3_y4", "photograph": {"camera": 1}, "window": 5, "completion": ["v1", {"added": 3}]}
+    write_jsonl([replace(record, metadata=own) for record in read_jsonl(data)], data)
+    assert [len(part) for part in split_records(read_jsonl(data), [0.5, 0.5], 0)] == [1, 1]
+    assert run_cli(capsys, "export", "coco", data, "--out", tmp_path / "coco").code == 0
+    model = asset("checkpoints/demo-stage1")
+    asked = ("predict", data, "--model", model, "--max-new-tokens", "4", "--out", tmp_path / "out")
+    assert run_cli(capsys, *asked).code == 0 and run_cli(capsys, *asked).code == 0
+
+
 @pytest.mark.parametrize(
     ("form", "suffix"), [("voc", ".xml"), ("labelme", ".json"), ("dota", ".txt"), ("yolo", ".txt")]
 )
