@@ -19,6 +19,7 @@ from coordexp.evaluation.detection import count_image, ignored_predictions, matc
 
 ALL = "(all)"
 LEAST_OBJECTS = 20  # predictions, for two numbers
+_DIGITS = 4  # of thresholds, which users copy
 BINS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
@@ -151,9 +152,7 @@ def best_thresholds(answers: Sequence[ImageAnswer]) -> list[Threshold]:
     for name in names:
         counts = whole if name == ALL else by_desc[name]
         right, gt, pred = (counts.get(key, 0) for key in ("matched", "gt", "pred"))
-        rows.append(
-            Threshold(name, round(least[name], 4), right / pred if pred else 0.0, right / gt, 2 * right / (gt + pred))
-        )
+        rows.append(Threshold(name, least[name], right / pred if pred else 0.0, right / gt, 2 * right / (gt + pred)))
     return rows
 
 
@@ -163,7 +162,9 @@ def _best(found: Sequence[tuple[float, bool]], gt: int) -> float:
     confidence_K = np.array([confidence for confidence, _ in ordered])
     f1_K = 2 * np.cumsum([is_right for _, is_right in ordered]) / (np.arange(1, len(ordered) + 1) + gt)
     f1_K[:-1][confidence_K[:-1] == confidence_K[1:]] = -1
-    return float(confidence_K[int(np.argmax(f1_K))])
+    best = float(confidence_K[int(np.argmax(f1_K))])
+    rounded = round(best, _DIGITS)  # never up, or a threshold that is copied would leave out the object it is from
+    return rounded if rounded <= best else round(rounded - 10**-_DIGITS, _DIGITS)
 
 
 def scored_at_least(answers: Sequence[ImageAnswer], score: float) -> tuple[list[ImageAnswer], int]:

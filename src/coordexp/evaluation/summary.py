@@ -319,9 +319,8 @@ def summary_tables(summary: Summary, title: str, max_classes: int = 20) -> Itera
         table = text_table("best F1, if less confident predictions are left out", "class", "confidence ≥", "prec.",
                            "recall", "F1")  # fmt: skip
         for row in summary.thresholds[: max_classes + 1]:
-            table.add_row(
-                Text(printable(row.name)), *(f"{v:.3f}" for v in (row.confidence, row.precision, row.recall, row.f1))
-            )
+            rates = (f"{value:.3f}" for value in (row.precision, row.recall, row.f1))
+            table.add_row(Text(printable(row.name)), f"{row.confidence:.4f}", *rates)
         yield table
 
 

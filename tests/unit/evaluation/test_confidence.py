@@ -19,6 +19,7 @@ from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject, read_answers, write_answers
 from coordexp.evaluation.confidence import ALL, at_least, best_thresholds, calibrated, fit, reliability
 from coordexp.evaluation.detection import count_image, detection_metrics, sum_counts
+from coordexp.evaluation.summary import COUNTS_ONLY, summarise, summary_tables
 from coordexp.records import GTObject
 from support.cli_runs import run_cli
 from support.scored_answers import random_answers, with_soft
@@ -69,6 +70,16 @@ def test_thresholds_have_the_best_f1_of_all() -> None:
         assert row.f1 > max(f1_of[name].values()) - 0.02, name
     assert next(iter(rows)) == ALL and len(rows) == 5
     assert best_thresholds(random_answers(5, 3)) == [], "without confidences there is nothing to say"
+
+
+def test_a_threshold_as_it_is_shown_has_its_figures() -> None:
+    """Rounded up, it left out the object that it comes from."""
+    answers = [answer(0, 0.45678, True), answer(1, 0.12345, False)]
+    row = best_thresholds(answers)[0]
+    assert (row.confidence, row.precision, row.recall) == (0.4567, 1.0, 0.5)
+    assert [len(one.pred) for one in at_least(answers, row.confidence)[0]] == [1, 0]
+    shown = list(summary_tables(summarise(answers, COUNTS_ONLY, with_confidences=True), "figures"))[-1]
+    assert list(shown.columns[1].cells) == ["0.4567", "0.4567"]
 
 
 def test_from_evaluate_to_predictions_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
