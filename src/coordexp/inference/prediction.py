@@ -310,14 +310,14 @@ def _join_parts(
     for record in records:
         if tiling is not None and record.sample_id not in answered:
             tiles = [answered[tile.sample_id] for tile in tile_records([record], tiling)]
-            merged = merge_tiles(record, tiling, tiles)
-            answered[record.sample_id] = merged if record.sample_id in annotated else replace(merged, gt=None)
-    answers = [answered[record.sample_id] for record in records]
+            answered[record.sample_id] = merge_tiles(record, tiling, tiles)
+    # Answers of an earlier run depend on the pictures alone: the annotations are those of now.
+    gt_of = {record.sample_id: record.objects if record.sample_id in annotated else None for record in records}
+    answers = [replace(answered[name], gt=gt) for name, gt in gt_of.items()]
     whole = output / PREDICTIONS
     write_answers(answers, whole)
-    for part in _parts(output):
-        if part != whole:
-            part.unlink()
+    for part in set(_parts(output)) - {whole}:
+        part.unlink()
     return answers, [whole]
 
 

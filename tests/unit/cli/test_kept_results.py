@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ from coordexp.checkpoints.card import card_of_run, write_card
 from coordexp.checkpoints.template import with_own_template
 from coordexp.cli.commands import app
 from coordexp.config import RunConfig, load_config
+from coordexp.data import read_jsonl, write_jsonl
 from coordexp.data.preparation import NO_RESIZE
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.errors import ConfigError
 from coordexp.evaluation.answers import read_answers, write_answers
 from coordexp.inference.prediction import evaluation_folder
+from coordexp.records import GTObject
 from support.cli_runs import Outcome, run_cli, write_run
 from support.scored_answers import random_answers
 
@@ -45,6 +48,18 @@ def test_predict_deletes_no_answers(tmp_path: Path, capsys: Capture, model: Path
     fewer = predict("--limit", 1)
     assert fewer.code == 2 and "2 images" in fewer.err and "--overwrite" in fewer.err and files_of(out) == before
     assert predict("--limit", 1, "--overwrite").code == 0 and len(read_answers(out)) == 1
+
+
+def test_resumed_answers_have_the_annotations_of_now(tmp_path: Path, capsys: Capture, model: Path, data: Path) -> None:
+    """Corrected annotations need no new answers; figures of what was predicted before were of the old ones."""
+    asked = ("predict", write_run(tmp_path, 1, model), data, "--out", tmp_path / "out")
+    assert run_cli(capsys, *asked).code == 0
+    corrected = (GTObject("corrected", "bbox_2d", (1, 2, 3, 4)),)
+    write_jsonl([replace(record, objects=corrected) for record in read_jsonl(data)], data)
+    assert "3 of them by an earlier run" in run_cli(capsys, *asked).out
+    assert [answer.gt for answer in read_answers(tmp_path / "out")] == [corrected] * 3
+    truth = json.loads((tmp_path / "out" / "coco_ground_truth.json").read_text())
+    assert {category["name"] for category in truth["categories"]} == {"corrected"}
 
 
 def test_evaluations_of_two_models_stay_apart(tmp_path: Path, capsys: Capture, model: Path, data: Path) -> None:
