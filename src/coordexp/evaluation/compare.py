@@ -165,7 +165,7 @@ def changed_rates(first: Sequence[ImageAnswer], later: Sequence[ImageAnswer]) ->
     """Shares of :class:`Ledger` by name (``lost_rate``), each with the ends of its interval (``lost_rate_low``,
     ``lost_rate_high``), of two lists of the same images in the same order. A share of nothing is 0,
     and its interval 0 to 1."""
-    changes = [{**_changes(before, after), "pred": len(after.pred)} for before, after in zip(first, later, strict=True)]
+    changes = [_changes(before, after) for before, after in zip(first, later, strict=True)]
     rates: dict[str, float] = {}
     shares = {"lost": "found", "gained": "missed", "false_gained": "pred"}
     columns = {name: np.array([one[name] for one in changes], np.float64) for name in {*shares, *shares.values()}}
@@ -192,20 +192,22 @@ def _drawn_sums(columns: Mapping[str, np.ndarray], images: int) -> dict[str, np.
 
 
 def _changes(before: ImageAnswer, after: ImageAnswer) -> dict[str, int]:
-    """What one image adds to the ledger."""
+    """What one image adds to the ledger. ``pred``: predictions of ``after`` that are right or wrong."""
     gt = before.gt or ()
     annotated = {j for j, obj in enumerate(gt) if obj.soft is None}
-    found, wrong = [], []
+    found, wrong, judged = [], [], []
     for answer in (before, after):
         pairs = match_answer(answer, IOU_THRESHOLD)
         found.append({j for _, j, _ in pairs} & annotated)
         right = {i for i, _, _ in pairs}
         wrong.append([one for i, one in enumerate(answer.pred) if i not in right])
+        judged.append(len(answer.pred) - sum(j not in annotated for _, j, _ in pairs))
     same_wrong = len(match_by_desc(wrong[0], wrong[1], IOU_THRESHOLD))
     return {
         "found": len(found[0]), "missed": len(annotated - found[0]), "kept": len(found[0] & found[1]),
         "lost": len(found[0] - found[1]), "gained": len(found[1] - found[0]),
         "false_lost": len(wrong[0]) - same_wrong, "false_gained": len(wrong[1]) - same_wrong,
+        "pred": judged[1],
     }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ ONE, UNION, MAJORITY, ORACLE = "one", "union", "majority", "oracle"
 _ROWS = {
     name: FIGURES.get(name, (name, True))
     for name in ("precision", "recall", "f1", "mean_matched_iou", "AP", "AP50", "duplicate_rate", "pred_per_image")
-}
+} | {"f1": ("F1", True)}  # at the IoU that the options name
 
 
 def merge_answers(answers: Sequence[ImageAnswer]) -> ImageAnswer:
@@ -84,11 +84,11 @@ def of_majority(merged: ImageAnswer) -> ImageAnswer:
     return replace(merged, pred=kept)
 
 
-def best_answer(answers: Sequence[ImageAnswer]) -> ImageAnswer:
+def best_answer(answers: Sequence[ImageAnswer], threshold: float = IOU_THRESHOLD) -> ImageAnswer:
     """The answer of one image that finds most annotated objects; among equal ones, that with the fewest predictions,
     then the first. The choice uses the annotations, so its recall is a bound, not a result. Raises DataError without
     them."""
-    counts = [count_image(answer).counts for answer in answers]
+    counts = [count_image(answer, threshold).counts for answer in answers]
     best = max(range(len(answers)), key=lambda k: (counts[k]["matched"], -counts[k]["pred"], -k))
     return answers[best]
 
@@ -100,13 +100,13 @@ def side_by_side(
     contains, and of the best answer of each image; with average precision if ``options`` include it."""
     merged = merge_all(answers, count)
     groups = [answers[start : start + count] for start in range(0, len(answers), count)]
+    threshold = options.f1ish_iou_thrs[0]
     columns: Mapping[str, Sequence[ImageAnswer]] = {
         ONE: [group[0] for group in groups],
         UNION: merged,
         MAJORITY: [of_majority(answer) for answer in merged],
-        ORACLE: [best_answer(group) for group in groups],
+        ORACLE: [best_answer(group, threshold) for group in groups],
     }
-    threshold = options.f1ish_iou_thrs[0]
     figures = {}
     for name, column in columns.items():
         figures[name] = detection_metrics(sum_counts(count_image(answer, threshold).counts for answer in column))

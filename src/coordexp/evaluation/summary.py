@@ -65,7 +65,7 @@ class GroupRow:
 class Summary:
     """``figures`` by name; ``by_class`` in order of frequency, ``by_density`` from empty to crowded;
     ``thresholds``: the confidence with the best F1, of all classes together and of each; ``reliability``: what
-    confidences were worth."""
+    confidences were worth; ``iou``: mask IoU from which a prediction is matched."""
 
     figures: dict[str, float]
     by_class: tuple[GroupRow, ...]
@@ -73,6 +73,7 @@ class Summary:
     notes: tuple[str, ...] = field(default_factory=tuple)
     thresholds: tuple[Threshold, ...] = ()
     reliability: tuple[Reliability, ...] = ()
+    iou: float = IOU_THRESHOLD
 
 
 def summarise(
@@ -149,6 +150,7 @@ def summarise(
         tuple(found),
         tuple(best_thresholds(answers)) if with_confidences else (),
         tuple(reliability(answers)) if with_confidences else (),
+        first,
     )
 
 
@@ -224,6 +226,7 @@ def write_summary(
         **about,
         CLASS_LIST: list(classes),
         "metrics": summary.figures,
+        "iou": summary.iou,
         "notes": list(summary.notes),
         "by_class": [asdict(row) for row in summary.by_class],
         "by_density": [asdict(row) for row in summary.by_density],
@@ -287,7 +290,7 @@ def summary_tables(summary: Summary, title: str, max_classes: int = 20) -> Itera
     """Figures of the set, by class (the ``max_classes`` most frequent), and by density."""
     figures = summary.figures
     table = text_table(title, "figure", "value")
-    table.caption = Text(f"f1 to mean_matched_iou: matched one to one, mask IoU ≥ {IOU_THRESHOLD:g}")
+    table.caption = Text(f"f1 to mean_matched_iou: matched one to one, mask IoU ≥ {summary.iou:g}")
     for name in ("f1", "precision", "recall", *(n for n in figures if "@" in n), "f1_any_desc", "mean_matched_iou"):
         # Without objects to divide by, files have a number and the table has none.
         below = {"precision": figures["pred_objects"], "recall": figures["gt_objects"]}.get(name, 1)

@@ -17,7 +17,16 @@ from coordexp.evaluation.answers import ImageAnswer, ScoredObject, from_line, re
 from coordexp.evaluation.compare import compare, comparison_json
 from coordexp.evaluation.detection import density_bin
 from coordexp.evaluation.renaming import Renaming, read_aliases
-from coordexp.evaluation.summary import CONFUSION, COUNTS_ONLY, CURVES, SIZES, check_replaced, summarise, write_summary
+from coordexp.evaluation.summary import (
+    CONFUSION,
+    COUNTS_ONLY,
+    CURVES,
+    SIZES,
+    check_replaced,
+    summarise,
+    summary_tables,
+    write_summary,
+)
 from coordexp.records import GTObject
 from support.answers import CAT, DOG
 from support.scored_answers import random_answers
@@ -89,6 +98,15 @@ def test_additional_thresholds_have_their_own_metrics() -> None:
     near = GTObject("black cat", "bbox_2d", (10, 20, 200, 370))  # IoU 4/7 with CAT
     figures = summarise([answered([CAT], [near])], EvalDetectionConfig(f1ish_iou_thrs=(0.5, 0.6)).scored(None)).figures
     assert (figures["f1"], figures["f1@0.6"]) == (1, 0)
+
+
+def test_the_table_names_the_threshold_of_its_figures() -> None:
+    """It said 0.5 at any first threshold."""
+    near = GTObject("black cat", "bbox_2d", (10, 20, 200, 370))  # IoU 4/7 with CAT
+    strict = EvalDetectionConfig(f1ish_iou_thrs=(0.6,)).scored(None)
+    summary = summarise([answered([CAT], [near])], strict)
+    assert (summary.figures["f1"], summary.iou) == (0, 0.6)
+    assert "mask IoU ≥ 0.6" in str(next(iter(summary_tables(summary, "figures"))).caption)
 
 
 def test_files_contain_metrics_and_answers(tmp_path: Path) -> None:

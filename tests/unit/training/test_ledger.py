@@ -70,6 +70,14 @@ def test_intervals_are_those_of_a_comparison() -> None:
     assert (rates["false_gained_rate_low"], rates["false_gained_rate_high"]) == ledger.false_gained.interval
 
 
+def test_predictions_that_found_a_soft_object_are_of_no_share() -> None:
+    """As in a comparison: they are neither right nor wrong."""
+    truth = (CAT, replace(DOG, soft=0.5))
+    first, later = answers(CAT, truth=truth), answers(CAT, DOG, GHOST, truth=truth)
+    ledger = compare(first, later, constant_score=1.0).ledger
+    assert changed_rates(first, later)["false_gained_rate"] == ledger.false_gained.value == 0.5
+
+
 def test_a_resumed_run_reads_its_first_evaluation(ledger: RunLedger, tmp_path: Path, notes: list[str]) -> None:
     ledger.rates(answers(CAT), is_first=True)
     assert RunLedger(tmp_path, notes.append).rates(answers(DOG), is_first=False)["lost_rate"] == 1.0
