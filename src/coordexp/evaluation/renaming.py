@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coordexp.data.class_list import as_written
 from coordexp.errors import CheckpointError, DataError, require
 from coordexp.evaluation.answers import ImageAnswer
 from coordexp.reading import read_yaml
@@ -71,12 +72,12 @@ def _renamed(answers: Sequence[ImageAnswer], rename: Callable[[str], str]) -> li
 
 
 def _key(text: str) -> str:
-    return text.strip().casefold()
+    return as_written(text).casefold()
 
 
 def read_aliases(path: str | Path) -> dict[str, str]:
-    """A YAML or JSON file of the form ``class: [alias, …]`` → alias to class; case and surrounding space of an alias do
-    not matter. Raises DataError for another form, or an alias of two classes."""
+    """A YAML or JSON file of the form ``class: [alias, …]`` → alias to class, as datasets contain it; case, surrounding
+    space and Unicode form of an alias do not matter. Raises DataError for another form, or an alias of two classes."""
     path = Path(path)
     content = read_yaml(path)
     if not isinstance(content, dict):
@@ -85,6 +86,7 @@ def read_aliases(path: str | Path) -> dict[str, str]:
     for name, aliases in content.items():
         if not isinstance(name, str) or not isinstance(aliases, list) or any(not isinstance(a, str) for a in aliases):
             raise DataError(f"{name!r}: expected a list of texts, e.g. 'car: [automobile, sedan]'", path=path)
+        name = as_written(name)
         for alias in (name, *aliases):
             if class_of.setdefault(_key(alias), name) != name:
                 raise DataError(f"{alias!r} is an alias of both {class_of[_key(alias)]!r} and {name!r}", path=path)

@@ -207,7 +207,8 @@ class Detector:
         results = []
         for name in order:
             if name in errors:
-                results.append(without_answer(name.partition(": ")[2] or name, errors[name], names))
+                source = name if isinstance(images, str | Path) else name.partition(": ")[2] or name
+                results.append(without_answer(source, errors[name], names))
                 continue
             one = as_detections(answers[name], given.get(name), names)
             if min_confidence is not None:  # by the objects' own numbers: the array's are rounded to float32
@@ -290,9 +291,11 @@ def collect(
     """The images that are not files, a record per readable image, and why others are not readable; by a name that
     starts with the image's number. Every backend reads files, even one in another process, so images in memory are
     written to ``folder``, as PNG, which keeps every pixel. ``raises``: at the first unreadable image."""
-    if isinstance(images, Mapping) or not isinstance(images, Iterable) or is_tensor(images):
+    # The lines of an open file, and the numbers of a bytearray, are no images.
+    no_list = isinstance(images, Mapping | bytearray | memoryview) or hasattr(images, "read")
+    if no_list or not isinstance(images, Iterable) or is_tensor(images):
         raise wrong_type("images", images)
-    listed = list(images)
+    listed: list[Any] = list(images)
     for number, image in enumerate(listed):  # mistakes of the caller, before anything is read
         if isinstance(image, str | Path):
             path = as_path(image)

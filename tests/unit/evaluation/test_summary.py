@@ -156,6 +156,9 @@ def test_aliases_rename_predictions(tmp_path: Path) -> None:
     assert summarise(rename(answers)).figures["f1"] == 1
     assert rename.note(answers, rename(answers)) == ("1 predictions were renamed: 'kitten' → 'black cat' (1)",)
     assert Renaming().note(answers, answers) == ()
+    # Names have one form, NFC, in datasets and answers.
+    path.write_text("cafe\u0301: [bistro\u0301]\n", encoding="utf-8")
+    assert read_aliases(path) == {"caf\u00e9": "caf\u00e9", "bistr\u00f3": "caf\u00e9"}
     path.write_text("a: [x]\nb: [X]\n")
     with pytest.raises(DataError, match=r"'X'.*'a'.*'b'"):
         read_aliases(path)

@@ -108,9 +108,10 @@ def test_a_broken_image_does_not_lose_the_others(detector: Detector, scenes: Pat
     assert [one.error is None for one in found] == [True, False, False, True]
     assert found[0].objects == found[3].objects and not found[1] and str(broken) in str(found[1].problem)
     (tmp_path / "d.png").write_bytes(good.read_bytes())
-    with pytest.warns(UserWarning, match="3 of 4"):
+    (tmp_path / "e: f.jpg").write_bytes(b"no image")
+    with pytest.warns(UserWarning, match="4 of 5"):
         folder = detector(tmp_path)
-    assert [Path(one.source).name for one in folder] == ["a.jpg", "b.png", "c.mp4", "d.png"]
+    assert [Path(one.source).name for one in folder] == ["a.jpg", "b.png", "c.mp4", "d.png", "e: f.jpg"]
     assert folder[3].objects == found[0].objects and "ffmpeg" in folder[2].error
     with pytest.raises(DataError, match="nothing to draw"):
         folder[2].plot()
@@ -122,6 +123,7 @@ def test_a_broken_image_does_not_lose_the_others(detector: Detector, scenes: Pat
 @pytest.mark.parametrize(
     ("given", "named"),
     [(None, "NoneType"), ([None], "image 0: NoneType"), ({"a": 1}, "dict"), (torch.zeros(3, 8, 8), "tensor"),
+     (io.BytesIO(b"a\nb"), "BytesIO"), (bytearray(b"a"), "bytearray"), ([io.BytesIO()], "image 0: BytesIO"),
      (["https://example.com/a.jpg"], "https://example.com/a.jpg"), ("s3://bucket/a.jpg", "address")],
 )  # fmt: skip
 def test_something_else_than_an_image_is_named(detector: Detector, given: Any, named: str) -> None:
