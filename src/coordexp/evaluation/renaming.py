@@ -6,7 +6,7 @@ Torch-free without an encoder.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,13 +38,14 @@ class Renaming:
         class_of = None if aliases is None else read_aliases(aliases)
         return cls(class_of, None if embedder is None else load_encoder(embedder), threshold, about)
 
-    def __call__(self, answers: Sequence[ImageAnswer]) -> list[ImageAnswer]:
+    def __call__(self, answers: Sequence[ImageAnswer], annotated: Collection[str] = ()) -> list[ImageAnswer]:
+        """``annotated``: the annotated descriptions, if the answers are of tiles, which have no annotations."""
         answers = list(answers)
         if self.class_of is not None:
             class_of = self.class_of
             answers = _renamed(answers, lambda desc: class_of.get(_key(desc), desc))
         if self.encoder is not None:
-            categories = sorted({obj.desc for answer in answers for obj in answer.truth})
+            categories = sorted(annotated or {obj.desc for answer in answers for obj in answer.truth})
             unknown = sorted({obj.desc for answer in answers for obj in answer.pred}.difference(categories))
             name_of = nearest_categories(unknown, categories, self.encoder, self.threshold)
             answers = _renamed(answers, lambda desc: name_of.get(desc, desc))

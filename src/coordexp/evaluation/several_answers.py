@@ -94,11 +94,11 @@ def best_answer(answers: Sequence[ImageAnswer], threshold: float = IOU_THRESHOLD
 
 
 def side_by_side(
-    answers: Sequence[ImageAnswer], count: int, options: EvalDetectionConfig
+    answers: Sequence[ImageAnswer], merged: Sequence[ImageAnswer], options: EvalDetectionConfig
 ) -> dict[str, dict[str, float]]:
-    """Figures of the first of every ``count`` neighbours, of all of them merged, of the objects that a majority
-    contains, and of the best answer of each image; with average precision if ``options`` include it."""
-    merged = merge_all(answers, count)
+    """Figures of the first of each image's ``answers``, which follow each other, of all of them ``merged``, of the
+    objects that a majority contains, and of the best answer; with average precision if ``options`` include it."""
+    count = len(answers) // max(1, len(merged))
     groups = [answers[start : start + count] for start in range(0, len(answers), count)]
     threshold = options.f1ish_iou_thrs[0]
     columns: Mapping[str, Sequence[ImageAnswer]] = {

@@ -398,24 +398,26 @@ def run_evaluation(
         **rename.about,
     }
     check_replaced(folder, {"classes": None, "answers": None, "tiles": None, **about}, overwrite)
-    jsonl, written, broken = answer_jsonl(
+    jsonl, written, broken, photographs = answer_jsonl(
         config, console, f"evaluating {path}", path, data, limit, scored=constant_score is None, classes=classes,
         calibrates=calibrate, answers=answers, tiling=tiling,
     )  # fmt: skip
-    single = rename(written)  # before they are merged, which compares descriptions
+    # Before they are merged, which compares descriptions.
+    named = rename(written, {obj.desc for one in photographs for obj in one.objects if obj.soft is None})
     files: list[Path] = []
     if calibrate:
-        calibration = fit(single, str(jsonl))
-        single = calibrated(single, calibration)
+        calibration = fit(named, str(jsonl))
+        named = calibrated(named, calibration)
         if distributed.is_main():
             files.append(write_card(replace(read_card(path), calibration=calibration), path))
     detection = resolved_rollout(config).eval_detection
     options = detection.model_copy(update={"use_segm": segm or detection.use_segm}).scored(constant_score)
-    by_answers = {} if answers == 1 else side_by_side(single, answers, options)
-    if by_answers:
-        about["by_answers"] = by_answers
-    merged = merge_all(single, answers)
-    summary = summarise(merged, options, rename.note(written, single), with_confidences=True)
+    single, merged = named, merge_all(named, answers)
+    if tiling is not None:  # the answers of a tile are merged first, as for predictions
+        single, merged = (merge_all_tiles(photographs, tiling, *one) for one in ((single, answers), (merged, 1)))
+    by_answers = {} if answers == 1 else side_by_side(single, merged, options)
+    about |= {"by_answers": by_answers} if by_answers else {}
+    summary = summarise(merged, options, rename.note(written, named), with_confidences=True)
     if broken:
         about["skipped"] = broken
         note = f"{len(broken)} images cannot be decoded and were not answered; the figures are of the others"
@@ -453,10 +455,10 @@ def answer_jsonl(
     calibrates: bool = False,
     answers: int = 1,
     tiling: Tiling | None = None,
-) -> tuple[Path, list[ImageAnswer], dict[str, str]]:
+) -> tuple[Path, list[ImageAnswer], dict[str, str], list[ImageRecord]]:
     """The dataset (None: ``custom.val_jsonl``), all ranks' answers for it, and, by sample, why images that cannot be
     decoded were left out. Everything cheap is checked before weights are loaded. ``calibrates``: with raw confidences;
-    ``answers``: of each image, which follow each other; ``tiling``: from those of its tiles."""
+    ``answers``: of each image, in a row; ``tiling``: answers are those of tiles, and their photographs come last."""
     config = with_own_template(config, model)
     answering = with_several_answers(AnswerConfig.of_run(config), answers)
     check_backend(answering.rollout_matching, bool(classes))
@@ -494,6 +496,4 @@ def answer_jsonl(
             count=answers,
             leave_out=broken if tiling is None else (),
         )
-    if tiling is not None:
-        answered = merge_all_tiles(whole, tiling, answered, answers)
-    return Path(jsonl), answered, skipped
+    return Path(jsonl), answered, skipped, whole

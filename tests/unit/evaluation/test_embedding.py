@@ -80,6 +80,8 @@ def test_annotated_descriptions_are_kept(folder: Path) -> None:
     encoder = load_encoder(folder)
     (found,) = Renaming(None, encoder, -1.0)([answered(["car", "person"], ["person", "cloud"])])
     assert found.pred[0].desc == "person" and found.pred[1].desc in ("car", "person")
+    (of_tile,) = Renaming(None, encoder, -1.0)([answered([], ["cloud"])], {"car"})  # its photograph has annotations
+    assert of_tile.pred[0].desc == "car"
     (same,) = Renaming(None, encoder, 1.01)([answered(["car"], ["cloud"])])
     assert same.pred[0].desc == "cloud"
 

@@ -130,7 +130,8 @@ def test_the_best_answer_finds_most_with_fewest() -> None:
 
 
 def test_figures_are_side_by_side() -> None:
-    figures = side_by_side([POOR, WORDY, GOOD], 3, COUNTS_ONLY)
+    asked = [POOR, WORDY, GOOD]
+    figures = side_by_side(asked, merge_all(asked, 3), COUNTS_ONLY)
     assert {name: (column["matched_objects"], column["pred_objects"]) for name, column in figures.items()} == {
         "one": (1, 1),
         "union": (3, 4),
@@ -138,7 +139,7 @@ def test_figures_are_side_by_side() -> None:
         "oracle": (2, 2),
     }
     assert figures["union"]["recall"] == 1 and "AP" not in figures["union"]
-    scored = side_by_side([POOR, WORDY, GOOD], 3, WITH_OWN_SCORES)
+    scored = side_by_side(asked, merge_all(asked, 3), WITH_OWN_SCORES)
     assert scored["union"]["AP50"] > scored["oracle"]["AP50"] > scored["one"]["AP50"]
     for one, row in ((figures, None), (scored, "AP50")):
         table = answers_table(one)

@@ -131,6 +131,24 @@ def test_evaluate_finds_with_tiles_what_it_does_not_find_without(
     assert json.loads(again.out)["metrics"]["f1"] == pytest.approx(figures["tiles"]["f1"])
 
 
+def test_several_answers_of_tiles_are_evaluated_as_they_are_predicted(
+    mosaic: Mosaic, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of a tile are merged first. Merged by photograph first, objects had other confidences and numbers, and the
+    thresholds were of predictions that no command gives."""
+    options = ("--model", MODEL, "--tiles", 96, "--overlap", 0.4, "--answers", 3)
+    predicted, evaluated = tmp_path / "predicted", tmp_path / "evaluated"
+    assert run_cli(capsys, "predict", mosaic[0], "--out", predicted, *options).code == 0
+    assert run_cli(capsys, "evaluate", "--data", mosaic[0], "--out", evaluated, *options).code == 0
+    (one,), (other,) = read_answers(predicted), read_answers(evaluated)
+    found = [[(obj.desc, obj.bins, obj.answers) for obj in answer.pred] for answer in (one, other)]
+    assert found[0] == found[1] and len(found[0]) > 8
+    sure = [[obj.confidence for obj in answer.pred] for answer in (one, other)]
+    assert sure[0] == pytest.approx(sure[1], abs=1e-4)
+    figures = json.loads((evaluated / "metrics.json").read_text())
+    assert figures["by_answers"]["union"]["f1"] == figures["metrics"]["f1"]
+
+
 def test_complete_adds_whole_bins_found_in_tiles(
     mosaic: Mosaic, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
