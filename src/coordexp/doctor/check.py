@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coordexp.distributed import RENDEZVOUS
-from coordexp.engine.wire.engine_process import environment_kept
+from coordexp.engine.wire.engine_process import VISIBLE, environment_kept, names_of_gpus
 from coordexp.engine.wire.versions import versions
 from coordexp.errors import ConfigError, CoordExpError
 
@@ -37,7 +37,6 @@ PEER_GRACE_S = 5.0  # for ranks whose peer has failed
 EXIT_S = 10.0
 # With it, torch.cuda.is_available() asks NVML: the runtime's answer would leave forked processes without CUDA.
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,9 +279,7 @@ def _set_environment(check: Check, settings: Settings, rank: int, count: int, re
     if check.name == "machine":
         return
     gpus = 0 if check.ranks is not None and (settings.gpus or 0) < 2 else settings.gpus or 0
-    visible = os.environ.get(VISIBLE)
-    devices = visible.split(",") if visible else [str(index) for index in range(gpus)]
-    os.environ[VISIBLE] = ",".join(devices[:gpus])
+    os.environ[VISIBLE] = names_of_gpus(range(gpus))
     if count == 1:
         return
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, RENDEZVOUS: rendezvous}

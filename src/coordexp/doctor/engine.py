@@ -24,14 +24,14 @@ from coordexp.config.schema import TunerConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import read_jsonl
-from coordexp.doctor.check import VISIBLE, Row, Settings, attempted, compared, judged, measured
+from coordexp.doctor.check import Row, Settings, attempted, compared, judged, measured
 from coordexp.doctor.decoding import AT_ONCE, SEEDS, decoding_rates, which_is_faster
 from coordexp.doctor.samples import answering_model, config_of
 from coordexp.engine.trainer.backends import build_backend
 from coordexp.engine.trainer.colocated import ColocatedBackend, ColocatedPusher, InProcessEngine
 from coordexp.engine.trainer.push import ServerPusher, WeightPusher
 from coordexp.engine.trainer.server_backend import make_clients
-from coordexp.engine.wire.engine_process import DIE_WITH_PARENT
+from coordexp.engine.wire.engine_process import DIE_WITH_PARENT, VISIBLE
 from coordexp.errors import RolloutError
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.inputs import PromptEncoder

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import socket
 import sys
 import tempfile
@@ -32,8 +33,10 @@ from coordexp.engine.wire.arguments import (
 from coordexp.engine.wire.engine_process import (
     DIE_WITH_PARENT,
     SERVER_API_KEY,
+    VISIBLE,
     api_key_from_environment,
     engine_environment,
+    names_of_gpus,
 )
 from coordexp.errors import CheckpointError, ConfigError, CoordExpError
 
@@ -219,11 +222,12 @@ def _server_process(
         command = (sys.executable, "-m", "coordexp", "serve", "--config", *words, "--index", str(index))
         command = command if listen_host is None else (*command, "--host", listen_host)
         secrets = {}
+    needed = engine_environment({}, gpu=bool(devices))
     environment = {
-        **engine_environment({}, gpu=bool(devices)),
+        **{name: value for name, value in needed.items() if name not in os.environ},  # as coordexp serve keeps them
         **activation_environment(rollout.repeat_terminate),
         **({CLASS_NAMES_ENABLE: "1"} if rollout.vllm.server.closed_names else {}),
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
+        VISIBLE: names_of_gpus(devices),
         DIE_WITH_PARENT: "1",
     }
     return ProcessPlan(f"server{index}", command, environment, devices, logs / f"server{index}.log", secrets)
@@ -279,7 +283,7 @@ def _trainer_process(
     # Connections between the processes stay on this machine too, unless weights go to a server elsewhere.
     on_loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if all(local) else {}
     environment = {
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
+        VISIBLE: names_of_gpus(devices),
         **({} if devices else {"OMP_WAIT_POLICY": "passive"}),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **on_loopback,

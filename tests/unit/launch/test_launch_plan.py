@@ -171,6 +171,27 @@ def test_devices_give_data_parallel_engines_and_trainer_processes(tmp_path: Path
     assert "--nproc-per-node=2" in plan.trainer.command and "--rdzv-conf=store_type=file" in plan.trainer.command
 
 
+def test_devices_are_those_of_the_gpus_that_are_visible(
+    tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of the machine may be another user's."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,GPU-6b1c,7")
+    plan = planned(tmp_path, config, launch__server_devices=[[0, 1], [2]], launch__learner_devices=[3])
+    servers = [server.process.environment["CUDA_VISIBLE_DEVICES"] for server in plan.servers if server.process]
+    assert servers == ["4,5", "GPU-6b1c"] and plan.trainer.environment["CUDA_VISIBLE_DEVICES"] == "7"
+    assert plan.trainer.devices == (3,)  # as the YAML numbers them, and the checks
+
+
+def test_variables_of_the_shell_stay_those_of_the_servers(
+    tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "8")
+    for server in planned(tmp_path, config).servers:
+        assert server.process is not None
+        assert server.process.environment.get("VLLM_CPU_KVCACHE_SPACE", "8") == "8"
+        assert server.process.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
 @pytest.mark.parametrize(
     ("servers", "trainer", "tensor_parallel_size", "message"),
     [

@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -26,6 +26,7 @@ OWNER_PID = "COORDEXP_ENGINE_OWNER_PID"
 DP_COORDINATOR = "DPCoordinator"  # part of its process title
 SERVER_API_KEY = "COORDEXP_ROLLOUT_API_KEY"  # the token itself, for servers that would show it in their command line
 PLUGINS = "VLLM_PLUGINS"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _EVERYWHERE = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -53,6 +54,13 @@ def num_gpus() -> int:
 
 def has_gpu() -> bool:
     return num_gpus() > 0
+
+
+def names_of_gpus(devices: Iterable[int]) -> str:
+    """``CUDA_VISIBLE_DEVICES`` of a process that gets these of the GPUs that are visible here, where torch numbers them
+    from 0. Theirs are other numbers, or UUIDs, if this process sees only some of the machine's."""
+    visible = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
+    return ",".join(visible[device] if 0 <= device < len(visible) else str(device) for device in devices)
 
 
 def image_threads(num_engines: int = 1) -> int:
