@@ -22,7 +22,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from coordexp.addresses import split_url
-from coordexp.config import RunConfig, load_config
+from coordexp.config import RunConfig, check_world_size, load_config
 from coordexp.errors import ConfigError
 from coordexp.launch.plan import server_entries
 
@@ -74,10 +74,13 @@ def plan_job(config: Path, arguments: Sequence[str], trainer_nodes: int, gpus: i
         raise ConfigError("\n".join(problems))
     server = run.rollout_matching.vllm.server if run.rollout_matching is not None else None
     entries = server_entries(run)
-    # Lower case, digits and dashes, at most 40 characters: a name that every scheduler accepts.
-    name = re.sub(r"[^a-z0-9]+", "-", Path(run.training.output_dir).name.lower()).strip("-")[:40].strip("-")
+    # Lower case, digits and dashes, at most 40 characters: a name that every scheduler accepts. It begins with a word,
+    # as the DNS names of Kubernetes' services do, and so is text in YAML, which 2026-11-28, 007 and true are not.
+    name = re.sub(r"[^a-z0-9]+", "-", Path(run.training.output_dir).name.lower()).strip("-")
+    if not isinstance(yaml.safe_load(name), str) or not name[0].isalpha():
+        name = f"coordexp-{name}"
     return ClusterJob(
-        name=name or "coordexp",
+        name=name[:40].strip("-"),
         config=str(config),
         arguments=tuple(arguments),
         servers=len(entries),
@@ -144,7 +147,12 @@ def _problems(run: RunConfig, trainer_nodes: int, gpus: int, time_limit: str) ->
             "training.resume_from_checkpoint: a job that restarts after a machine died would begin from step 0; write "
             "true, or add training.resume_from_checkpoint=true to this command"
         )
-    entries = server_entries(run)
+    entries, trainers = server_entries(run), trainer_nodes * max(1, gpus)
+    if trainers > 0:
+        try:
+            check_world_size(run, trainers)
+        except ConfigError as error:
+            yield f"{error} (--learner-nodes {trainer_nodes}, --gpus {gpus})"
     if not entries:
         return
     rollout = run.rollout_matching

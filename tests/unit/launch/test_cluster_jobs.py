@@ -235,6 +235,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a server without a token": ({"rollout_matching.vllm.server.api_key_env": None}, {}, "server.api_key_env"),
     "swift's servers": ({"launch.server": "swift"}, {}, "launch.server"),
     "engines that do not fit": ({"rollout_matching.vllm.tensor_parallel_size": 3}, {}, "size: 3.*--gpus"),
+    "a batch that does not divide": ({}, {"trainer_nodes": 3}, "batch_size: 256 .* 4 x 24 .*nodes 3, --gpus 8"),
     "no trainer": ({}, {"trainer_nodes": 0}, "--learner-nodes 0"),
     "fewer than no GPUs": ({}, {"gpus": -1}, "--gpus -1"),
     "a time that is none": ({}, {"time_limit": "one day"}, "--time one day"),
@@ -251,6 +252,18 @@ def test_invalid_cluster_settings_are_refused_with_their_key(tmp_path: Path, nam
         plan_job(
             write_yaml(tmp_path, config), (), **{"trainer_nodes": 1, "gpus": 8, "time_limit": "4:00:00", **options}
         )
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        *(("Big_Run.2", "big-run-2"), ("2026-11-28", "coordexp-2026-11-28"), ("007", "coordexp-007")),
+        *(("null", "coordexp-null"), ("x" * 39 + "-y", "x" * 39)),
+    ],
+)
+def test_a_job_has_a_name_that_schedulers_accept(tmp_path: Path, folder: str, name: str) -> None:
+    job = plan_job(CONFIG, (RESUME, f"training.output_dir={tmp_path / folder}"), 1, 8, "4:00:00")
+    assert job.name == name and yaml.safe_load(render(job, "kubernetes", image="i"))["metadata"]["name"] == name
 
 
 def test_reading_a_configuration_does_not_change_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
