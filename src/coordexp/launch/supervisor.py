@@ -49,6 +49,12 @@ REAP_POLL_S = 0.05
 _PR_SET_CHILD_SUBREAPER = 36  # a request to the kernel for which psutil has no function
 
 
+def _forwarded() -> list[signal.Signals]:
+    """:data:`FORWARDED` without SIGHUP under ``nohup``, which starts programs that ignore it."""
+    ignores = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in FORWARDED if not (ignores and number == signal.SIGHUP)]
+
+
 def run_plan(plan: LaunchPlan) -> int:
     """Run ``plan`` to its end under a supervisor process. Returns the trainer's exit code."""
     adopt_orphans()
@@ -59,7 +65,7 @@ def run_plan(plan: LaunchPlan) -> int:
     )
     assert supervisor.stdin is not None
     handlers = {
-        number: signal.signal(number, lambda received, _: supervisor.send_signal(received)) for number in FORWARDED
+        number: signal.signal(number, lambda received, _: supervisor.send_signal(received)) for number in _forwarded()
     }
     try:
         supervisor.stdin.write(PLAN_JSON.dump_json(plan) + b"\n")
@@ -127,7 +133,7 @@ class Supervisor:
     def run(self) -> int:
         """Start, watch, end. Returns the trainer's exit code, or another one if there is none."""
         adopt_orphans()
-        for number in FORWARDED:
+        for number in _forwarded():
             signal.signal(number, self._note_signal)
         try:
             return self._run()

@@ -156,6 +156,19 @@ def test_a_launch_that_a_signal_ends_says_so_whatever_torchrun_ends_with(tmp_pat
         assert running.process.wait(DEADLINE_S) == 143
 
 
+def test_under_nohup_a_launch_outlives_its_terminal(tmp_path: Path) -> None:
+    trainer = "import time; print('up', flush=True); time.sleep(3); print('trained', flush=True)"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
+    try:
+        with launched(tmp_path, plan(tmp_path, trainer)) as running:
+            running.wait_for("up", "trainer.log")
+            running.process.send_signal(signal.SIGHUP)
+            assert running.process.wait(DEADLINE_S) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert "trained" in (tmp_path / "trainer.log").read_text()
+
+
 @pytest.mark.parametrize("victim", ["launcher", "supervisor", "server", "trainer"])
 def test_killing_any_process_ends_all_others(tmp_path: Path, victim: str) -> None:
     with launched(tmp_path, plan(tmp_path, LONG_TRAINER, grace_s=1.0)) as running:
