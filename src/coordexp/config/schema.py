@@ -367,6 +367,7 @@ class TrainingConfig(StrictModel):
         """Keyword arguments for ``transformers.TrainingArguments``; our own keys are left out."""
         values = self.model_dump(mode="python", exclude=OWN_KEYS)
         values["output_dir"] = str(self.output_dir)
+        values["run_name"] = self.run_name or values["output_dir"]  # without one, W&B and MLflow draw a name
         for key in ("warmup_steps", "logging_steps", "save_steps", "eval_steps", "eval_delay"):
             if values[key] is not None and float(values[key]).is_integer():
                 values[key] = int(values[key])  # transformers wants counts as integers, shares as floats

@@ -157,6 +157,9 @@ def test_hf_arguments_are_known_to_transformers() -> None:
     assert not {"packing", "packing_buffer", "effective_batch_size"} & set(arguments)
     assert arguments["gradient_accumulation_steps"] == 4
     assert (arguments["output_dir"], arguments["warmup_steps"], arguments["save_steps"]) == ("outputs/run", 0.1, 500)
+    assert arguments["run_name"] == "outputs/run"
+    named = parse_config(set_key(raw, "training.run_name", "mine")).training
+    assert named.hf_arguments(world_size=2)["run_name"] == "mine"
 
 
 def test_every_hf_argument_is_a_field_of_training_arguments() -> None:
