@@ -218,7 +218,8 @@ def only_run_in(output_dir: Path) -> Iterator[None]:
                 output_dir.mkdir(parents=True, exist_ok=True)
                 descriptor = os.open(output_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
                 held.callback(os.close, descriptor)
-                take_lock(descriptor, output_dir)
+                if (reason := take_lock(descriptor, output_dir)) is not None:
+                    logger.warning("%s cannot be locked (%s): let no second run train into it", output_dir, reason)
                 os.ftruncate(descriptor, 0)
                 since = datetime.now(UTC).isoformat(timespec="seconds")
                 holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}

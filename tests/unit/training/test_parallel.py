@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from coordexp.checkpoints.run_lock import check_not_running
 from coordexp.config import RunConfig
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.errors import ConfigError, MissingDependency
-from coordexp.training.parallel import check_parallel, parallel_arguments, set_allocator
+from coordexp.training.parallel import check_parallel, only_run_in, parallel_arguments, set_allocator
 from support.tiny_run import run_config
 
 
@@ -100,3 +102,15 @@ def test_allocator_grows_segments_unless_an_engine_shares_the_process(
         monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     set_allocator(RolloutMatchingConfig.model_validate(rollouts))
     assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+
+
+def test_a_file_system_without_locks_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without_locks(*_: object) -> None:  # as Lustre mounted with noflock
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.lockf", without_locks)
+    with only_run_in(tmp_path / "run"):
+        assert "cannot be locked" in caplog.text and "Function not implemented" in caplog.text
+    check_not_running(tmp_path / "run")
