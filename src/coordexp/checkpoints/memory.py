@@ -25,6 +25,7 @@ from coordexp import distributed
 from coordexp.checkpoints.describe import TABLES, weight_shapes
 from coordexp.checkpoints.folder import Checkpoint, part_of
 from coordexp.config import RunConfig
+from coordexp.config.checks import cross_checks
 from coordexp.config.resolved import AnswerConfig
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.errors import ConfigError
@@ -274,6 +275,8 @@ def _what_fits(
         changed = config
         for path, value in choice.items():
             changed = _with(changed, path, value)
+        if any(cross_checks(changed)):
+            continue  # another key excludes it
         processes = max(8, world_size) if "fsdp.enabled" in choice else world_size
         need = estimate_memory(changed, model, shapes, processes).peak(gpu_bytes)
         if need <= _COMFORTABLE * gpu_bytes:
@@ -295,7 +298,8 @@ def keys_that_help(config: RunConfig | AnswerConfig, kind: Kind) -> list[str]:
     """What a user can change after memory ran out during ``kind``, best first; without values that ``config`` has
     already."""
     if kind in ("engine", "rollouts", "evaluation") and config.rollout_matching is not None:
-        keys = _answering_keys(config.rollout_matching)
+        trains = isinstance(config, RunConfig) and not (config.fsdp.enabled or config.deepspeed.enabled)
+        keys = _answering_keys(config.rollout_matching, can_offload=trains)
     elif isinstance(config, RunConfig):
         keys = _training_keys(config)[kind]
     else:
@@ -303,7 +307,7 @@ def keys_that_help(config: RunConfig | AnswerConfig, kind: Kind) -> list[str]:
     return [*(key for key, is_so in keys.items() if not is_so), "end other programs that use this memory"]
 
 
-def _answering_keys(rollout: RolloutMatchingConfig) -> dict[str, bool]:
+def _answering_keys(rollout: RolloutMatchingConfig, can_offload: bool) -> dict[str, bool]:
     if rollout.rollout_backend == "hf":
         size = rollout.decode_batch_size
         return {
@@ -316,7 +320,7 @@ def _answering_keys(rollout: RolloutMatchingConfig) -> dict[str, bool]:
         f"lower rollout_matching.vllm.gpu_memory_utilization (now {vllm.gpu_memory_utilization:g})": False,
         f"lower rollout_matching.vllm.max_num_seqs (now {vllm.max_num_seqs or 'as vLLM chooses'})": False,
         "rollout_matching.vllm.sleep_level: 1": elsewhere or vllm.sleep_level > 0,
-        moved: elsewhere or rollout.offload.enabled,
+        moved: elsewhere or rollout.offload.enabled or not can_offload,
         "rollouts on a device of their own: coordexp launch": elsewhere,
     }
 

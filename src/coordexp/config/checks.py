@@ -322,6 +322,9 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
     Rule(f"{_RM}.offload.enabled", lambda c, r: r.offload.enabled and r.is_colocated and c.deepspeed.enabled,
          "DeepSpeed owns the model's weights and optimizer, so they cannot be moved; set offload.enabled: "
          "false, deepspeed.enabled: false, or rollout_backend: hf"),
+    Rule(f"{_RM}.offload.enabled", lambda c, r: r.offload.enabled and r.is_colocated and c.fsdp.enabled,
+         "FSDP owns the model's weights and optimizer, so they cannot be moved; set offload.enabled: false, "
+         "fsdp.enabled: false, or rollout_backend: hf"),
     Rule(f"{_RM}.eval_detection.score_mode",
          lambda c, r: r.offload.enabled and r.is_colocated and r.eval_detection.score_mode == "confidence",
          "confidence needs the model during rollouts, and offload moves it away; write score_mode: constant, "

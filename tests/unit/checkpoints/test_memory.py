@@ -117,6 +117,27 @@ def test_suggested_changes_are_ones_that_the_schema_accepts() -> None:
     assert message.count("training.master_weights: null") == message.count("fsdp.enabled") + message.count("lora") > 0
 
 
+def test_changes_that_another_key_excludes_are_not_suggested() -> None:
+    content = stage2()
+    content["model"] |= {"model": str(tiny_checkpoint()), "dtype": "bfloat16"}
+    content["training"] |= {"bf16": True, "master_weights": "float32"}
+    engine = {"mode": "colocate", "gpu_memory_utilization": 0.1, "sleep_level": 1}
+    offload = {"enabled": True, "offload_optimizer": True}
+    content["rollout_matching"] |= {"rollout_backend": "vllm", "vllm": engine}
+
+    def advised(length: int, share: float, **keys: Any) -> str:
+        rollout = {**content["rollout_matching"], **keys}
+        config = parse_config({**content, "rollout_matching": rollout, "global_max_length": length})
+        with pytest.raises(ConfigError) as refused:
+            check_memory(config, gpu_bytes=int(share * check_memory(config).total))
+        return str(refused.value)
+
+    assert "global_max_length: 2000" in advised(4000, 0.8, max_new_tokens=1000)
+    assert "global_max_length" not in advised(4000, 0.8, max_new_tokens=3000)
+    assert "fsdp.enabled: true" in advised(16, 0.6, max_new_tokens=4)
+    assert "fsdp.enabled" not in advised(16, 0.6, max_new_tokens=4, offload=offload)
+
+
 def colocated(**keys: Any) -> RunConfig:
     content = stage2()
     content["global_max_length"] = 12_000

@@ -111,6 +111,7 @@ RULES = [
     (stage1(), {"training.fp16": True, "training.use_cpu": True}, "training.fp16", "needs a GPU"),
     (vllm(), {f"{RM}.offload": OFFLOAD, "deepspeed": {"enabled": True, "config": "z.json"}}, f"{RM}.offload.enabled",
      "DeepSpeed owns"),
+    (vllm(), {f"{RM}.offload": OFFLOAD, "fsdp.enabled": True}, f"{RM}.offload.enabled", "FSDP owns"),
     (stage1(), {"tuner": {"freeze_vit": True, "freeze_aligner": True, "freeze_llm": True}}, "tuner.freeze_llm",
      "the whole model is frozen"),
     (stage1(), {"model.dtype": "float16", "training.fp16": True}, "model.dtype", "write model.dtype: float32"),
