@@ -372,6 +372,15 @@ def advice(config: RunConfig) -> Iterator[str]:
             f"{config.model.dtype}, so small updates are rounded away. Write training.master_weights: float32 with "
             "model.dtype: bfloat16, or model.dtype: float32 with training.bf16: true"
         )
+    tuner = config.tuner
+    for key, learns, without in (
+        ("vit_lr", not tuner.freeze_vit, "tuner.freeze_vit: true keeps the vision tower as it is"),
+        ("aligner_lr", not tuner.freeze_aligner, "tuner.freeze_aligner: true keeps the mergers as they are"),
+        ("coord_lr", tuner.train_type == "lora" and tuner.train_coord_rows,
+         "coordinate tokens have rows of their own with tuner.train_type: lora and train_coord_rows: true alone"),
+    ):  # fmt: skip
+        if getattr(config.training, key) is not None and not learns:
+            yield f"training.{key} is ignored: {without}"
     rollout = config.rollout_matching
     if rollout is not None and rollout.offload.enabled and not rollout.is_colocated:
         where = "rollout_backend: hf" if rollout.rollout_backend == "hf" else "vllm.mode: server"

@@ -275,6 +275,21 @@ def test_storing_trained_weights_in_low_precision_is_advised_against(keys: dict[
     assert ["rounded away" in sentence for sentence in sentences] == [True] * advised
 
 
+@pytest.mark.parametrize(
+    ("tuner", "ignored"),
+    [
+        ({}, ["coord_lr"]),
+        ({"train_type": "lora"}, []),
+        ({"train_type": "lora", "train_coord_rows": False}, ["coord_lr"]),
+        ({"train_type": "lora", "freeze_vit": True, "freeze_aligner": True}, ["vit_lr", "aligner_lr"]),
+    ],
+)
+def test_rates_of_what_is_not_trained_are_noted(tuner: dict[str, Any], ignored: list[str]) -> None:
+    rates = {f"training.{key}": 1e-5 for key in ("vit_lr", "aligner_lr", "coord_lr")}
+    noted = [sentence.split()[0] for sentence in advice(parse_config(changed(stage1(), {**rates, "tuner": tuner})))]
+    assert [one for one in noted if one.endswith("_lr")] == [f"training.{key}" for key in ignored]
+
+
 @pytest.mark.parametrize(("lora_rank", "room"), [(1, 1), (4, 8), (8, 8), (24, 32), (512, 512)])
 def test_max_lora_rank_is_rounded_up_to_a_value_of_vllm(lora_rank: int, room: int) -> None:
     raw = changed(vllm(enable_lora=True), {"tuner": {"train_type": "lora", "lora_rank": lora_rank}})
