@@ -189,7 +189,10 @@ def gpu_memory(assume_one: bool) -> int | None:
     except subprocess.SubprocessError as error:
         reason = getattr(error, "stderr", None) or getattr(error, "stdout", None) or str(error)
         raise ConfigError(f"nvidia-smi fails: {reason.strip()}; add --cpu, or repair it") from error
-    return min(int(line) for line in listed.split()) * 2**20
+    sizes = [line.strip() for line in listed.splitlines()]
+    if not sizes or not all(size.isdecimal() for size in sizes):  # "No devices were found", or [N/A] in shared memory
+        raise ConfigError(f"nvidia-smi fails: {listed.strip() or 'it lists no GPU'}; add --cpu, or repair it")
+    return min(map(int, sizes)) * 2**20
 
 
 @dataclass(frozen=True, slots=True)

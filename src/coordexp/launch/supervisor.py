@@ -182,7 +182,8 @@ class Supervisor:
 
     def _start(self, process: ProcessPlan) -> subprocess.Popen[bytes]:
         process.log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {name: value for name, value in os.environ.items() if name not in SERVER_ONLY}
+        left_out = {*SERVER_ONLY} - {self.plan.api_key_env}  # which may name the variable of swift's own token
+        environment = {name: value for name, value in os.environ.items() if name not in left_out}
         environment |= process.environment
         environment |= {name: os.environ[source] for name, source in process.secrets.items()}
         if process is self.plan.trainer:

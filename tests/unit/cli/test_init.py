@@ -82,6 +82,10 @@ def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
     tool.write_text("#!/bin/sh\necho no driver >&2\nexit 9\n")
     done = run_cli(capsys, "init", data, "--model", DEMO, "--overwrite")
     assert done.code == 2 and "nvidia-smi fails: no driver" in done.err
+    for said in ("No devices were found", "[N/A]"):
+        tool.write_text(f"#!/bin/sh\necho '{said}'\n")
+        done = run_cli(capsys, "init", data, "--model", DEMO, "--overwrite")
+        assert done.code == 2 and f"nvidia-smi fails: {said}; add --cpu" in done.err
 
 
 @pytest.mark.parametrize(

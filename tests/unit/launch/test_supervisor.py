@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -209,6 +209,10 @@ def test_settings_of_servers_in_the_shell_do_not_reach_the_trainer(
     with launched(tmp_path, plan(tmp_path, trainer)) as running:
         assert running.process.wait(DEADLINE_S) == 0
     assert (tmp_path / "trainer.log").read_text() == "['COORDEXP_OTHER']\n"
+    named = replace(plan(tmp_path, trainer), api_key_env="COORDEXP_ROLLOUT_API_KEY")  # the YAML may name this one
+    with launched(tmp_path, named) as running:
+        assert running.process.wait(DEADLINE_S) == 0
+    assert (tmp_path / "trainer.log").read_text() == "['COORDEXP_OTHER', 'COORDEXP_ROLLOUT_API_KEY']\n"
 
 
 def test_a_server_that_does_not_start_ends_the_launch_with_its_log(tmp_path: Path) -> None:
