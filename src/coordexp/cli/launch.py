@@ -54,6 +54,9 @@ def launch(
         print_config(config, given)
         return
     run = load_config(config, arguments=given)
+    from coordexp.checkpoints.run_lock import check_not_running
+
+    check_not_running(Path(run.training.output_dir))  # the running one's logs would be replaced
     if hub_model(run.model.model) is not None:
         from coordexp.checkpoints.fetch import with_model_here
 

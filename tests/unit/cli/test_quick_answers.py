@@ -87,6 +87,7 @@ REFUSED = [
     ("train", "empty.yaml"),
     ("train", "qwen2.yaml"),
     ("train", "running.yaml"),
+    ("launch", "running.yaml"),
     ("evaluate", "views.yaml"),
     ("predict", "nothing.jpg", "nothing.png", "--model", "MODEL"),
     ("predict", "images", "--model", "nothing"),
