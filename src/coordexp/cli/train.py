@@ -18,6 +18,8 @@ from coordexp.heavy_imports import heavy_imports
 if TYPE_CHECKING:
     from coordexp.config import RunConfig
 
+_SHARDS = 8  # processes of a sharded run, where launch.learner_devices names none
+
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's configuration.")]
 Arguments = Annotated[
     list[str] | None,
@@ -192,8 +194,9 @@ def config_check_command(
     """Validate a configuration and print it in full.
 
     Each value has its file and line, or "default". The output is YAML that loads back to the same run, with or without
-    --plain. On stderr: an estimate of the GPU memory of each trainer process, if the model is there. Packages that
-    training would need, and that are not installed here, are an error.
+    --plain. On stderr: an estimate of the GPU memory of each trainer process, if the model is there; with fsdp or
+    deepspeed, of as many as launch.learner_devices names, or else of 8. Packages that training would need, and that are
+    not installed here, are an error.
     """
     from coordexp.config import load_config
     from coordexp.config.environment import SCHEDULES_WITH_ARGUMENTS, check_training_environment
@@ -211,8 +214,11 @@ def config_check_command(
     if Path(run.model.model).is_dir():
         from coordexp.checkpoints.memory import check_memory
 
+        # Sharded, a process needs less the more of them there are; torchrun alone knows how many it will start.
+        shards = run.fsdp.enabled or run.deepspeed.enabled
+        processes = len(run.launch.learner_devices) or (_SHARDS if shards else 1)
         try:
-            estimate = str(check_memory(run, max(1, len(run.launch.learner_devices))))
+            estimate = str(check_memory(run, processes)) + (f", of {processes}" if shards else "")
         except CheckpointError as error:
             estimate = f"no estimate: {error}"
         echo(f"memory: {estimate}", err=True)

@@ -93,6 +93,11 @@ def test_check_estimates_memory_on_stderr(tmp_path: Path) -> None:
     estimate = check_memory(parse_config(config))
     assert (printed.exit_code, printed.stderr) == (0, f"memory: {estimate}\n")
     assert yaml.safe_load(printed.stdout)["model"]["model"] == str(tiny_checkpoint())
+    sharded = set_key(config, "fsdp.enabled", True)
+    for devices, processes in (([], 8), ([0, 1, 2], 3)):
+        config = set_key(sharded, "launch.learner_devices", devices)
+        estimate = check_memory(parse_config(config), processes)
+        assert run("check", write_yaml(tmp_path, config)).stderr == f"memory: {estimate}, of {processes}\n"
 
 
 def test_diff_names_differences_on_both_sides(tmp_path: Path) -> None:
