@@ -62,7 +62,7 @@ class ResizeRule:
             raise DataError(f"max_pixels={most} is less than one {factor}x{factor} image token; raise max_pixels")
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """``(width, height)`` after resizing. Raises DataError for an image that no processor takes."""
+        """``(width, height)`` after a processor resized it. Raises DataError for an image that no processor takes."""
         if height < 1 or width < 1:
             raise DataError(f"image size {width}x{height}: both sides must be at least 1 pixel")
         if problem := shape_problem(width, height):
@@ -80,8 +80,14 @@ class ResizeRule:
             grid_w = math.ceil(width * grow / factor) * factor
         return grid_w, grid_h
 
+    def prepared_size(self, width: int, height: int) -> tuple[int, int]:
+        """As :meth:`size`, for an image that a processor gets then: the grid can make a thin image too thin for it."""
+        width, height = self.size(width, height)
+        longest = int(min(width, height) * MAX_ASPECT_RATIO)
+        return min(width, longest), min(height, longest)
+
     def resize(self, image: Image.Image) -> Image.Image:
-        size = self.size(*image.size)
+        size = self.prepared_size(*image.size)
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
 

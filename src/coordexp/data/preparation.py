@@ -56,15 +56,15 @@ class ImagePreparation:
         return image if self.resize is None else self.resize.resize(image)
 
     def changes(self, width: int, height: int) -> bool:
-        return self.resize is not None and self.resize.size(width, height) != (width, height)
+        return self.resize is not None and self.resize.prepared_size(width, height) != (width, height)
 
     def is_unlike_training(self, width: int, height: int) -> bool:
         """Whether the area of an image of this size, after resizing, is far from all training images'."""
         if self.seen_pixels is None:
             return False
-        shown_width, shown_height = (width, height) if self.resize is None else self.resize.size(width, height)
+        shown = (width, height) if self.resize is None else self.resize.prepared_size(width, height)
         least, most = self.seen_pixels
-        return not least / _TELLING <= shown_width * shown_height <= most * _TELLING
+        return not least / _TELLING <= shown[0] * shown[1] <= most * _TELLING
 
 
 NO_RESIZE = ImagePreparation()

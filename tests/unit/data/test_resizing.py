@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from coordexp.data.images import ResizeRule
+from coordexp.data.images import ResizeRule, shape_problem
 from coordexp.data.preparation import (
     NO_RESIZE,
     ImagePreparation,
@@ -92,6 +92,14 @@ def test_a_resized_image_is_not_resized_again() -> None:
     copy = RULE.resize(photo)
     assert copy.size == RULE.size(378, 504) == (160, 192)
     assert RULE.resize(copy) is copy
+
+
+@pytest.mark.parametrize(("size", "expected"), [((7064, 37), (6400, 32)), ((37, 7064), (32, 6400))])
+def test_a_thin_image_does_not_become_too_thin(size: tuple[int, int], expected: tuple[int, int]) -> None:
+    """191:1 was resized to 7072x32, 221:1, which processors and training refuse."""
+    assert ResizeRule().resize(Image.new("RGB", size)).size == expected
+    assert ResizeRule().resize(Image.new("RGB", expected)).size == expected and shape_problem(*expected) is None
+    assert not ImagePreparation(ResizeRule()).changes(*expected)
 
 
 def test_a_rule_is_used_only_if_all_records_share_it() -> None:

@@ -118,7 +118,7 @@ def _write_image(
     if options.rule is not None:
         if max(size) / min(size) > MAX_ASPECT_RATIO:
             raise LeftOut(SkipReason.EXTREME_ASPECT_RATIO, f"image is {width}x{height}")
-        width, height = options.rule.size(width, height)
+        width, height = options.rule.prepared_size(width, height)
     # Decoded even if the file is kept as it is: a truncated image must not surface in the middle of a training.
     image = open_rgb(path, apply_orientation=upright)
     if not options.resize and upright:
