@@ -312,6 +312,9 @@ def _open(path: Path, data: bytes | None = None) -> Image.Image:
             raise DataError(f"is {other}", path=path) from error
         # Pillow's own message names the file object in memory.
         raise DataError(f"not a readable image (cannot identify image file {str(path)!r}); {fix}", path=path) from error
+    except Image.DecompressionBombError as error:
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+        raise DataError(f"has more than {most:,} pixels, which are not read; cut it into parts", path=path) from error
     except _PILLOW_ERRORS as error:
         raise DataError(f"not a readable image ({error}); {fix}", path=path) from error
 

@@ -28,6 +28,13 @@ def corners(size: tuple[int, int] = (8, 6)) -> Image.Image:
     return image
 
 
+def test_a_picture_with_too_many_pixels_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corners().save(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20)
+    with pytest.raises(DataError, match=r"a\.png: has more than 40 pixels, which are not read; cut it into parts"):
+        read_header(tmp_path / "a.png")
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tiff"])
 def test_exif_orientation_is_applied_as_pillow_would(tmp_path: Path, orientation: int, suffix: str) -> None:
