@@ -24,7 +24,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from coordexp.addresses import split_url
 from coordexp.config import RunConfig, check_world_size, load_config
 from coordexp.errors import ConfigError
-from coordexp.launch.plan import server_entries
+from coordexp.launch.plan import rollout_devices, server_entries
+from coordexp.rollouts.chunking import chunk_size
 
 Scheduler = Literal["slurm", "kubernetes", "skypilot"]
 TEMPLATES = {"slurm": "slurm.sh.j2", "kubernetes": "kubernetes.yaml.j2", "skypilot": "skypilot.yaml.j2"}
@@ -177,3 +178,8 @@ def _problems(run: RunConfig, trainer_nodes: int, gpus: int, time_limit: str) ->
             f"rollout_matching.vllm.tensor_parallel_size: {parallel} devices per engine do not divide the {gpus} of a "
             "machine (--gpus)"
         )
+    elif trainers > 0:
+        try:
+            chunk_size(rollout.decode_batch_size, [rollout_devices(run, gpus)] * len(entries), trainers)
+        except ConfigError as error:
+            yield str(error)

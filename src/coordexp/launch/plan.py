@@ -39,6 +39,7 @@ from coordexp.engine.wire.engine_process import (
     names_of_gpus,
 )
 from coordexp.errors import CheckpointError, ConfigError, CoordExpError
+from coordexp.rollouts.chunking import chunk_size
 
 LOOPBACK = "127.0.0.1"
 PLUGIN = Path(__file__).parents[1] / "engine" / "server" / "plugin" / "coordexp_rollout_plugin.py"
@@ -349,9 +350,31 @@ def run_checks(config: RunConfig, plan: LaunchPlan, num_gpus: int) -> list[Check
         f"device {', '.join(map(str, missing))} does not exist: this machine has {num_gpus} GPUs" if missing else None,
     )
     return [
-        *(devices, _model_check(config), *_memory_check(config, num_gpus), *_token_check(plan)),
+        *(devices, *_requests_check(config, plan), _model_check(config), *_memory_check(config, num_gpus)),
+        *_token_check(plan),
         *(*_package_checks(config, started), *_port_checks(plan), *_disk_check(config)),
     ]
+
+
+def rollout_devices(config: RunConfig, devices: int) -> int:
+    """How many of a server's ``devices`` its engines use; 0 is a CPU, with one engine."""
+    assert config.rollout_matching is not None
+    size = config.rollout_matching.vllm.tensor_parallel_size
+    return max(1, devices // size) * size
+
+
+def _requests_check(config: RunConfig, plan: LaunchPlan) -> Iterator[Check]:
+    processes = [server.process for server in plan.servers if server.process is not None]
+    if not processes or len(processes) < len(plan.servers):  # a server elsewhere says itself what it has
+        return
+    assert config.rollout_matching is not None
+    key, size = "rollout_matching.decode_batch_size", config.rollout_matching.decode_batch_size
+    worlds, problem = [rollout_devices(config, len(process.devices)) for process in processes], None
+    try:
+        chunk_size(size, worlds, max(1, len(plan.trainer.devices)))
+    except ConfigError as error:
+        problem = str(error).removeprefix(f"{key} ")
+    yield Check(key, f"{size} answers at once on each of {sum(worlds)} rollout devices", problem)
 
 
 def _token_check(plan: LaunchPlan) -> Iterator[Check]:

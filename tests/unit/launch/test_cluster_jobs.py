@@ -236,6 +236,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "swift's servers": ({"launch.server": "swift"}, {}, "launch.server"),
     "engines that do not fit": ({"rollout_matching.vllm.tensor_parallel_size": 3}, {}, "size: 3.*--gpus"),
     "a batch that does not divide": ({}, {"trainer_nodes": 3}, "batch_size: 256 .* 4 x 24 .*nodes 3, --gpus 8"),
+    "answers for fewer than the trainers": (
+        {"rollout_matching.decode_batch_size": 1, "rollout_matching.vllm.tensor_parallel_size": 1},
+        {"trainer_nodes": 4},
+        "decode_batch_size 1 on 16 rollout devices .* at least 2",
+    ),
     "no trainer": ({}, {"trainer_nodes": 0}, "--learner-nodes 0"),
     "fewer than no GPUs": ({}, {"gpus": -1}, "--gpus -1"),
     "a time that is none": ({}, {"time_limit": "one day"}, "--time one day"),

@@ -274,6 +274,23 @@ def test_used_ports_missing_devices_and_full_disks_are_all_named(
     assert "has 0.0 MB left, and a checkpoint and the final model need about" in text
 
 
+def test_more_trainers_than_answers_at_once_are_refused_before_servers_start(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    config = set_key(set_key(config, "launch.server_devices", [[0], [1]]), "launch.learner_devices", [2, 3, 4])
+
+    def requests(size: int) -> Check:
+        path = write_yaml(tmp_path, set_key(config, "rollout_matching.decode_batch_size", size))
+        run = load_config(path)
+        checks = run_checks(run, plan_launch(run, path), num_gpus=5)
+        return next(one for one in checks if one.name == "rollout_matching.decode_batch_size")
+
+    assert requests(2) == Check(
+        "rollout_matching.decode_batch_size", "2 answers at once on each of 2 rollout devices", None
+    )
+    assert "2 requests at a time, fewer than the 3 trainer ranks" in str(requests(1).problem)
+
+
 def test_a_gpu_that_is_too_small_is_refused_with_a_size_that_fits(
     tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
