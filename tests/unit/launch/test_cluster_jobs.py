@@ -43,7 +43,7 @@ if [ "$3" = serve ]; then
 else
   trap 'echo "trainer saves for USR1" >> "$FAKES/calls"; exit 0' USR1
   trap 'echo "trainer saves for TERM" >> "$FAKES/calls"; exit 0' TERM
-  [ -n "$FAKE_TRAINER_ENDS" ] && { sleep 0.3; exit "$FAKE_TRAINER_ENDS"; }
+  [ -n "$FAKE_TRAINER_ENDS" ] && { sleep "${FAKE_TRAINER_AFTER:-0.3}"; exit "$FAKE_TRAINER_ENDS"; }
 fi
 echo up >> "$FAKES/up"
 for _ in $(seq 600); do sleep 0.1 & wait $!; done
@@ -142,10 +142,17 @@ def test_a_slurm_job_saves_and_requeues_before_its_time_limit(fakes: Fakes) -> N
     assert "--signal=B:USR1@120" in render(JOB, "slurm")  # the trainer's 60 seconds, and a minute
 
 
-def test_a_slurm_job_that_loses_a_server_saves_and_fails(fakes: Fakes) -> None:
-    found, told = end(fakes.start(render(JOB, "slurm"), FAKE_DEAD_SERVER="1", **SLURM))
+def test_a_slurm_job_that_loses_a_server_lets_the_trainer_save_and_fails(fakes: Fakes) -> None:
+    """Without a signal: after SLURM's own SIGTERM, of which servers end first, a second one means at once."""
+    job = render(JOB, "slurm")
+    found, told = end(fakes.start(job, FAKE_DEAD_SERVER="1", FAKE_TRAINER_ENDS="0", FAKE_TRAINER_AFTER="2", **SLURM))
     assert found == 1 and "a rollout server has ended" in told
-    assert "trainer saves for TERM" in fakes.calls()
+    assert not any("saves" in call for call in fakes.calls())
+
+
+def test_a_slurm_job_ends_a_trainer_that_does_not_notice_a_lost_server(fakes: Fakes) -> None:
+    found, _ = end(fakes.start(render(replace(JOB, grace_s=1), "slurm"), FAKE_DEAD_SERVER="1", **SLURM))
+    assert found == 1 and "trainer saves for TERM" in fakes.calls()
 
 
 def test_without_servers_a_slurm_job_runs_only_the_trainer(fakes: Fakes) -> None:
