@@ -32,6 +32,7 @@ TEMPLATES = {"slurm": "slurm.sh.j2", "kubernetes": "kubernetes.yaml.j2", "skypil
 HOST_VARIABLE = "ROLLOUT_HOST_{index}"
 RENDEZVOUS_PORT = 29500
 RESTARTS = 5  # of a whole job whose machine died
+_NO_TEXT = ("true", "false", "yes", "no", "on", "off", "y", "n", "null")  # in YAML 1.1
 _MOST_HOSTS = 256
 _UNKNOWN_HOST = "rollout-host-{index}.invalid"  # placeholder of a host while the configuration is only read
 
@@ -75,10 +76,10 @@ def plan_job(config: Path, arguments: Sequence[str], trainer_nodes: int, gpus: i
         raise ConfigError("\n".join(problems))
     server = run.rollout_matching.vllm.server if run.rollout_matching is not None else None
     entries = server_entries(run)
-    # Lower case, digits and dashes, at most 40 characters: a name that every scheduler accepts. It begins with a word,
-    # as the DNS names of Kubernetes' services do, and so is text in YAML, which 2026-11-28, 007 and true are not.
+    # Lower case, digits and dashes, at most 40 characters: a name for every scheduler. It begins with a letter,
+    # as the DNS names of Kubernetes' services do, and is text in YAML, which 2026-11-28, 007 and true are not.
     name = re.sub(r"[^a-z0-9]+", "-", Path(run.training.output_dir).name.lower()).strip("-")
-    if not isinstance(yaml.safe_load(name), str) or not name[0].isalpha():
+    if not name[:1].isalpha() or name in _NO_TEXT:
         name = f"coordexp-{name}"
     return ClusterJob(
         name=name[:40].strip("-"),
