@@ -11,6 +11,7 @@ and supervisor are *subreapers*: orphans below them become their children, so no
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import select
 import shutil
@@ -182,6 +183,9 @@ class Supervisor:
 
     def _start(self, process: ProcessPlan) -> subprocess.Popen[bytes]:
         process.log.parent.mkdir(parents=True, exist_ok=True)
+        if process.log.exists():  # of an earlier start, which a restart continues
+            names = (process.log.with_name(f"{process.log.stem}.{number}.log") for number in itertools.count(1))
+            process.log.rename(next(path for path in names if not path.exists()))
         left_out = {*SERVER_ONLY} - {self.plan.api_key_env}  # which may name the variable of swift's own token
         environment = {name: value for name, value in os.environ.items() if name not in left_out}
         environment |= process.environment

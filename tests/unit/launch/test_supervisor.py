@@ -134,6 +134,14 @@ def test_the_trainers_exit_code_is_returned(tmp_path: Path, code: int) -> None:
     assert (tmp_path / "trainer.log").read_text() == "trained\n"
 
 
+def test_a_restart_keeps_the_logs_of_earlier_starts(tmp_path: Path) -> None:
+    for number in range(3):
+        with launched(tmp_path, plan(tmp_path, f"print('start', {number})")) as running:
+            assert running.process.wait(DEADLINE_S) == 0
+    logs = [(tmp_path / name).read_text() for name in ("trainer.1.log", "trainer.2.log", "trainer.log")]
+    assert logs == ["start 0\n", "start 1\n", "start 2\n"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_passed_on_and_everything_ends(tmp_path: Path, number: signal.Signals) -> None:
     with launched(tmp_path, plan(tmp_path, LONG_TRAINER)) as running:
