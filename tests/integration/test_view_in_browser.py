@@ -17,7 +17,7 @@ from coordexp.viewer.collect import collect, compare
 from coordexp.viewer.render import render
 from support.answers import tiny_vocab
 from support.browser import CALL_S, Browser, open_browser
-from support.scored_answers import random_answers, with_soft
+from support.scored_answers import answered_again, random_answers, with_soft
 from support.view_runs import HOSTILE, hostile_answers, write_run
 
 ROW = '#list [aria-current="true"]'
@@ -274,8 +274,9 @@ def test_the_list_is_saved_as_a_dataset(answers_page: Browser) -> None:
 
 
 def test_two_runs_next_to_each_other(browser: Browser, tmp_path: Path) -> None:
-    for name, seed in (("a", 1), ("b", 2)):
-        write_answers(random_answers(9, seed), tmp_path / name / "predictions.jsonl")
+    answers = random_answers(9, 1)
+    for name, run in (("a", answers), ("b", answered_again(answers, 2))):
+        write_answers(run, tmp_path / name / "predictions.jsonl")
     page = opened(browser, render(compare(collect(tmp_path / "a"), collect(tmp_path / "b"))), tmp_path)
     assert page.count("#stages .stage") == 2 and page.count(".objects") == 2
     page.hover('.objects[data-run="1"] tr:first-of-type')

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from coordexp.evaluation.answers import write_answers
+from coordexp.evaluation.answers import ImageAnswer, write_answers
 from coordexp.viewer.collect import ViewData, collect, compare
 from coordexp.viewer.render import render
 from support.answers import tiny_vocab
 from support.browser import Browser, open_browser
-from support.scored_answers import random_answers
+from support.scored_answers import answered_again, random_answers
 from support.view_runs import HOSTILE, hostile_answers, write_run
 
 WIDTH = 390
@@ -54,10 +54,10 @@ def phone() -> Iterator[Browser]:
         yield window
 
 
-def with_pictures(folder: Path, seed: int) -> ViewData:
-    """Nine answers, as ``predict`` writes them, for images that exist."""
+def with_pictures(folder: Path, of_run: Sequence[ImageAnswer]) -> ViewData:
+    """Answers, as ``predict`` writes them, for images that exist."""
     answers = []
-    for one in random_answers(9, seed):
+    for one in of_run:
         image = folder / f"{one.sample_id}.png"
         folder.mkdir(exist_ok=True)
         Image.new("RGB", (one.width, one.height), "gray").save(image)
@@ -67,12 +67,14 @@ def with_pictures(folder: Path, seed: int) -> ViewData:
 
 
 def pages(folder: Path) -> dict[str, ViewData]:
-    hostile = folder / "hostile"
+    hostile, answers = folder / "hostile", random_answers(9, 1)
     write_answers(hostile_answers(folder), hostile / "predictions.jsonl")
     return {
-        "predict": with_pictures(folder / "predict", 3),
+        "predict": with_pictures(folder / "predict", random_answers(9, 3)),
         "run": collect(write_run(folder / "run", steps=4), tiny_vocab()),
-        "two runs": compare(with_pictures(folder / "a", 1), with_pictures(folder / "b", 2)),
+        "two runs": compare(
+            with_pictures(folder / "a", answers), with_pictures(folder / "b", answered_again(answers, 2))
+        ),
         "long names": replace(collect(hostile), title=HOSTILE),
     }
 

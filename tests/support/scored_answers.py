@@ -21,6 +21,12 @@ def random_answers(count: int, seed: int, per_image: int = 8, polygons: float = 
     return [_answer(rng, f"s{i}", int(rng.integers(0, per_image + 1)), polygons) for i in range(count)]
 
 
+def answered_again(answers: list[ImageAnswer], seed: int) -> list[ImageAnswer]:
+    """Another run's random answers for the same pictures."""
+    again = random_answers(len(answers), seed)
+    return [replace(b, width=a.width, height=a.height) for a, b in zip(answers, again, strict=True)]
+
+
 def with_soft(answers: list[ImageAnswer], seed: int) -> list[ImageAnswer]:
     rng = np.random.default_rng(seed)
     return [

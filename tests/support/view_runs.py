@@ -16,7 +16,7 @@ from coordexp.targets import TransportConfig
 from support.answers import CAT, DOG, answer, entry, outcome_of, record, tiny_vocab
 from support.scored_answers import random_answers
 
-HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)> {{ data }} &lt; \u2028'
+HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)> {{ data }} \u2028 &lt;'
 
 
 def write_run(folder: Path, steps: int = 2) -> Path:
