@@ -56,7 +56,7 @@ def launch(
     run = load_config(config, arguments=given)
     from coordexp.checkpoints.run_lock import check_not_running
 
-    check_not_running(Path(run.training.output_dir))  # the running one's logs would be replaced
+    check_not_running(Path(run.training.output_dir))  # whose logs would be moved away
     if hub_model(run.model.model) is not None:
         from coordexp.checkpoints.fetch import with_model_here
 
