@@ -115,7 +115,7 @@ def first_training(out: Path, folder: Path) -> None:
     link(folder, "demo-stage1", "start")
     command(folder, "init", "data/train/scenes.jsonl", "--val", "data/val/scenes.jsonl", "--model", "checkpoints/start")
     train = "coordexp train stage1.yaml training.num_train_epochs=1 training.learning_rate=1e-4"
-    terminal(out, folder, "stage 1", train, "coordexp evaluate stage1.yaml --model outputs/stage1")
+    terminal(out, folder, "stage 1", train, "coordexp evaluate stage1.yaml --model outputs/stage1 | head -27")
 
 
 def launch(out: Path, folder: Path) -> None:
