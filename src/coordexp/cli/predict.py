@@ -307,9 +307,8 @@ def export(
             more = ["…"] if len(refused) > _MOST_REFUSED else []
             lines = "\n  ".join([*refused[:_MOST_REFUSED], *more])
             say(console, f"note: {len(refused)} images were not placed next to the annotations:\n  {lines}")
-    options = {"coco": {"completed": completed}, "voc": {"fractions": fractions}, "yolo": {"scores": scores}}
-    options["yolo-obb"] = options["yolo"]
-    exported = FORMATS[form](answers, out, terms, **options.get(form, {}))
+    options = {"coco": {"completed": completed}, "voc": {"fractions": fractions}}.get(form, {})
+    exported = FORMATS[form](answers, out, terms, **({"scores": scores} if form in yolo else options))
     if completed and form != "coco":
         count = sum(map(len, completed.values()))
         say(console, f"note: {form} cannot say which model added {count} completed objects; coco can")

@@ -381,7 +381,7 @@ def advice(config: RunConfig) -> Iterator[str]:
         ("vit_lr", not tuner.freeze_vit, "tuner.freeze_vit: true keeps the vision tower as it is"),
         ("aligner_lr", not tuner.freeze_aligner, "tuner.freeze_aligner: true keeps the mergers as they are"),
         ("coord_lr", tuner.train_type == "lora" and tuner.train_coord_rows,
-         "coordinate tokens have rows of their own with tuner.train_type: lora and train_coord_rows: true alone"),
+         "coordinate tokens have rows of their own only with tuner.train_type: lora and train_coord_rows: true"),
     ):  # fmt: skip
         if getattr(config.training, key) is not None and not learns:
             yield f"training.{key} is ignored: {without}"

@@ -216,6 +216,12 @@ class _Line(ImageAnswer):
         check_bin_rule(self.bin_rule)
 
 
+def picture_of(image: str, width: int, height: int) -> tuple[str, int, int]:
+    """What answers of one picture have in common, also if their datasets are in different folders or on different
+    machines: its file's name and its size."""
+    return Path(image).name, width, height
+
+
 def is_of(answer: ImageAnswer, record: ImageRecord) -> bool:
     """Whether ``answer`` is for the picture that ``record`` names now, by its path and size."""
     return (answer.image, answer.width, answer.height) == (str(record.image), record.width, record.height)

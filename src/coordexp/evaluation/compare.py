@@ -6,14 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer, picture_of
 from coordexp.evaluation.coco_results import average_precision
 from coordexp.evaluation.detection import (
     DENSITIES,
@@ -270,7 +269,8 @@ def paired(a: Sequence[ImageAnswer], b: Sequence[ImageAnswer]) -> list[ImageAnsw
         )
     for answer in a:
         other = by_id[answer.sample_id]
-        if _picture(answer) != _picture(other):
+        pictures = [picture_of(one.image, one.width, one.height) for one in (answer, other)]
+        if pictures[0] != pictures[1]:
             raise DataError(
                 f"{answer.sample_id}: the two runs answered other pictures ({answer.image}, {other.image}); predict "
                 "both from one JSONL"
@@ -278,11 +278,6 @@ def paired(a: Sequence[ImageAnswer], b: Sequence[ImageAnswer]) -> list[ImageAnsw
         if other.gt != answer.gt or answer.gt is None:
             raise DataError(f"{answer.sample_id}: the two runs have other annotations; predict both from one JSONL")
     return [by_id[answer.sample_id] for answer in a]
-
-
-def _picture(answer: ImageAnswer) -> tuple[str, int, int]:
-    # The same dataset may be in another folder, as on another machine.
-    return Path(answer.image).name, answer.width, answer.height
 
 
 def _interval(values_R: np.ndarray) -> tuple[float, float]:

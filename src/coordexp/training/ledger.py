@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from coordexp import distributed
-from coordexp.evaluation.answers import FIRST_EVALUATION, ImageAnswer, read_answers, write_answers
+from coordexp.evaluation.answers import FIRST_EVALUATION, ImageAnswer, picture_of, read_answers, write_answers
 from coordexp.evaluation.compare import changed_rates
 
 
@@ -41,4 +41,4 @@ class RunLedger:
 
 
 def _images(answers: Sequence[ImageAnswer]) -> list[object]:
-    return [(answer.sample_id, answer.gt) for answer in answers]
+    return [(one.sample_id, picture_of(one.image, one.width, one.height), one.gt) for one in answers]

@@ -11,7 +11,14 @@ from coordexp.checkpoints.folder import RESOLVED_CONFIG
 from coordexp.config.source import read_document
 from coordexp.coords import CoordVocab
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import LAST_EVALUATION, PREDICTIONS, ImageAnswer, ScoredObject, read_answers
+from coordexp.evaluation.answers import (
+    LAST_EVALUATION,
+    PREDICTIONS,
+    ImageAnswer,
+    ScoredObject,
+    picture_of,
+    read_answers,
+)
 from coordexp.evaluation.detection import IOU_THRESHOLD, assigner, match_answer
 from coordexp.reading import read_json
 from coordexp.records import GTObject, PredictedObject, TokenRole
@@ -162,7 +169,7 @@ def compare(first: ViewData, second: ViewData, max_records: int = 1000) -> ViewD
 
 
 def _picture_of(record: ViewRecord) -> tuple[object, ...]:
-    return record.sample_id, record.step, Path(record.image).name, record.width, record.height
+    return record.sample_id, record.step, *picture_of(record.image, record.width, record.height)
 
 
 def find_checkpoint(source: Path) -> Path | None:

@@ -145,7 +145,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         outcome = self.coordexp_call("process_weights_after_loading", **commit)
         if "result" in outcome:
             if (kept := cache_kept_by(self.engine)) is not None:
-                return {"error": f"the engine kept its {kept} cache of the old weights: a request runs; restart it"}
+                return {"error": f"a request is still running, so the engine kept its {kept} cache; restart the server"}
             report = outcome["result"][0]
             self._weights = WeightVersion(report["weight_version"], report["trainer_id"])
         return outcome
@@ -190,6 +190,7 @@ class CoordExpEndpoints:
     connections: list[Any]
     processes: list[Any]
     coordexp_heartbeat: SharedHeartbeat
+    coordexp_fingerprint: str | None
     coordexp_busy: dict[int, float]  # worker with open requests → time of their call
 
     async def health(self) -> dict[str, Any]:
@@ -201,12 +202,10 @@ class CoordExpEndpoints:
     async def status(self) -> dict[str, Any]:
         replies = await _call_workers(self.connections, "coordexp_status", [{}] * len(self.connections))
         workers = [one for statuses in replies for one in statuses]
-        model = Path(self.args.model)
-        takes_adapters = self.args.vllm_enable_lora and model.is_dir()
         return {
             "server": "swift rollout",
-            "model": str(model),
-            FINGERPRINT: await asyncio.to_thread(fingerprint, model) if takes_adapters else None,
+            "model": str(self.args.model),
+            FINGERPRINT: self.coordexp_fingerprint,
             "world_size": len(workers),
             "data_parallel_size": len(self.connections),
             **{key: workers[0][key] for key in WeightVersion().payload()},
@@ -305,6 +304,8 @@ def install() -> None:
         self.args.api_key = self.args.api_key or os.environ.get(SERVER_API_KEY)
         self.coordexp_heartbeat = SharedHeartbeat.create(self.num_connections)
         self.coordexp_busy = {}
+        model = Path(self.args.model)
+        self.coordexp_fingerprint = fingerprint(model) if self.args.vllm_enable_lora and model.is_dir() else None
         register(self)
         self.app.add_middleware(SerializeRequests)
         self.app.get("/status/", dependencies=[Depends(self._require_api_key())])(self.status)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from coordexp import distributed
 from coordexp.background import Prefetcher
 from coordexp.config.rollout import RolloutMatchingConfig
-from coordexp.engine.trainer.push import Mode, Named, WeightPusher, check_checksum
+from coordexp.engine.trainer.push import Named, WeightPusher, check_checksum
 from coordexp.engine.wire.arguments import (
     ADAPTER_ID,
     ADAPTER_NAME,
@@ -252,11 +252,8 @@ class ColocatedPusher(WeightPusher):
     converts = False  # the engine converts while it copies
     engine: Any = None
 
-    def _begin(self, mode: Mode) -> torch.dtype | None:
+    def _begin(self, base: Path | None) -> torch.dtype | None:  # this process gave the engine its model
         return self.engine.ask_worker(lambda worker: worker.model_runner.model_config.dtype)
-
-    def _check_base(self, base: Path) -> None:
-        pass  # this process gave the engine its model
 
     def _send(self, tensors: Named, peft_config: Mapping[str, Any] | None = None) -> None:
         if peft_config is not None:  # without _named: the caller handles vLLM's own errors, by pushing full weights

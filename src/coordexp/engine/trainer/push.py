@@ -93,12 +93,10 @@ class WeightPusher(ABC):
             return self._push_full(weights, fallback)
 
     @abstractmethod
-    def _begin(self, mode: Mode) -> torch.dtype | None:
-        """Connect to every engine. Returns the dtype of their weights, None if unknown."""
-
-    @abstractmethod
-    def _check_base(self, base: Path) -> None:
-        """Raise RolloutError if an engine loaded another model than ``base``, on which the adapter is trained."""
+    def _begin(self, base: Path | None) -> torch.dtype | None:
+        """Connect to every engine. Returns the dtype of their weights, None if unknown. ``base``: the folder of the
+        model on which the adapter that follows is trained, None for full weights. Raises RolloutError if an engine has
+        other weights than that folder's."""
 
     @abstractmethod
     def _send(self, tensors: Named, peft_config: Mapping[str, Any] | None = None) -> None:
@@ -121,7 +119,7 @@ class WeightPusher(ABC):
         hashes: dict[str, int] = {}
         num_bytes = num_tensors = 0
         with self._whole_source() as named, self._aborting():
-            dtype = self._begin("full")
+            dtype = self._begin(None)
             # A rank without engines sends nothing; _whole_source takes its part in gathering sharded weights.
             for bucket in in_buckets(named, self._config.bucket_mb << 20) if self.has_engines else ():
                 if self.converts or compares:
@@ -157,8 +155,7 @@ class WeightPusher(ABC):
                 "them (coordexp model merge), and train from the merged checkpoint"
             )
         with self._aborting():
-            dtype = self._begin("adapter")
-            self._check_base(adapter.base)
+            dtype = self._begin(adapter.base)
             for bucket in in_buckets(adapter.changed, self._config.bucket_mb << 20):
                 self._send([(name, _converted(tensor, dtype)) for name, tensor in bucket])
             self._send(list(adapter.tensors), adapter.config)
@@ -217,14 +214,20 @@ class ServerPusher(WeightPusher):
         for link in self.links:
             link.close(notify=True)
 
-    def _begin(self, mode: Mode) -> torch.dtype | None:
+    def _begin(self, base: Path | None) -> torch.dtype | None:
         wait_for_all(self._on_each(lambda link: link.open()))
+        own = fingerprint(base) if base is not None and self.links else None  # the first time, it may read all weights
         self._deadline = time.monotonic() + self._config.timeout_s  # connecting has its own timeout
-        for link in self.links:
-            if mode == "adapter" and link.base_overwritten:  # an adapter needs the checkpoint's own weights as its base
+        for link in self.links if base is not None else ():  # an adapter needs the checkpoint's own weights as its base
+            if link.base_overwritten:
                 raise RolloutError(
                     f"{link}: an earlier push of full weights already contains the adapter, so it would be applied "
                     "twice; restart the server"
+                )
+            if link.base != own:
+                raise RolloutError(
+                    f"{link}: its model has the fingerprint {link.base}, and {base}, on which this run trains its "
+                    f"adapter, has {own}; start the server from the same checkpoint with vllm.enable_lora: true"
                 )
         dtypes = {link.dtype for link in self.links if link.dtype is not None}
         if len(dtypes) > 1:
@@ -232,15 +235,6 @@ class ServerPusher(WeightPusher):
                 f"the servers hold weights of different types ({dtypes}); use one rollout_matching.vllm.dtype"
             )
         return dtypes.pop() if dtypes else None
-
-    def _check_base(self, base: Path) -> None:
-        own = fingerprint(base)
-        for link in self.links:
-            if link.base != own:
-                raise RolloutError(
-                    f"{link}: its model has the fingerprint {link.base}, and {base}, on which this run trains its "
-                    f"adapter, has {own}; start the server from the same checkpoint with vllm.enable_lora: true"
-                )
 
     def _send(self, tensors: Named, peft_config: Mapping[str, Any] | None = None) -> None:
         self._finish_sending()
