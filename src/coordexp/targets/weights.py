@@ -110,8 +110,9 @@ def _weight_by_role(context: SupervisionContext, weights: SupervisionWeights) ->
         "desc_ce": {R.GT_DESC: tail_desc, R.REWRITTEN_DESC: w.desc_ce},
         "coord_token_ce": {R.GT_COORD: w.coord_token_ce},
         "coord": {R.MATCHED_COORD: 1.0, R.GT_COORD: 1.0},
-        "text_gate": {  # the model's own text never counts; descriptions count where they are trained
+        "text_gate": {  # the model's own structure and descriptions count where they are trained
             **dict.fromkeys((R.GT_STRUCT, R.CLOSE, R.EOS, R.REWRITTEN_STRUCT), 1.0),
+            R.MATCHED_STRUCT: float(w.matched_struct_ce > 0),
             R.GT_DESC: float(tail_desc > 0),
             R.REWRITTEN_DESC: float(w.desc_ce > 0),
         },

@@ -34,7 +34,7 @@ def test_weight_of_every_role(context: str, tail_desc: float) -> None:
         "desc_ce": {R.GT_DESC: tail_desc, R.REWRITTEN_DESC: 0.75},
         "coord_token_ce": {R.GT_COORD: 3.0},
         "coord": {R.MATCHED_COORD: 1.0, R.GT_COORD: 1.0},
-        "text_gate": {**dict.fromkeys(WRITTEN, 1.0), R.GT_DESC: 1.0, R.REWRITTEN_DESC: 1.0},
+        "text_gate": dict.fromkeys((*WRITTEN, R.MATCHED_STRUCT, R.GT_DESC, R.REWRITTEN_DESC), 1.0),
     }
 
 
@@ -51,6 +51,13 @@ def test_text_gate_covers_descriptions_where_they_are_trained(annotated: float, 
     for context, tail_desc in (("gt", annotated), ("rollout", appended)):
         gated = set(by_role(context, weights)["text_gate"])
         assert (R.GT_DESC in gated) is (tail_desc > 0) and (R.REWRITTEN_DESC in gated) is (annotated > 0)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_text_gate_covers_structure_of_matched_objects_where_it_is_trained(trained: bool) -> None:
+    weights = SupervisionWeights(matched_struct_ce=0.5 if trained else 0.0)
+    found = by_role("rollout", weights)
+    assert (R.MATCHED_STRUCT in found["struct_ce"]) is (R.MATCHED_STRUCT in found["text_gate"]) is trained
 
 
 def test_softness_lowers_only_cross_entropy() -> None:

@@ -143,14 +143,16 @@ def test_channel_b_does_not_depend_on_its_packing(tmp_path: Path) -> None:
 
 
 def test_channel_b_supervises_matched_structure_and_rollout_aligned_does_not(tmp_path: Path) -> None:
-    """One sample, found but for one object. Cross-entropy's mean is over more tokens in Channel-B, by exactly those."""
+    """One sample, found but for one object. The means of cross-entropy and text gate are over more tokens in Channel-B,
+    by exactly those."""
     keys = {"training__max_steps": 1, "training__per_device_train_batch_size": 6}
     _, (aligned,) = run(run_config(tmp_path, 2, "aligned", **keys), finder())
     _, (prepared,) = run(run_config(tmp_path, "two_channel", "b", stage2_ab__schedule__b_ratio=1, **keys), finder())
     roles = [role for row in prepared.rows for segment in row.segments for role in segment.target.roles_T.tolist()]
     more = prepared.totals["struct_ce"] - aligned.totals["struct_ce"]
     assert more == roles.count(TokenRole.MATCHED_STRUCT) > 0
-    assert prepared.totals == {**aligned.totals, "struct_ce": prepared.totals["struct_ce"]}
+    grown = {term: aligned.totals[term] + more for term in ("struct_ce", "text_gate")}
+    assert prepared.totals == {**aligned.totals, **grown}
 
 
 def test_an_answer_that_cannot_be_closed_is_counted_and_left_out(
