@@ -28,13 +28,15 @@ from coordexp.config import RunConfig
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import DeepSpeedConfig
 from coordexp.errors import ConfigError, require
+from coordexp.training.optimizer import LearningRates
 
 logger = logging.getLogger("coordexp")
 
 
 def check_parallel(config: RunConfig, world_size: int) -> None:
     """Check the sections ``fsdp`` and ``deepspeed`` before anything is loaded. Raises ConfigError for FSDP with one
-    process, for DeepSpeed on a CPU, with a missing file or with ZeRO-3; MissingDependency without DeepSpeed."""
+    process, for DeepSpeed on a CPU, with a missing file, with ZeRO-3, or with a scheduler that would replace
+    several learning rates by one; MissingDependency without DeepSpeed."""
     if config.fsdp.enabled and world_size == 1:
         raise ConfigError(
             "fsdp.enabled: FSDP shards the model over the processes of torchrun, and there is only one; start "
@@ -50,16 +52,25 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
             raise ConfigError(
                 f"deepspeed.config: {config.deepspeed.config}: no such file; name a JSON file of DeepSpeed"
             )
-        if _zero_stage(config.deepspeed) == 3:
+        content = _content_of(config.deepspeed)
+        zero = content.get("zero_optimization")
+        if isinstance(zero, dict) and zero.get("stage") == 3:
             raise ConfigError(
                 "deepspeed.config: zero_optimization.stage 3 gathers a weight only while its layer computes, so "
                 "rollout engines and the chunked head would read empty tensors; write stage 2, or use fsdp.enabled: "
                 "true, which shards weights too"
             )
+        training = config.training
+        rates = LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr)
+        if "scheduler" in content and rates.differ:
+            raise ConfigError(
+                "deepspeed.config: its scheduler gives all weights one learning rate, so training.vit_lr, aligner_lr "
+                "and coord_lr would do nothing; remove scheduler and use training.lr_scheduler_type, or remove them"
+            )
         require("deepspeed", "deepspeed.enabled: true")
 
 
-def _zero_stage(deepspeed: DeepSpeedConfig) -> object:
+def _content_of(deepspeed: DeepSpeedConfig) -> dict[str, Any]:
     content: Any = deepspeed.config
     if isinstance(content, str):
         try:
@@ -68,8 +79,7 @@ def _zero_stage(deepspeed: DeepSpeedConfig) -> object:
             raise ConfigError(
                 f"deepspeed.config: {content}: not JSON ({error}); name a JSON file of DeepSpeed"
             ) from error
-    zero = content.get("zero_optimization") if isinstance(content, dict) else None
-    return zero.get("stage") if isinstance(zero, dict) else None
+    return content if isinstance(content, dict) else {}
 
 
 def parallel_arguments(config: RunConfig) -> dict[str, Any]:
@@ -172,16 +182,15 @@ def prepare(
     from accelerate.utils import DummyOptim, DummyScheduler  # it has them only where DeepSpeed is installed
 
     plugin.hf_ds_config.trainer_config_finalize(args, model, max_steps)
-    theirs = plugin.hf_ds_config.config
-    if "optimizer" in theirs:
-        ours: Any = DummyOptim(params=[one for one in model.parameters() if one.requires_grad])
+    theirs, ours = plugin.hf_ds_config.config, optimizer()
+    theirs.setdefault("gradient_clipping", args.max_grad_norm)  # accelerate would clip at 1
+    if "optimizer" in theirs:  # its class, over our groups: their learning rates, and no decay of biases and norms
+        groups = [{key: one[key] for key in ("params", "lr", "weight_decay")} for one in ours.param_groups]
+        ours = DummyOptim(params=groups)
     else:
         theirs["zero_allow_untested_optimizer"] = True
-        ours = optimizer()
     if "scheduler" in theirs:
         return accelerator.prepare(model, ours, DummyScheduler(ours))
-    if isinstance(ours, DummyOptim):
-        return accelerator.prepare(model, ours, DummyScheduler(ours, lr_scheduler_callable=scheduler))
     model, prepared = accelerator.prepare(model, ours)
     return model, prepared, scheduler(prepared)
 

@@ -197,8 +197,10 @@ class TrainStep:
                         forward_s += time.perf_counter() - begun
                         if is_last:
                             agree()  # an error of one rank must reach the others before they exchange gradients
-                        # DDP and FSDP average over ranks, and the sum is wanted.
-                        run.accelerator.backward(result.loss * distributed.world_size())
+                        # DDP, FSDP and DeepSpeed average over ranks, and the sum is wanted. DeepSpeed would also divide
+                        # by micro-steps, which the totals have done.
+                        scaling = {"scale_wrt_gas": False} if run.is_deepspeed else {}
+                        run.accelerator.backward(result.loss * distributed.world_size(), **scaling)
             with distributed.raise_on_all_ranks(where):
                 self._take_metrics(on_device, step)
         run.sums.add(

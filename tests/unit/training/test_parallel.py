@@ -72,9 +72,14 @@ def test_deepspeed_configuration_is_passed_unchanged(tmp_path: Path) -> None:
             ConfigError,
             r"zero_optimization\.stage 3 .*write stage 2, or use fsdp",
         ),
+        (
+            {"deepspeed__config": {"scheduler": {"type": "WarmupLR"}}, "training__vit_lr": 1e-6},
+            ConfigError,
+            r"deepspeed\.config: its scheduler .*training\.vit_lr",
+        ),
         ({}, MissingDependency, r"deepspeed\.enabled: true needs the package 'deepspeed'.*pip install"),
     ],
-    ids=["on a CPU", "no such file", "weights in parts", "not installed"],
+    ids=["on a CPU", "no such file", "weights in parts", "one learning rate", "not installed"],
 )
 def test_unsupported_deepspeed_settings_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], error: type[Exception], complaint: str
