@@ -34,6 +34,21 @@ OPTIMIZERS: dict[str, str | None] = {
     "adamw_anyprecision": "torchdistx", "adamw_torch_npu_fused": "torch_npu", "adamw_torch_xla": "torch_xla",
     "grokadamw": "grokadamw", "stable_adamw": "optimi",
 }  # fmt: skip
+# Those that the training loop cannot use, and why.
+REFUSED_OPTIMIZERS = {
+    **dict.fromkeys(
+        ("lomo", "adalomo", *(name for name in OPTIMIZERS if name.endswith("_layerwise"))),
+        "changes weights in each backward pass, before the step's gradient is summed over rows and ranks and clipped",
+    ),
+    **dict.fromkeys(
+        ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"),
+        "trains other weights than those that answers, evaluations and checkpoints are to have",
+    ),
+    **dict.fromkeys(
+        ("galore_adafactor", "galore_adamw", "galore_adamw_8bit", "apollo_adamw"),
+        "needs transformers' optim_target_modules, for which there is no key",
+    ),
+}
 SCHEDULES = (
     "constant", "constant_with_warmup", "cosine", "cosine_warmup_with_min_lr", "cosine_with_min_lr",
     "cosine_with_restarts", "greedy", "inverse_sqrt", "linear", "polynomial", "reduce_lr_on_plateau",
@@ -55,13 +70,16 @@ _LONGEST_TEMPORARY = _LONGEST_SOCKET - len("/pymp-12345678/listener-12345678")  
 
 
 def unknown_names(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(dotted key, message) of each name of ``training`` that transformers does not have."""
+    """(dotted key, message) of each name of ``training`` that transformers does not have, or training cannot use."""
     training = config.training
+    if (why := REFUSED_OPTIMIZERS.get(training.optim)) is not None:
+        yield "training.optim", f"'{training.optim}' {why}; write adamw_torch"
     named = [("optim", training.optim, OPTIMIZERS), ("lr_scheduler_type", training.lr_scheduler_type, SCHEDULES)]
     named += [("report_to", name, ("none", *LOGGERS)) for name in training.report_to]
     for key, name, known in named:
         if name not in known:
-            yield f"training.{key}", f"'{name}' is unknown; transformers has {', '.join(sorted(known))}"
+            usable = sorted(set(known) - REFUSED_OPTIMIZERS.keys())
+            yield f"training.{key}", f"'{name}' is unknown; transformers has {', '.join(usable)}"
 
 
 def check_training_environment(config: RunConfig) -> None:

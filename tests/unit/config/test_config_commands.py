@@ -59,7 +59,7 @@ def test_check_prints_each_value_with_its_source(leaf: Path) -> None:
         ("training.optim=adamw_bnb", r"training.optim .*: 'adamw_bnb' is unknown"),
         ("training.lr_scheduler_type=cosin", r"training.lr_scheduler_type .*: 'cosin' is unknown"),
         ("training.report_to=[wandb, tensorbord]", r"training.report_to .*: 'tensorbord' is unknown"),
-        ("training.optim=galore_adamw", r"training.optim: 'galore_adamw' needs the package galore_torch"),
+        ("training.optim=adamw_8bit", r"training.optim: 'adamw_8bit' needs the package bitsandbytes"),
     ],
 )
 def test_check_refuses_what_training_refuses(argument: str, message: str, leaf: Path) -> None:

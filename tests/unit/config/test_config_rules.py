@@ -329,6 +329,21 @@ def test_names_that_transformers_does_not_have_are_refused(key: str, value: Any,
         parse_config(set_key(stage1(), f"training.{key}", value))
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("lomo", "changes weights in each backward pass"),
+        ("adalomo", "changes weights in each backward pass"),
+        ("galore_adamw_layerwise", "changes weights in each backward pass"),
+        ("schedule_free_adamw", "trains other weights"),
+        ("apollo_adamw", "optim_target_modules"),
+    ],
+)
+def test_optimizers_that_the_loop_cannot_use_are_refused(name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"training\.optim: '{name}' .*{why}.*write adamw_torch"):
+        parse_config(set_key(stage1(), "training.optim", name))
+
+
 def test_known_names_are_those_of_transformers() -> None:
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
     from transformers.trainer_utils import SchedulerType
@@ -355,7 +370,7 @@ def test_schedules_that_need_arguments_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("optim", "galore_adamw", "galore_torch"),
+        ("optim", "adamw_8bit", "bitsandbytes"),
         ("optim", "adamw_bnb_8bit", "bitsandbytes"),
         ("report_to", "neptune", "not installed here, neptune"),
     ],
