@@ -53,7 +53,7 @@ def name_of(number: int) -> str:
 
 def lines(folder: Path) -> list[dict[str, float]]:
     history = json.loads((folder / "run" / "trainer_state.json").read_text())["log_history"]
-    kept = ("time/", "train_runtime", "train_s", "train_loss")  # of the last process alone
+    kept = ("time/", "train_runtime", "train_s")  # of the last process alone
     return [{name: value for name, value in line.items() if not name.startswith(kept)} for line in history]
 
 

@@ -181,7 +181,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("epoch", "epochs", Rule.TRAINER, "passes over the data so far"),
         Metric("step", "steps", Rule.TRAINER, "optimizer steps so far (in `log_history`)"),
         Metric("train/log_writes_failed", "writes", Rule.TRAINER, "events that TensorBoard, the progress lines or pictures could not write, since the start, on this rank; absent while 0"),
-        Metric("train_runtime", "seconds", Rule.WHOLE_RUN, "once, at the end"),
+        Metric("train_runtime", "seconds", Rule.WHOLE_RUN, "once, at the end; since the last resume, as the next two"),
         Metric("train_samples_per_second", "1/s", Rule.WHOLE_RUN, "once, at the end"),
         Metric("train_steps_per_second", "1/s", Rule.WHOLE_RUN, "once, at the end"),
         Metric("train_loss", "", Rule.WHOLE_RUN, "mean of `loss`; once, at the end"),

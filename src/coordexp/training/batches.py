@@ -88,6 +88,13 @@ class StepBatches:
         epoch, steps_in_epoch = divmod(steps, self.steps_per_epoch)
         return epoch + min(1.0, steps_in_epoch * self.accumulation_steps / self.batches_per_epoch)
 
+    def samples_before(self, step: int) -> int:
+        """Samples of all ranks in the first ``step`` steps, with those that fill up an epoch for several ranks."""
+        epochs, place = divmod(step, self.steps_per_epoch)
+        ranks, full = distributed.world_size(), self.batch_size * distributed.world_size()
+        per_epoch = self.samples_per_epoch if ranks == 1 else self.batches_per_epoch * full
+        return epochs * per_epoch + min(place * self.accumulation_steps * full, per_epoch)
+
     def _read(self) -> MicroBatches:
         where = f"reading the samples of step {self._next_step + 1}"
         with phase("reading", where), distributed.raise_on_all_ranks(where):

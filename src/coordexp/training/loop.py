@@ -131,7 +131,7 @@ class CoordExpTrainer:
             first = self._resume(Path(resume_from_checkpoint))
         self.batches.start(first)
         self.run.loaded.model.zero_grad()
-        started, losses = time.perf_counter(), []
+        started = time.perf_counter()
         self._notify("on_train_begin")
         if (self.args.eval_on_start and first == 0) or self._owes_evaluation(first):
             self._evaluate_and_note_best()
@@ -158,26 +158,26 @@ class CoordExpTrainer:
                 self.stopped_by = signal_number
                 self.control.should_save = self.control.should_training_stop = True
                 self.control.should_evaluate = False
-            losses += self._log_evaluate_save()
+            self._log_evaluate_save()
             epoch_ends = (step + 1) % self.batches.steps_per_epoch == 0 or step + 1 == self.state.max_steps
             if epoch_ends or self.control.should_training_stop or self.control.should_epoch_stop:
                 self._notify("on_epoch_end")
                 if self.stopped_by is not None:  # the code above has saved already
                     self.control.should_save = self.control.should_evaluate = False
-                losses += self._log_evaluate_save()
+                self._log_evaluate_save()
             if self.control.should_training_stop:
                 break
             if self.control.should_epoch_stop:
                 raise ValueError("a callback set should_epoch_stop, which would skip samples; use should_training_stop")
 
         seconds, steps = max(time.perf_counter() - started, 1e-9), self.state.global_step - first
-        samples = steps * self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        samples = self.batches.samples_before(self.state.global_step) - self.batches.samples_before(first)
         self._log(
             {
                 "train_runtime": seconds,
                 "train_samples_per_second": samples / seconds,
                 "train_steps_per_second": steps / seconds,
-                "train_loss": sum(losses) / max(1, len(losses)),
+                "train_loss": _mean_loss(self.state),
             }
         )
         note_best(self.state, self.args)  # also if the last evaluation came after its checkpoint
@@ -222,12 +222,9 @@ class CoordExpTrainer:
         is_due = (step % every == 0 or step == state.max_steps) and args.eval_delay <= done
         return is_due and not any("eval_time/runtime_s" in one and one.get("step") == step for one in state.log_history)
 
-    def _log_evaluate_save(self) -> list[float]:
-        """Log, evaluate and save as the control flags say. Returns the logged mean loss, repeated once per step it
-        covers."""
-        losses = []
+    def _log_evaluate_save(self) -> None:
+        """Log, evaluate and save as the control flags say."""
         if self.control.should_log and self.run.sums.steps:
-            steps = self.run.sums.steps
             metrics = self.run.sums.take()  # of the steps since the last line, on all ranks
             if self._drift is None:
                 self._drift = DriftWatch()
@@ -239,15 +236,12 @@ class CoordExpTrainer:
             trainer = {} if norm is None else {"grad_norm": float(norm)}
             if lost := self.failed_writes():
                 trainer[LOG_WRITES_FAILED] = lost
-            line = {"loss": payload.get("loss", 0.0), **trainer, "learning_rate": rate, **payload}
-            losses = [line["loss"]] * steps
-            self._log(line)
+            self._log({"loss": payload.get("loss", 0.0), **trainer, "learning_rate": rate, **payload})
         if self.control.should_evaluate:
             self._evaluate_and_note_best()
         if self.control.should_save:
             self.save_checkpoint()
             self._notify("on_save")
-        return losses
 
     def _notify(self, event: str, **details: Any) -> None:
         handler: Any = self.callback_handler
@@ -436,6 +430,15 @@ def _check_best(args: TrainingArguments, state: TrainerState, is_measured: bool)
             f"eval_steps every {state.eval_steps}: no multiple, so load_best_model_at_end would find checkpoints "
             "without figures"
         )
+
+
+def _mean_loss(state: TrainerState) -> float:
+    """The mean loss of the logged steps, those before a resume included."""
+    total, covered = 0.0, 0
+    for line in state.log_history:
+        if "loss" in line:  # the mean of the steps since the line before
+            total, covered = total + (line["step"] - covered) * line["loss"], int(line["step"])
+    return total / max(1, covered)
 
 
 def _release_memory_of(error: BaseException) -> None:

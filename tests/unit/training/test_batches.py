@@ -170,6 +170,22 @@ def test_every_rank_reads_its_own_batches(monkeypatch: pytest.MonkeyPatch) -> No
     assert sorted(seen[0] + seen[1]) == [f"s{k}" for k in range(8)]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("batches_at", [batches_from, planned_from], ids=["plain", "weighted"])
+def test_samples_of_a_number_of_steps_are_those_that_all_ranks_read(
+    batches_at: Callable[[int], StepBatches], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "world_size", lambda: ranks)
+    monkeypatch.setattr(distributed, "all_reduce", lambda values, how: [float(value) for value in values])
+    read = [0] * 7
+    for rank in range(ranks):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        batches = batches_at(0)
+        for step in range(7):
+            read[step] += len(ids(taken(batches)))
+    assert [batches_at(0).samples_before(step) for step in range(8)] == [sum(read[:step]) for step in range(8)]
+
+
 @pytest.mark.parametrize("batches_at", [batches_from, planned_from], ids=["plain", "weighted"])
 def test_reading_from_any_step_continues_the_order(batches_at: Callable[[int], StepBatches]) -> None:
     whole = batches_at(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,18 @@ def test_the_last_interval_is_logged_also_if_it_is_incomplete(
     assert all(line["loss"] > 0 and line["time/learner_s"] > 0 for line in lines)
     assert sum(line["train/samples_total"] for line in lines) == trainer.args.train_batch_size * steps
     (end,) = [line for line in trainer.state.log_history if "train_loss" in line]
-    assert end["train_loss"] > 0
+    covered = [step - before for before, step in pairwise([0, *logged])]
+    assert end["train_loss"] == pytest.approx(
+        sum(line["loss"] * count for line, count in zip(lines, covered, strict=True)) / steps
+    )
+
+
+def test_samples_per_second_count_what_a_short_epoch_has(tmp_path: Path) -> None:
+    """Twelve images, sixteen samples a step: every step is an epoch of twelve."""
+    keys = {"training__per_device_train_batch_size": 8, "training__gradient_accumulation_steps": 2}
+    trainer = train(run_config(tmp_path, 1, **keys))
+    (end,) = [line for line in trainer.state.log_history if "train_loss" in line]
+    assert end["train_samples_per_second"] * end["train_runtime"] == pytest.approx(24)
 
 
 def test_an_evaluation_says_which_names_are_annotated_nowhere_and_keeps_its_answers(tmp_path: Path) -> None:

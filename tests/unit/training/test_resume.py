@@ -88,6 +88,8 @@ def test_resumed_run_equals_uninterrupted_run(
     assert figures(resumed) == figures(whole) and len(figures(whole)) == 6 // logging_steps
     assert same_weights(weights(resumed.model), weights(whole.model))
     assert waiting(resumed) == waiting(whole) != []
+    mean, uninterrupted = (one.state.log_history[-1]["train_loss"] for one in (resumed, whole))
+    assert mean == uninterrupted, "of the whole run, not of its end alone"
 
 
 def test_a_resumed_run_has_the_same_views_and_orders(tmp_path: Path) -> None:
