@@ -70,7 +70,7 @@ def _variant_has_its_pipeline(config: RunConfig) -> Findings:
         yield (
             f"{key}.objective",
             "trains nothing: stage2_rollout_aligned runs modules with enabled: true, weight > 0 and channels that "
-            "contain B; there is none",
+            "contain B; there is none with a weight above 0 in its config",
         )
 
 
@@ -82,13 +82,15 @@ def _both_channels_train(config: RunConfig) -> Findings:
         if used and not _trains(config.stage2_ab.pipeline, channel):
             yield (
                 "stage2_ab.pipeline.objective",
-                f"trains nothing on steps of Channel-{channel}: no module has enabled: true, weight > 0 and channels "
-                f"that contain {channel}. Add one, or set stage2_ab.schedule.b_ratio: {without}",
+                f"trains nothing on steps of Channel-{channel}: no module has enabled: true, weight > 0, channels that "
+                f"contain {channel}, and a weight above 0 in its config. Add one, or set stage2_ab.schedule.b_ratio: "
+                f"{without}",
             )
 
 
 def _trains(pipeline: PipelineConfig, channel: str) -> bool:
-    return any(spec.enabled and spec.weight > 0 and channel in spec.channels for spec in pipeline.objective)
+    active = (spec for spec in pipeline.objective if spec.enabled and spec.weight > 0 and channel in spec.channels)
+    return any(value > 0 for spec in active for key, value in spec.config if key.endswith("_weight"))
 
 
 def _schedule_has_its_metric(config: RunConfig) -> Findings:
@@ -229,6 +231,11 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          lambda c, _: c.custom.coord_soft_ce_w1 is not None and c.custom.trainer_variant is not None,
          "belongs to stage 1; stage 2 declares its coordinate losses in rollout_matching.pipeline or "
          "stage2_ab.pipeline (coord_reg). Remove this section"),
+    Rule("custom.coord_soft_ce_w1",
+         lambda c, _: (loss := c.custom.coord_soft_ce_w1) is not None and loss.enabled
+             and not (loss.ce_weight or loss.soft_ce_weight or loss.w1_weight or loss.gate_weight),
+         "all its weights on coordinates are 0, so they would not be trained; raise one, or write enabled: false, "
+         "which trains them by cross-entropy"),
     Rule("data.augment", lambda c, _: c.data.augment is not None and c.custom.trainer_variant is not None,
          "belongs to stage 1: rollouts of stage 2 read image files as they are. Remove it"),
     Rule("data.augment.scale",

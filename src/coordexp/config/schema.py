@@ -118,11 +118,11 @@ class DataConfig(StrictModel):
 
 
 class CoordSoftCEW1Config(StrictModel):
-    """The coordinate loss of stage 1: at coordinate tokens, soft cross-entropy and Wasserstein-1 over the 1000 bins in
-    addition to hard cross-entropy."""
+    """The coordinate loss of stage 1: at coordinate tokens, soft cross-entropy and Wasserstein-1 over the 1000 bins,
+    and a gate, instead of cross-entropy over the vocabulary."""
 
     enabled: bool = False
-    """add these terms; false trains coordinates by plain cross-entropy"""
+    """train coordinates by these terms alone; false trains them by plain cross-entropy"""
     ce_weight: NonNegative = 0.0
     """weight of hard cross-entropy at coordinate tokens"""
     soft_ce_weight: NonNegative = 1.0
