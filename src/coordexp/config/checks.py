@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from coordexp.addresses import split_url
 from coordexp.config.base import Problem, parse_dotted
-from coordexp.config.environment import SCHEDULES_BY_METRIC, unknown_names
+from coordexp.config.environment import SCHEDULES_BY_METRIC, SCHEDULES_WITHOUT_WARMUP, unknown_names
 from coordexp.config.objective import PipelineConfig
 from coordexp.config.rollout import ADAPTER_RANKS
 from coordexp.config.schema import RunConfig
@@ -392,6 +392,10 @@ def advice(config: RunConfig) -> Iterator[str]:
     ):  # fmt: skip
         if getattr(config.training, key) is not None and not learns:
             yield f"training.{key} is ignored: {without}"
+    schedule = config.training.lr_scheduler_type
+    if config.training.warmup_steps and schedule in SCHEDULES_WITHOUT_WARMUP:
+        instead = "; write constant_with_warmup" if schedule == "constant" else ""
+        yield f"training.warmup_steps is ignored: lr_scheduler_type: {schedule} has no warm-up{instead}"
     rollout = config.rollout_matching
     if rollout is not None and rollout.offload.enabled and not rollout.is_colocated:
         where = "rollout_backend: hf" if rollout.rollout_backend == "hf" else "vllm.mode: server"

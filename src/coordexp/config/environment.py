@@ -57,6 +57,7 @@ SCHEDULES = (
 # Those that need lr_scheduler_kwargs, and those that step after evaluations, by their metric.
 SCHEDULES_WITH_ARGUMENTS = ("cosine_warmup_with_min_lr", "cosine_with_min_lr", "warmup_stable_decay")
 SCHEDULES_BY_METRIC = ("greedy", "reduce_lr_on_plateau")
+SCHEDULES_WITHOUT_WARMUP = ("constant", *SCHEDULES_BY_METRIC)
 # Name -> packages of which it needs one; (): none.
 LOGGERS: dict[str, tuple[str, ...]] = {
     "azure_ml": ("azureml",), "clearml": ("clearml",), "codecarbon": ("codecarbon",), "comet_ml": ("comet_ml",),

@@ -15,6 +15,7 @@ from coordexp.config.environment import (
     SCHEDULES,
     SCHEDULES_BY_METRIC,
     SCHEDULES_WITH_ARGUMENTS,
+    SCHEDULES_WITHOUT_WARMUP,
     check_training_environment,
 )
 from support.config_samples import drop_key, module, pipeline, set_key, stage1, stage2, two_channel
@@ -205,6 +206,29 @@ def test_offload_without_a_colocated_engine_warns_once(config: dict[str, Any]) -
 @pytest.mark.parametrize("config", [stage2(), changed(vllm(), {f"{RM}.offload": OFFLOAD})])
 def test_offload_that_is_off_or_works_does_not_warn(config: dict[str, Any]) -> None:
     assert not any("offload" in sentence for sentence in advice(parse_config(config)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "warned"),
+    [("constant", 10, True), ("constant", 0, False), ("constant_with_warmup", 10, False), ("linear", 10, False)],
+)
+def test_warmup_of_a_schedule_without_it_warns(schedule: str, steps: int, warned: bool) -> None:
+    config = changed(stage1(), {"training.lr_scheduler_type": schedule, "training.warmup_steps": steps})
+    assert any("warmup_steps is ignored" in sentence for sentence in advice(parse_config(config))) is warned
+
+
+def test_schedules_without_warmup_are_those_of_transformers() -> None:
+    import torch
+    from transformers import get_scheduler
+
+    def first_rate(name: str) -> float:
+        needed = {"cosine_warmup_with_min_lr": {"min_lr": 0.0}, "cosine_with_min_lr": {"min_lr": 0.0}}
+        given = {"warmup_stable_decay": {"num_decay_steps": 2}} | needed
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        get_scheduler(name, optimizer, 4, 8, scheduler_specific_kwargs=given.get(name))
+        return optimizer.param_groups[0]["lr"]
+
+    assert sorted(name for name in SCHEDULES if first_rate(name) == 1.0) == sorted(SCHEDULES_WITHOUT_WARMUP)
 
 
 # Valid, though close to breaking a rule.
