@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ class Outcome(NamedTuple):
     code: int
     out: str
     err: str
+
+
+Cli = Callable[..., Outcome]  # the fixture ``cli``: run_cli with the test's own capsys
 
 
 def run_cli(capsys: pytest.CaptureFixture[str], *argv: object) -> Outcome:

@@ -17,7 +17,7 @@ from coordexp.inference.detections import as_detections
 from coordexp.printable import PrintableFilter, printable
 from coordexp.records import GTObject
 from support.annotation_folders import paint
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 
 CLEAR, TURNED, BELL, NEXT_LINE = "\x1b[2J", "\u202e", "\x07", "\x85"
 NAME = f"a{CLEAR}b{TURNED}c{BELL}d{NEXT_LINE}e"
@@ -71,7 +71,7 @@ def test_a_repr_is_one_printable_line() -> None:
 
 
 def test_commands_and_the_viewers_page_hold_no_control_character(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     paint(tmp_path / "a.png", (64, 48))
@@ -81,10 +81,10 @@ def test_commands_and_the_viewers_page_hold_no_control_character(
     write_answers([answer], tmp_path / "run" / "predictions.jsonl")
     page = tmp_path / "view.html"
     outputs = [
-        run_cli(capsys, "evaluate", tmp_path / "run"),
-        run_cli(capsys, "evaluate", tmp_path / "run", "--json"),
-        run_cli(capsys, "view", tmp_path / "run", "--out", page),
-        run_cli(capsys, "evaluate", tmp_path / f"none{CLEAR}"),
+        cli("evaluate", tmp_path / "run"),
+        cli("evaluate", tmp_path / "run", "--json"),
+        cli("view", tmp_path / "run", "--out", page),
+        cli("evaluate", tmp_path / f"none{CLEAR}"),
     ]
     texts = [page.read_text(encoding="utf-8"), *(text for one in outputs for text in (one.out, one.err))]
     assert not set("".join(texts)) & set(CLEAR[0] + TURNED + BELL + NEXT_LINE)

@@ -21,7 +21,7 @@ from coordexp.data.scenes import SPECS, write_scenes
 from coordexp.errors import CheckpointError
 from coordexp.evaluation.answers import ImageAnswer, read_answers
 from coordexp.inference.session import PredictOptions, inference_config
-from support.cli_runs import run_cli, small_checkpoint, write_run
+from support.cli_runs import Cli, small_checkpoint, write_run
 from support.config_samples import set_keys, stage2
 
 TRAINED = Training(
@@ -151,23 +151,21 @@ def test_answers_of_a_checkpoint_that_no_run_trained_come_with_a_warning(
     assert "no run of CoordExp trained this checkpoint" in caplog.text and "it has no coordexp.json" in caplog.text
 
 
-def test_expand_vocab_keeps_the_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_expand_vocab_keeps_the_card(tmp_path: Path, cli: Cli) -> None:
     plain = small_checkpoint(tmp_path / "plain", coord_tokens=False)
     write_card(FULL, plain)
-    assert run_cli(capsys, "model", "expand-vocab", plain, tmp_path / "start").code == 0
+    assert cli("model", "expand-vocab", plain, tmp_path / "start").code == 0
     assert read_card(tmp_path / "start") == FULL
 
 
-def test_a_run_its_merged_and_its_exported_model_give_the_same_answers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_its_merged_and_its_exported_model_give_the_same_answers(tmp_path: Path, cli: Cli) -> None:
     """The run has a prompt of its own: with another one its model finds nothing."""
     run = write_run(tmp_path, 1, asset("checkpoints/demo-stage1"), tuner__train_type="lora", tuner__lora_rank=2,
                     training__learning_rate=1e-3, rollout_matching__max_new_tokens=96)  # fmt: skip
-    assert run_cli(capsys, "train", run).code == 0
+    assert cli("train", run).code == 0
     trained, merged, exported = tmp_path / "out1", tmp_path / "merged", tmp_path / "exported"
-    assert run_cli(capsys, "model", "merge", trained, merged).code == 0
-    assert run_cli(capsys, "model", "export", trained, exported).code == 0
+    assert cli("model", "merge", trained, merged).code == 0
+    assert cli("model", "export", trained, exported).code == 0
     cards = [read_card(folder) for folder in (trained, trained / "checkpoint-1", merged, exported)]
     assert cards[0].training is not None and cards[0].training.prompt == "Detect every object."
     assert len({str(replace(card, base=None)) for card in cards}) == 1 and cards[0].classes
@@ -177,7 +175,7 @@ def test_a_run_its_merged_and_its_exported_model_give_the_same_answers(
 
     def answers(model: Path) -> list[ImageAnswer]:
         out = tmp_path / f"of {model.name}"
-        assert run_cli(capsys, "predict", scenes, "--model", model, "--out", out).code == 0
+        assert cli("predict", scenes, "--model", model, "--out", out).code == 0
         return read_answers(out)
 
     # The weights of the demo's checkpoint are bfloat16, and the run's float32.

@@ -11,7 +11,7 @@ from rich.console import Console
 from coordexp.data import read_jsonl
 from coordexp.evaluation.detection import detection_metrics
 from support import annotation_folders as folders
-from support.cli_runs import run_cli, small_checkpoint, write_run
+from support.cli_runs import Cli, small_checkpoint, write_run
 
 
 def unwrapped(text: str) -> str:
@@ -21,11 +21,9 @@ def unwrapped(text: str) -> str:
 # evaluate
 
 
-def test_evaluate_writes_figures_and_one_line_per_image(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
-) -> None:
+def test_evaluate_writes_figures_and_one_line_per_image(tmp_path: Path, cli: Cli, model: Path) -> None:
     run = write_run(tmp_path, 1, model)
-    outcome = run_cli(capsys, "evaluate", run)
+    outcome = cli("evaluate", run)
     assert outcome.code == 0
     records = read_jsonl(tmp_path / "scenes.jsonl")
     written = json.loads((tmp_path / "out1/evaluation/model/metrics.json").read_text())
@@ -46,11 +44,11 @@ def test_evaluate_writes_figures_and_one_line_per_image(
 
 
 def test_evaluate_another_model_on_other_data_prints_only_the_file_on_stdout(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
+    tmp_path: Path, cli: Cli, model: Path
 ) -> None:
     run = write_run(tmp_path, 2, tmp_path / "not made yet", custom__val_jsonl=None)
     options = ["--model", model, "--data", tmp_path / "scenes.jsonl", "--limit", 3, "--out", tmp_path / "figures"]
-    outcome = run_cli(capsys, "evaluate", run, "--json", *options)
+    outcome = cli("evaluate", run, "--json", *options)
     found = json.loads(outcome.out)
     assert found == json.loads((tmp_path / "figures/metrics.json").read_text())
     assert (found["model"], found["data"]) == (str(model), str(tmp_path / "scenes.jsonl"))
@@ -60,7 +58,7 @@ def test_evaluate_another_model_on_other_data_prints_only_the_file_on_stdout(
 
 
 def test_without_a_rollout_section_transformers_generates(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import coordexp.rollouts as rollouts
 
@@ -71,28 +69,28 @@ def test_without_a_rollout_section_transformers_generates(
         raise SystemExit(0)
 
     monkeypatch.setattr(rollouts, "build_backend", build_backend)
-    run_cli(capsys, "evaluate", write_run(tmp_path, 1, model, rollout_matching=None))
+    cli("evaluate", write_run(tmp_path, 1, model, rollout_matching=None))
     assert [rollout.rollout_backend for rollout in seen] == ["hf"]
 
 
 # data
 
 
-def test_convert_options_reach_the_converter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_options_reach_the_converter(tmp_path: Path, cli: Cli) -> None:
     difficult = folders.voc_object("cat", 1, 1, 20, 20, extra="<difficult>1</difficult>")
     root = folders.voc(tmp_path / "voc", difficult + folders.voc_object("dog", 1, 1, 20, 20))
     options = ["--skip-difficult", "--factor", 8, "--min-pixels", 64, "--max-pixels", 256, "--name", "train"]
-    outcome = run_cli(capsys, "data", "convert", "voc", root, "--out", tmp_path / "out", *options)
+    outcome = cli("data", "convert", "voc", root, "--out", tmp_path / "out", *options)
     (record,) = read_jsonl(tmp_path / "out/train.jsonl", check_images=True)
     assert outcome.code == 0 and [obj.desc for obj in record.objects] == ["dog"] and "objects written" in outcome.out
     assert record.width % 8 == record.height % 8 == 0 and record.width * record.height <= 256
 
 
-def test_scenes_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = run_cli(capsys, "data", "scenes", "--out", tmp_path, "--count", 5, "--spec", "dense", "--seed", 7)
+def test_scenes_and_check(tmp_path: Path, cli: Cli) -> None:
+    made = cli("data", "scenes", "--out", tmp_path, "--count", 5, "--spec", "dense", "--seed", 7)
     assert made.code == 0 and "5 images" in made.out
     records = read_jsonl(tmp_path / "scenes.jsonl")
-    checked = unwrapped(run_cli(capsys, "data", "check", tmp_path / "scenes.jsonl").out)
+    checked = unwrapped(cli("data", "check", tmp_path / "scenes.jsonl").out)
     assert "5 of them valid records" in checked
     assert f"{sum(len(record.objects) for record in records)} objects in 5 images" in checked
     desc = records[0].objects[0].desc
@@ -100,12 +98,12 @@ def test_scenes_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert f"{desc} {count} " in checked
 
 
-def test_check_reports_all_errors_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_cli(capsys, "data", "scenes", "--out", tmp_path, "--count", 3)
+def test_check_reports_all_errors_at_once(tmp_path: Path, cli: Cli) -> None:
+    cli("data", "scenes", "--out", tmp_path, "--count", 3)
     jsonl = tmp_path / "scenes.jsonl"
     jsonl.write_text(jsonl.read_text() + "{broken\n")
     (tmp_path / "images/000001.png").unlink()
-    outcome = run_cli(capsys, "data", "check", jsonl)
+    outcome = cli("data", "check", jsonl)
     assert outcome.code == 2 and "2 findings" in unwrapped(outcome.err)
     assert "scenes.jsonl:2" in outcome.out and "scenes.jsonl:4" in outcome.out
 
@@ -113,27 +111,25 @@ def test_check_reports_all_errors_at_once(tmp_path: Path, capsys: pytest.Capture
 # model
 
 
-def test_tiny_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiny_overwrites_nothing(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "mine.txt").write_text("x")
-    outcome = run_cli(capsys, "model", "tiny", tmp_path)
+    outcome = cli("model", "tiny", tmp_path)
     assert outcome.code == 2 and "not empty" in outcome.err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_an_expanded_checkpoint_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_expanded_checkpoint_trains(tmp_path: Path, cli: Cli) -> None:
     plain = small_checkpoint(tmp_path / "plain", coord_tokens=False)
-    assert run_cli(capsys, "model", "expand-vocab", plain, tmp_path / "expanded").code == 0
-    assert run_cli(capsys, "train", write_run(tmp_path, 2, tmp_path / "expanded")).code == 0
+    assert cli("model", "expand-vocab", plain, tmp_path / "expanded").code == 0
+    assert cli("train", write_run(tmp_path, 2, tmp_path / "expanded")).code == 0
 
 
-def test_demo_is_given_its_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_is_given_its_folder(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     import coordexp.cli.demo
 
     calls = []
     monkeypatch.setattr(coordexp.cli.demo, "run_demo", lambda output, console: calls.append((output, console)))
-    assert run_cli(capsys, "demo", "--out", tmp_path / "demo").code == 0
-    assert run_cli(capsys, "demo").code == 0
+    assert cli("demo", "--out", tmp_path / "demo").code == 0
+    assert cli("demo").code == 0
     assert [output for output, _ in calls] == [tmp_path / "demo", Path("outputs/demo")]
     assert all(isinstance(console, Console) for _, console in calls)

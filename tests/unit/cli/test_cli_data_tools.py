@@ -14,7 +14,7 @@ from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation.answers import ScoredObject
 from coordexp.evaluation.detection import match_by_desc
-from support.cli_runs import run_cli, small_checkpoint
+from support.cli_runs import Cli, small_checkpoint
 from support.config_samples import stage1, write_yaml
 from support.one_scene import as_coco, as_labelme, as_yolo
 
@@ -24,20 +24,20 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_scenes(tmp_path_factory.mktemp("scenes"), 20, SPARSE, 3)
 
 
-def test_check_json(scenes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = run_cli(capsys, "data", "check", scenes, "--json")
+def test_check_json(scenes: Path, cli: Cli) -> None:
+    outcome = cli("data", "check", scenes, "--json")
     found = json.loads(outcome.out)
     assert outcome.code == 0 and (found["images"], found["errors"], found["tokens"]) == (20, 0, None)
     assert sum(found["density"].values()) == 20 and sum(found["classes"].values()) == found["objects"]
 
 
-def test_check_counts_tokens_as_training_does(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_counts_tokens_as_training_does(scenes: Path, tmp_path: Path, cli: Cli) -> None:
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import load_processor, load_vocab
     from coordexp.targets import build_gt_target
 
     model = small_checkpoint(tmp_path / "model")
-    outcome = run_cli(capsys, "data", "check", scenes, "--model", model, "--max-tokens", 150, "--json")
+    outcome = cli("data", "check", scenes, "--model", model, "--max-tokens", 150, "--json")
     found = json.loads(outcome.out)
     records = read_jsonl(scenes)
     encoder, vocab = PromptEncoder(load_processor(model), None, None), load_vocab(model)
@@ -50,43 +50,43 @@ def test_check_counts_tokens_as_training_does(scenes: Path, tmp_path: Path, caps
     too_long = sum(length > 150 for length in lengths)
     assert found["findings"].get("too_long", 0) == too_long
     assert outcome.code == (2 if too_long else 0)
-    assert run_cli(capsys, "data", "check", scenes, "--max-tokens", 150).code == 2  # the tokenizer is not given
+    assert cli("data", "check", scenes, "--max-tokens", 150).code == 2  # the tokenizer is not given
 
 
-def test_the_sheet_shows_augmented_images(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sheet_shows_augmented_images(scenes: Path, tmp_path: Path, cli: Cli) -> None:
     config = stage1() | {"data": {"augment": {"horizontal_flip": 0.5, "scale": [0.5, 2.0]}}}
     run, sheet = write_yaml(tmp_path, config), tmp_path / "views.png"
-    shown = run_cli(capsys, "data", "check", scenes, "--sheet", sheet, "--augment", run, "--sheet-images", 8)
+    shown = cli("data", "check", scenes, "--sheet", sheet, "--augment", run, "--sheet-images", 8)
     assert shown.code == 0 and f"wrote {sheet}" in shown.out
     with Image.open(sheet) as image:
         assert image.size == (1280, 672)  # two images, four epochs, names below them
         tiles = {image.crop((320 * k, 0, 320 * k + 320, 320)).tobytes() for k in range(4)}
     assert len(tiles) == 4
-    assert "--sheet" in run_cli(capsys, "data", "check", scenes, "--augment", run).err
+    assert "--sheet" in cli("data", "check", scenes, "--augment", run).err
     plain = write_yaml(tmp_path, stage1(), "plain.yaml")
-    refused = run_cli(capsys, "data", "check", scenes, "--sheet", sheet, "--augment", plain)
+    refused = cli("data", "check", scenes, "--sheet", sheet, "--augment", plain)
     assert refused.code == 2 and "no section data.augment" in refused.err
 
 
-def test_stats(scenes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "objects by size" in run_cli(capsys, "data", "stats", scenes).out
-    found = json.loads(run_cli(capsys, "data", "stats", scenes, "--json").out)
+def test_stats(scenes: Path, cli: Cli) -> None:
+    assert "objects by size" in cli("data", "stats", scenes).out
+    found = json.loads(cli("data", "stats", scenes, "--json").out)
     assert sum(found["size_percent"].values()) == found["objects"]
 
 
-def test_split_and_sample(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_split_and_sample(scenes: Path, tmp_path: Path, cli: Cli) -> None:
     everything = read_jsonl(scenes)
-    assert run_cli(capsys, "data", "split", scenes, "--shares", "fit=0.75,rest=0.25", "--seed", 4).code == 0
+    assert cli("data", "split", scenes, "--shares", "fit=0.75,rest=0.25", "--seed", 4).code == 0
     fit, rest = (read_jsonl(scenes.with_name(f"scenes.{name}.jsonl"), check_images=True) for name in ("fit", "rest"))
     assert (len(fit), len(rest)) == (15, 5)
     assert sorted(r.image for r in [*fit, *rest]) == sorted(r.image for r in everything)
-    again = run_cli(capsys, "data", "split", scenes, "--shares", "fit=0.75,rest=0.25")
+    again = cli("data", "split", scenes, "--shares", "fit=0.75,rest=0.25")
     assert again.code == 2 and "exists already" in again.err
-    assert run_cli(capsys, "data", "split", scenes, "--shares", "fit=lots").code == 2
+    assert cli("data", "split", scenes, "--shares", "fit=lots").code == 2
     drawn = tmp_path / "deep" / "few.jsonl"
-    assert run_cli(capsys, "data", "sample", scenes, "--count", 3, "--out", drawn).code == 0
+    assert cli("data", "sample", scenes, "--count", 3, "--out", drawn).code == 0
     assert {r.image for r in read_jsonl(drawn, check_images=True)} < {r.image for r in everything}
-    assert run_cli(capsys, "data", "sample", scenes, "--count", 99, "--out", tmp_path / "x.jsonl").code == 2
+    assert cli("data", "sample", scenes, "--count", 99, "--out", tmp_path / "x.jsonl").code == 2
 
 
 def with_underscores(annotations: Path, images: Path) -> tuple[Path, Path]:
@@ -96,7 +96,7 @@ def with_underscores(annotations: Path, images: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("form", ["yolo", "labelme", "coco", "lvis"])
-def test_converters_have_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+def test_converters_have_commands(tmp_path: Path, cli: Cli, form: str) -> None:
     source = tmp_path / "in"
     arguments = {
         "yolo": lambda: [as_yolo(source, rings=True), "--split", "train", "--name", "data"],
@@ -105,16 +105,16 @@ def test_converters_have_commands(tmp_path: Path, capsys: pytest.CaptureFixture[
         "lvis": lambda: [*with_underscores(*as_coco(source, rings=True)), "--geometry", "poly", "--name", "data"],
     }[form]()
     common = ["--out", tmp_path / "out", "--factor", 8, "--min-pixels", 64, "--max-vertices", 3]
-    outcome = run_cli(capsys, "data", "convert", form, *arguments, *common)
+    outcome = cli("data", "convert", form, *arguments, *common)
     assert outcome.code == 0 and "polygons simplified" in outcome.out
     (first, _) = read_jsonl(tmp_path / "out" / "data.jsonl", check_images=True)
     assert [len(obj.bins) for obj in first.objects] == [6, 6]
     assert not any("_" in obj.desc for obj in first.objects)
 
 
-def test_drop(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drop(scenes: Path, tmp_path: Path, cli: Cli) -> None:
     out = tmp_path / "deep" / "half.jsonl"
-    outcome = run_cli(capsys, "data", "drop", scenes, "--keep", "0.5", "--seed", 0, "--out", out, "--json")
+    outcome = cli("data", "drop", scenes, "--keep", "0.5", "--seed", 0, "--out", out, "--json")
     whole, half = read_jsonl(scenes), read_jsonl(out, check_images=True)
     left = sum(len(record.objects) for record in half)
     found = json.loads(outcome.out)
@@ -123,10 +123,10 @@ def test_drop(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     )  # fmt: skip
     assert all(set(few.objects) <= set(all_.objects) for few, all_ in zip(half, whole, strict=True))
     before = out.read_bytes()
-    again = run_cli(capsys, "data", "drop", scenes, "--keep", "0.1", "--out", out)
+    again = cli("data", "drop", scenes, "--keep", "0.1", "--out", out)
     assert again.code == 2 and "--overwrite" in again.err and out.read_bytes() == before
     options = ["--per-class", "red circle=0", "--per-size", "large=1", "--allow-empty", "--overwrite"]
-    outcome = run_cli(capsys, "data", "drop", scenes, *options, "--out", out)
+    outcome = cli("data", "drop", scenes, *options, "--out", out)
     assert outcome.code == 0 and "red circle" in outcome.out and "0 of" in outcome.out
     assert not any(obj.desc == "red circle" for record in read_jsonl(out) for obj in record.objects)
 
@@ -143,10 +143,8 @@ def test_drop(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--soft", "--keep", "0.5"], "--soft"),
     ],
 )
-def test_drop_names_invalid_arguments(
-    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str
-) -> None:
-    outcome = run_cli(capsys, "data", "drop", scenes, *options, "--out", tmp_path / "x.jsonl")
+def test_drop_names_invalid_arguments(scenes: Path, tmp_path: Path, cli: Cli, options: list[str], says: str) -> None:
+    outcome = cli("data", "drop", scenes, *options, "--out", tmp_path / "x.jsonl")
     assert outcome.code == 2 and says in " ".join(outcome.err.split()) and not (tmp_path / "x.jsonl").exists()
 
 
@@ -156,16 +154,16 @@ DEMO = asset("checkpoints/demo-stage1")
 
 
 @pytest.fixture
-def half(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def half(tmp_path: Path, cli: Cli) -> Path:
     scenes = write_scenes(tmp_path, 6, SPARSE, 4)
-    run_cli(capsys, "data", "drop", scenes, "--keep", "0.5", "--out", tmp_path / "half.jsonl")
+    cli("data", "drop", scenes, "--keep", "0.5", "--out", tmp_path / "half.jsonl")
     return tmp_path / "half.jsonl"
 
 
-def test_removed_objects_are_added_back_as_soft(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_removed_objects_are_added_back_as_soft(half: Path, cli: Cli) -> None:
     out, sheet = half.with_name("full.jsonl"), half.with_name("sheet.png")
     command = ["data", "complete", half, "--model", DEMO, "--out", out, "--sheet", sheet, "--json"]
-    outcome = run_cli(capsys, *command)
+    outcome = cli(*command)
     assert outcome.code == 0, outcome.err
     counts = json.loads(outcome.out)
     added = counts["outcomes"]["added"]
@@ -188,41 +186,41 @@ def test_removed_objects_are_added_back_as_soft(half: Path, capsys: pytest.Captu
         assert image.width == 4 * 320
 
     # Other rules reuse the saved answers; existing files are not replaced without a flag.
-    refused = run_cli(capsys, *command)
+    refused = cli(*command)
     assert refused.code == 2 and "--overwrite" in refused.err
     answers = half.with_name("full.answers") / "predictions.jsonl"
     made_at = answers.stat().st_mtime_ns, answers.read_bytes()
     lines = made_at[1].splitlines(keepends=True)
     answers.write_bytes(b"".join(lines[:3]) + lines[3][:40])  # killed while writing
-    again = run_cli(capsys, *command, "--overwrite", "--threshold", "0.999", "--weight", "0.5")
+    again = cli(*command, "--overwrite", "--threshold", "0.999", "--weight", "0.5")
     assert again.code == 0 and json.loads(again.out)["outcomes"]["added"] < added and answers.read_bytes() == made_at[1]
-    other = run_cli(capsys, *command, "--overwrite", "--prompt", "Where is it?")
+    other = cli(*command, "--overwrite", "--prompt", "Where is it?")
     assert other.code == 2 and "another prompt" in other.err
 
 
-def test_a_model_that_predicts_nothing_may_have_another_prompt(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_predicts_nothing_may_have_another_prompt(half: Path, cli: Cli) -> None:
     for image in (half.parent / "images").iterdir():
         Image.new("RGB", (128, 128), "gray").save(image)
     command = ["data", "complete", half, "--model", DEMO, "--out", half.with_name("out.jsonl")]
-    outcome = run_cli(capsys, *command)
+    outcome = cli(*command)
     assert outcome.code == 0 and "Was the model trained with this prompt?" in outcome.out
-    assert run_cli(capsys, "data", "complete", half, "--out", half.with_name("x.jsonl")).code == 2  # which model?
+    assert cli("data", "complete", half, "--out", half.with_name("x.jsonl")).code == 2  # which model?
 
 
-def test_rename(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rename(scenes: Path, tmp_path: Path, cli: Cli) -> None:
     before = [obj.desc for record in read_jsonl(scenes) for obj in record.objects]
     one, other = sorted(set(before))[:2]
-    done = run_cli(capsys, "data", "rename", scenes, f"{one}={other}", "--out", tmp_path / "new.jsonl")
+    done = cli("data", "rename", scenes, f"{one}={other}", "--out", tmp_path / "new.jsonl")
     assert done.code == 0 and f"{one} -> {other}: {before.count(one)} objects" in done.out
     after = [obj.desc for record in read_jsonl(tmp_path / "new.jsonl", check_images=True) for obj in record.objects]
     assert after == [other if desc == one else desc for desc in before]
     for words, says in (([f"{one}={other}"], "--overwrite"), (["none"], "OLD=NEW"), (["redd=x"], "no object")):
         out = tmp_path / ("new.jsonl" if "overwrite" in says else "other.jsonl")
-        refused = run_cli(capsys, "data", "rename", scenes, *words, "--out", out)
+        refused = cli("data", "rename", scenes, *words, "--out", out)
         assert refused.code == 2 and says in refused.err
 
 
-def test_tiny_objects_are_enlarged_on_the_sheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiny_objects_are_enlarged_on_the_sheet(tmp_path: Path, cli: Cli) -> None:
     """A plate of 16 pixels in a wide photo: its tile is low, and the next one shows it."""
     photo = Image.new("RGB", (1600, 800), (60, 90, 60))
     photo.paste((250, 250, 0), (1000, 600, 1016, 608))
@@ -230,7 +228,7 @@ def test_tiny_objects_are_enlarged_on_the_sheet(tmp_path: Path, capsys: pytest.C
     bins = [round(999 * v / side) for v, side in ((1000, 1600), (600, 800), (1016, 1600), (608, 800))]
     line = {"images": ["a.png"], "width": 1600, "height": 800, "objects": [{"desc": "plate", "bbox_2d": bins}]}
     (tmp_path / "d.jsonl").write_text(json.dumps(line) + "\n")
-    done = run_cli(capsys, "data", "check", tmp_path / "d.jsonl", "--model", DEMO, "--sheet", tmp_path / "s.png")
+    done = cli("data", "check", tmp_path / "d.jsonl", "--model", DEMO, "--sheet", tmp_path / "s.png")
     assert done.code == 0, done.err
     with Image.open(tmp_path / "s.png") as sheet:
         assert sheet.size == (4 * 320, 158 + 4 + 16), "as high as a tile of the photo, not square"

@@ -18,7 +18,7 @@ import coordexp
 import coordexp.config.from_yaml
 from coordexp.cli import main
 from coordexp.errors import ConfigError
-from support.cli_runs import run_cli, small_checkpoint, write_run
+from support.cli_runs import Cli, small_checkpoint, write_run
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,9 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "load_model", load_model)
 
 
-def expect_one_error(capsys: pytest.CaptureFixture[str], run: Path, argv: list[object], texts: tuple[str, ...]) -> None:
+def expect_one_error(cli: Cli, run: Path, argv: list[object], texts: tuple[str, ...]) -> None:
     before = sorted(run.parent.iterdir())
-    outcome = run_cli(capsys, *argv)
+    outcome = cli(*argv)
     assert outcome.code == 2
     assert outcome.err.count("error:") == 1 and "Traceback" not in outcome.err
     assert [text for text in texts if text not in outcome.err] == []
@@ -79,46 +79,40 @@ def expect_one_error(capsys: pytest.CaptureFixture[str], run: Path, argv: list[o
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("command", ["train stage 1", "train stage 2", "evaluate"])
 @pytest.mark.parametrize("mistake", BAD_DATA)
-def test_bad_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoints: dict[str, Path], command: str, mistake: str
-) -> None:
+def test_bad_data(tmp_path: Path, cli: Cli, checkpoints: dict[str, Path], command: str, mistake: str) -> None:
     run = write_run(tmp_path, 2 if command.endswith("2") else 1, checkpoints["sound"])
     spoil, texts = BAD_DATA[mistake]
     spoil(run)
-    expect_one_error(capsys, run, [command.split()[0], run], texts)
+    expect_one_error(cli, run, [command.split()[0], run], texts)
 
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 @pytest.mark.parametrize("checkpoint", BAD_CHECKPOINTS)
-def test_bad_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoints: dict[str, Path], command: str, checkpoint: str
-) -> None:
+def test_bad_checkpoint(tmp_path: Path, cli: Cli, checkpoints: dict[str, Path], command: str, checkpoint: str) -> None:
     run = write_run(tmp_path, 1, checkpoints[checkpoint])
-    expect_one_error(capsys, run, [command, run], (str(checkpoints[checkpoint]), *BAD_CHECKPOINTS[checkpoint]))
+    expect_one_error(cli, run, [command, run], (str(checkpoints[checkpoint]), *BAD_CHECKPOINTS[checkpoint]))
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_evaluate_without_data_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoints: dict[str, Path]
-) -> None:
+def test_evaluate_without_data_is_an_error(tmp_path: Path, cli: Cli, checkpoints: dict[str, Path]) -> None:
     run = write_run(tmp_path, 1, checkpoints["sound"], custom__val_jsonl=None)
-    expect_one_error(capsys, run, ["evaluate", run], ("custom.val_jsonl", "--data"))
+    expect_one_error(cli, run, ["evaluate", run], ("custom.val_jsonl", "--data"))
 
 
 def test_valid_input_reaches_the_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoints: dict[str, Path], no_weights: None
+    tmp_path: Path, cli: Cli, checkpoints: dict[str, Path], no_weights: None
 ) -> None:
     for command in ("train", "evaluate"):
         with pytest.raises(AssertionError, match="weights are read"):
-            run_cli(capsys, command, write_run(tmp_path, 1, checkpoints["sound"]))
+            cli(command, write_run(tmp_path, 1, checkpoints["sound"]))
 
 
-def test_debug_shows_the_traceback_of_its_own_command_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback_of_its_own_command_only(tmp_path: Path, cli: Cli) -> None:
     missing = tmp_path / "missing.yaml"
     with pytest.raises(ConfigError, match="no such file"):
         main(["--debug", "config", "check", str(missing)])
-    assert run_cli(capsys, "config", "check", missing).code == 2
+    assert cli("config", "check", missing).code == 2
 
 
 @pytest.mark.parametrize(
@@ -130,14 +124,14 @@ def test_debug_shows_the_traceback_of_its_own_command_only(tmp_path: Path, capsy
     ],
 )
 def test_errors_of_the_operating_system_are_one_line(
-    number: int, file: str | None, says: tuple[str, ...], capsys: pytest.CaptureFixture[str],
+    number: int, file: str | None, says: tuple[str, ...], cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def fails(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), file)
 
     monkeypatch.setattr(coordexp.config.from_yaml, "explain_config", fails)
-    outcome = run_cli(capsys, "config", "check", "any.yaml")
+    outcome = cli("config", "check", "any.yaml")
     assert (outcome.code, len(outcome.err.splitlines())) == (2, 1)
     assert [part for part in says if part not in outcome.err] == []
     with pytest.raises(OSError, match=os.strerror(number)):
@@ -190,26 +184,24 @@ def test_ctrl_c_exits_with_130(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("argv", ["unknown", "train", "train a.yaml --steps=3", "data scenes --out x", "--verbosity"])
-def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], argv: str) -> None:
-    outcome = run_cli(capsys, *argv.split())
+def test_wrong_usage_exits_with_2(cli: Cli, argv: str) -> None:
+    outcome = cli(*argv.split())
     assert outcome.code == 2
     assert "Usage" in outcome.err
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(capsys, "--version").out == run_cli(capsys, "-V").out == f"coordexp {coordexp.__version__}\n"
+def test_version(cli: Cli) -> None:
+    assert cli("--version").out == cli("-V").out == f"coordexp {coordexp.__version__}\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shell_completes_commands(
-    shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shell_completes_commands(shell: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_COORDEXP_COMPLETE", f"complete_{shell}")
     monkeypatch.setenv("COMP_WORDS", "coordexp data con")
     monkeypatch.setenv("COMP_CWORD", "2")
     monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "coordexp data con")
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
-    assert "convert" in run_cli(capsys).out
+    assert "convert" in cli().out
 
 
 INTERRUPTED_IMPORT = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-from support.cli_runs import run_cli, small_checkpoint, write_run
+from support.cli_runs import Cli, small_checkpoint, write_run
 
 LORA = {"tuner__train_type": "lora", "tuner__lora_rank": 4, "tuner__lora_alpha": 8, "tuner__use_dora": True}
 
@@ -28,50 +28,48 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out1"
 
 
-def test_transformers_loads_a_merged_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = run_cli(capsys, "model", "merge", run, tmp_path / "merged")
+def test_transformers_loads_a_merged_model(run: Path, tmp_path: Path, cli: Cli) -> None:
+    outcome = cli("model", "merge", run, tmp_path / "merged")
     assert outcome.code == 0 and f"wrote {tmp_path / 'merged'}" in outcome.out
     model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "merged")
     assert not [name for name, _ in model.named_parameters() if "lora" in name or "offset" in name]
     AutoProcessor.from_pretrained(tmp_path / "merged")
-    info = json.loads(run_cli(capsys, "model", "info", tmp_path / "merged", "--json").out)
+    info = json.loads(cli("model", "info", tmp_path / "merged", "--json").out)
     assert info["adapter"] is None and info["coord_tokens"] == "yes"
     assert sum(info["parameters"].values()) == sum(p.numel() for p in model.parameters())
 
 
-def test_merge_into_another_number_type_from_a_moved_base(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_merge_into_another_number_type_from_a_moved_base(run: Path, tmp_path: Path, cli: Cli) -> None:
     moved = (run.parent / "base").rename(tmp_path / "moved")
     try:
-        refused = run_cli(capsys, "model", "merge", run, tmp_path / "out")
+        refused = cli("model", "merge", run, tmp_path / "out")
         assert refused.code == 2 and "--base MODEL" in refused.err and not (tmp_path / "out").exists()
-        done = run_cli(capsys, "model", "merge", run, tmp_path / "out", "--base", moved, "--dtype", "bfloat16")
+        done = cli("model", "merge", run, tmp_path / "out", "--base", moved, "--dtype", "bfloat16")
     finally:
         moved.rename(run.parent / "base")
     assert done.code == 0
-    assert json.loads(run_cli(capsys, "model", "info", tmp_path / "out", "--json").out)["dtype"] == "bfloat16"
+    assert json.loads(cli("model", "info", tmp_path / "out", "--json").out)["dtype"] == "bfloat16"
 
 
-def test_a_model_without_adapters_is_not_merged(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = run_cli(capsys, "model", "merge", run.parent / "base", tmp_path / "out")
+def test_a_model_without_adapters_is_not_merged(run: Path, tmp_path: Path, cli: Cli) -> None:
+    outcome = cli("model", "merge", run.parent / "base", tmp_path / "out")
     assert outcome.code == 2 and "no adapters to merge" in outcome.err and "Traceback" not in outcome.err
 
 
-def test_info_of_a_lora_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = run_cli(capsys, "model", "info", run)
+def test_info_of_a_lora_run(run: Path, cli: Cli) -> None:
+    shown = cli("model", "info", run)
     assert shown.code == 0
     assert "DoRA of rank 4, alpha 8, coordinate rows" in shown.out and str(run.parent / "base") in shown.out
     assert "q_proj" in shown.out and "linear_fc1" in shown.out, "valid names for tuner.target_modules"
-    info = json.loads(run_cli(capsys, "model", "info", run, "--json").out)
+    info = json.loads(cli("model", "info", run, "--json").out)
     adapter = info["adapter"]
     assert (adapter["rank"], adapter["alpha"], adapter["dora"], adapter["coordinate_rows"]) == (4, 8, True, True)
     assert adapter["parameters"] > 1000 * info["hidden"], "the coordinate rows and the adapters"
     assert info["parameters"].keys() == {"vit", "aligner", "llm"}
 
 
-def test_info_names_missing_parts_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_names_missing_parts_of_a_model(tmp_path: Path, cli: Cli) -> None:
     small_checkpoint(tmp_path / "plain", coord_tokens=False)
-    shown = run_cli(capsys, "model", "info", tmp_path / "plain")
+    shown = cli("model", "info", tmp_path / "plain")
     assert shown.code == 0 and "coord tokens     yes" not in shown.out
     assert "expand-vocab" in shown.out, shown.out

@@ -19,13 +19,13 @@ from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation.answers import ImageAnswer, read_answers, write_answers
 from coordexp.evaluation.detection import detection_metrics
 from coordexp.evaluation.summary import GroupRow, Summary, summary_tables
-from support.cli_runs import run_cli, write_run
+from support.cli_runs import Cli, write_run
 from support.scored_answers import CLASSES, random_answers, with_soft
 
 
-def test_an_interrupted_prediction_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_an_interrupted_prediction_resumes(tmp_path: Path, cli: Cli, model: Path) -> None:
     run, data = write_run(tmp_path, 1, model), tmp_path / "scenes.jsonl"
-    whole = run_cli(capsys, "predict", run, data, "--out", tmp_path / "whole", "--json")
+    whole = cli("predict", run, data, "--out", tmp_path / "whole", "--json")
     assert whole.code == 0 and json.loads(whole.out)["images"] == 4
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -33,34 +33,34 @@ def test_an_interrupted_prediction_resumes(tmp_path: Path, capsys: pytest.Captur
         (broken / name).write_bytes((tmp_path / "whole" / name).read_bytes())
     lines = (broken / "predictions.jsonl").read_bytes().splitlines(keepends=True)
     (broken / "predictions.jsonl").write_bytes(b"".join(lines[:2]) + lines[2][:50])  # killed while writing
-    again = run_cli(capsys, "predict", run, data, "--out", broken, "--json")
+    again = cli("predict", run, data, "--out", broken, "--json")
     assert json.loads(again.out)["resumed"] == 2
     assert read_answers(broken) == read_answers(tmp_path / "whole")
     assert [answer.sample_id for answer in read_answers(broken)] == [r.sample_id for r in read_jsonl(data)]
     assert (broken / "coco_results_bbox.json").is_file() and (broken / "coco_ground_truth.json").is_file()
-    other = run_cli(capsys, "predict", run, data, "--out", broken, "--constant-score", "1.0")
+    other = cli("predict", run, data, "--out", broken, "--constant-score", "1.0")
     assert other.code == 2 and "another score" in other.err
 
 
-def test_several_answers_are_predicted_and_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_answers_are_predicted_and_evaluated(tmp_path: Path, cli: Cli) -> None:
     data, model = write_scenes(tmp_path, 3, SPARSE, 77), asset("checkpoints/demo-stage1")
     out, asked = tmp_path / "out", ("predict", data, "--model", asset("checkpoints/demo-stage1"))
-    assert run_cli(capsys, *asked, "--out", out, "--answers", "3", "--limit", "2").code == 0
-    done = run_cli(capsys, *asked, "--out", out, "--answers", "3")
+    assert cli(*asked, "--out", out, "--answers", "3", "--limit", "2").code == 0
+    done = cli(*asked, "--out", out, "--answers", "3")
     assert done.code == 0 and "3 images answered, 2 of them by an earlier run" in done.out and " 3/3 (" in done.out
     settings = json.loads((out / "prediction.json").read_text())
     assert (settings["answers"], settings["decoding"]["temperature"]) == (3, 0.7)
     merged = read_answers(out)
     assert all(answer.num_answers == 3 for answer in merged)
-    other = run_cli(capsys, *asked, "--out", out)
+    other = cli(*asked, "--out", out)
     assert other.code == 2 and "another answers" in other.err
     seeded = tmp_path / "seeded"
-    assert run_cli(capsys, *asked, "--out", seeded, "--answers", "3", "--limit", "1", "--seed", "5").code == 0
+    assert cli(*asked, "--out", seeded, "--answers", "3", "--limit", "1", "--seed", "5").code == 0
     (reseeded,) = read_answers(seeded)
     assert reseeded.text == merged[0].text and reseeded.further_texts != merged[0].further_texts
 
     figures = tmp_path / "figures"
-    done = run_cli(capsys, "evaluate", "--model", model, "--data", data, "--out", figures, "--answers", "3")
+    done = cli("evaluate", "--model", model, "--data", data, "--out", figures, "--answers", "3")
     assert done.code == 0 and "several answers per image" in done.out
     saved = json.loads((figures / "metrics.json").read_text())
     assert saved["answers"] == 3 and list(saved["by_answers"]) == ["one", "union", "majority", "oracle"]
@@ -69,93 +69,87 @@ def test_several_answers_are_predicted_and_evaluated(tmp_path: Path, capsys: pyt
     assert recall["one"] <= recall["oracle"]
     again = [(answer.text, answer.further_texts) for answer in read_answers(figures)]
     assert again == [(answer.text, answer.further_texts) for answer in merged], "the same seeds"
-    single = run_cli(capsys, "evaluate", "--model", model, "--data", data, "--out", figures)
+    single = cli("evaluate", "--model", model, "--data", data, "--out", figures)
     assert single.code == 2 and "another answers" in single.err
     alone = tmp_path / "alone"
-    assert run_cli(capsys, "evaluate", "--model", model, "--data", data, "--out", alone).code == 0
+    assert cli("evaluate", "--model", model, "--data", data, "--out", alone).code == 0
     figures_of_one = json.loads((alone / "metrics.json").read_text())
     assert "answers" not in figures_of_one and figures_of_one["metrics"]["f1"] == saved["by_answers"]["one"]["f1"]
 
 
 @pytest.mark.parametrize("command", ["predict", "evaluate"])
-def test_impossible_numbers_of_answers_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_impossible_numbers_of_answers_are_one_line(tmp_path: Path, cli: Cli, command: str) -> None:
     data, model, out = write_scenes(tmp_path, 1, SPARSE, 77), asset("checkpoints/demo-stage1"), tmp_path / "out.jsonl"
     asked: tuple[Any, ...] = {
         "predict": ("predict", data, "--model", model, "--out", out),
         "evaluate": ("evaluate", "--model", model, "--data", data, "--out", out),
     }[command]
-    greedy = run_cli(capsys, *asked, "--answers", "2", "rollout_matching.decoding.temperature=0")
-    mapped = run_cli(capsys, *asked, "--answers", "2", "rollout_matching.decoding={temperature: 0}")
+    greedy = cli(*asked, "--answers", "2", "rollout_matching.decoding.temperature=0")
+    mapped = cli(*asked, "--answers", "2", "rollout_matching.decoding={temperature: 0}")
     beams = ("rollout_matching.decode_mode=beam", "rollout_matching.num_beams=2")
     for refused, reason in (
-        (run_cli(capsys, *asked, "--answers", "0"), "--answers"),
+        (cli(*asked, "--answers", "0"), "--answers"),
         (greedy, "temperature: 0 makes all 2 answers the same"),
         (mapped, "temperature: 0 makes all 2 answers the same"),
-        (run_cli(capsys, *asked, "--answers", "2", *beams), "beam search"),
+        (cli(*asked, "--answers", "2", *beams), "beam search"),
     ):
         assert refused.code == 2 and reason in refused.err and "Traceback" not in refused.err
     assert len(greedy.err.splitlines()) == 1 and not out.exists()
 
 
-def test_several_answers_have_no_use_for_saved_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_answers_have_no_use_for_saved_predictions(tmp_path: Path, cli: Cli) -> None:
     write_answers(random_answers(3, 1), tmp_path / "predictions.jsonl")
-    refused = run_cli(capsys, "evaluate", tmp_path, "--answers", "2")
+    refused = cli("evaluate", tmp_path, "--answers", "2")
     assert refused.code == 2 and "--answers has no use here" in refused.err
     model = asset("checkpoints/demo-stage1")
     data = write_scenes(tmp_path / "scenes", 1, SPARSE, 77)
-    refused = run_cli(capsys, "evaluate", "--model", model, "--data", data, "--answers", "2", "--calibrate")
+    refused = cli("evaluate", "--model", model, "--data", data, "--answers", "2", "--calibrate")
     assert refused.code == 2 and "--calibrate fits single answers" in refused.err
 
 
-def test_predict_with_class_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_with_class_names(tmp_path: Path, cli: Cli) -> None:
     out, data = tmp_path / "out", write_scenes(tmp_path, 2, SPARSE, 77)
     asked = ("predict", data, "--model", asset("checkpoints/demo-stage1"), "--constant-score", "1.0")
-    done = run_cli(capsys, *asked, "--out", out, "--classes", "red circle,yellow triangle")
+    done = cli(*asked, "--out", out, "--classes", "red circle,yellow triangle")
     assert done.code == 0, done.err
     found = {obj.desc for answer in read_answers(out) for obj in answer.pred}
     assert found and found <= {"red circle", "yellow triangle"}
     assert json.loads((out / "prediction.json").read_text())["classes"] == ["red circle", "yellow triangle"]
-    other = run_cli(capsys, *asked, "--out", out)
+    other = cli(*asked, "--out", out)
     assert other.code == 2 and "another classes" in other.err
     for wrong in ("cat,,dog", str(tmp_path / "gone.txt")):
-        refused = run_cli(capsys, *asked, "--out", tmp_path / "x", "--classes", wrong)
+        refused = cli(*asked, "--out", tmp_path / "x", "--classes", wrong)
         assert refused.code == 2 and not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("command", ["predict", "evaluate"])
-def test_the_bar_moves_within_a_batch(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bar_moves_within_a_batch(command: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """One batch holds all images; their answers end at different tokens, and each moves the bar."""
     monkeypatch.setattr("coordexp.data.progress_bar.LINE_EVERY_S", 0.0)  # every move is a line
     run = write_run(tmp_path, 1, asset("checkpoints/demo-stage1"), rollout_matching__decode_batch_size=4,
                     rollout_matching__max_new_tokens=96)  # fmt: skip
     images = (tmp_path / "scenes.jsonl",) if command == "predict" else ()
-    outcome = run_cli(capsys, command, run, *images, "--out", tmp_path / "out")
+    outcome = cli(command, run, *images, "--out", tmp_path / "out")
     assert outcome.code == 0, outcome.err
     counts = [int(count) for count in re.findall(r"(\d)/4 images", outcome.out)]
     assert counts[0] == 0 and counts[-1] == 4 and {1, 2, 3} & set(counts), outcome.out
 
 
-def test_a_folder_with_files_is_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
-) -> None:
+def test_a_folder_with_files_is_not_overwritten(tmp_path: Path, cli: Cli, model: Path) -> None:
     run = write_run(tmp_path, 1, model)
-    outcome = run_cli(capsys, "predict", run, tmp_path / "scenes.jsonl", "--out", tmp_path)
+    outcome = cli("predict", run, tmp_path / "scenes.jsonl", "--out", tmp_path)
     assert outcome.code == 2 and "not empty" in outcome.err
 
 
-def test_saved_predictions_are_evaluated_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_saved_predictions_are_evaluated_without_a_model(tmp_path: Path, cli: Cli) -> None:
     write_answers(with_soft(random_answers(12, 1), 0), tmp_path / "predictions.jsonl")
     assert read_answers(tmp_path) == with_soft(random_answers(12, 1), 0)
-    outcome = run_cli(capsys, "evaluate", tmp_path)
+    outcome = cli("evaluate", tmp_path)
     assert outcome.code == 0 and "soft objects" in outcome.out
     write_answers(random_answers(12, 1), tmp_path / "predictions.jsonl")
-    outcome = run_cli(capsys, "evaluate", tmp_path, "--segm", "--out", tmp_path / "figures")
+    outcome = cli("evaluate", tmp_path, "--segm", "--out", tmp_path / "figures")
     assert outcome.code == 0 and "by class" in outcome.out and "segm_AP" in outcome.out and "手提包" in outcome.out
-    found = json.loads(run_cli(capsys, "evaluate", tmp_path / "predictions.jsonl", "--json").out)
+    found = json.loads(cli("evaluate", tmp_path / "predictions.jsonl", "--json").out)
     written = json.loads((tmp_path / "figures" / "metrics.json").read_text(encoding="utf-8"))
     assert found["metrics"]["AP"] == written["metrics"]["AP"] and found["by_class"] == written["by_class"]
     assert found["predictions"] == str(tmp_path / "predictions.jsonl") and written["predictions"] == str(tmp_path)
@@ -175,18 +169,18 @@ def test_tables_fit_a_narrow_terminal_with_the_numbers_of_a_large_set() -> None:
     assert text.count("123456") == 3 * 2 * 2
 
 
-def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_are_compared(tmp_path: Path, cli: Cli) -> None:
     answers = random_answers(20, 1)
     write_answers(answers, tmp_path / "a" / "predictions.jsonl")
     write_answers(random_answers(20, 1)[::-1], tmp_path / "b" / "evaluation" / "predictions.jsonl")
-    outcome = run_cli(capsys, "evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--resamples", 20, "--json")
+    outcome = cli("evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--resamples", 20, "--json")
     found = json.loads(outcome.out)
     figures = {row["name"]: row for row in found["figures"]}
     assert figures["AP"]["difference"] == 0 and not figures["f1"]["clear"]
     assert (found["images"], found["resamples"], found["seed"]) == (20, 20, 0)
     assert {row["name"] for row in found["by_class"]} == set(CLASSES)
     assert [one["name"] for one in found["by_class"][0]["figures"]] == ["f1", "AP"]
-    shown = run_cli(capsys, "evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--resamples", 10)
+    shown = cli("evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--resamples", 10)
     assert shown.code == 0
     for part in ("b − a", "F1 by class", "F1 by density", "手提包", "20 images; interval: 95% of 10"):
         assert part in shown.out
@@ -216,10 +210,10 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_missing_arguments_and_options_without_effect_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], complaint: str
+    tmp_path: Path, cli: Cli, argv: tuple[str, ...], complaint: str
 ) -> None:
     write_answers(random_answers(3, 1), tmp_path / "predictions.jsonl")
-    outcome = run_cli(capsys, *(word.replace("saved", str(tmp_path)) for word in argv))
+    outcome = cli(*(word.replace("saved", str(tmp_path)) for word in argv))
     assert outcome.code == 2 and complaint in outcome.err
 
 
@@ -238,7 +232,7 @@ def test_an_answer_says_why_it_may_lack_objects(fields: dict[str, Any], part: st
     assert problem is None if part is None else problem is not None and part in problem
 
 
-def test_a_sheet_shows_the_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sheet_shows_the_mistakes(tmp_path: Path, cli: Cli) -> None:
     answers = []
     for k, answer in enumerate(random_answers(7, 1)):
         path = tmp_path / f"{k}.png"
@@ -246,23 +240,21 @@ def test_a_sheet_shows_the_mistakes(tmp_path: Path, capsys: pytest.CaptureFixtur
         answers.append(replace(answer, image=str(path)))
     write_answers(answers, tmp_path / "a" / "predictions.jsonl")
     write_answers([replace(answer, pred=()) for answer in answers], tmp_path / "b" / "predictions.jsonl")
-    one = run_cli(capsys, "evaluate", tmp_path / "a", "--sheet", tmp_path / "one.png")
+    one = cli("evaluate", tmp_path / "a", "--sheet", tmp_path / "one.png")
     assert one.code == 0 and f"wrote {tmp_path / 'one.png'}" in one.out
-    both = run_cli(capsys, "evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--resamples", 10, "--sheet",
+    both = cli("evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--resamples", 10, "--sheet",
                    tmp_path / "both.png")  # fmt: skip
     assert both.code == 0 and re.search(r"^a:", both.out, re.M) and re.search(r"^b:", both.out, re.M)  # a line each
     with Image.open(tmp_path / "one.png") as sheet, Image.open(tmp_path / "both.png") as wider:
         # Seven images, three across with two panels each; six whose matches differ, two across with three. Names are
         # above, counts below.
         assert (sheet.size, wider.size) == ((3 * 2 * 320, 26 + 3 * 240 + 26), (2 * 3 * 320, 26 + 3 * 240 + 26))
-    same = run_cli(capsys, "evaluate", "--compare", tmp_path / "a", tmp_path / "a", "--resamples", 10, "--sheet",
+    same = cli("evaluate", "--compare", tmp_path / "a", tmp_path / "a", "--resamples", 10, "--sheet",
                    tmp_path / "same.png")  # fmt: skip
     assert same.code == 2 and "no difference to draw" in same.err
 
 
-def test_predict_images_without_a_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_predict_images_without_a_configuration(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = asset("checkpoints/demo-stage1")  # ends its answers, unlike random weights
     (tmp_path / "photos").mkdir()
@@ -274,7 +266,7 @@ def test_predict_images_without_a_configuration(
     frames[0].save(tmp_path / "photos" / "moving.gif", save_all=True, append_images=frames[1:])
     for name in ("clip.mp4", "phone.HEIC", "raw.dng"):
         (tmp_path / "photos" / name).write_text("not read")
-    shown = run_cli(capsys, "predict", "photos", "--model", model, "--save-images")
+    shown = cli("predict", "photos", "--model", model, "--save-images")
     assert shown.code == 0, shown.err
     assert "2 images answered; 6 skipped, which could not be read" in shown.out
     for name, reason in (("c.jpg", "cannot identify"), ("thin.png", "3000x12"), ("moving.gif", "2 frames"),
@@ -285,17 +277,17 @@ def test_predict_images_without_a_configuration(
     assert sorted(path.name for path in (out / "images").iterdir()) == ["a.jpg", "b.png"]
     assert Image.open(out / "images" / "a.jpg").size == (640, 480)  # small images are enlarged
     assert [(answer.width, answer.height, answer.gt) for answer in read_answers(out)] == [(64, 48, None)] * 2
-    measured = run_cli(capsys, "evaluate", out)
+    measured = cli("evaluate", out)
     assert measured.code == 2 and "has no annotations" in measured.err
     (tmp_path / "empty").mkdir()
-    assert run_cli(capsys, "predict", "empty", "--model", model, "--out", "o2").code == 2  # no image there
+    assert cli("predict", "empty", "--model", model, "--out", "o2").code == 2  # no image there
     frames[0].save(tmp_path / "still.gif")
     Image.new("RGB", (64, 48), "gray").save(tmp_path / "still.avif")
     for name in ("still.gif", "still.avif"):
-        assert run_cli(capsys, "predict", name, "--model", model, "--out", f"{name}-out").code == 0
-    cut = run_cli(capsys, "predict", "photos/a.jpg", "--model", model, "--out", "o3", "--max-new-tokens", 2)
+        assert cli("predict", name, "--model", model, "--out", f"{name}-out").code == 0
+    cut = cli("predict", "photos/a.jpg", "--model", model, "--out", "o3", "--max-new-tokens", 2)
     assert "photos/a.jpg: nothing found [cut off after 2 tokens" in cut.out and "1 of them cut off" in cut.out
-    again = run_cli(capsys, "predict", "photos/a.jpg", "photos/b*.png", "--model", model, "--json")
+    again = cli("predict", "photos/a.jpg", "photos/b*.png", "--model", model, "--json")
     found = json.loads(again.out)
     assert (found["images"], found["skipped"], found["problems"]) == (2, [], {}) and str(found["files"][0]).startswith(
         "outputs/predict-2/"
@@ -306,13 +298,13 @@ def test_predict_images_without_a_configuration(
     ]
 
 
-def test_evaluate_skips_images_that_cannot_be_decoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_skips_images_that_cannot_be_decoded(tmp_path: Path, cli: Cli) -> None:
     data, out = write_scenes(tmp_path, 3, SPARSE, 77), tmp_path / "out"
     broken = tmp_path / "images" / "000001.png"
     whole = broken.read_bytes()
     broken.write_bytes(whole[: len(whole) // 2])  # its header is sound
     asked = ("evaluate", "--model", asset("checkpoints/demo-stage1"), "--data", data)
-    done = run_cli(capsys, *asked, "--out", out)
+    done = cli(*asked, "--out", out)
     assert done.code == 0, done.err
     assert re.search(r"^skipped scenes\.jsonl:2: .*000001\.png", done.out, re.M)
     assert "1 images cannot be decoded" in done.out
@@ -321,5 +313,5 @@ def test_evaluate_skips_images_that_cannot_be_decoded(tmp_path: Path, capsys: py
     assert [answer.sample_id for answer in read_answers(out)] == ["scenes.jsonl:1", "scenes.jsonl:3"]
     for image in (tmp_path / "images").iterdir():
         image.write_bytes(image.read_bytes()[:200])
-    refused = run_cli(capsys, *asked, "--out", tmp_path / "none")
+    refused = cli(*asked, "--out", tmp_path / "none")
     assert refused.code == 2 and "no image that can be read" in refused.err

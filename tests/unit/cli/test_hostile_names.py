@@ -12,7 +12,7 @@ import pytest
 from coordexp.evaluation.answers import write_answers
 from coordexp.records import GTObject
 from support.annotation_folders import paint
-from support.cli_runs import Outcome, run_cli, small_checkpoint, write_run
+from support.cli_runs import Cli, Outcome, small_checkpoint, write_run
 from support.scored_answers import random_answers
 from support.view_runs import hostile_answers
 
@@ -67,32 +67,26 @@ def squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def test_convert(hostile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_cli(
-        capsys, "data", "convert", "labelme", labelme_file(hostile), "--out", hostile / "o [1]", "--no-resize"
-    )
+def test_convert(hostile: Path, cli: Cli) -> None:
+    found = cli("data", "convert", "labelme", labelme_file(hostile), "--out", hostile / "o [1]", "--no-resize")
     expect(found, *CLASSES, "[c1] left out", "p [a0] [x].json", hostile / "o [1]")
 
 
-def test_check_stats_sample_and_split(hostile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_stats_sample_and_split(hostile: Path, cli: Cli) -> None:
     data = write_dataset(hostile)
-    expect(
-        run_cli(capsys, "data", "check", data, "--sheet", hostile / "s [b].png"), *CLASSES, data, hostile / "s [b].png"
-    )
-    expect(run_cli(capsys, "data", "stats", data), *CLASSES)
-    expect(
-        run_cli(capsys, "data", "sample", data, "--count", 1, "--out", hostile / "x [y].jsonl"), hostile / "x [y].jsonl"
-    )
+    expect(cli("data", "check", data, "--sheet", hostile / "s [b].png"), *CLASSES, data, hostile / "s [b].png")
+    expect(cli("data", "stats", data), *CLASSES)
+    expect(cli("data", "sample", data, "--count", 1, "--out", hostile / "x [y].jsonl"), hostile / "x [y].jsonl")
     paint(hostile / "images" / "other.png", (64, 48))
     second = data.read_text(encoding="utf-8").replace(IMAGE, "other.png")
     data.write_text(data.read_text(encoding="utf-8") + second, encoding="utf-8")
-    expect(run_cli(capsys, "data", "split", data, "--shares", "train=0.5,val=0.5"), hostile / "d [b].train.jsonl")
+    expect(cli("data", "split", data, "--shares", "train=0.5,val=0.5"), hostile / "d [b].train.jsonl")
     data.write_text(data.read_text(encoding="utf-8").replace(CLASSES[0], " [gap] "), encoding="utf-8")
     (hostile / "images" / IMAGE).unlink()
-    expect(run_cli(capsys, "data", "check", data), IMAGE, data, code=2)
+    expect(cli("data", "check", data), IMAGE, data, code=2)
 
 
-def test_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate(tmp_path: Path, cli: Cli) -> None:
     run = tmp_path / FOLDER
     name: dict[str, str] = dict(zip(("person", "car", "手提包", "red cell"), CLASSES, strict=False))
     answers = [
@@ -104,82 +98,78 @@ def test_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for answer in random_answers(12, 1)
     ]
     write_answers(answers, run / "predictions.jsonl")
-    expect(run_cli(capsys, "evaluate", run, "--out", tmp_path / "f [i]"), *CLASSES[:4], run, tmp_path / "f [i]")
-    expect(run_cli(capsys, "evaluate", "--compare", run, run, "--resamples", 10), *CLASSES[:4], run)
-    expect(run_cli(capsys, "evaluate", run / "[none]"), run / "[none]", code=2)
+    expect(cli("evaluate", run, "--out", tmp_path / "f [i]"), *CLASSES[:4], run, tmp_path / "f [i]")
+    expect(cli("evaluate", "--compare", run, run, "--resamples", 10), *CLASSES[:4], run)
+    expect(cli("evaluate", run / "[none]"), run / "[none]", code=2)
 
 
-def test_train_predict_and_models(
-    tmp_path: Path, hostile: Path, capsys: pytest.CaptureFixture[str], model: Path
-) -> None:
+def test_train_predict_and_models(tmp_path: Path, hostile: Path, cli: Cli, model: Path) -> None:
     data, out = write_dataset(hostile), tmp_path / "out [o1]"
     run = write_run(tmp_path, 1, model, custom__train_jsonl=str(data), custom__val_jsonl=str(data),
                     training__output_dir=str(out), training__per_device_train_batch_size=1)  # fmt: skip
-    expect(run_cli(capsys, "config", "check", run), out, data, model)
+    expect(cli("config", "check", run), out, data, model)
     (tmp_path / "other").mkdir()
-    expect(run_cli(capsys, "config", "diff", run, write_run(tmp_path / "other", 1, model)), out, data, code=1)
-    expect(run_cli(capsys, "train", run), f"saved to {out}")
+    expect(cli("config", "diff", run, write_run(tmp_path / "other", 1, model)), out, data, code=1)
+    expect(cli("train", run), f"saved to {out}")
     again = write_run(tmp_path, 1, model, custom__train_jsonl=str(data), custom__val_jsonl=str(data),
                       training__output_dir=str(out),
                       training__resume_from_checkpoint=True, training__max_steps=2,
                       training__per_device_train_batch_size=1)  # fmt: skip
-    expect(run_cli(capsys, "train", again), f"resuming from {out / 'checkpoint-1'}", f"saved to {out}")
-    expect(run_cli(capsys, "predict", run, hostile / "images", "--out", tmp_path / "a [1]"), tmp_path / "a [1]", model)
-    expect(run_cli(capsys, "evaluate", run), *CLASSES[:3], model, out)
-    expect(run_cli(capsys, "model", "info", model), model)
-    expect(run_cli(capsys, "model", "export", model, tmp_path / "e [2]"), tmp_path / "e [2]")
+    expect(cli("train", again), f"resuming from {out / 'checkpoint-1'}", f"saved to {out}")
+    expect(cli("predict", run, hostile / "images", "--out", tmp_path / "a [1]"), tmp_path / "a [1]", model)
+    expect(cli("evaluate", run), *CLASSES[:3], model, out)
+    expect(cli("model", "info", model), model)
+    expect(cli("model", "export", model, tmp_path / "e [2]"), tmp_path / "e [2]")
 
 
-def test_view(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_view(tmp_path: Path, cli: Cli) -> None:
     write_answers(hostile_answers(tmp_path), tmp_path / FOLDER / "predictions.jsonl")
     out = tmp_path / "v [w].html"
-    expect(run_cli(capsys, "view", tmp_path / FOLDER, "--out", out), f"wrote {out}")
+    expect(cli("view", tmp_path / FOLDER, "--out", out), f"wrote {out}")
 
 
-def test_drop_pack_complete_and_scenes(hostile: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_drop_pack_complete_and_scenes(hostile: Path, cli: Cli, model: Path) -> None:
     data, out = write_dataset(hostile), hostile / "o [1].jsonl"
     drop = ("data", "drop", data, "--per-class", f"{CLASSES[0]}=0", "--out", out)
-    expect(run_cli(capsys, *drop), *CLASSES, out)
-    expect(run_cli(capsys, *drop), out, "exists already", code=2)
-    expect(run_cli(capsys, "data", "drop", data, "--per-class", "[no]=0", "--out", out, "--overwrite"), "[no]", code=2)
-    expect(run_cli(capsys, "data", "pack", data, "--out", hostile / "k [2]" / "k.jsonl"), hostile / "k [2]")
+    expect(cli(*drop), *CLASSES, out)
+    expect(cli(*drop), out, "exists already", code=2)
+    expect(cli("data", "drop", data, "--per-class", "[no]=0", "--out", out, "--overwrite"), "[no]", code=2)
+    expect(cli("data", "pack", data, "--out", hostile / "k [2]" / "k.jsonl"), hostile / "k [2]")
     full = hostile / "f [3].jsonl"
-    expect(run_cli(capsys, "data", "complete", data, "--model", model, "--out", full), full)
-    expect(run_cli(capsys, "data", "scenes", "--out", hostile / "s [4]", "--count", 1), hostile / "s [4]")
+    expect(cli("data", "complete", data, "--model", model, "--out", full), full)
+    expect(cli("data", "scenes", "--out", hostile / "s [4]", "--count", 1), hostile / "s [4]")
 
 
-def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export(tmp_path: Path, cli: Cli) -> None:
     write_answers(hostile_answers(tmp_path), tmp_path / FOLDER / "predictions.jsonl")
     for form in ("coco", "csv", "labelme", "voc", "yolo"):
         out = tmp_path / f"{form} [e]"
-        expect(run_cli(capsys, "export", form, tmp_path / FOLDER, "--out", out), out)
-    expect(run_cli(capsys, "export", "csv", tmp_path / "[none]", "--out", tmp_path), tmp_path / "[none]", code=2)
+        expect(cli("export", form, tmp_path / FOLDER, "--out", out), out)
+    expect(cli("export", "csv", tmp_path / "[none]", "--out", tmp_path), tmp_path / "[none]", code=2)
 
 
-def test_tiny_expand_and_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    expect(run_cli(capsys, "model", "tiny", tmp_path / "t [1]"), tmp_path / "t [1]")
-    expect(run_cli(capsys, "model", "expand-vocab", tmp_path / "t [1]", tmp_path / "x [2]"), tmp_path / "t [1]", code=2)
-    expect(run_cli(capsys, "model", "merge", model, tmp_path / "m [3]"), model, code=2)
+def test_tiny_expand_and_merge(tmp_path: Path, cli: Cli, model: Path) -> None:
+    expect(cli("model", "tiny", tmp_path / "t [1]"), tmp_path / "t [1]")
+    expect(cli("model", "expand-vocab", tmp_path / "t [1]", tmp_path / "x [2]"), tmp_path / "t [1]", code=2)
+    expect(cli("model", "merge", model, tmp_path / "m [3]"), model, code=2)
 
 
-def test_init(hostile: Path, capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_init(hostile: Path, cli: Cli, model: Path) -> None:
     out = hostile / "r [y].yaml"
-    expect(run_cli(capsys, "init", write_dataset(hostile), "--model", model, "--out", out, "--cpu"), f"wrote {out}")
-    missing = run_cli(capsys, "init", hostile / "[none]", "--model", model, "--out", hostile / "other.yaml")
+    expect(cli("init", write_dataset(hostile), "--model", model, "--out", out, "--cpu"), f"wrote {out}")
+    missing = cli("init", hostile / "[none]", "--model", model, "--out", hostile / "other.yaml")
     expect(missing, hostile / "[none]", code=2)
 
 
-def test_launch_serve_and_replay(
-    tmp_path: Path, hostile: Path, capsys: pytest.CaptureFixture[str], model: Path
-) -> None:
+def test_launch_serve_and_replay(tmp_path: Path, hostile: Path, cli: Cli, model: Path) -> None:
     data, out = write_dataset(hostile), tmp_path / "out [o2]"
     run = write_run(hostile, 2, model, custom__train_jsonl=str(data), custom__val_jsonl=str(data),
                     training__output_dir=str(out), training__per_device_train_batch_size=1,
                     rollout_matching__monitor_dump={"enabled": True, "min_free_gb": 0.0})  # fmt: skip
-    expect(run_cli(capsys, "launch", "--config", run, "--dry-run"), run, out)
-    expect(run_cli(capsys, "launch", "--config", run, "--print"), model, data, out)
-    expect(run_cli(capsys, "launch", "--config", hostile / "[none].yaml"), hostile / "[none].yaml", code=2)
-    expect(run_cli(capsys, "serve", "--config", hostile / "[none].yaml"), hostile / "[none].yaml", code=2)
-    expect(run_cli(capsys, "train", run), f"saved to {out}")
-    expect(run_cli(capsys, "replay", out / "rollout_records", "--model", model), data.name, "1 records replayed")
-    expect(run_cli(capsys, "replay", tmp_path / "[none]"), tmp_path / "[none]", code=2)
+    expect(cli("launch", "--config", run, "--dry-run"), run, out)
+    expect(cli("launch", "--config", run, "--print"), model, data, out)
+    expect(cli("launch", "--config", hostile / "[none].yaml"), hostile / "[none].yaml", code=2)
+    expect(cli("serve", "--config", hostile / "[none].yaml"), hostile / "[none].yaml", code=2)
+    expect(cli("train", run), f"saved to {out}")
+    expect(cli("replay", out / "rollout_records", "--model", model), data.name, "1 records replayed")
+    expect(cli("replay", tmp_path / "[none]"), tmp_path / "[none]", code=2)

@@ -22,7 +22,7 @@ from coordexp.data import read_jsonl, write_jsonl
 from coordexp.data.files import asset
 from coordexp.data.scenes import DENSE, SPARSE, SPECS, write_scenes
 from coordexp.records import GTObject
-from support.cli_runs import run_cli, small_checkpoint
+from support.cli_runs import Cli, small_checkpoint
 
 DEMO = asset("checkpoints/demo-stage1")
 
@@ -40,12 +40,10 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("where", ["--cpu", "--gpu"])
-def test_the_written_configuration_is_valid(
-    stage: int, where: str, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = run_cli(capsys, "init", data, "--model", DEMO, "--stage", stage, where)
+def test_the_written_configuration_is_valid(stage: int, where: str, data: Path, cli: Cli) -> None:
+    done = cli("init", data, "--model", DEMO, "--stage", stage, where)
     assert done.code == 0 and f"next: coordexp train stage{stage}.yaml" in done.out
-    assert run_cli(capsys, "config", "check", f"stage{stage}.yaml").code == 0
+    assert cli("config", "check", f"stage{stage}.yaml").code == 0
     run = load_config(f"stage{stage}.yaml")
     assert [file.path for file in run.custom.train_jsonl] == [data / "train.jsonl"]
     assert run.custom.val_jsonl == data / "val.jsonl"
@@ -60,7 +58,7 @@ def test_the_written_configuration_is_valid(
 
 
 def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     lora_run = shutil.copytree(DEMO, tmp_path / "lora_run")
     card = read_card(lora_run)
@@ -72,7 +70,7 @@ def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
         tool.write_text(f"#!/bin/sh\necho 81559\necho {mebibytes}\n")
         tool.chmod(0o755)
         for stage, rate in ((1, 5e-4), (2, 2e-4)):
-            done = run_cli(capsys, "init", data, "--model", model, "--stage", stage, "--overwrite")
+            done = cli("init", data, "--model", model, "--stage", stage, "--overwrite")
             assert done.code == 0 and ("adapters" in done.out) == (train_type == "lora")
             run = load_config(f"stage{stage}.yaml")
             assert run.tuner.train_type == train_type and run.training.use_cpu is False
@@ -80,11 +78,11 @@ def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
             assert (run.tuner.lora_rank == 32) == (train_type == "lora")  # lora.yaml's
             assert (run.global_max_length < 1600) == (mebibytes == 64), "rows are halved until they fit"
     tool.write_text("#!/bin/sh\necho no driver >&2\nexit 9\n")
-    done = run_cli(capsys, "init", data, "--model", DEMO, "--overwrite")
+    done = cli("init", data, "--model", DEMO, "--overwrite")
     assert done.code == 2 and "nvidia-smi fails: no driver" in done.err
     for said in ("No devices were found", "[N/A]"):
         tool.write_text(f"#!/bin/sh\necho '{said}'\n")
-        done = run_cli(capsys, "init", data, "--model", DEMO, "--overwrite")
+        done = cli("init", data, "--model", DEMO, "--overwrite")
         assert done.code == 2 and f"nvidia-smi fails: {said}; add --cpu" in done.err
 
 
@@ -93,7 +91,7 @@ def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
 )
 def test_stage_2_gets_an_engine_if_vllm_is_installed_and_fits(
     mebibytes: int, has_vllm: bool, engine: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
 ) -> None:  # fmt: skip
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\necho {mebibytes}\n")
@@ -101,7 +99,7 @@ def test_stage_2_gets_an_engine_if_vllm_is_installed_and_fits(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: (has_vllm or None) if name == "vllm" else find(name))
-    assert run_cli(capsys, "init", data, "--model", DEMO, "--stage", 2).code == 0
+    assert cli("init", data, "--model", DEMO, "--stage", 2).code == 0
     run = load_config("stage2.yaml")
     rollout = run.rollout_matching
     assert rollout is not None and rollout.is_colocated == engine
@@ -113,8 +111,8 @@ def test_stage_2_gets_an_engine_if_vllm_is_installed_and_fits(
         assert run.model.dtype == "bfloat16" and run.training.master_weights == "float32"
 
 
-def test_a_run_is_evaluated_at_most_four_times(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(capsys, "init", data, "--model", DEMO, "--gpu").code == 0
+def test_a_run_is_evaluated_at_most_four_times(data: Path, cli: Cli) -> None:
+    assert cli("init", data, "--model", DEMO, "--gpu").code == 0
     training = load_config("stage1.yaml").training
     steps = 9 // (training.effective_batch_size or 1) * training.num_train_epochs
     assert (training.eval_steps or 0) >= steps / 4 and training.save_steps == training.eval_steps
@@ -126,29 +124,25 @@ def recipe(path: str | Path) -> dict[str, object]:
     return rollout.model_dump(include={"target", "maskiou_gate", "pipeline"})
 
 
-def test_stage_2_is_the_recommended_recipe_and_fits_crowds(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stage_2_is_the_recommended_recipe_and_fits_crowds(data: Path, tmp_path: Path, cli: Cli) -> None:
     shipped = recipe(asset("configs/stage2_rollout_aligned/rewritten.yaml"))
-    assert run_cli(capsys, "init", data, "--model", DEMO, "--stage", 2).code == 0
+    assert cli("init", data, "--model", DEMO, "--stage", 2).code == 0
     written = recipe("stage2.yaml")
     assert written["target"] == shipped["target"] and written["maskiou_gate"] == shipped["maskiou_gate"]
     crowds = write_scenes(tmp_path / "crowds", 4, SPECS["crowd"], 1)
-    assert run_cli(capsys, "init", crowds, "--model", DEMO, "--stage", 2, "--overwrite").code == 0
+    assert cli("init", crowds, "--model", DEMO, "--stage", 2, "--overwrite").code == 0
     crowded = recipe("stage2.yaml")["target"]
     assert isinstance(crowded, dict) and (crowded["missed"], crowded["duplicates"]) == ("in_order", "drop")
 
 
-def test_rates_and_target_width_fit_the_models_size(
-    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rates_and_target_width_fit_the_models_size(data: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     shipped = {1: "configs/stage1/sft.yaml", 2: "configs/stage2_rollout_aligned/rewritten.yaml"}
     small = {1: "configs/bccd/stage1.yaml", 2: "configs/demo/stage2.yaml"}
     for parameters, files in ((None, small), (2_000_000_000, shipped)):
         if parameters is not None:
             monkeypatch.setattr(coordexp.cli.init, "weight_shapes", lambda _: {"weight": (2_000_000_000,)})
         for stage, file in files.items():
-            assert run_cli(capsys, "init", data, "--model", DEMO, "--stage", stage, "--overwrite", "--cpu").code == 0
+            assert cli("init", data, "--model", DEMO, "--stage", stage, "--overwrite", "--cpu").code == 0
             written, source = load_config(f"stage{stage}.yaml"), load_config(asset(file))
             assert written.training.learning_rate == source.training.learning_rate
             assert widths(written) == widths(source) == ({8.0} if parameters is None else {2.0})
@@ -163,31 +157,31 @@ def widths(run: RunConfig) -> set[float]:
     return set() if run.custom.coord_soft_ce_w1 is None else {run.custom.coord_soft_ce_w1.target_sigma}
 
 
-def test_parts_of_data_split_are_found(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_of_data_split_are_found(data: Path, cli: Cli) -> None:
     (data / "train.jsonl").rename(data / "all.jsonl")
     (data / "val.jsonl").unlink()
-    assert run_cli(capsys, "data", "split", data / "all.jsonl", "--shares", "train=0.7,val=0.3").code == 0
+    assert cli("data", "split", data / "all.jsonl", "--shares", "train=0.7,val=0.3").code == 0
     for named in (data, data / "all.train.jsonl"):
-        assert run_cli(capsys, "init", named, "--model", DEMO, "--overwrite").code == 0
+        assert cli("init", named, "--model", DEMO, "--overwrite").code == 0
         found = load_config("stage1.yaml").custom
         assert [file.path for file in found.train_jsonl] == [data / "all.train.jsonl"]
         assert found.val_jsonl == data / "all.val.jsonl"
 
 
-def test_without_validation_data_nothing_is_evaluated(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_validation_data_nothing_is_evaluated(data: Path, cli: Cli) -> None:
     (data / "val.jsonl").unlink()
     for stage in (1, 2):
-        done = run_cli(capsys, "init", data, "--model", DEMO, "--stage", stage)
+        done = cli("init", data, "--model", DEMO, "--stage", stage)
         assert done.code == 0 and "data split" in done.out
         assert load_config(f"stage{stage}.yaml").training.eval_strategy == "no"
 
 
-def test_denser_scenes_get_longer_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_denser_scenes_get_longer_answers(tmp_path: Path, cli: Cli) -> None:
     limits = []
     for spec in (SPARSE, DENSE):
         scenes = write_scenes(tmp_path / str(spec is DENSE), 4, spec, 1)
         out = tmp_path / f"{spec is DENSE}.yaml"
-        assert run_cli(capsys, "init", scenes, "--model", DEMO, "--out", out).code == 0
+        assert cli("init", scenes, "--model", DEMO, "--out", out).code == 0
         rollout = load_config(out).rollout_matching
         assert rollout is not None
         limits.append(rollout.max_new_tokens)
@@ -208,70 +202,60 @@ def test_denser_scenes_get_longer_answers(tmp_path: Path, capsys: pytest.Capture
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_unusable_input_is_a_one_line_error(
-    words: tuple[object, ...], says: str, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unusable_input_is_a_one_line_error(words: tuple[object, ...], says: str, data: Path, cli: Cli) -> None:
     if "plain" in words:
         small_checkpoint(Path("plain"), coord_tokens=False)
     if "empty.jsonl" in words:
         write_jsonl([replace(record, objects=()) for record in read_jsonl(data / "train.jsonl")], Path("empty.jsonl"))
-    refused = run_cli(capsys, "init", *words)
+    refused = cli("init", *words)
     assert refused.code == 2 and says in refused.err and not Path("stage1.yaml").exists()
 
 
 @pytest.mark.parametrize("below", ["", "checkpoint-2"])
-def test_a_run_does_not_write_into_the_folder_of_its_start(
-    below: str, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_does_not_write_into_the_folder_of_its_start(below: str, data: Path, cli: Cli) -> None:
     model = Path("outputs/stage1") / below
     shutil.copytree(DEMO, model)
-    refused = run_cli(capsys, "init", data, "--model", model, "--cpu")
+    refused = cli("init", data, "--model", model, "--cpu")
     assert refused.code == 2 and "--output-dir: outputs/stage1 has the checkpoint to start from" in refused.err
     assert not Path("stage1.yaml").exists()
-    assert run_cli(capsys, "init", data, "--model", model, "--cpu", "--output-dir", "outputs/more").code == 0
+    assert cli("init", data, "--model", model, "--cpu", "--output-dir", "outputs/more").code == 0
 
 
-def test_a_sample_longer_than_a_row_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_longer_than_a_row_is_refused(tmp_path: Path, cli: Cli) -> None:
     scenes = write_scenes(tmp_path, 2, SPARSE, 1)
     text = scenes.read_text(encoding="utf-8").splitlines()
     long = text[0].replace('"desc": "', '"desc": "' + "very " * 9000)
     scenes.write_text("\n".join([long, *text[1:]]), encoding="utf-8")
-    refused = run_cli(capsys, "init", scenes, "--model", DEMO, "--out", tmp_path / "x.yaml")
+    refused = cli("init", scenes, "--model", DEMO, "--out", tmp_path / "x.yaml")
     assert refused.code == 2 and not (tmp_path / "x.yaml").exists()
 
 
 @pytest.mark.parametrize("prompt", ["no", "a b: #c [x].jsonl", "ü", "$model ${row} {row}", "two\nlines\n", "a\u2028b"])
-def test_any_prompt_of_a_run_is_written(
-    prompt: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_any_prompt_of_a_run_is_written(prompt: str, data: Path, tmp_path: Path, cli: Cli) -> None:
     run = shutil.copytree(DEMO, tmp_path / "run")
     card = read_card(run)
     assert card.training is not None
     write_card(replace(card, training=replace(card.training, prompt=prompt, system=prompt)), run)
     for stage in (1, 2):
-        assert run_cli(capsys, "init", data, "--model", run, "--stage", stage).code == 0
+        assert cli("init", data, "--model", run, "--stage", stage).code == 0
         written = load_config(f"stage{stage}.yaml").template
         assert (written.prompt, written.system) == (prompt, prompt)
 
 
-def test_a_trained_checkpoint_keeps_the_prompt_of_its_run(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trained_checkpoint_keeps_the_prompt_of_its_run(data: Path, tmp_path: Path, cli: Cli) -> None:
     plain = small_checkpoint(tmp_path / "plain")
     for stage in (1, 2):
         for model, prompt in ((DEMO, "Detect every object."), (plain, None)):
-            assert run_cli(capsys, "init", data, "--model", model, "--stage", stage, "--overwrite").code == 0
+            assert cli("init", data, "--model", model, "--stage", stage, "--overwrite").code == 0
             assert load_config(f"stage{stage}.yaml").template.prompt == prompt
 
 
 @pytest.mark.parametrize(("images", "epochs"), [(20, 100), (5, 200), (400, 5)])
-def test_small_data_gets_the_epochs_and_the_row_that_fit_it(
-    images: int, epochs: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_small_data_gets_the_epochs_and_the_row_that_fit_it(images: int, epochs: int, tmp_path: Path, cli: Cli) -> None:
     scenes = write_scenes(tmp_path / "scenes", 5, SPARSE, 1)
     (one, *_) = scenes.read_text(encoding="utf-8").splitlines()
     scenes.write_text((one + "\n") * images, encoding="utf-8")
-    done = run_cli(capsys, "init", scenes, "--model", DEMO, "--cpu", "--out", tmp_path / "s.yaml")
+    done = cli("init", scenes, "--model", DEMO, "--cpu", "--out", tmp_path / "s.yaml")
     assert done.code == 0, done.err
     run = load_config(tmp_path / "s.yaml")
     assert run.training.num_train_epochs == epochs
@@ -281,11 +265,9 @@ def test_small_data_gets_the_epochs_and_the_row_that_fit_it(
     assert longest <= run.global_max_length <= 2 * longest + 256, "two samples of a step fill a row"
 
 
-def test_images_and_classes_that_the_model_has_not_seen_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_and_classes_that_the_model_has_not_seen_are_named(tmp_path: Path, cli: Cli) -> None:
     scenes = write_scenes(tmp_path / "scenes", 3, SPARSE, 1)
-    fits = run_cli(capsys, "init", scenes, "--model", DEMO, "--cpu", "--out", tmp_path / "a.yaml")
+    fits = cli("init", scenes, "--model", DEMO, "--cpu", "--out", tmp_path / "a.yaml")
     assert "far from the size" not in fits.out and "new to" not in fits.out
     from PIL import Image
 
@@ -294,7 +276,7 @@ def test_images_and_classes_that_the_model_has_not_seen_are_named(
     records = [json.loads(line) for line in scenes.read_text(encoding="utf-8").splitlines()]
     lines = [json.dumps(record | {"width": 800, "height": 608}) + "\n" for record in records]
     scenes.write_text("".join(lines).replace("circle", "disc").replace("square", "disc"), encoding="utf-8")
-    done = run_cli(capsys, "init", scenes, "--model", DEMO, "--cpu", "--stage", 2, "--out", tmp_path / "b.yaml")
+    done = cli("init", scenes, "--model", DEMO, "--cpu", "--stage", 2, "--out", tmp_path / "b.yaml")
     assert done.code == 0, done.err
     assert (
         "3 of 3 images are far from the size" in done.out
@@ -330,7 +312,7 @@ def test_a_start_without_figures_names_the_command_that_measures_it(tmp_path: Pa
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("long", [0, 1, 30, 48])
 def test_the_samples_of_a_micro_step_fill_a_row_and_do_not_wait_for_one(
-    long: int, stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    long: int, stage: int, tmp_path: Path, cli: Cli
 ) -> None:
     """``long`` of 48 samples have 40 objects, the others one."""
     (record,) = read_jsonl(write_scenes(tmp_path / "scenes", 1, SPARSE, 1))
@@ -339,18 +321,18 @@ def test_the_samples_of_a_micro_step_fill_a_row_and_do_not_wait_for_one(
     mean = look_at(tmp_path / "train.jsonl", DEMO).mean_sample
     for where in ("--cpu", "--gpu"):
         words = (tmp_path / "train.jsonl", "--model", DEMO, "--stage", stage, where, "--out", tmp_path / "s.yaml")
-        assert run_cli(capsys, "init", *words, "--overwrite").code == 0
+        assert cli("init", *words, "--overwrite").code == 0
         run = load_config(tmp_path / "s.yaml")
         assert 0.65 < run.training.per_device_train_batch_size * mean / run.global_max_length < 1
 
 
 def test_loader_processes_are_chosen_by_the_time_that_photos_take(
-    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
     for photo_s, least, most in ((0.0, 1, 1), (1.0, 15, 15)):
         monkeypatch.setattr("coordexp.cli.init._loading_seconds", lambda _, s=photo_s: s)
-        assert run_cli(capsys, "init", data, "--model", DEMO, "--gpu", "--overwrite").code == 0
+        assert cli("init", data, "--model", DEMO, "--gpu", "--overwrite").code == 0
         assert least <= load_config("stage1.yaml").data.num_workers <= most
         (line,) = (one for one in Path("stage1.yaml").read_text().splitlines() if "num_workers" in one)
         assert f"a photo takes {1e3 * photo_s:.1f} ms to read" in line and ("would be needed" in line) == (photo_s > 0)
@@ -393,7 +375,7 @@ DECIDED = {
 )
 def test_keys_that_init_does_not_decide_are_those_of_the_shipped_configuration(
     stage: int, train_type: str, shipped: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
 ) -> None:  # fmt: skip
     """A GPU, 2B parameters, a checkpoint of another program or of a LoRA run."""
     model = shutil.copytree(DEMO, tmp_path / "model")
@@ -404,6 +386,6 @@ def test_keys_that_init_does_not_decide_are_those_of_the_shipped_configuration(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
     monkeypatch.setattr(coordexp.cli.init, "weight_shapes", lambda _: {"weight": (2_000_000_000,)})
-    assert run_cli(capsys, "init", data, "--model", model, "--stage", stage, "--gpu").code == 0
+    assert cli("init", data, "--model", model, "--stage", stage, "--gpu").code == 0
     changed = {path for path, *_ in differences(explain_config(f"stage{stage}.yaml"), explain_config(asset(shipped)))}
     assert changed <= DECIDED

@@ -21,10 +21,8 @@ from coordexp.errors import ConfigError
 from coordexp.evaluation.answers import read_answers, write_answers
 from coordexp.inference.prediction import evaluation_folder
 from coordexp.records import GTObject
-from support.cli_runs import Outcome, run_cli, write_run
+from support.cli_runs import Cli, Outcome, write_run
 from support.scored_answers import random_answers
-
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -36,11 +34,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_predict_deletes_no_answers(tmp_path: Path, capsys: Capture, model: Path, data: Path) -> None:
+def test_predict_deletes_no_answers(tmp_path: Path, cli: Cli, model: Path, data: Path) -> None:
     run, out = write_run(tmp_path, 1, model), tmp_path / "out"
 
     def predict(*options: object) -> Outcome:
-        return run_cli(capsys, "predict", run, data, "--out", out, *options)
+        return cli("predict", run, data, "--out", out, *options)
 
     assert predict("--limit", 2).code == 0
     assert predict().code == 0 and len(read_answers(out)) == 3  # more images continue
@@ -50,31 +48,31 @@ def test_predict_deletes_no_answers(tmp_path: Path, capsys: Capture, model: Path
     assert predict("--limit", 1, "--overwrite").code == 0 and len(read_answers(out)) == 1
 
 
-def test_resumed_answers_have_the_annotations_of_now(tmp_path: Path, capsys: Capture, model: Path, data: Path) -> None:
+def test_resumed_answers_have_the_annotations_of_now(tmp_path: Path, cli: Cli, model: Path, data: Path) -> None:
     """Corrected annotations need no new answers; figures of what was predicted before were of the old ones."""
     asked = ("predict", write_run(tmp_path, 1, model), data, "--out", tmp_path / "out")
-    assert run_cli(capsys, *asked).code == 0
+    assert cli(*asked).code == 0
     corrected = (GTObject("corrected", "bbox_2d", (1, 2, 3, 4)),)
     write_jsonl([replace(record, objects=corrected) for record in read_jsonl(data)], data)
-    assert "3 of them by an earlier run" in run_cli(capsys, *asked).out
+    assert "3 of them by an earlier run" in cli(*asked).out
     assert [answer.gt for answer in read_answers(tmp_path / "out")] == [corrected] * 3
     truth = json.loads((tmp_path / "out" / "coco_ground_truth.json").read_text())
     assert {category["name"] for category in truth["categories"]} == {"corrected"}
 
 
-def test_evaluations_of_two_models_stay_apart(tmp_path: Path, capsys: Capture, model: Path, data: Path) -> None:
+def test_evaluations_of_two_models_stay_apart(tmp_path: Path, cli: Cli, model: Path, data: Path) -> None:
     run = write_run(tmp_path, 1, model)
     other, folder = shutil.copytree(model, tmp_path / "other"), tmp_path / "out1" / "evaluation"
     for options in ((), ("--model", other)):
-        assert run_cli(capsys, "evaluate", run, "--limit", 1, *options).code == 0
+        assert cli("evaluate", run, "--limit", 1, *options).code == 0
     found = {path.name: json.loads((path / "metrics.json").read_text()) for path in folder.iterdir()}
     assert {name: content["model"] for name, content in found.items()} == {"model": str(model), "other": str(other)}
     before = files_of(folder)
-    assert run_cli(capsys, "evaluate", run, "--limit", 1).code == 0  # the same evaluation again
-    refused = run_cli(capsys, "evaluate", run, "--limit", 2)
+    assert cli("evaluate", run, "--limit", 1).code == 0  # the same evaluation again
+    refused = cli("evaluate", run, "--limit", 2)
     assert refused.code == 2 and "limit (1, now 2)" in refused.err and "--overwrite" in refused.err
     assert files_of(folder) == before
-    assert run_cli(capsys, "evaluate", run, "--limit", 2, "--overwrite").code == 0
+    assert cli("evaluate", run, "--limit", 2, "--overwrite").code == 0
 
 
 @pytest.mark.parametrize(
@@ -94,16 +92,16 @@ def test_each_model_has_a_folder_for_its_evaluation(model: str, folder: str) -> 
     "argv", [("export", "csv", "saved", "--out", "filled"), ("evaluate", "saved", "--out", "filled")]
 )
 def test_a_folder_with_other_results_needs_overwrite(
-    argv: tuple[str, ...], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    argv: tuple[str, ...], tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for folder, seed in (("saved", 1), ("filled", 2)):
         write_answers(random_answers(4, seed), tmp_path / folder / "predictions.jsonl")
     before = files_of(tmp_path / "filled")
-    refused = run_cli(capsys, *argv)
+    refused = cli(*argv)
     assert refused.code == 2 and refused.err.startswith("error: filled: ") and "--overwrite" in refused.err
     assert files_of(tmp_path / "filled") == before
-    assert run_cli(capsys, *argv, "--overwrite").code == 0
+    assert cli(*argv, "--overwrite").code == 0
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------
@@ -133,14 +131,14 @@ def test_an_open_prompt_is_the_checkpoints_own(tmp_path: Path, trained: Path, ca
 @pytest.mark.parametrize(("key", "value"), [("template.prompt", "Hello"), ("custom.object_field_order", "desc_first")])
 @pytest.mark.parametrize("command", ["train", "evaluate", "predict"])
 def test_another_prompt_than_the_checkpoints_is_an_error(
-    command: str, key: str, value: str, tmp_path: Path, capsys: Capture, trained: Path, data: Path
+    command: str, key: str, value: str, tmp_path: Path, cli: Cli, trained: Path, data: Path
 ) -> None:
     words = [f"{key}={value}"]
     if command == "predict":
         run = write_run(tmp_path, 2, trained, **{key.replace(".", "__"): value})
-        outcome = run_cli(capsys, command, run, data, "--out", tmp_path / "x")
+        outcome = cli(command, run, data, "--out", tmp_path / "x")
     else:
-        outcome = run_cli(capsys, command, write_run(tmp_path, 2, trained), *words)
+        outcome = cli(command, write_run(tmp_path, 2, trained), *words)
     assert outcome.code == 2 and f"{key}: '{value}'" in outcome.err and "template.allow_prompt_change" in outcome.err
     assert not (tmp_path / "out2").exists() and not (tmp_path / "x").exists()
 
@@ -154,27 +152,27 @@ def test_another_prompt_on_purpose_is_used(tmp_path: Path, trained: Path, model:
 
 
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
-def test_a_sheet_replaces_only_a_sheet(tmp_path: Path, capsys: Capture, model: Path, data: Path, suffix: str) -> None:
+def test_a_sheet_replaces_only_a_sheet(tmp_path: Path, cli: Cli, model: Path, data: Path, suffix: str) -> None:
     photo, sheet = data.parent / "images" / "000000.png", tmp_path / f"sheet{suffix}"
     before = photo.read_bytes()
-    refused = run_cli(capsys, "data", "check", data, "--model", model, "--sheet", photo)
+    refused = cli("data", "check", data, "--model", model, "--sheet", photo)
     assert refused.code == 2 and "000000.png: is there already" in refused.err and photo.read_bytes() == before
     for _ in range(2):
-        assert run_cli(capsys, "data", "check", data, "--model", model, "--sheet", sheet).code == 0
+        assert cli("data", "check", data, "--model", model, "--sheet", sheet).code == 0
 
 
-def test_a_page_replaces_only_a_page(tmp_path: Path, capsys: Capture) -> None:
+def test_a_page_replaces_only_a_page(tmp_path: Path, cli: Cli) -> None:
     answers, page = tmp_path / "predictions.jsonl", tmp_path / "view.html"
     write_answers(random_answers(2, 0), answers)
     notes = tmp_path / "notes.html"
     notes.write_text("<p>mine</p>", encoding="utf-8")
     for other in (answers, notes, tmp_path):
         before = None if other.is_dir() else other.read_bytes()
-        refused = run_cli(capsys, "view", answers, "--out", other)
+        refused = cli("view", answers, "--out", other)
         assert refused.code == 2 and "no command of CoordExp wrote it" in refused.err
         assert other.is_dir() or other.read_bytes() == before
     for _ in range(2):
-        assert run_cli(capsys, "view", answers, "--out", page).code == 0
+        assert cli("view", answers, "--out", page).code == 0
 
 
 def test_a_served_page_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

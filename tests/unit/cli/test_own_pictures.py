@@ -12,7 +12,7 @@ from coordexp.cli.predict import Format
 from coordexp.data import read_jsonl
 from coordexp.data.files import asset
 from coordexp.evaluation.answers import read_answers
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 
 SIZE = (96, 64)
 NAME = "red square"
@@ -35,11 +35,9 @@ def yolo_folder(root: Path) -> Path:
     return root
 
 
-def test_from_annotated_pictures_to_exported_answers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_annotated_pictures_to_exported_answers(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*argv: object) -> str:
-        outcome = run_cli(capsys, *argv)
+        outcome = cli(*argv)
         assert outcome.code == 0, outcome.err
         return outcome.out
 

@@ -15,7 +15,7 @@ from coordexp.checkpoints.run_lock import LOCK
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation.answers import write_answers
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 from support.config_samples import set_key, stage1, write_yaml
 from support.scored_answers import random_answers
 from support.view_runs import write_run
@@ -38,27 +38,25 @@ def run(tmp_path: Path) -> Path:
     ],
 )  # fmt: skip
 def test_all_missing_paths_are_named_at_once(
-    argv: tuple[str, ...], named: tuple[str, ...], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    argv: tuple[str, ...], named: tuple[str, ...], run: Path, tmp_path: Path, cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    outcome = run_cli(capsys, *argv, run)
+    outcome = cli(*argv, run)
     assert outcome.code == 2 and f"working directory, {tmp_path}" in outcome.err
     assert [name for name in named if name not in outcome.err] == []
 
 
-def test_each_of_several_missing_files_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_of_several_missing_files_is_named(run: Path, tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "a.jsonl").touch()
-    outcome = run_cli(
-        capsys, "train", run, f"custom.train_jsonl=[{tmp_path}/a.jsonl, b.jsonl, {{path: c.jsonl, weight: 2}}]"
-    )
+    outcome = cli("train", run, f"custom.train_jsonl=[{tmp_path}/a.jsonl, b.jsonl, {{path: c.jsonl, weight: 2}}]")
     assert outcome.code == 2
     assert "custom.train_jsonl[1]: b.jsonl: file not found" in outcome.err
     assert "custom.train_jsonl[2]: c.jsonl: file not found" in outcome.err and "train_jsonl[0]" not in outcome.err
 
 
-def test_an_option_is_named_instead_of_the_path_it_replaces(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = run_cli(capsys, "evaluate", run, "--model", "elsewhere", "--data", run.parent)
+def test_an_option_is_named_instead_of_the_path_it_replaces(run: Path, cli: Cli) -> None:
+    outcome = cli("evaluate", run, "--model", "elsewhere", "--data", run.parent)
     assert outcome.code == 2
     assert "--model: elsewhere: no such folder" in outcome.err
     assert f"--data: {run.parent}: is a folder, not a file" in outcome.err and "model.model" not in outcome.err

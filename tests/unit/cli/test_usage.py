@@ -14,7 +14,7 @@ import coordexp.inference.prediction
 from coordexp.cli.commands import whole_command
 from coordexp.data.files import asset
 from coordexp.errors import ConfigError
-from support.cli_runs import run_cli, write_run
+from support.cli_runs import Cli, write_run
 from support.config_samples import stage1, write_yaml
 
 ROOT: Any = whole_command()
@@ -32,8 +32,8 @@ GROUPS = ["", *(name for name, command in COMMANDS.items() if hasattr(command, "
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_summaries_of_commands_are_whole_and_fit_in_a_line(group: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = run_cli(capsys, *group.split(), "--help").out
+def test_summaries_of_commands_are_whole_and_fit_in_a_line(group: str, cli: Cli) -> None:
+    shown = cli(*group.split(), "--help").out
     inside = COMMANDS[group] if group else ROOT
     lines = {line.split()[0]: line for line in shown.splitlines() if line.startswith("  ") and line.split()}
     for name, command in inside.commands.items():
@@ -42,8 +42,8 @@ def test_summaries_of_commands_are_whole_and_fit_in_a_line(group: str, capsys: p
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in GROUPS])
-def test_examples_are_accepted_as_written(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = run_cli(capsys, *name.split(), "--help").out
+def test_examples_are_accepted_as_written(name: str, cli: Cli) -> None:
+    shown = cli(*name.split(), "--help").out
     _, _, below = shown.partition("Example")
     examples = [line.strip() for line in below.splitlines() if f"coordexp {name}" in line]
     assert examples
@@ -70,58 +70,54 @@ def test_examples_are_accepted_as_written(name: str, capsys: pytest.CaptureFixtu
         ("init data --model Qwen/Qwen3-VL-2B-Instruct", "HF_HUB_OFFLINE is set; unset it"),
     ],
 )
-def test_what_does_not_exist_has_a_hint(typed: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = run_cli(capsys, *typed.split())
+def test_what_does_not_exist_has_a_hint(typed: str, answer: str, cli: Cli) -> None:
+    outcome = cli(*typed.split())
     assert outcome.code == 2 and answer in outcome.err and "Value error" not in outcome.err
 
 
 @pytest.mark.parametrize("command", ["data check x.jsonl", "data complete x.jsonl --out y.jsonl", "evaluate run"])
-def test_a_picture_of_another_suffix_is_refused_first(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = run_cli(capsys, *command.split(), "--sheet", "sheet.webm")
+def test_a_picture_of_another_suffix_is_refused_first(command: str, cli: Cli) -> None:
+    outcome = cli(*command.split(), "--sheet", "sheet.webm")
     assert outcome.code == 2 and "sheet.webm" in outcome.err and ".png" in outcome.err
 
 
-def test_debug_may_come_after_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_may_come_after_the_command(tmp_path: Path, cli: Cli) -> None:
     with pytest.raises(ConfigError, match="no such file"):
-        run_cli(capsys, "train", tmp_path / "missing.yaml", "--debug")
+        cli("train", tmp_path / "missing.yaml", "--debug")
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "config check", "launch", "serve", "replay records"])
-def test_the_configuration_is_positional_and_config_is_accepted(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_configuration_is_positional_and_config_is_accepted(command: str, tmp_path: Path, cli: Cli) -> None:
     missing = tmp_path / "missing.yaml"
     for words in (["--config", missing], [f"--config={missing}"], [missing]):
-        outcome = run_cli(capsys, *command.split(), *words)
+        outcome = cli(*command.split(), *words)
         assert outcome.code == 2 and "missing.yaml" in outcome.err and "Usage" not in outcome.err
 
 
-def test_a_tab_in_a_yaml_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tab_in_a_yaml_is_named(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "tab.yaml").write_text("model:\n\tmodel: x\n")
-    outcome = run_cli(capsys, "config", "check", tmp_path / "tab.yaml")
+    outcome = cli("config", "check", tmp_path / "tab.yaml")
     assert outcome.code == 2 and "tab.yaml:2" in outcome.err and "a tab" in outcome.err
 
 
-def test_evaluate_a_checkpoint_by_its_own_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
-) -> None:
+def test_evaluate_a_checkpoint_by_its_own_settings(tmp_path: Path, cli: Cli, model: Path) -> None:
     data = write_run(tmp_path, 1, model).parent / "scenes.jsonl"
     keys = ("rollout_matching.max_new_tokens=8", "rollout_matching.decode_batch_size=2")
-    done = run_cli(capsys, "evaluate", "--model", model, "--data", data, "--out", tmp_path / "figures", *keys)
+    done = cli("evaluate", "--model", model, "--data", data, "--out", tmp_path / "figures", *keys)
     assert done.code == 0 and (tmp_path / "figures" / "metrics.json").is_file()
     lines = (tmp_path / "figures" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 4 and all(json.loads(line)["truncated"] for line in lines), "8 tokens are too few"
     demo = asset("checkpoints/demo-stage1")
-    shown = run_cli(capsys, "evaluate", "--model", demo, "--data", data, "--print").out
+    shown = cli("evaluate", "--model", demo, "--data", data, "--print").out
     assert "prompt: Detect every object." in shown, "the prompt of the run that wrote it"
-    refused = run_cli(capsys, "evaluate", "--model", model)
+    refused = cli("evaluate", "--model", model)
     assert refused.code == 2 and "--data" in refused.err
-    refused = run_cli(capsys, "evaluate", "--model", model, "--data", data, "training.max_steps=3")
+    refused = cli("evaluate", "--model", model, "--data", data, "training.max_steps=3")
     assert refused.code == 2 and "training.max_steps" in refused.err, "an evaluation does not read it"
 
 
 def test_keys_for_a_prediction_by_a_checkpoint_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
 
@@ -135,16 +131,16 @@ def test_keys_for_a_prediction_by_a_checkpoint_alone(
     data = write_run(tmp_path, 1, model).parent / "scenes.jsonl"
     out = tmp_path / "answers"
     asked = ("predict", data, "--model", model, "--out", out)
-    outcome = run_cli(capsys, *asked, "rollout_matching.max_new_tokens=8", "global_max_length=512")
+    outcome = cli(*asked, "rollout_matching.max_new_tokens=8", "global_max_length=512")
     assert seen == [(8, 512)]
     assert outcome.code == 130 and outcome.err == "interrupted: nothing is answered yet\n"
-    outcome = run_cli(capsys, *asked)
+    outcome = cli(*asked)
     assert outcome.code == 130 and len(outcome.err.splitlines()) == 1 and str(out) in outcome.err
-    refused = run_cli(capsys, *asked, "rollout_matching.max_new_token=8")
+    refused = cli(*asked, "rollout_matching.max_new_token=8")
     assert refused.code == 2 and "max_new_tokens" in refused.err
 
 
-def test_keys_reach_a_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_reach_a_replay(tmp_path: Path, cli: Cli) -> None:
     run = write_yaml(tmp_path, stage1())
-    outcome = run_cli(capsys, "replay", run, "records", "training.max_step=3")
+    outcome = cli("replay", run, "records", "training.max_step=3")
     assert outcome.code == 2 and "did you mean 'max_steps'" in outcome.err

@@ -12,7 +12,7 @@ from coordexp.config import load_config, resolved_yaml
 from coordexp.config.from_yaml import explain_config
 from coordexp.config.objective import CoordRegSpec
 from coordexp.errors import ConfigError
-from support.cli_runs import run_cli, small_checkpoint, write_run
+from support.cli_runs import Cli, small_checkpoint, write_run
 from support.config_samples import set_key, stage1, stage2, write_yaml
 
 
@@ -107,9 +107,9 @@ def test_a_rule_between_a_file_and_the_command_line_names_both(tmp_path: Path) -
         load_config(run, arguments=["training.eval_strategy=steps"])
 
 
-def test_check_prints_command_line_keys_with_their_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_command_line_keys_with_their_source(tmp_path: Path, cli: Cli) -> None:
     run = write_yaml(tmp_path, stage1())
-    shown = run_cli(capsys, "config", "check", run, "training.max_steps=3", "model.dtype=float32")
+    shown = cli("config", "check", run, "training.max_steps=3", "model.dtype=float32")
     rows = {line.split("#")[0].strip(): line.split("# ")[-1] for line in shown.out.splitlines()}
     assert (rows["max_steps: 3"], rows["dtype: float32"]) == ("command line", "command line")
     assert rows["seed: 42"] == "default" and shown.code == 0
@@ -117,11 +117,9 @@ def test_check_prints_command_line_keys_with_their_source(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("argv", [("train",), ("evaluate",), ("launch", "--config")])
-def test_print_shows_the_configuration_and_starts_nothing(
-    argv: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_print_shows_the_configuration_and_starts_nothing(argv: tuple[str, ...], tmp_path: Path, cli: Cli) -> None:
     run = write_yaml(tmp_path, {**stage1(), "model": {"model": str(tmp_path / "no model"), "dtype": "float32"}})
-    shown = run_cli(capsys, *argv, run, "training.max_steps=7", "--print")
+    shown = cli(*argv, run, "training.max_steps=7", "--print")
     assert shown.code == 0 and sorted(tmp_path.iterdir()) == [run]
     (tmp_path / "again.yaml").write_text(shown.out, encoding="utf-8")
     again = load_config(tmp_path / "again.yaml")
@@ -129,26 +127,22 @@ def test_print_shows_the_configuration_and_starts_nothing(
 
 
 @pytest.mark.parametrize(("words", "limit"), [((), "null"), (("custom.val_sample_limit=2",), "2")])
-def test_other_data_is_evaluated_whole(
-    words: tuple[str, ...], limit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_data_is_evaluated_whole(words: tuple[str, ...], limit: str, tmp_path: Path, cli: Cli) -> None:
     run = write_yaml(tmp_path, set_key(stage1(), "custom.val_sample_limit", 64))
-    shown = run_cli(capsys, "evaluate", run, "--data", "other.jsonl", "--print", *words).out
+    shown = cli("evaluate", run, "--data", "other.jsonl", "--print", *words).out
     assert "val_jsonl: other.jsonl " in shown and f"val_sample_limit: {limit} " in shown
 
 
-def test_training_records_command_line_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_records_command_line_keys(tmp_path: Path, cli: Cli) -> None:
     model = small_checkpoint(tmp_path / "model")
     run = write_run(tmp_path, 1, model, training__max_steps=50, training__output_dir=str(tmp_path / "unused"))
     words = ("training.max_steps=1", f"training.output_dir={tmp_path / 'out'}")
-    assert run_cli(capsys, "train", run, *words).code == 0
+    assert cli("train", run, *words).code == 0
     manifest = json.loads((tmp_path / "out" / "run_manifest.json").read_text(encoding="utf-8"))
     assert manifest["overrides"] == list(words)
     resolved = (tmp_path / "out" / "resolved_config.yaml").read_text(encoding="utf-8")
     assert resolved == resolved_yaml(load_config(run, arguments=words))
     assert (tmp_path / "out" / "checkpoint-1").is_dir() and not (tmp_path / "unused").exists()
-    shown = run_cli(
-        capsys, "evaluate", run, f"training.output_dir={tmp_path / 'e'}", "custom.val_sample_limit=2", "--json"
-    )
+    shown = cli("evaluate", run, f"training.output_dir={tmp_path / 'e'}", "custom.val_sample_limit=2", "--json")
     assert shown.code == 0 and json.loads(shown.out)["metrics"]["images"] == 2
     assert (tmp_path / "e" / "evaluation" / "model" / "metrics.json").is_file()

@@ -25,7 +25,7 @@ from coordexp.errors import DataError
 from coordexp.geometry import mask_iou, to_bin
 from coordexp.records import GTObject
 from support.annotation_folders import SMALL, coco, objects_of, paint
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 
 
 def from_coco(tmp_path: Path, annotations: list[Any], **options: Any) -> ConversionReport:
@@ -277,9 +277,9 @@ def test_categories_of_one_name_are_one_class_with_a_note(tmp_path: Path, form: 
 
 
 @pytest.mark.parametrize("name", ["instances.json", "a.xml", "data.jsonl"])
-def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path, cli: Cli) -> None:
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
     words = {"instances.json": ["convert", "coco"], "a.xml": ["convert", "cvat"], "data.jsonl": ["check"]}[name]
     out = ["--out", tmp_path / "out"] if words[0] == "convert" else []
-    refused = run_cli(capsys, "data", *words, tmp_path / name, *out)
+    refused = cli("data", *words, tmp_path / name, *out)
     assert refused.code == 2 and f"{name}: is a pointer of Git LFS without the file itself" in refused.err

@@ -15,7 +15,7 @@ from coordexp.data.polygons import shape_area, smallest_rectangle
 from coordexp.errors import DataError
 from coordexp.records import GTObject
 from support.annotation_folders import SMALL, paint
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 
 # On a 40 x 24 image: a diamond that touches all borders, and a box.
 DIAMOND = GTObject("large-vehicle", "poly", (500, 0, 999, 500, 500, 999, 0, 500))
@@ -85,16 +85,16 @@ def test_names_of_another_encoding_are_refused(tmp_path: Path) -> None:
         ("3 0 0 1 0 1 1 0 1\n", "yolo"),
     ],
 )
-def test_text_files_are_recognised(label: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_files_are_recognised(label: str, named: str, tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "labels").mkdir()
     (tmp_path / "labels" / "a.txt").write_text(label)
-    failed = run_cli(capsys, "data", "convert", "labelme", tmp_path, "--out", tmp_path / "out")
+    failed = cli("data", "convert", "labelme", tmp_path, "--out", tmp_path / "out")
     assert failed.code == 2 and f"read it with: coordexp data convert {named}" in failed.err
 
 
-def test_other_text_is_not_recognised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_text_is_not_recognised(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "readme.txt").write_text("1 2 3 go\n")
-    failed = run_cli(capsys, "data", "convert", "labelme", tmp_path, "--out", tmp_path / "out")
+    failed = cli("data", "convert", "labelme", tmp_path, "--out", tmp_path / "out")
     assert failed.code == 2 and "read it with" not in failed.err
 
 

@@ -15,7 +15,7 @@ from coordexp.data.convert import ConversionReport, convert_cvat, convert_labels
 from coordexp.errors import DataError
 from coordexp.records import GTObject
 from support.annotation_folders import SMALL, paint
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 
 # On a 40 x 24 image: a box to the right and bottom edge, a polygon, a box turned by 90 degrees, a circle.
 EXPECTED = (
@@ -136,12 +136,12 @@ def test_a_shape_of_several_classes_is_an_object_of_each(form: str, tmp_path: Pa
 
 @pytest.mark.parametrize(("form", "make"), [("coco", via), ("labelme", labelstudio), ("voc", cvat), ("yolo", cvat)])
 def test_another_format_is_recognised_and_named(
-    tmp_path: Path, form: str, make: Callable[[Path], object], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, form: str, make: Callable[[Path], object], cli: Cli
 ) -> None:
     paint(tmp_path / "set" / "a (1).jpg")
     make(tmp_path)
     (file,) = [path for path in tmp_path.iterdir() if path.suffix in (".json", ".xml")]
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
     source = file if form == "coco" else tmp_path
-    failed = run_cli(capsys, "data", "convert", form, source, "--out", tmp_path / "out")
+    failed = cli("data", "convert", form, source, "--out", tmp_path / "out")
     assert failed.code == 2 and f"coordexp data convert {make.__name__}" in failed.err

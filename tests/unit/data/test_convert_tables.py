@@ -14,7 +14,7 @@ from coordexp.errors import DataError
 from coordexp.geometry import pixel_box
 from coordexp.records import GTObject
 from support.annotation_folders import KEEP, SMALL, paint
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 
 # On a 40 x 24 image: the pixels 10 to 30 and 6 to 18; and a box to the right and bottom border.
 INNER = GTObject("cat", "bbox_2d", (250, 250, 749, 749))
@@ -236,18 +236,17 @@ def test_open_images_without_names_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("form", "named"), [("coco", "openimages"), ("voc", "openimages"), ("csv", "openimages")])
-def test_open_images_are_recognised(form: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_open_images_are_recognised(form: str, named: str, tmp_path: Path, cli: Cli) -> None:
     path = open_images(tmp_path)
     for other in ("class-descriptions-boxable.csv", "labels.csv"):
         (tmp_path / other).unlink()
-    failed = run_cli(capsys, "data", "convert", form, tmp_path if form == "voc" else path, "--out", tmp_path / "out")
+    failed = cli("data", "convert", form, tmp_path if form == "voc" else path, "--out", tmp_path / "out")
     assert failed.code == 2 and f"Open Images; read it with: coordexp data convert {named}" in failed.err
 
 
-def test_tables_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_from_the_command_line(tmp_path: Path, cli: Cli) -> None:
     path = table(tmp_path, "img_id,box", 'a,"[10, 6, 20, 12]"')
-    done = run_cli(
-        capsys, "data", "convert", "csv", path, "--images", tmp_path / "photos", "--out", tmp_path / "out",
+    done = cli("data", "convert", "csv", path, "--images", tmp_path / "photos", "--out", tmp_path / "out",
         "--columns", "image=img_id", "--desc", "cat", "--no-resize",
     )  # fmt: skip
     assert done.code == 0, done.err

@@ -13,7 +13,7 @@ from coordexp.data.convert import ConversionReport, convert_yolo, recognise
 from coordexp.errors import DataError
 from coordexp.geometry import pixel_box
 from support.annotation_folders import KEEP, paint
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 
 LINE = "1 0.5 0.5 0.25 0.5\n"
 SIZE = (640, 480)
@@ -139,9 +139,9 @@ def test_formats_that_no_converter_reads_are_named(name: str, text: str, named: 
     assert found is not None and found[0] == "" and named in found[1]
 
 
-def test_the_error_of_a_converter_names_the_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_of_a_converter_names_the_format(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "a.txt").write_text(FORMATS[0][1])
-    failed = run_cli(capsys, "data", "convert", "yolo", tmp_path, "--out", tmp_path / "out")
+    failed = cli("data", "convert", "yolo", tmp_path, "--out", tmp_path / "out")
     assert failed.code == 2 and "KITTI, which no converter reads; convert it to COCO first" in failed.err
 
 

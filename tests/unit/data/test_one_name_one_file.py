@@ -22,7 +22,7 @@ from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import from_line
 from coordexp.evaluation.export import is_dataset
 from coordexp.records import GTObject, ImageRecord
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 
 COLOURS = {"cat": (255, 0, 0), "dog": (0, 255, 0), "cow": (0, 0, 255)}
 
@@ -56,32 +56,28 @@ def test_tiles_of_a_photograph_stay_in_one_part(tmp_path: Path) -> None:
     assert len(one) == len(other) == 2 and not one & other
 
 
-def test_a_users_own_metadata_has_any_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_own_metadata_has_any_form(tmp_path: Path, cli: Cli) -> None:
     """Keys that commands write themselves, here with values of the user's: they were tracebacks."""
     data = dataset(tmp_path / "d.jsonl", ("a.png", "cat"), ("b.png", "dog"))
     own = {"tile": "x3_y4", "photograph": {"camera": 1}, "window": 5, "completion": ["v1", {"added": 3}]}
     write_jsonl([replace(record, metadata=own) for record in read_jsonl(data)], data)
     assert [len(part) for part in split_records(read_jsonl(data), [0.5, 0.5], 0)] == [1, 1]
-    assert run_cli(capsys, "export", "coco", data, "--out", tmp_path / "coco").code == 0
+    assert cli("export", "coco", data, "--out", tmp_path / "coco").code == 0
     model = asset("checkpoints/demo-stage1")
     asked = ("predict", data, "--model", model, "--max-new-tokens", "4", "--out", tmp_path / "out")
-    assert run_cli(capsys, *asked).code == 0 and run_cli(capsys, *asked).code == 0
+    assert cli(*asked).code == 0 and cli(*asked).code == 0
 
 
 @pytest.mark.parametrize(
     ("form", "suffix"), [("voc", ".xml"), ("labelme", ".json"), ("dota", ".txt"), ("yolo", ".txt")]
 )
-def test_each_image_has_an_annotation_file_of_its_own(
-    form: str, suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_image_has_an_annotation_file_of_its_own(form: str, suffix: str, tmp_path: Path, cli: Cli) -> None:
     data = dataset(tmp_path / "d.jsonl", ("img/a.jpg", "cat"), ("img/a.2.jpg", "dog"), ("img/a.png", "cow"))
-    assert run_cli(capsys, "export", form, data, "--out", tmp_path / "out").code == 0
+    assert cli("export", form, data, "--out", tmp_path / "out").code == 0
     written = [file for file in (tmp_path / "out").rglob(f"*{suffix}") if file.stem.startswith("a")]
     assert len(written) == 3
     if form == "yolo":
-        found = run_cli(
-            capsys, "data", "convert", "yolo", tmp_path / "out", "--split", "train", "--out", tmp_path / "back"
-        )
+        found = cli("data", "convert", "yolo", tmp_path / "out", "--split", "train", "--out", tmp_path / "back")
         assert found.code == 0
         for record in read_jsonl(next((tmp_path / "back").glob("*.jsonl"))):
             red, green, blue = Image.open(record.image).convert("RGB").getpixel((32, 32))  # pyright: ignore
@@ -89,18 +85,18 @@ def test_each_image_has_an_annotation_file_of_its_own(
 
 
 @pytest.mark.parametrize("form", ["coco", "csv", "voc", "labelme", "dota"])
-def test_images_of_one_source_name_are_not_one(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_of_one_source_name_are_not_one(form: str, tmp_path: Path, cli: Cli) -> None:
     data = dataset(tmp_path / "d.jsonl", ("x/a.png", "cat"), ("y/a.png", "dog"))
     source = {"source": {"file": "a.png", "width": 64, "height": 64}}
     write_jsonl([replace(record, metadata=source) for record in read_jsonl(data)], data)
     words = ("export", form, data, "--out", tmp_path / "out")
-    refused = run_cli(capsys, *words)
+    refused = cli(*words)
     assert refused.code == 2 and "d.jsonl:1 and d.jsonl:2 are both of the image 'a.png'" in refused.err
-    assert run_cli(capsys, *words, "--images", "--overwrite").code == 0
+    assert cli(*words, "--images", "--overwrite").code == 0
     sources = {"coco": ("dataset.json", "images"), "csv": ("objects.csv",)}
     for words in [sources[form]] if form in sources else []:
         given = [tmp_path / "out" / word for word in words]
-        assert run_cli(capsys, "data", "convert", form, *given, "--name", "b", "--out", tmp_path / "back").code == 0
+        assert cli("data", "convert", form, *given, "--name", "b", "--out", tmp_path / "back").code == 0
         for record in read_jsonl(tmp_path / "back" / "b.jsonl"):
             assert Image.open(record.image).convert("RGB").getpixel((32, 32)) == COLOURS[record.objects[0].desc]
 
@@ -160,22 +156,20 @@ def test_true_is_no_size_of_a_tile() -> None:
         Tiling.of(True)
 
 
-def test_a_replaced_picture_is_not_the_one_that_was_answered(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_replaced_picture_is_not_the_one_that_was_answered(tmp_path: Path, cli: Cli) -> None:
     data, out = dataset(tmp_path / "d.jsonl", ("1.png", "cat"), ("2.png", "dog")), tmp_path / "out"
     words = ("predict", data, "--model", asset("checkpoints/demo-stage1"), "--out", out)
-    assert run_cli(capsys, *words).code == 0
-    assert "2 of them by an earlier run" in run_cli(capsys, *words).out
+    assert cli(*words).code == 0
+    assert "2 of them by an earlier run" in cli(*words).out
     first, second = data.read_text(encoding="utf-8").splitlines()
     data.write_text(f"{second}\n{first}\n", encoding="utf-8")
-    swapped = run_cli(capsys, *words)
+    swapped = cli(*words)
     assert swapped.code == 2 and "another picture now" in swapped.err
     data.write_text(f"{first}\n{second}\n", encoding="utf-8")
     Image.new("RGB", (64, 64), COLOURS["cow"]).save(tmp_path / "1.png")
     later = max(file.stat().st_mtime for file in out.iterdir()) + 10
     os.utime(tmp_path / "1.png", (later, later))
-    replaced = run_cli(capsys, *words)
+    replaced = cli(*words)
     assert replaced.code == 2 and "or a newer one" in replaced.err
 
 

@@ -16,7 +16,7 @@ from coordexp.data.tiles import CutTiles, TileCounts, Tiling, tile_records, whol
 from coordexp.errors import ConfigError, DataError
 from coordexp.geometry import pixel_box, pixel_ring
 from coordexp.records import GTObject, ImageRecord
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 
 NOTE = {"camera": "7"}
 
@@ -201,25 +201,23 @@ def test_a_polygon_in_several_parts_stays_one_object(tmp_path: Path) -> None:
 # --- the command ---
 
 
-def test_the_command_prints_counts_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_counts_and_notes(tmp_path: Path, cli: Cli) -> None:
     source = photograph(tmp_path, box(480, 20, 560, 60), size=(999, 400))
     out = tmp_path / "tiles.jsonl"
-    done = run_cli(
-        capsys, "data", "tile", source, "--size", 512, "--overlap", 0, "--min-area-ratio", 0.95, "--out", out
-    )
+    done = cli("data", "tile", source, "--size", 512, "--overlap", 0, "--min-area-ratio", 0.95, "--out", out)
     assert done.code == 0 and f"wrote {out}: 2 tiles of 1 photographs" in done.out
     assert "1 of 1 annotated objects are in no tile" in done.out
-    again = run_cli(capsys, "data", "tile", source, "--size", 512, "--out", out)
+    again = cli("data", "tile", source, "--size", 512, "--out", out)
     assert again.code == 2 and "--overwrite" in again.err
-    replaced = run_cli(capsys, "data", "tile", source, "--size", 512, "--out", out, "--overwrite", "--json")
+    replaced = cli("data", "tile", source, "--size", 512, "--out", out, "--overwrite", "--json")
     assert json.loads(replaced.out) == {
         "photographs": 1, "tiles": 3, "annotated": 1, "whole": 1, "cut": 2, "left_out": 0, "lost": 0, "negatives": 0,
         "negatives_left_out": 0, "resized": 0,
     }  # fmt: skip
 
 
-def test_a_dataset_is_not_replaced_by_its_own_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dataset_is_not_replaced_by_its_own_tiles(tmp_path: Path, cli: Cli) -> None:
     source = photograph(tmp_path)
     before = source.read_text()
-    refused = run_cli(capsys, "data", "tile", source, "--size", 512, "--out", source, "--overwrite")
+    refused = cli("data", "tile", source, "--size", 512, "--out", source, "--overwrite")
     assert refused.code == 2 and source.read_text() == before

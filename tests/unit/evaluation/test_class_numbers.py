@@ -32,7 +32,7 @@ from coordexp.evaluation.users_terms import read_terms
 from coordexp.inference.detections import as_detections
 from coordexp.inference.session import checked_class_names, read_class_names
 from coordexp.records import GTObject, ImageRecord
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 
 BOX = (100, 100, 900, 900)
 LIST = ("ant", "bee", "cow", "dog")
@@ -49,19 +49,17 @@ def saved(folder: Path, *names: str, annotated: bool = False) -> Path:
     return folder
 
 
-def yolo_numbers(
-    capsys: pytest.CaptureFixture[str], source: Path, *options: object
-) -> tuple[dict[int, str], list[str]]:
+def yolo_numbers(cli: Cli, source: Path, *options: object) -> tuple[dict[int, str], list[str]]:
     out = source.parent / f"yolo of {source.stem}"
-    done = run_cli(capsys, "export", "yolo", source, "--out", out, *options)
+    done = cli("export", "yolo", source, "--out", out, *options)
     assert done.code == 0, done.err
     labels = [line.split()[0] for path in sorted(out.rglob("*.txt")) for line in path.read_text().splitlines()]
     return yaml.safe_load((out / "data.yaml").read_text())["names"], labels
 
 
-def coco_numbers(capsys: pytest.CaptureFixture[str], source: Path, *options: object) -> list[int]:
+def coco_numbers(cli: Cli, source: Path, *options: object) -> list[int]:
     out = source.parent / f"coco of {source.stem}"
-    done = run_cli(capsys, "export", "coco", source, "--out", out, *options)
+    done = cli("export", "coco", source, "--out", out, *options)
     assert done.code == 0, done.err
     names = {one["id"]: one["name"] for one in json.loads((out / "dataset.json").read_text())["categories"]}
     assert [names[number] for number in (1, 2, 3, 4)] == list(LIST)
@@ -70,68 +68,62 @@ def coco_numbers(capsys: pytest.CaptureFixture[str], source: Path, *options: obj
 
 @pytest.mark.parametrize(("names", "numbers"), [(("dog",), [3]), (("cow", "ant"), [2, 0]), (("bee", "bee"), [1, 1])])
 def test_exports_number_by_the_checkpoints_list(
-    names: tuple[str, ...], numbers: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    names: tuple[str, ...], numbers: list[int], tmp_path: Path, cli: Cli
 ) -> None:
     source = saved(tmp_path / "run", *names)
-    listed, labels = yolo_numbers(capsys, source)
+    listed, labels = yolo_numbers(cli, source)
     assert listed == dict(enumerate(LIST)) and labels == [str(number) for number in numbers]
-    assert coco_numbers(capsys, source) == [number + 1 for number in numbers]
+    assert coco_numbers(cli, source) == [number + 1 for number in numbers]
     detections = replace(as_detections(ImageAnswer("a", "a", 9, 9, None, tuple(
         ScoredObject(name, "bbox_2d", BOX, 0.5) for name in names)), None, LIST))  # fmt: skip
     assert [one["category_id"] for one in detections.to_coco()] == [number + 1 for number in numbers]
 
 
-def test_all_names_outside_of_the_list_share_the_next_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_names_outside_of_the_list_share_the_next_number(tmp_path: Path, cli: Cli) -> None:
     source = saved(tmp_path / "run", "yak", "ant", "gnu", "yak")
-    listed, labels = yolo_numbers(capsys, source)
+    listed, labels = yolo_numbers(cli, source)
     assert listed == {**dict(enumerate(LIST)), 4: OTHER_NAMES} and labels == ["4", "0", "4", "4"]
-    assert coco_numbers(capsys, source) == [5, 1, 5, 5]
-    done = run_cli(capsys, "export", "yolo", source, "--out", tmp_path / "again")
+    assert coco_numbers(cli, source) == [5, 1, 5, 5]
+    done = cli("export", "yolo", source, "--out", tmp_path / "again")
     assert "3 objects of 2 names outside of the class list share number 4" in done.out and "'yak' (2)" in done.out
 
 
-def test_a_users_list_replaces_the_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_list_replaces_the_checkpoints(tmp_path: Path, cli: Cli) -> None:
     source = saved(tmp_path / "run", "cow", "dog")
     mine = tmp_path / "mine.txt"
     mine.write_text("dog\ncow\n")
     model = tmp_path / "model"
     model.mkdir()
     write_card(replace(UNTRAINED, classes=("cow", "dog")), model)
-    assert yolo_numbers(capsys, source, "--classes", mine) == ({0: "dog", 1: "cow"}, ["1", "0"])
-    assert yolo_numbers(capsys, source, "--classes", model, "--overwrite") == ({0: "cow", 1: "dog"}, ["0", "1"])
-    refused = run_cli(capsys, "export", "voc", source, "--out", tmp_path / "v", "--classes", mine)
+    assert yolo_numbers(cli, source, "--classes", mine) == ({0: "dog", 1: "cow"}, ["1", "0"])
+    assert yolo_numbers(cli, source, "--classes", model, "--overwrite") == ({0: "cow", 1: "dog"}, ["0", "1"])
+    refused = cli("export", "voc", source, "--out", tmp_path / "v", "--classes", mine)
     assert refused.code == 2 and "--classes has no use here" in refused.err
 
 
-def test_without_any_list_the_numbers_are_said_to_hold_for_these_images_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_any_list_the_numbers_are_said_to_hold_for_these_images_alone(tmp_path: Path, cli: Cli) -> None:
     source = saved(tmp_path / "run", "cow", "bee")
     (source / "prediction.json").unlink()
-    done = run_cli(capsys, "export", "yolo", source, "--out", tmp_path / "y")
+    done = cli("export", "yolo", source, "--out", tmp_path / "y")
     assert "there is no class list, so these numbers hold for these images alone" in done.out
     with pytest.raises(DataError, match="no class list"):
         as_detections(ImageAnswer("a", "a", 9, 9, None, (ScoredObject("cow", "bbox_2d", BOX, 0.5),))).to_coco()
 
 
-def test_a_split_of_a_dataset_is_numbered_by_the_split_that_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_split_of_a_dataset_is_numbered_by_the_split_that_is_named(tmp_path: Path, cli: Cli) -> None:
     Image.new("RGB", (50, 40)).save(tmp_path / "a.png")
     for name, descs in (("train", LIST), ("val", ("cow",))):
         objects = tuple(GTObject(desc, "bbox_2d", BOX) for desc in descs)
         write_jsonl([ImageRecord(name, tmp_path / "a.png", 50, 40, objects)], tmp_path / f"{name}.jsonl")
-    assert yolo_numbers(capsys, tmp_path / "val.jsonl", "--classes", tmp_path / "train.jsonl") == (
+    assert yolo_numbers(cli, tmp_path / "val.jsonl", "--classes", tmp_path / "train.jsonl") == (
         dict(enumerate(LIST)), ["2"]
     )  # fmt: skip
-    assert yolo_numbers(capsys, tmp_path / "train.jsonl")[1] == ["0", "1", "2", "3"]
+    assert yolo_numbers(cli, tmp_path / "train.jsonl")[1] == ["0", "1", "2", "3"]
 
 
-def test_an_evaluation_keeps_the_list_for_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_keeps_the_list_for_its_files(tmp_path: Path, cli: Cli) -> None:
     source = saved(tmp_path / "run", "dog", "yak", annotated=True)
-    done = run_cli(capsys, "evaluate", source, "--out", tmp_path / "figures")
+    done = cli("evaluate", source, "--out", tmp_path / "figures")
     assert done.code == 0, done.err
     truth = json.loads((tmp_path / "figures" / "coco_ground_truth.json").read_text())
     assert [one["name"] for one in truth["categories"]] == [*LIST, "yak"], "annotated names follow the list"
@@ -255,15 +247,13 @@ def test_a_misspelt_class_is_refused_with_the_nearest(given: str, near: str, tmp
     assert checked_class_names([given], model) == (given,), "a checkpoint without a list knows no names"
 
 
-def test_every_command_refuses_a_misspelt_class_before_torch_is_imported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_refuses_a_misspelt_class_before_torch_is_imported(tmp_path: Path, cli: Cli) -> None:
     from coordexp.data.files import asset
     from coordexp.data.scenes import SPARSE, write_scenes
 
     demo, data = asset("checkpoints/demo-stage1"), write_scenes(tmp_path, 1, SPARSE, 1)
     for command in (("predict", data), ("evaluate", "--data", data)):
-        refused = run_cli(capsys, *command, "--model", demo, "--classes", "red circel", "--out", tmp_path / "out")
+        refused = cli(*command, "--model", demo, "--classes", "red circel", "--out", tmp_path / "out")
         assert refused.code == 2 and "did you mean 'red circle'" in refused.err and not (tmp_path / "out").exists()
 
 
@@ -364,13 +354,13 @@ def test_a_file_of_classes_with_other_than_names_is_refused(text: str, says: str
     ],
 )
 def test_a_gap_in_a_file_does_not_change_the_numbers_around_it(
-    name: str, text: str, yolo: list[str], coco: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, text: str, yolo: list[str], coco: list[int], tmp_path: Path, cli: Cli
 ) -> None:
     """COCO's numbers were those of YOLO with a gap, and one higher without."""
     source, mine = saved(tmp_path / "run", "cow", "dog"), tmp_path / name
     mine.write_text(text)
-    assert yolo_numbers(capsys, source, "--classes", mine)[1] == yolo
-    done = run_cli(capsys, "export", "coco", source, "--out", tmp_path / "coco", "--classes", mine)
+    assert yolo_numbers(cli, source, "--classes", mine)[1] == yolo
+    done = cli("export", "coco", source, "--out", tmp_path / "coco", "--classes", mine)
     assert done.code == 0, done.err
     assert [one["category_id"] for one in json.loads((tmp_path / "coco" / "results.json").read_text())] == coco
 
@@ -390,14 +380,12 @@ def test_class_names_are_those_of_a_checkpoints_folder(tmp_path: Path) -> None:
     assert read_class_names(str(tmp_path), tmp_path) == LIST
 
 
-def test_a_list_that_an_export_wrote_has_a_number_for_other_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_list_that_an_export_wrote_has_a_number_for_other_names(tmp_path: Path, cli: Cli) -> None:
     source = saved(tmp_path / "run", "yak", "ant")
-    listed, _ = yolo_numbers(capsys, source)
+    listed, _ = yolo_numbers(cli, source)
     again = tmp_path / "yolo of run" / "data.yaml"
     assert listed == {**dict(enumerate(LIST)), 4: OTHER_NAMES}
-    assert yolo_numbers(capsys, source, "--classes", again, "--overwrite") == (listed, ["4", "0"])
+    assert yolo_numbers(cli, source, "--classes", again, "--overwrite") == (listed, ["4", "0"])
 
 
 @pytest.mark.parametrize(("names", "listed"), [(0, None), (1, 1), (10_001, 10_001)])
@@ -475,14 +463,12 @@ def test_a_coco_files_names_are_those_that_models_write(tmp_path: Path) -> None:
         read_terms(tmp_path / "users.json", tmp_path / "data.jsonl")
 
 
-def test_entries_of_one_name_in_a_users_coco_file_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_entries_of_one_name_in_a_users_coco_file_are_noted(tmp_path: Path, cli: Cli) -> None:
     source = saved(tmp_path / "run", "cow", "yak", annotated=True)
     images = [{"id": number, "file_name": "a.png"} for number in (4, 7)]
     categories = [{"id": 1, "name": "cow"}, {"id": 2, "name": "cow"}, {"id": 3, "name": "dog"}]
     (tmp_path / "users.json").write_text(json.dumps({"images": images, "categories": categories}))
-    done = run_cli(
-        capsys, "export", "coco", source, "--out", tmp_path / "out", "--annotations", tmp_path / "users.json"
-    )
+    done = cli("export", "coco", source, "--out", tmp_path / "out", "--annotations", tmp_path / "users.json")
     assert "note: categories 1, 2 have one name, 'cow': the first is used" in done.out
     assert "note: images 4, 7 have one file_name, 'a.png': the first is used" in done.out
     assert "note: 2 annotated and predicted objects of 1 names outside of the class list" in done.out

@@ -21,7 +21,7 @@ from coordexp.evaluation.confidence import ALL, at_least, best_thresholds, calib
 from coordexp.evaluation.detection import count_image, detection_metrics, sum_counts
 from coordexp.evaluation.summary import COUNTS_ONLY, summarise, summary_tables
 from coordexp.records import GTObject
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 from support.scored_answers import random_answers, with_soft
 
 BOX, ELSEWHERE = (100, 100, 300, 300), (600, 600, 900, 900)
@@ -82,7 +82,7 @@ def test_a_threshold_as_it_is_shown_has_its_figures() -> None:
     assert list(shown.columns[1].cells) == ["0.4567", "0.4567"]
 
 
-def test_from_evaluate_to_predictions_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_evaluate_to_predictions_and_exports(tmp_path: Path, cli: Cli) -> None:
     model, data = tmp_path / "model", write_scenes(tmp_path / "data", 9, SPECS["moderate"], 5)
     shutil.copytree(asset("checkpoints/demo-stage1"), model)
     run = tmp_path / "run.yaml"
@@ -93,7 +93,7 @@ def test_from_evaluate_to_predictions_and_exports(tmp_path: Path, capsys: pytest
         "training": {"output_dir": str(tmp_path / "out"), "max_steps": 1, "use_cpu": True},
         "global_max_length": 2048,
     }))  # fmt: skip
-    done = run_cli(capsys, "evaluate", run, "--calibrate", "--out", tmp_path / "figures")
+    done = cli("evaluate", run, "--calibrate", "--out", tmp_path / "figures")
     assert done.code == 0, done.err
     assert str(model / CARD) in done.out and "confidence ≥" in done.out
     evaluated = read_answers(tmp_path / "figures")
@@ -104,7 +104,7 @@ def test_from_evaluate_to_predictions_and_exports(tmp_path: Path, capsys: pytest
     assert best["name"] == ALL and best["f1"] >= figures["metrics"]["f1"] - 0.02
 
     least = f"{best['confidence'] + 0.001:.4f}"
-    done = run_cli(capsys, "predict", data, "--model", model, "--out", tmp_path / "p", "--min-confidence", least)
+    done = cli("predict", data, "--model", model, "--out", tmp_path / "p", "--min-confidence", least)
     assert done.code == 0, done.err
     predicted = read_answers(tmp_path / "p")
     objects, others = ([obj for one in some for obj in one.pred] for some in (predicted, evaluated))
@@ -114,7 +114,7 @@ def test_from_evaluate_to_predictions_and_exports(tmp_path: Path, capsys: pytest
     assert left_out and f"{left_out} objects" in done.out
     assert len(json.loads((tmp_path / "p" / "coco_results_bbox.json").read_text())) == sum(len(a.pred) for a in kept)
 
-    done = run_cli(capsys, "export", "csv", tmp_path / "p", "--out", tmp_path / "csv", "--min-confidence", least)
+    done = cli("export", "csv", tmp_path / "p", "--out", tmp_path / "csv", "--min-confidence", least)
     assert done.code == 0, done.err
     with (tmp_path / "csv" / "objects.csv").open() as file:
         scores = [float(row["score"]) for row in csv.DictReader(file)]
@@ -123,5 +123,5 @@ def test_from_evaluate_to_predictions_and_exports(tmp_path: Path, capsys: pytest
     write_answers(
         [replace(a, pred=tuple(replace(o, confidence=None) for o in a.pred)) for a in kept], tmp_path / "old.jsonl"
     )
-    done = run_cli(capsys, "export", "csv", tmp_path / "old.jsonl", "--out", tmp_path / "x", "--min-confidence", "0.5")
+    done = cli("export", "csv", tmp_path / "old.jsonl", "--out", tmp_path / "x", "--min-confidence", "0.5")
     assert done.code == 2 and "no confidence" in done.err

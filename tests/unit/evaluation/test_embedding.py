@@ -26,7 +26,7 @@ from coordexp.evaluation.answers import (
 )
 from coordexp.evaluation.renaming import Renaming, load_encoder, nearest_categories
 from coordexp.records import GTObject
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 
 WORDS = ("[PAD]", "[UNK]", "red", "car", "sedan", "person", "man", "walking", "cloud")
 BOX = (10, 10, 500, 500)
@@ -86,15 +86,13 @@ def test_annotated_descriptions_are_kept(folder: Path) -> None:
     assert same.pred[0].desc == "cloud"
 
 
-def test_equal_then_alias_then_embedding(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_then_alias_then_embedding(folder: Path, tmp_path: Path, cli: Cli) -> None:
     answers = [answered(["car", "person"], ["sedan", "man walking"])]
     write_answers(answers, tmp_path / "predictions.jsonl")
     (tmp_path / "aliases.yaml").write_text("car: [sedan]\nperson: [man walking]\n", encoding="utf-8")
 
     def f1(*argv: object) -> float:
-        return json.loads(run_cli(capsys, "evaluate", tmp_path / "predictions.jsonl", "--json", *argv).out)["metrics"][
-            "f1"
-        ]
+        return json.loads(cli("evaluate", tmp_path / "predictions.jsonl", "--json", *argv).out)["metrics"]["f1"]
 
     assert f1() == 0.0
     assert f1("--aliases", tmp_path / "aliases.yaml") == 1.0

@@ -38,7 +38,7 @@ from coordexp.evaluation.answers import (
 from coordexp.inference.completion import PROVENANCE
 from coordexp.printable import printable
 from coordexp.records import GTObject, ImageRecord, ParsedRollout, Rollout
-from support.cli_runs import Outcome, run_cli
+from support.cli_runs import Cli, Outcome
 
 SIZE = (300, 200)
 CAT = ScoredObject("cat", "bbox_2d", (100, 200, 500, 600), 0.75)
@@ -64,9 +64,9 @@ def predictions(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def export(predictions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def export(predictions: Path, tmp_path: Path, cli: Cli) -> Any:
     def run(form: str, *options: object, code: int = 0) -> Outcome:
-        outcome = run_cli(capsys, "export", form, predictions, "--out", tmp_path / "out", *options)
+        outcome = cli("export", form, predictions, "--out", tmp_path / "out", *options)
         assert outcome.code == code, outcome.err
         return outcome
 
@@ -157,14 +157,12 @@ def test_exports_read_back(form: str, export: Any, tmp_path: Path) -> None:
     assert dog[0] == "dog" and near(dog[2], (0, 0, 999, 999))
 
 
-def test_thin_boxes_keep_an_area_and_those_without_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_thin_boxes_keep_an_area_and_those_without_are_counted(tmp_path: Path, cli: Cli) -> None:
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
     boxes = ((500, 100, 505, 900), (300, 300, 300, 900))  # 0.25 pixels wide, and 0
     pred = tuple(ScoredObject("cat", "bbox_2d", box) for box in boxes)
     write_answers([ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred)], tmp_path / "predictions.jsonl")
-    shown = run_cli(capsys, "export", "voc", tmp_path, "--out", tmp_path / "out", "--images")
+    shown = cli("export", "voc", tmp_path, "--out", tmp_path / "out", "--images")
     assert "note: 1 sides below half a pixel are written as one pixel" in shown.out
     assert "note: 1 objects have no area" in shown.out
     report = convert_voc(tmp_path / "out", tmp_path / "back", options=ImageOptions(resize=False))
@@ -222,9 +220,7 @@ def test_answers_with_bins_of_earlier_versions_are_refused(predictions: Path) ->
 
 
 @pytest.mark.parametrize("form", ["coco", "yolo", "voc", "labelme", "csv"])
-def test_a_dataset_is_exported_and_converted_back(
-    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dataset_is_exported_and_converted_back(form: str, tmp_path: Path, cli: Cli) -> None:
     objects = (
         GTObject("cat", "bbox_2d", (0, 100, 999, 999)),
         GTObject("dog", "bbox_2d", (333, 17, 501, 600)),
@@ -237,7 +233,7 @@ def test_a_dataset_is_exported_and_converted_back(
     write_jsonl([record, nothing], tmp_path / "d.jsonl")
     out, options = tmp_path / "out", ImageOptions(resize=False, name="back")
     fractions = ["--fractions"] if form == "voc" else []
-    shown = run_cli(capsys, "export", form, tmp_path / "d.jsonl", "--out", out, "--images", *fractions)
+    shown = cli("export", form, tmp_path / "d.jsonl", "--out", out, "--images", *fractions)
     assert shown.code == 0 and f"{len(objects)} objects in 2 images" in shown.out
     convert = {
         "coco": lambda: convert_coco(out / "dataset.json", out / "images", tmp_path, options=options),
@@ -264,14 +260,14 @@ TRIANGLE = GTObject("dog", "poly", (100, 100, 700, 100, 400, 150))
 @pytest.mark.parametrize("form", ["dota", "yolo-obb"])
 @pytest.mark.parametrize("size", [(640, 480), (4000, 3000), (97, 61)])
 def test_rotated_boxes_are_exported_and_converted_back(
-    form: str, size: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    form: str, size: tuple[int, int], tmp_path: Path, cli: Cli
 ) -> None:
     Image.new("RGB", size, "gray").save(tmp_path / "a.png")
     source = {"source": {"file": "in/photo.png", "width": size[0], "height": size[1]}}
     record = ImageRecord("d.jsonl:1", tmp_path / "a.png", *size, (*ROTATED, TRIANGLE), source)
     write_jsonl([record], tmp_path / "d.jsonl")
     out = tmp_path / "out"
-    shown = run_cli(capsys, "export", form, tmp_path / "d.jsonl", "--out", out, "--images")
+    shown = cli("export", form, tmp_path / "d.jsonl", "--out", out, "--images")
     assert shown.code == 0 and "1 polygons do not have four points" in shown.out
     options = ImageOptions(resize=False, name="back")
     if form == "dota":
@@ -288,11 +284,11 @@ def test_rotated_boxes_are_exported_and_converted_back(
     assert near(rectangle.bins, (100, 100, 700, 100, 700, 150, 100, 150))
 
 
-def test_dota_names_have_no_spaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dota_names_have_no_spaces(tmp_path: Path, cli: Cli) -> None:
     Image.new("RGB", (64, 48), "gray").save(tmp_path / "a.png")
     objects = (GTObject("red cup", "bbox_2d", (0, 0, 500, 500)),)
     write_jsonl([ImageRecord("d.jsonl:1", tmp_path / "a.png", 64, 48, objects)], tmp_path / "d.jsonl")
-    shown = run_cli(capsys, "export", "dota", tmp_path / "d.jsonl", "--out", tmp_path / "out")
+    shown = cli("export", "dota", tmp_path / "d.jsonl", "--out", tmp_path / "out")
     assert "note: 1 names cannot be written as they are: red cup as red_cup" in shown.out
     (line,) = (tmp_path / "out" / "labelTxt" / "a.txt").read_text().splitlines()
     assert line.endswith(" red_cup 0")
@@ -301,16 +297,14 @@ def test_dota_names_have_no_spaces(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("form", "names", "text"), [("dota", ("red cup", "red_cup"), "red_cup"), ("voc", ("a\x7f", r"a\u007f"), r"a\u007f")]
 )
-def test_two_names_never_become_one(
-    form: str, names: tuple[str, str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_names_never_become_one(form: str, names: tuple[str, str], text: str, tmp_path: Path, cli: Cli) -> None:
     pred = tuple(ScoredObject(name, "bbox_2d", (0, 0, 500, 500)) for name in names)
     write_answers([ImageAnswer("a.png", str(tmp_path / "a.png"), 50, 40, None, pred)], tmp_path / "predictions.jsonl")
-    shown = run_cli(capsys, "export", form, tmp_path, "--out", tmp_path / "out")
+    shown = cli("export", form, tmp_path, "--out", tmp_path / "out")
     assert shown.code == 2 and f"would both be written as {text!r}; rename one" in shown.err
 
 
-def test_completed_objects_keep_their_provenance_in_coco(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completed_objects_keep_their_provenance_in_coco(tmp_path: Path, cli: Cli) -> None:
     objects = (
         GTObject("cat", "bbox_2d", (0, 0, 999, 999)),
         GTObject("dog", "bbox_2d", (1, 2, 300, 400), 0.75),
@@ -321,20 +315,20 @@ def test_completed_objects_keep_their_provenance_in_coco(tmp_path: Path, capsys:
     metadata = {PROVENANCE: [entry]}
     Image.new("RGB", (64, 48), "gray").save(tmp_path / "a.png")
     write_jsonl([ImageRecord("d.jsonl:1", tmp_path / "a.png", 64, 48, objects, metadata)], tmp_path / "d.jsonl")
-    run_cli(capsys, "export", "coco", tmp_path / "d.jsonl", "--out", tmp_path / "coco")
+    cli("export", "coco", tmp_path / "d.jsonl", "--out", tmp_path / "coco")
     cat, dog, cup = read(tmp_path / "coco" / "dataset.json")["annotations"]
     assert dog["completion"] == {"model": "outputs/stage1", "fingerprint": "abc", "threshold": 0.5, "score": 0.7512}
     assert "completion" not in cat and "completion" not in cup
-    shown = run_cli(capsys, "export", "yolo", tmp_path / "d.jsonl", "--out", tmp_path / "yolo")
+    shown = cli("export", "yolo", tmp_path / "d.jsonl", "--out", tmp_path / "yolo")
     assert "note: yolo cannot say which model added 1 completed objects; coco can" in shown.out
 
 
-def test_a_dataset_is_exported_in_pixels_of_the_originals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dataset_is_exported_in_pixels_of_the_originals(tmp_path: Path, cli: Cli) -> None:
     objects = (GTObject("cat", "bbox_2d", (0, 0, 999, 999)), GTObject("dog", "bbox_2d", (1, 2, 300, 400), 0.75))
     source = {"source": {"file": "in/photo.png", "width": 1280, "height": 960}}
     write_jsonl([ImageRecord("d.jsonl:1", tmp_path / "a.png", 640, 480, objects, source)], tmp_path / "d.jsonl")
     for form in ("coco", "voc"):
-        assert run_cli(capsys, "export", form, tmp_path / "d.jsonl", "--out", tmp_path / form).code == 0
+        assert cli("export", form, tmp_path / "d.jsonl", "--out", tmp_path / form).code == 0
     cat, dog = read(tmp_path / "coco" / "dataset.json")["annotations"]
     assert cat["bbox"] == [0, 0, 1280, 960] and (dog["soft"], dog["iscrowd"]) == (0.75, 1)
     assert not (tmp_path / "coco" / "results.json").exists()
@@ -343,9 +337,7 @@ def test_a_dataset_is_exported_in_pixels_of_the_originals(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("form", ["yolo", "coco"])
-def test_only_files_that_decode_as_images_are_copied(
-    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_files_that_decode_as_images_are_copied(form: str, tmp_path: Path, cli: Cli) -> None:
     """Predictions may come from anybody, and the folder is made to be shared."""
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
     (tmp_path / "key").write_text("-----BEGIN PRIVATE KEY-----", encoding="utf-8")
@@ -357,33 +349,29 @@ def test_only_files_that_decode_as_images_are_copied(
     names = ["b.png", "key", "key.png", "link.png", "pipe.png", "half.png", "gone.png", "/etc/passwd"]
     answers = [ImageAnswer(name, str(tmp_path / name), 50, 40, None, (CAT,)) for name in names]
     write_answers(answers, tmp_path / "run" / "predictions.jsonl")
-    shown = run_cli(capsys, "export", form, tmp_path / "run", "--out", tmp_path / "out", "--images")
+    shown = cli("export", form, tmp_path / "run", "--out", tmp_path / "out", "--images")
     assert shown.code == 0, shown.err
     assert [path.name for path in (tmp_path / "out" / "images").rglob("*") if path.is_file()] == ["b.png"]
     assert "7 images were not placed" in shown.out
     assert all(name in shown.out for name in names[1:])
 
 
-def test_copies_are_copies_unless_links_are_asked_for(
-    predictions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_copies_are_copies_unless_links_are_asked_for(predictions: Path, tmp_path: Path, cli: Cli) -> None:
     for out, options, same in (("copies", (), False), ("links", ("--link",), True)):
-        shown = run_cli(capsys, "export", "yolo", predictions, "--out", tmp_path / out, *options)
+        shown = cli("export", "yolo", predictions, "--out", tmp_path / out, *options)
         assert shown.code == 0, shown.err
         assert (tmp_path / out / "images" / "b.png").samefile(tmp_path / "b.png") is same
-    assert run_cli(capsys, "export", "voc", predictions, "--out", tmp_path / "x", "--link").code != 0
+    assert cli("export", "voc", predictions, "--out", tmp_path / "x", "--link").code != 0
 
 
 @pytest.mark.parametrize("form", ["coco", "yolo", "yolo-obb", "voc", "labelme", "csv", "dota"])
 @pytest.mark.parametrize("file", ["", "/", "a/..", "..", "a\x00b.png", "x" * 300 + ".png", "é" * 200, "a\x1b[2Jb.png"])
-def test_any_file_name_can_be_exported(
-    form: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_any_file_name_can_be_exported(form: str, file: str, tmp_path: Path, cli: Cli) -> None:
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
     answer = ImageAnswer("s", str(tmp_path / "b.png"), 50, 40, None, (CAT,), original=OriginalImage(file, 50, 40))
     write_answers([answer], tmp_path / "run" / "predictions.jsonl")
     out = tmp_path / "out"
-    shown = run_cli(capsys, "export", form, tmp_path / "run", "--out", out, "--images")
+    shown = cli("export", form, tmp_path / "run", "--out", out, "--images")
     assert shown.code == 0, shown.err
     assert all(path.resolve().is_relative_to(out.resolve()) for path in out.rglob("*"))
     assert not {path.name for path in tmp_path.iterdir()} - {"b.png", "run", "out"}
@@ -393,12 +381,12 @@ NAMES = ["=1+1", "+a", "-b", "@c", "red\x1b[2J", "a\u2028b", "tab\tx", "\x7f", "
          "a, b"]  # fmt: skip
 
 
-def test_csv_gives_names_back_and_no_formula(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_gives_names_back_and_no_formula(tmp_path: Path, cli: Cli) -> None:
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
     pred = tuple(ScoredObject(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
     answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred)
     write_answers([answer], tmp_path / "run" / "predictions.jsonl")
-    shown = run_cli(capsys, "export", "csv", tmp_path / "run", "--out", tmp_path / "out")
+    shown = cli("export", "csv", tmp_path / "run", "--out", tmp_path / "out")
     assert shown.code == 0, shown.err
     assert "note: 9 names cannot be written as they are: '=x as ''=x, +a as '+a, -b as '-b" in shown.out
     rows = list(csv.DictReader((tmp_path / "out" / "objects.csv").open(encoding="utf-8", newline="")))
@@ -408,22 +396,22 @@ def test_csv_gives_names_back_and_no_formula(tmp_path: Path, capsys: pytest.Capt
     assert sorted(obj.desc for obj in record.objects) == sorted(printable(name) for name in NAMES)
 
 
-def test_voc_writes_xml_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_voc_writes_xml_that_can_be_read(tmp_path: Path, cli: Cli) -> None:
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
     pred = tuple(ScoredObject(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
     answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred)
     write_answers([answer], tmp_path / "run" / "predictions.jsonl")
-    shown = run_cli(capsys, "export", "voc", tmp_path / "run", "--out", tmp_path / "out")
+    shown = cli("export", "voc", tmp_path / "run", "--out", tmp_path / "out")
     assert shown.code == 0 and "4 names cannot be written as they are: " in shown.out
     root = ElementTree.parse(tmp_path / "out" / "Annotations" / "b.xml").getroot()
     assert [one.findtext("name") for one in root.iter("object")] == [printable(name) for name in NAMES]
 
 
-def test_yolos_names_are_valid_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_yolos_names_are_valid_yaml(tmp_path: Path, cli: Cli) -> None:
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
     pred = tuple(ScoredObject(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
     answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred)
     write_answers([answer], tmp_path / "run" / "predictions.jsonl")
-    assert run_cli(capsys, "export", "yolo", tmp_path / "run", "--out", tmp_path / "out").code == 0
+    assert cli("export", "yolo", tmp_path / "run", "--out", tmp_path / "out").code == 0
     found = yaml.safe_load((tmp_path / "out" / "data.yaml").read_text(encoding="utf-8"))["names"]
     assert sorted(found.values()) == sorted(NAMES)

@@ -13,7 +13,7 @@ from coordexp.config import parse_config, resolved_rollout
 from coordexp.evaluation.answers import write_answers
 from coordexp.evaluation.coco_results import average_precision
 from coordexp.evaluation.compare import compare
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 from support.config_samples import set_keys, stage1, stage2
 from support.scored_answers import random_answers
 
@@ -22,13 +22,13 @@ OFFLOAD = {"enabled": True, "offload_model": True}
 COLOCATED = stage2(rollout_backend="vllm", vllm={"mode": "colocate"})
 
 
-def test_a_constant_score_replaces_those_of_saved_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_constant_score_replaces_those_of_saved_answers(tmp_path: Path, cli: Cli) -> None:
     answers = random_answers(20, 1)
     write_answers(answers, tmp_path / "run" / "predictions.jsonl")
     equal = [replace(one, pred=tuple(replace(o, score=1.0) for o in one.pred)) for one in answers]
 
     def ap(*options: object) -> float:
-        done = run_cli(capsys, "evaluate", tmp_path / "run", "--json", *options)
+        done = cli("evaluate", tmp_path / "run", "--json", *options)
         return json.loads(done.out)["metrics"]["AP"]
 
     own, constant = ap(), ap("--constant-score", 1.0)

@@ -32,7 +32,7 @@ from coordexp.evaluation.summary import (
 )
 from coordexp.records import GTObject
 from support.answers import CAT, DOG, LEAF
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 from support.scored_answers import detection_counts, random_answers, with_soft
 
 # --- plots ---
@@ -84,14 +84,14 @@ def is_drawn(path: Path) -> bool:
         return min(image.size) > 200 and float(np.asarray(image.convert("L")).std()) > 5
 
 
-def test_evaluation_writes_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_writes_plots(tmp_path: Path, cli: Cli) -> None:
     hostile = "$x_{1}$ [/b] \\alpha & a very long name of a class"
     answers = [
         replace(one, gt=tuple(replace(o, desc=hostile) for o in one.truth), pred=one.pred)
         for one in random_answers(8, 3)
     ]
     write_answers(answers, tmp_path / "run" / "predictions.jsonl")
-    done = run_cli(capsys, "evaluate", tmp_path / "run", "--out", tmp_path / "figures")
+    done = cli("evaluate", tmp_path / "run", "--out", tmp_path / "figures")
     assert done.code == 0, done.err
     assert [name for name in (CONFUSION, CURVES, SIZES) if not is_drawn(tmp_path / "figures" / name)] == []
 

@@ -18,7 +18,7 @@ from coordexp.evaluation.answers import ImageAnswer, read_answers
 from coordexp.geometry import pixel_ring, to_bin
 from coordexp.inference.detector import Detector
 from coordexp.records import GTObject, ImageRecord
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 
 MODEL = asset("checkpoints/demo-stage1")
 SIDE = 128  # of a scene
@@ -87,16 +87,16 @@ def answer_of(folder: Path) -> ImageAnswer:
 
 
 def test_predict_continues_within_a_photograph(
-    mosaic: Mosaic, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    mosaic: Mosaic, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     photo, out = mosaic[0].with_name("photo.png"), tmp_path / "out"
     command = ("predict", photo, "--model", MODEL, "--tiles", SIDE, "--overlap", 0.1, "--out", out)
-    done = run_cli(capsys, *command, "--json")
+    done = cli(*command, "--json")
     assert done.code == 0 and json.loads(done.out)["images"] == 1
     whole = answer_of(out)
     assert whole.gt is None and whole.pred and whole.tiling is not None and whole.tiling.overlap == 0.1
     assert json.loads((out / "prediction.json").read_text())["tiles"] == {"width": 128, "height": 128, "overlap": 0.1}
-    again = run_cli(capsys, *command, "--json")
+    again = cli(*command, "--json")
     assert json.loads(again.out)["resumed"] == 1 and answer_of(out) == whole
     from coordexp.inference import prediction
 
@@ -110,36 +110,32 @@ def test_predict_continues_within_a_photograph(
 
     with monkeypatch.context() as patched:
         patched.setattr(prediction, "append_line", stopped)
-        interrupted = run_cli(capsys, *command[:-1], tmp_path / "two")
+        interrupted = cli(*command[:-1], tmp_path / "two")
     assert interrupted.code == 130 and written[0].count(b"\n") == 8  # of 9 tiles
-    continued = run_cli(capsys, *command[:-1], tmp_path / "two")
+    continued = cli(*command[:-1], tmp_path / "two")
     assert continued.code == 0 and answer_of(tmp_path / "two") == whole
-    other = run_cli(capsys, *command[:-4], "--overlap", 0.3, "--out", out)
+    other = cli(*command[:-4], "--overlap", 0.3, "--out", out)
     assert other.code == 2 and "tiles" in other.err
 
 
-def test_evaluate_finds_with_tiles_what_it_does_not_find_without(
-    mosaic: Mosaic, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_finds_with_tiles_what_it_does_not_find_without(mosaic: Mosaic, tmp_path: Path, cli: Cli) -> None:
     figures = {}
     for name, more in {"whole": (), "tiles": ("--tiles", SIDE, "--overlap", 0)}.items():
         out = tmp_path / name
-        done = run_cli(capsys, "evaluate", "--model", MODEL, "--data", mosaic[0], "--out", out, "--json", *more)
+        done = cli("evaluate", "--model", MODEL, "--data", mosaic[0], "--out", out, "--json", *more)
         figures[name] = json.loads(done.out)["metrics"]
     assert figures["tiles"]["f1"] > figures["whole"]["f1"] and figures["tiles"]["matched_objects"] > 4
-    again = run_cli(capsys, "evaluate", tmp_path / "tiles", "--json")
+    again = cli("evaluate", tmp_path / "tiles", "--json")
     assert json.loads(again.out)["metrics"]["f1"] == pytest.approx(figures["tiles"]["f1"])
 
 
-def test_several_answers_of_tiles_are_evaluated_as_they_are_predicted(
-    mosaic: Mosaic, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_answers_of_tiles_are_evaluated_as_they_are_predicted(mosaic: Mosaic, tmp_path: Path, cli: Cli) -> None:
     """Those of a tile are merged first. Merged by photograph first, objects had other confidences and numbers, and the
     thresholds were of predictions that no command gives."""
     options = ("--model", MODEL, "--tiles", 96, "--overlap", 0.4, "--answers", 3)
     predicted, evaluated = tmp_path / "predicted", tmp_path / "evaluated"
-    assert run_cli(capsys, "predict", mosaic[0], "--out", predicted, *options).code == 0
-    assert run_cli(capsys, "evaluate", "--data", mosaic[0], "--out", evaluated, *options).code == 0
+    assert cli("predict", mosaic[0], "--out", predicted, *options).code == 0
+    assert cli("evaluate", "--data", mosaic[0], "--out", evaluated, *options).code == 0
     (one,), (other,) = read_answers(predicted), read_answers(evaluated)
     found = [[(obj.desc, obj.bins, obj.answers) for obj in answer.pred] for answer in (one, other)]
     assert found[0] == found[1] and len(found[0]) > 8
@@ -149,19 +145,17 @@ def test_several_answers_of_tiles_are_evaluated_as_they_are_predicted(
     assert figures["by_answers"]["union"]["f1"] == figures["metrics"]["f1"]
 
 
-def test_complete_adds_whole_bins_found_in_tiles(
-    mosaic: Mosaic, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_complete_adds_whole_bins_found_in_tiles(mosaic: Mosaic, tmp_path: Path, cli: Cli) -> None:
     (record,) = read_jsonl(mosaic[0])
     few = mosaic[0].with_name("few.jsonl")
     write_jsonl([ImageRecord("p", record.image, 256, 256, record.objects[:1], record.metadata)], few)
     out = tmp_path / "completed.jsonl"
-    done = run_cli(capsys, "data", "complete", few, "--model", MODEL, "--tiles", SIDE, "--overlap", 0, "--out", out)
+    done = cli("data", "complete", few, "--model", MODEL, "--tiles", SIDE, "--overlap", 0, "--out", out)
     assert done.code == 0
     (completed,) = read_jsonl(out)
     assert len(completed.objects) > 2 and all(obj.soft is not None for obj in completed.objects[1:])
 
 
-def test_overlap_needs_tiles(capsys: pytest.CaptureFixture[str], mosaic: Mosaic) -> None:
-    refused = run_cli(capsys, "predict", mosaic[0], "--model", MODEL, "--overlap", 0.1)
+def test_overlap_needs_tiles(cli: Cli, mosaic: Mosaic) -> None:
+    refused = cli("predict", mosaic[0], "--model", MODEL, "--overlap", 0.1)
     assert refused.code == 2 and "--tiles" in refused.err

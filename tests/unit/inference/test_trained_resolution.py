@@ -13,7 +13,7 @@ from coordexp.checkpoints.card import read_card
 from coordexp.data import read_jsonl
 from coordexp.data.preparation import ImagePreparation, ResizeRule
 from coordexp.evaluation.answers import read_answers
-from support.cli_runs import run_cli, small_checkpoint, write_run
+from support.cli_runs import Cli, small_checkpoint, write_run
 
 MAX_PIXELS = 128 * 160
 SIZE, COPY = (378, 504), (96, 160)
@@ -34,8 +34,8 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path, photos: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    made = run_cli(capsys, "data", "convert", "labelme", photos, "--out", tmp_path / "data", "--min-pixels", 1024,
+def run(tmp_path: Path, photos: Path, cli: Cli) -> Path:
+    made = cli("data", "convert", "labelme", photos, "--out", tmp_path / "data", "--min-pixels", 1024,
                    "--max-pixels", MAX_PIXELS)  # fmt: skip
     assert made.code == 0
     data = str(tmp_path / "data" / "photos.jsonl")
@@ -44,11 +44,11 @@ def run(tmp_path: Path, photos: Path, capsys: pytest.CaptureFixture[str]) -> Pat
 
 
 def test_an_original_image_gives_the_same_answer_as_its_resized_copy(
-    tmp_path: Path, photos: Path, run: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, photos: Path, run: Path, cli: Cli
 ) -> None:
     copies = read_jsonl(tmp_path / "data" / "photos.jsonl")
     assert {(record.width, record.height) for record in copies} == {COPY}
-    assert run_cli(capsys, "train", run).code == 0
+    assert cli("train", run).code == 0
     model = tmp_path / "out1"
     rule = ResizeRule(32, 1024, MAX_PIXELS)
     for folder in (model, model / "checkpoint-1"):
@@ -56,7 +56,7 @@ def test_an_original_image_gives_the_same_answer_as_its_resized_copy(
         assert card.preparation == ImagePreparation(rule, (96 * 160, 96 * 160))
         assert card.classes == ("card",)
     for source, out in ((photos, "originals"), (tmp_path / "data" / "photos.jsonl", "copies")):
-        assert run_cli(capsys, "predict", run, source, "--model", model, "--out", tmp_path / out).code == 0
+        assert cli("predict", run, source, "--model", model, "--out", tmp_path / out).code == 0
     originals, shown = read_answers(tmp_path / "originals"), read_answers(tmp_path / "copies")
     assert [(a.width, a.height) for a in originals] == [SIZE, SIZE]
     assert [a.text for a in originals] == [a.text for a in shown]
@@ -64,9 +64,7 @@ def test_an_original_image_gives_the_same_answer_as_its_resized_copy(
     assert settings["resize"] == asdict(rule)
 
 
-def test_the_prompt_shows_the_size_of_training(
-    tmp_path: Path, photos: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_prompt_shows_the_size_of_training(tmp_path: Path, photos: Path, run: Path, cli: Cli) -> None:
     """The part that cannot be right by luck: pixels and image tokens are those of the copy."""
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import load_processor
@@ -84,15 +82,13 @@ def test_the_prompt_shows_the_size_of_training(
     assert len(plain.prompt_token_ids) > 4 * len(by_rule.prompt_token_ids)
 
 
-def test_without_a_resize_rule_unusual_sizes_are_reported(
-    tmp_path: Path, photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_resize_rule_unusual_sizes_are_reported(tmp_path: Path, photos: Path, cli: Cli) -> None:
     run = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"))
-    assert run_cli(capsys, "train", run).code == 0
-    shown = run_cli(capsys, "predict", run, photos, "--model", tmp_path / "out1", "--out", tmp_path / "out")
+    assert cli("train", run).code == 0
+    shown = cli("predict", run, photos, "--model", tmp_path / "out1", "--out", tmp_path / "out")
     assert (
         shown.code == 0 and "note: 2 of 2 images are far from the size" in shown.out and "0.png (378x504)" in shown.out
     )
-    scenes = run_cli(capsys, "predict", run, tmp_path / "scenes.jsonl", "--model", tmp_path / "out1", "--out",
+    scenes = cli("predict", run, tmp_path / "scenes.jsonl", "--model", tmp_path / "out1", "--out",
                      tmp_path / "o2")  # fmt: skip
     assert scenes.code == 0 and "far from the size" not in scenes.out

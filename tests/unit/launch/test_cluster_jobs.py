@@ -25,7 +25,7 @@ import yaml
 from coordexp.errors import ConfigError
 from coordexp.launch import cluster
 from coordexp.launch.cluster import ClusterJob, plan_job, render
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 from support.config_samples import set_key, write_yaml
 
 CONFIG = Path(__file__).parents[3] / "configs" / "stage2_rollout_aligned" / "server_multi_node.yaml"
@@ -219,12 +219,12 @@ def test_kubernetes_pods_use_the_jobsets_names() -> None:
     assert trainer["template"]["spec"]["terminationGracePeriodSeconds"] == JOB.grace_s
 
 
-def test_the_shipped_configuration_gives_a_job_of_each_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shipped_configuration_gives_a_job_of_each_kind(tmp_path: Path, cli: Cli) -> None:
     job = plan_job(CONFIG, (RESUME,), trainer_nodes=2, gpus=8, time_limit="1-00:00:00")
     assert (job.servers, job.nodes, job.token_variable) == (2, 4, "COORDEXP_API_KEY")
     assert job.name == "stage2-multi-node" and job.grace_s == 315
     for name, flags in {"slurm": [], "kubernetes": ["--image", "i"], "skypilot": ["--accelerator", "H200"]}.items():
-        done = run_cli(capsys, "launch", "--config", CONFIG, "--for", name, "--learner-nodes", "2", *flags, RESUME)
+        done = cli("launch", "--config", CONFIG, "--for", name, "--learner-nodes", "2", *flags, RESUME)
         assert done.code == 0, done.err
         assert done.out == render(job, name, "i", "H200")  # type: ignore[arg-type]
         (tmp_path / name).write_text(done.out)

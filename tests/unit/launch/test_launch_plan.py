@@ -16,7 +16,7 @@ from coordexp.config import load_config
 from coordexp.engine.wire.arguments import CONFIG_JSON, ENABLE
 from coordexp.errors import ConfigError
 from coordexp.launch.plan import PLAN_JSON, Check, LaunchPlan, plan_launch, run_checks
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 from support.config_samples import set_key, write_yaml
 from support.rollout_servers import GUARD, guarded_config
 from support.tiny_run import tiny_checkpoint
@@ -309,11 +309,9 @@ def test_a_gpu_that_is_too_small_is_refused_with_a_size_that_fits(
     assert memory_check() == Check("memory", estimate)
 
 
-def test_dry_run_prints_the_plan_and_starts_nothing(
-    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path, config: dict[str, Any], cli: Cli) -> None:
     path = write_yaml(tmp_path, config)
-    result = run_cli(capsys, "launch", "--config", path, "--dry-run")
+    result = cli("launch", "--config", path, "--dry-run")
     assert result.code == 0, result.err
     urls = [entry["base_url"] for entry in config["rollout_matching"]["vllm"]["server"]["servers"]]
     assert f"server_base_urls: {', '.join(urls)}" in result.out
@@ -323,20 +321,18 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     assert not Path(config["training"]["output_dir"]).exists()
 
 
-def test_launch_passes_the_listen_hosts_to_servers(
-    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_launch_passes_the_listen_hosts_to_servers(tmp_path: Path, config: dict[str, Any], cli: Cli) -> None:
     path = write_yaml(tmp_path, set_key(config, "launch.server", "coordexp"))
-    result = run_cli(capsys, "launch", "--config", path, "--dry-run", "--host", "127.0.0.2")
+    result = cli("launch", "--config", path, "--dry-run", "--host", "127.0.0.2")
     assert result.code == 0, result.err
     assert result.out.count("--host 127.0.0.2") == 2 and "127.0.0.2:" in result.out
-    open_to_all = run_cli(capsys, "launch", "--config", path, "--dry-run", "--host", "0.0.0.0")
+    open_to_all = cli("launch", "--config", path, "--dry-run", "--host", "0.0.0.0")
     assert open_to_all.code == 2 and "0.0.0.0 can be reached from other machines" in open_to_all.err
 
 
 @pytest.mark.parametrize("dry", [True, False])
 def test_all_problems_are_printed_and_nothing_starts(
-    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str], dry: bool
+    tmp_path: Path, config: dict[str, Any], cli: Cli, dry: bool
 ) -> None:
     """Devices, ports, the model's folder, its tokenizer and the data are all checked, even if one is wrong."""
     servers = config["rollout_matching"]["vllm"]["server"]["servers"]
@@ -350,7 +346,7 @@ def test_all_problems_are_printed_and_nothing_starts(
     }
     for key, value in broken.items():
         config = set_key(config, key, value)
-    result = run_cli(capsys, "launch", "--config", write_yaml(tmp_path, config), *["--dry-run"] * dry)
+    result = cli("launch", "--config", write_yaml(tmp_path, config), *["--dry-run"] * dry)
     assert result.code == 2
     for words in (
         "launch.server_devices[1]: device 0 is already in launch.server_devices[0]",

@@ -12,7 +12,7 @@ import yaml
 from coordexp.config import RunConfig, load_config, resolved_yaml
 from coordexp.errors import ConfigError, RunFinished
 from coordexp.runs.start import decide_start
-from support.cli_runs import run_cli, small_checkpoint, write_run
+from support.cli_runs import Cli, small_checkpoint, write_run
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_a_start_from_another_checkpoint_is_decided_again(tmp_path: Path, model:
 
 
 def test_the_start_of_a_run_is_decided_and_its_model_and_data_are_opened_once(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     from coordexp.checkpoints import run_folder
     from coordexp.checkpoints.folder import Checkpoint
@@ -144,7 +144,7 @@ def test_the_start_of_a_run_is_decided_and_its_model_and_data_are_opened_once(
         return open_it(path)
 
     monkeypatch.setattr(Checkpoint, "open", opening)
-    done = run_cli(capsys, "train", write_run(tmp_path, 1, model))
+    done = cli("train", write_run(tmp_path, 1, model))
     assert done.code == 0, done.err
     assert sorted(counted) == ["data", "data", "start"], "train and val, each once"
     assert opened == [str(model)]

@@ -26,7 +26,7 @@ from coordexp.viewer.collect import BEHIND_CUT, collect, compare, find_checkpoin
 from coordexp.viewer.render import as_script_data, render
 from coordexp.viewer.serve import make_server
 from support.answers import tiny_vocab
-from support.cli_runs import run_cli
+from support.cli_runs import Cli
 from support.scored_answers import random_answers
 from support.view_runs import write_run
 
@@ -203,9 +203,9 @@ def test_an_object_found_under_another_name_is_linked(tmp_path: Path) -> None:
     assert record.pred[0].partner is None and record.pred[0].renamed == 0 and record.gt[0].renamed == 0
 
 
-def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_page(tmp_path: Path, cli: Cli) -> None:
     out = tmp_path / "deep" / "page.html"
-    outcome = run_cli(capsys, "view", write_run(tmp_path / "run"), "--out", out)
+    outcome = cli("view", write_run(tmp_path / "run"), "--out", out)
     assert outcome.code == 0 and "2 records" in outcome.out and "note: no tokenizer" in outcome.out
     assert data_of(out.read_text(encoding="utf-8"), "data")["curves"]
 
