@@ -15,7 +15,6 @@ from coordexp.data.polygons import shape_area, smallest_rectangle
 from coordexp.errors import DataError
 from coordexp.records import GTObject
 from support.annotation_folders import SMALL, paint
-from support.cli_runs import Cli
 
 # On a 40 x 24 image: a diamond that touches all borders, and a box.
 DIAMOND = GTObject("large-vehicle", "poly", (500, 0, 999, 500, 500, 999, 0, 500))
@@ -74,28 +73,6 @@ def test_names_of_another_encoding_are_refused(tmp_path: Path) -> None:
     (folder / "labelTxt-v1.0" / "P0002.txt").write_bytes("1 1 9 1 9 9 1 9 bâteau 0\n".encode("latin-1"))
     with pytest.raises(DataError, match=r"P0002.txt: not UTF-8"):
         convert_dota(folder, tmp_path / "out", options=SMALL)
-
-
-@pytest.mark.parametrize(
-    ("label", "named"),
-    [
-        (LABEL, "dota"),
-        ("9.5 1 9 1 9 9 1 9 ship 0\n", "dota"),
-        ("0 0.5 0.5 0.2 0.2\n", "yolo"),
-        ("3 0 0 1 0 1 1 0 1\n", "yolo"),
-    ],
-)
-def test_text_files_are_recognised(label: str, named: str, tmp_path: Path, cli: Cli) -> None:
-    (tmp_path / "labels").mkdir()
-    (tmp_path / "labels" / "a.txt").write_text(label)
-    failed = cli("data", "convert", "labelme", tmp_path, "--out", tmp_path / "out")
-    assert failed.code == 2 and f"read it with: coordexp data convert {named}" in failed.err
-
-
-def test_other_text_is_not_recognised(tmp_path: Path, cli: Cli) -> None:
-    (tmp_path / "readme.txt").write_text("1 2 3 go\n")
-    failed = cli("data", "convert", "labelme", tmp_path, "--out", tmp_path / "out")
-    assert failed.code == 2 and "read it with" not in failed.err
 
 
 SHARES = st.floats(0, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from coordexp.data.convert import ConversionReport, convert_cvat, convert_labels
 from coordexp.errors import DataError
 from coordexp.records import GTObject
 from support.annotation_folders import SMALL, paint
-from support.cli_runs import Cli
 
 # On a 40 x 24 image: a box to the right and bottom edge, a polygon, a box turned by 90 degrees, a circle.
 EXPECTED = (
@@ -132,16 +130,3 @@ def test_a_shape_of_several_classes_is_an_object_of_each(form: str, tmp_path: Pa
         ("cat", (250, 250, 749, 749)), ("dog", (250, 250, 749, 749)),
     ]  # fmt: skip
     assert (report.objects_seen, report.notes["several_classes"]) == (2, 1)
-
-
-@pytest.mark.parametrize(("form", "make"), [("coco", via), ("labelme", labelstudio), ("voc", cvat), ("yolo", cvat)])
-def test_another_format_is_recognised_and_named(
-    tmp_path: Path, form: str, make: Callable[[Path], object], cli: Cli
-) -> None:
-    paint(tmp_path / "set" / "a (1).jpg")
-    make(tmp_path)
-    (file,) = [path for path in tmp_path.iterdir() if path.suffix in (".json", ".xml")]
-    shutil.rmtree(tmp_path / "out", ignore_errors=True)
-    source = file if form == "coco" else tmp_path
-    failed = cli("data", "convert", form, source, "--out", tmp_path / "out")
-    assert failed.code == 2 and f"coordexp data convert {make.__name__}" in failed.err

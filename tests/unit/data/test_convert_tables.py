@@ -235,15 +235,6 @@ def test_open_images_without_names_is_refused(tmp_path: Path) -> None:
         convert_openimages(path, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("form", "named"), [("coco", "openimages"), ("voc", "openimages"), ("csv", "openimages")])
-def test_open_images_are_recognised(form: str, named: str, tmp_path: Path, cli: Cli) -> None:
-    path = open_images(tmp_path)
-    for other in ("class-descriptions-boxable.csv", "labels.csv"):
-        (tmp_path / other).unlink()
-    failed = cli("data", "convert", form, tmp_path if form == "voc" else path, "--out", tmp_path / "out")
-    assert failed.code == 2 and f"Open Images; read it with: coordexp data convert {named}" in failed.err
-
-
 def test_tables_from_the_command_line(tmp_path: Path, cli: Cli) -> None:
     path = table(tmp_path, "img_id,box", 'a,"[10, 6, 20, 12]"')
     done = cli("data", "convert", "csv", path, "--images", tmp_path / "photos", "--out", tmp_path / "out",

@@ -269,43 +269,6 @@ def test_a_full_disk_leaves_nothing_new(tmp_path: Path, writable: int, existing:
     assert len(objects_of(convert_voc(root, out, options=SMALL))) == 60
 
 
-CORNERS_640 = [[400, 200, 600, 400], [10, 20, 60, 80], [300, 300, 639, 479], [30, 200, 90, 300]]
-
-
-def with_corners(form: str, folder: Path) -> Path:
-    if form == "coco":
-        images = [{"id": 7, "file_name": "a.jpg", "width": 640, "height": 480}]
-        path = coco(folder, [{"bbox": box} for box in CORNERS_640], images)
-        paint(folder / "images" / "a.jpg", (640, 480))
-        return path
-    paint(folder / "images" / "a.jpg", (640, 480))
-    (folder / "labels").mkdir()
-    lines = [f"0 {a / 640} {b / 480} {c / 640} {d / 480}" for a, b, c, d in CORNERS_640]
-    (folder / "labels" / "a.txt").write_text("\n".join(lines))
-    (folder / "classes.txt").write_text("cat\n")
-    return folder
-
-
-@pytest.mark.parametrize("form", ["coco", "yolo"])
-def test_corners_in_fields_of_widths_are_refused_unless_named(tmp_path: Path, form: str) -> None:
-    source, out = with_corners(form, tmp_path / "in"), tmp_path / "out"
-
-    def convert(boxes: Any) -> ConversionReport:
-        options = replace(SMALL, factor=32, max_pixels=1 << 20, name=f"data-{boxes}")
-        if form == "coco":
-            return convert_coco(source, tmp_path / "in" / "images", out, boxes=boxes, options=options)
-        return convert_yolo(source, out, boxes=boxes, options=options)
-
-    with pytest.raises(DataError, match=r"of 4 boxes.*--boxes xyxy"):
-        convert("auto")
-    assert convert("xyxy").notes == {}
-    (record,) = read_jsonl(out / "data-xyxy.jsonl")
-    assert [obj.bins[2] - obj.bins[0] for obj in record.objects] == [
-        pytest.approx(999 * (x2 - x1) / 640, abs=2) for x1, _, x2, _ in CORNERS_640
-    ]
-    assert convert("xywh").notes["clipped"] >= 1
-
-
 def test_voc_files_left_out_are_counted(tmp_path: Path) -> None:
     root = voc(tmp_path / "voc", voc_object("cat", 1, 1, 9, 9))
     voc_xml(root, "b", voc_object("cat", 1, 1, 9, 9), voc_object("cat", 2, 2, 9, 9))  # no image

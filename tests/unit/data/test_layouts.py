@@ -139,10 +139,37 @@ def test_formats_that_no_converter_reads_are_named(name: str, text: str, named: 
     assert found is not None and found[0] == "" and named in found[1]
 
 
-def test_the_error_of_a_converter_names_the_format(tmp_path: Path, cli: Cli) -> None:
-    (tmp_path / "a.txt").write_text(FORMATS[0][1])
-    failed = cli("data", "convert", "yolo", tmp_path, "--out", tmp_path / "out")
-    assert failed.code == 2 and "KITTI, which no converter reads; convert it to COCO first" in failed.err
+VIA = '{"a.jpg9": {"filename": "a.jpg", "size": 9, "regions": [], "file_attributes": {}}}'
+LABEL_STUDIO = '[{"data": {"image": "a.jpg"}, "annotations": [{"result": []}]}]'
+CVAT = '<annotations><version>1.1</version><image id="0" name="a.jpg" width="40" height="24"/></annotations>'
+OPEN_IMAGES = "ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax\na,xclick,/m/1,1,0.25,0.75,0.25,0.75\n"
+DOTA = "imagesource:GoogleEarth\ngsd:0.146343590398\n20.0 0.0 40.0 12.0 20.0 24.0 0.0 12.0 large-vehicle 0\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "text", "says"),
+    [
+        ("coco", "a.json", VIA, "read it with: coordexp data convert via"),
+        ("labelme", "a.json", LABEL_STUDIO, "read it with: coordexp data convert labelstudio"),
+        ("voc", "a.xml", CVAT, "read it with: coordexp data convert cvat"),
+        ("yolo", "a.xml", CVAT, "read it with: coordexp data convert cvat"),
+        ("coco", "a.csv", OPEN_IMAGES, "Open Images; read it with: coordexp data convert openimages"),
+        ("voc", "a.csv", OPEN_IMAGES, "Open Images; read it with: coordexp data convert openimages"),
+        ("csv", "a.csv", OPEN_IMAGES, "Open Images; read it with: coordexp data convert openimages"),
+        ("labelme", "labels/a.txt", DOTA, "read it with: coordexp data convert dota"),
+        ("labelme", "labels/a.txt", "9.5 1 9 1 9 9 1 9 ship 0\n", "read it with: coordexp data convert dota"),
+        ("labelme", "labels/a.txt", "0 0.5 0.5 0.2 0.2\n", "read it with: coordexp data convert yolo"),
+        ("labelme", "labels/a.txt", "3 0 0 1 0 1 1 0 1\n", "read it with: coordexp data convert yolo"),
+        ("labelme", "readme.txt", "1 2 3 go\n", None),
+        ("yolo", "a.txt", FORMATS[0][1], "KITTI, which no converter reads; convert it to COCO first"),
+    ],
+)
+def test_the_error_of_a_converter_names_the_format(
+    asked: str, name: str, text: str, says: str | None, tmp_path: Path, cli: Cli
+) -> None:
+    home = folder(tmp_path / "in", {name: text})
+    failed = cli("data", "convert", asked, home / name if asked in ("coco", "csv") else home, "--out", tmp_path / "out")
+    assert failed.code == 2 and ("read it with" not in failed.err if says is None else says in failed.err)
 
 
 def test_a_blank_line_of_darknets_names_counts(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_label_studio_has_percent(tmp_path: Path) -> None:
 UPPER_LEFT: list[Box] = [(10, 20, 60, 80), (40, 30, 90, 110), (100, 90, 130, 120), (70, 10, 150, 60), (5, 90, 20, 140)]
 
 
-@pytest.mark.parametrize("form", ["coco", "x,y,w,h", "cx,cy,w,h"])
+@pytest.mark.parametrize("form", ["coco", "yolo", "x,y,w,h", "cx,cy,w,h"])
 def test_corners_that_stay_in_the_image_are_refused_as_sizes(form: str, tmp_path: Path) -> None:
     """They are objects in the upper left part."""
 
@@ -208,6 +208,12 @@ def test_corners_that_stay_in_the_image_are_refused_as_sizes(form: str, tmp_path
         if form == "coco":
             as_sizes = [(a, b, a + c, b + d) for a, b, c, d in given]  # which `coco` turns back
             return coco(tmp_path / name, as_sizes, boxes=boxes)
+        if form == "yolo":  # shares of 640 x 480
+            image(tmp_path / name)
+            lines = [f"0 {a / 640} {b / 480} {c / 640} {d / 480}" for a, b, c, d in given]
+            written(tmp_path / name / "labels" / "a.txt", "\n".join(lines))
+            file = written(tmp_path / name / "data.yaml", "train: images\nnames: [crack]\n")
+            return convert_yolo(file, tmp_path / name / "out", boxes=boxes, options=KEEP)
         return csv(tmp_path / name, given, form, boxes=boxes)
 
     with pytest.raises(
@@ -216,7 +222,7 @@ def test_corners_that_stay_in_the_image_are_refused_as_sizes(form: str, tmp_path
         convert("auto", "auto")
     assert [box for _, box in boxes_of(convert("xyxy", "xyxy"))["a.jpg"]] == UPPER_LEFT
     assert convert("xywh", "xywh").objects == 5
-    if form != "cx,cy,w,h":  # where one of them leaves the image
+    if form in ("coco", "x,y,w,h"):  # of centres, one box leaves the image
         assert convert("few", "auto", UPPER_LEFT[:4]).objects == 4, "four boxes are no evidence"
 
 
