@@ -111,19 +111,24 @@ def test_batches_are_contiguous_and_ranks_make_equally_many_calls(
     assert share_out(positions, world_size, batch_size) == shares
 
 
-@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (2, 3), (3, 2), (4, 8)])
-def test_each_rank_answers_its_share_and_has_all_answers_in_order(world_size: int, batch_size: int, monkeypatch):
-    data, backend = dataset([[CAT]] * 11), Scripted({f"s{i}": "{}" for i in range(11)})
-    alone = answer_dataset(data, backend, qwen_vocab(), seed=0)
-    assert [answer.sample_id for answer in alone] == [f"s{i}" for i in range(11)]
-    backend.batch_size = batch_size
-    shares = share_out(range(11), world_size, batch_size)
-    parts = [[to_line(alone[i]) for batch in share for i in batch] for share in shares]
+@pytest.mark.parametrize(
+    ("world_size", "batch_size", "count"), [(1, 4, 1), (2, 3, 1), (3, 2, 1), (4, 8, 1), (2, 4, 2), (3, 4, 2)]
+)
+def test_each_rank_answers_its_share_and_has_all_answers_in_order(
+    world_size: int, batch_size: int, count: int, monkeypatch
+):
+    """``count`` answers for each sample, a batch has as many."""
+    data, backend = dataset([[CAT]] * 11), Scripted({f"s{i}": "{}" for i in range(11)}, batch_size)
+    alone = answer_dataset(data, backend, qwen_vocab(), seed=0, count=count)
+    assert [answer.sample_id for answer in alone] == [f"s{i}" for i in range(11) for _ in range(count)]
+    shares = share_out(range(11), world_size, batch_size // count)
+    parts = [[to_line(alone[count * i + k]) for batch in share for i in batch for k in range(count)]
+             for share in shares]  # fmt: skip
     monkeypatch.setattr(distributed, "world_size", lambda: world_size)
     monkeypatch.setattr(distributed, "raise_on_all_ranks", lambda where: nullcontext())
     for rank in range(world_size):
         sent = []
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         monkeypatch.setattr(distributed, "gather_json", lambda mine, sent=sent: sent.append(mine) or parts)
-        assert answer_dataset(data, backend, qwen_vocab(), seed=0) == alone
+        assert answer_dataset(data, backend, qwen_vocab(), seed=0, count=count) == alone
         assert sent == [parts[rank]]

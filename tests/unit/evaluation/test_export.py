@@ -85,6 +85,22 @@ def test_an_image_without_a_possible_size_is_refused_by_line(
     assert f"error: {file}:1: not a line of predictions: " in export("coco", code=2).err
 
 
+def answered(folder: Path, *pred: ScoredObject) -> Path:
+    """Predictions with these objects in an image of 50x40."""
+    Image.new("RGB", (50, 40), "gray").save(folder / "b.png")
+    write_answers([ImageAnswer("b.png", str(folder / "b.png"), 50, 40, None, pred)], folder / "predictions.jsonl")
+    return folder / "predictions.jsonl"
+
+
+def dataset(
+    folder: Path, *objects: GTObject, size: tuple[int, int] = (64, 48), metadata: dict[str, Any] | None = None
+) -> Path:
+    Image.new("RGB", size, "gray").save(folder / "a.png")
+    record = ImageRecord("d.jsonl:1", folder / "a.png", *size, objects, metadata or {})
+    write_jsonl([record], folder / "d.jsonl")
+    return folder / "d.jsonl"
+
+
 def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -158,11 +174,9 @@ def test_exports_read_back(form: str, export: Any, tmp_path: Path) -> None:
 
 
 def test_thin_boxes_keep_an_area_and_those_without_are_counted(tmp_path: Path, cli: Cli) -> None:
-    Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
     boxes = ((500, 100, 505, 900), (300, 300, 300, 900))  # 0.25 pixels wide, and 0
-    pred = tuple(ScoredObject("cat", "bbox_2d", box) for box in boxes)
-    write_answers([ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred)], tmp_path / "predictions.jsonl")
-    shown = cli("export", "voc", tmp_path, "--out", tmp_path / "out", "--images")
+    source = answered(tmp_path, *(ScoredObject("cat", "bbox_2d", box) for box in boxes))
+    shown = cli("export", "voc", source, "--out", tmp_path / "out", "--images")
     assert "note: 1 sides below half a pixel are written as one pixel" in shown.out
     assert "note: 1 objects have no area" in shown.out
     report = convert_voc(tmp_path / "out", tmp_path / "back", options=ImageOptions(resize=False))
@@ -262,12 +276,9 @@ TRIANGLE = GTObject("dog", "poly", (100, 100, 700, 100, 400, 150))
 def test_rotated_boxes_are_exported_and_converted_back(
     form: str, size: tuple[int, int], tmp_path: Path, cli: Cli
 ) -> None:
-    Image.new("RGB", size, "gray").save(tmp_path / "a.png")
     source = {"source": {"file": "in/photo.png", "width": size[0], "height": size[1]}}
-    record = ImageRecord("d.jsonl:1", tmp_path / "a.png", *size, (*ROTATED, TRIANGLE), source)
-    write_jsonl([record], tmp_path / "d.jsonl")
-    out = tmp_path / "out"
-    shown = cli("export", form, tmp_path / "d.jsonl", "--out", out, "--images")
+    data, out = dataset(tmp_path, *ROTATED, TRIANGLE, size=size, metadata=source), tmp_path / "out"
+    shown = cli("export", form, data, "--out", out, "--images")
     assert shown.code == 0 and "1 polygons do not have four points" in shown.out
     options = ImageOptions(resize=False, name="back")
     if form == "dota":
@@ -285,10 +296,8 @@ def test_rotated_boxes_are_exported_and_converted_back(
 
 
 def test_dota_names_have_no_spaces(tmp_path: Path, cli: Cli) -> None:
-    Image.new("RGB", (64, 48), "gray").save(tmp_path / "a.png")
-    objects = (GTObject("red cup", "bbox_2d", (0, 0, 500, 500)),)
-    write_jsonl([ImageRecord("d.jsonl:1", tmp_path / "a.png", 64, 48, objects)], tmp_path / "d.jsonl")
-    shown = cli("export", "dota", tmp_path / "d.jsonl", "--out", tmp_path / "out")
+    data = dataset(tmp_path, GTObject("red cup", "bbox_2d", (0, 0, 500, 500)))
+    shown = cli("export", "dota", data, "--out", tmp_path / "out")
     assert "note: 1 names cannot be written as they are: red cup as red_cup" in shown.out
     (line,) = (tmp_path / "out" / "labelTxt" / "a.txt").read_text().splitlines()
     assert line.endswith(" red_cup 0")
@@ -298,9 +307,8 @@ def test_dota_names_have_no_spaces(tmp_path: Path, cli: Cli) -> None:
     ("form", "names", "text"), [("dota", ("red cup", "red_cup"), "red_cup"), ("voc", ("a\x7f", r"a\u007f"), r"a\u007f")]
 )
 def test_two_names_never_become_one(form: str, names: tuple[str, str], text: str, tmp_path: Path, cli: Cli) -> None:
-    pred = tuple(ScoredObject(name, "bbox_2d", (0, 0, 500, 500)) for name in names)
-    write_answers([ImageAnswer("a.png", str(tmp_path / "a.png"), 50, 40, None, pred)], tmp_path / "predictions.jsonl")
-    shown = cli("export", form, tmp_path, "--out", tmp_path / "out")
+    source = answered(tmp_path, *(ScoredObject(name, "bbox_2d", (0, 0, 500, 500)) for name in names))
+    shown = cli("export", form, source, "--out", tmp_path / "out")
     assert shown.code == 2 and f"would both be written as {text!r}; rename one" in shown.err
 
 
@@ -312,23 +320,21 @@ def test_completed_objects_keep_their_provenance_in_coco(tmp_path: Path, cli: Cl
     )
     entry = {"model": "outputs/stage1", "fingerprint": "abc", "threshold": 0.5, "refused": {"too_small": 2},
              "added": [{"object": 1, "score": 0.7512}, {"object": 9, "score": 0.6}]}  # fmt: skip
-    metadata = {PROVENANCE: [entry]}
-    Image.new("RGB", (64, 48), "gray").save(tmp_path / "a.png")
-    write_jsonl([ImageRecord("d.jsonl:1", tmp_path / "a.png", 64, 48, objects, metadata)], tmp_path / "d.jsonl")
-    cli("export", "coco", tmp_path / "d.jsonl", "--out", tmp_path / "coco")
+    data = dataset(tmp_path, *objects, metadata={PROVENANCE: [entry]})
+    cli("export", "coco", data, "--out", tmp_path / "coco")
     cat, dog, cup = read(tmp_path / "coco" / "dataset.json")["annotations"]
     assert dog["completion"] == {"model": "outputs/stage1", "fingerprint": "abc", "threshold": 0.5, "score": 0.7512}
     assert "completion" not in cat and "completion" not in cup
-    shown = cli("export", "yolo", tmp_path / "d.jsonl", "--out", tmp_path / "yolo")
+    shown = cli("export", "yolo", data, "--out", tmp_path / "yolo")
     assert "note: yolo cannot say which model added 1 completed objects; coco can" in shown.out
 
 
 def test_a_dataset_is_exported_in_pixels_of_the_originals(tmp_path: Path, cli: Cli) -> None:
     objects = (GTObject("cat", "bbox_2d", (0, 0, 999, 999)), GTObject("dog", "bbox_2d", (1, 2, 300, 400), 0.75))
     source = {"source": {"file": "in/photo.png", "width": 1280, "height": 960}}
-    write_jsonl([ImageRecord("d.jsonl:1", tmp_path / "a.png", 640, 480, objects, source)], tmp_path / "d.jsonl")
+    data = dataset(tmp_path, *objects, size=(640, 480), metadata=source)
     for form in ("coco", "voc"):
-        assert cli("export", form, tmp_path / "d.jsonl", "--out", tmp_path / form).code == 0
+        assert cli("export", form, data, "--out", tmp_path / form).code == 0
     cat, dog = read(tmp_path / "coco" / "dataset.json")["annotations"]
     assert cat["bbox"] == [0, 0, 1280, 960] and (dog["soft"], dog["iscrowd"]) == (0.75, 1)
     assert not (tmp_path / "coco" / "results.json").exists()
@@ -379,14 +385,11 @@ def test_any_file_name_can_be_exported(form: str, file: str, tmp_path: Path, cli
 
 NAMES = ["=1+1", "+a", "-b", "@c", "red\x1b[2J", "a\u2028b", "tab\tx", "\x7f", "</script>", "'quoted", "ends'", "'=x",
          "a, b"]  # fmt: skip
+NAMED = [replace(CAT, desc=name) for name in NAMES]
 
 
 def test_csv_gives_names_back_and_no_formula(tmp_path: Path, cli: Cli) -> None:
-    Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
-    pred = tuple(ScoredObject(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
-    answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred)
-    write_answers([answer], tmp_path / "run" / "predictions.jsonl")
-    shown = cli("export", "csv", tmp_path / "run", "--out", tmp_path / "out")
+    shown = cli("export", "csv", answered(tmp_path, *NAMED), "--out", tmp_path / "out")
     assert shown.code == 0, shown.err
     assert "note: 9 names cannot be written as they are: '=x as ''=x, +a as '+a, -b as '-b" in shown.out
     rows = list(csv.DictReader((tmp_path / "out" / "objects.csv").open(encoding="utf-8", newline="")))
@@ -397,21 +400,13 @@ def test_csv_gives_names_back_and_no_formula(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_voc_writes_xml_that_can_be_read(tmp_path: Path, cli: Cli) -> None:
-    Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
-    pred = tuple(ScoredObject(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
-    answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred)
-    write_answers([answer], tmp_path / "run" / "predictions.jsonl")
-    shown = cli("export", "voc", tmp_path / "run", "--out", tmp_path / "out")
+    shown = cli("export", "voc", answered(tmp_path, *NAMED), "--out", tmp_path / "out")
     assert shown.code == 0 and "4 names cannot be written as they are: " in shown.out
     root = ElementTree.parse(tmp_path / "out" / "Annotations" / "b.xml").getroot()
     assert [one.findtext("name") for one in root.iter("object")] == [printable(name) for name in NAMES]
 
 
 def test_yolos_names_are_valid_yaml(tmp_path: Path, cli: Cli) -> None:
-    Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
-    pred = tuple(ScoredObject(name, "bbox_2d", (100, 200, 500, 600)) for name in NAMES)
-    answer = ImageAnswer("b.png", str(tmp_path / "b.png"), 50, 40, None, pred)
-    write_answers([answer], tmp_path / "run" / "predictions.jsonl")
-    assert cli("export", "yolo", tmp_path / "run", "--out", tmp_path / "out").code == 0
+    assert cli("export", "yolo", answered(tmp_path, *NAMED), "--out", tmp_path / "out").code == 0
     found = yaml.safe_load((tmp_path / "out" / "data.yaml").read_text(encoding="utf-8"))["names"]
     assert sorted(found.values()) == sorted(NAMES)

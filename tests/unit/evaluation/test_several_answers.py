@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from math import sqrt
 
 import pytest
 
-from coordexp import distributed
 from coordexp.coords import serialize_objects
 from coordexp.data.dataset import RecordDataset
-from coordexp.evaluation.answers import ImageAnswer, ScoredObject, answer_dataset, from_line, share_out, to_line
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, answer_dataset, from_line, to_line
 from coordexp.evaluation.several_answers import (
     answers_table,
     best_answer,
@@ -180,19 +178,3 @@ def test_images_times_answers_fit_the_batch(batch_size: int, sizes: list[int]) -
         first += len(rounds[0].requests)
     assert [(one.sample_id, len(one.pred)) for one in answers] == [(f"s{i}", n) for i in range(5) for n in (1, 2)]
     assert seen == sorted(seen) and all(total == 5 for _, total in seen) and max(done for done, _ in seen) <= 5
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_exchange_all_answers_in_order(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = RecordDataset([record([CAT], f"s{i}") for i in range(7)], request, "file")
-    alone = answer_dataset(data, Sampling(4), qwen_vocab(), seed=0, count=2)
-    shares = share_out(range(7), world_size, 2)
-    parts = [[to_line(alone[2 * i + k]) for batch in share for i in batch for k in range(2)] for share in shares]
-    monkeypatch.setattr(distributed, "world_size", lambda: world_size)
-    monkeypatch.setattr(distributed, "raise_on_all_ranks", lambda where: nullcontext())
-    for rank in range(world_size):
-        sent: list[list[str]] = []
-        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(distributed, "gather_json", lambda mine, sent=sent: sent.append(mine) or parts)
-        assert answer_dataset(data, Sampling(4), qwen_vocab(), seed=0, count=2) == alone
-        assert sent == [parts[rank]]

@@ -190,10 +190,9 @@ def test_a_run_that_misses_half_is_clearly_worse_and_the_pairing_helps() -> None
     # With unpaired draws the interval of the difference is wider.
     rng = np.random.default_rng(0)
     recalls = [
-        [summarise([run[k] for k in rng.integers(0, 40, 40)], COUNTS_ONLY).figures["recall"]
-         for _ in range(100)]
+        [summarise([run[k] for k in rng.integers(0, 40, 40)], COUNTS_ONLY).figures["recall"] for _ in range(100)]
         for run in (answers, worse)
-    ]  # fmt: skip
+    ]
     low, high = np.quantile(np.subtract(recalls[1], recalls[0]), [0.025, 0.975])
     assert recall[1] - recall[0] < 0.8 * (high - low)
 

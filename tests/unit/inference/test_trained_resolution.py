@@ -89,6 +89,5 @@ def test_without_a_resize_rule_unusual_sizes_are_reported(tmp_path: Path, photos
     assert (
         shown.code == 0 and "note: 2 of 2 images are far from the size" in shown.out and "0.png (378x504)" in shown.out
     )
-    scenes = cli("predict", run, tmp_path / "scenes.jsonl", "--model", tmp_path / "out1", "--out",
-                     tmp_path / "o2")  # fmt: skip
+    scenes = cli("predict", run, tmp_path / "scenes.jsonl", "--model", tmp_path / "out1", "--out", tmp_path / "o2")
     assert scenes.code == 0 and "far from the size" not in scenes.out

@@ -229,9 +229,7 @@ def test_default_guard_triggers_as_in_the_contract(ids: list[int], expected: Tri
 def test_tokens_in_parts_trigger_where_single_ones_do_and_never_where_it_was_ruled_out(
     parts: list[list[int]], run: int, size: int, repeats: int, least: int
 ) -> None:
-    keys = Keys(
-        max_consecutive_token_repeats=run, ngram_size=size, ngram_repeats=repeats, min_new_tokens=least
-    )  # fmt: skip
+    keys = Keys(max_consecutive_token_repeats=run, ngram_size=size, ngram_repeats=repeats, min_new_tokens=least)
     single, in_parts = RepeatGuard(keys), RepeatGuard(keys)
     for part in parts:
         possible = in_parts.may_trigger_within(len(part))

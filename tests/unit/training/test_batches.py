@@ -144,9 +144,7 @@ def test_the_last_step_of_an_epoch_reads_all_that_is_left() -> None:
 def test_a_ragged_last_step_reads_more_than_one_batch() -> None:
     """Eleven samples, batches of two, four batches a step: the second step has the last two batches."""
     records = [ImageRecord(f"s{i}", Path(f"{i}.png"), 64, 64, ()) for i in range(11)]
-    batches = StepBatches(
-        RecordDataset(records, request), batch_size=2, accumulation_steps=4, seed=3, num_workers=0
-    )  # fmt: skip
+    batches = StepBatches(RecordDataset(records, request), batch_size=2, accumulation_steps=4, seed=3, num_workers=0)
     batches.start(0)
     steps = [taken(batches) for _ in range(batches.steps_per_epoch)]
     assert [[len(batch) for batch in step] for step in steps] == [[2, 2, 2, 2], [2, 1]]
