@@ -161,14 +161,6 @@ def test_a_wrong_choice_of_columns_is_refused(columns: str, says: str, tmp_path:
         converted(tmp_path, "image,label,x,y,w,h", "a,cat,10,6,20,12", columns=columns)
 
 
-def test_corners_in_place_of_sizes_are_refused(tmp_path: Path) -> None:
-    lines = ("image_id,bbox,label", *["a,25 15 39 23,cat"] * 10)
-    with pytest.raises(DataError, match="--boxes xyxy"):
-        converted(tmp_path, *lines)
-    (objects,) = converted(tmp_path, *lines[:2], boxes="xyxy")
-    assert pixel_box(objects[0], 40, 24) == pytest.approx((25, 15, 39, 23), abs=0.02)
-
-
 # -- Open Images -------------------------------------------------------------------------------------------------------
 
 BOXES = """ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax,IsOccluded,IsTruncated,IsGroupOf,IsDepiction,IsInside

@@ -118,15 +118,6 @@ def test_negatives_are_kept_by_a_share_that_depends_on_the_seed_alone(tmp_path: 
     assert (none.tiles, none.negatives_left_out) == (1, 99)
 
 
-def test_photographs_of_one_name_have_tiles_of_their_own(tmp_path: Path) -> None:
-    records = []
-    for folder in ("a", "b"):
-        records += read_jsonl(photograph(tmp_path / folder, size=(40, 40)))
-    write_tiles(records, tmp_path / "tiles.jsonl", Tiling(40, 40))
-    names = [tile.image.name for tile in read_jsonl(tmp_path / "tiles.jsonl", check_images=True)]
-    assert names == ["photo-1_0_0_40_40.png", "photo-2_0_0_40_40.png"]
-
-
 def test_soft_objects_stay_soft(tmp_path: Path) -> None:
     source = photograph(tmp_path, GTObject("cell", "bbox_2d", (10, 10, 50, 50), 0.5))
     write_tiles(read_jsonl(source), tmp_path / "tiles.jsonl", Tiling(999, 999))

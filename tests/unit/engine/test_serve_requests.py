@@ -41,14 +41,6 @@ def picture(tmp_path: Path) -> Path:
     return path
 
 
-def test_images_in_any_form_equal_the_trainers(picture: Path) -> None:
-    data = base64.b64encode(picture.read_bytes()).decode()
-    expected = np.asarray(open_rgb(picture))
-    assert expected.shape == (30, 20, 3)
-    for source in (str(picture), f"file://{picture}", data, f"data:image/png;base64,{data}"):
-        assert np.array_equal(np.asarray(open_image(source)), expected)
-
-
 @pytest.mark.parametrize("side", [16, 400])
 def test_a_base64_jpeg_is_not_read_as_a_path(tmp_path: Path, side: int) -> None:
     """All of them begin with ``/9j/``."""
