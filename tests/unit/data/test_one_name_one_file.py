@@ -18,7 +18,7 @@ from coordexp.data.images import open_rgb
 from coordexp.data.preparation import ImagePreparation, ResizeRule, unprepared_note
 from coordexp.data.subset import split_records
 from coordexp.data.tiles import Tiling, write_tiles
-from coordexp.errors import ConfigError, DataError
+from coordexp.errors import DataError
 from coordexp.evaluation.answers import from_line
 from coordexp.evaluation.export import is_dataset
 from coordexp.records import GTObject, ImageRecord
@@ -149,11 +149,6 @@ def test_colours_of_16_bits_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="8-bit"):
         open_rgb(tmp_path / "deep.ppm")
     assert open_rgb(tmp_path / "plain.ppm").getpixel((1, 1)) == (15, 15, 15)
-
-
-def test_true_is_no_size_of_a_tile() -> None:
-    with pytest.raises(ConfigError):
-        Tiling.of(True)
 
 
 def test_a_replaced_picture_is_not_the_one_that_was_answered(tmp_path: Path, cli: Cli) -> None:

@@ -56,7 +56,7 @@ def test_a_size_is_a_side_or_two(size: str | int | tuple[int, int]) -> None:
     assert Tiling.of(size) == Tiling(512, 512)
 
 
-@pytest.mark.parametrize("size", ["", "512x", "1x2x3", "big", 0, (1, 2, 3)])
+@pytest.mark.parametrize("size", ["", "512x", "1x2x3", "big", 0, True, (1, 2, 3)])
 def test_other_sizes_are_refused(size: str | int | tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="tiles"):
         Tiling.of(size)

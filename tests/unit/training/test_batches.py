@@ -129,26 +129,25 @@ def test_a_weighted_epoch_has_the_samples_of_its_plan_in_a_new_order() -> None:
     assert batches.epoch_after(3) == 1.0
 
 
-def test_the_last_step_of_an_epoch_reads_all_that_is_left() -> None:
-    """Seven samples, batches of two: four batches. Steps of three batches leave one; steps of four or more leave none,
-    and none of them skips a sample."""
-    for accumulation_steps, sizes in ((3, [[2, 2, 2], [1]]), (4, [[2, 2, 2, 1]]), (5, [[2, 2, 2, 1]])):
-        dataset = RecordDataset(RECORDS, request)
-        batches = StepBatches(dataset, batch_size=2, accumulation_steps=accumulation_steps, seed=3, num_workers=0)
-        batches.start(0)
-        steps = [taken(batches) for _ in range(batches.steps_per_epoch)]
-        assert [[len(batch) for batch in step] for step in steps] == sizes
-        assert sorted(name for step in steps for name in ids(step)) == [f"s{k}" for k in range(7)]
-
-
-def test_a_ragged_last_step_reads_more_than_one_batch() -> None:
-    """Eleven samples, batches of two, four batches a step: the second step has the last two batches."""
-    records = [ImageRecord(f"s{i}", Path(f"{i}.png"), 64, 64, ()) for i in range(11)]
-    batches = StepBatches(RecordDataset(records, request), batch_size=2, accumulation_steps=4, seed=3, num_workers=0)
+@pytest.mark.parametrize(
+    ("count", "accumulation_steps", "sizes"),
+    [
+        (7, 3, [[2, 2, 2], [1]]),
+        (7, 4, [[2, 2, 2, 1]]),
+        (7, 5, [[2, 2, 2, 1]]),
+        (11, 4, [[2, 2, 2, 2], [2, 1]]),
+    ],
+)
+def test_the_last_step_of_an_epoch_reads_all_that_is_left(
+    count: int, accumulation_steps: int, sizes: list[list[int]]
+) -> None:
+    """In batches of two samples, of which it may have several."""
+    dataset = RecordDataset([ImageRecord(f"s{i}", Path(f"{i}.png"), 64, 64, ()) for i in range(count)], request)
+    batches = StepBatches(dataset, batch_size=2, accumulation_steps=accumulation_steps, seed=3, num_workers=0)
     batches.start(0)
     steps = [taken(batches) for _ in range(batches.steps_per_epoch)]
-    assert [[len(batch) for batch in step] for step in steps] == [[2, 2, 2, 2], [2, 1]]
-    assert sorted(name for step in steps for name in ids(step)) == sorted(f"s{k}" for k in range(11))
+    assert [[len(batch) for batch in step] for step in steps] == sizes
+    assert sorted(name for step in steps for name in ids(step)) == sorted(f"s{k}" for k in range(count))
 
 
 def test_every_rank_reads_its_own_batches(monkeypatch: pytest.MonkeyPatch) -> None:

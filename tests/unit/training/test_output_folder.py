@@ -64,6 +64,8 @@ CHANGED = [
     ({"custom__coord_soft_ce_w1": {"enabled": True}}, ("custom.coord_soft_ce_w1: null",)),
     ({"model__model": str(tiny_checkpoint())}, ("model.model",)),
     ({"custom__train_sample_limit": 3}, ("custom.train_sample_limit: null", "3")),
+    ({"global_max_length": 400}, ("global_max_length: 512", "400")),
+    ({"training__packing_buffer": 400}, ("training.packing_buffer",)),
     ({"tuner__train_type": "lora"}, ("tuner.train_type: full", "start a new run from model.model")),
 ]
 

@@ -163,15 +163,6 @@ def test_training_keeps_a_checkpoints_order_of_objects(tmp_path: Path) -> None:
     assert with_own_template(named).custom.object_ordering == "random"
 
 
-@pytest.mark.parametrize("key", ["global_max_length", "training__packing_buffer"])
-def test_what_shapes_rows_is_no_harmless_change(key: str, tmp_path: Path) -> None:
-    keys = {"training__save_strategy": "steps", "training__save_steps": 1, "training__max_steps": 1}
-    train(run_config(tmp_path, 1, "run", **keys))
-    again = keys | {"training__resume_from_checkpoint": True, "training__max_steps": 2, key: 400}
-    with pytest.raises(ConfigError, match=key.replace("__", ".")):
-        train(run_config(tmp_path, 1, "run", **again))
-
-
 def test_equal_adapters_are_equal_files(tmp_path: Path) -> None:
     keys = {"tuner__train_type": "lora", "training__save_strategy": "steps", "training__save_steps": 1}
     files = [
