@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordexp.config import load_config
 from coordexp.config.rollout import RepeatTerminateConfig
-from coordexp.engine.wire.arguments import activated_config, activation_environment
 from coordexp.rollouts.repeat_guard import GuardRule, ObjectKeyReader, RepeatGuard, Trigger
-from support.config_samples import set_key, stage2, write_yaml
 from support.qwen_tokenizer import qwen_vocab
 from support.settings import first_trigger
 
@@ -194,17 +190,6 @@ def test_fork_is_independent(shared: list[int], own: list[int]) -> None:
     for token in own:
         fork.push(token)
     assert fork.trigger == rescanned([*shared, *own], keys)
-
-
-def test_defaults_of_the_contract(tmp_path: Path) -> None:
-    """YAML, the HF sampler and a server's environment have the same defaults."""
-    written = {"min_new_tokens": 256, "max_consecutive_token_repeats": 64, "ngram_size": 64, "ngram_repeats": 2,
-               "max_object_keys": None}  # fmt: skip
-    assert RepeatTerminateConfig().model_dump() == {"enabled": False, **written}
-    yaml = set_key(stage2(), "rollout_matching.repeat_terminate", {"enabled": True})
-    rollout = load_config(write_yaml(tmp_path, yaml)).rollout_matching
-    assert rollout is not None and rollout.repeat_terminate.model_dump() == {"enabled": True, **written}
-    assert activated_config(activation_environment(rollout.repeat_terminate)) == rollout.repeat_terminate
 
 
 @pytest.mark.parametrize(

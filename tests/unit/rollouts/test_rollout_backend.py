@@ -123,41 +123,32 @@ def parts(loaded: LoadedModel) -> TrainerParts:
 
 
 @pytest.mark.parametrize(
-    ("keys", "skips"),
+    ("on_gpu", "keys", "skips"),
     [
-        ({}, True),
-        ({"decoding": {"skip_forced_tokens": False}}, False),
+        (False, {}, True),
+        (False, {"decoding": {"skip_forced_tokens": False}}, False),
         # Samples would depend on the cache, so that a seed alone no longer decides them.
-        ({"decoding": {"temperature": 0.5}}, False),
-        ({"decoding": {"temperature": 0.5, "skip_forced_tokens": True}}, True),
-        ({"vllm": {"async_scheduling": True}}, False),
-        ({"vllm": {"async_scheduling": False}}, True),
-        ({"rollout_backend": "hf"}, True),
-        ({"rollout_backend": "hf", "decoding": {"temperature": 0.5}}, True),
-        ({"rollout_backend": "hf", "decoding": {"skip_forced_tokens": False}}, False),
-        ({"rollout_backend": "hf", "decode_mode": "beam", "num_beams": 2}, False),
+        (False, {"decoding": {"temperature": 0.5}}, False),
+        (False, {"decoding": {"temperature": 0.5, "skip_forced_tokens": True}}, True),
+        (False, {"vllm": {"async_scheduling": True}}, False),
+        (False, {"vllm": {"async_scheduling": False}}, True),
+        (False, {"rollout_backend": "hf"}, True),
+        (False, {"rollout_backend": "hf", "decoding": {"temperature": 0.5}}, True),
+        (False, {"rollout_backend": "hf", "decoding": {"skip_forced_tokens": False}}, False),
+        (False, {"rollout_backend": "hf", "decode_mode": "beam", "num_beams": 2}, False),
+        # On GPUs engines skip them for up to eight answers at once.
+        (True, {"decode_batch_size": 8}, True),
+        (True, {"decode_batch_size": 9}, False),
+        (True, {"decode_batch_size": 32, "decoding": {"skip_forced_tokens": True}}, True),
+        (True, {"decode_batch_size": 8, "decoding": {"skip_forced_tokens": False}}, False),
+        (True, {"decode_batch_size": 32, "rollout_backend": "hf"}, True),
     ],
     ids=str,
 )
-def test_forced_tokens_are_skipped_where_that_changes_no_answer(keys: dict[str, Any], skips: bool) -> None:
-    config = resolved(**{"rollout_backend": "vllm", **keys})
-    assert config.skips_forced_tokens(on_gpu=False) is skips
-
-
-@pytest.mark.parametrize(
-    ("keys", "skips"),
-    [
-        ({"decode_batch_size": 8}, True),
-        ({"decode_batch_size": 9}, False),
-        ({"decode_batch_size": 32, "decoding": {"skip_forced_tokens": True}}, True),
-        ({"decode_batch_size": 8, "decoding": {"skip_forced_tokens": False}}, False),
-        ({"decode_batch_size": 32, "rollout_backend": "hf"}, True),
-    ],
-    ids=str,
-)
-def test_engines_on_gpus_skip_forced_tokens_of_up_to_eight_answers_at_once(keys: dict[str, Any], skips: bool) -> None:
-    config = resolved(**{"rollout_backend": "vllm", **keys})
-    assert config.skips_forced_tokens(on_gpu=True) is skips
+def test_forced_tokens_are_skipped_where_that_changes_no_answer_and_is_faster(
+    on_gpu: bool, keys: dict[str, Any], skips: bool
+) -> None:
+    assert resolved(**{"rollout_backend": "vllm", **keys}).skips_forced_tokens(on_gpu=on_gpu) is skips
 
 
 def test_hf_backend_is_built_from_the_section(loaded: LoadedModel) -> None:
