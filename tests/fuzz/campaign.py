@@ -65,13 +65,14 @@ def spend(
     kind: str, source: Source, seconds: float, saved: Path, seed: int = 0, first: int = 0, count: int = 1 << 60
 ) -> Tally:
     """Read inputs of a kind from number ``first`` on for ``seconds``, at most ``count``."""
+    gc.freeze()  # the collections below pass over what was there before
     tally, begun, early = Tally(kind), time.monotonic(), None
     while tally.inputs < count and len(tally.failures) < _MOST_FAILURES:
         spent = time.monotonic() - begun
         if spent > seconds:
             break
         if early is None and spent > _WARM_UP * seconds:
-            early = _resident_mib(), _open_files()
+            early = _held()
         number = first + tally.inputs
         path, content = source.change(random.Random(f"{kind} {seed} {number}"))
         tally.inputs += 1
@@ -88,10 +89,11 @@ def spend(
         tally.slowest_s = max(tally.slowest_s, time.monotonic() - at)
     tally.seconds = time.monotonic() - begun
     if early is not None:
-        tally.growth_mib = _resident_mib() - early[0]
+        resident_mib, open_files = _held()
+        tally.growth_mib = resident_mib - early[0]
         if tally.growth_mib > GROWTH_MIB:
             tally.failures.append(f"memory grew by {tally.growth_mib:.0f} MiB in {tally.inputs} inputs")
-        if (more := _open_files() - early[1]) > 2:
+        if (more := open_files - early[1]) > 2:
             tally.failures.append(f"{more} more files are open after {tally.inputs} inputs")
     return tally
 
@@ -110,14 +112,11 @@ def _deadline() -> Iterator[None]:
         signal.signal(signal.SIGALRM, kept)
 
 
-def _resident_mib() -> float:
+def _held() -> tuple[float, int]:
+    """MiB of memory, and open files, of this process."""
     gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
-
-
-def _open_files() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    return resident, len(os.listdir("/proc/self/fd"))
 
 
 def main() -> None:
