@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 SOURCE = f"{os.sep}src{os.sep}coordexp{os.sep}"
@@ -33,6 +34,7 @@ class Walks:
     def __init__(self, folder: Path) -> None:
         self._lines = (folder / f"{os.getpid()}.tsv").open("a", buffering=1, encoding="utf-8")
         self._seen: set[tuple[str, str, str]] = set()
+        self._files: dict[CodeType, str] = {}  # "" for code of other projects
         self._tokens: list[int] | None = None  # of the first answer, from its middle
         self.trains = "train" in sys.orig_argv
         self._pushing = not self.trains  # servers and their workers see weights only in pushes
@@ -40,10 +42,14 @@ class Walks:
 
     def on_event(self, frame: Any, event: str, result: Any) -> None:
         """A profile function of :func:`sys.setprofile`."""
-        if event not in ("call", "return") or SOURCE not in frame.f_code.co_filename:
+        if event not in ("call", "return"):
             return
         code = frame.f_code
-        file, function = code.co_filename.partition(SOURCE)[2], getattr(code, "co_qualname", code.co_name)
+        if (file := self._files.get(code)) is None:
+            file = self._files[code] = code.co_filename.partition(SOURCE)[2]
+        if not file:
+            return
+        function = getattr(code, "co_qualname", code.co_name)
         if self.trains:
             for walk, key in (("key", KEY), ("loss", LOSS_KEY)):
                 if key in code.co_names or key in code.co_varnames or key in code.co_consts:
@@ -80,12 +86,17 @@ class Walks:
             self._lines.write(f"{walk}\t{file}\t{function}\n")
 
     def _is_answer(self, value: Any) -> bool:
-        numbers = _numbers(value, "iu")
         wanted = self._tokens
         assert wanted is not None
-        return numbers is not None and any(
-            numbers[at : at + len(wanted)] == wanted for at, first in enumerate(numbers) if first == wanted[0]
-        )
+        if isinstance(value, (list, tuple)):
+            starts = [at for at, one in enumerate(value) if type(one) is int and one == wanted[0]]
+            numbers = value if starts and all(type(one) is int for one in value) else []
+        elif (numbers := _array(value, "iu")) is not None:
+            numbers = numbers.ravel()
+            starts = (numbers == wanted[0]).nonzero()[0]
+        else:
+            return False
+        return any([*numbers[at : at + len(wanted)]] == wanted for at in starts)
 
 
 def holds(value: Any, matches: Callable[[Any], bool], levels: int = _LEVELS) -> bool:
@@ -118,8 +129,10 @@ def _is_image(value: Any) -> bool:
 def _is_weight(value: Any) -> bool:
     if type(value) is float:
         return value == STRUCT_CE_WEIGHT
-    numbers = _numbers(value, "f")
-    return numbers is not None and STRUCT_CE_WEIGHT in numbers
+    if isinstance(value, (list, tuple)):
+        return STRUCT_CE_WEIGHT in value if all(type(one) is float for one in value) else False
+    array = _array(value, "f")
+    return array is not None and array.dtype.itemsize == 4 and bool((array == STRUCT_CE_WEIGHT).any())
 
 
 def _is_name(value: Any) -> bool:
@@ -141,14 +154,6 @@ def _array(value: Any, kinds: str) -> Any:
 def _bytes(value: Any, kinds: str) -> bytes | None:
     array = _array(value, kinds)
     return None if array is None or array.dtype.itemsize != 1 else array.tobytes()
-
-
-def _numbers(value: Any, kinds: str) -> list[Any] | None:
-    if isinstance(value, (list, tuple)):
-        wanted = float if kinds == "f" else int
-        return list(value) if value and all(type(one) is wanted for one in value) else None
-    array = _array(value, kinds)
-    return None if array is None or (kinds == "f" and array.dtype.itemsize != 4) else array.ravel().tolist()
 
 
 def _middle_of_an_answer(reply: Any) -> list[int] | None:

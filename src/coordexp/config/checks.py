@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from coordexp.addresses import split_url
 from coordexp.config.base import Problem, parse_dotted
 from coordexp.config.environment import SCHEDULES_BY_METRIC, SCHEDULES_WITHOUT_WARMUP, unknown_names
-from coordexp.config.objective import PipelineConfig
 from coordexp.config.rollout import ADAPTER_RANKS
 from coordexp.config.schema import RunConfig
 from coordexp.errors import ConfigError
@@ -66,7 +65,7 @@ def _variant_has_its_pipeline(config: RunConfig) -> Findings:
             f"missing; {key} is required by custom.trainer_variant: stage2_rollout_aligned and has no default. List "
             "its modules under objective and diagnostics",
         )
-    elif variant == "stage2_rollout_aligned" and pipeline is not None and not _trains(pipeline, "B"):
+    elif variant == "stage2_rollout_aligned" and pipeline is not None and not pipeline.trains("B"):
         yield (
             f"{key}.objective",
             "trains nothing: stage2_rollout_aligned runs modules with enabled: true, weight > 0 and channels that "
@@ -79,18 +78,13 @@ def _both_channels_train(config: RunConfig) -> Findings:
         return
     b_ratio = config.stage2_ab.schedule.b_ratio
     for channel, used, without in (("A", b_ratio < 1, "1"), ("B", b_ratio > 0, "0")):
-        if used and not _trains(config.stage2_ab.pipeline, channel):
+        if used and not config.stage2_ab.pipeline.trains(channel):
             yield (
                 "stage2_ab.pipeline.objective",
                 f"trains nothing on steps of Channel-{channel}: no module has enabled: true, weight > 0, channels that "
                 f"contain {channel}, and a weight above 0 in its config. Add one, or set stage2_ab.schedule.b_ratio: "
                 f"{without}",
             )
-
-
-def _trains(pipeline: PipelineConfig, channel: str) -> bool:
-    active = (spec for spec in pipeline.objective if spec.enabled and spec.weight > 0 and channel in spec.channels)
-    return any(value > 0 for spec in active for key, value in spec.config if key.endswith("_weight"))
 
 
 def _schedule_has_its_metric(config: RunConfig) -> Findings:

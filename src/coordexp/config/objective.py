@@ -126,3 +126,8 @@ class PipelineConfig(StrictModel):
         if twice:
             raise ValueError(f"lists {', '.join(twice)}; merge the entries, or give each its own channels")
         return specs
+
+    def trains(self, channel: str) -> bool:
+        """Whether a channel has a loss: an enabled module with a weight above 0, its own and one in its config."""
+        active = (spec for spec in self.objective if spec.enabled and spec.weight > 0 and channel in spec.channels)
+        return any(value > 0 for spec in active for key, value in spec.config if key.endswith("_weight"))
