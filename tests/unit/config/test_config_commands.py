@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -155,8 +156,13 @@ SCHEMA_CASES: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
+@functools.cache
+def _validator() -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(json.loads(json_schema_text()))
+
+
 def _valid(data: Any) -> bool:
-    return not list(jsonschema.Draft202012Validator(json.loads(json_schema_text())).iter_errors(data))
+    return _validator().is_valid(data)
 
 
 @pytest.mark.parametrize(("data", "valid"), SCHEMA_CASES)

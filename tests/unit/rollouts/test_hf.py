@@ -330,12 +330,22 @@ GUARDS = [
 ]
 
 
+@pytest.fixture(scope="module", params=[{}, {"temperature": 0.7, "top_p": 0.9}, {"repetition_penalty": 1.05}], ids=str)
+def unguarded(
+    loaded: LoadedModel, requests_: list[RolloutRequest], request: pytest.FixtureRequest
+) -> tuple[dict[str, Any], list[Rollout]]:
+    """Options of decoding and the answers with them."""
+    return request.param, answers(loaded, requests_, None, **request.param)
+
+
 @pytest.mark.parametrize("settings", GUARDS)
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9}, {"repetition_penalty": 1.05}], ids=str)
 def test_answer_ends_where_the_guard_triggers(
-    loaded: LoadedModel, requests_: list[RolloutRequest], settings: RepeatTerminateConfig, options: dict[str, Any]
+    loaded: LoadedModel,
+    requests_: list[RolloutRequest],
+    settings: RepeatTerminateConfig,
+    unguarded: tuple[dict[str, Any], list[Rollout]],
 ) -> None:
-    free = answers(loaded, requests_, None, **options)
+    options, free = unguarded
     guarded = answers(loaded, requests_, settings, **options)
     for without, with_guard in zip(free, guarded, strict=True):
         trigger = first_trigger(with_guard.response_token_ids, settings)
