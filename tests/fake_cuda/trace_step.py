@@ -162,7 +162,8 @@ def step_of(config: RunConfig, args: Any, model: Any, task: Any, folder: Path) -
     wrapped.train, wrapped.parameters = model.train, model.parameters  # pyright: ignore[reportFunctionMemberAccess]
     run: Any = SimpleNamespace(
         model=wrapped, optimizer=optimizer, scheduler=build_scheduler(optimizer, args, 10),
-        accelerator=OneFakeGPU(), shards=False, progress=SimpleNamespace(global_step=0),
+        accelerator=OneFakeGPU(), shards=False, is_deepspeed=False,
+        progress=SimpleNamespace(global_step=0),
         sums=SimpleNamespace(add=lambda metrics: None, count_step=lambda channel: None),
     )  # fmt: skip
     tower = VisionTower.from_model(model)
