@@ -3,21 +3,18 @@ are sampled at their request's temperature."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("vllm", reason="vLLM is what is patched")
 
 from vllm.distributed.device_communicators import shm_broadcast
-from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
@@ -26,29 +23,35 @@ from coordexp.engine.worker import cpu_patches
 if not current_platform.is_cpu():
     pytest.skip("vLLM is not patched on a GPU machine", allow_module_level=True)
 
-FORKED = multiprocessing.get_context("fork")  # processes of their own, with vLLM imported already
+WORKER = """
+import os, sys
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+import coordexp.engine.worker.cpu_patches
 
-
-def sum_of_two_ranks(rank: int, store: Path) -> list[float]:
-    os.environ["VLLM_DIST_IDENT"] = "//"  # set by vLLM's worker under torchrun
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
-    group: Any = SimpleNamespace(
-        unique_name="tp:0", ranks=[0, 1], world_size=2, rank=rank, device_group=dist.group.WORLD
-    )
-    memory = _CPUSHMDistributed(group)
-    dist.barrier()
-    assert memory.group_name != "//-tp:0-[0-1]-cpushm", "vLLM's, the same in every run"
-    assert not list(cpu_patches.SHARED_MEMORY.glob(f"*{memory.group_name.rpartition(']')[2]}*"))
-    total = torch.full((1024,), rank + 1.0)
-    memory.all_reduce(total)
-    return total.unique().tolist()
+rank, store = int(sys.argv[1]), sys.argv[2]
+os.environ["VLLM_DIST_IDENT"] = "//"  # set by vLLM's worker under torchrun
+dist.init_process_group("gloo", rank=rank, world_size=2, init_method="file://" + store)
+group = SimpleNamespace(unique_name="tp:0", ranks=[0, 1], world_size=2, rank=rank, device_group=dist.group.WORLD)
+memory = _CPUSHMDistributed(group)
+dist.barrier()
+assert memory.group_name != "//-tp:0-[0-1]-cpushm"  # vLLM's, the same in every run
+assert not list(coordexp.engine.worker.cpu_patches.SHARED_MEMORY.glob("*" + memory.group_name.rpartition("]")[2] + "*"))
+total = torch.full((1024,), rank + 1.0)
+memory.all_reduce(total)
+print(total.unique().tolist())
+"""
 
 
 def test_shared_memory_has_a_unique_name_and_is_removed(tmp_path: Path) -> None:
     """A name that a killed run left behind would stop the next one."""
-    with FORKED.Pool(2) as ranks:
-        done = ranks.starmap_async(sum_of_two_ranks, [(rank, tmp_path / "store") for rank in range(2)], chunksize=1)
-        assert done.get(240) == [[3.0]] * 2
+    workers = [
+        subprocess.Popen([sys.executable, "-c", WORKER, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    assert [worker.communicate(timeout=240)[0].splitlines()[-1:] for worker in workers] == [[b"[3.0]"]] * 2
 
 
 def test_each_drafted_position_has_its_requests_temperature() -> None:
@@ -73,28 +76,33 @@ def test_padding_of_a_draft_is_rejected() -> None:
     assert sampled.tolist() == [[7, 7, 6], [5, -1, -1]]
 
 
-def doubled_sum(x: torch.Tensor) -> torch.Tensor:
+STORE_OR_LOAD = """
+import sys
+from pathlib import Path
+import torch
+import coordexp.engine.worker.cpu_patches
+
+def doubled_sum(x):
     return (2 * x).sum()
 
-
-def store_or_load(path: Path) -> float:
-    numbers = torch.arange(4.0)
-    if path.exists():
-        with path.open("rb") as file:
-            compiled: Any = torch.compiler.load_compiled_function(file)
-        compiled._artifacts.compiled_fn.finalize_loading(None)  # as vLLM does
-    else:
-        function: Any = torch.compile(doubled_sum, fullgraph=True)
-        compiled = function.aot_compile(((numbers,), {}))
-        compiled.save_compiled_function(str(path))
-    return compiled(numbers).item()
+path, numbers = Path(sys.argv[1]), torch.arange(4.0)
+if path.exists():
+    with path.open("rb") as file:
+        compiled = torch.compiler.load_compiled_function(file)
+    compiled._artifacts.compiled_fn.finalize_loading(None)  # as vLLM does
+else:
+    compiled = torch.compile(doubled_sum, fullgraph=True).aot_compile(((numbers,), {}))
+    compiled.save_compiled_function(str(path))
+print(compiled(numbers).item())
+"""
 
 
 def test_a_stored_compiled_function_is_usable_by_the_next_process(tmp_path: Path) -> None:
     """vLLM compiles again if the function that it loads cannot be finalized."""
     for _ in ("store", "load"):
-        with FORKED.Pool(1) as process:
-            assert process.apply_async(store_or_load, (tmp_path / "function",)).get(240) == 12.0
+        command = [sys.executable, "-c", STORE_OR_LOAD, str(tmp_path / "function")]
+        output = subprocess.run(command, stdout=subprocess.PIPE, timeout=240, check=True).stdout
+        assert output.splitlines()[-1:] == [b"12.0"]
 
 
 @pytest.fixture
