@@ -6,6 +6,7 @@ weight accumulates them, and the weight is the rounded master.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -103,12 +104,22 @@ def build_optimizer(
             optimizer_class = with_master_weights(optimizer_class)
         arguments = {name: value for name, value in given.items() if name not in own}
         optimizer = optimizer_class(given[own.pop()] if own else groups, **arguments)
+        if given.get("optim_bits") == 8:
+            _keep_tables_in_32_bits(model)
     if isinstance(optimizer, MasterWeights):
         if distributed.world_size() == 1:
             optimizer.sum_in_float32()
     else:
         refuse_master_weights(optimizer)
     return optimizer
+
+
+def _keep_tables_in_32_bits(model: torch.nn.Module) -> None:
+    # As transformers' Trainer does: a row of an embedding gets few and large updates, which 8-bit states store badly.
+    manager: Any = importlib.import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
 
 
 def build_scheduler(optimizer: Any, args: TrainingArguments, max_steps: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -307,3 +308,24 @@ def test_the_fused_optimizer_of_the_shipped_configurations_steps_as_the_plain_on
     plain, fused = (weights(trainer.model) for trainer in ways.values())
     for name, value in plain.items():
         torch.testing.assert_close(fused[name], value, atol=1e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_optimizers_with_8_bit_states_keep_32_bits_for_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers' Trainer; here with a package that only notes what it is told."""
+    kept: list[tuple[Any, str, dict[str, int]]] = []
+    manager = SimpleNamespace(register_module_override=lambda *override: kept.append(override))
+    package = SimpleNamespace(GlobalOptimManager=SimpleNamespace(get_instance=lambda: manager))
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", package)
+
+    class EightBit(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float, optim_bits: int) -> None:
+            super().__init__(params, lr)
+
+    given = {"lr": 1e-3, "optim_bits": 8}
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda args, model: (EightBit, given)))
+    model = load_tiny().model
+    args: Any = SimpleNamespace(weight_decay=0.0)
+    build_optimizer(model, args, LearningRates(1e-3), master_weights=False)
+    tables = [model.get_input_embeddings(), model.model.visual.pos_embed]
+    assert {id(module) for module, _, _ in kept} == {id(table) for table in tables}
+    assert {(name, settings["optim_bits"]) for _, name, settings in kept} == {("weight", 32)}
