@@ -66,7 +66,8 @@ def waiting(trainer: CoordExpTrainer) -> list[dict[str, Any]]:
     return [segment_to_json(segment) for segment in trainer.run.buffer.segments]
 
 
-@pytest.mark.parametrize(("stage", "logging_steps"), [(1, 3), (2, 1), ("two_channel", 3)])
+@pytest.mark.parametrize("stage", [1, 2, "two_channel"])
+@pytest.mark.parametrize("logging_steps", [1, 3])
 def test_resumed_run_equals_uninterrupted_run(
     stage: Any, logging_steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from coordexp.config import load_config
+from coordexp.data.files import asset
 from coordexp.errors import AppendError
 from coordexp.metrics.table import find_metric
 from coordexp.records import TokenRole
@@ -16,12 +19,15 @@ from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.step import PreparedStep
 from support.config_samples import pipeline
 from support.tiny_run import (
+    PROMPT,
     figures,
     finder,
     load_tiny,
     run_config,
     same_weights,
     step_lines,
+    tiny_checkpoint,
+    tiny_scenes,
     train,
     watch_steps,
     weights,
@@ -234,3 +240,69 @@ def test_only_rollout_steps_are_recorded(tmp_path: Path) -> None:
 
     records = read_records(tmp_path / "run" / "rollout_records")
     assert sorted({record.where.global_step for record in records}) == [1, 3]
+
+
+def test_the_best_checkpoint_is_the_one_with_the_best_f1(tmp_path: Path) -> None:
+    """transformers compares what evaluation returns, under the name that the YAML gives it."""
+    keys = {
+        "training__max_steps": 3, "training__eval_strategy": "steps", "training__eval_steps": 1,
+        "training__save_strategy": "steps", "training__save_steps": 1,
+        "training__metric_for_best_model": "rollout/f1", "training__greater_is_better": True,
+    }  # fmt: skip
+    config = run_config(tmp_path, "two_channel", **keys)
+
+    def script_f1(trainer: CoordExpTrainer) -> None:
+        evaluate, scripted = trainer.evaluate, iter((0.25, 0.75, 0.5))
+
+        def evaluated(*args: Any, **kwargs: Any) -> dict[str, float]:
+            metrics = evaluate(*args, **kwargs)
+            metrics["eval_rollout/f1"] = next(scripted)
+            return metrics
+
+        trainer.evaluate = evaluated  # pyright: ignore[reportAttributeAccessIssue]
+
+    trainer = train(config, finder(), on_built=script_f1)
+    assert trainer.state.best_metric == 0.75
+    assert Path(str(trainer.state.best_model_checkpoint)).name == "checkpoint-2"
+
+
+# -- shipped configurations train on the tiny model, with every key but paths and sizes as shipped ---------------------
+
+SIZES = {
+    "model.dtype": "float32",
+    "template.prompt": PROMPT,
+    "custom.val_sample_limit": 2,
+    "training.per_device_train_batch_size": 1,
+    "training.effective_batch_size": 2,
+    "training.bf16": False,
+    "training.use_cpu": True,
+    "training.report_to": "none",
+    "training.logging_steps": 1,
+    "training.save_strategy": "no",
+    "training.eval_strategy": "no",
+    "training.load_best_model_at_end": False,
+    "training.resume_from_checkpoint": None,
+    "global_max_length": 512,
+    "rollout_matching.max_new_tokens": 12,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "channels"),
+    [
+        ("stage2_two_channel/a_only", "AA"),
+        ("stage2_two_channel/b_only", "BB"),
+        ("stage2_two_channel/mixed", "AAAAAAAAAB"),  # one step of ten
+        ("demo/two_channel", "ABAB"),
+    ],
+)
+def test_two_channel_config_trains(name: str, channels: str, tmp_path: Path) -> None:
+    files = {"custom.train_jsonl": str(tiny_scenes()), "custom.val_jsonl": str(tiny_scenes())}
+    keys = SIZES | files | {"model.model": str(tiny_checkpoint()), "training.output_dir": str(tmp_path)}
+    keys["training.max_steps"] = len(channels)
+    if name.startswith("demo/"):
+        del keys["training.effective_batch_size"]
+    lines = step_lines(train(load_config(asset(f"configs/{name}.yaml"), keys)))
+    assert "".join("B" if line["stage2/channel_b"] else "A" for line in lines) == channels
+    for line in lines:
+        assert math.isfinite(line["loss"]) and line["loss"] > 0 and line["grad_norm"] > 0
