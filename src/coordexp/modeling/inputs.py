@@ -22,7 +22,7 @@ from coordexp.coords import serialize_objects
 from coordexp.data.images import ResizeRule, open_rgb, shape_problem
 from coordexp.errors import AlignmentError, ConfigError, DataError
 from coordexp.modeling.attention import Segments, row_arguments
-from coordexp.modeling.load import load_processor, load_vocab, read_config
+from coordexp.modeling.load import load_processor_and_vocab, read_config
 from coordexp.modeling.patches import PixelScale, cut
 from coordexp.records import ImageRecord, PackedRow, RolloutRequest
 
@@ -249,7 +249,7 @@ def token_counter(checkpoint: Path, sample: ImageRecord) -> Callable[[ImageRecor
     an image's size. Raises CheckpointError or VocabError, and DataError for the image of ``sample``.
     """
     opened = Checkpoint.open(checkpoint)
-    vocab, processor, image_token = load_vocab(opened), load_processor(opened), read_config(opened).image_token_id
+    (processor, vocab), image_token = load_processor_and_vocab(opened), read_config(opened).image_token_id
     vision = processor.image_processor
     factor = vision.patch_size * vision.merge_size
     rule = ResizeRule(factor, vision.size["shortest_edge"], vision.size["longest_edge"])

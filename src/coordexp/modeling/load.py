@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -109,9 +109,13 @@ def no_progress_bars() -> Iterator[None]:
 def load_vocab(path: str | Path | Checkpoint) -> CoordVocab:
     """Check and read only the tokenizer: cheap. Raises CheckpointError, and VocabError without coordinate tokens."""
     checkpoint = Checkpoint.open(path)
+    return _vocab_of(checkpoint, _read(AutoTokenizer, checkpoint.base, "tokenizer"))
+
+
+def _vocab_of(checkpoint: Checkpoint, tokenizer: Any) -> CoordVocab:
     rows = read_config(checkpoint).text_config.vocab_size
     try:
-        vocab = CoordVocab.from_tokenizer(_read(AutoTokenizer, checkpoint.base, "tokenizer"))
+        vocab = CoordVocab.from_tokenizer(tokenizer)
     except VocabError as error:
         raise VocabError(f"{checkpoint.path}: {error}") from error
     if max(vocab.coord_token_ids) >= rows:
@@ -119,15 +123,35 @@ def load_vocab(path: str | Path | Checkpoint) -> CoordVocab:
     return vocab
 
 
-def load_model(path: str | Path | Checkpoint, dtype: str = DTYPE, attention: str = ATTENTION) -> LoadedModel:
-    """Load a Qwen3-VL checkpoint that has the coordinate tokens; a LoRA run's folder with its adapters merged. Raises
-    CheckpointError for weights that are unreadable, missing or of another shape, VocabError without the tokens."""
+class ProcessorAndVocab(NamedTuple):
+    """What of a checkpoint reads and writes prompts and answers."""
+
+    processor: Any
+    vocab: CoordVocab
+
+
+def load_processor_and_vocab(path: str | Path | Checkpoint) -> ProcessorAndVocab:
+    """Check and read the processor and its vocabulary, without weights. Raises CheckpointError, and VocabError without
+    coordinate tokens."""
     checkpoint = Checkpoint.open(path)
-    vocab = load_vocab(checkpoint)
+    processor = load_processor(checkpoint)
+    return ProcessorAndVocab(processor, _vocab_of(checkpoint, processor.tokenizer))
+
+
+def load_model(
+    path: str | Path | Checkpoint,
+    dtype: str = DTYPE,
+    attention: str = ATTENTION,
+    known: ProcessorAndVocab | None = None,
+) -> LoadedModel:
+    """Load a Qwen3-VL checkpoint that has the coordinate tokens; a LoRA run's folder with its adapters merged.
+    ``known``: its processor and vocabulary, if they are read already. Raises CheckpointError for weights that are
+    unreadable, missing or of another shape, VocabError without the tokens."""
+    checkpoint = Checkpoint.open(path)
+    processor, vocab = known or load_processor_and_vocab(checkpoint)
     model: Any = read_weights(checkpoint, getattr(torch, dtype))
     model.name_or_path = str(checkpoint.path.absolute())  # adapters trained on it will name it as their base
     model.set_attn_implementation(transformers_names(attention))
-    processor = load_processor(checkpoint)
     model.model.pixel_scale = PixelScale.of(processor.image_processor)
     return LoadedModel(checkpoint, model, processor, vocab, attention, read_card(checkpoint.path))
 
@@ -136,7 +160,11 @@ def load_processor(path: str | Path | Checkpoint) -> Any:
     """The checkpoint's processor: tokenizer, image processor, chat template. Raises CheckpointError without one that
     can process a prompt."""
     folder = Checkpoint.open(path).base
-    processor: Any = _read(AutoProcessor, folder, "processor")
+    try:
+        processor: Any = _read(AutoProcessor, folder, "processor")
+    except CheckpointError:
+        _read(AutoTokenizer, folder, "tokenizer")  # if this is the broken part, the message names it
+        raise
     parts = [{"type": "image", "image": "a"}, {"type": "text", "text": "a"}]
     file, what = "chat_template.jinja", "chat template"
     try:  # the libraries read neither file to its end before it is used

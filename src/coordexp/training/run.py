@@ -49,7 +49,7 @@ from coordexp.modeling.adapter import tune
 from coordexp.modeling.attention import check_attention, recompute_layers
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.kernels import fuse_layers, liger_kernels, unfused_note, wants_fused
-from coordexp.modeling.load import LoadedModel, load_model, load_vocab
+from coordexp.modeling.load import LoadedModel, ProcessorAndVocab, load_model, load_processor_and_vocab
 from coordexp.modeling.scores import TokenScorer
 from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.out_of_memory import is_out_of_memory, phase
@@ -89,11 +89,12 @@ logger = logging.getLogger("coordexp")
 
 @dataclass(frozen=True, slots=True)
 class CheckedRun:
-    """A configuration with checked data, tokenizer and backend. Nothing heavy is loaded."""
+    """A configuration with checked data, processor and backend. Nothing heavy is loaded."""
 
     config: RunConfig
     start: Start
     model: Checkpoint
+    texts: ProcessorAndVocab
     rollout: RolloutMatchingConfig
     train: Sequence[ImageRecord]
     val: Sequence[ImageRecord]
@@ -102,7 +103,7 @@ class CheckedRun:
 def check_run(
     config: RunConfig, *, trainers: int | None = None, servers_are_up: bool = True, start: Start | None = None
 ) -> CheckedRun:
-    """Read data and tokenizer, query the rollout servers: report every mistake that can be found before the model
+    """Read data and processor, query the rollout servers: report every mistake that can be found before the model
     loads.
 
     Args:
@@ -139,8 +140,9 @@ def check_run(
     attempt(check_training_environment, config)
     attempt(check_optimizer, config.training)
     attempt(check_schedule, config.training)
+    texts: Any = None
     if model is not None:
-        attempt(load_vocab, model)
+        texts = attempt(load_processor_and_vocab, model)
         attempt(check_lengths, config, model)
         attempt(checked_disk, config, model)
     custom, wait_s = config.custom, config.training.ddp_timeout
@@ -170,7 +172,7 @@ def check_run(
     assert start is not None and model is not None
     if distributed.is_main() and (note := unprepared_note(preparation_of(train), val)) is not None:
         logger.warning("custom.val_jsonl: %s: %s", custom.val_jsonl, note)
-    return CheckedRun(config, start, model, rollout, train, val)
+    return CheckedRun(config, start, model, texts, rollout, train, val)
 
 
 def _joined(files: Sequence[TrainFile], opened: Sequence[Sequence[ImageRecord]]) -> Sequence[ImageRecord]:
@@ -314,7 +316,7 @@ def _epoch_plan(run: CheckedRun, console: Console) -> EpochPlan | None:
 def _tuned_model(run: CheckedRun, accelerator: Accelerator, console: Console) -> LoadedModel:
     config = run.config
     with phase("start", "loading the model"):
-        loaded = load_model(run.model, config.model.dtype, config.model.attn_implementation)
+        loaded = load_model(run.model, config.model.dtype, config.model.attn_implementation, run.texts)
     card = card_of_run(config, preparation_of(run.train), tuple(choose_list(records=run.train)))
     if config.tuner.train_type == "lora":
         card = replace(card, base=fingerprint(Path(config.model.model), sealed=False))
