@@ -64,7 +64,7 @@ class Command:
 
 
 _MODEL = "model.safetensors"
-_STEPS = {"training.max_steps": 3, "custom.val_sample_limit": 4}
+_STEPS = {"training.max_steps": 3, "custom.val_sample_limit": 4, "training.effective_batch_size": 4}
 
 # A user's own data, from annotations to a second stage.
 OWN_DATA = (
