@@ -125,7 +125,6 @@ PINNED: dict[str, dict[str, list[str]]] = {
         "transformers.training_args": ["TrainingArguments: _n_gpu"],
         "transformers.trainer": ["OPTIMIZER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "TRAINER_STATE_NAME"],
         "transformers.trainer_callback": ["CallbackHandler", "DefaultFlowCallback"],
-        "transformers.trainer_optimizer": ["is_optimizer_factory"],
         "transformers.trainer_pt_utils": ["get_parameter_names"],
         "transformers.trainer_utils": ["PREFIX_CHECKPOINT_DIR", "align_special_tokens"],
     },

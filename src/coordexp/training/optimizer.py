@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.optimization import GreedyLR
-from transformers.trainer_optimizer import is_optimizer_factory
 from transformers.trainer_pt_utils import get_parameter_names
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
@@ -83,29 +82,16 @@ def build_optimizer(
     model: torch.nn.Module, args: TrainingArguments, rates: LearningRates, *, master_weights: bool
 ) -> torch.optim.Optimizer:
     """The optimizer that ``args.optim`` names, over our parameter groups: each part of the model has its own learning
-    rate. ``master_weights``: it steps float32 copies of the weights. Raises ConfigError if an optimizer that makes its
-    own groups would get several learning rates."""
+    rate. ``master_weights``: it steps float32 copies of the weights."""
     # Weight decay as in transformers: all but biases and norms.
     never = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
     groups = parameter_groups(model, rates, args.weight_decay, get_parameter_names(model, [torch.nn.LayerNorm], never))
     optimizer_class, given = Trainer.get_optimizer_cls_and_kwargs(args, model)  # pyright: ignore[reportArgumentType]
-    # Layer-wise optimizers bring their own groups, under one of three names; factories make them of the model.
-    own = {"params", "model", "optimizer_dict"} & given.keys()
-    is_factory = is_optimizer_factory(optimizer_class)
-    if (own or is_factory) and rates.differ:
-        raise ConfigError(
-            "training.optim: this optimizer makes its own parameter groups and takes one learning rate; remove "
-            "training.vit_lr, aligner_lr and coord_lr, or choose another optimizer"
-        )
-    if is_factory:
-        optimizer = optimizer_class()(model, **given)
-    else:
-        if master_weights:
-            optimizer_class = with_master_weights(optimizer_class)
-        arguments = {name: value for name, value in given.items() if name not in own}
-        optimizer = optimizer_class(given[own.pop()] if own else groups, **arguments)
-        if given.get("optim_bits") == 8:
-            _keep_tables_in_32_bits(model)
+    if master_weights:
+        optimizer_class = with_master_weights(optimizer_class)
+    optimizer = optimizer_class(groups, **given)
+    if given.get("optim_bits") == 8:
+        _keep_tables_in_32_bits(model)
     if isinstance(optimizer, MasterWeights):
         if distributed.world_size() == 1:
             optimizer.sum_in_float32()

@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from coordexp.checkpoints.folder import part_of
 from coordexp.config.schema import TunerConfig
-from coordexp.errors import CheckpointError, ConfigError
+from coordexp.errors import CheckpointError
 from coordexp.modeling.adapter import tune
 from coordexp.training.optimizer import LearningRates, build_optimizer, parameter_groups, with_master_weights
 from support.tiny_run import (
@@ -251,17 +251,6 @@ def test_weight_decay_is_applied_as_in_transformers() -> None:
     theirs = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     assert decayed == theirs - {"lm_head.weight"}  # the tied table, once
     assert not any("norm" in name or name.endswith("bias") for name in decayed)
-
-
-def test_an_optimizer_with_its_own_groups_allows_one_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = torch.nn.Linear(2, 2)
-    own = {"params": list(model.parameters()), "lr": 0.5}
-    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", lambda *_: (torch.optim.SGD, own))
-    args: Any = SimpleNamespace(weight_decay=0.1)
-    (group,) = build_optimizer(model, args, LearningRates(1e-4), master_weights=False).param_groups
-    assert group["params"] == own["params"] and group["lr"] == 0.5 and group["weight_decay"] == 0.0
-    with pytest.raises(ConfigError, match=r"training\.optim: .*remove training\.vit_lr, aligner_lr and coord_lr"):
-        build_optimizer(model, args, RATES, master_weights=False)
 
 
 SGD: dict[str, Any] = {"training__optim": "sgd", "training__max_grad_norm": 0.0, "training__max_steps": 1,
