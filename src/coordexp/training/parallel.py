@@ -35,12 +35,17 @@ logger = logging.getLogger("coordexp")
 
 def check_parallel(config: RunConfig, world_size: int) -> None:
     """Check the sections ``fsdp`` and ``deepspeed`` before anything is loaded. Raises ConfigError for FSDP with one
-    process, for DeepSpeed on a CPU, with a missing file, with ZeRO-3, or with a scheduler that would replace
-    several learning rates by one; MissingDependency without DeepSpeed."""
+    process or with offloading on a CPU, for DeepSpeed on a CPU, with a missing file, with ZeRO-3, or with a scheduler
+    that would replace several learning rates by one; MissingDependency without DeepSpeed."""
     if config.fsdp.enabled and world_size == 1:
         raise ConfigError(
             "fsdp.enabled: FSDP shards the model over the processes of torchrun, and there is only one; start "
             "torchrun --nproc_per_node=N, or set fsdp.enabled: false"
+        )
+    if config.fsdp.enabled and config.fsdp.cpu_offload and (config.training.use_cpu or not torch.cuda.is_available()):
+        raise ConfigError(
+            "fsdp.cpu_offload: keeps shards in main memory while a GPU computes, and this run trains on the CPU; set "
+            "fsdp.cpu_offload: false"
         )
     if config.deepspeed.enabled:
         if config.training.use_cpu:

@@ -32,7 +32,6 @@ def test_without_either_section_nothing_is_passed(tmp_path: Path) -> None:
 def test_fsdp_reaches_accelerate_as_version_2(tmp_path: Path) -> None:
     keys = {"fsdp__enabled": True, "fsdp__reshard_after_forward": False, "fsdp__cpu_offload": True}
     config = configured(tmp_path, **keys, fsdp__transformer_layer_cls_to_wrap=["Qwen3VLTextDecoderLayer"])
-    check_parallel(config, 2)
     assert parallel_arguments(config) == {
         "fsdp": True,
         "fsdp_config": {
@@ -50,6 +49,12 @@ def test_fsdp_reaches_accelerate_as_version_2(tmp_path: Path) -> None:
 def test_fsdp_over_one_process_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fsdp\.enabled: .*torchrun --nproc_per_node"):
         check_parallel(configured(tmp_path, fsdp__enabled=True), 1)
+
+
+def test_fsdp_offloads_nothing_from_a_cpu(tmp_path: Path) -> None:
+    check_parallel(configured(tmp_path, fsdp__enabled=True), 2)
+    with pytest.raises(ConfigError, match=r"fsdp\.cpu_offload: .*trains on the CPU; set fsdp\.cpu_offload: false"):
+        check_parallel(configured(tmp_path, fsdp__enabled=True, fsdp__cpu_offload=True), 2)
 
 
 def test_deepspeed_configuration_is_passed_unchanged(tmp_path: Path) -> None:
