@@ -90,7 +90,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "rollout": (
         Metric("rollout/samples_total", "samples", COUNT, "answers generated"),
-        Metric("rollout/gt_objects_total", "objects", COUNT, "annotated objects of these samples"),
+        Metric("rollout/gt_objects_total", "objects", COUNT, "objects of these samples in the data, soft ones too"),
         Metric("rollout/valid_pred_objects_total", "objects", COUNT, "valid objects in the answers"),
         Metric("rollout/matched_total", "objects", COUNT, "matched pairs"),
         Metric("rollout/fp_total", "objects", COUNT, "valid predictions without a match"),
