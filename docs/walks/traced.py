@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -54,31 +54,35 @@ class Walks:
             for walk, key in (("key", KEY), ("loss", LOSS_KEY)):
                 if key in code.co_names or key in code.co_varnames or key in code.co_consts:
                     self._note(walk, file, function)
-        if code.co_name == "<module>":
+        # A comprehension's values are its function's.
+        if code.co_name in ("<module>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"):
             return
         if function.endswith("sync_weights"):
             self._pushing = event == "call"
         self._reading |= function == "RecordDataset.__getitem__"
-        values = [value for name, value in frame.f_locals.items() if name != "self"]
-        values += [result] if event == "return" else []
         if function == "ServerClient.infer" and self._tokens is None and event == "return":
             self._tokens = _middle_of_an_answer(result)
             if self._tokens is not None:
                 self._note("token", file, function)  # the reply has it deeper than three levels
-        looked_for: dict[str, Callable[[Any], bool]] = {}
-        if self._reading:
-            looked_for["image" if self.trains else "served image"] = _is_image
-        if self.trains:
-            looked_for["loss"] = _is_weight
-        if self._tokens is not None:
-            looked_for["token"] = self._is_answer
-        if self._pushing:
-            looked_for["tensor"] = _is_name
+        looked_for = {walk: matches for walk, matches in self._looked_for() if (walk, file, function) not in self._seen}
+        if not looked_for:
+            return
+        values = [value for name, value in frame.f_locals.items() if name != "self"]
+        values += [result] if event == "return" else []
         for walk, matches in looked_for.items():
-            if (walk, file, function) not in self._seen and any(holds(value, matches) for value in values):
+            if any(holds(value, matches, 0 if walk == "key" else _LEVELS) for value in values):
                 self._note(walk, file, function)
-        if self.trains and any(type(value) is int and value == KEY_VALUE for value in values):
-            self._note("key", file, function)
+
+    def _looked_for(self) -> Iterator[tuple[str, Callable[[Any], bool]]]:
+        if self._reading:
+            yield "image" if self.trains else "served image", _is_image
+        if self.trains:
+            yield "loss", _is_weight
+            yield "key", _is_key_value
+        if self._tokens is not None:
+            yield "token", self._is_answer
+        if self._pushing:
+            yield "tensor", _is_name
 
     def _note(self, walk: str, file: str, function: str) -> None:
         if (walk, file, function) not in self._seen:
@@ -124,6 +128,10 @@ def _is_image(value: Any) -> bool:
         return value.mode == "RGB" and value.getpixel((0, 0)) == COLOUR
     raw = value if isinstance(value, (bytes, bytearray)) else _bytes(value, "u")
     return raw is not None and any(pattern in raw for pattern in _PIXELS)
+
+
+def _is_key_value(value: Any) -> bool:
+    return type(value) is int and value == KEY_VALUE
 
 
 def _is_weight(value: Any) -> bool:
