@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import logging
 import socket
@@ -150,6 +151,44 @@ def test_invalid_bodies_are_refused(body: str, url: str) -> None:
     assert 400 <= reply.status_code < 500, reply.text
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "kind", "status", "error"),
+    [
+        ("POST", "/infer/", "application/x-www-form-urlencoded", 415, "Content-Type: application/json"),
+        ("POST", "/infer/", "application/json", 400, "parsing the body"),
+        ("GET", "/infer/", "application/json", 405, "Method Not Allowed"),
+        ("GET", "/nothing/", "application/json", 404, "Not Found"),
+    ],
+)
+def test_every_refusal_has_the_documented_form(
+    method: str, path: str, kind: str, status: int, error: str, url: str
+) -> None:
+    headers = {"Content-Type": kind}
+    reply = httpx.request(method, f"{url}{path}", content="[" * 100_000, headers=headers, trust_env=False)
+    assert reply.status_code == status and error in reply.json()["error"], reply.text
+
+
+@pytest.mark.parametrize("replies", [False, True], ids=["no reply yet", "vLLM's own reply"])
+def test_an_internal_error_is_logged_once_and_keeps_the_connection(
+    replies: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if replies:
+            await send({"type": "http.response.start", "status": 500, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
+        raise OSError("a mistake")
+
+    admission, addresses = Admission(app, None, "localhost", 1.0), set()
+    for url in running_at(connections.bounded_config(admission, lifespan="off")):
+        with httpx.Client(trust_env=False) as client:
+            for _ in range(3):
+                reply = client.get(f"{url}/get_world_size/")
+                assert reply.status_code == 500 and replies != ("a mistake" in reply.text)
+                addresses.add(reply.extensions["network_stream"].get_extra_info("client_addr"))
+    assert len(addresses) == 1
+    assert [record.name for record in caplog.records if record.exc_info] == ["coordexp.engine.server.admission"] * 3
+
+
 def test_a_body_that_is_never_sent_times_out(url: str) -> None:
     host, _, port = url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=30) as client:
@@ -288,8 +327,6 @@ def test_an_engine_that_samples_no_token_is_reported(url: str, engine: Engine) -
 
 
 def test_an_image_with_too_many_pixels_is_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    import base64
-
     packed = io.BytesIO()
     Image.new("1", (13_000, 13_000)).save(packed, format="PNG")
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))

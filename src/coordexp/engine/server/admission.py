@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -57,7 +58,7 @@ class Admission:
             await _refuse(error, scope, receive, send)
             return
         if size is None:
-            await self._app(scope, receive, send)
+            await self._answer(scope, receive, send)
             return
         if self._held_bytes + size > MAX_BODIES_BYTES:
             busy = f"requests with {self._held_bytes >> 20} MiB are being answered; try again"
@@ -70,9 +71,28 @@ class Admission:
             except RequestRefused as error:
                 await _refuse(error, scope, receive, send)
                 return
-            await self._app(scope, replay, send)
+            await self._answer(scope, replay, send)
         finally:
             self._held_bytes -= size
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        # Errors end here: Starlette would raise them once more after its reply, on which uvicorn logs them again and
+        # closes the connection, often under the client's next request.
+        last: Any = None
+
+        async def sending(message: Any) -> None:
+            nonlocal last
+            last = message
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except Exception as error:
+            if last is not None and (last["type"] != "http.response.body" or last.get("more_body")):
+                raise  # half a reply
+            reply = await reply_to_error(Request(scope), error)
+            if last is None:
+                await reply(scope, receive, send)
 
     def _check_sender(self, request: Request) -> None:
         if self._api_key is not None:
@@ -142,13 +162,23 @@ def refusal(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": message.encode("utf-8", "backslashreplace").decode()}, status)
 
 
-async def reply_to_invalid(_: Request, error: Exception) -> JSONResponse:
+async def reply_to_invalid(request: Request, error: Exception) -> JSONResponse:
     # FastAPI's own reply repeats the input, which may not be valid JSON (NaN).
     assert isinstance(error, RequestValidationError)
+    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):  # FastAPI would call each field missing
+        return refusal(415, "send JSON, with the header Content-Type: application/json")
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
     return refusal(422, f"{place}: {first['msg']}{more}"[:1000])
+
+
+async def reply_to_http(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    reply = refusal(error.status_code, str(error.detail))
+    reply.headers.update(error.headers or {})
+    return reply
 
 
 async def reply_to_error(request: Request, error: Exception) -> JSONResponse:

@@ -19,9 +19,10 @@ from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
-from coordexp.engine.server.admission import BODY_S, Admission, reply_to_error, reply_to_invalid
+from coordexp.engine.server.admission import BODY_S, Admission, reply_to_error, reply_to_http, reply_to_invalid
 from coordexp.engine.server.options import ServeOptions
 from coordexp.engine.server.served_engine import Heartbeat, ServedEngine
 from coordexp.engine.wire.arguments import FINGERPRINT, MAX_WAIT_S, CommitRequest, JoinRequest
@@ -152,8 +153,8 @@ class RolloutServer:
                 self.engine.shutdown()
 
         app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-        app.add_exception_handler(Exception, reply_to_error)
         app.add_exception_handler(CoordExpError, reply_to_error)
+        app.add_exception_handler(HTTPException, reply_to_http)
         app.add_exception_handler(RequestValidationError, reply_to_invalid)
         app.add_middleware(Admission, self.options.api_key, self.options.advertised_host, body_s)
         for method, path, endpoint in (
