@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib
 import io
 import logging
 import socket
@@ -18,12 +19,13 @@ import httpx
 import pytest
 import uvicorn
 from PIL import Image, ImageFile
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
 from coordexp.engine.server import connections
 from coordexp.engine.server.admission import Admission
 from coordexp.engine.server.app import RolloutServer
 from coordexp.engine.server.served_engine import Heartbeat
-from coordexp.engine.wire.engine_process import image_threads
+from coordexp.engine.wire.engine_process import MEDIA_CONNECTOR, image_threads
 from coordexp.engine.wire.protocol import RequestRefused, open_image
 from coordexp.errors import ServerTimeout
 from support.settings import client_to, serve_options_of
@@ -324,6 +326,36 @@ def test_an_engine_that_samples_no_token_is_reported(url: str, engine: Engine) -
     engine.answers = False
     time.sleep(0.3)
     assert client.engine_stall_seconds() < 1.0
+
+
+def data_url(image: Image.Image, kind: str, **options: Any) -> str:
+    packed = io.BytesIO()
+    image.save(packed, format=kind, **options)
+    return f"DATA:image/{kind};base64,{base64.b64encode(packed.getvalue()).decode()}"
+
+
+SMALL = Image.new("RGB", (4, 2), "red")
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        (data_url(Image.new("I;16", (4, 2), 40_000), "png"), "not 8-bit"),
+        (data_url(SMALL, "gif", save_all=True, append_images=[Image.new("RGB", (4, 2), "blue")]), "2 frames"),
+        ("file:///etc/passwd", "send images as data URLs"),
+        ("http://127.0.0.1:1/a.png", "send images as data URLs"),
+        (data_url(SMALL, "png"), None),
+    ],
+    ids=["16 bits", "animation", "file", "address", "fine"],
+)
+def test_images_of_openai_requests_are_opened_as_those_of_the_trainer(address: str, problem: str | None) -> None:
+    importlib.import_module("coordexp.engine.server.openai")
+    connector = MEDIA_CONNECTOR_REGISTRY.load(MEDIA_CONNECTOR)
+    if problem is None:
+        assert asyncio.run(connector.fetch_image_async(address)).tobytes() == SMALL.tobytes()
+        return
+    with pytest.raises(ValueError, match=problem):  # of which vLLM makes a 400
+        asyncio.run(connector.fetch_image_async(address))
 
 
 def test_an_image_with_too_many_pixels_is_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_metrics_count_answers(server: RunningServer, client: ServerClient, trai
         ({"messages": [{"role": "user", "content": [
             {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}]}]}, 400),
         ({"messages": [{"role": "user", "content": [
-            {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, 500),  # vLLM's own status
+            {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, 400),
         ({"vllm_xargs": {"coordexp_names": ["cat"]}}, 400),
         ({"model": "another"}, 404),
         ({"temperature": -1}, 400),

@@ -25,6 +25,10 @@ PINNED: dict[str, dict[str, list[str]]] = {
         "vllm.v1.executor.multiproc_executor": ["MultiprocExecutor"],
         "vllm.v1.executor.uniproc_executor": ["UniProcExecutor"],
         "vllm.platforms": ["current_platform"],
+        # images of OpenAI requests
+        "vllm.multimodal.media": ["MEDIA_CONNECTOR_REGISTRY.load", "MediaConnector.load_from_url_async"],
+        "vllm.multimodal.media.connector": ["global_thread_pool"],
+        "vllm.envs": ["VLLM_MEDIA_CONNECTOR"],
         # weights
         "vllm.distributed.parallel_state": ["get_world_group"],
         "vllm.distributed.device_communicators.pynccl": [

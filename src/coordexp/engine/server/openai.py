@@ -11,11 +11,15 @@ from starlette.routing import Route
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+from vllm.multimodal.media.connector import global_thread_pool
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from coordexp.engine.server.admission import reply_to_error
 from coordexp.engine.server.app import RolloutServer
 from coordexp.engine.wire.arguments import CLASS_NAMES_KEY, REQUEST_KEY
+from coordexp.engine.wire.engine_process import MEDIA_CONNECTOR
+from coordexp.engine.wire.protocol import RequestRefused, open_image
 from coordexp.errors import CoordExpError
 
 # vLLM's other routes (scaling, development, LoRA from disk) could change weights without the weight lock.
@@ -33,6 +37,23 @@ async def openai_routes(server: RolloutServer) -> list[Route]:
     await init_app_state(engine, app.state, args, tasks)
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM would end the server when its engine dies
     return [Route(path, app, methods=[method]) for path, method in OPENAI_PATHS.items()]
+
+
+@MEDIA_CONNECTOR_REGISTRY.register(MEDIA_CONNECTOR)
+class SentImages(MediaConnector):
+    """Opens the images of OpenAI requests as those of ``/infer/``, out of data URLs only. vLLM's own would clip colours
+    of 16 bits, take the first picture of an animation, and answer 500 to addresses of files."""
+
+    def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
+        if url[:5].lower() != "data:":
+            raise ValueError("send images as data URLs; other addresses and files are not opened")
+        try:
+            return open_image(url)
+        except RequestRefused as error:
+            raise ValueError(str(error)) from error  # of which vLLM makes a 400
+
+    async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(global_thread_pool, self.load_from_url, url, media_io)
 
 
 class LockedEngine:

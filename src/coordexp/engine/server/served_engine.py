@@ -64,8 +64,6 @@ class ServedEngine:
             **options.engine,
             **own_arguments(options.model, guarded, options.takes_class_names, options.skip_forced_tokens),
             "data_parallel_size": options.data_parallel_size,
-            # OpenAI clients may send addresses, which vLLM would fetch. An empty list would allow all of them.
-            "allowed_media_domains": ["addresses-are-not-fetched.invalid"],
         }
         arguments = with_image_size(arguments)
         if not gpu:

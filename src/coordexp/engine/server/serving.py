@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.engine.server.options import ServeOptions
 from coordexp.engine.wire.arguments import ENABLE, activated_config, activation_environment, check_processors
-from coordexp.engine.wire.engine_process import DIE_WITH_PARENT, complete_environment, set_engine_owner
-from coordexp.engine.wire.protocol import MAX_IMAGE_PIXELS, PromptBuilder
+from coordexp.engine.wire.engine_process import (
+    DIE_WITH_PARENT,
+    MEDIA_CONNECTOR,
+    complete_environment,
+    set_engine_owner,
+)
+from coordexp.engine.wire.protocol import PromptBuilder
 from coordexp.errors import RolloutError, require
 from coordexp.heavy_imports import heavy_imports
 
@@ -38,7 +43,7 @@ def prepare_environment(repeat_terminate: RepeatTerminateConfig, *, gpu: bool) -
     already activates another repeat guard than the configuration."""
     complete_environment(gpu=gpu)
     os.environ[DIE_WITH_PARENT] = "1"
-    os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(MAX_IMAGE_PIXELS)  # of images in OpenAI requests
+    os.environ["VLLM_MEDIA_CONNECTOR"] = MEDIA_CONNECTOR  # of images in OpenAI requests
     set_engine_owner()
     if ENABLE not in os.environ:
         os.environ.update(activation_environment(repeat_terminate))

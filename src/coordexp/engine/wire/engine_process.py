@@ -26,6 +26,7 @@ OWNER_PID = "COORDEXP_ENGINE_OWNER_PID"
 DP_COORDINATOR = "DPCoordinator"  # part of its process title
 SERVER_API_KEY = "COORDEXP_ROLLOUT_API_KEY"  # the token itself, for servers that would show it in their command line
 PLUGINS = "VLLM_PLUGINS"
+MEDIA_CONNECTOR = "coordexp"  # the name by which vLLM finds our class that opens images
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _EVERYWHERE = {

@@ -360,7 +360,7 @@ def open_image(source: str) -> Image.Image:
     # The base64 of every JPEG starts like a path: /9j/.
     is_jpeg = source.startswith("/9j/") and (len(source) > LONGEST_PATH or not os.path.exists(source))
     try:
-        if source.startswith("data:"):
+        if source[:5].lower() == "data:":
             header, _, encoded = source.partition(",")
             if not header.endswith(";base64"):
                 raise RequestRefused(400, "a data URL must be ;base64")
