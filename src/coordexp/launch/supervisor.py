@@ -124,7 +124,7 @@ class Supervisor:
     view: LaunchView
     stdin: int
     # Private to this user: anyone who can write to it can pose as a process of the run.
-    _rendezvous: tempfile.TemporaryDirectory[str] = field(
+    _private: tempfile.TemporaryDirectory[str] = field(
         default_factory=lambda: tempfile.TemporaryDirectory(prefix="coordexp-launch-")
     )
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -139,10 +139,13 @@ class Supervisor:
         try:
             return self._run()
         except _Signalled as received:
-            self.view.say(
-                f"{signal.Signals(received.number).name}: the trainer has {self.plan.trainer_grace_s:g} s to finish "
-                "its step, save and end; then everything ends. A second signal ends it at once"
-            )
+            outlook = "no trainer has started; everything ends"
+            if "trainer" in self._running:
+                outlook = (
+                    f"the trainer has {self.plan.trainer_grace_s:g} s to finish its step, save and end; then "
+                    "everything ends. A second signal ends it at once"
+                )
+            self.view.say(f"{signal.Signals(received.number).name}: {outlook}")
             return self._end_trainer(received.number)
         except _LauncherGone:
             self._end_trainer(signal.SIGTERM)
@@ -152,6 +155,9 @@ class Supervisor:
             return FAILED
         finally:
             end_descendants(AT_ONCE_S if self._at_once else SERVER_GRACE_S)
+            if self.plan.rendezvous is not None:
+                self.plan.rendezvous.unlink(missing_ok=True)
+            self._private.cleanup()
 
     def _run(self) -> int:
         for server in self.plan.servers:
@@ -191,7 +197,8 @@ class Supervisor:
         environment |= process.environment
         environment |= {name: os.environ[source] for name, source in process.secrets.items()}
         if process is self.plan.trainer:
-            environment[RENDEZVOUS] = str(Path(self._rendezvous.name) / "store")
+            environment[RENDEZVOUS] = str(Path(self._private.name) / "store")
+            environment["PET_LOG_DIR"] = self._private.name  # torchrun makes a folder there, and removes none
         environment["PYTHONUNBUFFERED"] = "1"
         with process.log.open("wb") as log:
             self._running[process.name] = subprocess.Popen(

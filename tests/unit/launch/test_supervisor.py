@@ -134,6 +134,28 @@ def test_the_trainers_exit_code_is_returned(tmp_path: Path, code: int) -> None:
     assert (tmp_path / "trainer.log").read_text() == "trained\n"
 
 
+def test_a_launch_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun removes neither its rendezvous nor its folder of logs."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    meeting = temporary / "rendezvous"
+    trainer = f"import os, tempfile; open({str(meeting)!r}, 'w'); tempfile.mkdtemp(dir=os.environ['PET_LOG_DIR'])"
+    with launched(tmp_path, replace(plan(tmp_path, trainer), rendezvous=meeting)) as running:
+        assert running.process.wait(DEADLINE_S) == 0
+    assert not [*temporary.iterdir()]
+
+
+def test_a_signal_before_the_trainer_starts_promises_it_no_time(tmp_path: Path) -> None:
+    with launched(
+        tmp_path, plan(tmp_path, "", server="import time; print('up', flush=True); time.sleep(600)")
+    ) as running:
+        running.wait_for("up", "server0.log")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    assert "SIGTERM: no trainer has started; everything ends" in (tmp_path / "launch.log").read_text()
+
+
 def test_a_restart_keeps_the_logs_of_earlier_starts(tmp_path: Path) -> None:
     for number in range(3):
         with launched(tmp_path, plan(tmp_path, f"print('start', {number})")) as running:
