@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -294,7 +295,7 @@ def _pieces(token_ids: Sequence[int], vocab: CoordVocab) -> tuple[str, ...]:
 
 
 def _curves(source: Path) -> dict[str, list[tuple[float, float]]]:
-    """Every number in the run's latest log with at least two points, by name."""
+    """Every finite number in the run's latest log with at least two points, by name."""
 
     def step(state: Path) -> int:
         tail = state.parent.name.rpartition("-")[2]
@@ -306,9 +307,13 @@ def _curves(source: Path) -> dict[str, list[tuple[float, float]]]:
     if state is None:
         return {}
     content = read_json(state)
+    lines = content.get("log_history", []) if isinstance(content, dict) else content
+    if not isinstance(lines, list) or not all(isinstance(line, dict) for line in lines):
+        raise DataError("is not a run's log: expected its lines as a list of objects; restore the file", path=state)
     curves: dict[str, list[tuple[float, float]]] = {}
-    for line in content if isinstance(content, list) else content.get("log_history", []):
-        for name, value in line.items():
-            if name not in ("step", "epoch") and type(value) in (int, float) and value == value:
-                curves.setdefault(name, []).append((line.get("step", 0), value))
+    for line in lines:
+        numbers = {name: value for name, value in line.items() if type(value) in (int, float) and math.isfinite(value)}
+        for name, value in numbers.items():
+            if name not in ("step", "epoch"):
+                curves.setdefault(name, []).append((numbers.get("step", 0), value))
     return {name: points for name, points in curves.items() if len(points) > 1}

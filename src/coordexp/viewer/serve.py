@@ -85,21 +85,29 @@ def make_server(
             if not self._from_this_machine():
                 self.send_error(HTTPStatus.FORBIDDEN)
                 return
-            path = self.path.split("?")[0]
-            image = re.fullmatch(r"/image/(\d{1,7})", path)
             try:
-                if path == "/":
-                    self._send("text/html; charset=utf-8", current().body)
-                elif path == "/version":
-                    self._send("text/plain", (version_of(sources) if follow else page.version).encode())
-                elif image is not None and int(image[1]) < len(page.images):
-                    buffer = io.BytesIO()
-                    open_rgb(Path(page.images[int(image[1])])).save(buffer, format="JPEG", quality=_QUALITY)
-                    self._send("image/jpeg", buffer.getvalue())
-                else:
-                    self.send_error(HTTPStatus.NOT_FOUND)
-            except DataError:  # an image or a record that is gone, or half written: the next request may succeed
-                self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
+                reply = self._reply(self.path.split("?")[0])
+            except (DataError, OSError) as error:  # a file that is gone, or half written: the next request may succeed
+                self._send(
+                    "text/plain; charset=utf-8", str(error).encode(errors="replace"), HTTPStatus.SERVICE_UNAVAILABLE
+                )
+                return
+            if reply is None:
+                self.send_error(HTTPStatus.NOT_FOUND)
+            else:
+                self._send(*reply)
+
+        def _reply(self, path: str) -> tuple[str, bytes] | None:
+            image = re.fullmatch(r"/image/(\d{1,7})", path)
+            if path == "/":
+                return "text/html; charset=utf-8", current().body
+            if path == "/version":
+                return "text/plain", (version_of(sources) if follow else page.version).encode()
+            if image is None or int(image[1]) >= len(page.images):
+                return None
+            buffer = io.BytesIO()
+            open_rgb(Path(page.images[int(image[1])])).save(buffer, format="JPEG", quality=_QUALITY)
+            return "image/jpeg", buffer.getvalue()
 
         def _from_this_machine(self) -> bool:
             """Whether the page was asked for by its own address. Another page's name server could resolve its own name
@@ -108,8 +116,10 @@ def make_server(
             origin = self.headers.get("Origin")
             return self.headers.get("Host") in own and (origin is None or origin.removeprefix("http://") in own)
 
-        def _send(self, kind: str, body: bytes) -> None:
-            self.send_response(HTTPStatus.OK)
+        def _send(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
+            self.send_response(status)
+            if status != HTTPStatus.OK:
+                self.send_header("Refresh", "3")  # a followed page would stay an error
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             self.send_header("X-Content-Type-Options", "nosniff")

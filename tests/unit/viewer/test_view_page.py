@@ -22,6 +22,7 @@ from PIL import Image
 
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import PREDICTIONS, ScoredObject, write_answers
+from coordexp.viewer import serve
 from coordexp.viewer.collect import BEHIND_CUT, collect, compare, find_checkpoint
 from coordexp.viewer.render import as_script_data, render
 from coordexp.viewer.serve import make_server
@@ -92,6 +93,20 @@ def test_a_run_without_answers_names_the_fix(custom: dict[str, str], says: str, 
 def test_nothing_to_show_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing to show"):
         collect(tmp_path)
+
+
+@pytest.mark.parametrize("log", ["[1, 2]", '"text"', '{"log_history": 3}', '{"log_history": [[]]}'])
+def test_a_log_of_another_form_is_named(log: str, tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text(log)
+    with pytest.raises(DataError, match=r"trainer_state\.json: is not a run's log"):
+        collect(tmp_path)
+
+
+def test_infinite_figures_are_left_out_of_curves(tmp_path: Path) -> None:
+    lines = [{"step": k, "loss": float(k), "grad_norm": [float("inf"), 2.0, 3.0][k]} for k in range(3)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": lines}))
+    curves = data_of(render(collect(tmp_path)), "data")["curves"]
+    assert curves == {"loss": [[0, 0.0], [1, 1.0], [2, 2.0]], "grad_norm": [[1, 2.0], [2, 3.0]]}
 
 
 @pytest.mark.parametrize("text", ["</script>", "<!--", "<script", "&amp;", "]]>", "{{ title }}"])
@@ -180,6 +195,22 @@ def test_a_followed_run_shows_its_new_records(tmp_path: Path) -> None:
         write_answers(random_answers(3, 1), tmp_path / PREDICTIONS)
         assert client.get("/version").text != first["version"]
         assert len(data_of(client.get("/").text, "data")["records"]) == 3
+        (tmp_path / "trainer_state.json").write_text("[1]")
+        broken = client.get("/")
+        assert broken.status_code == 503 and "trainer_state.json: is not a run's log" in broken.text
+        assert broken.headers["refresh"] == "3", "the browser asks again"
+        (tmp_path / "trainer_state.json").unlink()
+        assert client.get("/").status_code == 200
+
+
+def test_a_file_that_goes_while_it_is_looked_at_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_answers(random_answers(1, 1), tmp_path / PREDICTIONS)
+    with served(tmp_path, follow=True) as client:
+        monkeypatch.setattr(serve, "_files", lambda folder: [folder / "checkpoint-1" / "trainer_state.json"])
+        assert client.get("/version").status_code == 503
+    assert capfd.readouterr().err == ""
 
 
 def test_two_runs_are_joined_by_image(tmp_path: Path) -> None:
