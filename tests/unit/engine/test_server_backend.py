@@ -234,9 +234,9 @@ def failing_first(times: int, code: int) -> Any:
 @pytest.mark.parametrize(
     ("times", "code", "status", "retries", "error"),
     [
-        (1, 500, {}, 1, None),  # succeeds, is logged and counted
-        (2, 500, {}, 1, "engine hiccup"),
-        (1, 400, {}, 0, "engine hiccup"),  # refused for good
+        (1, 500, {"workers": []}, 1, None),  # succeeds, is logged and counted
+        (2, 500, {"workers": []}, 1, "engine hiccup"),
+        (1, 400, {"workers": []}, 0, "engine hiccup"),  # refused for good
         (1, 500, None, 1, "does not report which weights it has"),  # ms-swift's own: it may have been restarted
     ],
 )

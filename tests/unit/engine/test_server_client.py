@@ -144,6 +144,13 @@ def test_status_is_none_without_a_status_endpoint(fake: FakeServer) -> None:
         client_of(fake).status()
 
 
+@pytest.mark.parametrize("reply", [[], {"status": "ok"}, {"workers": {}}, {"workers": ["ok"]}])
+def test_the_status_of_another_program_is_refused(fake: FakeServer, reply: Any) -> None:
+    fake.answer("/status/", 200, reply)
+    with pytest.raises(ServerRefused, match=f"{fake.url}/status/.*lists no workers; is this a rollout server"):
+        client_of(fake).status()
+
+
 def test_environment_proxies_are_not_used(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

@@ -123,8 +123,11 @@ class ServerClient:
             if error.status == 404:
                 return None
             raise
-        if not isinstance(reply, dict):
-            raise ServerRefused(f"GET {self.base_url}/status/: {str(reply)[:EXCERPT]!r} is not an object")
+        workers = reply.get("workers") if isinstance(reply, dict) else None
+        if not isinstance(workers, list) or not all(isinstance(worker, dict) for worker in workers):
+            raise ServerRefused(
+                f"GET {self.base_url}/status/: {str(reply)[:EXCERPT]!r} lists no workers; is this a rollout server?"
+            )
         return reply
 
     def infer(self, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
