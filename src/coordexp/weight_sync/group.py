@@ -133,6 +133,9 @@ def join(address: GroupAddress, device: torch.device) -> Communicator:
         ) from error
     try:
         return (NcclCommunicator if device.type == "cuda" else GlooCommunicator)(address, store, device)
+    except OSError as error:
+        store.close()
+        raise RolloutError(f"{address}: a member left before all were connected ({_brief(error)})") from error
     except BaseException:
         store.close()
         raise

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
 from coordexp.errors import RolloutError
-from coordexp.weight_sync.group import Communicator, GroupAddress, join, wait_until_free, within
+from coordexp.weight_sync.group import Communicator, GroupAddress, RendezvousServer, join, wait_until_free, within
 from support.ports import free_ports, listening
 
 CPU = torch.device("cpu")
@@ -103,6 +104,24 @@ def test_rendezvous_without_members_times_out(rank: int) -> None:
     with pytest.raises(RolloutError, match="not every member connected within 1 s"):
         join(GroupAddress("127.0.0.1", free_ports(1)[0], rank, 2, 1.0), CPU)
     assert time.monotonic() - started < 15
+
+
+def test_a_member_that_leaves_while_others_connect_is_no_bare_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is gone once Gloo asks its store for addresses."""
+    handle = RendezvousServer._handle
+
+    def until_gloo(self: RendezvousServer, request: dict[str, Any]) -> dict[str, Any]:
+        if request.get("key", "").startswith("weights"):
+            raise OSError
+        return handle(self, request)
+
+    monkeypatch.setattr(RendezvousServer, "_handle", until_gloo)
+    (port,) = free_ports(1)
+    with ThreadPoolExecutor(2) as pool:
+        joining = [pool.submit(join, GroupAddress("127.0.0.1", port, rank, 2, 20.0), CPU) for rank in range(2)]
+        for end in joining:
+            with pytest.raises(RolloutError, match="a member left before all were connected"):
+                end.result()
 
 
 def test_within_returns_results_and_raises_errors_and_timeouts() -> None:
