@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -27,6 +28,7 @@ from support.rollout_servers import (
     disturb,
     greedy_tokens,
     load_served,
+    openai_payload,
     payload,
     pushing,
     requests_of,
@@ -146,6 +148,9 @@ def test_no_answers_between_an_incomplete_push_and_a_complete_one(
     requests = requests_of(trainer, 1)
     with pytest.raises(ServerRefused, match=r"409.*push them again"):
         client.infer(payload(requests))
+    openai = f"{client.base_url}/v1/chat/completions"
+    refused = httpx.post(openai, json=openai_payload(requests[0]), trust_env=False)
+    assert refused.status_code == 409 and "push them again" in refused.json()["error"]["message"]
     with pushing(client, trainer) as sync:
         sync.push(4)
     assert served_tokens(client, requests) == greedy_tokens(trainer, requests)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.exceptions import GracefulHTTPError
 
 from coordexp.engine.server.app import WeightLock
 from coordexp.engine.server.openai import LockedEngine
@@ -99,8 +100,9 @@ def test_a_slow_openai_client_does_not_delay_a_push() -> None:
 def test_an_openai_request_during_a_push_is_refused() -> None:
     async def scenario(lock: WeightLock) -> None:
         await lock.begin()
-        with pytest.raises(RequestRefused, match="being pushed"):
+        with pytest.raises(GracefulHTTPError, match="being pushed") as refused:  # which vLLM's handlers translate
             await anext(openai_answer(lock, Engine()))
+        assert refused.value.http_status == 409
 
     run(scenario)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,16 +12,15 @@ from starlette.routing import Route
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.exceptions import GracefulHTTPError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.multimodal.media.connector import global_thread_pool
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from coordexp.engine.server.admission import reply_to_error
 from coordexp.engine.server.app import RolloutServer
 from coordexp.engine.wire.arguments import CLASS_NAMES_KEY, REQUEST_KEY
 from coordexp.engine.wire.engine_process import MEDIA_CONNECTOR
 from coordexp.engine.wire.protocol import RequestRefused, open_image
-from coordexp.errors import CoordExpError
 
 # vLLM's other routes (scaling, development, LoRA from disk) could change weights without the weight lock.
 OPENAI_PATHS = {"/v1/models": "GET", "/v1/chat/completions": "POST", "/v1/completions": "POST", "/metrics": "GET"}
@@ -33,7 +33,6 @@ async def openai_routes(server: RolloutServer) -> list[Route]:
     engine: Any = LockedEngine(server)
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
-    app.add_exception_handler(CoordExpError, reply_to_error)
     await init_app_state(engine, app.state, args, tasks)
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM would end the server when its engine dies
     return [Route(path, app, methods=[method]) for path, method in OPENAI_PATHS.items()]
@@ -88,5 +87,7 @@ class LockedEngine:
             while (output := await outputs.get()) is not None:
                 yield output
             await decoding
+        except RequestRefused as error:  # vLLM would make a 500 of it
+            raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error
         finally:
             decoding.cancel()
