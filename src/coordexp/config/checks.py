@@ -165,6 +165,8 @@ def _servers_differ(config: RunConfig) -> Findings:
         first = seen.setdefault(server.base_url.rstrip("/"), index)
         if first != index:
             yield f"{_VLLM}.server.servers[{index}].base_url", f"is servers[{first}] again; list each server once"
+        if server.group_port == split_url(server.base_url).port:
+            yield f"{_VLLM}.server.servers[{index}].group_port", "is the port of base_url; choose another one"
 
 
 def _adapter_pushes_carry_everything(config: RunConfig) -> Findings:

@@ -156,6 +156,8 @@ RULES = [
     (vllm(**SERVER),
      {f"{VLLM}.server.servers": [*SERVERS["servers"], {"base_url": "http://a:8000/", "group_port": 51217}]},
      f"{VLLM}.server.servers[1].base_url", "servers[0] again"),
+    (vllm(**SERVER), {f"{VLLM}.server.servers": [{"base_url": "http://a:8000", "group_port": 8000}]},
+     f"{VLLM}.server.servers[0].group_port", "is the port of base_url"),
     (vllm(), {f"{VLLM}.sync.mode": "adapter"}, f"{VLLM}.sync.mode", "needs vllm.enable_lora: true"),
     (vllm(enable_lora=True), {f"{VLLM}.sync.mode": "adapter"}, f"{VLLM}.sync.mode", "trains none"),
     (vllm(enable_lora=True), {f"{VLLM}.sync.mode": "auto"}, f"{VLLM}.sync.mode", "write sync.mode: full"),
