@@ -83,7 +83,8 @@ def run_plan(plan: LaunchPlan) -> int:
 
 
 class LaunchView:
-    """Writes to ``out``. On a terminal a line about what is being waited for is replaced by the next one."""
+    """Writes to ``out`` for as long as that is possible; the logs have it all. On a terminal a line about what is being
+    waited for is replaced by the next one."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -102,8 +103,12 @@ class LaunchView:
 
     def pass_on(self, text: str) -> None:
         if text:
-            self._out.write((_CLEAR_LINE if self._replaces_line else "") + text)
-            self._out.flush()
+            try:
+                self._out.write((_CLEAR_LINE if self._replaces_line else "") + text)
+                self._out.flush()
+            except OSError:  # a pipe or terminal that is gone, a full disk: no reason to end a training
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), self._out.fileno())
             self._replaces_line = False
 
 

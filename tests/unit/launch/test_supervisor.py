@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -103,12 +104,13 @@ class Running:
 
 
 @contextmanager
-def launched(folder: Path, plan: LaunchPlan) -> Iterator[Running]:
+def launched(folder: Path, plan: LaunchPlan, stdout: IO[bytes] | None = None) -> Iterator[Running]:
+    log = (folder / "launch.log").open("wb")
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER],
         stdin=subprocess.PIPE,
-        stdout=(folder / "launch.log").open("wb"),
-        stderr=subprocess.STDOUT,
+        stdout=stdout or log,
+        stderr=log,
         text=True,
         start_new_session=True,
     )
@@ -132,6 +134,18 @@ def test_the_trainers_exit_code_is_returned(tmp_path: Path, code: int) -> None:
     shown = (tmp_path / "launch.log").read_text()
     assert "trained" in shown and f"exit code {code}" in shown
     assert (tmp_path / "trainer.log").read_text() == "trained\n"
+
+
+def test_a_launch_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
+    """As in ``coordexp launch … | head``."""
+    trainer = "import time\nfor _ in range(20): print('trained', flush=True); time.sleep(0.1)"
+    reader = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    with launched(tmp_path, plan(tmp_path, trainer), stdout=reader.stdin) as running:
+        assert reader.stdin is not None
+        reader.stdin.close()
+        assert running.process.wait(DEADLINE_S) == 0
+    assert reader.wait() == 0 and (tmp_path / "trainer.log").read_text().count("trained") == 20
+    assert (tmp_path / "launch.log").read_text() == ""
 
 
 def test_a_launch_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
