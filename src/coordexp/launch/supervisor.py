@@ -57,7 +57,9 @@ def _forwarded() -> list[signal.Signals]:
 
 
 def run_plan(plan: LaunchPlan) -> int:
-    """Run ``plan`` to its end under a supervisor process. Returns the trainer's exit code."""
+    """Run ``plan`` to its end under a supervisor process. Returns the trainer's exit code. Raises OSError if there can
+    be no folder of logs."""
+    plan.trainer.log.parent.mkdir(parents=True, exist_ok=True)  # the servers' too
     adopt_orphans()
     supervisor = subprocess.Popen(
         [sys.executable, "-m", __name__],
@@ -155,7 +157,7 @@ class Supervisor:
         except _LauncherGone:
             self._end_trainer(signal.SIGTERM)
             return FAILED
-        except CoordExpError as error:
+        except (CoordExpError, OSError) as error:
             self.view.say(f"error: {error}")
             return FAILED
         finally:
@@ -193,7 +195,6 @@ class Supervisor:
         return code
 
     def _start(self, process: ProcessPlan) -> subprocess.Popen[bytes]:
-        process.log.parent.mkdir(parents=True, exist_ok=True)
         if process.log.exists():  # of an earlier start, which a restart continues
             names = (process.log.with_name(f"{process.log.stem}.{number}.log") for number in itertools.count(1))
             process.log.rename(next(path for path in names if not path.exists()))

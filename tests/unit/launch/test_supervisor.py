@@ -136,6 +136,15 @@ def test_the_trainers_exit_code_is_returned(tmp_path: Path, code: int) -> None:
     assert (tmp_path / "trainer.log").read_text() == "trained\n"
 
 
+def test_a_program_that_cannot_be_started_is_named(tmp_path: Path) -> None:
+    lacking = plan(tmp_path, "")
+    lacking = replace(lacking, trainer=replace(lacking.trainer, command=(str(tmp_path / "nothing"),)))
+    with launched(tmp_path, lacking) as running:
+        assert running.process.wait(DEADLINE_S) == 1
+    shown = (tmp_path / "launch.log").read_text()
+    assert "error: " in shown and f"{tmp_path}/nothing" in shown and "Traceback" not in shown
+
+
 def test_a_launch_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     """As in ``coordexp launch … | head``."""
     trainer = "import time\nfor _ in range(20): print('trained', flush=True); time.sleep(0.1)"
