@@ -17,9 +17,7 @@ from coordexp import distributed
 from coordexp.checkpoints.fetch import with_model_here
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import load_config
-from coordexp.config.base import default_of
 from coordexp.config.resolved import AnswerConfig
-from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.files import check_new_file, check_picture, is_same_file, write_atomically
 from coordexp.data.jsonl import clean_desc, read_jsonl, write_jsonl
 from coordexp.data.tiles import Tiling
@@ -133,11 +131,7 @@ def completion_config(
         return AnswerConfig.of_run(with_own_template(with_model_here(run)))
     if model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML")
-    options = PredictOptions(
-        batch_size=BATCH_SIZE if batch_size is None else batch_size,
-        max_new_tokens=default_of(RolloutMatchingConfig, "max_new_tokens"),
-        prompt=prompt,
-    )
+    options = PredictOptions(batch_size=BATCH_SIZE if batch_size is None else batch_size, prompt=prompt)
     return inference_config(model, options, arguments)
 
 

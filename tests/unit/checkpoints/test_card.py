@@ -20,6 +20,7 @@ from coordexp.data.preparation import ImagePreparation
 from coordexp.data.scenes import SPECS, write_scenes
 from coordexp.errors import CheckpointError
 from coordexp.evaluation.answers import ImageAnswer, read_answers
+from coordexp.inference.completion import completion_config
 from coordexp.inference.session import PredictOptions, inference_config
 from support.cli_runs import Cli, small_checkpoint, write_run
 from support.config_samples import set_keys, stage2
@@ -138,6 +139,7 @@ def test_a_checkpoint_answers_by_its_card(tmp_path: Path) -> None:
     assert config.rollout_matching.max_new_tokens == 77
     guard = config.rollout_matching.repeat_terminate
     assert (guard.enabled, guard.min_new_tokens) == (True, 5)
+    assert completion_config(model, config=None, prompt=None, batch_size=None) == config
 
 
 def test_answers_of_a_checkpoint_that_no_run_trained_come_with_a_warning(
