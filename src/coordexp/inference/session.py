@@ -71,9 +71,11 @@ def inference_config(model: str | Path, options: PredictOptions, arguments: Sequ
     if options.prompt is not None:
         template["prompt"] = options.prompt
     longest = min(_LONGEST if own is None else own.global_max_length, num_positions(folder) or _LONGEST)
-    answer = options.max_new_tokens or (_ANSWER if own is None else own.max_new_tokens)
-    if options.max_new_tokens is not None and answer >= longest:
+    answer = options.max_new_tokens
+    if answer is not None and answer >= longest:
         raise ConfigError(f"max_new_tokens: {answer} leaves no room for the prompt in {longest} tokens; lower it")
+    if answer is None:
+        answer = _ANSWER if own is None else own.max_new_tokens
     dtype = options.dtype or (_DTYPE if own is None else own.dtype)
     if options.max_new_tokens is None and (own is None or answer >= longest):  # a run's own limit holds where it fits
         answer = min(answer, max(1, longest // 2))
