@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from coordexp.data.class_list import ClassList, ClassNumbers, choose_list
+from coordexp.data.files import is_same_file
 from coordexp.data.images import open_rgb
 from coordexp.errors import DataError, require
 from coordexp.evaluation.answers import ImageAnswer
@@ -127,7 +128,9 @@ class Detections:
         return draw_detections(image, self.answer.pred)
 
     def draw(self, path: str | Path | None = None) -> Image.Image:
-        """As :meth:`plot`, also written to ``path``."""
+        """As :meth:`plot`, also written to ``path``. Raises DataError if that is the image itself."""
+        if path is not None and self.image is None and is_same_file(Path(path), Path(self.answer.image)):
+            raise DataError("is the image that was answered; name another file for the drawn one", path=Path(path))
         drawn = self.plot()
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)

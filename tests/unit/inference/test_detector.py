@@ -251,6 +251,8 @@ def test_drawing_marks_the_outlines_and_leaves_the_file(detections: Detections, 
     before = (tmp_path / "a.png").read_bytes()
     drawn = detections.draw(tmp_path / "out" / "drawn.png")
     assert drawn.size == (600, 303)  # small images are enlarged
+    with pytest.raises(DataError, match="name another file"):
+        detections.save(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes() == before
     with Image.open(tmp_path / "out" / "drawn.png") as saved:
         assert saved.convert("RGB").getpixel((300, 301)) != (255, 255, 255)
