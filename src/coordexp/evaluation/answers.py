@@ -107,14 +107,14 @@ class ImageAnswer:
             return self._problem_of_several()
         if self.repeat_terminated:
             return f"stopped after {self.num_tokens} tokens because it repeated itself"
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped.items())
+        text = self.text.strip()
+        if self.dropped and not self.pred and not text.startswith("{"):  # also if cut off: more of it is no JSON either
+            return f"not JSON ({reasons}): {text if len(text) <= _SHOWN else text[:_SHOWN] + '…'!r}"
         if self.truncated:
             return f"cut off after {self.num_tokens} tokens; allow more with --max-new-tokens or max_new_tokens="
         if not self.dropped:
             return None
-        reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped.items())
-        if not self.pred and not self.text.lstrip().startswith("{"):
-            text = self.text.strip()
-            return f"not JSON ({reasons}): {text if len(text) <= _SHOWN else text[:_SHOWN] + '…'!r}"
         return f"{self.num_dropped} entries could not be read ({reasons})"
 
     def _problem_of_several(self) -> str | None:

@@ -43,8 +43,9 @@ def test_token_ids_need_their_tokenizer() -> None:
 def test_an_answer_that_is_not_whole_says_so(tmp_path: Path) -> None:
     cut = parse_answer(TEXT[:-30], (640, 480))
     assert cut.names == ["手提包"] and cut.truncated and "cut off" in (cut.problem or "")
-    prose = parse_answer("There is a cat. {}", (640, 480))
-    assert not prose and "not JSON" in (prose.problem or "")
+    for text in ("There is a cat. {}", "There is a cat.", "```json\n" + TEXT + "\n```", "[1, 2"):
+        prose = parse_answer(text, (640, 480))
+        assert not prose and "not JSON" in (prose.problem or "")
     empty = parse_answer("{}", (640, 480))
     assert not empty and empty.problem is None
     hidden = TEXT
