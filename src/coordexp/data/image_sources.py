@@ -111,7 +111,9 @@ def _size(path: Path) -> tuple[int, int]:
 
 
 def as_path(given: str | Path) -> Path:
-    """Raises DataError for an address."""
+    """Raises DataError for an address, and for an empty name, which a path takes for the working directory."""
+    if not str(given):
+        raise DataError("an image has an empty name; give a file, a folder, a pattern or a dataset")
     if _ADDRESS.match(str(given)):
         raise DataError(f"{given}: is an address; nothing is downloaded: save the image and give its file")
     return Path(given)

@@ -124,7 +124,8 @@ def test_a_broken_image_does_not_lose_the_others(detector: Detector, scenes: Pat
     ("given", "named"),
     [(None, "NoneType"), ([None], "image 0: NoneType"), ({"a": 1}, "dict"), (torch.zeros(3, 8, 8), "tensor"),
      (io.BytesIO(b"a\nb"), "BytesIO"), (bytearray(b"a"), "bytearray"), ([io.BytesIO()], "image 0: BytesIO"),
-     (["https://example.com/a.jpg"], "https://example.com/a.jpg"), ("s3://bucket/a.jpg", "address")],
+     (["https://example.com/a.jpg"], "https://example.com/a.jpg"), ("s3://bucket/a.jpg", "address"),
+     ("", "empty name"), (["a.png", ""], "empty name")],
 )  # fmt: skip
 def test_something_else_than_an_image_is_named(detector: Detector, given: Any, named: str) -> None:
     with pytest.raises(DataError, match=named):
