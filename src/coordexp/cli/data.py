@@ -319,7 +319,7 @@ def complete_command(
     ],
     out: Out,
     model: Annotated[Path | None, typer.Option(help="The checkpoint that answers [CONFIG.yaml's model.model].")] = None,
-    prompt: Annotated[str | None, typer.Option(help="The prompt, if neither of them has one.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Another prompt [theirs].")] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Images answered at once [CONFIG.yaml's, or 8].")
     ] = None,
