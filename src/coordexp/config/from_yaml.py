@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, create_model
 
 from coordexp.config.base import KeyPath, Problem, StrictModel, dotted, problems_from, section_of
 from coordexp.config.checks import cross_checks
@@ -94,13 +94,15 @@ def _without(broken: set[KeyPath], section: type[StrictModel], data: dict[str, A
         is_broken = any(other[: len(here)] == here for other in broken)
         if here in broken or (is_broken and not (inner and isinstance(value, dict))):
             absent.add(key)
-        elif key in data and inner and isinstance(value, dict):
-            values[key] = _without(broken, inner, value, here) if is_broken else inner.model_validate(value)
+        elif is_broken and inner and isinstance(value, dict):
+            values[key] = _without(broken, inner, value, here)
         elif key in data:
             values[key] = value
-    part: Any = section.model_construct(**values)
+    # The others are validated, for rules see values as a valid configuration has them: text is a list of one, say.
+    optional: Any = {key: (Any, Field(None, validate_default=False)) for key in absent}
+    part: Any = create_model(section.__name__, __base__=section, **optional).model_validate(values)
     for key in absent:
-        part.__dict__.pop(key, None)  # model_construct has filled in the default
+        part.__dict__.pop(key)
     return part
 
 

@@ -12,7 +12,7 @@ import pytest
 from coordexp.config import ConfigError, RunConfig, load_config, parse_config
 from coordexp.config.base import section_of
 from coordexp.config.removed_keys import REMOVED_KEYS, REMOVED_VALUES
-from support.config_samples import drop_key, module, set_key, stage2, two_channel, write_yaml
+from support.config_samples import drop_key, module, set_key, set_keys, stage1, stage2, two_channel, write_yaml
 
 RM = "rollout_matching"
 EVERY = "training.gradient_checkpointing_every"
@@ -190,6 +190,8 @@ def test_all_problems_of_all_sections_are_reported_together() -> None:
          f"  {OBJ}[0].wieght: unknown key; did you mean 'weight'?"),  # the required key is not reported as missing too
         (set_key(stage2(), f"{RM}.vllm.server", {"servers": [{"base_url": "http://a"}]}),
          f"  {RM}.vllm.server.servers[0].group_port: missing"),  # the list is not called empty
+        (set_keys(stage1(), {"training.report_to": "none", "training.max_stepz": 3}),
+         "  training.max_stepz: unknown key; did you mean 'max_steps'?"),  # the logger's letters are no loggers
     ],
 )  # fmt: skip
 def test_one_mistake_is_one_problem(config: dict[str, Any], line: str) -> None:
