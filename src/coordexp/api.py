@@ -167,7 +167,8 @@ def convert(form: str, source: str | Path, out: str | Path, **options: Any) -> C
         form: a format's name, e.g. ``"coco"``, ``"voc"``, ``"yolo"``, ``"labelme"``, ``"csv"``, ``"lvis"``.
         source: the file or folder that the command names first.
         out: folder of the JSONL and its images.
-        options: those of the command, e.g. ``split="train"``, ``images_dir="photos"``, ``max_pixels=128 * 128``.
+        options: those of the command, e.g. ``split="train"``, ``max_pixels=128 * 128``; folders end in ``_dir``
+            (``images_dir="photos"`` for ``--images``), and ``resize=False`` is ``--no-resize``.
 
     Returns:
         The report: ``jsonl``, ``images``, ``objects``, ``objects_by_desc``, and everything left out, by reason.
