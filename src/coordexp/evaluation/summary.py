@@ -148,8 +148,8 @@ def summarise(
         tuple(by_class),
         tuple(_row(f"{name} objects", sum_counts(by_density[name]), ap_by_density.get(name)) for name in densities),
         tuple(found),
-        tuple(best_thresholds(answers, first)) if with_confidences else (),
-        tuple(reliability(answers, first)) if with_confidences else (),
+        tuple(best_thresholds(answers)) if with_confidences else (),
+        tuple(reliability(answers)) if with_confidences else (),
         first,
     )
 

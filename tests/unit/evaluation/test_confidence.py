@@ -82,15 +82,6 @@ def test_a_threshold_as_it_is_shown_has_its_figures() -> None:
     assert list(shown.columns[1].cells) == ["0.4567", "0.4567"]
 
 
-def test_thresholds_and_reliability_are_of_the_iou_of_f1() -> None:
-    """At IoU 0.5 the best of all thresholds had F1 0, where F1 was 1."""
-    pred = ScoredObject("cat", "bbox_2d", (0, 0, 1000, 400), 0.9, 0.9)
-    loose = ImageAnswer("s", "a.png", 10, 10, (GTObject("cat", "bbox_2d", (0, 0, 1000, 1000)),), (pred,))
-    for iou, f1 in ((0.3, 1.0), (0.5, 0.0)):
-        found = summarise([loose], COUNTS_ONLY.model_copy(update={"f1ish_iou_thrs": (iou,)}), with_confidences=True)
-        assert (found.figures["f1"], found.thresholds[0].f1, found.reliability[0].right) == (f1, f1, f1)
-
-
 def test_from_evaluate_to_predictions_and_exports(tmp_path: Path, cli: Cli) -> None:
     model, data = tmp_path / "model", write_scenes(tmp_path / "data", 9, SPECS["moderate"], 5)
     shutil.copytree(asset("checkpoints/demo-stage1"), model)
