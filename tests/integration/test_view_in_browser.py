@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.evaluation.answers import write_answers
+from coordexp.data.jsonl import read_jsonl
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, write_answers
 from coordexp.printable import printable
+from coordexp.records import GTObject
 from coordexp.viewer.collect import collect, compare
 from coordexp.viewer.render import render
 from support.answers import tiny_vocab
@@ -256,21 +258,36 @@ def test_an_address_leads_to_its_record(answers_page: Browser) -> None:
     assert answers_page.text("#name") == "s9"
 
 
-def test_the_list_is_saved_as_a_dataset(answers_page: Browser) -> None:
-    answers_page.run(
+def saved_list(page: Browser) -> str:
+    page.run(
         "window.saved = null; const make = URL.createObjectURL;"
         "URL.createObjectURL = (blob) => { blob.text().then((text) => { window.saved = text; }); return make(blob); }"
     )
-    answers_page.choose("#filter", "missed")
-    answers_page.click("#save-list")
+    page.click("#save-list")
     deadline = time.monotonic() + CALL_S
-    while (saved := answers_page.run("return window.saved")) is None:
+    while (saved := page.run("return window.saved")) is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    lines = [json.loads(line) for line in saved.splitlines()]
+    return saved
+
+
+def test_the_list_is_saved_as_a_dataset(answers_page: Browser) -> None:
+    answers_page.choose("#filter", "missed")
+    lines = [json.loads(line) for line in saved_list(answers_page).splitlines()]
     assert len(lines) == answers_page.count("#list button")
     assert all(line["objects"] and line["metadata"]["missed"] > 0 for line in lines)
     assert set(lines[0]) == {"images", "width", "height", "objects", "metadata"}
+
+
+def test_a_saved_list_has_names_as_they_are_and_whole_bins(browser: Browser, tmp_path: Path) -> None:
+    pred = (ScoredObject("\u200fחתול", "bbox_2d", (1.25, 2.0, 30.75, 40.5), 0.5),)  # as merged tiles have them
+    image = str(tmp_path / "\u200fa.png")
+    write_answers([ImageAnswer("a", image, 64, 64, None, pred)], tmp_path / "predictions.jsonl")
+    page = opened(browser, render(collect(tmp_path)), tmp_path)
+    assert page.text(".objects .desc") == "\\u200fחתול"
+    (tmp_path / "saved.jsonl").write_text(saved_list(page), encoding="utf-8")
+    (record,) = read_jsonl(tmp_path / "saved.jsonl")
+    assert record.objects == (GTObject("\u200fחתול", "bbox_2d", (1, 2, 31, 41)),) and str(record.image) == image
 
 
 def test_two_runs_next_to_each_other(browser: Browser, tmp_path: Path) -> None:

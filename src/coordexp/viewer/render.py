@@ -31,6 +31,7 @@ _QUALITY = 80
 _WORKERS = 4
 _SIDES = {50: 1024, 200: 640}  # longest side of embedded images, by the largest number of them; more get the last
 _LEAST_SIDE = 384
+_SAVED = ("path", "saved_desc")  # keys of texts that are saved, not shown
 
 
 def render(
@@ -95,6 +96,9 @@ def image_paths(data: ViewData) -> list[str]:
 
 def _record(record: ViewRecord, index_of: Mapping[str, int]) -> dict[str, Any]:
     written = {**asdict(record), "image": index_of[record.image], "file": Path(record.image).name, "path": record.image}
+    for one in (*written["gt"], *written["pred"]):
+        if printable(one["desc"]) != one["desc"]:
+            one["saved_desc"] = one["desc"]
     if record.other is not None:
         written["other"] = _record(record.other, {record.other.image: index_of[record.image]})
     return written
@@ -104,13 +108,14 @@ def _shown(content: Any) -> Any:
     if isinstance(content, str):
         return printable(content, lines=True)
     if isinstance(content, Mapping):
-        return {key: _shown(value) for key, value in content.items()}
+        return {key: value if key in _SAVED else _shown(value) for key, value in content.items()}
     return [_shown(value) for value in content] if isinstance(content, list | tuple) else content
 
 
 def as_script_data(content: Any) -> str:
-    """JSON for a ``<script type="application/json">``: none of its characters can end the element or open a comment."""
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    """JSON for a ``<script type="application/json">``: none of its characters can end the element, open a comment or
+    turn the direction of the file's text."""
+    text = printable(json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -118,7 +123,7 @@ def _embed(path: Path, side: int) -> dict[str, str]:
     try:
         image = open_rgb(path)
     except DataError as error:
-        return {"error": str(error)}
+        return {"error": printable(error, lines=True)}
     image.thumbnail((side, side), Image.Resampling.BILINEAR)
     buffer = io.BytesIO()
     image.save(buffer, format="JPEG", quality=_QUALITY)

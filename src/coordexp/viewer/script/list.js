@@ -131,11 +131,13 @@ const move = (by) => {
   show(shown[at]);
 };
 
-// The listed records as a dataset to correct: annotations, or the answer where there are none.
+// The listed records as a dataset to correct: annotations, or the answer where there are none. Names and paths as they
+// are, not as they are shown; whole bins, which the merged answers of tiles do not have.
 const asDataset = () => shown.map((record) => JSON.stringify({
   images: [record.path], width: record.width, height: record.height,
   objects: (record.annotated ? record.gt : record.pred.filter(isKept)).map((object) => ({
-    desc: object.desc, [object.kind]: object.bins, ...(object.soft === null ? {} : { soft: object.soft }),
+    desc: object.saved_desc ?? object.desc, [object.kind]: object.bins.map(Math.round),
+    ...(object.soft === null ? {} : { soft: object.soft }),
   })),
   metadata: { sample_id: record.sample_id, drawn_from: record.annotated ? "annotations" : "answer",
     missed: record.missed, unmatched: record.unmatched, misnamed: record.misnamed },
