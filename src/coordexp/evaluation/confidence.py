@@ -15,7 +15,7 @@ from scipy.special import expit
 from coordexp.checkpoints.calibration import Calibration, logit
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer
-from coordexp.evaluation.detection import count_image, ignored_predictions, match_by_desc, sum_counts
+from coordexp.evaluation.detection import IOU_THRESHOLD, count_image, ignored_predictions, match_by_desc, sum_counts
 
 ALL = "(all)"
 LEAST_OBJECTS = 20  # predictions, for two numbers
@@ -45,14 +45,14 @@ class Reliability:
     right: float
 
 
-def outcomes(answers: Sequence[ImageAnswer]) -> list[tuple[str, float, bool]]:
+def outcomes(answers: Sequence[ImageAnswer], iou: float = IOU_THRESHOLD) -> list[tuple[str, float, bool]]:
     """(description, confidence, whether it is right) of each prediction with a confidence; right means matched one to
-    one, with an equal description and mask IoU 0.5. Predictions that found a soft object are left out."""
+    one, with an equal description and a mask IoU from ``iou``. Predictions that found a soft object are left out."""
     found = []
     for answer in answers:
-        ignored = ignored_predictions(answer)
+        ignored = ignored_predictions(answer, iou)
         kept = [obj for i, obj in enumerate(answer.pred) if i not in ignored]
-        right = {i for i, _, _ in match_by_desc(kept, answer.truth)}
+        right = {i for i, _, _ in match_by_desc(kept, answer.truth, iou)}
         found += [(o.desc, o.confidence, i in right) for i, o in enumerate(kept) if o.confidence is not None]
     return found
 
@@ -126,26 +126,26 @@ def at_least(answers: Sequence[ImageAnswer], confidence: float | Mapping[str, fl
     return kept, left_out
 
 
-def best_thresholds(answers: Sequence[ImageAnswer]) -> list[Threshold]:
-    """Of all classes together, then of each annotated class with a prediction, by frequency. Empty if a prediction has
-    no confidence, or nothing is annotated or predicted."""
+def best_thresholds(answers: Sequence[ImageAnswer], iou: float = IOU_THRESHOLD) -> list[Threshold]:
+    """Of all classes together, then of each annotated class with a prediction, by frequency; F1 is that at mask IoU
+    ``iou``. Empty if a prediction has no confidence, or nothing is annotated or predicted."""
     predicted = [obj for answer in answers for obj in answer.pred]
     gt_of = Counter(obj.desc for answer in answers for obj in answer.truth)
     if not predicted or not gt_of or any(obj.confidence is None for obj in predicted):
         return []
     of_class: defaultdict[str, list[tuple[float, bool]]] = defaultdict(list)
-    for desc, confidence, is_right in outcomes(answers):
+    for desc, confidence, is_right in outcomes(answers, iou):
         of_class[desc].append((confidence, is_right))
         of_class[ALL].append((confidence, is_right))
     gt_of[ALL] = gt_of.total()
     least = {name: _best(found, gt_of[name]) for name, found in of_class.items() if gt_of[name]}
     # Which predictions are matched can change as others are left out, so figures are counted again.
-    whole = (
-        sum_counts(count_image(one).counts for one in at_least(answers, least[ALL])[0]) if ALL in least else Counter()
-    )
+    whole: Counter[str] = Counter()
+    if ALL in least:
+        whole = sum_counts(count_image(one, iou).counts for one in at_least(answers, least[ALL])[0])
     by_desc: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for one in at_least(answers, least)[0]:
-        for desc, counts in count_image(one).by_desc.items():
+        for desc, counts in count_image(one, iou).by_desc.items():
             by_desc[desc].update(counts)
     names = sorted(least, key=lambda name: (-gt_of[name], name != ALL, name))
     rows = []

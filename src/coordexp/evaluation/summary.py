@@ -65,7 +65,8 @@ class GroupRow:
 class Summary:
     """``figures`` by name; ``by_class`` in order of frequency, ``by_density`` from empty to crowded;
     ``thresholds``: the confidence with the best F1, of all classes together and of each; ``reliability``: what
-    confidences were worth; ``iou``: mask IoU from which a prediction is matched."""
+    confidences were worth (right means mask IoU 0.5, as for calibrations); ``iou``: mask IoU from which a prediction is
+    matched in the others."""
 
     figures: dict[str, float]
     by_class: tuple[GroupRow, ...]
@@ -148,7 +149,7 @@ def summarise(
         tuple(by_class),
         tuple(_row(f"{name} objects", sum_counts(by_density[name]), ap_by_density.get(name)) for name in densities),
         tuple(found),
-        tuple(best_thresholds(answers)) if with_confidences else (),
+        tuple(best_thresholds(answers, first)) if with_confidences else (),
         tuple(reliability(answers)) if with_confidences else (),
         first,
     )

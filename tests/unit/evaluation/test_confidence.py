@@ -13,6 +13,7 @@ import pytest
 
 from coordexp.checkpoints.calibration import Calibration
 from coordexp.checkpoints.card import CARD, read_card
+from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPECS, write_scenes
 from coordexp.errors import DataError
@@ -70,6 +71,15 @@ def test_thresholds_have_the_best_f1_of_all() -> None:
         assert row.f1 > max(f1_of[name].values()) - 0.02, name
     assert next(iter(rows)) == ALL and len(rows) == 5
     assert best_thresholds(random_answers(5, 3)) == [], "without confidences there is nothing to say"
+
+
+def test_thresholds_are_of_the_iou_that_figures_are_of() -> None:
+    near = ScoredObject("cat", "bbox_2d", (100, 100, 300, 250), 0.4, 0.4)  # IoU 0.75
+    answers = [answer(0, 0.9, True), replace(answer(1, 0.4, True), pred=(near,))]
+    for iou, threshold, f1 in ((0.5, 0.4, 1.0), (0.9, 0.9, 2 / 3)):
+        options = EvalDetectionConfig(metrics="f1ish", f1ish_iou_thrs=(iou,))
+        found = summarise(answers, options, with_confidences=True).thresholds[0]
+        assert (found.confidence, found.f1) == (threshold, pytest.approx(f1))
 
 
 def test_a_threshold_as_it_is_shown_has_its_figures() -> None:
