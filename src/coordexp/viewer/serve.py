@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -41,7 +42,10 @@ class _Server(ThreadingHTTPServer):
 def version_of(sources: Sequence[Path]) -> str:
     """Changes whenever a file that the page is made of does: a hash of names, sizes and times."""
     files = [path for source in sources for path in ([source] if source.is_file() else _files(source))]
-    stats = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
+    stats = []
+    for path in files:
+        with suppress(OSError):  # gone since it was listed, as old checkpoints are, or a broken link
+            stats.append((str(path), (stat := path.stat()).st_size, stat.st_mtime_ns))
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
 

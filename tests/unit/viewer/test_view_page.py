@@ -189,6 +189,7 @@ def test_clients_that_leave_at_once_print_nothing(tmp_path: Path, capfd: pytest.
 
 def test_a_followed_run_shows_its_new_records(tmp_path: Path) -> None:
     write_answers(random_answers(2, 1), tmp_path / PREDICTIONS)
+    (tmp_path / "moved.jsonl").symlink_to(tmp_path / "gone")
     with served(tmp_path, follow=True) as client:
         first = data_of(client.get("/").text, "data")
         assert client.get("/version").text == first["version"]
