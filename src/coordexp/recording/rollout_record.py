@@ -237,27 +237,26 @@ def read_records(path: str | Path) -> list[RolloutRecord]:
     def place(record: RolloutRecord) -> tuple[int, int]:
         return record.where.global_step, record.where.sample_idx
 
-    kept: list[RolloutRecord] = []
+    kept: dict[tuple[int, int], RolloutRecord] = {}
     what = f"a rollout record of schema version {SCHEMA_VERSION}"
     for number, line in read_lines(path, whole=True):
         record = from_json(RolloutRecord, line, what, path=path, line=number)
         # A run that resumes appends, and repeats steps: drop earlier lines of later steps and of the same sample.
-        while kept and kept[-1].where.global_step > record.where.global_step:
-            kept.pop()
-        if kept and place(record) <= place(kept[-1]):
-            kept = [old for old in kept if place(old) != place(record)]
-        kept.append(record)
+        while kept and next(reversed(kept))[0] > record.where.global_step:
+            kept.popitem()
+        kept.pop(place(record), None)
+        kept[place(record)] = record
     losses: dict[tuple[int, int, str], LossRecord] = {}  # the last line of each sample counts
     loss_file = loss_path(path)
     if path.name.startswith("rollouts_") and loss_file.is_file():
         for number, line in read_lines(loss_file, whole=True):
             loss = from_json(LossRecord, line, "a line of losses", path=loss_file, line=number)
             losses[loss.answered_at, loss.sample_idx, loss.sample_id] = loss
-    for k, record in enumerate(kept):
-        loss = losses.get((*place(record), record.sample_id))
+    for at, record in kept.items():
+        loss = losses.get((*at, record.sample_id))
         if loss is not None:
-            kept[k] = replace(record, loss_by_role=loss.loss_by_role, token_loss=loss.token_loss)
-    return kept
+            kept[at] = replace(record, loss_by_role=loss.loss_by_role, token_loss=loss.token_loss)
+    return list(kept.values())
 
 
 def rebuild(record: RolloutRecord, vocab: CoordVocab) -> tuple[ParsedRollout, MatchResult, TrainingTarget]:

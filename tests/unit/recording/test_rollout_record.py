@@ -142,6 +142,10 @@ def places(path: Path) -> list[tuple[int, int, str]]:
         pytest.param(
             [at(0, 0), at(0, 1), at(0, 0, "again")], [(0, 1, ""), (0, 0, "again")], id="resumed within the same step",
         ),
+        pytest.param(
+            [at(2, k) for k in range(3)] + [at(2, k, "again") for k in range(3)], [(2, k, "again") for k in range(3)],
+            id="a whole step again",
+        ),
         pytest.param([at(0), at(5), b'{"schema_ver'], [(0, 0, ""), (5, 0, "")], id="an incomplete line"),
         pytest.param([], [], id="nothing yet"),
     ],
