@@ -280,13 +280,15 @@ def drop_command(
         fields = {"images": len(left), "kept": annotated, "dropped": gone}
         echo(json.dumps(fields) if as_json else f"wrote {out}: {gone} soft objects left out, {annotated} others")
         return
+    from coordexp.data.class_list import as_written
     from coordexp.data.subset import SIZES, DropRates, drop_annotations
 
     by_size = _rates("--per-size", per_size)
     if other := sorted(by_size.keys() - set(SIZES)):
         raise ConfigError(f"--per-size {other[0]}: expected {', '.join(SIZES)}")
     sizes: dict[ObjectSize, float] = {size: by_size[size] for size in SIZES if size in by_size}
-    rates = DropRates(1.0 if keep is None else keep, _rates("--per-class", per_class), sizes, allow_empty)
+    by_class = {as_written(name): rate for name, rate in _rates("--per-class", per_class).items()}
+    rates = DropRates(1.0 if keep is None else keep, by_class, sizes, allow_empty)
     records, counts = drop_annotations(read_jsonl(jsonl), rates, seed)
     write_jsonl(records, out)
     fields = counts.to_json()

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from coordexp.data.class_list import as_written
 from coordexp.data.files import whole_binary_file
 from coordexp.data.images import image_bytes
 from coordexp.data.jsonl import clean_desc, line_of, write_jsonl
@@ -126,12 +127,13 @@ def without_soft(records: Sequence[ImageRecord]) -> tuple[list[ImageRecord], int
 
 
 def read_renames(texts: Sequence[str], records: Sequence[ImageRecord]) -> dict[str, str]:
-    """New names by old ones, of texts ``OLD=NEW``. A name may contain ``=`` itself: the part that is a class decides.
+    """New names by old ones, as datasets contain them, of texts ``OLD=NEW``. A name may contain ``=`` itself: the part
+    that is a class decides.
     Raises DataError for other texts, and for an old name that is given twice."""
     known = {obj.desc for record in records for obj in record.objects}
     renames: dict[str, str] = {}
     for text in texts:
-        parts = [(text[:at], text[at + 1 :]) for at, char in enumerate(text) if char == "="]
+        parts = [(as_written(text[:at]), as_written(text[at + 1 :])) for at, char in enumerate(text) if char == "="]
         if not parts:
             raise DataError(f"{text!r}: expected OLD=NEW")
         old, new = next((part for part in parts if part[0] in known), parts[0])

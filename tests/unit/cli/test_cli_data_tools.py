@@ -125,7 +125,7 @@ def test_drop(scenes: Path, tmp_path: Path, cli: Cli) -> None:
     before = out.read_bytes()
     again = cli("data", "drop", scenes, "--keep", "0.1", "--out", out)
     assert again.code == 2 and "--overwrite" in again.err and out.read_bytes() == before
-    options = ["--per-class", "red circle=0", "--per-size", "large=1", "--allow-empty", "--overwrite"]
+    options = ["--per-class", "red circle =0", "--per-size", "large=1", "--allow-empty", "--overwrite"]
     outcome = cli("data", "drop", scenes, *options, "--out", out)
     assert outcome.code == 0 and "red circle" in outcome.out and "0 of" in outcome.out
     assert not any(obj.desc == "red circle" for record in read_jsonl(out) for obj in record.objects)

@@ -170,6 +170,7 @@ def test_names_that_cannot_be_used_are_refused(renames: dict[str, str], says: st
 def test_names_with_equals_signs_are_split_where_a_class_ends() -> None:
     records = named("a=b", "c")
     assert read_renames(["a=b=x", "c=d=e"], records) == {"a=b": "x", "c": "d=e"}
+    assert read_renames(["cafe\u0301=the\u0301 "], named("caf\xe9")) == {"caf\xe9": "th\xe9"}, "decomposed accents"
     for texts, says in ((["c"], "OLD=NEW"), (["c=d", "c=e"], "twice")):
         with pytest.raises(DataError, match=says):
             read_renames(texts, records)
