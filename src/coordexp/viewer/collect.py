@@ -160,12 +160,16 @@ def compare(first: ViewData, second: ViewData, max_records: int = 1000) -> ViewD
     ]
     if not records:
         raise DataError(f"{first.title} and {second.title}: no image is answered in both; let both answer one dataset")
-    notes = [note for data in (first, second) for note in data.notes]
-    for data in (first, second):
-        if left := len(data.records) - len(records):
-            notes.append(f"{left} records of {data.title} are not shown: the other run has no answer to them")
-    shown = tuple(_thinned(records, max_records, notes))
     names = (first.title, second.title)
+    if first.title == second.title:  # of folders whose last two parts are equal
+        names = (f"{first.title} (first)", f"{second.title} (second)")
+    notes = [note for data in (first, second) for note in data.notes]
+    for name, data in zip(names, (first, second), strict=True):
+        if left := len(data.records) - len(records):
+            notes.append(f"{left} records of {name} are not shown: the other run has no answer to them")
+    if first.curves:
+        notes.append(f"the curves are those of {names[0]}")
+    shown = tuple(_thinned(records, max_records, notes))
     return ViewData(" and ".join(names), shown, first.curves, tuple(notes), names)
 
 

@@ -226,6 +226,13 @@ def test_two_runs_are_joined_by_image(tmp_path: Path) -> None:
     assert second is not None and len(first["other"]["pred"]) == len(second.pred)
 
 
+def test_two_runs_have_names_of_their_own(tmp_path: Path) -> None:
+    one, other = (collect(write_run(tmp_path / exp / "stage2" / "run")) for exp in ("x", "y"))
+    both = compare(one, other)
+    assert both.runs == ("stage2/run (first)", "stage2/run (second)")
+    assert both.curves and both.notes[-1] == "the curves are those of stage2/run (first)"
+
+
 def test_an_object_found_under_another_name_is_linked(tmp_path: Path) -> None:
     one = next(a for a in random_answers(20, 1) if a.truth)
     truth = one.truth[0]
