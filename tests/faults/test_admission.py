@@ -20,14 +20,15 @@ import pytest
 import uvicorn
 from PIL import Image, ImageFile
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from coordexp.engine.server import connections
+from coordexp.engine.server import connections, served_engine
 from coordexp.engine.server.admission import Admission
 from coordexp.engine.server.app import RolloutServer
 from coordexp.engine.server.served_engine import Heartbeat
 from coordexp.engine.wire.engine_process import MEDIA_CONNECTOR, image_threads
 from coordexp.engine.wire.protocol import RequestRefused, open_image
-from coordexp.errors import ServerTimeout
+from coordexp.errors import RolloutError, ServerTimeout
 from support.settings import client_to, serve_options_of
 
 
@@ -326,6 +327,28 @@ def test_an_engine_that_samples_no_token_is_reported(url: str, engine: Engine) -
     engine.answers = False
     time.sleep(0.3)
     assert client.engine_stall_seconds() < 1.0
+
+
+@pytest.mark.parametrize(
+    ("dies", "timeout_s", "error"), [(True, 60.0, EngineDeadError), (False, 0.1, RolloutError)], ids=["dies", "hangs"]
+)
+def test_a_call_ends_when_its_engine_dies(
+    dies: bool, timeout_s: float, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_engine, "ALIVE_S", 0.02)
+    begun = time.monotonic()
+
+    async def never(*_: Any) -> None:
+        await asyncio.sleep(600)
+
+    async def check_health() -> None:
+        if dies and time.monotonic() > begun + 0.2:
+            raise EngineDeadError
+
+    llm = SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=never), check_health=check_health)
+    with pytest.raises(error):
+        asyncio.run(served_engine.ServedEngine(llm, 1, False).workers("coordexp_status", timeout_s=timeout_s))
+    assert time.monotonic() - begun < 20
 
 
 def data_url(image: Image.Image, kind: str, **options: Any) -> str:

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 RPC_S = 60.0
 HEARTBEAT_S = 2.0
+ALIVE_S = 1.0  # how often a call that waits looks whether its engine still lives
 
 
 @dataclass(slots=True)
@@ -145,7 +146,7 @@ class ServedEngine:
         """Empty these caches of every rank. Raises RolloutError if a rank kept one."""
         for cache in caches:
             what = f"reset_{cache}_cache"
-            if await _in_time(what, getattr(self.llm, what)(), RPC_S) is False:
+            if await self._in_time(what, getattr(self.llm, what)(), RPC_S) is False:
                 raise RolloutError(f"an engine could not empty its {cache} cache because requests are running")
 
     async def check_health(self) -> None:
@@ -158,14 +159,21 @@ class ServedEngine:
     async def _all_ranks(self, method: str, *args: Any, timeout_s: float | None) -> list[list[Any]]:
         # AsyncLLM.collective_rpc returns the first rank's results only.
         call = self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
-        return await _in_time(args[0] if args else method, call, timeout_s)
+        return await self._in_time(args[0] if args else method, call, timeout_s)
 
-
-async def _in_time(what: str, call: Awaitable[Result], timeout_s: float | None) -> Result:
-    try:
-        return await asyncio.wait_for(call, timeout_s)
-    except TimeoutError as error:
-        raise RolloutError(f"{what}: an engine did not answer within {timeout_s:g} s") from error
+    async def _in_time(self, what: str, call: Awaitable[Result], timeout_s: float | None) -> Result:
+        # vLLM leaves calls unanswered that wait while their engine dies.
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise RolloutError(f"{what}: an engine did not answer within {timeout_s:g} s")
+                await self.check_health()
+                await asyncio.wait({task}, timeout=min(left, ALIVE_S))
+            return task.result()
+        finally:
+            task.cancel()
 
 
 @dataclass(slots=True)
