@@ -113,6 +113,12 @@ def test_without_a_token_web_pages_are_refused(headers: dict[str, str], status: 
     assert httpx.get(f"{url}/get_world_size/", headers=headers, trust_env=False).status_code == status
 
 
+def test_probes_may_send_head(url: str) -> None:
+    for path in ("/health", "/health/"):
+        reply = httpx.head(f"{url}{path}", trust_env=False)
+        assert (reply.status_code, reply.content) == (200, b"")
+
+
 def test_a_client_cannot_fill_the_log() -> None:
     lines: list[str] = []
     logger = logging.Logger("flooded")

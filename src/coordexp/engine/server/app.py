@@ -157,9 +157,9 @@ class RolloutServer:
         app.add_exception_handler(HTTPException, reply_to_http)
         app.add_exception_handler(RequestValidationError, reply_to_invalid)
         app.add_middleware(Admission, self.options.api_key, self.options.advertised_host, body_s)
-        for method, path, endpoint in (
-            ("GET", "/health", self.health),
-            ("GET", "/health/", self.health),
+        for methods, path, endpoint in (
+            ("GET HEAD", "/health", self.health),
+            ("GET HEAD", "/health/", self.health),
             ("GET", "/status/", self.status),
             ("GET", "/get_world_size/", self.get_world_size),
             ("GET", "/get_model_state_keys/", self.get_model_state_keys),
@@ -173,7 +173,7 @@ class RolloutServer:
             ("POST", "/process_weights_after_loading/", self.process_weights_after_loading),
             ("POST", "/reset_{cache}_cache/", self.reset_cache),
         ):
-            app.add_api_route(path, endpoint, methods=[method], response_model=None)
+            app.add_api_route(path, endpoint, methods=methods.split(), response_model=None)
         return app
 
     async def health(self) -> dict[str, Any] | JSONResponse:
