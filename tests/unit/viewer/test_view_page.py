@@ -22,7 +22,6 @@ from PIL import Image
 
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import PREDICTIONS, ScoredObject, write_answers
-from coordexp.viewer import serve
 from coordexp.viewer.collect import BEHIND_CUT, collect, compare, find_checkpoint
 from coordexp.viewer.render import as_script_data, render
 from coordexp.viewer.serve import make_server
@@ -202,16 +201,6 @@ def test_a_followed_run_shows_its_new_records(tmp_path: Path) -> None:
         assert broken.headers["refresh"] == "3", "the browser asks again"
         (tmp_path / "trainer_state.json").unlink()
         assert client.get("/").status_code == 200
-
-
-def test_a_file_that_goes_while_it_is_looked_at_is_no_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    write_answers(random_answers(1, 1), tmp_path / PREDICTIONS)
-    with served(tmp_path, follow=True) as client:
-        monkeypatch.setattr(serve, "_files", lambda folder: [folder / "checkpoint-1" / "trainer_state.json"])
-        assert client.get("/version").status_code == 503
-    assert capfd.readouterr().err == ""
 
 
 def test_two_runs_are_joined_by_image(tmp_path: Path) -> None:
