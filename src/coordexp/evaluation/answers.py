@@ -24,7 +24,7 @@ from coordexp.data.preparation import OriginalImage, Side, original_image
 from coordexp.data.tiles import Tiling
 from coordexp.errors import DataError
 from coordexp.parsing import parse_rollout
-from coordexp.reading import read_json
+from coordexp.reading import read_bytes, read_json
 from coordexp.records import (
     GEOMETRY_KINDS,
     NUM_BINS,
@@ -267,7 +267,19 @@ def read_answers(path: str | Path) -> list[ImageAnswer]:
     """All answers of a file, or of the ``predictions.jsonl`` in a folder. Raises DataError for no such file, an empty
     one, or a line that is not an answer; with its number."""
     path = _file_of(Path(path))
-    answers = [from_line(text, path=path, line=number) for number, text in read_lines(path)]
+    lines = list(read_lines(path))
+    try:
+        answers = [from_line(text, path=path, line=number) for number, text in lines]
+    except DataError as error:
+        is_json = isinstance(error.__cause__, msgspec.ValidationError)
+        if error.line == lines[-1][0] and not is_json and not read_bytes(path).endswith(b"\n"):
+            raise DataError(
+                "ends in the middle of a line: it is being written, or was interrupted; wait, or repeat the command "
+                "that writes it, which continues",
+                path=path,
+                line=error.line,
+            ) from error
+        raise
     if not answers:
         raise DataError("has no predictions", path=path)
     names = {answer.sample_id for answer in answers}

@@ -135,6 +135,7 @@ def test_an_answer_survives_a_round_trip() -> None:
     ("line", "complaint"),
     [
         ("{", "not a line of predictions"),
+        ('{"sample_id": "a', "not a line of predictions"),
         ('{"sample_id": 1}', "sample_id"),
         (to_line(answered([CAT], [])).replace("[10,20,200,220]", "[10,20,200]"), "bbox_2d"),
         (to_line(answered([], [CAT])).replace("0.5", '"high"'), "score"),
@@ -144,6 +145,10 @@ def test_invalid_lines_are_refused_with_their_place(tmp_path: Path, line: str, c
     path = tmp_path / "predictions.jsonl"
     path.write_text(to_line(answered([CAT], [])) + "\n" + line + "\n")
     with pytest.raises(DataError, match=rf"predictions.jsonl:2: .*{complaint}"):
+        read_answers(path)
+    path.write_text(path.read_text().removesuffix("\n"))
+    is_cut = "not a line" in complaint
+    with pytest.raises(DataError, match=r"l:2: ends in the middle of a line: .*repeat" if is_cut else complaint):
         read_answers(path)
 
 
