@@ -299,25 +299,28 @@ def _pieces(token_ids: Sequence[int], vocab: CoordVocab) -> tuple[str, ...]:
 
 
 def _curves(source: Path) -> dict[str, list[tuple[float, float]]]:
-    """Every finite number in the run's latest log with at least two points, by name."""
+    """Every finite number in the run's longest log with at least two points, by name."""
 
     def step(state: Path) -> int:
         tail = state.parent.name.rpartition("-")[2]
         return int(tail) if tail.isdecimal() else -1
 
+    # A finished run that goes on to more steps has its earlier end in its folder, and its newest checkpoint knows more.
     states = [source / "trainer_state.json", source / "log_history.json"]
-    states += sorted(source.glob("checkpoint-*/trainer_state.json"), key=step, reverse=True)
-    state = next((path for path in states if path.is_file()), None)
-    if state is None:
-        return {}
-    content = read_json(state)
-    lines = content.get("log_history", []) if isinstance(content, dict) else content
-    if not isinstance(lines, list) or not all(isinstance(line, dict) for line in lines):
-        raise DataError("is not a run's log: expected its lines as a list of objects; restore the file", path=state)
+    states += sorted(source.glob("checkpoint-*/trainer_state.json"), key=step)[-1:]
+    logs = [_log_of(state) for state in states if state.is_file()]
     curves: dict[str, list[tuple[float, float]]] = {}
-    for line in lines:
+    for line in max(logs, key=lambda log: log[-1].get("step", 0) if log else 0, default=[]):
         numbers = {name: value for name, value in line.items() if type(value) in (int, float) and math.isfinite(value)}
         for name, value in numbers.items():
             if name not in ("step", "epoch"):
                 curves.setdefault(name, []).append((numbers.get("step", 0), value))
     return {name: points for name, points in curves.items() if len(points) > 1}
+
+
+def _log_of(state: Path) -> list[dict[str, Any]]:
+    content = read_json(state)
+    lines = content.get("log_history", []) if isinstance(content, dict) else content
+    if not isinstance(lines, list) or not all(isinstance(line, dict) for line in lines):
+        raise DataError("is not a run's log: expected its lines as a list of objects; restore the file", path=state)
+    return lines

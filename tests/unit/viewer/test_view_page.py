@@ -54,6 +54,15 @@ def test_records_have_matches_roles_losses_and_curves(tmp_path: Path) -> None:
     assert data.curves == {"loss": [(1, 1.0), (2, 0.0)]}
 
 
+def test_curves_of_a_finished_run_that_goes_on_are_of_its_newest_checkpoint(tmp_path: Path) -> None:
+    write_run(tmp_path)  # its trainer_state.json ends at step 2
+    for last in (1, 9, 10):
+        state = tmp_path / f"checkpoint-{last}" / "trainer_state.json"
+        state.parent.mkdir()
+        state.write_text(json.dumps({"log_history": [{"step": k, "loss": float(k)} for k in (1, last)]}))
+    assert collect(tmp_path).curves == {"loss": [(1, 1.0), (10, 10.0)]}
+
+
 def test_without_a_tokenizer_only_tokens_are_missing(tmp_path: Path) -> None:
     data = collect(write_run(tmp_path))
     assert data.records[0].rollout is None and any("--model" in note for note in data.notes)
