@@ -20,6 +20,7 @@ from PIL.Image import Resampling
 
 from coordexp.checkpoints.card import Card, Training, read_card
 from coordexp.checkpoints.describe import weight_shapes
+from coordexp.checkpoints.fingerprints import fingerprint, is_same
 from coordexp.checkpoints.folder import Checkpoint, processor_rule, read_object
 from coordexp.checkpoints.memory import ASLEEP, ROOMY, MemoryEstimate, estimate_memory
 from coordexp.checkpoints.run_folder import STATE
@@ -402,11 +403,14 @@ def _rounded_up(value: int, step: int) -> int:
 
 def known_figures(model: Path) -> tuple[float, float, Path] | None:
     """F1 and recall of the checkpoint in ``model`` on validation data, and the file that has them: of its last
-    ``coordexp evaluate``, or else of its training's last evaluation. None if it was never evaluated."""
+    ``coordexp evaluate``, unless it was trained since, or else of its training's last evaluation. None if it was never
+    evaluated."""
     metrics = model / "evaluation" / METRICS
     if metrics.is_file():
-        found = read_object(metrics.parent, METRICS, "evaluation").get("metrics") or {}
-        if {"f1", "recall"} <= found.keys():
+        content = read_object(metrics.parent, METRICS, "evaluation")
+        found, prints = content.get("metrics") or {}, content.get("fingerprints")
+        is_of_this = not (isinstance(prints, list) and prints) or is_same(prints[0], fingerprint(model))
+        if is_of_this and {"f1", "recall"} <= found.keys():
             return float(found["f1"]), float(found["recall"]), metrics
     history = read_object(model, STATE, "trainer state").get("log_history") or []
     for line in reversed(history):

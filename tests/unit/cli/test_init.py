@@ -14,6 +14,7 @@ import yaml
 
 import coordexp.cli.init
 from coordexp.checkpoints.card import read_card, write_card
+from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.checkpoints.memory import MemoryEstimate, check_memory
 from coordexp.cli.init import Decision, advice_on_stage_2, decide, look_at, render
 from coordexp.config import RunConfig, load_config
@@ -303,6 +304,18 @@ def test_stage_2_is_advised_by_the_figures_next_to_its_start(of: str, recall: fl
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": lines}))
     advice = advice_on_stage_2(tmp_path)
     assert f"F1 0.300 and recall {recall:.3f}" in advice and says in advice
+
+
+def test_an_evaluation_of_weights_before_further_training_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    metrics = {"metrics": {"f1": 0.9, "recall": 0.9}, "fingerprints": [fingerprint(tmp_path), "data"]}
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(metrics))
+    line = {"step": 9, "eval_rollout/f1": 0.3, "eval_rollout/recall": 0.2}
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [line]}))
+    assert "F1 0.900" in advice_on_stage_2(tmp_path)
+    (tmp_path / "config.json").write_text('{"trained": "again"}')
+    assert "F1 0.300" in advice_on_stage_2(tmp_path)
 
 
 def test_a_start_without_figures_names_the_command_that_measures_it(tmp_path: Path) -> None:
