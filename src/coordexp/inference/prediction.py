@@ -279,8 +279,9 @@ def _claim(output: Path, settings: dict[str, Any], records: Sequence[ImageRecord
             problem = f"{record.sample_id} is another picture now ({record.image}), or a newer one, than was answered"
             raise DataError(f"{problem}; {fix}", path=output)
     if lost := answered.keys() - {record.sample_id for record in records}:
+        asked = len({whole_of(record) for record in records})
         raise DataError(
-            f"has answers for {len(lost)} images that are not among these {len(records)}, such as {min(lost)}; {fix}",
+            f"has answers for {len(lost)} images that are not among these {asked}, such as {min(lost)}; {fix}",
             path=output,
         )
 
