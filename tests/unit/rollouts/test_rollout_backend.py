@@ -79,6 +79,20 @@ def test_server_without_class_names_is_refused(
             build_backend(config, parts(loaded), ["cat"])
 
 
+@pytest.mark.parametrize(("mean", "refused"), [(0.5, False), (0.485, True)])
+def test_server_that_normalises_images_otherwise_is_refused(loaded: LoadedModel, mean: float, refused: bool) -> None:
+    """Prompts and weights are equal then, and answers are of other images."""
+    pixels = {
+        "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255, "image_mean": [mean, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5], "temporal_patch_size": 2,
+    }  # fmt: skip
+    with FakeRolloutServer(world_size=1, status={"workers": [{"pixels": pixels}]}) as server:
+        entry = {"base_url": server.url, "group_port": 51216}
+        config = resolved(rollout_backend="vllm", vllm={"mode": "server", "server": {"servers": [entry]}})
+        with pytest.raises(RolloutError, match="start the server from the same chec") if refused else nullcontext():
+            build_backend(config, parts(loaded))
+
+
 @pytest.mark.parametrize("by_option", [True, False])
 def test_an_engine_per_process_for_a_checkpoint_alone(by_option: bool) -> None:
     options = PredictOptions(backend="vllm" if by_option else "hf")

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from coordexp import distributed
 from coordexp.background import in_background
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.engine.trainer.client import STALL_KEYS, ServerClient
-from coordexp.engine.wire.arguments import ACTIVATION_PATH, CLASS_NAMES_ENABLE, CLASS_NAMES_STATUS, check_guard
+from coordexp.engine.wire.arguments import ACTIVATION_PATH, CLASS_NAMES_ENABLE, CLASS_NAMES_STATUS, PIXELS, check_guard
 from coordexp.engine.wire.engine_process import api_key_from_environment
 from coordexp.engine.wire.protocol import image_source, infer_payload, read_answer
 from coordexp.errors import (
@@ -132,6 +133,22 @@ def check_names(client: ServerClient, status: Mapping[str, Any] | None) -> None:
         )
 
 
+def check_pixels(client: ServerClient, status: Mapping[str, Any] | None, model: Any) -> None:
+    """Raises RolloutError if a server makes other numbers of an image's bytes than ``model`` is trained on: pushes
+    bring weights, and not the settings of the checkpoint's image processor."""
+    from coordexp.modeling.patches import PixelScale
+
+    for worker in () if status is None else status["workers"]:
+        if PIXELS not in worker:  # an older plugin of swift rollout
+            continue
+        theirs, ours = PixelScale.of(SimpleNamespace(**worker[PIXELS])), model.model.pixel_scale
+        if theirs != ours:
+            raise RolloutError(
+                f"{client.base_url}: its model normalises images by {theirs}, and this run's by {ours}; start the "
+                "server from the same checkpoint (rescale_factor, image_mean and image_std of its processor)"
+            )
+
+
 def in_flight(
     posts: Sequence[Post],
     slots: Sequence[int],
@@ -229,8 +246,9 @@ class ServerBackend(RolloutBackend):
             config.decode_batch_size, self._world_sizes, distributed.world_size(), distributed.rank()
         )
         statuses = [client.status() for client in self._clients]
-        if self._class_names:
-            for client, status in zip(self._clients, statuses, strict=True):
+        for client, status in zip(self._clients, statuses, strict=True):
+            check_pixels(client, status, trainer.model)
+            if self._class_names:
                 check_names(client, status)
         self._ours = [(status or {}).get("server") == "coordexp serve" for status in statuses]
         # Servers that answer /health/ while they decode, and return each answer with its weight version and request:

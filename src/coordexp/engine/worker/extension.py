@@ -8,9 +8,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.transformers_utils.processor import cached_get_image_processor
 
 import coordexp.engine.worker.cpu_patches  # noqa: F401  # applies them, before the engine loads its model
-from coordexp.engine.wire.arguments import ADAPTER_ID, ADAPTER_NAME, ADAPTER_PATH, CLASS_NAMES_STATUS, FAILURE, RESULT
+from coordexp.engine.wire.arguments import (
+    ADAPTER_ID,
+    ADAPTER_NAME,
+    ADAPTER_PATH,
+    CLASS_NAMES_STATUS,
+    FAILURE,
+    PIXEL_SETTINGS,
+    PIXELS,
+    RESULT,
+)
 from coordexp.engine.wire.engine_process import DIE_WITH_PARENT, die_with_owner, die_with_parent
 from coordexp.engine.worker import drafting
 from coordexp.engine.worker.drafting import guard_of_worker, guard_report, processor_of
@@ -137,6 +147,8 @@ class WeightSyncExtension:
         known_tokens = processor_of(self, KnownTokensProcessor)
         on_gpu = torch.device(self.device).type == "cuda"
         image = self.vllm_config.model_config.multimodal_config.limit_per_prompt.get("image")
+        # As its checkpoint has it; vLLM gives its own none of the work that the tower does.
+        processor = cached_get_image_processor(self.vllm_config.model_config.model)
         return {
             **self.receiver.report(),
             "pid": os.getpid(),
@@ -151,6 +163,7 @@ class WeightSyncExtension:
             "repeat_terminate": guard_report(self),
             "num_known_tokens": None if known_tokens is None else known_tokens.num_known,
             CLASS_NAMES_STATUS: processor_of(self, RequestClassNamesProcessor) is not None,
+            PIXELS: {name: getattr(processor, name) for name in PIXEL_SETTINGS},
         }
 
     def coordexp_pop_triggers(self, request_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
