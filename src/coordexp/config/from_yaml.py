@@ -7,6 +7,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -99,11 +100,18 @@ def _without(broken: set[KeyPath], section: type[StrictModel], data: dict[str, A
         elif key in data:
             values[key] = value
     # The others are validated, for rules see values as a valid configuration has them: text is a list of one, say.
-    optional: Any = {key: (Any, Field(None, validate_default=False)) for key in absent}
-    part: Any = create_model(section.__name__, __base__=section, **optional).model_validate(values)
+    part: Any = _with_optional(section, frozenset(absent)).model_validate(values)
     for key in absent:
         part.__dict__.pop(key)
     return part
+
+
+@cache
+def _with_optional(section: type[StrictModel], keys: frozenset[str]) -> type[StrictModel]:
+    if not keys:
+        return section
+    optional: Any = {key: (Any, Field(None, validate_default=False)) for key in keys}
+    return create_model(section.__name__, __base__=section, **optional)
 
 
 def _error(source: str, document: Document, problems: Sequence[Problem]) -> ConfigError:
