@@ -70,6 +70,9 @@ def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pyte
     for wrong in ({}, {"model": run.checkpoint, "overrides": {"training.seed": 1}}):
         with pytest.raises(ConfigError):
             evaluate(**wrong)
+    words: Any = ["training.max_steps=3"]  # as on a command line
+    with pytest.raises(ConfigError, match="is not a mapping of keys to values"):
+        train(config, words)
 
 
 def test_an_evaluation_is_replaced_if_asked(tmp_path: Path) -> None:

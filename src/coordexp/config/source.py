@@ -86,6 +86,10 @@ class Document:
 def read_document(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Document:
     """Read ``path`` with all that it extends, and put ``overrides`` (dotted key → value) on top. Raises ConfigError if
     it is unreadable as a whole; single mistakes are the document's ``problems``."""
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ConfigError(
+            f'overrides: {overrides!r} is not a mapping of keys to values, as {{"training.max_steps": 100}}'
+        )
     document = _read(Path(path), ())
     for key, value in (overrides or {}).items():
         _put(document, parse_dotted(key), value, "override")

@@ -43,10 +43,13 @@ def parse_answer(
         Objects without scores. ``truncated``: the answer does not end as a whole one does.
 
     Raises:
-        DataError: text whose coordinates are missing, because the server left out special tokens.
+        DataError: text whose coordinates are missing, because the server left out special tokens; an image without
+            pixels.
         ConfigError: token ids without ``checkpoint``.
     """
     width, height = upright_size(image) if isinstance(image, Image.Image) else image
+    if min(width, height) < 1:
+        raise DataError(f"image: a size of {width} x {height} has no pixels; give the image's (width, height)")
     if isinstance(answer, str):
         vocab, token_ids = text_vocab(), text_vocab().encode(answer)
     elif checkpoint is None:

@@ -38,6 +38,8 @@ def test_token_ids_need_their_tokenizer() -> None:
     assert "red circle" in found.classes and found.plot().size == (640, 480)
     with pytest.raises(ConfigError, match="checkpoint"):
         parse_answer(ids, (640, 480))
+    with pytest.raises(DataError, match="a size of 0 x 480 has no pixels"):
+        parse_answer(TEXT, (0, 480))
 
 
 def test_an_answer_that_is_not_whole_says_so(tmp_path: Path) -> None:
