@@ -29,7 +29,7 @@ class _Fractions:
     def __init__(self, records_F: np.ndarray, fractions_F: np.ndarray) -> None:
         self.records_F = records_F
         self._ends_F = np.cumsum(fractions_F)
-        total = round(float(self._ends_F[-1]), _DIGITS)
+        total = max(round(float(self._ends_F[-1]), _DIGITS), 10**-_DIGITS)
         self._ends_F *= total / self._ends_F[-1]
         self.size = math.ceil(total)
         # If all fractions are equal, an epoch moves the ticks by one interval, from the middle of one record's to the
