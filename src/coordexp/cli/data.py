@@ -295,9 +295,11 @@ def drop_command(
     if as_json:
         echo(json.dumps(fields, ensure_ascii=False))
         return
-    groups = {**fields["classes"], **{name: pair for name, pair in fields["sizes"].items() if pair[1]}}
-    width = max(map(len, groups), default=0)
-    for name, (kept, of) in groups.items():
+    # Pairs: a class may be called "small".
+    groups = [(printable(name), pair) for name, pair in fields["classes"].items()]
+    groups += [(name, pair) for name, pair in fields["sizes"].items() if pair[1]]
+    width = max((len(name) for name, _ in groups), default=0)
+    for name, (kept, of) in groups:
         echo(f"  {name:<{width}}  {kept} of {of}")
     total = fields["kept"] + fields["dropped"]
     kept_last = f", {counts.spared} of them the last of their image" if counts.spared else ""

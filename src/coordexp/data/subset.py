@@ -44,11 +44,12 @@ class DropRates:
     allow_empty: bool = False
 
     def __post_init__(self) -> None:
-        rates = {"keep": self.keep, **self.per_class, **self.per_size}
-        for name, rate in rates.items():
+        # Pairs: a class may be called "keep" or "small".
+        rates = [("keep", self.keep), *self.per_class.items(), *self.per_size.items()]
+        for name, rate in rates:
             if not 0.0 <= rate <= 1.0:
                 raise DataError(f"{name}={rate:g} is not a probability; give a number from 0 to 1")
-        if min(rates.values()) == 1.0:
+        if min(rate for _, rate in rates) == 1.0:
             raise DataError("every annotation would be kept; give --keep, --per-class or --per-size below 1")
 
     def probability(self, obj: GTObject, record: ImageRecord) -> float:

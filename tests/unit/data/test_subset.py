@@ -88,6 +88,9 @@ def test_invalid_rates_and_classes_are_refused() -> None:
         DropRates(1.0, {"cup": 1.0})
     with pytest.raises(DataError, match=r"keep=1\.5"):
         DropRates(1.5)
+    with pytest.raises(DataError, match=r"keep=1\.5"):
+        DropRates(1.5, {"keep": 0.5})
+    DropRates(0.5, {"keep": 1.0})  # classes may be called so
 
 
 def test_without_soft_removes_soft_objects() -> None:
