@@ -138,9 +138,10 @@ def init(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the YAML if it is there.")] = False,
 ) -> None:
     """Write a commented YAML for your data, model and machine."""
+    from coordexp.data.files import check_new_file, is_same_file, write_atomically
+
     path = out or Path(f"stage{stage}.yaml")
-    if path.exists() and not overwrite:
-        raise ConfigError(f"{path}: exists already; name another file with --out, or add --overwrite")
+    check_new_file(path, overwrite, "name another file with --out, or add --overwrite")
     model = check_checkpoint(model)
     run = output_dir or Path(f"outputs/stage{stage}")
     from coordexp.checkpoints.fingerprints import with_bases
@@ -154,9 +155,10 @@ def init(
     from coordexp.checkpoints.memory import check_memory
     from coordexp.cli.init import advice_on_stage_2, first_configuration, gpu_memory, look_at
     from coordexp.config import load_config
-    from coordexp.data.files import write_atomically
 
     at_hand = look_at(data, model, val)
+    if any(one is not None and is_same_file(path, one) for one in (at_hand.train, at_hand.val)):
+        raise ConfigError(f"{path}: is the dataset, which the YAML would replace; name another file with --out")
     memory = None if cpu else gpu_memory(assume_one=cpu is not None)
     text = first_configuration(at_hand, model, 2 if stage == 2 else 1, run, memory)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -198,6 +198,8 @@ def test_denser_scenes_get_longer_answers(tmp_path: Path, cli: Cli) -> None:
         ((".", "--model", DEMO), "train.jsonl"),
         (("mine", "--model", DEMO, "--val", "nothing.jsonl"), "dataset file not found"),
         (("mine", "--model", DEMO, "--out", "mine/train.jsonl"), "exists already"),
+        (("mine", "--model", DEMO, "--out", "mine/train.jsonl", "--overwrite"), "mine/train.jsonl: is the dataset"),
+        (("mine", "--model", DEMO, "--out", "mine", "--overwrite"), "mine: is a folder"),
         (("empty.jsonl", "--model", DEMO), "empty.jsonl: no image has an object"),
         (("mine", "--model", DEMO, "--val", "empty.jsonl"), "empty.jsonl: no image has an object"),
     ],
