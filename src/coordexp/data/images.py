@@ -247,6 +247,8 @@ def _to_rgb(image: Image.Image, header: ImageHeader, path: Path, apply_orientati
             layered = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
             white = Image.new("RGBA", layered.size, (255, 255, 255, 255))
             rgb = Image.alpha_composite(white, layered).convert("RGB")
+    except AssertionError as error:  # Pillow's for a picture whose `with` ended before it was decoded
+        raise DataError("its file was closed before it was decoded; call image.load() earlier", path=path) from error
     except _PILLOW_ERRORS as error:
         raise DataError(f"cannot decode the image ({error}); replace the file", path=path) from error
     # Pillow's operations keep EXIF and XMP, by which vLLM would turn these pixels again.

@@ -165,6 +165,13 @@ def test_a_chosen_frame_is_a_picture(chosen: str, tmp_path: Path) -> None:
     assert shown.getpixel((2, 2)) == ((120, 9, 9) if chosen == "seek" else (0, 9, 9))
 
 
+def test_a_picture_that_was_closed_before_it_was_decoded_is_an_error_that_says_so(tmp_path: Path) -> None:
+    with Image.open(saved(two_colours(), tmp_path / "a.png")) as image:
+        pass
+    with pytest.raises(DataError, match=r"closed before it was decoded; call image\.load\(\) earlier"):
+        rgb_of(image, "image 0")
+
+
 @pytest.mark.parametrize("kind", [1, 4])  # a smaller copy (GeoTIFF's overviews), a mask
 def test_smaller_copies_in_a_tiff_are_no_pages(kind: int, tmp_path: Path) -> None:
     path = tmp_path / "a.tif"
