@@ -216,6 +216,13 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -
         raise CheckpointError(
             f"{path}: {len(missing)} weights are missing, {missing[0]} first; restore the checkpoint's files"
         )
+    # transformers then keeps both matrices, with a warning; vLLM skips the head and answers otherwise.
+    if model.config.tie_word_embeddings and model.lm_head.weight is not model.get_input_embeddings().weight:
+        raise CheckpointError(
+            f"{path}: its config.json says that the head is the embedding (tie_word_embeddings), but its weights have "
+            "an lm_head.weight of other values; set tie_word_embeddings to false there and in its text_config, or "
+            "restore the checkpoint's files"
+        )
     check_finite(model, path)
     return model
 

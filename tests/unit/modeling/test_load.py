@@ -86,9 +86,16 @@ def one_weight_missing(folder: Path) -> None:
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def another_head(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = 2 * state["model.language_model.embed_tokens.weight"]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [(cut_weights, "weights cannot be read"),
+     (another_head, "lm_head.weight of other values; set tie_word_embeddings to false"),
      (no_weights, "weights cannot be read"),
      (one_weight_missing, r"1 weights are missing, model.language_model.layers.1.mlp.up_proj.weight")],
 )  # fmt: skip
