@@ -48,6 +48,7 @@ COCO_OBJECTS = [
     ("polygon of huge numbers", {"segmentation": [[1e300, 1, -1e300, 9, 9, 1e300]]}, "poly", "malformed_geometry"),
     ("polygon on a line", {"segmentation": [[1, 1, 9, 1, 5, 1]]}, "poly", "zero_area"),
     ("polygon outside", {"segmentation": [[50, 1, 60, 1, 55, 9]]}, "poly", "outside_image"),
+    ("polygon beside a corner", {"segmentation": [[-10, 5, 5, -10, -10, -10]]}, "poly", "outside_image"),
     ("tiny polygon", {"segmentation": [[5, 5, 5.001, 5, 5, 5.001]]}, "poly", "collapsed_polygon"),
     ("no mapping", "annotation", "bbox", "unknown_image"),
 ]
@@ -72,6 +73,11 @@ def test_polygons_are_written_clockwise_from_the_top_without_repeated_points(tmp
     (obj,) = objects_of(from_coco(tmp_path, [{"segmentation": [flat]}], geometry="poly", options=SMALL))
     expected = [(20, 2), (30, 12), (20, 22), (4, 12)]
     assert obj == GTObject("cat", "poly", tuple(v for x, y in expected for v in bins(x, y)))
+
+
+def test_a_polygon_over_the_edge_is_cut_there(tmp_path: Path) -> None:
+    report = from_coco(tmp_path, [{"segmentation": [[20, -12, 60, 12, 20, 36]]}], geometry="poly", options=SMALL)
+    assert objects_of(report)[0].bins == (500, 0, 999, 0, 999, 999, 500, 999) and report.notes == {"clipped": 1}
 
 
 def test_the_largest_of_several_parts_is_kept_and_reported(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from rich.text import Text
 from coordexp.data.class_list import as_written
 from coordexp.data.find_images import REPORT_SUFFIX, FoundImage, ImageFolder, Listing
 from coordexp.data.jsonl import clean_desc
-from coordexp.data.polygons import canonical_ring, shape_area, simplify_ring
+from coordexp.data.polygons import canonical_ring, clipped_shape, shape_area, simplify_ring
 from coordexp.errors import DataError
 from coordexp.geometry import mask_iou, to_bin
 from coordexp.records import GeometryKind, GTObject
@@ -453,8 +453,11 @@ def quantise(
     if shape_area(obj.kind, obj.points) == 0:
         raise LeftOut(SkipReason.ZERO_AREA, shown)
     # The image spans 0..W in pixel-edge coordinates; W itself is on the edge, not over it.
-    clipped = tuple(min(max(value, 0.0), float(frame[at % 2])) for at, value in enumerate(obj.points))
-    if shape_area(obj.kind, clipped) == 0:
+    inside = tuple(min(max(value, 0.0), float(frame[at % 2])) for at, value in enumerate(obj.points))
+    clipped = obj.points
+    if inside != clipped:  # points of a polygon that are moved to the edge enclose another shape than its part inside
+        clipped, _ = clipped_shape(obj.kind, clipped, (0.0, 0.0, *frame))
+    if not clipped:
         raise LeftOut(SkipReason.OUTSIDE_IMAGE, shown)
     bins = tuple(to_bin(value, frame[at % 2]) for at, value in enumerate(clipped))
     if obj.kind == "poly":
@@ -462,7 +465,7 @@ def quantise(
         if len(bins) < 6:
             raise LeftOut(SkipReason.COLLAPSED_POLYGON, shown)
     # Closer than a pixel is rounding of floats, or a shape that touches the edge.
-    if max(abs(a - b) for a, b in zip(clipped, obj.points, strict=True)) >= 1:
+    if max(abs(a - b) for a, b in zip(inside, obj.points, strict=True)) >= 1:
         report.note(Note.CLIPPED, file, obj.index, shown)
     if shape_area(obj.kind, bins) == 0:
         report.note(Note.COLLAPSED_BINS, file, obj.index, shown)
