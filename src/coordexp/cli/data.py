@@ -280,27 +280,23 @@ def drop_command(
         fields = {"images": len(left), "kept": annotated, "dropped": gone}
         echo(json.dumps(fields) if as_json else f"wrote {out}: {gone} soft objects left out, {annotated} others")
         return
-    from coordexp.data.class_list import as_written
     from coordexp.data.subset import SIZES, DropRates, drop_annotations
 
     by_size = _rates("--per-size", per_size)
     if other := sorted(by_size.keys() - set(SIZES)):
         raise ConfigError(f"--per-size {other[0]}: expected {', '.join(SIZES)}")
     sizes: dict[ObjectSize, float] = {size: by_size[size] for size in SIZES if size in by_size}
-    by_class = {as_written(name): rate for name, rate in _rates("--per-class", per_class).items()}
-    rates = DropRates(1.0 if keep is None else keep, by_class, sizes, allow_empty)
+    rates = DropRates(1.0 if keep is None else keep, _rates("--per-class", per_class), sizes, allow_empty)
     records, counts = drop_annotations(read_jsonl(jsonl), rates, seed)
     write_jsonl(records, out)
     fields = counts.to_json()
     if as_json:
         echo(json.dumps(fields, ensure_ascii=False))
         return
-    # Pairs: a class may be called "small".
-    groups = [(printable(name), pair) for name, pair in fields["classes"].items()]
-    groups += [(name, pair) for name, pair in fields["sizes"].items() if pair[1]]
-    width = max((len(name) for name, _ in groups), default=0)
+    groups = [*fields["classes"].items(), *(size for size in fields["sizes"].items() if size[1][1])]
+    width = max((len(printable(name)) for name, _ in groups), default=0)
     for name, (kept, of) in groups:
-        echo(f"  {name:<{width}}  {kept} of {of}")
+        echo(f"  {printable(name):<{width}}  {kept} of {of}")
     total = fields["kept"] + fields["dropped"]
     kept_last = f", {counts.spared} of them the last of their image" if counts.spared else ""
     echo(f"wrote {out}: {counts.images} images, {fields['kept']} of {total} annotations kept{kept_last}")
@@ -485,9 +481,12 @@ def _bars_of(groups: Mapping[str, Mapping[str, int]]) -> Table:
 
 
 def _rates(option: str, given: list[str] | None) -> dict[str, float]:
+    from coordexp.data.class_list import as_written
+
     rates: dict[str, float] = {}
     for text in given or ():
         name, _, rate = text.rpartition("=")
+        name = as_written(name) if option == "--per-class" else name
         try:
             value = float(rate)
         except ValueError:

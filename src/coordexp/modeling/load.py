@@ -124,7 +124,7 @@ def _vocab_of(checkpoint: Checkpoint, tokenizer: Any) -> CoordVocab:
 
 
 class ProcessorAndVocab(NamedTuple):
-    """What of a checkpoint reads and writes prompts and answers."""
+    """What turns images, prompts and answers into a model's inputs, and its outputs into text."""
 
     processor: Any
     vocab: CoordVocab

@@ -94,7 +94,7 @@ class CheckedRun:
     config: RunConfig
     start: Start
     model: Checkpoint
-    texts: ProcessorAndVocab
+    inputs: ProcessorAndVocab
     rollout: RolloutMatchingConfig
     train: Sequence[ImageRecord]
     val: Sequence[ImageRecord]
@@ -140,9 +140,9 @@ def check_run(
     attempt(check_training_environment, config)
     attempt(check_optimizer, config.training)
     attempt(check_schedule, config.training)
-    texts: Any = None
+    inputs: Any = None
     if model is not None:
-        texts = attempt(load_processor_and_vocab, model)
+        inputs = attempt(load_processor_and_vocab, model)
         attempt(check_lengths, config, model)
         attempt(checked_disk, config, model)
     custom, wait_s = config.custom, config.training.ddp_timeout
@@ -172,7 +172,7 @@ def check_run(
     assert start is not None and model is not None
     if distributed.is_main() and (note := unprepared_note(preparation_of(train), val)) is not None:
         logger.warning("custom.val_jsonl: %s: %s", custom.val_jsonl, note)
-    return CheckedRun(config, start, model, texts, rollout, train, val)
+    return CheckedRun(config, start, model, inputs, rollout, train, val)
 
 
 def _joined(files: Sequence[TrainFile], opened: Sequence[Sequence[ImageRecord]]) -> Sequence[ImageRecord]:
@@ -316,7 +316,7 @@ def _epoch_plan(run: CheckedRun, console: Console) -> EpochPlan | None:
 def _tuned_model(run: CheckedRun, accelerator: Accelerator, console: Console) -> LoadedModel:
     config = run.config
     with phase("start", "loading the model"):
-        loaded = load_model(run.model, config.model.dtype, config.model.attn_implementation, run.texts)
+        loaded = load_model(run.model, config.model.dtype, config.model.attn_implementation, run.inputs)
     card = card_of_run(config, preparation_of(run.train), tuple(choose_list(records=run.train)))
     if config.tuner.train_type == "lora":
         card = replace(card, base=fingerprint(Path(config.model.model), sealed=False))

@@ -137,6 +137,7 @@ def test_drop(scenes: Path, tmp_path: Path, cli: Cli) -> None:
         (["--per-class", "red circle"], "expected a name and a probability"),
         (["--per-class", "red circle=2"], "expected a name and a probability"),
         (["--per-class", "red circle=0", "--per-class", "red circle=1"], "twice"),
+        (["--per-class", "caf\u00e9=0", "--per-class", "cafe\u0301=1"], "twice"),
         (["--per-size", "huge=0.5"], "expected small, medium, large"),
         (["--per-class", "red crcle=0.5"], "no object is called 'red crcle'"),
         ([], "every annotation would be kept"),

@@ -144,8 +144,9 @@ def check_pixels(client: ServerClient, status: Mapping[str, Any] | None, model: 
         theirs, ours = PixelScale.of(SimpleNamespace(**worker[PIXELS])), model.model.pixel_scale
         if theirs != ours:
             raise RolloutError(
-                f"{client.base_url}: its model normalises images by {theirs}, and this run's by {ours}; start the "
-                "server from the same checkpoint (rescale_factor, image_mean and image_std of its processor)"
+                f"{client.base_url}: its model normalises images by {asdict(theirs)}, and this run's by "
+                f"{asdict(ours)}; start the server from the same checkpoint (rescale_factor, "
+                "image_mean and image_std of its processor)"
             )
 
 

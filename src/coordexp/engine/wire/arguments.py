@@ -37,7 +37,7 @@ RESULT, FAILURE = "result", "failure"
 
 CLASS_NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift rollout accept class names
 CLASS_NAMES_STATUS = "closed_names"  # key of a worker's status: whether it applies them
-PIXELS = "pixels"  # key of a worker's status: what its image processor makes of bytes, by these settings
+PIXELS = "pixels"  # key of a worker's status: these settings of its checkpoint's image processor
 PIXEL_SETTINGS = ("do_rescale", "do_normalize", "rescale_factor", "image_mean", "image_std", "temporal_patch_size")
 
 # The whole section rollout_matching.repeat_terminate as JSON, in one variable or in a file that a variable names.
