@@ -16,6 +16,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -229,7 +230,7 @@ def trace(flags: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--size", choices=("2B", "4B", "8B"), default="2B")
     flags.add_argument("--layers", type=int, help="of the language model, instead of all")
@@ -246,7 +247,7 @@ def main() -> None:
     flags.add_argument("--image", type=int, nargs=2, default=[1024, 768], metavar=("WIDTH", "HEIGHT"))
     flags.add_argument("--objects", type=int, default=20, help="of an image [20]")
     flags.add_argument("--json", type=Path, help="append the figures as a line")
-    options = flags.parse_args()
+    options = flags.parse_args(arguments)
     found = trace(options)
     if options.json is not None:
         with options.json.open("a", encoding="utf-8") as file:

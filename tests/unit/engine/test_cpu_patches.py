@@ -25,13 +25,14 @@ if not current_platform.is_cpu():
 
 WORKER = """
 import os, sys
+from pathlib import Path
 from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 import coordexp.engine.worker.cpu_patches
 
-rank, store = int(sys.argv[1]), sys.argv[2]
+rank, store, function = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 os.environ["VLLM_DIST_IDENT"] = "//"  # set by vLLM's worker under torchrun
 dist.init_process_group("gloo", rank=rank, world_size=2, init_method="file://" + store)
 group = SimpleNamespace(unique_name="tp:0", ranks=[0, 1], world_size=2, rank=rank, device_group=dist.group.WORLD)
@@ -41,17 +42,31 @@ assert memory.group_name != "//-tp:0-[0-1]-cpushm"  # vLLM's, the same in every 
 assert not list(coordexp.engine.worker.cpu_patches.SHARED_MEMORY.glob("*" + memory.group_name.rpartition("]")[2] + "*"))
 total = torch.full((1024,), rank + 1.0)
 memory.all_reduce(total)
-print(total.unique().tolist())
+
+def doubled_sum(x):
+    return (2 * x).sum()
+
+numbers = torch.arange(4.0)
+if rank == 0:
+    compiled = torch.compile(doubled_sum, fullgraph=True).aot_compile(((numbers,), {}))
+    compiled.save_compiled_function(str(function))
+dist.barrier()
+with function.open("rb") as file:
+    compiled = torch.compiler.load_compiled_function(file)
+compiled._artifacts.compiled_fn.finalize_loading(None)  # as vLLM does
+print(total.unique().tolist(), compiled(numbers).item())
 """
 
 
-def test_shared_memory_has_a_unique_name_and_is_removed(tmp_path: Path) -> None:
-    """A name that a killed run left behind would stop the next one."""
+def test_engines_of_one_machine_share_memory_and_stored_functions(tmp_path: Path) -> None:
+    """Shared memory has a unique name and is removed, because one that a killed run left behind would stop the next
+    run. A stored compiled function is usable by another process; otherwise vLLM would compile again."""
+    command = [sys.executable, "-c", WORKER]
     workers = [
-        subprocess.Popen([sys.executable, "-c", WORKER, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE)
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), str(tmp_path / "f")], stdout=subprocess.PIPE)
         for rank in range(2)
     ]
-    assert [worker.communicate(timeout=240)[0].splitlines()[-1:] for worker in workers] == [[b"[3.0]"]] * 2
+    assert [worker.communicate(timeout=240)[0].splitlines()[-1:] for worker in workers] == [[b"[3.0] 12.0"]] * 2
 
 
 def test_each_drafted_position_has_its_requests_temperature() -> None:
@@ -74,35 +89,6 @@ def test_padding_of_a_draft_is_rejected() -> None:
         torch.full((4,), 0.5, dtype=torch.float64), torch.tensor([False, False]), 2, None,
     )  # fmt: skip
     assert sampled.tolist() == [[7, 7, 6], [5, -1, -1]]
-
-
-STORE_OR_LOAD = """
-import sys
-from pathlib import Path
-import torch
-import coordexp.engine.worker.cpu_patches
-
-def doubled_sum(x):
-    return (2 * x).sum()
-
-path, numbers = Path(sys.argv[1]), torch.arange(4.0)
-if path.exists():
-    with path.open("rb") as file:
-        compiled = torch.compiler.load_compiled_function(file)
-    compiled._artifacts.compiled_fn.finalize_loading(None)  # as vLLM does
-else:
-    compiled = torch.compile(doubled_sum, fullgraph=True).aot_compile(((numbers,), {}))
-    compiled.save_compiled_function(str(path))
-print(compiled(numbers).item())
-"""
-
-
-def test_a_stored_compiled_function_is_usable_by_the_next_process(tmp_path: Path) -> None:
-    """vLLM compiles again if the function that it loads cannot be finalized."""
-    for _ in ("store", "load"):
-        command = [sys.executable, "-c", STORE_OR_LOAD, str(tmp_path / "function")]
-        output = subprocess.run(command, stdout=subprocess.PIPE, timeout=240, check=True).stdout
-        assert output.splitlines()[-1:] == [b"12.0"]
 
 
 @pytest.fixture
