@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 # Where these are installed, transformers imports them, and with them pandas and scipy.stats: for a curve of assisted
 # decoding, and for a kind of data set that its Trainer takes. No command needs either.
@@ -44,16 +49,58 @@ def _without_collection() -> Iterator[None]:
 @contextmanager
 def _without_unused() -> Iterator[None]:
     is_first = "transformers.modeling_utils" not in sys.modules
-    import transformers.utils as installed
+    with _replaced(importlib.metadata, packages_distributions=packages_distributions):
+        import transformers.utils as installed
+    from transformers.utils import import_utils
 
-    names = [f"is_{package}_available" for package in _UNUSED]
-    as_found = {name: getattr(installed, name) for name in names}
-    for name in names:
-        setattr(installed, name, lambda: False)
+    once = partial(import_structure, import_utils.define_import_structure)
+    unused = {f"is_{package}_available": lambda: False for package in _UNUSED}
+    with _replaced(installed, **unused), _replaced(import_utils, define_import_structure=once):
+        yield
+    if is_first:
+        gc.freeze()
+
+
+@contextmanager
+def _replaced(module: Any, **functions: Any) -> Iterator[None]:
+    as_found = {name: getattr(module, name) for name in functions}
     try:
+        for name, function in functions.items():
+            setattr(module, name, function)
         yield
     finally:
         for name, function in as_found.items():
-            setattr(installed, name, function)
-    if is_first:
-        gc.freeze()
+            setattr(module, name, function)
+
+
+def packages_distributions() -> dict[str, list[str]]:
+    """As :func:`importlib.metadata.packages_distributions`, which transformers calls when it is imported, but without
+    an object for each of about 50,000 installed files."""
+    found = defaultdict[str, list[str]](list)
+    for distribution in importlib.metadata.distributions():
+        declared = (distribution.read_text("top_level.txt") or "").split()
+        for package in declared or _modules_of(distribution.read_text("RECORD") or ""):
+            found[package].append(distribution.metadata["Name"])
+    return dict(found)
+
+
+def _modules_of(record: str) -> set[str]:
+    """What can be imported of the files in a distribution's RECORD."""
+    files = (line.partition(",")[0] for line in record.splitlines())
+    return {file.partition("/")[0].removesuffix(".py") for file in files if file.endswith(".py")}
+
+
+def import_structure(define: Any, module_path: str | Path, prefix: str | None = None) -> Any:
+    """As ``define``, which is transformers' ``define_import_structure``. It reads the files of all models when
+    transformers is imported, and would read them again, for the same result, when the first model is."""
+    import transformers
+
+    models = Path(transformers.__file__).parent / "models"
+    if prefix is not None or Path(module_path) != models / "__init__.py":
+        return define(module_path, prefix)
+    known = define(models, prefix="models")
+    inside = "models."
+    return {
+        needs: {name.removeprefix(inside): objects for name, objects in modules.items() if name.startswith(inside)}
+        for needs, modules in known.items()
+    }

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import subprocess
 import sys
 import threading
 import weakref
+from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 import transformers.utils
+from transformers.utils.import_utils import define_import_structure
 
-from coordexp.heavy_imports import heavy_imports, process_is_a_command
+from coordexp.heavy_imports import heavy_imports, import_structure, packages_distributions, process_is_a_command
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -70,6 +75,24 @@ def test_transformers_knows_them_afterwards() -> None:
     with heavy_imports():
         assert not transformers.utils.is_sklearn_available()
     assert transformers.utils.is_sklearn_available is before
+
+
+def test_packages_and_models_are_found_without_reading_them_again() -> None:
+    found = packages_distributions()
+    assert {name: found[name] for name in ("PIL", "torch", "transformers")} == {
+        "PIL": ["pillow"], "torch": ["torch"], "transformers": ["transformers"],
+    }  # fmt: skip
+    if sys.version_info < (3, 12):  # later ones list more kinds of files
+        assert found == importlib.metadata.packages_distributions()
+    read: list[Any] = []
+
+    def define(path: Any, prefix: str | None = None) -> Any:
+        read.append(prefix)
+        return define_import_structure(path, prefix)
+
+    models = Path(transformers.__file__).with_name("models") / "__init__.py"
+    assert import_structure(define, str(models)) == define_import_structure(str(models))
+    assert read == ["models"]
 
 
 def test_threads_that_import_at_once_leave_transformers_and_collection_as_they_were() -> None:
