@@ -17,9 +17,11 @@ MAX_DEPTH = 64  # deeper nesting is a loop, not an answer, and common JSON reade
 MAX_NUMBER_BYTES = 1000  # Python's own reader refuses integers of more than 4300 digits
 
 WHITE_SPACE = b" \t\n\r"
+# Only single bytes are repeated possessively: Python before 3.11.5 matches possessive groups wrongly
+# (https://github.com/python/cpython/issues/106052).
 _WS = rb"[ \t\n\r]*+"
 _PLAIN = rb'[^"\\\x00-\x1f]*+'
-_BODY = _PLAIN + rb'(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})' + _PLAIN + rb")*+"
+_BODY = _PLAIN + rb'(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})' + _PLAIN + rb")*"
 _NUMBER = rb"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?"
 
 # Groups: 1 string body, 2 opening bracket, 3 bare coordinate, 4 delimited number or name.
@@ -45,7 +47,7 @@ _CUT_SPACE = re.compile(_WS + rb"\Z")
 
 # Nearly every array of an answer. Its elements get Nodes only on demand; see elements().
 _COORD_STRING = rb'"<\|coord_[0-9]{1,3}\|>"' + _WS
-_COORD_ARRAY = rb"\[(?:" + _WS + _COORD_STRING + rb",)*+" + _WS + _COORD_STRING + rb"\]"
+_COORD_ARRAY = rb"\[(?:" + _WS + _COORD_STRING + rb",)*" + _WS + _COORD_STRING + rb"\]"
 _COORDS = re.compile(_COORD_ARRAY)
 # Both fields of nearly every entry, in one step each. Groups: 1 key, 2 string, 3 such an array, 4 separator.
 _FIELD = re.compile(
