@@ -18,7 +18,7 @@ from coordexp.data.dataset_cache import CachedRecords
 from coordexp.data.images import open_rgb
 from coordexp.data.joined import JoinedRecords
 from coordexp.data.jsonl import ObjectOrdering, order_objects
-from coordexp.data.polygons import canonical_ring, shape_area
+from coordexp.data.polygons import Point, canonical_ring, clip_ring, shape_area
 from coordexp.errors import DataError
 from coordexp.records import NUM_BINS, GTObject, ImageRecord, RolloutRequest
 
@@ -27,7 +27,7 @@ _EPOCH, _REPEAT = "@epoch", "."  # of a view's sample id, after its record's: s:
 LEFT_OUT = "augment_left_out"  # key of a view's metadata: the number of objects of which too little is left
 _LAST = NUM_BINS - 1
 _GREY = (114, 114, 114)  # beyond the image's edge
-_Point = tuple[float, float]
+_WHOLE = (0.0, 0.0, 1.0, 1.0)  # window of a view that shows all of its image
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class View:
     """One way to look at an image. ``window``: left, top, right, bottom in shares of its sides; grey
     outside 0..1. ``brightness``, ``contrast``, ``saturation``: factors, 1 changes nothing."""
 
-    window: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0)
+    window: tuple[float, float, float, float] = _WHOLE
     mirrored: bool = False
     upside_down: bool = False
     brightness: float = 1.0
@@ -129,7 +129,7 @@ class View:
         """The view of an RGB image; of the same size."""
         width, height = image.size
         shown = image
-        if self.window != (0.0, 0.0, 1.0, 1.0):
+        if self.window != _WHOLE:
             left, top, right, bottom = self.window
             # An affine map reads few pixels per output pixel, so it would skip some where the view shrinks the image.
             share = max(right - left, bottom - top)
@@ -163,7 +163,7 @@ class View:
 
     def _seen(self, obj: GTObject, min_visible: float) -> GTObject | None:
         left, top, right, bottom = self.window
-        ring: list[_Point] = []
+        ring: list[Point] = []
         for x, y in zip(obj.bins[0::2], obj.bins[1::2], strict=True):
             u, v = (x / _LAST - left) / (right - left), (y / _LAST - top) / (bottom - top)
             ring.append((1 - u if self.mirrored else u, 1 - v if self.upside_down else v))
@@ -171,7 +171,7 @@ class View:
             (xa, ya), (xb, yb) = ring
             x1, y1, x2, y2 = min(xa, xb), min(ya, yb), max(xa, xb), max(ya, yb)
             ring = [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
-        inside = clip_ring(ring)
+        inside = clip_ring(ring, _WHOLE)
         if not inside:
             return None
         whole, visible = shape_area("poly", _flat(ring)), shape_area("poly", _flat(inside))
@@ -197,23 +197,5 @@ def draw_view(config: AugmentConfig, seed: int, epoch: int, index: int) -> View:
     return View((left, top, left + width, top + height), mirrored, upside_down, brightness, contrast, saturation)
 
 
-def clip_ring(ring: Sequence[_Point]) -> list[_Point]:
-    """The part of a ring inside the unit square (Sutherland and Hodgman's algorithm); empty without one. Parts of a
-    ring that crosses the edge several times are joined along it."""
-    kept = list(ring)
-    for axis, bound, sign in ((0, 0.0, 1), (0, 1.0, -1), (1, 0.0, 1), (1, 1.0, -1)):
-        points, kept = kept, []
-        for at, point in enumerate(points):
-            before = points[at - 1]
-            is_in, was_in = sign * (point[axis] - bound) >= 0, sign * (before[axis] - bound) >= 0
-            if is_in != was_in:
-                share = (bound - before[axis]) / (point[axis] - before[axis])
-                other = before[1 - axis] + share * (point[1 - axis] - before[1 - axis])
-                kept.append((bound, other) if axis == 0 else (other, bound))
-            if is_in:
-                kept.append(point)
-    return kept
-
-
-def _flat(ring: Sequence[_Point]) -> list[float]:
+def _flat(ring: Sequence[Point]) -> list[float]:
     return [value for point in ring for value in point]

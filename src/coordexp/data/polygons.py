@@ -7,6 +7,8 @@ import heapq
 import math
 from collections.abc import Sequence
 
+Point = tuple[float, float]
+
 
 def signed_ring_area(points: Sequence[float]) -> float:
     """Shoelace area of a flat ring, in squares of its unit; positive if clockwise on the screen (y points down)."""
@@ -42,23 +44,27 @@ def clipped_shape(
     if area == 0:
         _, share = clipped_shape("bbox_2d", (min(xs), min(ys), max(xs), max(ys)), window)
         return (tuple(points), 1.0) if share == 1 else ((), 0.0)
-    ring = list(zip(xs, ys, strict=True))
-    # Sutherland and Hodgman: cut by one side of the rectangle after the other.
+    clipped = tuple(value for point in clip_ring(list(zip(xs, ys, strict=True)), window) for value in point)
+    share = shape_area(kind, clipped) / area if len(clipped) >= 6 else 0.0
+    return (clipped, share) if share > 0 else ((), 0.0)
+
+
+def clip_ring(ring: Sequence[Point], window: tuple[float, float, float, float]) -> list[Point]:
+    """The part of a ring inside the rectangle ``window`` (Sutherland and Hodgman's algorithm); empty without one. Parts
+    of a ring that crosses a side several times are joined along it."""
+    kept = list(ring)
     for axis, limit, sign in ((0, window[0], 1), (0, window[2], -1), (1, window[1], 1), (1, window[3], -1)):
-        kept: list[tuple[float, float]] = []
-        for at, point in enumerate(ring):
-            before = ring[at - 1]
-            inside, was_inside = sign * (point[axis] - limit) >= 0, sign * (before[axis] - limit) >= 0
-            if inside != was_inside:
+        points, kept = kept, []
+        for at, point in enumerate(points):
+            before = points[at - 1]
+            is_in, was_in = sign * (point[axis] - limit) >= 0, sign * (before[axis] - limit) >= 0
+            if is_in != was_in:
                 share = (limit - before[axis]) / (point[axis] - before[axis])
                 other = before[1 - axis] + share * (point[1 - axis] - before[1 - axis])
                 kept.append((limit, other) if axis == 0 else (other, limit))
-            if inside:
+            if is_in:
                 kept.append(point)
-        ring = kept
-    clipped = tuple(value for point in ring for value in point)
-    share = shape_area(kind, clipped) / area if len(clipped) >= 6 else 0.0
-    return (clipped, share) if share > 0 else ((), 0.0)
+    return kept
 
 
 def canonical_ring(bins: Sequence[int]) -> tuple[int, ...]:

@@ -12,8 +12,9 @@ from PIL import Image, ImageDraw
 
 from coordexp.config.schema import AugmentConfig
 from coordexp.data import read_jsonl
-from coordexp.data.dataset import LEFT_OUT, RecordDataset, Sample, View, clip_ring, draw_view
+from coordexp.data.dataset import LEFT_OUT, RecordDataset, Sample, View, draw_view
 from coordexp.data.jsonl import write_jsonl
+from coordexp.data.polygons import clip_ring
 from coordexp.errors import DataError
 from coordexp.geometry import aabb
 from coordexp.records import GTObject, ImageRecord, RolloutRequest
@@ -69,9 +70,10 @@ def test_mostly_hidden_objects_are_left_out_and_counted(least: float, kept: int)
 
 
 def test_a_ring_is_cut_at_the_edge() -> None:
-    assert set(clip_ring([(-1, -1), (2, -1), (2, 2), (-1, 2)])) == {(0, 0), (1, 0), (1, 1), (0, 1)}
-    assert set(clip_ring([(0.5, -0.5), (1.5, 0.5), (0.5, 1.5), (-0.5, 0.5)])) == {(0, 0), (1, 0), (1, 1), (0, 1)}
-    assert clip_ring([(2, 2), (3, 2), (3, 3)]) == []
+    unit = (0.0, 0.0, 1.0, 1.0)
+    assert set(clip_ring([(-1, -1), (2, -1), (2, 2), (-1, 2)], unit)) == {(0, 0), (1, 0), (1, 1), (0, 1)}
+    assert set(clip_ring([(0.5, -0.5), (1.5, 0.5), (0.5, 1.5), (-0.5, 0.5)], unit)) == {(0, 0), (1, 0), (1, 1), (0, 1)}
+    assert clip_ring([(2, 2), (3, 2), (3, 3)], unit) == []
 
 
 def test_colours_change_no_object_and_no_size() -> None:

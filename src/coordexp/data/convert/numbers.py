@@ -24,11 +24,10 @@ from coordexp.data.convert.shapes import (
     SourceShape,
 )
 from coordexp.data.images import size_of_image
-from coordexp.data.polygons import shape_area
+from coordexp.data.polygons import Point, shape_area
 from coordexp.errors import DataError
 
 Unit = Literal["pixels", "shares", "percent"]
-_Point = tuple[float, float]
 _SHARES = 1.01  # numbers up to this are shares, with a little rounding
 _LARGEST: dict[Unit, float] = {"pixels": math.inf, "shares": 2, "percent": 200}  # objects may leave the image a little
 _LEAVING = 0.05  # share of a side by which a box reaches over the edge, as no annotator draws it
@@ -279,9 +278,9 @@ def _is_ring(line: Sequence[float]) -> bool:
     return shape_area("poly", line) > 0 and not any(_cross(*a, *b) for a, b in combinations(sides, 2))
 
 
-def _cross(a: _Point, b: _Point, c: _Point, d: _Point) -> bool:
+def _cross(a: Point, b: Point, c: Point, d: Point) -> bool:
     # Whether the line from a to b and that from c to d cross, not merely touch.
-    def turn(p: _Point, q: _Point, r: _Point) -> float:
+    def turn(p: Point, q: Point, r: Point) -> float:
         return (q[0] - p[0]) * (r[1] - p[1]) - (q[1] - p[1]) * (r[0] - p[0])
 
     return turn(a, b, c) * turn(a, b, d) < 0 and turn(c, d, a) * turn(c, d, b) < 0
