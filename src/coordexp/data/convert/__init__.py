@@ -1,5 +1,9 @@
-"""Other annotation formats → the JSONL dataset. Converters raise DataError if a file is missing or of another format,
-or if nothing is usable. Torch-free."""
+"""Other annotation formats → the JSONL dataset, ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
+Torch-free.
+
+The arguments of a converter are those of its command, ``coordexp data convert FORMAT``, whose help has their meaning.
+Converters raise DataError if a file is missing or of another format, or if nothing is usable.
+"""
 
 from coordexp.data.convert.assemble import ImageOptions
 from coordexp.data.convert.coco import convert_coco, convert_panoptic

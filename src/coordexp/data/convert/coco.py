@@ -30,6 +30,7 @@ from coordexp.data.convert.shapes import (
     check_folder,
     declared_size,
     finite_numbers,
+    images_folder,
     shape_of,
 )
 from coordexp.data.find_images import FoundImage, ImageFolder, unsafe_file_name, with_slashes
@@ -54,28 +55,21 @@ def convert_coco(
     lvis: bool = False,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
-    """Convert a COCO file to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``, by file name.
+    """Convert a COCO file, or with ``lvis`` one of LVIS; images are sorted by file name.
 
-    Args:
-        annotations_json: the file, or a folder with Roboflow's ``_annotations.coco.json``.
-        images_dir: the folder in which ``file_name`` starts; None: the annotation file's own.
-        geometry: ``bbox`` writes boxes; ``poly`` writes segmentation polygons (of several parts, the largest) and the
-            outlines of run-length masks. Objects without a segmentation are left out and counted.
-        crowds: groups (``iscrowd``) are left out, or kept as one object each; counted either way.
-        boxes: what ``bbox`` holds. ``auto`` reads ``[x, y, width, height]``, and refuses what looks like corners.
-        lvis: the file is one of LVIS; ``images_dir`` may also be the folder with COCO's ``train2017`` and ``val2017``.
+    ``geometry="poly"`` writes segmentation polygons (of several parts, the largest) and the outlines of run-length
+    masks; objects without a segmentation are left out. Groups (``iscrowd``) are counted either way.
     """
     file = Path(annotations_json)
     if (file / ROBOFLOW).is_file():
         file /= ROBOFLOW
-    images = file.parent if images_dir is None else Path(images_dir)
-    check_choice("boxes", boxes, BoxFields)
-    coco = _read(file, images, geometry, crowds)
+    meaning = Meaning(file, boxes=boxes)
+    coco, images = _read(file, images_dir, geometry, crowds)
     if lvis:
         name_as_lvis(coco, images)
     stem = file.absolute().parent.name if file.name == ROBOFLOW else file.stem
     report = ConversionReport(Path(out_dir) / f"{options.name or stem}.jsonl")
-    return _convert(coco, file, images, report, geometry, crowds, boxes, options)
+    return _convert(coco, meaning, images, report, geometry, crowds, options)
 
 
 def name_as_lvis(coco: dict[str, Any], images_dir: Path | None = None) -> None:
@@ -103,15 +97,10 @@ def convert_panoptic(
     stuff: bool = False,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
-    """Convert a COCO panoptic file as :func:`convert_coco` does a COCO file.
-
-    Args:
-        segments_dir: the folder of the PNGs, read for ``geometry="poly"``; None: next to the file, with its name
-            without the suffix, as in COCO.
-        stuff: keep regions without instances (``isthing: 0``); they are left out, and counted, otherwise.
-    """
-    file, images = Path(annotations_json), Path(images_dir)
-    content = _read(file, images, geometry, crowds)
+    """Convert a COCO panoptic file as :func:`convert_coco` does a COCO file. Regions without instances (``isthing: 0``)
+    are left out, and counted, without ``stuff``."""
+    file = Path(annotations_json)
+    content, images = _read(file, images_dir, geometry, crowds)
     segments = file.with_suffix("") if segments_dir is None else Path(segments_dir)
     if geometry == "poly":
         check_folder(segments, "folder of the segments' PNGs (--segments)")
@@ -131,7 +120,7 @@ def convert_panoptic(
                 kept.append({**info, "image_id": annotation.get("image_id")} if isinstance(info, dict) else {})
         annotations += kept if geometry == "bbox" else _with_masks(kept, annotation.get("file_name"), segments)
     instances = {**content, "annotations": annotations}
-    return _convert(instances, file, images, report, geometry, crowds, "xywh", options)
+    return _convert(instances, Meaning(file), images, report, geometry, crowds, options)
 
 
 def _with_masks(infos: Sequence[dict[str, Any]], named: Any, segments: Path) -> list[dict[str, Any]]:
@@ -153,10 +142,11 @@ def _with_masks(infos: Sequence[dict[str, Any]], named: Any, segments: Path) -> 
     return masked
 
 
-def _read(file: Path, images_dir: Path, geometry: str, crowds: str) -> dict[str, Any]:
+def _read(file: Path, images_dir: str | Path | None, geometry: str, crowds: str) -> tuple[dict[str, Any], Path]:
+    # The file's content, and the folder of its images.
     check_choice("geometry", geometry, InstanceGeometry)
     check_choice("crowds", crowds, Crowds)
-    check_folder(images_dir, "images folder")
+    images = images_folder(images_dir, file)
     if file.is_dir():
         names = ", ".join(sorted(one.name for one in file.glob("*.json"))[:5]) or "none here"
         raise DataError(f"is a folder; name the JSON file of the annotations ({names})", path=file)
@@ -166,19 +156,19 @@ def _read(file: Path, images_dir: Path, geometry: str, crowds: str) -> dict[str,
     for key in ("images", "annotations", "categories"):
         if not isinstance(coco, dict) or not isinstance(coco.get(key), list):
             raise DataError(f"no list {key!r} at the top level; expected a COCO instances file", path=file)
-    return coco
+    return coco, images
 
 
 def _convert(
     coco: dict[str, Any],
-    file: Path,
+    meaning: Meaning,
     images_dir: Path,
     report: ConversionReport,
     geometry: InstanceGeometry,
     crowds: Crowds,
-    boxes: BoxFields,
     options: ImageOptions,
 ) -> ConversionReport:
+    file = meaning.file
     descs: dict[str, str] = {}
     for index, category in enumerate(coco["categories"]):
         category_id = _id_of(category, "id")
@@ -258,7 +248,6 @@ def _convert(
                     problem=found.problem)
         for image, (found, size) in usable.items()
     ]  # fmt: skip
-    meaning = Meaning(file, boxes=boxes)
     return assemble(sorted(sources, key=lambda source: source.file), report, options, meaning)
 
 

@@ -20,9 +20,8 @@ from coordexp.data.convert.shapes import (
     SkipReason,
     SourceImage,
     SourceShape,
-    check_choice,
-    check_folder,
     declared_size,
+    images_folder,
     number,
     shape_of,
 )
@@ -45,29 +44,18 @@ def convert_csv(
     normalised: bool = False,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
-    """Convert a CSV with a header to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
+    """Convert a CSV with a header.
 
     A line is one object: image, name, and a box in pixels from 0, as corners, as a corner or centre with a size, or as
     one cell ``[x, y, w, h]`` (:data:`~coordexp.data.convert.columns.NAMES`). Optional columns are ``width`` and
     ``height`` of the image and a ``polygon`` of ``x y`` pairs. A line with an image only is an image without objects.
-    Separators are commas, semicolons or tabs.
-
-    Args:
-        table: the file, or a folder with Roboflow's ``_annotations.csv``.
-        images_dir: the folder in which image names start; None: the table's own. Names without a suffix are searched
-            at any depth.
-        columns: header by meaning, where the header's own names do not tell: ``{"image": "img", "name": "species"}``,
-            or ``"image=img,name=species"``.
-        desc: the name of all objects, for tables without one.
-        boxes: what the numbers of a box with a size hold. ``auto`` reads them as the header says, and one cell as
-            ``[x, y, w, h]``, and refuses numbers that look like corners.
-        normalised: coordinates are shares of the image's sides. Without it, a table of numbers up to 1 is refused.
+    Separators are commas, semicolons or tabs. Image names without a suffix are searched at any depth. ``columns``: the
+    header by meaning, as a mapping too: ``{"image": "img", "name": "species"}``.
     """
     path = Path(table) / ROBOFLOW if Path(table).is_dir() else Path(table)
-    check_choice("geometry", geometry, ShapeGeometry)
-    check_choice("boxes", boxes, BoxFields)
-    folder = path.parent if images_dir is None else Path(images_dir)
-    check_folder(folder, "images folder")
+    unit = "shares" if normalised else "pixels"
+    meaning = Meaning(path, unit, geometry, boxes, "add --normalised to read them so")
+    folder = images_folder(images_dir, path)
     read = read_table(path, columns, with_name=desc is None)
     stem = path.absolute().parent.name if path.name == ROBOFLOW else path.stem
     report = ConversionReport(Path(out_dir) / f"{options.name or stem}.jsonl")
@@ -98,14 +86,12 @@ def convert_csv(
     sources = []
     for (named, size), found in zip(declared.items(), found_images, strict=True):
         report.images_seen += 1
-        shapes = tuple(objects[named])
-        image = SourceImage(
-            found.name, path.name, found.path, size, shapes, num_annotated[named], None, found.problem,
-            sizeless="width" not in read.column_of,
-        )  # fmt: skip
-        sources.append(image)
-    unit = "shares" if normalised else "pixels"
-    return assemble(sources, report, options, Meaning(path, unit, geometry, boxes, "add --normalised to read them so"))
+        shapes, count = tuple(objects[named]), num_annotated[named]
+        sizeless = "width" not in read.column_of
+        sources.append(
+            SourceImage(found.name, path.name, found.path, size, shapes, count, None, found.problem, sizeless)
+        )
+    return assemble(sources, report, options, meaning)
 
 
 def _name_in(row: Mapping[str, str]) -> str:

@@ -3,6 +3,7 @@ and whether it is difficult, e.g. ``x1 y1 x2 y2 x3 y3 x4 y4 small-vehicle 0``.""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
@@ -14,7 +15,6 @@ from coordexp.data.convert.shapes import (
     SkipReason,
     SourceImage,
     SourceShape,
-    check_choice,
     check_folder,
     number,
     shape_of,
@@ -36,21 +36,11 @@ def convert_dota(
     geometry: ShapeGeometry = "as_annotated",
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
-    """Convert DOTA's labels to ``out_dir/{name}.jsonl`` with their images in ``out_dir/images/{name}/``. Rotated boxes
-    are polygons of four points.
-
-    Args:
-        folder: contains ``labelTxt`` and ``images``.
-        labels_dir: folder of the text files; None: the only folder below ``folder`` with a name that starts with
-            ``labelTxt``, or ``folder`` itself.
-        images_dir: searched for the images; None: ``images`` next to the labels.
-        skip_difficult: leave out objects that are marked difficult.
-        geometry: ``bbox`` writes the bounds of rotated boxes.
-    """
+    """Convert DOTA's labels. Rotated boxes are polygons of four points."""
     root = Path(folder)
-    check_choice("geometry", geometry, ShapeGeometry)
     check_folder(root, "folder")
     labels = _labels_folder(root) if labels_dir is None else Path(labels_dir)
+    meaning = Meaning(labels, geometry=geometry)
     check_folder(labels, "folder of labels")
     if images_dir is None:
         beside = labels.parent / "images"
@@ -70,25 +60,21 @@ def convert_dota(
         report.images_seen += 1
         report.note_found(found, path.name)
         unlabelled.pop(found.path, None)
-        objects: list[SourceShape] = []
         lines = [line for line in read_text(path).splitlines() if line.strip() and not line.lower().startswith(_HEAD)]
-        for index, line in enumerate(lines):
-            with report.reading_object(path.name, index):
-                objects.append(_read_line(index, line, skip_difficult))
+        objects, count = report.read_objects(path.name, lines, partial(_read_line, skip_difficult))
         file = found.name if found.there else path.name
         sources.append(
-            SourceImage(
-                file, path.name, found.path, None, tuple(objects), len(lines), problem=found.problem, sizeless=True
-            )
+            SourceImage(file, path.name, found.path, None, objects, count, problem=found.problem, sizeless=True)
         )
     for image in unlabelled:
         report.images_seen += 1
         label = labels / image.relative_to(place).with_suffix(".txt")
         report.skip_image(SkipReason.MISSING_ANNOTATION, image.name, f"no file {label}")
-    return assemble(sources, report, options, Meaning(labels, geometry=geometry))
+    return assemble(sources, report, options, meaning)
 
 
 def _labels_folder(root: Path) -> Path:
+    # The only folder below `root` with a name that starts with labelTxt, or `root` itself.
     folders = {folder for path in list_files(root).with_suffix(".txt") for folder in path.relative_to(root).parents}
     named = sorted(root / folder for folder in folders if folder.name.lower().startswith("labeltxt"))
     if len(named) > 1:
@@ -98,7 +84,7 @@ def _labels_folder(root: Path) -> Path:
     return named[0] if named else root
 
 
-def _read_line(index: int, line: str, skip_difficult: bool) -> SourceShape:
+def _read_line(skip_difficult: bool, index: int, line: str) -> SourceShape:
     parts = line.split()
     has_mark = len(parts) > 9 and parts[-1].isdecimal()
     desc = " ".join(parts[8:-1] if has_mark else parts[8:])

@@ -22,6 +22,7 @@ from coordexp.data.convert.shapes import (
     SourceImage,
     SourceObject,
     SourceShape,
+    check_choice,
 )
 from coordexp.data.images import size_of_image
 from coordexp.data.polygons import Point, shape_area
@@ -40,13 +41,17 @@ _SMALL = 0.25  # share of the image's area
 @dataclass(frozen=True, slots=True)
 class Meaning:
     """How a file's numbers are read. ``boxes``: as the format says ("xywh"), checked ("auto"), or all as corners.
-    ``in_shares``: the option that reads shares of the image's sides."""
+    ``in_shares``: the option that reads shares of the image's sides. Raises DataError for an unknown choice."""
 
     file: Path
     unit: Unit = "pixels"
     geometry: ShapeGeometry = "as_annotated"
     boxes: BoxFields = "xywh"
     in_shares: str = "multiply them by the image's width and height"
+
+    def __post_init__(self) -> None:
+        check_choice("geometry", self.geometry, ShapeGeometry)
+        check_choice("boxes", self.boxes, BoxFields)
 
 
 def check_numbers(sources: Sequence[SourceImage], meaning: Meaning) -> None:

@@ -22,7 +22,7 @@ from coordexp.data.convert.shapes import (
     SourceImage,
     SourceShape,
     check_choice,
-    check_folder,
+    images_folder,
     number,
     shape_of,
 )
@@ -54,22 +54,14 @@ def convert_openimages(
     crowds: Crowds = "leave_out",
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
-    """Convert Open Images' boxes to ``out_dir/{name}.jsonl`` with their images in ``out_dir/images/{name}/``.
+    """Convert Open Images' boxes.
 
-    Only images that are in ``images_dir`` are read; the boxes of all others are counted together.
-
-    Args:
-        table: the CSV of boxes, such as ``validation-annotations-bbox.csv``.
-        images_dir: searched for ``ImageID.jpg`` at any depth; None: the table's own folder.
-        classes: the CSV of class descriptions, ``/m/011k07,Tortoise``; None: the one next to the table.
-        labels: the CSV of labels of whole images. Classes that people verified are written into each record's
-            ``metadata.image_labels`` as ``present`` and ``absent``.
-        crowds: boxes of groups (``IsGroupOf``): leave them out, or keep each as one object.
+    Only images that are in ``images_dir`` are read; the boxes of all others are counted together. Classes that people
+    verified, by ``labels``, are written into each record's ``metadata.image_labels`` as ``present`` and ``absent``.
     """
     path = Path(table)
     check_choice("crowds", crowds, Crowds)
-    folder = path.parent if images_dir is None else Path(images_dir)
-    check_folder(folder, "images folder")
+    folder = images_folder(images_dir, path)
     names = _read_classes(_class_descriptions(path) if classes is None else Path(classes))
     searched = ImageFolder(folder)
     report = ConversionReport(Path(out_dir) / f"{options.name or path.stem}.jsonl")
@@ -118,17 +110,9 @@ def convert_openimages(
             if unboxed := sorted(names[label] for label in image.present - image.boxed):
                 report.note(Note.UNBOXED_CLASS, file, None, f"seen by people, without a box: {', '.join(unboxed)}")
         sources.append(
-            SourceImage(
-                file,
-                file,
-                files[name],
-                None,
-                tuple(image.objects),
-                image.num_annotated,
-                sizeless=True,
-                metadata=metadata,
-            )
-        )
+            SourceImage(file, file, files[name], None, tuple(image.objects), image.num_annotated, sizeless=True,
+                        metadata=metadata)
+        )  # fmt: skip
     return assemble(sources, report, options, Meaning(path, "shares"))
 
 

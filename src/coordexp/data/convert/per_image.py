@@ -27,8 +27,6 @@ from coordexp.data.convert.shapes import (
     SkipReason,
     SourceImage,
     SourceShape,
-    by_object,
-    check_choice,
     check_folder,
     declared_size,
     degrees,
@@ -65,16 +63,12 @@ def convert_voc(
     skip_difficult: bool = False,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
-    """Convert a VOC folder to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
+    """Convert a VOC folder: one with ``Annotations``, ``JPEGImages`` and ``ImageSets/Main``, in any case and at any
+    depth; or one with XML files next to their images, such as Roboflow's exports; or one with a folder of XML files and
+    a folder of images, of any names.
 
-    Args:
-        root: the folder with ``Annotations``, ``JPEGImages`` and ``ImageSets/Main``, in any case and at any depth; or
-            one with XML files next to their images, such as Roboflow's exports; or one with a folder of XML files and
-            a folder of images, of any names.
-        split: a name in ``ImageSets/Main`` (``train`` …), in its order, or of a folder of XML files next to
-            images. None takes every XML, by file name.
-        annotations_dir, images_dir: other folder names, relative to ``root``, or absolute.
-        one_based: coordinates count from 1. skip_difficult: leave out objects that are marked difficult.
+    ``split``: a name in ``ImageSets/Main`` (``train`` …), in its order, or of a folder of XML files next to images.
+    None takes every XML, by file name.
     """
     xml_dir, image_dir, split_file, note = _find_folders(Path(root), split, Path(annotations_dir), Path(images_dir))
     report = ConversionReport(Path(out_dir) / f"{options.name or split or 'data'}.jsonl")
@@ -127,14 +121,11 @@ def convert_voc(
         named = with_slashes(_text(tree, "filename"))
         if named and xmls[stem].stem not in (PurePosixPath(named).name, PurePosixPath(named).stem):
             report.note(Note.FILENAME_MISMATCH, shown, None, f"<filename> is {named!r}; used {found.path.name!r}")
-        objects: list[SourceShape] = []
-        nodes = tree.findall("object")
-        for index, node in enumerate(nodes):
-            with report.reading_object(shown, index):
-                objects.append(_read_object(index, node, one_based, skip_difficult))
+        read = partial(_read_object, one_based, skip_difficult)
+        objects, count = report.read_objects(shown, tree.findall("object"), read)
         size = declared_size(*(number(_text(tree, f"size/{side}")) for side in ("width", "height")))
         problem = found.problem or f"no image of one of the names {', '.join(names)} in {image_dir}"
-        sources.append(SourceImage(found.name, shown, found.path, size, tuple(objects), len(nodes), problem=problem))
+        sources.append(SourceImage(found.name, shown, found.path, size, objects, count, problem=problem))
     return assemble(sources, report, options, Meaning(xml_dir))
 
 
@@ -147,26 +138,23 @@ def _find_folders(
     # without a split also the only two folders of `root` that hold XML files and images.
     if not root.is_dir():
         raise DataError("no such folder; check the path", path=root)
-    homes = [(root, root / annotations, root / images)]
-    note = ""
-    if not (homes[0][1].is_dir() and homes[0][2].is_dir()):
-        homes = []
-        names = [images, *([Path("images")] if str(images) == IMAGES else [])]
-        for level in folder_levels(root):  # the highest folders that contain both
-            for home in level:
-                xml_dir = _below(home, annotations)
-                image_dir = next((path for name in names if (path := _below(home, name)) is not None), None)
-                if xml_dir is not None and image_dir is not None:
-                    homes.append((home, xml_dir, image_dir))
-            if homes:
-                break
-        if len(homes) > 1:
-            shown = ", ".join(str(home) for home, _, _ in homes[:6])
-            raise DataError(f"several folders hold {annotations} and {images}: {shown}; give one of them", path=root)
+    homes: list[tuple[Path, Path, Path]] = []
+    names = [images, *([Path("images")] if str(images) == IMAGES else [])]
+    for level in folder_levels(root):  # the highest folders that contain both
+        for home in level:
+            xml_dir = _below(home, annotations)
+            image_dir = next((path for name in names if (path := _below(home, name)) is not None), None)
+            if xml_dir is not None and image_dir is not None:
+                homes.append((home, xml_dir, image_dir))
         if homes:
-            note = f"annotations in {homes[0][1]}, images in {homes[0][2]}"
+            break
+    if len(homes) > 1:
+        shown = ", ".join(str(home) for home, _, _ in homes[:6])
+        raise DataError(f"several folders hold {annotations} and {images}: {shown}; give one of them", path=root)
     if homes:
         home, xml_dir, image_dir = homes[0]
+        is_as_named = (xml_dir, image_dir) == (root / annotations, root / images)
+        note = "" if is_as_named else f"annotations in {xml_dir}, images in {image_dir}"
         if split is None:
             return xml_dir, image_dir, None, note
         folder = _below(home, Path("ImageSets/Main")) or home / "ImageSets" / "Main"
@@ -240,7 +228,7 @@ def _stem_of(line: str, xmls: Collection[str]) -> str:
     return without if f"{dot}{suffix.lower()}" in SEEN_SUFFIXES and without in xmls else stem
 
 
-def _read_object(index: int, node: ET.Element, one_based: bool, skip_difficult: bool) -> SourceShape:
+def _read_object(one_based: bool, skip_difficult: bool, index: int, node: ET.Element) -> SourceShape:
     desc = _text(node, "name")
     if _text(node, "deleted") == "1":  # LabelMe's web tool keeps what was deleted
         raise LeftOut(SkipReason.IGNORED, f"{desc} is marked deleted")
@@ -273,16 +261,10 @@ def convert_labelme(
     geometry: ShapeGeometry = "as_annotated",
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
-    """Convert a folder of LabelMe files to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
-
-    Args:
-        folder: searched for ``*.json``, below it too.
-        images_dir: the folder in which ``imagePath`` starts; each file's own when None. If a path does not exist, such
-            as the annotator's own ``C:\\photos\\a.jpg``, its last part is looked for.
-        geometry: ``bbox`` writes the bounds of polygons, ``poly`` rectangles by their corners and circles by points.
-    """
+    """Convert a folder of LabelMe files. If an ``imagePath`` does not exist, such as the annotator's own
+    ``C:\\photos\\a.jpg``, its last part is looked for."""
     folder = Path(folder)
-    check_choice("geometry", geometry, ShapeGeometry)
+    meaning = Meaning(folder, geometry=geometry)
     check_folder(folder, "folder")
     listing = list_files(folder)
     files = [file for file in listing.with_suffix(".json") if not file.name.endswith(REPORT_SUFFIX)]
@@ -318,23 +300,15 @@ def convert_labelme(
     sources = []
     for (file, content), found in zip(contents.items(), found_images, strict=True):
         shown = file.relative_to(folder).as_posix()
-        objects: list[SourceShape] = []
-        groups = by_object(content["shapes"], _group_of)
-        for parts in groups:
-            with report.reading_object(shown, parts[0][0]):
-                objects += [
-                    _read_shape(index, shape, parts[0][0] if len(parts) > 1 else None) for index, shape in parts
-                ]
+        objects, count = report.read_objects(shown, content["shapes"], _read_shape, _group_of)
         size = declared_size(content.get("imageWidth"), content.get("imageHeight"))
         data = content.get("imageData")
         # A file that is no image, such as the annotation itself (LabelMe's tutorial), is not the photo either.
         is_embedded = isinstance(data, str) and bool(data) and size_of_image(found.path) is None
         # Read again when its turn comes: all images of a folder would not fit into memory.
         embedded = partial(_embedded_image, file) if is_embedded else None
-        sources.append(
-            SourceImage(found.name, shown, found.path, size, tuple(objects), len(groups), embedded, found.problem)
-        )
-    return assemble(sources, report, options, Meaning(folder, geometry=geometry))
+        sources.append(SourceImage(found.name, shown, found.path, size, objects, count, embedded, found.problem))
+    return assemble(sources, report, options, meaning)
 
 
 def _embedded_image(file: Path) -> bytes:
@@ -350,7 +324,7 @@ def _group_of(shape: Any) -> Hashable:
     return None if group is None else (str(shape.get("label")), str(group))
 
 
-def _read_shape(index: int, shape: Any, part_of: int | None) -> SourceShape:
+def _read_shape(index: int, shape: Any) -> SourceShape:
     fields = shape if isinstance(shape, dict) else {}
     kind, desc, points = fields.get("shape_type") or "polygon", fields.get("label"), flat(fields.get("points"))
     desc = desc if isinstance(desc, str) else ""
@@ -358,16 +332,16 @@ def _read_shape(index: int, shape: Any, part_of: int | None) -> SourceShape:
         raise LeftOut(SkipReason.IGNORED, "__ignore__ marks a region to leave out")
     shown = f"{kind} with points {fields.get('points')}"
     if kind in ("polygon", "rotation"):  # the latter is X-AnyLabeling's, four points
-        return shape_of(index, desc, "ring", points, shown, part_of=part_of)
+        return shape_of(index, desc, "ring", points, shown)
     if kind not in ("rectangle", "circle"):
         detail = f"{desc}: shape_type {kind!r} has no area, or is a mask; polygon, rectangle and circle are read"
         raise LeftOut(SkipReason.UNSUPPORTED_SHAPE, detail)
     numbers = finite_numbers(points)
     if kind == "rectangle":  # two corners in any order; newer versions write all four
         corners = points if numbers is None or len(numbers) not in (4, 8) else list(bounds(numbers))
-        return shape_of(index, desc, "corners", corners, shown, part_of=part_of)
+        return shape_of(index, desc, "corners", corners, shown)
     if numbers is None or len(numbers) != 4:
         return shape_of(index, desc, "ellipse", None, shown)
     x, y, edge_x, edge_y = numbers  # its centre, and a point on it
     radius = math.hypot(edge_x - x, edge_y - y)
-    return shape_of(index, desc, "ellipse", [x, y, radius, radius], shown, part_of=part_of)
+    return shape_of(index, desc, "ellipse", [x, y, radius, radius], shown)

@@ -21,12 +21,10 @@ from coordexp.data.convert.shapes import (
     SkipReason,
     SourceImage,
     SourceShape,
-    by_object,
-    check_choice,
-    check_folder,
     declared_size,
     degrees,
     flat,
+    images_folder,
     number,
     shape_of,
 )
@@ -45,17 +43,10 @@ def convert_cvat(
     geometry: ShapeGeometry = "as_annotated",
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
-    """Convert a "CVAT for images 1.1" file to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
-
-    Args:
-        source: the XML, or a folder with a single one, such as ``annotations.xml``.
-        images_dir: searched for the images; None: the XML's own folder.
-        split: the value of ``subset``; None takes all images.
-        geometry: ``bbox`` writes the bounds of polygons, ``poly`` boxes by their corners and ellipses by points. A
-            turned box is a polygon, or its bounds.
-    """
-    check_choice("geometry", geometry, ShapeGeometry)
+    """Convert a "CVAT for images 1.1" file. With ``geometry="poly"``, boxes are polygons of their corners and ellipses
+    of points. A turned box is a polygon, with ``"bbox"`` its bounds."""
     file = _only_file(Path(source), ".xml")
+    meaning = Meaning(file, geometry=geometry)
     root = read_xml(file)
     nodes = root.findall("image")
     if root.tag != "annotations" or not nodes:
@@ -77,14 +68,10 @@ def convert_cvat(
         report.images_seen += 1
         shown = found.name
         shapes = [child for child in node if child.tag != "tag"]  # a tag is about the whole image
-        objects, groups = [], by_object(shapes, _cvat_group)
-        for parts in groups:
-            with report.reading_object(shown, parts[0][0]):
-                part_of = parts[0][0] if len(parts) > 1 else None
-                objects += [_cvat_shape(index, shape, part_of) for index, shape in parts]
+        objects, count = report.read_objects(shown, shapes, _cvat_shape, _cvat_group)
         size = declared_size(*(number(node.get(side, "")) for side in ("width", "height")))
-        sources.append(SourceImage(shown, shown, found.path, size, tuple(objects), len(groups), problem=found.problem))
-    return assemble(sources, report, options, Meaning(file, geometry=geometry))
+        sources.append(SourceImage(shown, shown, found.path, size, objects, count, problem=found.problem))
+    return assemble(sources, report, options, meaning)
 
 
 def _cvat_group(node: ET.Element) -> Hashable:
@@ -93,18 +80,18 @@ def _cvat_group(node: ET.Element) -> Hashable:
     return None if group in ("", "0") else (node.get("label"), group)
 
 
-def _cvat_shape(index: int, node: ET.Element, part_of: int | None) -> SourceShape:
+def _cvat_shape(index: int, node: ET.Element) -> SourceShape:
     desc = node.get("label", "")
     turn = number(node.get("rotation", "0"))
     if node.tag == "polygon":
         text = node.get("points", "")
-        return shape_of(index, desc, "ring", [number(part) for part in re.split("[;,]", text)], text, part_of=part_of)
+        return shape_of(index, desc, "ring", [number(part) for part in re.split("[;,]", text)], text)
     names = {"box": ("xtl", "ytl", "xbr", "ybr"), "ellipse": ("cx", "cy", "rx", "ry")}.get(node.tag)
     if names is None:
         raise LeftOut(SkipReason.UNSUPPORTED_SHAPE, f"{desc}: a {node.tag}; boxes, polygons and ellipses are read")
     texts = [node.get(name, "") for name in names]
     form = "corners" if node.tag == "box" else "ellipse"
-    return shape_of(index, desc, form, [number(text) for text in texts], texts, turn=turn, part_of=part_of)
+    return shape_of(index, desc, form, [number(text) for text in texts], texts, turn=turn)
 
 
 def convert_labelstudio(
@@ -115,18 +102,13 @@ def convert_labelstudio(
     geometry: ShapeGeometry = "as_annotated",
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
-    """Convert Label Studio's JSON or JSON-MIN to ``out_dir/{name}.jsonl``, its images in ``out_dir/images/{name}/``.
+    """Convert Label Studio's JSON or JSON-MIN.
 
     One annotation of a task counts: the one marked as ground truth, else the first that was not cancelled. Tasks
-    without one are left out: nobody looked at them.
-
-    Args:
-        source: the JSON, or a folder with a single one.
-        images_dir: searched for the images, by the end of their path or URL; None: the JSON's own folder.
-        geometry: as for :func:`convert_cvat`.
+    without one are left out: nobody looked at them. Images are found by the end of their path or URL.
     """
-    check_choice("geometry", geometry, ShapeGeometry)
     file = _only_file(Path(source), ".json")
+    meaning = Meaning(file, "percent", geometry)
     tasks = read_json(file)
     if not isinstance(tasks, list) or not all(isinstance(task, dict) for task in tasks):
         raise DataError("no list of tasks; export the project as JSON or JSON-MIN", path=file)
@@ -172,7 +154,7 @@ def convert_labelstudio(
                 with report.reading_object(shown, count - 1):
                     objects.append(_labelstudio_shape(count - 1, label, kind, value))
         sources.append(SourceImage(shown, shown, found.path, size, tuple(objects), count, problem=found.problem))
-    return assemble(sources, report, options, Meaning(file, "percent", geometry))
+    return assemble(sources, report, options, meaning)
 
 
 def _image_link(data: dict[str, Any]) -> str | None:
@@ -242,17 +224,9 @@ def convert_via(
     geometry: ShapeGeometry = "as_annotated",
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
-    """Convert VIA's JSON (annotations of 1.x and 2.x, or a project) to ``out_dir/{name}.jsonl`` with its images in
-    ``out_dir/images/{name}/``.
-
-    Args:
-        source: the JSON, or a folder with a single one.
-        images_dir: searched for the images; None: the JSON's own folder.
-        attribute: the region attribute that holds the class; None: the only one, or one of a usual name.
-        geometry: as for :func:`convert_cvat`.
-    """
-    check_choice("geometry", geometry, ShapeGeometry)
+    """Convert VIA's JSON: annotations of 1.x and 2.x, or a project."""
     file = _only_file(Path(source), ".json")
+    meaning = Meaning(file, geometry=geometry)
     content = read_json(file)
     if isinstance(content, dict) and isinstance(content.get("_via_img_metadata"), dict):
         content = content["_via_img_metadata"]
@@ -277,7 +251,7 @@ def convert_via(
                     objects.append(_via_shape(index, region, desc))
         shapes = tuple(objects)
         sources.append(SourceImage(shown, shown, found.path, None, shapes, count, problem=found.problem, sizeless=True))
-    return assemble(sources, report, options, Meaning(file, geometry=geometry))
+    return assemble(sources, report, options, meaning)
 
 
 def _regions(entry: dict[str, Any]) -> list[dict[str, Any]]:
@@ -287,6 +261,7 @@ def _regions(entry: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _class_attribute(regions: Sequence[dict[str, Any]], file: Path) -> str:
+    # The region attribute that holds the class: the only one, or one of a usual name.
     given = (region.get("region_attributes") for region in regions)
     names = sorted({name for attributes in given if isinstance(attributes, dict) for name in attributes})
     usual = [name for wanted in _NAMES_OF_CLASSES for name in names if name.casefold() == wanted]
@@ -341,6 +316,4 @@ def _only_file(source: Path, suffix: str) -> Path:
 def _find(
     file: Path, images_dir: str | Path | None, wanted: Sequence[Sequence[str]], report: ConversionReport
 ) -> list[FoundImage]:
-    folder = file.parent if images_dir is None else Path(images_dir)
-    check_folder(folder, "images folder")
-    return report.find_all(ImageFolder(folder), wanted, file.name)
+    return report.find_all(ImageFolder(images_folder(images_dir, file)), wanted, file.name)

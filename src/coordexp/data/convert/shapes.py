@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from rich.table import Table
 from rich.text import Text
@@ -25,6 +25,8 @@ from coordexp.geometry import mask_iou, to_bin
 from coordexp.records import GeometryKind, GTObject
 
 _REASONS_SHOWN = 3  # in an error
+_CANVAS = 1000  # on which a simplified polygon is compared: fine enough that a lost pixel shows
+Entry = TypeVar("Entry")  # what a file has of an object
 _LARGEST = 1e15  # of a coordinate: an area of larger ones may not be a number
 
 
@@ -159,6 +161,27 @@ class ConversionReport:
         except LeftOut as left_out:
             self.skip_object(left_out.reason, file, index, str(left_out))
 
+    def read_objects(
+        self,
+        file: str,
+        entries: Iterable[Entry],
+        read: Callable[[int, Entry], SourceShape],
+        group_of: Callable[[Entry], Hashable] = lambda _: None,
+    ) -> tuple[tuple[SourceShape, ...], int]:
+        """The shapes that ``read(index, entry)`` returns, and the number of objects. Entries of one group are parts of
+        one object; an entry of group None is one by itself. An object for which LeftOut is raised is counted."""
+        groups: dict[Hashable, list[tuple[int, Entry]]] = {}
+        for index, entry in enumerate(entries):
+            group = group_of(entry)
+            groups.setdefault((index,) if group is None else ("group", group), []).append((index, entry))
+        shapes: list[SourceShape] = []
+        for parts in groups.values():
+            first = parts[0][0]
+            with self.reading_object(file, first):
+                found = [read(index, entry) for index, entry in parts]
+                shapes += found if len(parts) == 1 else [replace(shape, part_of=first) for shape in found]
+        return tuple(shapes), len(groups)
+
     def skip_object(self, reason: SkipReason, file: str, index: int, detail: str) -> None:
         self.skipped_objects[reason.value] += 1
         self.problems.append(Problem(reason.value, file, index, detail))
@@ -170,8 +193,8 @@ class ConversionReport:
         lost = f" ({num_objects} objects left out with it)" if num_objects else ""
         self.problems.append(Problem(reason.value, file, None, f"{detail}{lost}"))
 
-    def note(self, note: Note, file: str, index: int | None, detail: str) -> None:
-        self.notes[note.value] += 1
+    def note(self, note: Note, file: str, index: int | None, detail: str, count: int = 1) -> None:
+        self.notes[note.value] += count
         self.problems.append(Problem(note.value, file, index, detail))
 
     def pass_over(self, listing: Listing) -> Listing:
@@ -198,10 +221,9 @@ class ConversionReport:
         named = {one.path for one in found}
         unnamed = [path.relative_to(images.folder).as_posix() for path in images.images if path not in named]
         if unnamed:
-            self.notes[Note.UNNAMED_IMAGE.value] += len(unnamed)
             shown = ", ".join(unnamed[:3]) + (", …" if len(unnamed) > 3 else "")
             detail = f"{len(unnamed)} images of {images.folder} are named by no entry: {shown}"
-            self.problems.append(Problem(Note.UNNAMED_IMAGE.value, file, None, detail))
+            self.note(Note.UNNAMED_IMAGE, file, None, detail, len(unnamed))
         return found
 
     def note_found(self, found: FoundImage, file: str) -> None:
@@ -296,10 +318,6 @@ ShapeGeometry = Literal["as_annotated", "bbox", "poly"]
 Crowds = Literal["leave_out", "keep"]  # leave annotations of groups out, or keep each as one object
 # How four numbers of a box are read. "auto": as the format says, and refused if the numbers look like corners.
 BoxFields = Literal["auto", "xywh", "xyxy"]
-
-_CANVAS = 1000  # on which a simplified polygon is compared: fine enough that a lost pixel shows
-
-
 # A shape's numbers: (x1, y1, x2, y2); (x, y, width, height); the same from its centre; centre and radii; a flat ring.
 Form = Literal["corners", "size", "centre", "ellipse", "ring"]
 _EXPECTED: dict[Form, str] = {
@@ -382,15 +400,6 @@ class SourceImage:
         return list(parts.values())
 
 
-def by_object(shapes: Sequence[Any], group_of: Callable[[Any], Hashable]) -> list[list[tuple[int, Any]]]:
-    """Numbered shapes, those of one group together: parts of one object. A shape of group None is one by itself."""
-    groups: dict[Hashable, list[tuple[int, Any]]] = {}
-    for index, shape in enumerate(shapes):
-        group = group_of(shape)
-        groups.setdefault((index,) if group is None else ("group", group), []).append((index, shape))
-    return list(groups.values())
-
-
 def check_choice(what: str, given: str, known: Any) -> None:
     if given not in get_args(known):
         raise DataError(f"{what} {given!r} is unknown; use {' or '.join(get_args(known))}")
@@ -399,6 +408,13 @@ def check_choice(what: str, given: str, known: Any) -> None:
 def check_folder(folder: Path, what: str) -> None:
     if not folder.is_dir():
         raise DataError(f"{what} not found; check the path", path=folder)
+
+
+def images_folder(given: str | Path | None, file: Path) -> Path:
+    """The folder of images that was given, or that of the annotation ``file``. Raises DataError if it is none."""
+    folder = file.parent if given is None else Path(given)
+    check_folder(folder, "images folder")
+    return folder
 
 
 def declared_size(width: Any, height: Any) -> tuple[int, int] | None:

@@ -9,8 +9,9 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from coordexp.data.class_list import names_of_lines, names_of_yaml
 from coordexp.data.convert.assemble import ImageOptions, assemble
@@ -65,27 +66,16 @@ def convert_yolo(
     labels_dir: str | Path | None = None,
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
-    """Convert a YOLO data set to ``out_dir/{name}.jsonl`` with its images in ``out_dir/images/{name}/``.
+    """Convert a YOLO data set: a ``data.yaml`` (``path``, ``names``, and a folder, a list file or several per split);
+    darknet's ``obj.data``; a folder with one of these; or a folder with ``classes.txt`` and either ``images`` and
+    ``labels``, or images next to their labels (labelImg).
 
-    Args:
-        source: a ``data.yaml`` (``path``, ``names``, and a folder, a list file or several per split); darknet's
-            ``obj.data``; a folder with one of these; or a folder with ``classes.txt`` and either ``images`` and
-            ``labels``, or images next to their labels (labelImg).
-        split: ``train``, ``val``, …; needed if a ``data.yaml`` has several. Without a ``data.yaml`` a folder below
-            ``images``.
-        geometry: ``bbox`` writes the bounds of polygons, ``poly`` boxes by their corners.
-        unlabelled: images without a label file; None: as ``skip_if_label_file_missing`` of the ``data.yaml`` says, else
-            ``empty``, which is YOLO's own rule.
-        boxes: what a line of five numbers holds. ``auto`` reads centre, width and height, and refuses numbers that look
-            like corners.
-        images_dir, labels_dir: the folders of images and labels of a folder with ``classes.txt``, relative to it or
-            absolute, if they have other names.
+    ``unlabelled=None``: as ``skip_if_label_file_missing`` of the ``data.yaml`` says, else ``empty``, YOLO's own rule.
     """
-    check_choice("geometry", geometry, ShapeGeometry)
-    check_choice("boxes", boxes, BoxFields)
     if unlabelled is not None:
         check_choice("unlabelled", unlabelled, Unlabelled)
     layout = _read_layout(Path(source), split, images_dir, labels_dir)
+    meaning = Meaning(layout.file, "shares", geometry, boxes)
     report = ConversionReport(Path(out_dir) / f"{options.name or split or 'data'}.jsonl")
     for key in layout.ignored:
         report.note(Note.IGNORED_KEY, layout.file.name, None, f"{key!r} has no meaning here and was ignored")
@@ -137,11 +127,8 @@ def convert_yolo(
                 continue
             detail = f"no file {missing}; read as an image without objects, --unlabelled skip leaves it out"
             report.note(Note.NO_LABEL_FILE, file, None, detail)
-        lines, objects = _lines_of(label), []
-        for index, line in enumerate(lines):
-            with report.reading_object(file, index):
-                objects.append(_read_line(index, line, layout.names))
-        sources.append(SourceImage(file, file, path, None, tuple(objects), len(lines), sizeless=True))
+        objects, count = report.read_objects(file, _lines_of(label), partial(_read_line, layout.names))
+        sources.append(SourceImage(file, file, path, None, objects, count, sizeless=True))
     check_keypoints([shape.numbers for source in sources for shape in source.shapes], layout.file)
     for label in sorted(wholes - set(label_of.values())):
         if label.name not in _NO_LABELS:
@@ -149,7 +136,7 @@ def convert_yolo(
             lost = len(_lines_of(label))
             report.objects_seen += lost
             report.skip_image(SkipReason.MISSING_IMAGE, label.name, f"no image for the label {label}", lost)
-    return assemble(sources, report, options, Meaning(layout.file, "shares", geometry, boxes))
+    return assemble(sources, report, options, meaning)
 
 
 def _listed_images(file: Path, base: Path, report: ConversionReport) -> tuple[list[tuple[Path, Path]], list[Path]]:
@@ -245,9 +232,7 @@ def _read_layout(
     splits = {key: content[key] for key in ("train", "val", "test") if content.get(key)}
     if content.get("valid"):
         splits.setdefault("val", content["valid"])
-    split = "val" if split == "valid" else split
-    if split is None and len(splits) == 1:
-        split = next(iter(splits))
+    split = _split_of(splits, split)
     if split not in splits:
         missing = "has several splits" if split is None else f"no split {split!r}"
         raise DataError(f"{missing}; found: {', '.join(splits) or 'none'}; name one with --split", path=source)
@@ -303,9 +288,7 @@ def _read_darknet(file: Path, split: str | None) -> _Layout:
         return found
 
     splits = {"val" if key == "valid" else key: key for key in ("train", "valid", "val", "test") if key in fields}
-    split = "val" if split == "valid" else split
-    if split is None and len(splits) == 1:
-        split = next(iter(splits))
+    split = _split_of(splits, split)
     if split not in splits or "names" not in fields:
         raise DataError(
             f"expected lines names = … and train = … or valid = …; found: {', '.join(fields) or 'none'}; name a split "
@@ -313,6 +296,13 @@ def _read_darknet(file: Path, split: str | None) -> _Layout:
             path=file,
         )
     return _Layout(file, names_of_lines(read_text(path_of("names"))), [path_of(splits[split])], file.parent)
+
+
+def _split_of(splits: Mapping[str, Any], split: str | None) -> str | None:
+    # The split that was named, or the only one.
+    if split is None and len(splits) == 1:
+        return next(iter(splits))
+    return "val" if split == "valid" else split
 
 
 def _label_folder(image: Path) -> Path:
@@ -349,7 +339,7 @@ def _key(label: Path) -> Path:
     return label.with_suffix(".txt")  # in whatever case it is written
 
 
-def _read_line(index: int, line: str, names: dict[int, str]) -> SourceShape:
+def _read_line(names: dict[int, str], index: int, line: str) -> SourceShape:
     category, *values = finite_numbers([number(text) for text in line.split()]) or (0.0,)
     if len(values) != 4 and (len(values) < 6 or len(values) % 2):
         detail = f"{line[:80]!r}: expected 'class cx cy w h' or 'class x y x y x y …'"
