@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -63,10 +64,12 @@ class PolygonOptions(FormatOptions):
 
 def _converter(form: str, **fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a function without a body, whose parameters (with ``fixed``) are those of
-    ``coordexp.data.convert.convert_<form>``: the command runs that converter under a progress bar, and prints its
-    report."""
+    ``coordexp.data.convert.convert_<form>``, the annotations first: the command runs that converter under a progress
+    bar, and prints its report."""
 
     def decorate(declared: Callable[..., None]) -> Callable[..., None]:
+        source = next(iter(signature(declared).parameters))
+
         @wraps(declared)
         def run(options: FormatOptions, **given: Any) -> None:
             from coordexp.data import convert
@@ -78,12 +81,11 @@ def _converter(form: str, **fixed: Any) -> Callable[[Callable[..., None]], Calla
                 try:
                     report = getattr(convert, f"convert_{form}")(**given, **fixed, options=image_options)
                 except DataError as error:
-                    source = next(given[name] for name in _SOURCES if name in given)
-                    command, name = convert.recognise(source) or (form, "")
+                    command, name = convert.recognise(given[source]) or (form, "")
                     if command == form:
                         raise
                     instead = f"; read it with: coordexp data convert {command}" if command else ""
-                    raise DataError(f"{error}; {source} looks like {name}{instead}") from error
+                    raise DataError(f"{error}; {given[source]} looks like {name}{instead}") from error
             console = open_console()
             console.print(convert.render_report(report))
             console.print(f"wrote {report.jsonl} and {report.path}", soft_wrap=True)
@@ -91,9 +93,6 @@ def _converter(form: str, **fixed: Any) -> Callable[[Callable[..., None]], Calla
         return with_options(run)
 
     return decorate
-
-
-_SOURCES = ("root", "annotations_json", "source", "folder", "table")  # the first argument of each converter
 
 
 @convert_app.add("voc", "coordexp data convert voc VOCdevkit/VOC2007 --out data/mine --split train --one-based")

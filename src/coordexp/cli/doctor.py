@@ -86,9 +86,7 @@ def doctor(
             table.add_row(Text(section.upper(), style="bold"))
         for row in inside:
             advice = row.advice if row.result != "ok" else ""
-            table.add_row(
-                *map(Text, (row.check,)), Text(row.result, style=STYLES[row.result]), Text(row.figure), Text(advice)
-            )
+            table.add_row(Text(row.check), Text(row.result, style=STYLES[row.result]), Text(row.figure), Text(advice))
     console = open_console()
     if not console.is_terminal:
         console.width = WIDTH

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,7 @@ def tile_command(
             overwrite=overwrite, progress=progress,
         )  # fmt: skip
     if as_json:
-        echo(json.dumps(counts.to_json()))
+        echo(json.dumps(asdict(counts)))
         return
     echo(f"  objects, whole  {counts.whole}\n  objects, cut    {counts.cut}")
     echo(f"  left out, less than {min_area_ratio:g} of their area in the tile  {counts.left_out}")

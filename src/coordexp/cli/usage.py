@@ -4,6 +4,7 @@ hints for what does not exist."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, TypeVar, cast
 
@@ -86,11 +87,8 @@ class Command(TyperCommand):
                 ctx.fail(f"No such option: {option}. Write a key instead: " + " or ".join(f"{k}={value}" for k in keys))
             else:
                 words.append(word)
-        try:
+        with _hints(ctx, args):
             return super().parse_args(ctx, [*first, *words])
-        except _UsageError as error:
-            _add_hint(error, ctx, args)
-            raise
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -104,18 +102,12 @@ class Group(TyperGroup):
     """Commands under headings, and hints for those that do not exist."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        try:
+        with _hints(ctx, args[:1]):
             return super().resolve_command(ctx, args)
-        except _UsageError as error:
-            _add_hint(error, ctx, args[:1])
-            raise
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
+        with _hints(ctx, args):
             return super().parse_args(ctx, args)
-        except _UsageError as error:
-            _add_hint(error, ctx, args)
-            raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         panels = groupby(self.commands.items(), lambda item: getattr(item[1], "rich_help_panel", None) or "Commands")
@@ -124,16 +116,22 @@ class Group(TyperGroup):
                 formatter.write_dl([(name, command.get_short_help_str(80)) for name, command in commands])
 
 
-def _add_hint(error: Any, ctx: Any, words: Sequence[str]) -> None:
-    """Complete the message of a usage error, in place."""
-    message = str(error.message).removeprefix("Value error, ")
-    known = _HINTS.get(ctx.command_path, {})
-    hints = dict.fromkeys(known[word] for word in words if word in known)
-    if not hints and words and "No such command" in message:
-        hints = dict.fromkeys(_elsewhere(ctx, words[0]))
-    if hints:
-        message = f"{message.rstrip('.').partition('. Did you mean')[0]}. Did you mean {' or '.join(hints)}?"
-    error.message = message
+@contextmanager
+def _hints(ctx: Any, words: Sequence[str]) -> Iterator[None]:
+    """Complete the message of a usage error that is raised in this block."""
+    try:
+        yield
+    except _UsageError as raised:
+        error: Any = raised
+        message = str(error.message).removeprefix("Value error, ")
+        known = _HINTS.get(ctx.command_path, {})
+        hints = dict.fromkeys(known[word] for word in words if word in known)
+        if not hints and words and "No such command" in message:
+            hints = dict.fromkeys(_elsewhere(ctx, words[0]))
+        if hints:
+            message = f"{message.rstrip('.').partition('. Did you mean')[0]}. Did you mean {' or '.join(hints)}?"
+        error.message = message
+        raise
 
 
 def _elsewhere(ctx: Any, word: str) -> Iterator[str]:

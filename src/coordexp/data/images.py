@@ -261,6 +261,14 @@ def _to_rgb(image: Image.Image, header: ImageHeader, path: Path, apply_orientati
     return rgb if turn is None else rgb.transpose(turn)
 
 
+def save_image(image: Image.Image, path: Path) -> None:
+    """Write an image for training: JPEG of good quality if the name says so, else PNG."""
+    if path.suffix.lower() in JPEG_SUFFIXES:
+        image.save(path, format="JPEG", quality=95, subsampling=0)
+    else:
+        image.save(path, format="PNG")
+
+
 def size_of_image(path: Path) -> tuple[int, int] | None:
     """Width and height, upright; None for a file that cannot be read, which whoever opens it reports."""
     try:

@@ -8,14 +8,14 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
 from typing import Any, SupportsIndex, overload
 
 from PIL import Image
 
-from coordexp.data.images import JPEG_SUFFIXES, open_rgb
+from coordexp.data.images import JPEG_SUFFIXES, open_rgb, save_image
 from coordexp.data.jsonl import write_jsonl
 from coordexp.data.polygons import canonical_ring, clipped_shape, shape_area
 from coordexp.data.preparation import original_image
@@ -158,9 +158,6 @@ class TileCounts:
     negatives_left_out: int = 0
     resized: int = 0
 
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
-
 
 def objects_in(record: ImageRecord, window: Window, min_area_ratio: float) -> tuple[dict[int, GTObject], Counter[str]]:
     """The objects of a tile, in its own bins, by their number in ``record``; counts of ``whole``, ``cut`` and
@@ -201,16 +198,8 @@ def write_tiles(
     are replaced.
 
     A tile's ``metadata.tile`` has the photograph (path from ``out``, size, line, its own metadata) and the tile's
-    place in it.
-
-    Args:
-        min_area_ratio: least share of its area that a cut object must have in a tile.
-        negatives: share of the tiles without objects that is kept, 0 to 1, drawn with ``seed`` for each tile.
-        progress: called with (photographs done, all).
-
-    Raises:
-        ConfigError: a number outside of its range.
-        DataError: a photograph cannot be read, or has another size than its record.
+    place in it. :func:`coordexp.tile` explains the arguments. Raises ConfigError for a number outside of its range, and
+    DataError if a photograph cannot be read, or has another size than its record.
     """
     for name, value in (("min_area_ratio", min_area_ratio), ("negatives", negatives)):
         if not 0 <= value <= 1:
@@ -255,7 +244,7 @@ def write_tiles(
             counts["lost"] += len(record.objects) - len(covered)
             if written:
                 image = open_rgb(record.image, expected_size=(record.width, record.height))
-                for _ in pool.map(lambda one, image=image: _save(image, one[0], one[1].image), written):
+                for _ in pool.map(lambda one, image=image: save_image(image.crop(one[0]), one[1].image), written):
                     pass
             yield from (tile for _, tile in written)
 
@@ -278,11 +267,3 @@ def _photograph(record: ImageRecord, out: Path) -> dict[str, Any]:
     image = Path(os.path.relpath(record.image, os.path.abspath(out.parent))).as_posix()
     about = {"image": image, "width": record.width, "height": record.height, "line": record.sample_id}
     return about | ({"metadata": dict(record.metadata)} if record.metadata else {})
-
-
-def _save(image: Image.Image, window: Window, path: Path) -> None:
-    tile = image.crop(window)
-    if path.suffix == ".jpg":
-        tile.save(path, format="JPEG", quality=95, subsampling=0)
-    else:
-        tile.save(path, format="PNG")

@@ -25,6 +25,7 @@ from coordexp.data.images import (
     ResizeRule,
     open_rgb,
     read_header,
+    save_image,
 )
 from coordexp.data.jsonl import write_jsonl
 from coordexp.errors import DataError, shortened
@@ -124,16 +125,12 @@ def _write_image(
     if not options.resize and upright:
         return _PreparedImage(path, size, frame, notes, drawn)
     target.parent.mkdir(parents=True, exist_ok=True)
-    suffix = target.suffix.lower()
-    is_plain = header.orientation == 1 and header.mode == "RGB" and suffix in _SUFFIXES_BY_FORMAT.get(header.format, ())
+    is_format = target.suffix.lower() in _SUFFIXES_BY_FORMAT.get(header.format, ())
+    is_plain = header.orientation == 1 and header.mode == "RGB" and is_format
     if is_plain and (width, height) == size:
         shutil.copyfile(path, target)  # no pixel changes: no second JPEG generation
     else:
-        resized = image if options.rule is None else options.rule.resize(image)
-        if suffix in JPEG_SUFFIXES:
-            resized.save(target, format="JPEG", quality=95, subsampling=0)
-        else:
-            resized.save(target, format="PNG")
+        save_image(image if options.rule is None else options.rule.resize(image), target)
     return _PreparedImage(target, (width, height), frame, notes, drawn)
 
 

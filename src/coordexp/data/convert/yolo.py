@@ -42,9 +42,7 @@ Unlabelled = Literal["skip", "empty"]  # leave an image without a label file out
 SKIP_UNLABELLED = "skip_if_label_file_missing"
 _READ = ("path", "train", "val", "valid", "test", "names", "nc", SKIP_UNLABELLED)
 _REFUSED = {
-    "kpt_shape": "labels of keypoints; only boxes and polygons are read",
-    "flip_idx": "labels of keypoints; only boxes and polygons are read",
-    "kpt_names": "labels of keypoints; only boxes and polygons are read",
+    **dict.fromkeys(("kpt_shape", "flip_idx", "kpt_names"), "labels of keypoints; only boxes and polygons are read"),
     "masks_dir": "labels are masks; only boxes and polygons are read",
     "channels": "images of 3 channels are read",
 }
