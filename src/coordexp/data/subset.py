@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coordexp.data.class_list import as_written
-from coordexp.data.files import whole_binary_file
+from coordexp.data.files import check_new_file, whole_binary_file
 from coordexp.data.images import image_bytes
 from coordexp.data.jsonl import clean_desc, line_of, write_jsonl
 from coordexp.data.preparation import original_image
@@ -221,9 +221,8 @@ def pack(
     JSONL appears last, after all shards. ``progress(done, total)`` counts packed records. Raises DataError if ``out``
     or a shard exists, an image cannot be read, or a record cannot be written.
     """
-    taken = [path for path in (out, *out.parent.glob(f"{out.stem}-[0-9]*{SHARD_SUFFIX}")) if path.exists()]
-    if taken:
-        raise DataError("exists already; name another file, or remove it", path=taken[0])
+    for path in (out, *out.parent.glob(f"{out.stem}-[0-9]*{SHARD_SUFFIX}")):
+        check_new_file(path, fix="name another file, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
 

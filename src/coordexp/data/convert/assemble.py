@@ -16,7 +16,7 @@ from typing import Any, Literal
 from coordexp.data.convert.numbers import Meaning, check_numbers, read_object
 from coordexp.data.convert.shapes import ConversionReport, LeftOut, Note, SkipReason, SourceImage, quantise
 from coordexp.data.dataset_cache import PREPARED
-from coordexp.data.files import write_atomically
+from coordexp.data.files import check_new_file, write_atomically
 from coordexp.data.find_images import can_be_file
 from coordexp.data.images import (
     JPEG_SUFFIXES,
@@ -178,11 +178,8 @@ def assemble(
     out_dir = report.jsonl.parent
     if out_dir.exists() and not out_dir.is_dir():
         raise DataError("is a file; name a folder with --out", path=out_dir)
-    if report.jsonl.exists() and not options.overwrite:
-        raise DataError(
-            "exists already; --overwrite (overwrite=True) replaces it, --name and --out write another",
-            path=report.jsonl,
-        )
+    fix = "--overwrite (overwrite=True) replaces it, --name and --out write another"
+    check_new_file(report.jsonl, options.overwrite, fix)
     images_dir = out_dir / "images" / report.jsonl.stem
     targets: dict[Path, SourceImage] = {}
     for source in sources:
