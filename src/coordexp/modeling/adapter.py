@@ -41,6 +41,8 @@ _LORA_A = ".lora_A.weight"
 # Settings of peft that change an adapter's result and that merge_lora does not implement.
 _NOT_SUPPORTED = ("use_rslora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication",
                   "use_qalora", "alora_invocation_tokens", "trainable_token_indices", "target_parameters")  # fmt: skip
+# Starts of adapters that leave the base model as it is; others (PiSSA, OLoRA, CorDA …) subtract from its weights first.
+_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def has_adapter(model: Any) -> bool:
@@ -119,9 +121,12 @@ def merge_adapter(model: Any, folder: Path) -> None:
         except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
             raise CheckpointError(f"{folder / CONFIG}: not a LoRA configuration ({error!r}); restore it") from error
         unknown = [key for key in _NOT_SUPPORTED if config.get(key)]
-        if unknown or config.get("bias", "none") != "none":
+        unknown += ["bias"] if config.get("bias", "none") != "none" else []
+        if (start := config.get("init_lora_weights")) not in _STARTS:
+            unknown.append(f"init_lora_weights: {start}")
+        if unknown:
             raise CheckpointError(
-                f"{folder / CONFIG}: sets {', '.join(unknown) or 'bias'}, which CoordExp cannot merge; merge it with "
+                f"{folder / CONFIG}: sets {', '.join(unknown)}, which CoordExp cannot merge; merge it with "
                 "peft (PeftModel.merge_and_unload)"
             )
     for module in modules:

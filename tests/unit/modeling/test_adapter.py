@@ -87,9 +87,9 @@ def cut(folder: Path, name: str) -> None:
     (folder / name).write_bytes((folder / name).read_bytes()[:100])
 
 
-def rank_pattern(folder: Path) -> None:
+def configured(folder: Path, **keys: Any) -> None:
     config = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(config | {"rank_pattern": {"q_proj": 2}}))
+    (folder / CONFIG).write_text(json.dumps(config | keys))
 
 
 def other_width(folder: Path) -> None:
@@ -109,7 +109,9 @@ def other_layers(folder: Path) -> None:
     [(lambda folder: cut(folder, WEIGHTS), "cannot be read"),
      (lambda folder: cut(folder, OFFSETS), "cannot be read"),
      (lambda folder: (folder / WEIGHTS).unlink(), f"has {CONFIG} but no {WEIGHTS}"),
-     (rank_pattern, "sets rank_pattern, which CoordExp cannot merge"),
+     (lambda folder: configured(folder, rank_pattern={"q_proj": 2}), "sets rank_pattern, which CoordExp cannot merge"),
+     (lambda folder: configured(folder, init_lora_weights="pissa"), "init_lora_weights: pissa, which CoordExp cannot"),
+     (lambda folder: configured(folder, bias="all", init_lora_weights="olora"), "sets bias, init_lora_weights: olora"),
      (lambda folder: cut(folder, CONFIG), "adapter files cannot be read"),
      (lambda folder: (folder / CONFIG).write_text('{"base_model_name_or_path": ["a"]}'), f"in {CONFIG} is not text"),
      (lambda folder: (folder / CONFIG).write_text("[]"), f"in {CONFIG} is not text"),
