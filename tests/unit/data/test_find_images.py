@@ -272,6 +272,16 @@ def test_images_that_no_annotation_names_are_counted(convert: Any, tmp_path: Pat
     assert "b.jpg, deep/c.heic" in report.problems[-1].detail
 
 
+@pytest.mark.parametrize("convert", [csv, labelme])
+def test_an_absolute_name_is_that_of_an_image_in_a_relative_folder(
+    convert: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paint(tmp_path / "images" / "a.jpg")
+    monkeypatch.chdir(tmp_path)
+    report = convert(Path("."), [str(tmp_path / "images" / "a.jpg")])
+    assert (report.images, report.notes) == (1, {})
+
+
 @pytest.mark.parametrize("convert", [coco, cvat, labelstudio, csv, via])
 @pytest.mark.parametrize(
     "name", ["..\\\\..\\\\media\\\\upload\\\\4\\\\x.png", "/home/someone/images/x.png", "photos/1/x.png"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -218,8 +219,11 @@ class ConversionReport:
         found = images.find_all(wanted, hints)
         for one in found:
             self.note_found(one, file)
-        named = {one.path for one in found}
-        unnamed = [path.relative_to(images.folder).as_posix() for path in images.images if path not in named]
+        # Entries may name absolute paths, and the folder be relative.
+        named = {os.path.abspath(one.path) for one in found}
+        unnamed = [
+            path.relative_to(images.folder).as_posix() for path in images.images if os.path.abspath(path) not in named
+        ]
         if unnamed:
             shown = ", ".join(unnamed[:3]) + (", …" if len(unnamed) > 3 else "")
             detail = f"{len(unnamed)} images of {images.folder} are named by no entry: {shown}"
