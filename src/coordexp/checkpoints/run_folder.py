@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ from coordexp.checkpoints.folder import RESOLVED_CONFIG, read_object
 from coordexp.config import RunConfig
 from coordexp.config.resume import ABSENT, FIXED, Change, changes
 from coordexp.config.source import read_document
+from coordexp.data.files import unwritable
 from coordexp.errors import CheckpointError, ConfigError, RunFinished
 
 MANIFEST = "run_manifest.json"
@@ -41,8 +41,8 @@ def checked_changes(config: RunConfig, checkpoint: Path | None) -> tuple[Change,
     """
     training = config.training
     for key, folder in (("training.output_dir", training.output_dir), ("training.logging_dir", training.logging_dir)):
-        if folder is not None:
-            _check_writable(key, folder)
+        if folder is not None and (reason := unwritable(folder)) is not None:
+            raise ConfigError(f"{key}: {folder}: {reason}; name another folder")
     applied = () if checkpoint is None else _checked_changes(config, checkpoint)
     if training.resume_from_checkpoint is True:
         state = read_object(training.output_dir, STATE, "trainer state")
@@ -212,14 +212,6 @@ def _is_finished(config: RunConfig, state: Mapping[str, Any]) -> bool:
     if training.max_steps > 0:
         return state["global_step"] >= training.max_steps
     return (state.get("epoch") or 0) >= training.num_train_epochs
-
-
-def _check_writable(key: str, folder: Path) -> None:
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise ConfigError(f"{key}: {folder}: {there} is a file, where a folder is needed; name another folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key}: {folder}: {there} cannot be written to; name another folder")
 
 
 def _listed(found: list[Path], most: int = 3) -> str:

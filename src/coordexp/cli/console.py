@@ -96,7 +96,10 @@ def counting(description: str) -> AbstractContextManager[Callable[[int, int], No
 
 
 def refuse_filled(folder: Path, otherwise: str = "") -> None:
-    """Raise DataError if the folder is not empty. ``otherwise``: another way out of it."""
+    """Raise DataError if the folder is not empty (``otherwise``: another way out of that) or cannot be written to."""
+    from coordexp.data.files import check_writable
+
+    check_writable(folder)
     if folder.is_dir() and any(folder.iterdir()):
         raise DataError(", ".join(["the folder is not empty; name a new one", *filter(None, [otherwise])]), path=folder)
 

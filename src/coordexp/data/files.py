@@ -139,6 +139,20 @@ def is_same_file(one: Path, other: Path) -> bool:
     return os.path.abspath(one) == os.path.abspath(other) or (one.exists() and other.exists() and one.samefile(other))
 
 
+def unwritable(folder: Path) -> str | None:
+    """Why no file can be written to a folder, which may still have to be made; None if nothing is in the way."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        return f"{there} is a file, where a folder is needed"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
+
+
+def check_writable(folder: Path) -> None:
+    """Raises DataError if no file can be written to a folder: before anything is computed for it."""
+    if (reason := unwritable(folder)) is not None:
+        raise DataError(f"{reason}; name another folder", path=folder)
+
+
 def check_new_file(
     path: Path, overwrite: bool = False, fix: str = "name another file, or say --overwrite (overwrite=True)"
 ) -> None:
@@ -150,7 +164,8 @@ def check_new_file(
 
 
 def check_own_file(path: Path) -> None:
-    """Raises ConfigError if no command of ours wrote the file that is there."""
+    """Raises ConfigError if no command of ours wrote the file that is there, and DataError if none can be written."""
+    check_writable(path.parent)
     if path.exists() and (path.is_dir() or not is_own(path)):
         raise ConfigError(f"{path}: is there already, and no command of CoordExp wrote it; name another file")
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from coordexp.checkpoints.fingerprints import is_same
 from coordexp.config.rollout import EvalDetectionConfig
+from coordexp.data.files import check_writable
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import CLASS_LIST, METRICS, PREDICTIONS, ImageAnswer, write_answers
 from coordexp.evaluation.coco_results import AREAS, RECALLS_R, THRESHOLDS_T, average_precision, coco_shape, write_coco
@@ -183,8 +184,9 @@ def _row(name: str, counts: Mapping[str, float], ap: float | None) -> GroupRow:
 
 def check_replaced(folder: Path, about: Mapping[str, object], overwrite: bool) -> None:
     """Raise DataError if :func:`write_summary` would replace other answers or an evaluation of something else in
-    ``folder``; ``overwrite`` allows it. Mappings in ``about`` are compared by their keys, unless the earlier evaluation
-    has none of that name: an earlier version of CoordExp did not write them."""
+    ``folder``; ``overwrite`` allows it; or could not write there. Mappings in ``about`` are compared by their keys,
+    unless the earlier evaluation has none of that name: an earlier version of CoordExp did not write them."""
+    check_writable(folder)
     if overwrite or not folder.exists():
         return
     if not (folder / METRICS).is_file():

@@ -26,7 +26,7 @@ from coordexp.config.resolved import AnswerConfig, EvaluationConfig
 from coordexp.data.class_list import choose_list
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
-from coordexp.data.files import append_line, write_atomically
+from coordexp.data.files import append_line, check_writable, write_atomically
 from coordexp.data.image_sources import FoundImages, broken_images, find_images
 from coordexp.data.preparation import ImagePreparation
 from coordexp.data.progress_bar import reporting
@@ -370,10 +370,8 @@ def run_evaluation(
     of something else; ``answers``: per image, merged into one; ``tiling``: answer tiles, merged into one answer. Raises
     ConfigError, DataError, CheckpointError or VocabError before weights are loaded.
     """
-    if calibrate and tiling is not None:
-        raise ConfigError("calibrate: a calibration is fitted to answers for whole images; leave out tiles")
-    if calibrate and answers > 1:
-        raise ConfigError("calibrate: a calibration is fitted to single answers; leave out answers")
+    if calibrate and (tiling is not None or answers > 1):
+        raise ConfigError("calibrate: it is fitted to one answer for each whole image; leave out tiles and answers")
     if calibrate and (name := name_of(model or config.model.model)) is not None:
         raise ConfigError(
             f"calibrate: a calibration is stored with the model, and {name} is in the hub's cache; copy it first: "
@@ -398,6 +396,8 @@ def run_evaluation(
         **({} if tiling is None else {"tiles": [tiling.width, tiling.height, tiling.overlap]}),
         **rename.about,
     }
+    if calibrate:
+        check_writable(path)
     check_replaced(folder, {"classes": None, "answers": None, "tiles": None, **about}, overwrite)
     jsonl, written, broken, photographs = answer_jsonl(
         config, console, f"evaluating {path}", path, data, limit, scored=constant_score is None, classes=classes,

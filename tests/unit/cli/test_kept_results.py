@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from coordexp.data.preparation import NO_RESIZE
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.errors import ConfigError
 from coordexp.evaluation.answers import read_answers, write_answers
+from coordexp.inference import prediction
 from coordexp.inference.prediction import evaluation_folder
 from coordexp.records import GTObject
 from support.cli_runs import Cli, Outcome, write_run
@@ -103,6 +105,30 @@ def test_a_folder_with_other_results_needs_overwrite(
     assert refused.code == 2 and refused.err.startswith("error: filled: ") and "--overwrite" in refused.err
     assert files_of(tmp_path / "filled") == before
     assert cli(*argv, "--overwrite").code == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("evaluate", "RUN", "--out", "notes.txt/figures"), "notes.txt is a file, where a folder is needed"),
+        (("evaluate", "RUN", "--out", "closed/figures"), "closed cannot be written to; name another folder"),
+        (("evaluate", "RUN", "--sheet", "closed/sheet.png"), "closed cannot be written to; name another folder"),
+        (("evaluate", "RUN", "--model", "closed/model", "--calibrate"), "closed/model cannot be written to"),
+        (("model", "export", "closed/model", "closed/copy"), "closed cannot be written to; name another folder"),
+    ],
+)
+def test_nothing_is_computed_for_a_folder_that_cannot_be_written(
+    argv: tuple[str, ...], says: str, tmp_path: Path, cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    shutil.copytree(model, tmp_path / "closed" / "model")
+    # Not by the mode of a folder, which does not keep root from writing.
+    monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK and "closed" in str(path)))
+    monkeypatch.setattr(prediction, "answer_jsonl", None)
+    run = write_run(tmp_path, 1, model)
+    refused = cli(*(str(run) if word == "RUN" else word for word in argv))
+    assert refused.code == 2 and says in refused.err, refused.err
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------
