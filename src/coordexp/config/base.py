@@ -7,6 +7,7 @@ A *path* is a tuple of keys and list indices, ``("rollout_matching", "pipeline",
 from __future__ import annotations
 
 import difflib
+import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -266,10 +267,12 @@ def _type_hint(kind: str, value: object) -> str:
     if isinstance(value, str):
         if kind in ("int_type", "float_type"):
             try:
-                float(value)
+                number = float(value)
             except ValueError:
                 return ""
-            return ": this is text; write the number without quotes"
+            if not math.isfinite(number):
+                return ""
+            return f": this is text; write {int(number) if number.is_integer() else number} without quotes"
         if kind == "bool_type":
             return ": write true or false, without quotes"
         if kind in ("tuple_type", "list_type"):

@@ -63,6 +63,8 @@ WRONG = [
     ("training.learning_rate", "3e-4", "training.learning_rate", "without quotes"),
     ("training.learning_rate", float("nan"), "training.learning_rate", "finite number"),
     ("training.seed", True, "training.seed", "expected a whole number"),
+    ("training.seed", "010", "training.seed", "got '010': this is text; write 10 without quotes"),
+    ("training.learning_rate", "3e-4", "training.learning_rate", "this is text; write 0.0003 without quotes"),
     (EVERY, "fast", EVERY, "expected a whole number or 'auto', got 'fast'"),
     (EVERY, 0, EVERY, "greater than or equal to 1 or 'auto'"),
     ("training.report_to", 7, "training.report_to", "expected a list"),
@@ -129,7 +131,7 @@ def test_an_error_names_key_place_and_fix(key: str, value: Any, path: str, words
     assert any(f"{part}:" in line for part in parts[-2:]) or line.lstrip().startswith("- "), line
 
 
-@pytest.mark.parametrize("text", ["many", "1e", "", "three"])
+@pytest.mark.parametrize("text", ["many", "1e", "", "three", "inf"])
 def test_only_quoted_numbers_get_the_hint_to_remove_quotes(text: str) -> None:
     (line,) = problems(set_key(stage2(), "training.max_steps", text))
     assert f"training.max_steps: expected a whole number, got '{text}' (" in line
