@@ -167,9 +167,11 @@ def counts_of(mask: np.ndarray) -> list[int]:
 
 
 @pytest.mark.parametrize("crowd", [0, 1])
-@pytest.mark.parametrize("as_list", [False, True])
-def test_a_run_length_mask_becomes_its_outline(tmp_path: Path, crowd: int, as_list: bool) -> None:
-    runs = runs_of(rectangles((10, 6, 30, 18), (0, 0, 2, 2)))
+@pytest.mark.parametrize(("as_list", "hole"), [(False, False), (True, False), (False, True)])
+def test_a_run_length_mask_becomes_its_outline(tmp_path: Path, crowd: int, as_list: bool, hole: bool) -> None:
+    mask = rectangles((10, 6, 30, 18), (0, 0, 2, 2))
+    mask[10:14, 15:20] = not hole
+    runs = runs_of(mask)
     if as_list:
         runs["counts"] = counts_of(decode_runs(runs, (40, 24)))
     report = from_coco(
@@ -178,7 +180,8 @@ def test_a_run_length_mask_becomes_its_outline(tmp_path: Path, crowd: int, as_li
     (obj,) = objects_of(report)
     box = GTObject("cat", "poly", tuple(k for x, y in ((10, 6), (30, 6), (30, 18), (10, 18)) for k in bins(x, y)))
     assert obj.kind == "poly" and mask_iou(obj, box) > 0.97
-    assert report.notes == {"mask_traced": 1, "multipart_polygon": 1} | ({"crowd_kept": 1} if crowd else {})
+    further = ({"crowd_kept": 1} if crowd else {}) | ({"filled_holes": 1} if hole else {})
+    assert report.notes == {"mask_traced": 1, "multipart_polygon": 1} | further
 
 
 def bins(x: float, y: float) -> tuple[int, int]:

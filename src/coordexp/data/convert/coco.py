@@ -265,12 +265,14 @@ def _parts(
     # The polygons of an object, or the outline of the largest part of its run-length mask.
     if isinstance(segmentation, dict):
         try:
-            ring, parts = outline(decode_runs(segmentation, size))
+            ring, parts, holes = outline(decode_runs(segmentation, size))
         except ValueError as error:
             raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: run-length mask: {error}") from error
         report.note(Note.MASK_TRACED, file, index, f"{desc}: {len(ring) // 2} vertices along its mask")
         if parts > 1:
             report.note(Note.MULTIPART_POLYGON, file, index, f"{desc}: kept the largest of {parts} parts")
+        if holes:
+            report.note(Note.FILLED_HOLES, file, index, f"{desc}: its mask has {holes} holes, the polygon has none")
         return [shape_of(index, desc, "ring", ring)]
     if not isinstance(segmentation, list) or not segmentation:
         raise LeftOut(SkipReason.NO_SEGMENTATION, f"{desc}: no segmentation")
@@ -316,9 +318,9 @@ def _inflated(text: str) -> list[int]:
     return runs
 
 
-def outline(mask: np.ndarray) -> tuple[tuple[float, ...], int]:
-    """The outer ring of the largest part of ``mask`` (height, width) of bool, in pixels from the image's corner and
-    without holes, and the number of its parts. Raises ValueError for an empty mask."""
+def outline(mask: np.ndarray) -> tuple[tuple[float, ...], int, int]:
+    """The outer ring of the largest part of ``mask`` (height, width) of bool, in pixels from the image's corner, and
+    the mask's numbers of parts and of holes, which the ring lacks. Raises ValueError for an empty mask."""
     from contourpy import contour_generator
 
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
@@ -338,4 +340,4 @@ def outline(mask: np.ndarray) -> tuple[tuple[float, ...], int]:
     areas = [signed_ring_area(ring) for ring in rings]
     largest = max(range(len(rings)), key=lambda k: abs(areas[k]))  # the outermost ring is larger than any hole
     parts = sum((area > 0) == (areas[largest] > 0) for area in areas)  # holes turn the other way
-    return rings[largest], parts
+    return rings[largest], parts, len(rings) - parts

@@ -98,6 +98,7 @@ class Note(StrEnum):
     DUPLICATE_OBJECT = "duplicate_object"  # same description and shape as an earlier object of the image
     CROWD_KEPT = "crowd_kept"  # on request: a group as one object
     MASK_TRACED = "mask_traced"  # the polygon is a mask's outline
+    FILLED_HOLES = "filled_holes"  # of such a mask: a polygon has none
     EMBEDDED_IMAGE = "embedded_image"  # the image is the annotation's embedded copy, because there is no file
     FOLDERS_FOUND = "folders_found"  # not where they were looked for first; the detail says where
     SIMPLIFIED = "simplified"  # a polygon lost vertices; the detail says what that cost
