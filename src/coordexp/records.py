@@ -7,6 +7,7 @@ Token positions are 0-based. "Target" positions count from the first assistant t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -288,6 +289,9 @@ def from_json(
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, CoordExpError, ValueError, RecursionError) as error:
+        if re.fullmatch(r"Invalid enum value .* - at `\$\.schema_version`", str(error)):
+            reason = f"not {what}: another version of CoordExp wrote it; use that version, or have it written anew"
+            raise DataError(reason, path=path, line=line) from error
         raise DataError(f"not {what}: {type(error).__name__}: {error}", path=path, line=line) from error
 
 

@@ -111,7 +111,8 @@ def test_replay_names_differences(change, named: str) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda d: d | {"schema_version": 1}, "schema_version"),
+        (lambda d: d | {"schema_version": 2}, "not a rollout record of schema version 3: another version of CoordExp"),
+        (lambda d: d | {"schema_version": "3"}, "schema_version"),
         (lambda d: d | {"width": "128"}, "width"),
         (lambda d: {k: v for k, v in d.items() if k != "parse"}, "parse"),
         (lambda d: d | {"parse": d["parse"] | {"dropped": {"no_such_reason": 1}}}, "dropped"),
