@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from coordexp import distributed
+from coordexp.errors import DataError
 from coordexp.evaluation.answers import FIRST_EVALUATION, ImageAnswer, picture_of, read_answers, write_answers
 from coordexp.evaluation.compare import changed_rates
 
@@ -24,14 +25,16 @@ class RunLedger:
         """The shares of :func:`changed_rates`; none for the first evaluation."""
         self.has_other_images = False
         if self._first is None and not is_first:  # a resumed run
-            self._first = read_answers(self._path) if self._path.is_file() else None
+            problem = f"{self._path} does not have the answers of the run's first evaluation to these images"
+            try:
+                self._first = read_answers(self._path) if self._path.is_file() else None
+            except DataError as error:  # damaged, or of an earlier version; training needs none of it
+                problem = str(error)
             if self._first is None or _images(self._first) != _images(answers):
                 self.has_other_images = self._first is not None
                 self._first = None
-                self._on_note(
-                    f"{self._path} does not have the answers of the run's first evaluation to these images; lost and "
-                    "gained objects are counted, and the best checkpoint is chosen, from this evaluation on"
-                )
+                best = ", and the best checkpoint is chosen," if self.has_other_images else ""
+                self._on_note(f"{problem}; lost and gained objects are counted{best} from this evaluation on")
         if self._first is None:
             self._first = answers
             if distributed.is_main():

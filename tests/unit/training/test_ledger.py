@@ -84,15 +84,19 @@ def test_a_resumed_run_reads_its_first_evaluation(ledger: RunLedger, tmp_path: P
     assert notes == []
 
 
+@pytest.mark.parametrize("damage", [None, '{"bin_rule": "pixel_centres"}\n', ""])
 def test_without_a_first_evaluation_of_these_images_counting_starts_anew(
-    ledger: RunLedger, tmp_path: Path, notes: list[str]
+    damage: str | None, ledger: RunLedger, tmp_path: Path, notes: list[str]
 ) -> None:
     ledger.rates(answers(CAT, truth=(CAT,)), is_first=True)
+    if damage is not None:
+        (tmp_path / "first_evaluation.jsonl").write_text(damage)
     resumed = RunLedger(tmp_path, notes.append)
     assert resumed.rates(answers(DOG), is_first=False) == {}
     assert resumed.rates(answers(CAT), is_first=False)["lost_rate"] == 1.0
     (note,) = notes
     assert "first_evaluation.jsonl" in note and "from this evaluation on" in note
+    assert ("best checkpoint" in note) == (damage is None)
 
 
 def test_a_new_run_replaces_the_first_evaluation_of_an_older_one(ledger: RunLedger, tmp_path: Path) -> None:
