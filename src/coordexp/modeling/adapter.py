@@ -113,11 +113,12 @@ def merge_adapter(model: Any, folder: Path) -> None:
         return weight
 
     modules = [name.removesuffix(_LORA_A) for name in sorted(saved) if name.endswith(_LORA_A)]
-    scaling = 1.0
+    rank = scaling = 1.0
     if modules:
         try:
             config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            scaling = float(config["lora_alpha"]) / float(config["r"])
+            rank = float(config["r"])
+            scaling = float(config["lora_alpha"]) / rank
         except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
             raise CheckpointError(f"{folder / CONFIG}: not a LoRA configuration ({error!r}); restore it") from error
         unknown = [key for key in _NOT_SUPPORTED if config.get(key)]
@@ -130,7 +131,12 @@ def merge_adapter(model: Any, folder: Path) -> None:
                 "peft (PeftModel.merge_and_unload)"
             )
     for module in modules:
-        a_RI, b_OR = saved.pop(module + _LORA_A), saved.pop(f"{module}.lora_B.weight")
+        a_RI, b_OR = saved.pop(module + _LORA_A), saved.pop(f"{module}.lora_B.weight", None)
+        if b_OR is None or not rank == a_RI.shape[0] == b_OR.shape[1]:  # the scale depends on the rank
+            raise CheckpointError(
+                f"{folder}: {WEIGHTS} has no two matrices of rank {rank:g} (r in {CONFIG}) for {module}; restore both "
+                "files"
+            )
         magnitude_O = saved.pop(f"{module}.lora_magnitude_vector", None)
         weight_OI = target(f"{module}.weight", (b_OR.shape[0], a_RI.shape[1]))
         weight_OI.copy_(merge_lora(weight_OI, a_RI, b_OR, scaling, magnitude_O))

@@ -99,6 +99,12 @@ def other_width(folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS)
 
 
+def without_b(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    kept = {name: tensor for name, tensor in tensors.items() if "0.mlp.up_proj.lora_B" not in name}
+    save_file(kept, folder / WEIGHTS)
+
+
 def other_layers(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     save_file({name.replace("layers.1.", "layers.9."): tensor for name, tensor in tensors.items()}, folder / WEIGHTS)
@@ -115,6 +121,8 @@ def other_layers(folder: Path) -> None:
      (lambda folder: cut(folder, CONFIG), "adapter files cannot be read"),
      (lambda folder: (folder / CONFIG).write_text('{"base_model_name_or_path": ["a"]}'), f"in {CONFIG} is not text"),
      (lambda folder: (folder / CONFIG).write_text("[]"), f"in {CONFIG} is not text"),
+     (lambda folder: configured(folder, r=9), "no two matrices of rank 9"),
+     (without_b, "for base_model.model.model.language_model.layers.0.mlp.up_proj; restore"),
      (other_width, "up_proj.weight fits no weight of the base model"),
      (other_layers, "layers.9.mlp.down_proj.weight fits no weight of the base model")],
 )  # fmt: skip
