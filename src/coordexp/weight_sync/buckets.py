@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -126,45 +127,30 @@ _WORDS_ON_CPU = 1 << 16  # at once: small enough for the cache, which makes it s
 _WORDS_ON_GPU = 1 << 24
 
 
-def tensor_hash(tensor: torch.Tensor) -> int:
-    """64 bits of a tensor's contents and of each word's place: swapped rows are noticed, as are signs of zero.
+def tensor_hashes(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """64 bits of each tensor's contents and of each word's place: swapped rows are noticed, as are signs of zero.
 
     Of the bytes as little-endian 64-bit words x₀ … (the last filled up with zeros): the number of bytes and the sum of
     SplitMix64's mix of xᵢ + (i + 1)·STEP. Integer arithmetic modulo 2^64 only, so the same on every device.
     """
-    bytes_N = as_bytes(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=bytes_N.device)
-    num_whole = bytes_N.numel() // 8
-    whole = bytes_N[: num_whole * 8]
-    # 64-bit words are read from multiples of 8 only, and a row inside a parameter may begin in the middle of one.
-    words = (whole if whole.storage_offset() % 8 == 0 else whole.clone()).view(torch.int64)
-    at_once = _WORDS_ON_GPU if bytes_N.device.type == "cuda" else _WORDS_ON_CPU
-    places = torch.arange(min(at_once, num_whole), device=bytes_N.device, dtype=torch.int64) * _signed(_STEP)
-    for start in range(0, num_whole, at_once):
-        total += _sum(words[start : start + at_once], places, start)
-    rest = bytes_N[num_whole * 8 :]
-    if rest.numel():
-        last = torch.zeros(8, dtype=torch.uint8, device=bytes_N.device)
-        last[: rest.numel()] = rest
-        total += _sum(last.view(torch.int64), places.new_zeros(1), num_whole)
-    return (int(total) + bytes_N.numel()) & _MASK
-
-
-def tensor_hashes(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """:func:`tensor_hash` of each tensor. On a GPU by few kernels, and with one wait for all of them."""
-    tensors = list(named)
-    if all(tensor.device.type == "cuda" for _, tensor in tensors):
-        return hashes_together(tensors, _WORDS_ON_GPU)
-    return {name: tensor_hash(tensor) for name, tensor in tensors}
+    on_device: defaultdict[torch.device, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    for name, tensor in named:
+        on_device[tensor.device].append((name, tensor))
+    hashes: dict[str, int] = {}
+    for device, tensors in on_device.items():
+        hashes |= hashes_together(tensors, _WORDS_ON_GPU if device.type == "cuda" else _WORDS_ON_CPU)
+    return hashes
 
 
 def hashes_together(tensors: Sequence[tuple[str, torch.Tensor]], at_once: int) -> dict[str, int]:
-    """:func:`tensor_hash` of tensors of one device, ``at_once`` words of all of them in each group of kernels."""
+    """:func:`tensor_hashes` of tensors of one device: by few kernels, each for ``at_once`` words of all of them, and
+    with one wait."""
     parts: list[_Words] = []
     for name, tensor in tensors:
         bytes_N = as_bytes(tensor)
         num_whole = bytes_N.numel() // 8
         whole = bytes_N[: num_whole * 8]
+        # 64-bit words are read from multiples of 8 only, and a row inside a parameter may begin in the middle of one.
         words = (whole if whole.storage_offset() % 8 == 0 else whole.clone()).view(torch.int64)
         parts += [_Words(name, at, words[at : at + at_once]) for at in range(0, num_whole, at_once)]
         if bytes_N.numel() % 8:
@@ -172,17 +158,21 @@ def hashes_together(tensors: Sequence[tuple[str, torch.Tensor]], at_once: int) -
             last[: bytes_N.numel() % 8] = bytes_N[num_whole * 8 :]
             parts.append(_Words(name, num_whole, last.view(torch.int64)))
     hashes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors}
+    if not parts:
+        return hashes
+    longest = max(len(part.words) for part in parts)
+    steps = (torch.arange(longest, device=parts[0].words.device, dtype=torch.int64) + 1) * _signed(_STEP)
     sums: list[torch.Tensor] = []
     group: list[_Words] = []
     size = 0
     for part in parts:
         if size + len(part.words) > at_once:
-            sums += _sums(group)
+            sums += _sums(group, steps)
             group, size = [], 0
         group.append(part)
         size += len(part.words)
-    sums += _sums(group)
-    for part, total in zip(parts, torch.stack(sums).tolist() if sums else (), strict=True):
+    sums += _sums(group, steps)
+    for part, total in zip(parts, torch.stack(sums).tolist(), strict=True):
         hashes[part.name] = (hashes[part.name] + total) & _MASK
     return hashes
 
@@ -195,33 +185,19 @@ class _Words(NamedTuple):
     words: torch.Tensor
 
 
-def _sums(group: Sequence[_Words]) -> list[torch.Tensor]:
-    """The mixed sum of each part, as a scalar on its device."""
-    if not group:
-        return []
+def _sums(group: Sequence[_Words], steps: torch.Tensor) -> list[torch.Tensor]:
+    """The sum of SplitMix64 of each part, as a scalar on its device. ``steps``: (i + 1)·STEP."""
     sizes = [len(part.words) for part in group]
-    steps = (torch.arange(max(sizes), device=group[0].words.device, dtype=torch.int64) + 1) * _signed(_STEP)
-    mixed = torch.cat([part.words for part in group]).add_(torch.cat([steps[:size] for size in sizes]))
+    mixed = torch.cat([steps[:size] for size in sizes])
     for part, own in zip(group, mixed.split(sizes), strict=True):
         if part.start:
             own += _signed(part.start * _STEP)
-    _mix(mixed)
-    return [own.sum() for own in mixed.split(sizes)]
-
-
-def _sum(words: torch.Tensor, places: torch.Tensor, start: int) -> torch.Tensor:
-    """Sum of SplitMix64(words); ``start``: index of words[0] in the tensor. ``places``: i·STEP."""
-    mixed = words + (places[: words.numel()] + _signed((start + 1) * _STEP))
-    _mix(mixed)
-    return mixed.sum()
-
-
-def _mix(mixed: torch.Tensor) -> None:
-    """SplitMix64's finalizer, in place."""
+    mixed += group[0].words if len(group) == 1 else torch.cat([part.words for part in group])
     for shift, factor in (*_MIXES, (_LAST_SHIFT, 1)):
         mixed ^= (mixed >> shift) & (_MASK >> shift)  # torch's shift copies the sign
         if factor != 1:
             mixed *= _signed(factor)
+    return [own.sum() for own in mixed.split(sizes)]
 
 
 def _signed(number: int) -> int:

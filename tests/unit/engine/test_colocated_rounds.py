@@ -19,7 +19,7 @@ from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext, rollout_session
 from coordexp.rollouts.backend import AdapterWeights
 from coordexp.rollouts.trainer_parts import TrainerParts
-from coordexp.weight_sync.buckets import combined, tensor_hash
+from coordexp.weight_sync.buckets import combined, tensor_hashes
 from support.settings import decoding
 
 SEEDS = SeedContext(1, 2, 3, 0)
@@ -82,7 +82,7 @@ class FakeEngine:
 
     def commit(self, version: int, *, wants_checksum: bool) -> dict[str, Any]:
         self.compared.append(wants_checksum)
-        return {"checksum": combined({"a": tensor_hash(torch.zeros(2))})}
+        return {"checksum": combined(tensor_hashes([("a", torch.zeros(2))]))}
 
     def run(self, *_: Any) -> Iterator[Any]:
         self._trainer.note("answer")
