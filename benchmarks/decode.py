@@ -390,7 +390,7 @@ def started(
     from coordexp.modeling.load import load_model
     from coordexp.modeling.trainer_weights import TrainerWeights
     from coordexp.rollouts import build_backend
-    from coordexp.rollouts.trainer_parts import TrainerParts
+    from coordexp.rollouts.backend import TrainerParts
 
     config = {
         "model": {"model": str(model), "dtype": dtype},

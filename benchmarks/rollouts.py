@@ -104,7 +104,7 @@ class _Bench:
         from coordexp.data.images import open_rgb
         from coordexp.modeling.trainer_weights import TrainerWeights
         from coordexp.rollouts import SeedContext, build_backend, rollout_session
-        from coordexp.rollouts.trainer_parts import TrainerParts
+        from coordexp.rollouts.backend import TrainerParts
 
         path = self._write_config(name)
         config = load_config(path)

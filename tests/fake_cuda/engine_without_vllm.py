@@ -15,8 +15,7 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import serialize_objects
 from coordexp.engine.trainer.colocated import ColocatedBackend, Prompt
 from coordexp.records import GTObject
-from coordexp.rollouts.backend import RolloutBackend, decoding_options
-from coordexp.rollouts.trainer_parts import TrainerParts
+from coordexp.rollouts.backend import RolloutBackend, TrainerParts, decoding_options
 from coordexp.weight_sync.receiver import WeightReceiver
 
 WRITTEN = (GTObject("red circle", "bbox_2d", (100, 100, 300, 300)),)

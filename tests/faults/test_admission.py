@@ -22,7 +22,7 @@ from PIL import Image, ImageFile
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from coordexp.engine.server import connections, served_engine
+from coordexp.engine.server import admission, served_engine
 from coordexp.engine.server.admission import Admission
 from coordexp.engine.server.app import RolloutServer
 from coordexp.engine.server.served_engine import Heartbeat
@@ -80,9 +80,9 @@ def url(engine: Engine) -> Iterator[str]:
     server.heartbeat = Heartbeat(served, every_s=0.05)
     app = server.app(body_s=0.5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connections, "most_connections", lambda: 12)
-        patch.setattr(connections.BoundedProtocol, "head_s", 1.0)
-        yield from running_at(connections.bounded_config(app))
+        patch.setattr(admission, "most_connections", lambda: 12)
+        patch.setattr(admission.BoundedProtocol, "head_s", 1.0)
+        yield from running_at(admission.bounded_config(app))
 
 
 def running_at(config: uvicorn.Config) -> Iterator[str]:
@@ -122,7 +122,7 @@ def test_probes_may_send_head(url: str) -> None:
 def test_a_client_cannot_fill_the_log() -> None:
     lines: list[str] = []
     logger = logging.Logger("flooded")
-    logger.addFilter(connections.FewLines(most=3, every_s=0.2))
+    logger.addFilter(admission.FewLines(most=3, every_s=0.2))
     logger.addHandler(handler := logging.Handler())
     handler.emit = lambda record: lines.append(record.getMessage())
     for attempt in range(50):
@@ -187,8 +187,8 @@ def test_an_internal_error_is_logged_once_and_keeps_the_connection(
             await send({"type": "http.response.body", "body": b""})
         raise OSError("a mistake")
 
-    admission, addresses = Admission(app, None, "localhost", 1.0), set()
-    for url in running_at(connections.bounded_config(admission, lifespan="off")):
+    admitted, addresses = Admission(app, None, "localhost", 1.0), set()
+    for url in running_at(admission.bounded_config(admitted, lifespan="off")):
         with httpx.Client(trust_env=False) as client:
             for _ in range(3):
                 reply = client.get(f"{url}/get_world_size/")

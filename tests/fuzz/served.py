@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from coordexp.engine.server import connections
+from coordexp.engine.server import admission
 from coordexp.engine.server.app import RolloutServer
 from coordexp.engine.wire.protocol import PromptBuilder
 from faults.test_admission import running_at
@@ -171,16 +171,16 @@ def served_requests() -> Iterator[Requests]:
         engine: Any = Engine(world_size=1, guarded=False, takes_class_names=False, adapted=False)
         server = RolloutServer(options, engine, PromptBuilder(Processor(), max_images=1))
         applications.append(server.app(body_s=WAIT_S))
-    head_s = connections.BoundedProtocol.head_s
+    head_s = admission.BoundedProtocol.head_s
     log = Listener()
     logging.getLogger().addHandler(log)
-    connections.BoundedProtocol.head_s = WAIT_S
-    serving = [running_at(connections.bounded_config(application)) for application in applications]
+    admission.BoundedProtocol.head_s = WAIT_S
+    serving = [running_at(admission.bounded_config(application)) for application in applications]
     try:
         ports = [int(next(one).rpartition(":")[2]) for one in serving]
         yield Requests(applications[0], (ports[0], ports[1]), log)
     finally:
-        connections.BoundedProtocol.head_s = head_s
+        admission.BoundedProtocol.head_s = head_s
         for one in serving:
             for _ in one:
                 pass

@@ -25,7 +25,7 @@ from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import SeedContext, build_backend, rollout_session
-from coordexp.rollouts.trainer_parts import TrainerParts
+from coordexp.rollouts.backend import TrainerParts
 from support.rollout_servers import COLOCATED
 from support.tiny_run import run_config
 

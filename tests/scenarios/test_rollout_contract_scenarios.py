@@ -17,8 +17,7 @@ from coordexp.engine.trainer.colocated import ColocatedBackend
 from coordexp.engine.wire.arguments import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE, GUARD_PROCESSOR, activated_config
 from coordexp.errors import MissingDependency
 from coordexp.launch.plan import plan_launch
-from coordexp.rollouts.backend import decoding_options
-from coordexp.rollouts.trainer_parts import TrainerParts
+from coordexp.rollouts.backend import TrainerParts, decoding_options
 from coordexp.training.run import build_trainer, check_run
 from support.config_samples import set_key, stage2, write_yaml
 from support.rollout_servers import server_config

@@ -31,7 +31,7 @@ from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import build_backend
-from coordexp.rollouts.trainer_parts import TrainerParts
+from coordexp.rollouts.backend import TrainerParts
 from support.config_samples import set_keys, stage2, write_yaml
 from support.forked import ENGINES, SWIFT, Handle, coordexp, forked
 from support.forked import swift_rollout as rollout_program

@@ -12,8 +12,7 @@ from coordexp.engine.trainer.push import PushReport
 from coordexp.engine.trainer.server_backend import ServerBackend
 from coordexp.modeling.inputs import build_messages
 from coordexp.records import RolloutRequest
-from coordexp.rollouts.backend import decoding_options
-from coordexp.rollouts.trainer_parts import TrainerParts
+from coordexp.rollouts.backend import TrainerParts, decoding_options
 from coordexp.weight_sync import WeightVersion
 from support.config_samples import set_key, stage2
 from support.fake_servers import FakeRolloutServer, numbered_image

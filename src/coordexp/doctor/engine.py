@@ -3,12 +3,13 @@ speed."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,6 @@ from coordexp.data.dataset import RecordDataset
 from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import read_jsonl
 from coordexp.doctor.check import Row, Settings, attempted, compared, judged, measured
-from coordexp.doctor.decoding import AT_ONCE, SEEDS, decoding_rates, which_is_faster
 from coordexp.doctor.samples import answering_model, config_of
 from coordexp.engine.trainer.backends import build_backend
 from coordexp.engine.trainer.colocated import ColocatedBackend, ColocatedPusher, InProcessEngine
@@ -37,10 +37,16 @@ from coordexp.modeling.adapter import tune
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.trainer_weights import TrainerWeights
+from coordexp.parsing import parse_rollout
 from coordexp.records import RolloutRequest
-from coordexp.rollouts.trainer_parts import TrainerParts
+from coordexp.rollouts import SeedContext
+from coordexp.rollouts.backend import TrainerParts
 from coordexp.training.parallel import join_processes
 
+BATCHES = (1, 8, 64)  # answers that are decoded together
+AT_ONCE = {True: 64, False: 8}  # the most, on a GPU and on a CPU
+FEWEST = 4  # answers in a measurement
+SEEDS = SeedContext(1, 0, 0, 0)
 PUSHES = 10
 CHANGE, LORA_CHANGE = 1e-4, 1e-2  # standard deviation of the noise on trained weights before each push
 TOKENS = {True: 256, False: 96}  # of an answer, on a GPU and on a CPU
@@ -52,7 +58,8 @@ LORA = TunerConfig(train_type="lora", lora_rank=8, lora_alpha=16)
 PIXEL_LIMIT = {"float32": 1e-3, "bfloat16": 2e-2}
 PIXELS_ADVICE = "vLLM sees other pixels than the trainer: install the tested versions, and report this table"
 BOOT_S, _POLL_S = 400.0, 1.0
-_ADVICE = "answers would not be the trained model's: write rollout_matching.rollout_backend: hf, and report this table"
+_REPORT = "write rollout_matching.rollout_backend: hf, and report this table"
+_ADVICE = f"answers would not be the trained model's: {_REPORT}"
 
 
 def colocated(settings: Settings) -> Iterator[Row]:
@@ -314,6 +321,67 @@ def _agreement(check: str, loaded: LoadedModel, requests: Sequence[RolloutReques
     figure = f"{same} of {total} tokens equal in {dtype}, {total - same - far} near ties{first}"
     is_near = total > 0 and far <= FAR_SHARE * total
     return judged(check, is_near, figure, _ADVICE, equal=same / max(1, total), far=far / max(1, total))
+
+
+def decoding_rates(
+    settings: Settings, check: str, loaded: LoadedModel, requests: Sequence[RolloutRequest], backend: ColocatedBackend
+) -> Iterator[Row]:
+    """Rates at each number of answers at once; they are kept for :func:`which_is_faster`."""
+    found: dict[int, float] = {}
+    for at_once in BATCHES:
+        row = f"{check}, {at_once} at once"
+        if at_once > AT_ONCE[torch.cuda.is_available()]:
+            yield Row(row, "skipped", "needs a GPU")
+        else:
+            yield attempted(row, _REPORT, _rate, at_once, loaded, requests, backend, found)
+    (settings.folder / f"{check}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def _rate(
+    check: str,
+    at_once: int,
+    loaded: LoadedModel,
+    requests: Sequence[RolloutRequest],
+    backend: ColocatedBackend,
+    found: dict[int, float],
+) -> Row:
+    count = max(at_once, FEWEST)
+    many = [requests[number % len(requests)] for number in range(count)]
+    backend.engine.max_in_flight = at_once
+    backend.generate(many[:at_once], SEEDS)
+    started = time.perf_counter()
+    rollouts = backend.generate(many, SEEDS)
+    seconds = time.perf_counter() - started
+    tokens = sum(len(rollout.response_token_ids) for rollout in rollouts)
+    parsed = [parse_rollout(one.response_token_ids, loaded.vocab, ended=not one.truncated) for one in rollouts]
+    boxes = sum(len(one.objects) for one in parsed)
+    found[at_once] = tokens / seconds
+    figure = f"{tokens / seconds:,.0f} tokens/s, {boxes / seconds:,.1f} boxes/s"
+    return measured(check, figure, tokens_per_s=tokens / seconds, boxes_per_s=boxes / seconds, boxes=boxes)
+
+
+def which_is_faster(settings: Settings) -> Row:
+    """Compare the rates with and without."""
+    files = [settings.folder / f"{name}.json" for name in ("decoding", "skipping")]
+    plain, skipped = (json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {} for file in files)
+    times = {int(at_once): skipped[at_once] / plain[at_once] for at_once in plain if at_once in skipped}
+    if not times:
+        return Row("skip_forced_tokens", "skipped", "no speed was measured with and without")
+    return measured(
+        "skip_forced_tokens", advice_to_skip(times), **{f"at_{at_once}": ratio for at_once, ratio in times.items()}
+    )
+
+
+def advice_to_skip(times: Mapping[int, float]) -> str:
+    """What to write for ``rollout_matching.decoding.skip_forced_tokens``. ``times``: answers at once → how many times
+    as fast skipping is."""
+    listed = ", ".join(f"{ratio:.2f} times as fast at {at_once}" for at_once, ratio in sorted(times.items()))
+    faster = [at_once for at_once, ratio in times.items() if ratio > 1]
+    if len(faster) == len(times):
+        return f"write true: {listed}"
+    if not faster:
+        return f"write false: {listed}"
+    return f"write true for decode_batch_size up to {max(faster)}, false above: {listed}"
 
 
 def _seconds(act: Any) -> float:

@@ -279,7 +279,7 @@ def open_session(
         from coordexp.modeling.scores import TokenScorer
         from coordexp.modeling.trainer_weights import TrainerWeights
         from coordexp.rollouts import build_backend, rollout_session
-        from coordexp.rollouts.trainer_parts import TrainerParts
+        from coordexp.rollouts.backend import TrainerParts
 
     distributed.join(use_cpu=config.use_cpu)
     state = PartialState(cpu=config.use_cpu)

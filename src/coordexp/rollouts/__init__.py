@@ -23,7 +23,7 @@ from coordexp.rollouts.repeat_guard import RepeatGuard
 
 if TYPE_CHECKING:
     from coordexp.config.rollout import RolloutMatchingConfig
-    from coordexp.rollouts.trainer_parts import TrainerParts
+    from coordexp.rollouts.backend import TrainerParts
 
 __all__ = [
     "DatasetSeeds",

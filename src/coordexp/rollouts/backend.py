@@ -1,17 +1,18 @@
-"""The interface of rollout backends, seeds that depend only on the position in the run, and the cut of an engine's
-tokens at the end of the answer. Torch-free."""
+"""The interface of rollout backends, the parts of the training process that they use, seeds that depend only on the
+position in the run, and the cut of an engine's tokens at the end of the answer. Torch-free."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import CoordVocab
+from coordexp.data.preparation import NO_RESIZE, ImagePreparation
 from coordexp.errors import RolloutError
 from coordexp.records import Rollout, RolloutRequest
 
@@ -218,6 +219,26 @@ class WeightSource(Protocol):
     def adapter(self) -> AdapterWeights | None:
         """The adapter alone; None if there is none."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainerParts:
+    """Parts of the training process that backends use.
+
+    ``model``: the bare model, no DDP wrapper. ``checkpoint``: a plain folder with the configuration, tokenizer and
+    processor for an engine. ``open_image``: opens and prepares an image (``preparation`` is a part of that), for
+    engines that open images themselves. ``offload``: inside its context, the trainer's state is off the device, which
+    a colocated engine then uses.
+    """
+
+    model: Any
+    vocab: CoordVocab
+    image_token_id: int
+    weights: WeightSource
+    checkpoint: Path
+    open_image: Callable[[Path], Any]
+    offload: Callable[[], AbstractContextManager[None]] = nullcontext
+    preparation: ImagePreparation = NO_RESIZE
 
 
 @dataclass(frozen=True, slots=True)

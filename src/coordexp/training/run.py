@@ -57,7 +57,7 @@ from coordexp.recording.rollout_record import Settings
 from coordexp.recording.writer import RolloutLog, RolloutPictures, RolloutRecorder
 from coordexp.records import ImageRecord
 from coordexp.rollouts import RolloutBackend, build_backend
-from coordexp.rollouts.trainer_parts import TrainerParts
+from coordexp.rollouts.backend import TrainerParts
 from coordexp.runs.start import Start, decide_start
 from coordexp.training.agreement import check_agreement
 from coordexp.training.batches import StepBatches

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coordexp.doctor import Settings
-from coordexp.doctor.decoding import advice_to_skip, which_is_faster
+from coordexp.doctor.engine import advice_to_skip, which_is_faster
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from coordexp.engine.trainer.colocated import ColocatedBackend, InProcessEngine
 from coordexp.engine.wire.engine_process import settings_kept
 from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext, rollout_session
-from coordexp.rollouts.backend import AdapterWeights
-from coordexp.rollouts.trainer_parts import TrainerParts
+from coordexp.rollouts.backend import AdapterWeights, TrainerParts
 from coordexp.weight_sync.buckets import combined, tensor_hashes
 from support.settings import decoding
 

@@ -32,9 +32,8 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.records import Rollout
 from coordexp.rollouts import build_backend
-from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, collect_in_order, decoding_options
+from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, TrainerParts, collect_in_order, decoding_options
 from coordexp.rollouts.hf import HFBackend
-from coordexp.rollouts.trainer_parts import TrainerParts
 from support.config_samples import stage2
 from support.fake_servers import FakeRolloutServer
 from support.tiny_run import tiny_checkpoint

@@ -100,7 +100,7 @@ def _folder_of_sockets() -> Iterator[None]:
 async def _serve(server: RolloutServer, listener: socket.socket) -> None:
     import uvicorn
 
-    from coordexp.engine.server.connections import bounded_config
+    from coordexp.engine.server.admission import bounded_config
     from coordexp.engine.server.openai import openai_routes
     from coordexp.modeling.finite import not_finite
 

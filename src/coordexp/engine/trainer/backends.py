@@ -14,7 +14,7 @@ from coordexp.errors import MissingDependency, RolloutError
 from coordexp.rollouts.backend import RolloutBackend, decoding_options
 
 if TYPE_CHECKING:
-    from coordexp.rollouts.trainer_parts import TrainerParts
+    from coordexp.rollouts.backend import TrainerParts
 
 logger = logging.getLogger("coordexp")
 

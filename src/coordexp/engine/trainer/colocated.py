@@ -57,9 +57,9 @@ from coordexp.rollouts.backend import (
     IndexedRollout,
     RolloutBackend,
     RolloutRound,
+    TrainerParts,
     response_tokens,
 )
-from coordexp.rollouts.trainer_parts import TrainerParts
 from coordexp.weight_sync import WeightVersion
 
 MEMORY_ADVICE = (

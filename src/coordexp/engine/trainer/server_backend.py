@@ -34,9 +34,8 @@ from coordexp.errors import (
     ServerTimeout,
     ServerUnreachable,
 )
-from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutBackend, RolloutRound
+from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, RolloutBackend, RolloutRound, TrainerParts
 from coordexp.rollouts.chunking import Post, chunk_size, plan_calls, plan_posts, server_slots
-from coordexp.rollouts.trainer_parts import TrainerParts
 from coordexp.weight_sync import WeightVersion
 
 logger = logging.getLogger("coordexp")

@@ -1,5 +1,5 @@
-"""Processes of vLLM engines: their environment, how they end with their owner, the trainer's settings that an engine in
-its process must not change, and the heartbeat of ``swift rollout``'s workers."""
+"""Processes of vLLM engines: their environment, how they end with their owner, and the trainer's settings that an
+engine in its process must not change."""
 
 from __future__ import annotations
 
