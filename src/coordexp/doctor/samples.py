@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,21 +92,25 @@ def _write_wide(narrow: Path, folder: Path) -> None:
     wide.save_pretrained(folder)
 
 
-def config_of(settings: Settings, file: str, checkpoint: Path, scenes: str, **keys: Any) -> RunConfig:
-    """The shipped configuration ``file`` on generated scenes. ``keys``: dotted keys with ``__`` for the dot."""
-    given: Mapping[str, Any] = {
+def keys_of(settings: Settings, checkpoint: Path, scenes: str, output: str) -> dict[str, Any]:
+    """Keys of a run on generated scenes that starts from step 0 and writes nothing but its log."""
+    return {
         "model.model": str(checkpoint),
-        "data.num_workers": 0,
         "custom.train_jsonl": str(settings.folder / scenes / "scenes.jsonl"),
         "custom.val_jsonl": None,
-        "training.output_dir": str(settings.folder / "run"),
+        "training.output_dir": str(settings.folder / output),
         "training.report_to": ["none"],
         "training.save_strategy": "no",
         "training.eval_strategy": "no",
         "training.resume_from_checkpoint": False,
-        **{name.replace("__", "."): value for name, value in keys.items()},
     }
-    return load_config(asset(f"configs/{file}"), given)
+
+
+def config_of(settings: Settings, file: str, checkpoint: Path, scenes: str, **keys: Any) -> RunConfig:
+    """The shipped configuration ``file`` on generated scenes. ``keys``: dotted keys with ``__`` for the dot."""
+    given = {name.replace("__", "."): value for name, value in keys.items()}
+    shared = {**keys_of(settings, checkpoint, scenes, "run"), "data.num_workers": 0}
+    return load_config(asset(f"configs/{file}"), shared | given)
 
 
 def trainer_of(config: RunConfig) -> CoordExpTrainer:

@@ -4,14 +4,14 @@ generated images; and memory against the estimate."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import torch
 
 from coordexp.checkpoints.memory import check_memory
 from coordexp.doctor.check import Row, Settings, judged, measured
 from coordexp.doctor.runs import ShippedRun, matrix_flops, train_shipped
-from coordexp.doctor.samples import answering_model, model_of
+from coordexp.doctor.samples import answering_model, keys_of, model_of
 from coordexp.training.loader_speed import loaders_needed
 
 WARM_UP, TIMED = 2, 4  # steps
@@ -21,7 +21,7 @@ NEEDS_GPU = "needs a GPU"
 
 def training(settings: Settings) -> Iterator[Row]:
     """Steps of ``configs/stage1/sft.yaml``."""
-    run = _run(settings, "stage1/sft.yaml", str(model_of(settings)), "large_scenes")
+    run = _run(settings, "stage1/sft.yaml", model_of(settings), "large_scenes")
     yield _rates("training", run)
     yield measured("parts of a step", run.shares(), **run.parts)
     yield _loaders(run)
@@ -43,24 +43,17 @@ def training(settings: Settings) -> Iterator[Row]:
 
 def stage_2(settings: Settings) -> Iterator[Row]:
     """Steps of ``configs/stage2_rollout_aligned/rewritten.yaml``, answers by transformers."""
-    run = _run(settings, "stage2_rollout_aligned/rewritten.yaml", str(answering_model(settings)), "scenes_in_turn")
+    run = _run(settings, "stage2_rollout_aligned/rewritten.yaml", answering_model(settings), "scenes_in_turn")
     yield _rates("stage 2", run)
     yield measured("parts of a stage 2 step", run.shares(), **run.parts)
 
 
-def _run(settings: Settings, file: str, model: str, scenes: str) -> ShippedRun:
+def _run(settings: Settings, file: str, model: Path, scenes: str) -> ShippedRun:
     on_gpu = torch.cuda.is_available()
     name = file.replace("/", "-").removesuffix(".yaml")
-    keys: dict[str, Any] = {
-        "model.model": model,
-        "custom.train_jsonl": str(settings.folder / scenes / "scenes.jsonl"),
-        "custom.val_jsonl": None,
-        "training.output_dir": str(settings.folder / f"run-{name}"),
+    keys = {
+        **keys_of(settings, model, scenes, f"run-{name}"),
         "training.overwrite_output_dir": True,
-        "training.resume_from_checkpoint": False,
-        "training.report_to": ["none"],
-        "training.eval_strategy": "no",
-        "training.save_strategy": "no",
         "rollout_matching.max_new_tokens": 256 if on_gpu else 64,
     }
     if file.startswith("stage2"):

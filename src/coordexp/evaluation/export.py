@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 from xml.etree import ElementTree
@@ -262,11 +263,6 @@ def export_yolo(
     return Exported(files, [*notes, *_rectangles(num_rectangles)])
 
 
-def export_yolo_obb(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, scores: bool = False) -> Exported:
-    """As :func:`export_yolo`, every object as a rotated box."""
-    return export_yolo(answers, out, terms, scores, rotated=True)
-
-
 def export_dota(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
     """``labelTxt/NAME.txt``: ``x1 y1 x2 y2 x3 y3 x4 y4 class difficult`` in pixels. Spaces of class names become ``_``,
     because DOTA's readers split lines at spaces."""
@@ -407,7 +403,7 @@ def cell_text(text: str) -> str:
 FORMATS: dict[str, Callable[..., Exported]] = {
     "coco": export_coco,
     "yolo": export_yolo,
-    "yolo-obb": export_yolo_obb,
+    "yolo-obb": partial(export_yolo, rotated=True),
     "voc": export_voc,
     "labelme": export_labelme,
     "csv": export_csv,

@@ -235,20 +235,18 @@ def _counted(tiling: Tiling | None) -> str:
 
 
 def _note(console: Console, images: FoundImages, asked: Sequence[ImageRecord], preparation: ImagePreparation) -> None:
-    note = size_note(asked, preparation)
-    if note is not None:
-        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    size = size_note(asked, preparation)
+    notes = [] if size is None else [size]
     limit = Image.MAX_IMAGE_PIXELS or 0
     large = [record.sample_id for record in images.records if limit and record.width * record.height > limit]
     if large:
-        text = (
-            f"note: {len(large)} images have more than {limit:,} pixels, the first is {large[0]}; they need much memory"
+        notes.append(
+            f"{len(large)} images have more than {limit:,} pixels, the first is {large[0]}; they need much memory"
         )
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-    for line in images.passed_over:
-        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
-    for image, reason in images.skipped:
-        console.print(printable(f"skipped {image}: {reason}"), highlight=False, markup=False, soft_wrap=True)
+    lines = [f"note: {note}" for note in (*notes, *images.passed_over)]
+    lines += [printable(f"skipped {image}: {reason}") for image, reason in images.skipped]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _claim(output: Path, settings: dict[str, Any], records: Sequence[ImageRecord], overwrite: bool, fix: str) -> None:

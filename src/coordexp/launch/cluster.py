@@ -8,7 +8,6 @@ every template sets.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -23,6 +22,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from coordexp.addresses import split_url
 from coordexp.config import RunConfig, check_world_size, load_config
+from coordexp.engine.wire.engine_process import environment_kept
 from coordexp.errors import ConfigError
 from coordexp.launch.plan import rollout_devices, server_entries
 from coordexp.rollouts.chunking import chunk_size
@@ -64,14 +64,9 @@ def plan_job(config: Path, arguments: Sequence[str], trainer_nodes: int, gpus: i
     ``time_limit``: SLURM's ``days-hours:minutes:seconds``. Raises ConfigError with every key and option that no cluster
     could run."""
     # Stand-ins for the hosts, by which _problems sees whether the configuration reads their variables.
-    before = dict(os.environ)
-    for index in range(_MOST_HOSTS):
-        os.environ[HOST_VARIABLE.format(index=index)] = _UNKNOWN_HOST.format(index=index)
-    try:
+    hosts = {HOST_VARIABLE.format(index=at): _UNKNOWN_HOST.format(index=at) for at in range(_MOST_HOSTS)}
+    with environment_kept(hosts):
         run = load_config(config, arguments=arguments)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
     if problems := list(_problems(run, trainer_nodes, gpus, time_limit)):
         raise ConfigError("\n".join(problems))
     server = run.rollout_matching.vllm.server if run.rollout_matching is not None else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -164,12 +163,3 @@ def are_class_names(given: Any) -> bool:
     """Whether ``given``, any JSON value, is a list of class names, which may be empty."""
     texts = isinstance(given, list) and all(isinstance(name, str) and name.strip() for name in given)
     return texts and not any("\ud800" <= char <= "\udfff" for name in given for char in name)  # halves of characters
-
-
-def rows_by_state(states: Sequence[ScanState | None]) -> dict[ScanState, list[int]]:
-    """Rows by state; rows without one (None) are left out."""
-    rows: defaultdict[ScanState, list[int]] = defaultdict(list)
-    for row, state in enumerate(states):
-        if state is not None:
-            rows[state].append(row)
-    return dict(rows)

@@ -8,6 +8,7 @@ call. Their ``__call__`` has transformers' argument names: (B, L) token ids, (B,
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,7 +37,7 @@ from coordexp.rollouts.backend import (
     collect_in_order,
     response_tokens,
 )
-from coordexp.rollouts.class_names import START, ClassNames, NextTokens, ScanState, rows_by_state
+from coordexp.rollouts.class_names import START, ClassNames, NextTokens, ScanState
 from coordexp.rollouts.hf_drafting import DraftedAnswer, DraftedDecoding, are_broken
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 from coordexp.sharding import forward_passes, missing_calls, smallest_prompt
@@ -436,9 +437,13 @@ class BatchClassNamesProcessor(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         answers = [tuple(answer) for answer in input_ids[:, self._prompt_length :].tolist()]
         self._state_of = {answer: self._state(answer) for answer in answers}
+        rows_of: defaultdict[ScanState | None, list[int]] = defaultdict(list)
+        for row, answer in enumerate(answers):
+            rows_of[self._state_of[answer]].append(row)
         masked = scores.clone()
-        for state, rows in rows_by_state([self._state_of[answer] for answer in answers]).items():
-            masked[rows] = mask(masked[rows], self._rule.next_tokens(state))
+        for state, rows in rows_of.items():
+            if state is not None:
+                masked[rows] = mask(masked[rows], self._rule.next_tokens(state))
         return masked
 
     def _state(self, answer: tuple[int, ...]) -> ScanState | None:
