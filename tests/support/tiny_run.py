@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,9 +47,9 @@ PROMPT = "Detect."
 
 @lru_cache(maxsize=1)
 def _session_folder() -> Path:
-    folder = tempfile.TemporaryDirectory(prefix="coordexp-tests-")
-    atexit.register(folder.cleanup)
-    return Path(folder.name)
+    folder = tempfile.mkdtemp(prefix="coordexp-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # forked processes forget this
+    return Path(folder)
 
 
 @lru_cache(maxsize=1)
