@@ -160,6 +160,12 @@ def test_invalid_bodies_are_refused(body: str, url: str) -> None:
     assert 400 <= reply.status_code < 500, reply.text
 
 
+def test_a_server_without_class_names_refuses_them(url: str) -> None:
+    request = {"messages": [{"role": "user", "content": "a"}], "data_dict": {"coordexp_names": ["cat"]}}
+    reply = httpx.post(f"{url}/infer/", json={"infer_requests": [request]}, trust_env=False)
+    assert reply.status_code == 400 and "names" in reply.text
+
+
 @pytest.mark.parametrize(
     ("method", "path", "kind", "status", "error"),
     [

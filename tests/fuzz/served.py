@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from PIL import Image
@@ -19,10 +20,10 @@ from coordexp.engine.server import admission
 from coordexp.engine.server.app import RolloutServer
 from coordexp.engine.wire.protocol import PromptBuilder
 from faults.test_admission import running_at
-from faults.test_random_requests import TOKEN, Engine
 from fuzz.mutations import ODD, change_bytes, change_words, mutate
 from support.settings import serve_options_of
 
+TOKEN = "a-secret-token"
 WAIT_S = 0.3  # of the server for the rest of a request
 ANSWER_S = 20.0
 HOSTS = ("127.0.0.1", "127.0.0.1:80", "localhost", "evil.example", "", "[", "]", "[::1", "[1]", "[::1]:99999", "::1",
@@ -67,6 +68,31 @@ class Schema:
                 return draw.random() < 0.5
             case _:
                 return draw.choice(ODD)
+
+
+class Engine(SimpleNamespace):
+    """Answers at once; its worker takes nothing."""
+
+    def render(self, prompt: Any) -> Any:
+        return prompt
+
+    async def answer(self, prompt: Any, sampling: Any, names: Any) -> Any:
+        answer = SimpleNamespace(token_ids=[3], text="a", finish_reason="stop")
+        return SimpleNamespace(request_id="id", prompt_token_ids=[1, 2], outputs=[answer])
+
+    async def pop_triggers(self, ids: Any) -> dict[str, Any]:
+        return {}
+
+    async def workers(self, method: str, *_: Any, **__: Any) -> list[Any]:
+        if method == "coordexp_status":
+            return [{"checksum": None, "repeat_terminate": {"active": False, "config": None}}]
+        return [["a"]]
+
+    async def reset_caches(self, *_: Any) -> None: ...
+
+    async def check_health(self) -> None: ...
+
+    def shutdown(self) -> None: ...
 
 
 class Processor:
@@ -144,9 +170,11 @@ class Requests:
         return head
 
     def read(self, _: Path, request: bytes) -> str | None:
-        """The server's status if it refuses ``request``. AssertionError: 5xx, or a traceback in its log."""
+        """The server's status if it refuses ``request``. AssertionError: 5xx, a traceback in its log, or an answer
+        without the token that is due."""
         reply = b""
-        port = self._port if b"Authorization" in request else self._open_port
+        has_key = b"Authorization" in request
+        port = self._port if has_key else self._open_port
         client = socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S)
         with client, suppress(ConnectionError):
             client.sendall(request)
@@ -159,7 +187,10 @@ class Requests:
         status = reply.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").split(b"\r\n", 1)[0].split()
         assert len(status) > 1 and status[0] == b"HTTP/1.1" and 200 <= int(status[1]) < 500, reply[:2000]
         assert b"Traceback" not in reply and TOKEN.encode() not in reply, reply[:2000]
-        return None if int(status[1]) < 400 else status[1].decode()
+        if int(status[1]) >= 400:
+            return status[1].decode()
+        assert not has_key or TOKEN.encode() in request or b"/health" in request, reply[:2000]
+        return None
 
 
 @contextmanager

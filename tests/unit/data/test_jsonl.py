@@ -45,6 +45,7 @@ def save_image(path: Path, size: tuple[int, int] = (8, 6), **options: Any) -> No
 
 BAD_LINES = [
     ("broken json", '{"images": ["a.png"], ', ["broken JSON", "column"]),
+    ("two values", line() + line(), ["broken JSON"]),
     ("not an object", "[1, 2]", ["expected a JSON object", "images, width, height, objects"]),
     ("not utf-8", b'{"images": ["\xff"]}', ["not UTF-8", "byte 14"]),
     ("byte order mark", "\ufeff" + line(), ["byte order mark"]),
@@ -60,6 +61,7 @@ BAD_LINES = [
     ("images empty", line(images=[]), ["exactly one path", "[] (list)"]),
     ("images two", line(images=["a.png", "b.png"]), ["exactly one path"]),
     ("images a string", line(images="a.png"), ["exactly one path", "'a.png' (str)"]),
+    ("images a number", line(images=[3]), ["exactly one path"]),
     ("images blank", line(images=[" "]), ["exactly one path"]),
     ("images NUL", line(images=["a\0.png"]), ["NUL"]),
     ("width zero", line(width=0), ["width must be a positive integer", "0 (int)"]),
@@ -83,6 +85,7 @@ BAD_LINES = [
     ("two geometries", with_object(desc="a", bbox_2d=[1, 2, 3, 4], poly=[1] * 6), ["exactly one of", "both"]),
     ("bbox null", with_object(desc="a", bbox_2d=None), ["bbox_2d must be a flat list", "None"]),
     ("bbox of 3", with_object(desc="a", bbox_2d=[1, 2, 3]), ["bbox_2d has 3 values", "expected 4"]),
+    ("bbox of 5", with_object(desc="a", bbox_2d=[1, 2, 3, 4, 5]), ["bbox_2d has 5 values", "expected 4"]),
     ("bbox x inverted", with_object(desc="a", bbox_2d=[50, 2, 30, 9]), ["inverted", "x + width"]),
     ("bbox y inverted", with_object(desc="a", bbox_2d=[1, 20, 30, 9]), ["inverted", "[x1, y1, x2, y2]"]),
     ("polygon of 5", with_object(desc="a", poly=[1] * 5), ["objects[1]", "poly has 5 values", "even number >= 6"]),
