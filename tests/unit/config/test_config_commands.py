@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +53,9 @@ def test_check_prints_each_value_with_its_source(leaf: Path) -> None:
     assert lines["      - name: token_ce"] == f"{base}:{_line(base, 'name: token_ce')}"
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("training.optim=adamw_bnb", r"training.optim .*: 'adamw_bnb' is unknown"),
-        ("training.lr_scheduler_type=cosin", r"training.lr_scheduler_type .*: 'cosin' is unknown"),
-        ("training.report_to=[wandb, tensorbord]", r"training.report_to .*: 'tensorbord' is unknown"),
-        ("training.optim=adamw_8bit", r"training.optim: 'adamw_8bit' needs the package bitsandbytes"),
-    ],
-)
-def test_check_refuses_what_training_refuses(argument: str, message: str, leaf: Path) -> None:
-    outcome = run("check", leaf, argument)
-    assert isinstance(outcome.exception, ConfigError) and re.search(message, str(outcome.exception))
+def test_check_refuses_what_training_refuses(leaf: Path) -> None:
+    outcome = run("check", leaf, "training.optim=adamw_8bit")
+    assert isinstance(outcome.exception, ConfigError) and "needs the package bitsandbytes" in str(outcome.exception)
     assert outcome.stdout == ""
 
 
