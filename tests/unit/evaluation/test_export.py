@@ -135,42 +135,8 @@ def test_coco_results_are_read_by_pycocotools(export: Any, tmp_path: Path) -> No
     ]  # fmt: skip
 
 
-def objects(jsonl: Path) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:
-    return {
-        record.metadata["source"]["file"]: [(o.desc, o.kind, o.bins) for o in record.objects]
-        for record in read_jsonl(jsonl)
-    }
-
-
 def near(found: tuple[int, ...], wanted: tuple[float, ...]) -> bool:
     return len(found) == len(wanted) and all(abs(a - b) <= 1 for a, b in zip(found, wanted, strict=True))
-
-
-@pytest.mark.parametrize("form", ["yolo", "voc", "labelme", "csv"])
-def test_exports_read_back(form: str, export: Any, tmp_path: Path) -> None:
-    shown = export(form)
-    out, options = tmp_path / "out", ImageOptions(resize=False)
-    folder = {"yolo": out / "images", "voc": out / "JPEGImages", "labelme": out, "csv": out}[form]
-    for name, size in (("in/a.png", SIZE), ("b.png", (50, 40))):
-        place = folder / (Path(name).name if form == "voc" else name)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", size, "gray").save(place)
-    if form == "yolo":
-        report = convert_yolo(out, tmp_path / "back", split="train", options=options)
-    elif form == "voc":
-        for path in list((out / "Annotations").rglob("*.xml")):
-            path.rename(out / "Annotations" / path.name)
-        report = convert_voc(out, tmp_path / "back", options=options)
-        assert "1 polygons are written as their bounds" in shown.out
-    elif form == "csv":
-        report = convert_csv(out / "objects.csv", tmp_path / "back", images_dir=out, options=options)
-    else:
-        report = convert_labelme(out, tmp_path / "back", images_dir=out, options=options)
-    found = {Path(name).name: rows for name, rows in objects(report.jsonl).items()}
-    (cat, kite), (dog,) = found["a.png"], found["b.png"]
-    assert cat[:2] == ("cat", "bbox_2d") and near(cat[2], CAT.bins)
-    assert near(kite[2], (0, 0, 999, 999) if form == "voc" else KITE.bins) and kite[0] == "kite"
-    assert dog[0] == "dog" and near(dog[2], (0, 0, 999, 999))
 
 
 def test_thin_boxes_keep_an_area_and_those_without_are_counted(tmp_path: Path, cli: Cli) -> None:
@@ -238,7 +204,7 @@ def test_a_dataset_is_exported_and_converted_back(form: str, tmp_path: Path, cli
     objects = (
         GTObject("cat", "bbox_2d", (0, 100, 999, 999)),
         GTObject("dog", "bbox_2d", (333, 17, 501, 600)),
-        *(() if form == "voc" else (GTObject("dog", "poly", (10, 10, 800, 20, 400, 900)),) if form != "coco" else ()),
+        *((GTObject("dog", "poly", (10, 10, 800, 20, 400, 900)),) if form != "coco" else ()),
     )
     Image.new("RGB", (640, 480), "gray").save(tmp_path / "a.png")
     source = {"source": {"file": "in/photo.png", "width": 1280, "height": 960}}
@@ -249,6 +215,7 @@ def test_a_dataset_is_exported_and_converted_back(form: str, tmp_path: Path, cli
     fractions = ["--fractions"] if form == "voc" else []
     shown = cli("export", form, tmp_path / "d.jsonl", "--out", out, "--images", *fractions)
     assert shown.code == 0 and f"{len(objects)} objects in 2 images" in shown.out
+    assert ("1 polygons are written as their bounds" in shown.out) is (form == "voc")
     convert = {
         "coco": lambda: convert_coco(out / "dataset.json", out / "images", tmp_path, options=options),
         "yolo": lambda: convert_yolo(out, tmp_path, split="train", options=options),
@@ -257,6 +224,8 @@ def test_a_dataset_is_exported_and_converted_back(form: str, tmp_path: Path, cli
         "csv": lambda: convert_csv(out / "objects.csv", tmp_path, options=options),
     }[form]
     back, empty = read_jsonl(convert().jsonl, check_images=True)
+    if form == "voc":
+        objects = (*objects[:2], GTObject("dog", "bbox_2d", (10, 10, 800, 900)))
     assert back.objects == objects and back.metadata["source"]["file"].endswith("photo.png")
     assert empty.objects == () and empty.metadata["source"]["file"].endswith("zero.png")
 
