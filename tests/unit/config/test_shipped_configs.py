@@ -1,9 +1,6 @@
 """Every YAML that ships describes a run."""
 
-import re
 from pathlib import Path
-
-import pytest
 
 from coordexp.config import load_config, resolved_yaml
 
@@ -42,39 +39,3 @@ def test_the_recommended_stage_2_is_the_same_with_every_backend() -> None:
     assert len(recipes) == 3 and recipes.count(recipes[0]) == 3 and recipes[0][0].answer == "rewritten"
     backends = {(one.rollout_backend, one.vllm.mode) for one in rollouts if one is not None}
     assert backends == {("hf", "colocate"), ("vllm", "colocate"), ("vllm", "server")}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "stage1/sft.yaml",
-        "stage1/lora.yaml",
-        "stage2_rollout_aligned/base.yaml",
-        "stage2_rollout_aligned/lora.yaml",
-        "stage2_rollout_aligned/parts/rewritten_target.yaml",
-        "stage2_two_channel/base.yaml",
-    ],
-)
-def test_full_examples_explain_every_key(name: str):
-    explained: set[str] = set()
-    for line in (ROOT / "configs" / name).read_text(encoding="utf-8").splitlines():
-        key, colon, rest = line.strip().removeprefix("- ").partition(":")
-        if colon and rest.strip() and not line.lstrip().startswith("#"):
-            assert " # " in line or key in explained or key == "extends", line
-            explained.add(key)
-
-
-def test_fragments_say_so_on_their_first_line() -> None:
-    fragments = sorted((ROOT / "configs").rglob("parts/*.yaml"))
-    assert fragments
-    for path in fragments:
-        assert path.read_text(encoding="utf-8").startswith("# Fragment: not a configuration of its own."), path
-
-
-def test_a_config_with_unmasked_descriptions_gives_the_reason() -> None:
-    """Appended descriptions are masked by default; a file that raises the key gives the reason in a comment."""
-    for path in (*SHIPPED, *(ROOT / "configs").rglob("parts/*.yaml")):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        for before, line in zip(["", *lines], lines, strict=False):
-            if found := re.search(r"rollout_fn_desc_weight: ([0-9.]+)", line):
-                assert float(found[1]) == 0 or "#" in line or before.lstrip().startswith("#"), f"{path}: {line}"
