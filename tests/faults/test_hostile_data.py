@@ -11,9 +11,7 @@ from PIL import Image
 
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import read_answers
-from coordexp.parsing import parse_rollout
 from coordexp.training.run import check_run
-from support.answers import tiny_vocab
 from support.cli_runs import run_cli
 from support.tiny_run import encoder_of, load_tiny, run_config
 
@@ -70,30 +68,10 @@ def test_an_image_that_the_processor_refuses_is_named(tmp_path: Path) -> None:
         encoder_of(load_tiny()).encode(ImageRecord("thin", tmp_path / "thin.png", 1000, 2, ()))
 
 
-NESTED = ['{"object_1": ' * 200_000, "[" * 200_000, '{"object_1": {"desc": ' + "[" * 200_000 + "]" * 200_000 + "}}"]
-
-
-@pytest.mark.parametrize("text", NESTED, ids=["objects", "lists", "closed lists"])
-def test_an_answer_nested_200000_deep_is_read(text: str) -> None:
-    vocab = tiny_vocab()
-    parsed = parse_rollout(vocab.encode(text), vocab)
-    assert not parsed.objects
-
-
 def test_a_prediction_line_nested_200000_deep_is_refused_by_number(tmp_path: Path) -> None:
     (tmp_path / "predictions.jsonl").write_text('{"x": ' + "[" * 200_000 + "]" * 200_000 + "}\n")
     with pytest.raises(DataError, match=r"predictions\.jsonl:1: "):
         read_answers(tmp_path)
-
-
-def test_a_cut_off_image_is_found_by_decoding_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Image.effect_noise((64, 64), 50).convert("RGB").save(tmp_path / "cut.png")
-    data = (tmp_path / "cut.png").read_bytes()
-    (tmp_path / "cut.png").write_bytes(data[: len(data) // 2])
-    path = write_line(tmp_path, "cut.png", (64, 64))
-    assert run_cli(capsys, "data", "check", path).code == 0, "the header is complete"
-    deep = run_cli(capsys, "data", "check", path, "--deep")
-    assert deep.code == 2 and "unreadable_image" in deep.out and "cannot decode the image" in deep.err
 
 
 def test_yaml_aliases_that_expand_to_millions_of_values_are_refused(tmp_path: Path) -> None:

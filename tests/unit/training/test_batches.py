@@ -42,16 +42,6 @@ def test_ten_thousand_steps_follow_the_definition_on_the_typed_decimal(ratio: st
     assert channels.count("B") == int(STEPS * Fraction(ratio)) == schedule.b_steps_before(STEPS)
 
 
-def test_float_arithmetic_would_lose_a_step() -> None:
-    """Why the ratio is a fraction: the product of floats falls short of the whole number it should reach."""
-    assert int(100 * 0.29) == 28
-    assert ChannelSchedule.from_ratio(0.29).b_steps_before(100) == 29
-    assert int(10 * Fraction(0.3)) == 2  # the float's own exact value falls short too
-    assert ChannelSchedule.from_ratio(0.3).b_steps_before(10) == 3
-    assert "".join(ChannelSchedule.from_ratio(0.3).channel(step) for step in range(10)) == "AAABAABAAB"
-    assert ChannelSchedule.from_ratio(1).channel(0) == "B"  # YAML's whole number
-
-
 @given(
     thousandths=st.integers(0, 1000),
     start=st.integers(0, 10**9),

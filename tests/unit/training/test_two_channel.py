@@ -1,16 +1,13 @@
-"""Whole two-channel runs: the schedule, the samples of each step, bitwise equalities, shipped configurations."""
+"""Whole two-channel runs: the schedule, the samples of each step, bitwise equalities."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from coordexp.config import load_config
-from coordexp.data.files import asset
 from coordexp.errors import AppendError
 from coordexp.metrics.table import find_metric
 from coordexp.records import TokenRole
@@ -19,15 +16,12 @@ from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.step import PreparedStep
 from support.config_samples import pipeline
 from support.tiny_run import (
-    PROMPT,
     figures,
     finder,
     load_tiny,
     run_config,
     same_weights,
     step_lines,
-    tiny_checkpoint,
-    tiny_scenes,
     train,
     watch_steps,
     weights,
@@ -264,45 +258,3 @@ def test_the_best_checkpoint_is_the_one_with_the_best_f1(tmp_path: Path) -> None
     trainer = train(config, finder(), on_built=script_f1)
     assert trainer.state.best_metric == 0.75
     assert Path(str(trainer.state.best_model_checkpoint)).name == "checkpoint-2"
-
-
-# -- shipped configurations train on the tiny model, with every key but paths and sizes as shipped ---------------------
-
-SIZES = {
-    "model.dtype": "float32",
-    "template.prompt": PROMPT,
-    "custom.val_sample_limit": 2,
-    "training.per_device_train_batch_size": 1,
-    "training.effective_batch_size": 2,
-    "training.bf16": False,
-    "training.use_cpu": True,
-    "training.report_to": "none",
-    "training.logging_steps": 1,
-    "training.save_strategy": "no",
-    "training.eval_strategy": "no",
-    "training.load_best_model_at_end": False,
-    "training.resume_from_checkpoint": None,
-    "global_max_length": 512,
-    "rollout_matching.max_new_tokens": 12,
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "channels"),
-    [
-        ("stage2_two_channel/a_only", "AA"),
-        ("stage2_two_channel/b_only", "BB"),
-        ("stage2_two_channel/mixed", "AAAAAAAAAB"),  # one step of ten
-        ("demo/two_channel", "ABAB"),
-    ],
-)
-def test_two_channel_config_trains(name: str, channels: str, tmp_path: Path) -> None:
-    files = {"custom.train_jsonl": str(tiny_scenes()), "custom.val_jsonl": str(tiny_scenes())}
-    keys = SIZES | files | {"model.model": str(tiny_checkpoint()), "training.output_dir": str(tmp_path)}
-    keys["training.max_steps"] = len(channels)
-    if name.startswith("demo/"):
-        del keys["training.effective_batch_size"]
-    lines = step_lines(train(load_config(asset(f"configs/{name}.yaml"), keys)))
-    assert "".join("B" if line["stage2/channel_b"] else "A" for line in lines) == channels
-    for line in lines:
-        assert math.isfinite(line["loss"]) and line["loss"] > 0 and line["grad_norm"] > 0
