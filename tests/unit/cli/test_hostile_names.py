@@ -1,4 +1,6 @@
-"""Commands print class and file names as they are, although they look like rich markup or emoji."""
+"""Tables and lines of commands show class and file names as they are, although they look like rich markup or emoji.
+
+Other commands print by the same console: ``tests/unit/test_one_place.py``."""
 
 from __future__ import annotations
 
@@ -12,9 +14,8 @@ import pytest
 from coordexp.evaluation.answers import write_answers
 from coordexp.records import GTObject
 from support.annotation_folders import paint
-from support.cli_runs import Cli, Outcome, small_checkpoint, write_run
+from support.cli_runs import Cli, Outcome
 from support.scored_answers import random_answers
-from support.view_runs import hostile_answers
 
 CLASSES = ("sign [/stop]", "[bold]x[/]", "[a0]", ":car:", "[link=file:///etc]y")
 FOLDER = "p [a0] [x] :smile:"
@@ -31,11 +32,6 @@ def hostile(tmp_path: Path) -> Path:
     folder = tmp_path / FOLDER
     paint(folder / "images" / IMAGE, (64, 48))
     return folder
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoint(tmp_path_factory.mktemp("checkpoint") / FOLDER / "model")
 
 
 def write_dataset(folder: Path) -> Path:
@@ -101,75 +97,3 @@ def test_evaluate(tmp_path: Path, cli: Cli) -> None:
     expect(cli("evaluate", run, "--out", tmp_path / "f [i]"), *CLASSES[:4], run, tmp_path / "f [i]")
     expect(cli("evaluate", "--compare", run, run, "--resamples", 10), *CLASSES[:4], run)
     expect(cli("evaluate", run / "[none]"), run / "[none]", code=2)
-
-
-def test_train_predict_and_models(tmp_path: Path, hostile: Path, cli: Cli, model: Path) -> None:
-    data, out = write_dataset(hostile), tmp_path / "out [o1]"
-    run = write_run(tmp_path, 1, model, custom__train_jsonl=str(data), custom__val_jsonl=str(data),
-                    training__output_dir=str(out), training__per_device_train_batch_size=1)  # fmt: skip
-    expect(cli("config", "check", run), out, data, model)
-    (tmp_path / "other").mkdir()
-    expect(cli("config", "diff", run, write_run(tmp_path / "other", 1, model)), out, data, code=1)
-    expect(cli("train", run), f"saved to {out}")
-    again = write_run(tmp_path, 1, model, custom__train_jsonl=str(data), custom__val_jsonl=str(data),
-                      training__output_dir=str(out),
-                      training__resume_from_checkpoint=True, training__max_steps=2,
-                      training__per_device_train_batch_size=1)  # fmt: skip
-    expect(cli("train", again), f"resuming from {out / 'checkpoint-1'}", f"saved to {out}")
-    expect(cli("predict", run, hostile / "images", "--out", tmp_path / "a [1]"), tmp_path / "a [1]", model)
-    expect(cli("evaluate", run), *CLASSES[:3], model, out)
-    expect(cli("model", "info", model), model)
-    expect(cli("model", "export", model, tmp_path / "e [2]"), tmp_path / "e [2]")
-
-
-def test_view(tmp_path: Path, cli: Cli) -> None:
-    write_answers(hostile_answers(tmp_path), tmp_path / FOLDER / "predictions.jsonl")
-    out = tmp_path / "v [w].html"
-    expect(cli("view", tmp_path / FOLDER, "--out", out), f"wrote {out}")
-
-
-def test_drop_pack_complete_and_scenes(hostile: Path, cli: Cli, model: Path) -> None:
-    data, out = write_dataset(hostile), hostile / "o [1].jsonl"
-    drop = ("data", "drop", data, "--per-class", f"{CLASSES[0]}=0", "--out", out)
-    expect(cli(*drop), *CLASSES, out)
-    expect(cli(*drop), out, "exists already", code=2)
-    expect(cli("data", "drop", data, "--per-class", "[no]=0", "--out", out, "--overwrite"), "[no]", code=2)
-    expect(cli("data", "pack", data, "--out", hostile / "k [2]" / "k.jsonl"), hostile / "k [2]")
-    full = hostile / "f [3].jsonl"
-    expect(cli("data", "complete", data, "--model", model, "--out", full), full)
-    expect(cli("data", "scenes", "--out", hostile / "s [4]", "--count", 1), hostile / "s [4]")
-
-
-def test_export(tmp_path: Path, cli: Cli) -> None:
-    write_answers(hostile_answers(tmp_path), tmp_path / FOLDER / "predictions.jsonl")
-    for form in ("coco", "csv", "labelme", "voc", "yolo"):
-        out = tmp_path / f"{form} [e]"
-        expect(cli("export", form, tmp_path / FOLDER, "--out", out), out)
-    expect(cli("export", "csv", tmp_path / "[none]", "--out", tmp_path), tmp_path / "[none]", code=2)
-
-
-def test_tiny_expand_and_merge(tmp_path: Path, cli: Cli, model: Path) -> None:
-    expect(cli("model", "tiny", tmp_path / "t [1]"), tmp_path / "t [1]")
-    expect(cli("model", "expand-vocab", tmp_path / "t [1]", tmp_path / "x [2]"), tmp_path / "t [1]", code=2)
-    expect(cli("model", "merge", model, tmp_path / "m [3]"), model, code=2)
-
-
-def test_init(hostile: Path, cli: Cli, model: Path) -> None:
-    out = hostile / "r [y].yaml"
-    expect(cli("init", write_dataset(hostile), "--model", model, "--out", out, "--cpu"), f"wrote {out}")
-    missing = cli("init", hostile / "[none]", "--model", model, "--out", hostile / "other.yaml")
-    expect(missing, hostile / "[none]", code=2)
-
-
-def test_launch_serve_and_replay(tmp_path: Path, hostile: Path, cli: Cli, model: Path) -> None:
-    data, out = write_dataset(hostile), tmp_path / "out [o2]"
-    run = write_run(hostile, 2, model, custom__train_jsonl=str(data), custom__val_jsonl=str(data),
-                    training__output_dir=str(out), training__per_device_train_batch_size=1,
-                    rollout_matching__monitor_dump={"enabled": True, "min_free_gb": 0.0})  # fmt: skip
-    expect(cli("launch", "--config", run, "--dry-run"), run, out)
-    expect(cli("launch", "--config", run, "--print"), model, data, out)
-    expect(cli("launch", "--config", hostile / "[none].yaml"), hostile / "[none].yaml", code=2)
-    expect(cli("serve", "--config", hostile / "[none].yaml"), hostile / "[none].yaml", code=2)
-    expect(cli("train", run), f"saved to {out}")
-    expect(cli("replay", out / "rollout_records", "--model", model), data.name, "1 records replayed")
-    expect(cli("replay", tmp_path / "[none]"), tmp_path / "[none]", code=2)

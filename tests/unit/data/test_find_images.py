@@ -378,18 +378,6 @@ def test_annotations_have_suffixes_in_any_case(tmp_path: Path) -> None:
     assert (report.images, report.objects) == (2, 2) and not report.skipped
 
 
-@pytest.mark.parametrize("encoding", ["gbk", "big5", "shift_jis", "iso-8859-1", "utf-16"])
-def test_xml_is_read_in_the_encoding_it_declares(encoding: str, tmp_path: Path) -> None:
-    name = "Käse" if encoding == "iso-8859-1" else "人"
-    paint(tmp_path / "JPEGImages" / "a.jpg")
-    voc_xml(tmp_path, "a", voc_object(name, 4, 3, 20, 15))
-    file = tmp_path / "Annotations" / "a.xml"
-    text = f'<?xml version="1.0" encoding="{encoding}"?>\n{file.read_text(encoding="utf-8")}'
-    file.write_bytes(text.encode(encoding))
-    report = convert_voc(tmp_path, tmp_path / "out", options=SMALL)
-    assert report.objects_by_desc == {name: 1}
-
-
 # --- predict ---
 
 

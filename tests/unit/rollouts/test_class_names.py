@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordexp import Detector
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
@@ -168,18 +167,3 @@ def test_class_names_are_read_from_text_file_and_jsonl(tmp_path: Path) -> None:
     for given, error in (("cat,,dog", ConfigError), ("a<|im_end|>", ConfigError), (str(tmp_path / "x.txt"), DataError)):
         with pytest.raises(error):
             read_class_names(given, tmp_path)
-
-
-def test_detector_with_classes_writes_only_those(tmp_path: Path) -> None:
-    """The demo's model names many colours and shapes; here it may only say two of them."""
-    write_scenes(tmp_path, 3, SPARSE, 77)
-    images = sorted((tmp_path / "images").rglob("*.png"))
-    names = ["red circle", "yellow triangle"]
-    with Detector(asset("checkpoints/demo-stage1"), device="cpu", max_new_tokens=128, scores=False) as free:
-        before = {name for found in free.predict(images) for name in found.names}
-    assert before - set(names)
-    with Detector(
-        asset("checkpoints/demo-stage1"), device="cpu", max_new_tokens=128, scores=False, classes=names
-    ) as held:
-        found = held.predict(images)
-    assert {name for one in found for name in one.names} <= set(names) and sum(map(len, found)) > 0
