@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from coordexp.training.checkpoint import is_complete
 from faults.runs import Death, run_all
 from support.tiny_run import run_config
 
@@ -91,41 +89,3 @@ def test_a_killed_run_resumes_bit_for_bit(
     assert run_all(tmp_path, ranks) == [0] * ranks, (tmp_path / "log0").read_text()[-3000:]
     assert_same_run(tmp_path, theirs)
     seen(f"resumed bit-equal; the kill left {', '.join(left) or 'nothing'}")
-
-
-# In a step of two micro-steps, the second of which exchanges gradients: the failing function, its call, the rank.
-ERRORS = {
-    "forward of the first micro-step": ("to", 5, 1),
-    "backward of the first micro-step": ("backward", 5, 1),
-    "the exchange of gradients, rank 0": ("backward", 6, 0),
-    "the exchange of gradients, rank 1": ("backward", 6, 1),
-}
-
-
-@pytest.mark.parametrize(
-    "where", [pytest.param(one, marks=() if "forward" in one else pytest.mark.campaign) for one in ERRORS]
-)
-def test_an_error_on_one_rank_ends_both_and_the_resumed_run_is_the_same(
-    where: str, tmp_path: Path, seen: Callable[[str], None]
-) -> None:
-    """In step 3. While gradients are exchanged, the other rank waits for ``ddp_timeout`` and the periodic checkpoint
-    counts; before, both ranks save."""
-    aim, call, failing = ERRORS[where]
-    exchanging = "exchange" in where
-    keys = KEYS | {"training__gradient_accumulation_steps": 2}
-    keys |= {"training__ddp_timeout": 8} if exchanging else {"training__save_strategy": "no"}
-    for name in ("whole", "failed"):
-        run_config(tmp_path / name, 1, **keys)
-    failed = tmp_path / "failed"
-    assert run_all(tmp_path / "whole", 2) == [0, 0]
-    begun = time.monotonic()
-    statuses = run_all(failed, 2, Death(aim, call, "before", "no memory is left"), dies=failing)
-    waited = time.monotonic() - begun
-    said = [(failed / f"log{rank}").read_text() for rank in (0, 1)]
-    assert all(status > 0 for status in statuses), said
-    assert "no memory is left" in said[failing], said
-    assert ("another process of this run ended" if exchanging else "no memory is left") in said[1 - failing], said
-    assert is_complete(failed / "run" / "checkpoint-2"), said[0][-3000:]
-    assert run_all(failed, 2) == [0, 0]
-    assert_same_run(failed, tmp_path / "whole")
-    seen(f"both ranks ended within {waited:.0f} s of the start, resumed bit-equal from checkpoint-2")

@@ -48,8 +48,11 @@ PHASES: dict[str, tuple[str, int, How, How]] = {
     "sealing": ("checksums", 2, "together", "together"),
 }
 ERRORS = {"a bug": "this rank is broken", "memory": ON_GPU}
-SAID = {"a bug": "this rank is broken", "memory": "2.50 GiB were needed"}
-QUICK = (("a callback", "DDP", "a bug"), ("evaluation, scores", "FSDP2", "a bug"))  # the others: `make faults`
+SAID = {"a bug": "this rank is broken", "memory": "2.50 GiB were needed, and GPU 1 has 15.06 MiB"}
+QUICK = (
+    ("a callback", "DDP", "a bug"), ("evaluation, scores", "FSDP2", "a bug"),
+    ("forward", "DDP", "memory"), ("rollouts", "FSDP2", "memory"),
+)  # fmt: skip  # the others: `make faults`
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.campaign, id=" - ".join(case))
     for case in ((phase, by, error) for phase in PHASES for by in ("DDP", "FSDP2") for error in ERRORS)
