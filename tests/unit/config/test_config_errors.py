@@ -222,6 +222,24 @@ def test_every_removed_key_has_a_migration_hint() -> None:
     assert {path: found for path, found in said.items() if found != due[path]} == {}
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "guidance"),
+    [
+        ("inherit", "base.yaml", "removed; write extends instead"),
+        (f"{OBJ}[2].config.bbox_ciou_weight", 1.0, "removed; write ciou_weight of bbox_geo.config instead"),
+        ("custom.trainer_variant", "rollout_matching_sft",
+         "'rollout_matching_sft' is retired; write stage2_rollout_aligned instead"),
+        ("custom.trainer_variant", "stage2_ab_training",
+         "'stage2_ab_training' is retired; write stage2_two_channel instead"),
+        (f"{RM}.rollout_infer_batch_size", 4, "removed; write rollout_matching.decode_batch_size instead"),
+        (f"{RM}.rollout_buffer", {}, "removed: rollout_buffer has no replacement, every step generates"),
+    ],
+)  # fmt: skip
+def test_old_keys_and_names_have_their_own_guidance(key: str, value: object, guidance: str) -> None:
+    (line,) = problems(set_key(stage2(), key, value))
+    assert line.startswith(f"  {key}: {guidance}")
+
+
 def test_removed_keys_of_modules_are_those_of_both_pipelines() -> None:
     path = "stage2_ab.pipeline.objective[1].config.gate_weight"
     assert problems(set_key(two_channel(), path, 1)) == [
