@@ -10,6 +10,7 @@ from PIL import Image
 
 from coordexp.data import read_jsonl
 from coordexp.data.convert import ConversionReport, ImageOptions
+from coordexp.geometry import pixel_box
 from coordexp.records import GTObject
 
 SMALL = ImageOptions(factor=8, min_pixels=64, max_pixels=4096, workers=2)
@@ -64,3 +65,13 @@ def coco(folder: Path, annotations: list[Any], images: list[Any] | None = None) 
 def objects_of(report: ConversionReport) -> tuple[GTObject, ...]:
     (record,) = read_jsonl(report.jsonl, check_images=True)
     return record.objects
+
+
+def boxes_of(report: ConversionReport) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    """Names and bounds in whole pixels of images of 640 x 480, by image."""
+    return {
+        record.metadata["source"]["file"]: [
+            (obj.desc, tuple(round(v) for v in pixel_box(obj, 640, 480))) for obj in record.objects
+        ]
+        for record in read_jsonl(report.jsonl)
+    }

@@ -6,7 +6,7 @@ import doctest
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,8 @@ import pytest
 from coordexp.data import read_jsonl
 from coordexp.data.convert import (
     ConversionReport,
-    convert_coco,
-    convert_csv,
     convert_cvat,
-    convert_dota,
-    convert_labelme,
-    convert_labelstudio,
     convert_openimages,
-    convert_via,
     convert_voc,
     convert_yolo,
 )
@@ -33,6 +27,7 @@ from coordexp.evaluation.answers import ImageAnswer
 from coordexp.evaluation.export import export_coco
 from coordexp.evaluation.users_terms import UsersTerms
 from support.annotation_folders import SMALL, paint, voc_object, voc_xml
+from support.box_formats import Convert, coco, csv, cvat, dota, labelme, labelstudio, via, voc, written
 
 # --- names ---
 
@@ -158,79 +153,20 @@ def test_names_that_start_with_a_dot_are_read_when_named(tmp_path: Path) -> None
 
 # --- every converter ---
 
-BOX = {"x": 10, "y": 10, "width": 20, "height": 20, "rotation": 0, "rectanglelabels": ["cat"]}
-REGION = {"type": "rectanglelabels", "original_width": 40, "original_height": 24, "value": BOX}
-SHAPE = {"label": "cat", "points": [[4, 3], [20, 15]], "shape_type": "rectangle"}
-VIA = {"shape_attributes": {"name": "rect", "x": 4, "y": 3, "width": 9, "height": 9},
-       "region_attributes": {"label": "cat"}}  # fmt: skip
+
+def converted(convert: Convert, home: Path, names: Sequence[str]) -> ConversionReport:
+    """Of annotations of one box in each image."""
+    return convert(home, {name: [(4, 3, 20, 15)] for name in names}, (40, 24), options=SMALL)
 
 
-def written(path: Path, content: object) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return path
-
-
-def coco(home: Path, names: Sequence[str]) -> ConversionReport:
-    images = [{"id": k, "file_name": name, "width": 40, "height": 24} for k, name in enumerate(names)]
-    boxes = [{"id": k, "image_id": k, "category_id": 1, "bbox": [4, 3, 9, 9]} for k in range(len(names))]
-    file = written(home / "c.json", {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "cat"}]})
-    return convert_coco(file, home / "images", home / "out", options=SMALL)
-
-
-def cvat(home: Path, names: Sequence[str]) -> ConversionReport:
-    box = '<box label="cat" xtl="4" ytl="3" xbr="20" ybr="15"/>'
-    images = "".join(f'<image name="{name}" width="40" height="24">{box}</image>' for name in names)
-    file = written(home / "a.xml", f"<annotations>{images}</annotations>")
-    return convert_cvat(file, home / "out", images_dir=home / "images", options=SMALL)
-
-
-def labelstudio(home: Path, names: Sequence[str]) -> ConversionReport:
-    tasks = [{"data": {"image": f"/data/local-files/?d={n}"}, "annotations": [{"result": [REGION]}]} for n in names]
-    return convert_labelstudio(written(home / "l.json", tasks), home / "out", images_dir=home / "images", options=SMALL)
-
-
-def csv(home: Path, names: Sequence[str]) -> ConversionReport:
-    lines = ["filename,class,xmin,ymin,xmax,ymax", *(f"{name},cat,4,3,20,15" for name in names)]
-    return convert_csv(
-        written(home / "t.csv", "\n".join(lines)), home / "out", images_dir=home / "images", options=SMALL
-    )
-
-
-def via(home: Path, names: Sequence[str]) -> ConversionReport:
-    entries = {str(k): {"filename": name, "regions": [VIA]} for k, name in enumerate(names)}
-    return convert_via(written(home / "v.json", entries), home / "out", images_dir=home / "images", options=SMALL)
-
-
-def labelme(home: Path, names: Sequence[str]) -> ConversionReport:
-    for k, name in enumerate(names):
-        content = {"shapes": [SHAPE], "imagePath": name, "imageWidth": 40, "imageHeight": 24}
-        written(home / "lm" / f"{k}.json", content)
-    return convert_labelme(home / "lm", home / "out", images_dir=home / "images", options=SMALL)
-
-
-def voc(home: Path, names: Sequence[str]) -> ConversionReport:
-    for k, name in enumerate(names):
-        voc_xml(home, f"x{k}", voc_object("cat", 4, 3, 20, 15), filename=name)
-    return convert_voc(home, home / "out", images_dir="images", options=SMALL)
-
-
-def dota(home: Path, names: Sequence[str]) -> ConversionReport:
-    for name in names:
-        written((home / "labelTxt" / name).with_suffix(".txt"), "4 3 20 3 20 15 4 15 cat 0\n")
-    return convert_dota(home, home / "out", options=SMALL)
-
-
-CONVERTERS: list[Callable[[Path, Sequence[str]], ConversionReport]] = [
-    coco, cvat, labelstudio, csv, via, labelme, voc, dota,
-]  # fmt: skip
+CONVERTERS: list[Convert] = [coco, cvat, labelstudio, csv, via, labelme, voc, dota]
 
 
 @pytest.mark.parametrize("convert", [coco, labelstudio, via, labelme])
 @pytest.mark.parametrize("name", ["\ud800.jpg", "\ud800/x\udfff"])
 def test_half_a_character_in_a_name_leaves_the_image_out(convert: Any, name: str, tmp_path: Path) -> None:
     paint(tmp_path / "images" / "a.jpg")
-    report = convert(tmp_path, ["a.jpg", name])
+    report = converted(convert, tmp_path, ["a.jpg", name])
     reason = "unsafe_file_name" if convert is coco else "missing_image"
     assert (report.images, dict(report.skipped_images)) == (1, {reason: 1})
 
@@ -239,16 +175,16 @@ def test_half_a_character_in_a_name_leaves_the_image_out(convert: Any, name: str
 def test_an_annotation_never_goes_to_another_image_unnoted(convert: Any, tmp_path: Path) -> None:
     """cam2/0001.jpg is missing; cam1 has a 0001.jpg, which another entry may name."""
     paint(tmp_path / "one" / "images" / "cam1" / "0001.jpg")
-    report = convert(tmp_path / "one", ["cam2/0001.jpg"])
+    report = converted(convert, tmp_path / "one", ["cam2/0001.jpg"])
     assert report.notes["found_by_tail"] == 1 and report.images == 1
     paint(tmp_path / "two" / "images" / "cam1" / "0001.jpg")
-    report = convert(tmp_path / "two", ["cam1/0001.jpg", "cam2/0001.jpg"])
+    report = converted(convert, tmp_path / "two", ["cam1/0001.jpg", "cam2/0001.jpg"])
     assert (report.images, report.skipped_images["missing_image"]) == (1, 1)
     (record,) = read_jsonl(report.jsonl)
     assert record.metadata["source"]["file"] == "cam1/0001.jpg" and len(record.objects) == 1
     for place in ("cam1/0001.jpg", "cam3/0001.jpg", "cam1/0002.jpg"):
         paint(tmp_path / "three" / "images" / place)
-    report = convert(tmp_path / "three", ["cam1/0002.jpg", "cam2/0001.jpg"])
+    report = converted(convert, tmp_path / "three", ["cam1/0002.jpg", "cam2/0001.jpg"])
     assert (report.images, report.skipped_images["missing_image"]) == (1, 1), "never one of several"
     assert any("2 files have this name" in problem.detail for problem in report.problems)
 
@@ -258,7 +194,7 @@ def test_hidden_copies_are_passed_over_and_counted(convert: Any, tmp_path: Path)
     paint(tmp_path / "images" / "a.jpg")
     paint(tmp_path / "images" / ".ipynb_checkpoints" / "b.jpg")
     paint(tmp_path / "images" / "__MACOSX" / "._a.jpg")
-    report = convert(tmp_path, ["a.jpg"])
+    report = converted(convert, tmp_path, ["a.jpg"])
     assert report.images == 1 and report.notes["passed_over"] == 2
     assert not report.skipped
 
@@ -267,7 +203,7 @@ def test_hidden_copies_are_passed_over_and_counted(convert: Any, tmp_path: Path)
 def test_images_that_no_annotation_names_are_counted(convert: Any, tmp_path: Path) -> None:
     for name in ("a.jpg", "b.jpg", "deep/c.heic"):
         paint(tmp_path / "images" / name, format="JPEG")
-    report = convert(tmp_path, ["a.jpg"])
+    report = converted(convert, tmp_path, ["a.jpg"])
     assert (report.images, report.notes) == (1, {"unnamed_image": 2})
     assert "b.jpg, deep/c.heic" in report.problems[-1].detail
 
@@ -288,28 +224,28 @@ def test_an_absolute_name_is_that_of_an_image_in_a_relative_folder(
 )
 def test_names_of_other_machines_are_found_with_a_note(convert: Any, name: str, tmp_path: Path) -> None:
     paint(tmp_path / "images" / "deep" / "x.png")
-    report = convert(tmp_path, [name.replace("\\\\", "\\")])
+    report = converted(convert, tmp_path, [name.replace("\\\\", "\\")])
     assert (report.images, report.notes["found_by_tail"]) == (1, 1) and not report.skipped
 
 
 @pytest.mark.parametrize("name", ["https://host/data/upload/1/x.png", "label\\x.png"])
 def test_addresses_of_coco_are_found_with_a_note(name: str, tmp_path: Path) -> None:
     paint(tmp_path / "images" / "x.png")
-    assert coco(tmp_path, [name]).notes == {"found_by_tail": 1}
+    assert converted(coco, tmp_path, [name]).notes == {"found_by_tail": 1}
 
 
 @pytest.mark.parametrize("again", [coco, csv])
 def test_images_that_an_earlier_conversion_wrote_are_not_searched(again: Any, tmp_path: Path) -> None:
     """Otherwise there would be two files of the name."""
     paint(tmp_path / "images" / "raw" / "x.png")
-    first = again(tmp_path, ["photos/x.png"])
+    first = converted(again, tmp_path, ["photos/x.png"])
     first.jsonl.rename(tmp_path / "images" / "c.jsonl")
     first.path.rename(tmp_path / "images" / "c.conversion_report.json")
     paint(tmp_path / "images" / "images" / "c" / "x.png")
     (tmp_path / "images" / "c.jsonl").write_text('{"images": ["images/c/x.png"]}\n')
     names = [path.relative_to(tmp_path / "images").as_posix() for path in list_files(tmp_path / "images").files]
     assert "images/c/x.png" in names, "other searches read them"
-    second = again(tmp_path, ["photos/x.png"])
+    second = converted(again, tmp_path, ["photos/x.png"])
     assert second.images == 1 and second.notes == {"found_by_tail": 1, "passed_over": 1}
 
 

@@ -22,17 +22,12 @@ from coordexp.data.convert import (
 )
 from coordexp.errors import DataError
 from support.annotation_folders import KEEP, SMALL, coco, paint, voc, voc_object, voc_xml
+from support.box_formats import written
 
 BOX = (250, 250, 749, 749)  # the middle half of a 40 x 24 image
 PIXELS = [10, 6, 30, 18]
 BOM = "\ufeff"
 LINE = "0 0.5 0.5 0.5 0.5"
-
-
-def written(path: Path, text: str, encoding: str = "utf-8") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(text.encode(encoding))
-    return path
 
 
 def told(report: ConversionReport) -> dict[str, list[tuple[str, tuple[int, ...]]]]:

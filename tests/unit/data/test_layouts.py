@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from coordexp.data import read_jsonl
-from coordexp.data.convert import ConversionReport, convert_yolo, recognise
+from coordexp.data.convert import convert_yolo, recognise
 from coordexp.errors import DataError
-from coordexp.geometry import pixel_box
-from support.annotation_folders import KEEP, paint
+from support.annotation_folders import KEEP, boxes_of, paint
 from support.cli_runs import Cli
 
 LINE = "1 0.5 0.5 0.25 0.5\n"
@@ -28,15 +26,6 @@ def folder(home: Path, files: dict[str, str]) -> Path:
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).write_text(text)
     return home
-
-
-def told(report: ConversionReport) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    return {
-        record.metadata["source"]["file"]: [
-            (obj.desc, tuple(round(v) for v in pixel_box(obj, *SIZE))) for obj in record.objects
-        ]
-        for record in read_jsonl(report.jsonl)
-    }
 
 
 CLASSES = "cat\ndog\n"
@@ -91,7 +80,7 @@ def test_yolo_layouts(
 ) -> None:
     home = folder(tmp_path / "in", files)
     report = convert_yolo(home / source, tmp_path / "out", options=KEEP, **arguments)
-    assert told(report) == found
+    assert boxes_of(report) == found
     assert (report.notes, report.skipped) == (notes, {})
 
 
@@ -176,4 +165,4 @@ def test_a_blank_line_of_darknets_names_counts(tmp_path: Path) -> None:
     """As in classes.txt: the number of a name is its line."""
     source = folder(tmp_path / "in", {**CVAT_YOLO, "obj.names": "cat\n\ndog\n", "obj_train_data/a.txt": "2" + LINE[1:]})
     report = convert_yolo(source / "obj.data", tmp_path / "out", split="train")
-    assert told(report)["obj_train_data/a.jpg"] == DOG
+    assert boxes_of(report)["obj_train_data/a.jpg"] == DOG

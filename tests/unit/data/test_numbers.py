@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from PIL import Image
 from coordexp.data import read_jsonl
 from coordexp.data.convert import (
     ConversionReport,
+    ImageOptions,
     convert_coco,
     convert_csv,
     convert_cvat,
@@ -22,32 +23,29 @@ from coordexp.data.convert import (
     convert_labelme,
     convert_labelstudio,
     convert_openimages,
-    convert_via,
     convert_voc,
     convert_yolo,
 )
 from coordexp.errors import DataError
-from coordexp.geometry import pixel_box, pixel_ring
-from support.annotation_folders import KEEP, paint, voc_object, voc_xml
+from coordexp.geometry import pixel_ring
+from support.annotation_folders import KEEP, boxes_of, paint, voc_xml
+from support.box_formats import (
+    Box,
+    Boxes,
+    Convert,
+    Size,
+    coco,
+    csv,
+    cvat,
+    dota,
+    labelme,
+    labelstudio,
+    via,
+    voc,
+    written,
+)
 
 SIZE = (640, 480)
-Box = tuple[float, float, float, float]  # corners
-
-
-def written(path: Path, content: object) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
-    return path
-
-
-def boxes_of(report: ConversionReport) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    """Names and bounds in whole pixels, by image."""
-    return {
-        record.metadata["source"]["file"]: [
-            (obj.desc, tuple(round(v) for v in pixel_box(obj, *SIZE))) for obj in record.objects
-        ]
-        for record in read_jsonl(report.jsonl)
-    }
 
 
 def image(home: Path, *names: str) -> None:
@@ -55,96 +53,37 @@ def image(home: Path, *names: str) -> None:
         paint(home / "images" / name, SIZE)
 
 
-# Each writes one image with these numbers in its format, and converts it. Four numbers a box: corners.
-
-
-def coco(home: Path, given: list[Box], **options: Any) -> ConversionReport:
+def converted(convert: Convert, home: Path, given: Sequence[Box], **options: Any) -> ConversionReport:
+    """Of one image with these boxes."""
     image(home)
-    sizes = [{"bbox": [a, b, c - a, d - b]} for a, b, c, d in given]
-    content = {
-        "images": [{"id": 1, "file_name": "a.jpg", "width": 640, "height": 480}],
-        "annotations": [{"id": k, "image_id": 1, "category_id": 1, **box} for k, box in enumerate(sizes)],
-        "categories": [{"id": 1, "name": "crack"}],
-    }
-    return convert_coco(written(home / "c.json", content), home / "images", home / "out", options=KEEP, **options)
+    return convert(home, {"a.jpg": given}, SIZE, options=KEEP, **options)
 
 
-def voc(home: Path, boxes: list[Box]) -> ConversionReport:
-    image(home)
-    voc_xml(home, "a", *(voc_object("crack", *box) for box in boxes), size=SIZE)
-    return convert_voc(home, home / "out", images_dir="images", options=KEEP)
-
-
-def labelme(home: Path, boxes: list[Box]) -> ConversionReport:
-    image(home)
-    shapes = [{"label": "crack", "points": [[a, b], [c, d]], "shape_type": "rectangle"} for a, b, c, d in boxes]
-    content = {"shapes": shapes, "imagePath": "a.jpg", "imageWidth": 640, "imageHeight": 480}
-    written(home / "images" / "a.json", content)
-    return convert_labelme(home / "images", home / "out", options=KEEP)
-
-
-def via(home: Path, boxes: list[Box]) -> ConversionReport:
-    image(home)
-    shapes = [{"name": "rect", "x": a, "y": b, "width": c - a, "height": d - b} for a, b, c, d in boxes]
-    regions = [{"shape_attributes": shape, "region_attributes": {"label": "crack"}} for shape in shapes]
-    file = written(home / "images" / "v.json", {"a": {"filename": "a.jpg", "regions": regions}})
-    return convert_via(file, home / "out", options=KEEP)
-
-
-def cvat(home: Path, boxes: list[Box]) -> ConversionReport:
-    image(home)
-    shapes = "".join(f'<box label="crack" xtl="{a}" ytl="{b}" xbr="{c}" ybr="{d}"/>' for a, b, c, d in boxes)
-    text = f'<annotations><image name="a.jpg" width="640" height="480">{shapes}</image></annotations>'
-    return convert_cvat(written(home / "images" / "a.xml", text), home / "out", options=KEEP)
-
-
-def dota(home: Path, boxes: list[Box]) -> ConversionReport:
-    image(home)
-    lines = "".join(f"{a} {b} {c} {b} {c} {d} {a} {d} crack 0\n" for a, b, c, d in boxes)
-    written(home / "labelTxt" / "a.txt", lines)
-    return convert_dota(home, home / "out", options=KEEP)
-
-
-def csv(home: Path, given: list[Box], header: str = "x1,y1,x2,y2", **options: Any) -> ConversionReport:
-    image(home)
-    lines = [f"image,name,{header}", *(f"a.jpg,crack,{','.join(map(str, box))}" for box in given)]
-    table = written(home / "images" / "t.csv", "\n".join(lines))
-    return convert_csv(table, home / "out", options=KEEP, **options)
-
-
-PIXEL_FORMATS: list[Callable[..., ConversionReport]] = [coco, voc, labelme, via, cvat, dota, csv]
+PIXEL_FORMATS: list[Convert] = [coco, voc, labelme, via, cvat, dota, csv]
 SHARES: list[Box] = [(0.1, 0.2, 0.6, 0.6), (0.25, 0.5, 0.75, 1.0), (0.0, 0.0, 0.5, 0.25)]
 PIXELS: list[Box] = [(64, 96, 384, 288), (160, 240, 480, 480), (0, 0, 320, 120)]
 
 
-def yolo(home: Path, boxes: list[Box]) -> ConversionReport:
+def yolo_lines(home: Path, *lines: str, options: ImageOptions = KEEP, **more: Any) -> ConversionReport:
     image(home)
-    lines = "".join(f"0 {(a + c) / 2} {(b + d) / 2} {c - a} {d - b}\n" for a, b, c, d in boxes)
-    written(home / "labels" / "a.txt", lines)
-    return convert_yolo(written(home / "data.yaml", "train: images\nnames: [crack]\n"), home / "out", options=KEEP)
+    written(home / "labels" / "a.txt", "\n".join(lines))
+    file = written(home / "data.yaml", "train: images\nnames: [crack]\n")
+    return convert_yolo(file, home / "out", options=options, **more)
 
 
-def open_images(home: Path, boxes: list[Box]) -> ConversionReport:
-    image(home)
+def yolo(home: Path, boxes: Boxes, _size: Size, /, **options: Any) -> ConversionReport:
+    lines = (f"0 {(a + c) / 2} {(b + d) / 2} {c - a} {d - b}" for a, b, c, d in boxes["a.jpg"])
+    return yolo_lines(home, *lines, **options)
+
+
+def open_images(home: Path, boxes: Boxes, _size: Size, /, **options: Any) -> ConversionReport:
     written(home / "class-descriptions.csv", "/m/1,crack\n")
-    lines = "".join(f"a,/m/1,{a},{c},{b},{d}\n" for a, b, c, d in boxes)
+    lines = "".join(f"a,/m/1,{a},{c},{b},{d}\n" for a, b, c, d in boxes["a.jpg"])
     table = written(home / "boxes.csv", f"ImageID,LabelName,XMin,XMax,YMin,YMax\n{lines}")
-    return convert_openimages(table, home / "out", images_dir=home / "images", options=KEEP)
+    return convert_openimages(table, home / "out", images_dir=home / "images", **options)
 
 
-def normalised_csv(home: Path, boxes: list[Box]) -> ConversionReport:
-    return csv(home, boxes, normalised=True)
-
-
-def labelstudio(home: Path, boxes: list[Box]) -> ConversionReport:
-    image(home)
-    values = [{"x": a, "y": b, "width": c - a, "height": d - b, "rectanglelabels": ["crack"]} for a, b, c, d in boxes]
-    result = [{"type": "rectanglelabels", "value": v, "original_width": 640, "original_height": 480} for v in values]
-    tasks = [{"data": {"image": "a.jpg"}, "annotations": [{"result": result}]}]
-    return convert_labelstudio(written(home / "images" / "l.json", tasks), home / "out", options=KEEP)
-
-
-SHARE_FORMATS: list[Callable[..., ConversionReport]] = [yolo, open_images, normalised_csv]
+SHARE_FORMATS: list[Convert] = [yolo, open_images, partial(csv, normalised=True)]
 
 
 @pytest.mark.parametrize("convert", PIXEL_FORMATS)
@@ -152,13 +91,13 @@ def test_shares_in_a_format_of_pixels_are_refused(convert: Any, tmp_path: Path) 
     with pytest.raises(
         DataError, match=r"all 3 shapes have numbers of at most (1|0.75|0.5): shares of the image, not pixels"
     ):
-        convert(tmp_path, SHARES)
+        converted(convert, tmp_path, SHARES)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("convert", PIXEL_FORMATS)
 def test_shares_among_pixels_are_left_out_and_counted(convert: Any, tmp_path: Path) -> None:
-    report = convert(tmp_path, [*PIXELS, SHARES[0]])
+    report = converted(convert, tmp_path, [*PIXELS, SHARES[0]])
     assert [box for _, box in boxes_of(report)["a.jpg"]] == PIXELS
     assert report.skipped_objects == {"other_unit": 1}
     (problem,) = [p for p in report.problems if p.reason == "other_unit"]
@@ -167,31 +106,31 @@ def test_shares_among_pixels_are_left_out_and_counted(convert: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("convert", PIXEL_FORMATS)
 def test_a_box_of_one_pixel_in_the_corner_is_read(convert: Any, tmp_path: Path) -> None:
-    report = convert(tmp_path, [(0, 0, 1, 1), PIXELS[0]])
+    report = converted(convert, tmp_path, [(0, 0, 1, 1), PIXELS[0]])
     assert [box for _, box in boxes_of(report)["a.jpg"]] == [(0, 0, 1, 1), PIXELS[0]]
 
 
 @pytest.mark.parametrize("convert", SHARE_FORMATS)
 def test_pixels_in_a_format_of_shares_are_refused(convert: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"all 3 shapes have numbers above 2: pixels, not shares"):
-        convert(tmp_path, PIXELS)
+        converted(convert, tmp_path, PIXELS)
 
 
 @pytest.mark.parametrize("convert", SHARE_FORMATS)
 def test_pixels_among_shares_are_left_out_and_counted(convert: Any, tmp_path: Path) -> None:
-    report = convert(tmp_path, [*SHARES, PIXELS[0]])
+    report = converted(convert, tmp_path, [*SHARES, PIXELS[0]])
     assert [box for _, box in boxes_of(report)["a.jpg"]] == PIXELS
     assert report.skipped_objects == {"other_unit": 1}
 
 
 def test_label_studio_has_percent(tmp_path: Path) -> None:
     percent: list[Box] = [(10, 20, 60, 60), (25, 50, 75, 100), (0, 0, 50, 25)]
-    assert [box for _, box in boxes_of(labelstudio(tmp_path / "a", percent))["a.jpg"]] == PIXELS
+    assert [box for _, box in boxes_of(converted(labelstudio, tmp_path / "a", percent))["a.jpg"]] == PIXELS
     with pytest.raises(DataError, match="shares of the image, not percent"):
-        labelstudio(tmp_path / "b", SHARES)
+        converted(labelstudio, tmp_path / "b", SHARES)
     with pytest.raises(DataError, match="above 200: pixels, not percent"):
-        labelstudio(tmp_path / "c", [(250, 300, 500, 470)])
-    report = labelstudio(tmp_path / "d", [*percent, SHARES[0], (250, 300, 500, 470)])
+        converted(labelstudio, tmp_path / "c", [(250, 300, 500, 470)])
+    report = converted(labelstudio, tmp_path / "d", [*percent, SHARES[0], (250, 300, 500, 470)])
     assert report.skipped_objects == {"other_unit": 2} and report.objects == 3
 
 
@@ -207,14 +146,11 @@ def test_corners_that_stay_in_the_image_are_refused_as_sizes(form: str, tmp_path
     def convert(name: str, boxes: Any, given: list[Box] = UPPER_LEFT) -> ConversionReport:
         if form == "coco":
             as_sizes = [(a, b, a + c, b + d) for a, b, c, d in given]  # which `coco` turns back
-            return coco(tmp_path / name, as_sizes, boxes=boxes)
+            return converted(coco, tmp_path / name, as_sizes, boxes=boxes)
         if form == "yolo":  # shares of 640 x 480
-            image(tmp_path / name)
             lines = [f"0 {a / 640} {b / 480} {c / 640} {d / 480}" for a, b, c, d in given]
-            written(tmp_path / name / "labels" / "a.txt", "\n".join(lines))
-            file = written(tmp_path / name / "data.yaml", "train: images\nnames: [crack]\n")
-            return convert_yolo(file, tmp_path / name / "out", boxes=boxes, options=KEEP)
-        return csv(tmp_path / name, given, form, boxes=boxes)
+            return yolo_lines(tmp_path / name, *lines, boxes=boxes)
+        return converted(csv, tmp_path / name, given, header=form, boxes=boxes)
 
     with pytest.raises(
         DataError, match=r"(all 5 boxes are small and in the upper left|1 of 5 boxes leave).*--boxes xyxy"
@@ -235,28 +171,28 @@ def test_corners_that_stay_in_the_image_are_refused_as_sizes(form: str, tmp_path
     ],
 )
 def test_sound_sizes_are_read(sizes: list[Box], tmp_path: Path) -> None:
-    report = csv(tmp_path, sizes, "x,y,w,h")
+    report = converted(csv, tmp_path, sizes, header="x,y,w,h")
     assert [box for _, box in boxes_of(report)["a.jpg"]] == [(a, b, a + c, b + d) for a, b, c, d in sizes]
 
 
 def test_a_box_that_leaves_the_image_is_no_evidence(tmp_path: Path) -> None:
     """1 of 20 would fit as corners; a tenth of them must leave the image."""
     sizes: list[Box] = [(300, 200, 50, 40), *[(10, 10, 60, 50)] * 18, (600, 400, 630, 460)]
-    report = csv(tmp_path, sizes, "x,y,w,h")
+    report = converted(csv, tmp_path, sizes, header="x,y,w,h")
     assert (report.objects, report.notes) == (20, {"clipped": 1, "duplicate_object": 17})
 
 
 def test_boxes_are_compared_with_the_size_they_were_annotated_on(tmp_path: Path) -> None:
     """The file has half of that size: there, 19 of them would leave it, and fit as corners."""
     boxes: list[Box] = [(300, 200, 350, 240), *[(100, 80, 350, 280)] * 19]
-    coco(tmp_path, boxes)
+    converted(coco, tmp_path, boxes)
     paint(tmp_path / "images" / "a.jpg", (320, 240))
     report = convert_coco(tmp_path / "c.json", tmp_path / "images", tmp_path / "half", options=KEEP, boxes="auto")
     assert (report.objects, report.notes["size_scaled"]) == (20, 1)
 
 
 def test_an_inverted_box_is_left_out_as_a_polygon_too(tmp_path: Path) -> None:
-    report = csv(tmp_path, [*PIXELS, (300, 200, 50, 40)], geometry="poly")
+    report = converted(csv, tmp_path, [*PIXELS, (300, 200, 50, 40)], geometry="poly")
     assert (report.objects, report.skipped_objects) == (3, {"inverted": 1})
 
 
@@ -264,8 +200,8 @@ def test_an_inverted_box_is_left_out_as_a_polygon_too(tmp_path: Path) -> None:
 def test_sizes_in_the_place_of_corners_are_refused(convert: Any, tmp_path: Path) -> None:
     sizes = [(300, 200, 50, 40), (10, 10, 60, 50), (400, 100, 100, 90), (20, 300, 90, 80), (500, 20, 60, 70)]
     with pytest.raises(DataError, match=r"4 of 5 boxes are inverted.*5 fit as \[x, y, width, height\]"):
-        convert(tmp_path, sizes)
-    report = convert(tmp_path / "one", [*PIXELS, sizes[0]])
+        converted(convert, tmp_path, sizes)
+    report = converted(convert, tmp_path / "one", [*PIXELS, sizes[0]])
     assert report.skipped_objects == {"inverted": 1}, "four boxes are no evidence"
 
 
@@ -274,7 +210,7 @@ def test_boxes_without_area_are_left_out_and_counted(convert: Any, tmp_path: Pat
     boxes = [(64, 96, 384, 288), (200, 100, 200, 300), (200, 100, 200, 100)]
     if convert in SHARE_FORMATS:
         boxes = [(x1 / 640, y1 / 480, x2 / 640, y2 / 480) for x1, y1, x2, y2 in boxes]
-    report = convert(tmp_path, boxes)
+    report = converted(convert, tmp_path, boxes)
     assert boxes_of(report) == {"a.jpg": [("crack", (64, 96, 384, 288))]}
     assert report.skipped_objects == {"zero_area": 2}
 
@@ -293,11 +229,8 @@ def test_boxes_without_area_are_left_out_and_counted(convert: Any, tmp_path: Pat
     ],
 )
 def test_lines_of_keypoints_are_no_polygons(lines: list[str], count: int, tmp_path: Path) -> None:
-    image(tmp_path)
-    written(tmp_path / "labels" / "a.txt", "\n".join(lines))
-    file = written(tmp_path / "data.yaml", "train: images\nnames: [person]\n")
     with pytest.raises(DataError, match=rf"hold a box and {count} keypoints"):
-        convert_yolo(file, tmp_path / "out", options=KEEP)
+        yolo_lines(tmp_path, *lines)
 
 
 @pytest.mark.parametrize(
@@ -308,10 +241,7 @@ def test_lines_of_keypoints_are_no_polygons(lines: list[str], count: int, tmp_pa
      "0.5 0.5 0.53 0.5 0.55 0.53 0.52 0.52 0.5 0.55 0.47 0.53"],
 )  # fmt: skip
 def test_polygons_are_no_keypoints(ring: str, tmp_path: Path) -> None:
-    image(tmp_path)
-    written(tmp_path / "labels" / "a.txt", f"0 {ring}\n" * 6)
-    file = written(tmp_path / "data.yaml", "train: images\nnames: [roof]\n")
-    assert convert_yolo(file, tmp_path / "out", options=KEEP).objects == 6
+    assert yolo_lines(tmp_path, *[f"0 {ring}"] * 6).objects == 6
 
 
 # --- labels that are not found ---
@@ -369,7 +299,7 @@ def test_labels_have_suffixes_in_any_case(tmp_path: Path) -> None:
 def test_a_coco_file_without_annotations_is_refused(tmp_path: Path) -> None:
     """COCO's image_info_test2017.json."""
     with pytest.raises(DataError, match=r"none of 1 images has an annotation.*--keep-emptied"):
-        coco(tmp_path, [])
+        converted(coco, tmp_path, [])
 
 
 # --- COCO's ids and fields ---
@@ -563,7 +493,7 @@ def test_formats_without_sizes_note_photos_that_exif_turns(tmp_path: Path) -> No
     table = written(tmp_path / "o" / "b.csv", "ImageID,LabelName,XMin,XMax,YMin,YMax\na,/m/1,0.1,0.2,0.1,0.2\n")
     report = convert_openimages(table, tmp_path / "o" / "out", images_dir=tmp_path / "o" / "images", options=KEEP)
     assert report.notes == {"exif_applied": 1}
-    plain = csv(tmp_path / "c", PIXELS)
+    plain = converted(csv, tmp_path / "c", PIXELS)
     assert plain.notes == {}, "a format without sizes does not miss them"
 
 
