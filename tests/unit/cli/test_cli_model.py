@@ -1,4 +1,4 @@
-"""``coordexp model merge`` and ``info``, from a real LoRA run."""
+"""``coordexp model tiny``; ``merge`` and ``info``, from a real LoRA run."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             main(["train", str(yaml)])
     assert not exit_.value.code
     return folder / "out1"
+
+
+def test_a_tiny_model_is_written_once(tmp_path: Path, cli: Cli) -> None:
+    outcome = cli("model", "tiny", tmp_path / "tiny")
+    assert outcome.code == 0 and f"wrote {tmp_path / 'tiny'}" in outcome.out
+    assert (tmp_path / "tiny" / "model.safetensors").is_file()
+    assert cli("model", "tiny", tmp_path / "tiny").code == 2
 
 
 def test_transformers_loads_a_merged_model(run: Path, tmp_path: Path, cli: Cli) -> None:

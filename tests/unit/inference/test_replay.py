@@ -30,7 +30,9 @@ def folder_of(config: Any) -> Path:
     return Path(config.training.output_dir) / "rollout_records"
 
 
-def test_replay_gives_the_recorded_targets_and_losses(recorded: tuple[Any, Any]) -> None:
+def test_replay_gives_the_recorded_targets_and_losses(
+    recorded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     config, trainer = recorded
     (one,) = replay_records(folder_of(config), config, model=tiny_checkpoint())  # the weights of the first step
     assert one.differences == ()
@@ -38,6 +40,12 @@ def test_replay_gives_the_recorded_targets_and_losses(recorded: tuple[Any, Any])
     logged = step_lines(trainer)[0]
     for name, value in one.losses.items():
         assert value == pytest.approx(logged[name], rel=1e-4, abs=1e-6), name
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(folder_of(config)), "--model", str(tiny_checkpoint())])
+    assert not ended.value.code
+    out = " ".join(capsys.readouterr().out.split())
+    assert "1 records replayed, 0 differently" in out
+    assert all(f"{name} {value:.4f}" in out for name, value in one.losses.items())
 
 
 def test_a_target_that_differs_is_named(
