@@ -12,7 +12,6 @@ from coordexp.evaluation.compare import changed_rates, compare
 from coordexp.records import GTObject
 from coordexp.training.ledger import RunLedger
 from support.answers import CAT, DOG
-from support.tiny_run import run_config, train
 
 GHOST = GTObject("ghost", "bbox_2d", (800, 10, 900, 90))
 
@@ -104,11 +103,3 @@ def test_a_new_run_replaces_the_first_evaluation_of_an_older_one(ledger: RunLedg
     RunLedger(tmp_path, print).rates(answers(DOG), is_first=True)
     (kept,) = read_answers(tmp_path / "first_evaluation.jsonl")
     assert [obj.desc for obj in kept.pred] == ["dog"]
-
-
-def test_training_logs_the_rates_from_the_second_evaluation_on(tmp_path: Path) -> None:
-    trainer = train(run_config(tmp_path, 2, training__eval_strategy="steps", training__eval_steps=1))
-    first, second = (line for line in trainer.state.log_history if "eval_rollout/f1" in line)
-    assert "eval_rollout/lost_rate" not in first
-    assert {"eval_rollout/lost_rate", "eval_rollout/gained_rate", "eval_rollout/false_gained_rate"} <= second.keys()
-    assert len(list(tmp_path.rglob("first_evaluation.jsonl"))) == 1

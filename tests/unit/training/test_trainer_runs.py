@@ -176,18 +176,22 @@ def test_a_model_that_is_all_nan_stops_the_run(tmp_path: Path) -> None:
 
 
 def test_evaluation_logs_the_configured_metrics(tmp_path: Path) -> None:
-    def measured(name: str, **keys: Any) -> set[str]:
+    def measured(name: str, **keys: Any) -> list[set[str]]:
+        """Names of each evaluation."""
         section = {f"rollout_matching__eval_detection__{key}": value for key, value in keys.items()}
         often = {"training__eval_strategy": "steps", "training__eval_steps": 1}
         trainer = train(run_config(tmp_path, 2, name, **often, **section))
-        lines = [line for line in trainer.state.log_history if any(key.startswith("eval_") for key in line)]
-        return {key.removeprefix("eval_rollout/") for line in lines for key in line if key.startswith("eval_rollout/")}
+        lines = [{key.removeprefix("eval_rollout/") for key in line if key.startswith("eval_rollout/")}
+                 for line in trainer.state.log_history]  # fmt: skip
+        return [line for line in lines if line]
 
-    both = measured("both", use_segm=True, f1ish_iou_thrs=[0.5, 0.75], score_mode="confidence")
+    both = set().union(*measured("both", use_segm=True, f1ish_iou_thrs=[0.5, 0.75], score_mode="confidence"))
     assert {"AP", "AP50", "segm_AP", "f1@0.75"} <= both
-    alone = measured("alone", metrics="f1ish")
-    assert "f1" in alone and "AP" not in alone
-    assert measured("off", enabled=False) == set()
+    first, second = measured("alone", metrics="f1ish")
+    assert "f1" in first and "AP" not in first | second
+    assert second - first >= {"lost_rate", "gained_rate", "false_gained_rate"}
+    assert len(list((tmp_path / "alone").rglob("first_evaluation.jsonl"))) == 1
+    assert measured("off", enabled=False) == []
 
 
 def test_evaluation_does_not_change_training(tmp_path: Path) -> None:
