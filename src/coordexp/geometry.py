@@ -321,9 +321,8 @@ def _outline_covers(outline_V2: np.ndarray, other_W2: np.ndarray) -> bool:
         spans = []
         for (rx, ry), (sx, sy) in edges:
             if dx == dy == 0:
-                ex, ey = sx - rx, sy - ry
-                along = ex * (px - rx) + ey * (py - ry)
-                if ex * (py - ry) == ey * (px - rx) and 0 <= along <= ex * ex + ey * ey:
+                is_inside = min(rx, sx) <= px <= max(rx, sx) and min(ry, sy) <= py <= max(ry, sy)
+                if is_inside and (sx - rx) * (py - ry) == (sy - ry) * (px - rx):
                     spans.append((0, 0))
             elif dx * (ry - py) == dy * (rx - px) and dx * (sy - py) == dy * (sx - px):
                 low, high = sorted((dx * (rx - px) + dy * (ry - py), dx * (sx - px) + dy * (sy - py)))

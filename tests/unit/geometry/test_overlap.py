@@ -225,6 +225,12 @@ def test_exact_fallback_agrees_with_a_fine_raster(first, second):
     assert exact_iou(np.array(first), np.array(second)) == pytest.approx(expected, abs=0.02)
 
 
+def test_shapes_of_one_point_overlap_only_at_that_point():
+    here, there = np.full((3, 2), 100), np.full((3, 2), 102)
+    assert exact_iou(here, here) == 1.0
+    assert exact_iou(here, there) == exact_iou(there, here) == 0.0
+
+
 def test_canvas_of_one_pixel_is_refused():
     with pytest.raises(ValueError, match="1"):
         mask_iou(box(0, 0, 1, 1), box(0, 0, 1, 1), resolution=1)
