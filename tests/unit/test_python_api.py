@@ -154,6 +154,7 @@ def test_a_failed_replacement_leaves_no_old_boxes_on_new_images(tmp_path: Path) 
         ({"overlap": 0.5}, "overlap has no use here"),
         ({"tiles": 2.5}, "tiles of 2.5"),
         ({"out": "."}, "is a folder"),
+        ({"out": "scenes.jsonl", "overwrite": True}, r"scenes\.jsonl: is the dataset to complete"),
     ],
 )
 def test_a_completion_is_refused_before_a_model_is_looked_for(

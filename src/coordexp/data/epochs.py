@@ -10,7 +10,6 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
 import numpy as np
 
@@ -49,7 +48,7 @@ class _Fractions:
 class EpochPlan:
     """The records of each epoch, as a function of the factors, the seed and the epoch alone.
 
-    ``size``: the number of samples, the same in every epoch.
+    ``size``: the number of samples, the same in every epoch; ``sizes``: those of each file.
     """
 
     def __init__(self, factors_N: np.ndarray, lengths: Sequence[int], seed: int) -> None:
@@ -59,15 +58,18 @@ class EpochPlan:
         self.factors_N = factors_N
         self._whole_N = np.floor(factors_N).astype(np.int64)
         self._files = []
+        self.sizes: list[int] = []
         start = 0
         for length in lengths:
             order = list(range(start, start + length))  # shuffled, because neighbours in a file are often similar
             random.Random(f"epochs:{seed}:{start}").shuffle(order)
             fractions_L = (factors_N - self._whole_N)[order]
+            self.sizes.append(int(self._whole_N[order].sum()))
             if (fractions_L > 0).any():
                 self._files.append(_Fractions(np.array(order)[fractions_L > 0], fractions_L[fractions_L > 0]))
+                self.sizes[-1] += self._files[-1].size
             start += length
-        self.size = int(self._whole_N.sum()) + sum(file.size for file in self._files)
+        self.size = sum(self.sizes)
 
     def counts(self, epoch: int) -> np.ndarray:
         """How often the epoch has each record: its factor rounded down or up."""
@@ -107,12 +109,10 @@ def class_factors(records: Sequence[ImageRecord], threshold: float) -> dict[str,
 
 def describe_epoch(records: Sequence[ImageRecord], plan: EpochPlan, repeat_threshold: float | None) -> Iterator[str]:
     """Lines for the log that describe an epoch."""
-    lengths = [len(part) for part in parts_of(records)]
     yield f"an epoch has {plan.size:,} samples of {len(records):,} records"
-    sums = np.add.reduceat(plan.factors_N, [0, *accumulate(lengths)][:-1])
     if isinstance(records, JoinedRecords):
-        for name, part, samples in zip(records.names, records.parts, sums, strict=True):
-            yield f"  {name}: {len(part.records):,} records, weight {part.weight:g}: {samples:,.0f} samples"
+        for name, part, samples in zip(records.names, records.parts, plan.sizes, strict=True):
+            yield f"  {name}: {len(part.records):,} records, weight {part.weight:g}: {samples:,} samples"
     if repeat_threshold is not None:
         factors = class_factors(records, repeat_threshold)
         rare = sorted((desc for desc in factors if factors[desc] > 1), key=lambda desc: (-factors[desc], desc))

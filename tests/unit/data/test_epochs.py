@@ -55,6 +55,7 @@ def test_each_record_is_drawn_its_factor_rounded_down_or_up(files: list[tuple[in
         for count, weight in files:
             assert counts_N[start : start + count].sum() == max(1, math.ceil(round(count * weight, 6)))
             start += count
+        assert sum(drawn.sizes) == drawn.size
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.2, 0.25, 0.3, 1 / 3, 0.5, 0.9])
@@ -130,7 +131,8 @@ def test_the_log_says_what_an_epoch_has() -> None:
     ]
     repeated = plan_epochs(records, 0.27, 7)
     assert repeated is not None
-    *_, last = describe_epoch(records, repeated, 0.27)
+    *_, old, last = describe_epoch(records, repeated, 0.27)
+    assert old.endswith(f"{repeated.sizes[1]} samples") and sum(repeated.sizes) == repeated.size
     assert last == "  repeat_threshold 0.27: 1 records with 1 rare classes are repeated (zebra x 2.01)"
 
 

@@ -214,7 +214,7 @@ def test_an_absolute_name_is_that_of_an_image_in_a_relative_folder(
 ) -> None:
     paint(tmp_path / "images" / "a.jpg")
     monkeypatch.chdir(tmp_path)
-    report = convert(Path("."), [str(tmp_path / "images" / "a.jpg")])
+    report = converted(convert, Path("."), [str(tmp_path / "images" / "a.jpg")])
     assert (report.images, report.notes) == (1, {})
 
 
