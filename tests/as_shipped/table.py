@@ -100,7 +100,7 @@ class Row:
         ends: where in an epoch of three steps the run ends.
         interrupted_with: keys of the run that is interrupted; they do not change the weights.
         same_as: the row with whose replaced configuration this one's is identical, except for ``training.output_dir``,
-            which a test compares. It is not started.
+            which a test compares. It is started to its end, and not interrupted again.
         server: the row whose ``coordexp serve`` answers this one's trainer on a machine without a GPU, where ``on_cpu``
             trains by ``coordexp train``: a server takes a minute to start there, so rows share one.
         gpus: the least number on which its own command can run.
@@ -197,7 +197,7 @@ ROWS: tuple[Row, ...] = (
     Row("demo/stage2", TINY_SAVES, _OWN),
     Row("demo/two_channel", TINY, _OWN, interrupted_with=SAVES_STEPS),
 )  # fmt: skip
-STARTED = [one for one in ROWS if one.same_as is None]
+STARTED = [one for one in ROWS if one.same_as is None]  # and interrupted
 
 # YAML files that are no configurations by themselves: which row uses them.
 FRAGMENTS: dict[str, str] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from as_shipped.starting import check_row, interrupt_and_continue, run_of
-from as_shipped.table import KILL, LAUNCH, STARTED, TERM, TORCHRUN, Row, row
+from as_shipped.table import KILL, LAUNCH, ROWS, STARTED, TERM, TORCHRUN, Row, row
 
 # Rows with servers are in test_servers.py.
 WITHOUT_SERVERS = [one for one in STARTED if one.server is None and one.command != LAUNCH]
@@ -23,6 +23,13 @@ def test_a_shipped_configuration_runs_to_its_end(one: Row, tmp_path: Path) -> No
     if one.uses_vllm:
         pytest.importorskip("vllm")
     check_row(one, tmp_path)
+
+
+@pytest.mark.parametrize("one", [one for one in ROWS if one.same_as], ids=named)
+def test_a_shipped_configuration_of_the_same_run_runs_to_its_end(one: Row, tmp_path: Path) -> None:
+    whole = run_of(one, tmp_path)
+    whole.to_the_end()
+    whole.answers()
 
 
 def test_two_ranks_under_torchrun_are_interrupted_and_continued(tmp_path: Path) -> None:

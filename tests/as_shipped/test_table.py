@@ -42,7 +42,7 @@ def test_a_fragment_is_part_of_a_row(fragment: str) -> None:
 
 
 @pytest.mark.parametrize("same", [one for one in ROWS if one.same_as], ids=lambda one: one.name)
-def test_a_row_that_is_not_started_is_the_same_run_as_one_that_is(same: Row, tmp_path: Path) -> None:
+def test_a_row_that_is_not_interrupted_is_the_same_run_as_one_that_is(same: Row, tmp_path: Path) -> None:
     assert same.same_as is not None and row(same.same_as).same_as is None
     runs = [RowRun(one, tmp_path).resolved().model_dump() for one in (same, row(same.same_as))]
     assert runs[0] == runs[1]
