@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -165,7 +167,7 @@ TERMINALS_OF_RUNS = (
 
 
 def fingerprint(code: Sequence[str]) -> str:
-    """Of the contents of files, folders and patterns below the repository; of Python, without comments and layout."""
+    """Of the contents of files, folders and patterns below the repository; of Python, without comments."""
     digest = hashlib.sha256()
     for name in code:
         found = sorted(path for path in ([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"))
@@ -181,11 +183,17 @@ def fingerprint(code: Sequence[str]) -> str:
 
 
 def _without_comments(source: bytes) -> bytes:
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+    """Lines without comments, docstrings and empty ones: the same in every version of Python."""
+    lines = source.decode().splitlines()
+    for token in tokenize.tokenize(io.BytesIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree).encode()
+            first, last = node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno
+            lines[first - 1 : last] = [""] * (last - first + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip()).encode()
 
 
 def of_image(file: str) -> str:

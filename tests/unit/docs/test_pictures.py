@@ -76,7 +76,7 @@ def test_it_is_older_than_changed_code(
 @pytest.mark.parametrize(
     "text", [CODE.replace("  # twice", ""), CODE.replace("A square", "Squares"), CODE + "\n\n# end"]
 )
-def test_comments_docstrings_and_layout_of_python_do_not_count(pictures: ModuleType, text: str) -> None:
+def test_comments_docstrings_and_empty_lines_of_python_do_not_count(pictures: ModuleType, text: str) -> None:
     (pictures.ROOT / "code" / "draw.py").write_text(text)
     assert reasons(pictures) == []
 
