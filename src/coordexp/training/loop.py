@@ -100,7 +100,7 @@ class CoordExpTrainer:
         self.state.max_steps = max_steps
         self.state.num_train_epochs = math.ceil(max_steps / batches.steps_per_epoch)
         self.state.compute_steps(self.args, max_steps)
-        _check_best(self.args, self.state, self.measured is not None)
+        _check_best(self.args, self.state, self.measured)
         step.logging_steps = int(self.state.logging_steps or 1)
         self._notify("on_init_end")
 
@@ -187,8 +187,8 @@ class CoordExpTrainer:
                 load_weights(self.run, Path(best))
             else:
                 self.on_note(
-                    "training.load_best_model_at_end: no checkpoint of this run was evaluated, so the model is that of "
-                    "the last step"
+                    "training.load_best_model_at_end: no checkpoint of this run was evaluated by "
+                    f"{self.args.metric_for_best_model}, so the model is that of the last step"
                 )
         self._notify("on_train_end")
 
@@ -303,14 +303,13 @@ class CoordExpTrainer:
 
     def _evaluate_and_note_best(self) -> None:
         metrics, args, state = self.evaluate(), self.args, self.state
-        if args.metric_for_best_model is None:
+        if args.metric_for_best_model is None or not state.global_step:  # the start is no checkpoint of the run
             return
         name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
-        if name not in metrics:
-            raise ConfigError(f"training.metric_for_best_model: {name} is not among the metrics {sorted(metrics)}")
-        value, sign = metrics[name], 1 if args.greater_is_better else -1
-        if not state.global_step:  # the start is no checkpoint that could be loaded in the end
+        if name not in metrics:  # objects lost since the first evaluation, or large ones in a set without any
+            self.on_note(f"no step is the best by this evaluation: it has no {name} (training.metric_for_best_model)")
             return
+        value, sign = metrics[name], 1 if args.greater_is_better else -1
         if needs_metric(self.run.scheduler):
             self.run.scheduler.step(value)
         is_saved = self.control.should_save or (self._saved is not None and self._saved[0] == state.global_step)
@@ -408,7 +407,7 @@ class CoordExpTrainer:
         self.backend.close()
 
 
-def _check_best(args: TrainingArguments, state: TrainerState, is_measured: bool) -> None:
+def _check_best(args: TrainingArguments, state: TrainerState, measured: EvalDetectionConfig | None) -> None:
     """Raises ConfigError for a best model by a figure that no evaluation has, or that a checkpoint would lack.
     Intervals may be shares of a run, so its steps must be known."""
     if args.metric_for_best_model is not None and args.eval_strategy != "no":
@@ -420,16 +419,31 @@ def _check_best(args: TrainingArguments, state: TrainerState, is_measured: bool)
                 f"training.metric_for_best_model: no evaluation has a figure {name}"
                 + (f"; did you mean {near[0]}?" if near else "; docs/metrics.md lists them")
             )
-        if not is_measured and name.startswith("eval_rollout/"):
-            raise ConfigError(
-                f"training.metric_for_best_model: {name} needs rollout_matching.eval_detection.enabled: true"
-            )
+        if (setting := _left_out(name, measured)) is not None:
+            raise ConfigError(f"training.metric_for_best_model: {name} needs rollout_matching.eval_detection.{setting}")
     if args.load_best_model_at_end and args.eval_strategy == "steps" and state.save_steps % int(state.eval_steps or 1):
         raise ConfigError(
             f"training.save_steps: {args.save_steps:g} is every {state.save_steps} of {state.max_steps} steps, and "
             f"eval_steps every {state.eval_steps}: no multiple, so load_best_model_at_end would find checkpoints "
             "without figures"
         )
+
+
+def _left_out(name: str, measured: EvalDetectionConfig | None) -> str | None:
+    """The setting of ``rollout_matching.eval_detection`` without which evaluations have no figure ``name``."""
+    section, _, figure = name.partition("/")
+    if section != "eval_rollout":
+        return None
+    if measured is None:
+        return "enabled: true"
+    if measured.metrics == "f1ish" and figure.startswith(("AP", "AR", "segm_")):
+        return "metrics: both"
+    if figure.startswith("segm_") and not measured.use_segm:
+        return "use_segm: true"
+    _, _, threshold = figure.partition("@")
+    if threshold and threshold not in [f"{one:g}" for one in measured.f1ish_iou_thrs[1:]]:
+        return f"f1ish_iou_thrs with {threshold} after its first"
+    return None
 
 
 def _mean_loss(state: TrainerState) -> float:

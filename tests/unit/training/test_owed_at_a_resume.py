@@ -95,6 +95,13 @@ def test_only_a_step_with_a_checkpoint_may_be_the_best(tmp_path: Path) -> None:
     assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-4"
 
 
+def test_an_evaluation_without_the_figure_has_no_best_checkpoint(tmp_path: Path) -> None:
+    """Lost objects are counted from the second evaluation on."""
+    keys = BEST | {"training__metric_for_best_model": "rollout/lost_rate", "training__greater_is_better": False}
+    trainer = train(run_config(tmp_path, 1, "run", **keys))
+    assert evaluated(trainer) == [1, 2] and Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
+
+
 def test_a_best_checkpoint_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     train(run_config(tmp_path, 1, "run", **BEST, training__max_steps=2), on_built=scripted(0.9, 0.1))
     shutil.rmtree(tmp_path / "run" / "checkpoint-1")
@@ -141,6 +148,12 @@ def test_figures_of_another_measure_are_not_compared(keys: dict[str, Any], best:
     [
         ({"training__metric_for_best_model": "rollout/F1"}, "eval_rollout/f1"),
         ({"rollout_matching__eval_detection": {"enabled": False}}, "rollout_matching.eval_detection.enabled"),
+        (
+            {"rollout_matching__eval_detection": {"metrics": "f1ish"}, "training__metric_for_best_model": "rollout/AP"},
+            "metrics: both",
+        ),
+        ({"training__metric_for_best_model": "rollout/segm_AP"}, "use_segm: true"),
+        ({"training__metric_for_best_model": "rollout/f1@0.75"}, "f1ish_iou_thrs with 0.75"),
         ({"training__save_steps": 0.4, "training__eval_steps": 0.2, "training__max_steps": 11}, "training.save_steps"),
     ],
 )
