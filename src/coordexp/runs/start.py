@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from coordexp.checkpoints.folder import Checkpoint, read_object
 from coordexp.checkpoints.run_folder import STATE, checked_changes, newest_checkpoint
@@ -39,6 +40,17 @@ class Start:
         if checkpoint == self.checkpoint:
             return self
         return replace(self, checkpoint=checkpoint, applied=_applied(self.config, checkpoint))
+
+    def check_steps(self, max_steps: int) -> None:
+        """Raise ConfigError if the run ends at ``max_steps``, before the steps that its checkpoint has trained, or at
+        them but earlier than was planned: other data, batches or numbers of processes make epochs of fewer steps."""
+        if self.checkpoint is None:
+            return
+        state = _state_of(self.checkpoint)
+        step, planned = int(state.get("global_step") or 0), int(state.get("max_steps") or 0)
+        if step >= max_steps and planned not in (0, max_steps):
+            changed = [one for one in self.applied if not one.harmless or one.key in _SCHEDULE]
+            raise _ended(self.checkpoint, state, changed, f"the run ends after {max_steps} now")
 
 
 def decide_start(
@@ -71,23 +83,30 @@ def _check_schedule(config: RunConfig, checkpoint: Path, applied: Sequence[Chang
     changed = [one for one in applied if one.key in _SCHEDULE]
     if not changed:
         return
-    try:
-        state = read_object(checkpoint, STATE, "trainer state")
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{checkpoint}: {STATE} cannot be read ({error.__cause__}); resume from an older checkpoint"
-        ) from error
+    state = _state_of(checkpoint)
     if not state:
         return
     training = config.training
     step, epoch = int(state.get("global_step") or 0), float(state.get("epoch") or 0.0)
     ended = step >= training.max_steps if training.max_steps > 0 else epoch >= training.num_train_epochs
-    if not ended:
-        return
-    planned = int(state.get("max_steps") or step)
-    listed = "\n".join(f"  {one}" for one in changed)
-    raise ConfigError(
-        f"training.resume_from_checkpoint: {checkpoint} has trained {step} of {planned} steps ({epoch:.4g} epochs), "
-        f"and this schedule ends before that\n{listed}\nTo continue, restore these values, on the command line too. To "
-        f"keep the model of step {step} as it is: coordexp model export {checkpoint} FOLDER"
+    if ended:
+        raise _ended(checkpoint, state, changed, "this schedule ends before that")
+
+
+def _state_of(checkpoint: Path) -> Mapping[str, Any]:
+    try:
+        return read_object(checkpoint, STATE, "trainer state")
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{checkpoint}: {STATE} cannot be read ({error.__cause__}); resume from an older checkpoint"
+        ) from error
+
+
+def _ended(checkpoint: Path, state: Mapping[str, Any], changed: Sequence[Change], now: str) -> ConfigError:
+    step, epoch = int(state.get("global_step") or 0), float(state.get("epoch") or 0.0)
+    listed = "".join(f"\n  {one}" for one in changed) or "\n  the number of processes or samples"
+    return ConfigError(
+        f"training.resume_from_checkpoint: {checkpoint} has trained {step} of {int(state.get('max_steps') or step)} "
+        f"steps ({epoch:.4g} epochs), and {now}{listed}\nTo continue, restore these values, on the command line too. "
+        f"To keep the model of step {step} as it is: coordexp model export {checkpoint} FOLDER"
     )

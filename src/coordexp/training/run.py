@@ -213,9 +213,9 @@ def build_trainer(
     train = RecordDataset(run.train, encoder.encode, ordering, training.seed, config.data.augment)
     val = RecordDataset(run.val, encoder.encode, ordering, training.seed) if run.val else None
     batches = _step_batches(run, args, train, console)
-    max_steps = args.max_steps
-    if max_steps < 0:
-        max_steps = math.ceil(round(args.num_train_epochs * batches.steps_per_epoch, 6))
+    by_epochs = math.ceil(round(args.num_train_epochs * batches.steps_per_epoch, 6))
+    max_steps = args.max_steps if args.max_steps > 0 else by_epochs
+    start.check_steps(max_steps)
 
     # Before the model is wrapped: a wrapper may expose other parameters during a forward.
     build_row = RowBuilder.from_model(loaded, accelerator.device)

@@ -65,6 +65,19 @@ def test_a_signal_at_an_evaluation_postpones_it(tmp_path: Path) -> None:
     assert Path(resumed.state.best_model_checkpoint).name == Path(whole.state.best_model_checkpoint).name
 
 
+def test_larger_batches_do_not_end_a_run_before_what_it_has_trained(tmp_path: Path) -> None:
+    """Four of six steps are trained; with batches of four samples, an epoch has three."""
+    epoch = {"training__max_steps": -1, "training__num_train_epochs": 1, "training__resume_from_checkpoint": True}
+    stopped, _ = build_trainer(check_run(run_config(tmp_path, 1, "run", **epoch)), Console(quiet=True))
+    stopped.train(signal=lambda: 15 if stopped.state.global_step == 4 else None)
+    larger = {"training__per_device_train_batch_size": 4, "training__resume_with_changes": True}
+    with pytest.raises(ConfigError) as refused:
+        train(run_config(tmp_path, 1, "run", **epoch | larger))
+    assert "has trained 4 of 6 steps (0.6667 epochs), and the run ends after 3 now" in str(refused.value)
+    assert "training.per_device_train_batch_size: 2 in the checkpoint, 4 now" in str(refused.value)
+    assert train(run_config(tmp_path, 1, "run", **epoch)).state.global_step == 6
+
+
 def test_the_last_evaluation_is_owed_too_and_may_be_the_best(tmp_path: Path) -> None:
     """Of step 3, which is no multiple of 2, and whose checkpoint was written before it."""
     keys = BEST | {"training__eval_steps": 2, "training__max_steps": 3, "training__save_steps": 2}
