@@ -99,7 +99,7 @@ def _schedule_has_its_metric(config: RunConfig) -> Findings:
             "eval_rollout/f1), or choose another schedule",
         )
         return
-    rises = training.greater_is_better if training.greater_is_better is not None else not metric.endswith("loss")
+    rises = training.more_is_better
     mode, given = "max" if rises else "min", (training.lr_scheduler_kwargs or {}).get("mode", "min")
     if mode != given:
         yield (

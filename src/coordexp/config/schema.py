@@ -324,7 +324,7 @@ class TrainingConfig(StrictModel):
     metric_for_best_model: Annotated[str, Field(min_length=1)] | None = None
     """figure of evaluation that decides which checkpoint is best, e.g. rollout/f1"""
     greater_is_better: bool | None = None
-    """is more of metric_for_best_model better? null: yes, unless its name ends in loss"""
+    """is more of metric_for_best_model better? null: yes, unless it is a loss or a share of faults (lost_rate …)"""
     resume_from_checkpoint: _Resume = None
     """null starts from model.model; true resumes from the newest checkpoint; or a checkpoint folder"""
     resume_with_changes: bool = False
@@ -373,9 +373,22 @@ class TrainingConfig(StrictModel):
                 values[key] = int(values[key])  # transformers wants counts as integers, shares as floats
         values["gradient_accumulation_steps"] = self.accumulation_steps(world_size)
         values["report_to"] = [name for name in self.report_to if name != "none"] or "none"
+        values["greater_is_better"] = self.more_is_better
         return values
 
+    @property
+    def more_is_better(self) -> bool | None:
+        """Of ``metric_for_best_model``; None without one."""
+        if self.metric_for_best_model is None or self.greater_is_better is not None:
+            return self.greater_is_better
+        return not self.metric_for_best_model.endswith(LESS_IS_BETTER)
 
+
+# How the names of such figures end.
+LESS_IS_BETTER = (
+    *("loss", "lost_rate", "duplicate_rate", "giant_rate", "invalid_rate", "truncated_rate", "terminated_rate"),
+    "empty_rate",
+)
 # Keys that transformers does not know. resume_from_checkpoint is one of its fields, but Trainer.train takes it.
 OWN_KEYS = {
     *("vit_lr", "aligner_lr", "coord_lr", "logging_dir", "master_weights", "effective_batch_size", "packing"),

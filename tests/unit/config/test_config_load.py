@@ -125,6 +125,20 @@ def test_override_of_a_missing_list_entry_is_an_error(path: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("metric", "given", "is_more_better"),
+    [
+        (None, None, None), ("rollout/f1", None, True), ("eval_loss", None, False), ("rollout/lost_rate", None, False),
+        ("rollout/gained_rate", None, True), ("rollout/duplicate_rate", None, False),
+        ("rollout/duplicate_rate", True, True),
+    ],
+)  # fmt: skip
+def test_less_is_better_of_losses_and_faults(metric: str | None, given: bool | None, is_more_better: bool) -> None:
+    raw = set_key(stage1(), "training.metric_for_best_model", metric)
+    training = parse_config(set_key(raw, "training.greater_is_better", given)).training
+    assert training.hf_arguments()["greater_is_better"] is is_more_better
+
+
+@pytest.mark.parametrize(
     ("text", "strategy", "report_to", "resume"),
     [("no", "no", "none", False), ("'no'", "no", ["wandb"], True), ("epoch", "epoch", [], "outputs/checkpoint-3")],
 )
