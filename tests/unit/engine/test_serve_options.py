@@ -12,7 +12,13 @@ from coordexp.config import RunConfig, load_config
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.engine.server.options import ServeOptions, is_loopback, serve_options
 from coordexp.engine.server.serving import prepare_environment
-from coordexp.engine.wire.arguments import ENABLE, activated_config, activation_environment
+from coordexp.engine.wire.arguments import (
+    ENABLE,
+    activated_config,
+    activation_environment,
+    own_arguments,
+    with_room_for_drafts,
+)
 from coordexp.engine.wire.engine_process import PLUGINS, engine_environment, needed_plugins
 from coordexp.errors import ConfigError, RolloutError
 from support.config_samples import set_key, stage2, write_yaml
@@ -62,6 +68,25 @@ def test_a_server_skips_forced_tokens_unless_its_engine_is_to_schedule_asynchron
 def test_adapter_engines_get_the_lora_rank(tmp_path: Path) -> None:
     engine = options_of(tmp_path, enable_lora=True, max_lora_rank=16).engine
     assert (engine["enable_lora"], engine["max_loras"], engine["max_lora_rank"]) == (True, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "drafts", "keys", "sequences"),
+    [
+        (0, True, {"enable_lora": True}, 62),  # 62 drafts of 32 tokens, each after a token, are in vLLM's 2048
+        (0, True, {"enable_lora": True, "max_num_seqs": 8}, 8),
+        (0, True, {"enable_lora": True, "max_num_batched_tokens": 100}, 3),
+        (1, True, {"enable_lora": True, "max_num_seqs": 500}, 496),
+        (0, True, {"enable_lora": False}, None),
+        (0, False, {"enable_lora": True}, None),
+    ],
+)
+def test_an_engine_with_adapters_has_room_for_a_draft_of_each_answer(
+    gpus: int, drafts: bool, keys: dict[str, Any], sequences: int | None, tmp_path: Path
+) -> None:
+    engine = options_of(tmp_path, gpus=gpus, tensor_parallel_size=1, **keys).engine
+    arguments = with_room_for_drafts({**engine, **own_arguments(tmp_path, guarded=False, drafts=drafts)})
+    assert arguments.get("max_num_seqs") == sequences
 
 
 @pytest.mark.parametrize(

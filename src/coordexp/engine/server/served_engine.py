@@ -36,6 +36,7 @@ from coordexp.engine.wire.arguments import (
     executor_on_cpu,
     own_arguments,
     with_image_size,
+    with_room_for_drafts,
 )
 from coordexp.engine.wire.starting import announced_start
 from coordexp.errors import RolloutError
@@ -66,7 +67,7 @@ class ServedEngine:
             **own_arguments(options.model, guarded, options.takes_class_names, options.skip_forced_tokens),
             "data_parallel_size": options.data_parallel_size,
         }
-        arguments = with_image_size(arguments)
+        arguments = with_room_for_drafts(with_image_size(arguments))
         if not gpu:
             arguments["distributed_executor_backend"] = executor_on_cpu(options.tensor_parallel_size)
         elif options.tensor_parallel_size == 1:

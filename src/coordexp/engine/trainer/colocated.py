@@ -37,6 +37,7 @@ from coordexp.engine.wire.arguments import (
     own_arguments,
     section_arguments,
     with_image_size,
+    with_room_for_drafts,
 )
 from coordexp.engine.wire.engine_process import (
     PLUGINS,
@@ -318,7 +319,7 @@ class ColocatedBackend(RolloutBackend):
         # vLLM's import sets variables, which the trainer's children would inherit.
         with environment_kept(activation_environment(self._repeat_terminate)):
             require("vllm", "rollout_matching.rollout_backend: vllm")
-            arguments = with_image_size(self.engine_arguments)
+            arguments = with_room_for_drafts(with_image_size(self.engine_arguments))
             with announced_start(arguments, gpu=has_gpu()):
                 engine = InProcessEngine(arguments, self._cap)
             try:

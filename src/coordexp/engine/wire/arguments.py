@@ -51,6 +51,8 @@ ACTIVATION_PATH = (
 _OPTIONAL = {"max_object_keys"}
 MAX_WAIT_S = 3600.0  # of a call to engines for a push
 TOKENS_PER_STEP_ON_GPU = 16_384
+# vLLM's defaults for an engine that is started as ours are, and no API server of its own.
+_TOKENS_PER_STEP, _SEQUENCES = 2048, 128
 
 
 class JoinRequest(BaseModel):
@@ -146,6 +148,15 @@ def with_image_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
         **arguments,
         "limit_mm_per_prompt": {**limits, "image": {"count": limits["image"], "width": side, "height": side}},
     }
+
+
+def with_room_for_drafts(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """An engine's arguments with so few sequences at once that a step has room for a whole draft of each, if it takes
+    adapters too: vLLM starts no other engine. Further requests wait in the engine."""
+    if not (arguments.get("enable_lora") and "speculative_config" in arguments):
+        return dict(arguments)
+    tokens = arguments.get("max_num_batched_tokens", _TOKENS_PER_STEP)
+    return {**arguments, "max_num_seqs": min(arguments.get("max_num_seqs", _SEQUENCES), tokens // (_DRAFTED + 1))}
 
 
 def executor_on_cpu(tensor_parallel_size: int) -> str:
