@@ -295,8 +295,12 @@ def open_session(
         open_image=lambda path: loaded.preparation(open_rgb(path)),
         preparation=loaded.preparation,
     )
+    # The adapters of a run are merged, so an engine gets full weights, whatever the run itself pushes.
+    vllm = config.rollout_matching.vllm
+    merged = {"enable_lora": False, "sync": vllm.sync.model_copy(update={"mode": "full"})}
+    rollout = config.rollout_matching.model_copy(update={"vllm": vllm.model_copy(update=merged)})
     with advising(config), phase("engine", "the start of the engine"):
-        backend = build_backend(config.rollout_matching, parts, class_names)
+        backend = build_backend(rollout, parts, class_names)
     try:
         with advising(config), phase("rollouts", "answering"), rollout_session(backend, 0):
             template = config.template
@@ -306,9 +310,9 @@ def open_session(
             def limited_to(names: tuple[str, ...]) -> RolloutBackend:
                 if names == tuple(class_names):
                     return backend
-                if config.rollout_matching.rollout_backend != "hf":
+                if rollout.rollout_backend != "hf":
                     raise ConfigError('classes: an engine is started for one list; name it at the start, or use "hf"')
-                return build_backend(config.rollout_matching, parts, names)  # nothing to load or to close
+                return build_backend(rollout, parts, names)  # nothing to load or to close
 
             yield InferenceSession(
                 encoder, loaded.vocab, backend, scorer, loaded.preparation, loaded.card.classes, limited_to

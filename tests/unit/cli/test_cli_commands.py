@@ -57,7 +57,7 @@ def test_evaluate_another_model_on_other_data_prints_only_the_file_on_stdout(
     assert not (tmp_path / "out2").exists()
 
 
-def test_without_a_rollout_section_transformers_generates(
+def test_the_section_by_which_a_checkpoint_answers(
     tmp_path: Path, cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import coordexp.rollouts as rollouts
@@ -71,6 +71,11 @@ def test_without_a_rollout_section_transformers_generates(
     monkeypatch.setattr(rollouts, "build_backend", build_backend)
     cli("evaluate", write_run(tmp_path, 1, model, rollout_matching=None))
     assert [rollout.rollout_backend for rollout in seen] == ["hf"]
+    pushes = {"tuner__train_type": "lora", "tuner__train_coord_rows": False} | {
+        f"rollout_matching__vllm__{key}": value for key, value in (("enable_lora", True), ("sync__mode", "adapter"))
+    }
+    cli("evaluate", write_run(tmp_path, 1, model, **pushes))
+    assert seen[1].vllm.sync.mode == "full"  # the evaluated model has its adapters merged
 
 
 # data
