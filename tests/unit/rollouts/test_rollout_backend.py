@@ -23,6 +23,7 @@ from coordexp.engine.wire.arguments import (
     DRAFTER,
     GUARD_PROCESSOR,
     KNOWN_TOKENS_PROCESSOR,
+    arithmetic_of,
     section_arguments,
 )
 from coordexp.engine.wire.engine_process import has_gpu
@@ -89,6 +90,23 @@ def test_server_that_normalises_images_otherwise_is_refused(loaded: LoadedModel,
         entry = {"base_url": server.url, "group_port": 51216}
         config = resolved(rollout_backend="vllm", vllm={"mode": "server", "server": {"servers": [entry]}})
         with pytest.raises(RolloutError, match=r"'mean': \(123.*start the server") if refused else nullcontext():
+            build_backend(config, parts(loaded))
+
+
+@pytest.mark.parametrize(
+    ("other", "refused"),
+    [({}, False), ({"text_config.rms_norm_eps": 1e-5}, True), ({"vision_config.deepstack_visual_indexes": [0]}, True)],
+)
+def test_server_that_applies_weights_otherwise_is_refused(
+    loaded: LoadedModel, other: dict[str, Any], refused: bool
+) -> None:
+    """A push would fit and its checksum agree, and every answer be another model's."""
+    worker = {"arithmetic": arithmetic_of(tiny_checkpoint()) | other}
+    with FakeRolloutServer(world_size=1, status={"workers": [worker]}) as server:
+        entry = {"base_url": server.url, "group_port": 51216}
+        config = resolved(rollout_backend="vllm", vllm={"mode": "server", "server": {"servers": [entry]}})
+        names_it = pytest.raises(RolloutError, match=f"has {next(iter(other), '')} .*start the server")
+        with names_it if refused else nullcontext():
             build_backend(config, parts(loaded))
 
 

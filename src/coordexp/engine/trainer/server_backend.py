@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -23,7 +24,15 @@ from coordexp import distributed
 from coordexp.background import in_background
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.engine.trainer.client import STALL_KEYS, ServerClient
-from coordexp.engine.wire.arguments import ACTIVATION_PATH, CLASS_NAMES_ENABLE, CLASS_NAMES_STATUS, PIXELS, check_guard
+from coordexp.engine.wire.arguments import (
+    ACTIVATION_PATH,
+    ARITHMETIC,
+    CLASS_NAMES_ENABLE,
+    CLASS_NAMES_STATUS,
+    PIXELS,
+    arithmetic_of,
+    check_guard,
+)
 from coordexp.engine.wire.engine_process import api_key_from_environment
 from coordexp.engine.wire.protocol import image_source, infer_payload, read_answer
 from coordexp.errors import (
@@ -149,6 +158,21 @@ def check_pixels(client: ServerClient, status: Mapping[str, Any] | None, model: 
             )
 
 
+def check_arithmetic(client: ServerClient, status: Mapping[str, Any] | None, checkpoint: Path) -> None:
+    """Raises RolloutError if a server's model applies weights otherwise than that of the trainer's plain ``checkpoint``
+    (rotary embeddings, norms, heads): pushes bring weights, and not the settings in config.json."""
+    for worker in () if status is None else status["workers"]:
+        theirs = worker.get(ARITHMETIC)
+        if theirs is None:  # an older plugin of swift rollout
+            continue
+        for key, ours in arithmetic_of(checkpoint).items():
+            if theirs.get(key) != ours:
+                raise RolloutError(
+                    f"{client.base_url}: the config.json of its model has {key} {theirs.get(key)}, and that of "
+                    f"{checkpoint} has {ours}; start the server from the same checkpoint"
+                )
+
+
 def in_flight(
     posts: Sequence[Post],
     slots: Sequence[int],
@@ -248,6 +272,7 @@ class ServerBackend(RolloutBackend):
         statuses = [client.status() for client in self._clients]
         for client, status in zip(self._clients, statuses, strict=True):
             check_pixels(client, status, trainer.model)
+            check_arithmetic(client, status, trainer.checkpoint)
             if self._class_names:
                 check_names(client, status)
         self._ours = [(status or {}).get("server") == "coordexp serve" for status in statuses]

@@ -39,6 +39,12 @@ CLASS_NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift 
 CLASS_NAMES_STATUS = "closed_names"  # key of a worker's status: whether it applies them
 PIXELS = "pixels"  # key of a worker's status: these settings of its checkpoint's image processor
 PIXEL_SETTINGS = ("do_rescale", "do_normalize", "rescale_factor", "image_mean", "image_std", "temporal_patch_size")
+ARITHMETIC = "arithmetic"  # key of a worker's status: arithmetic_of its checkpoint
+# Of config.json: what changes a model's answers and no shape of a weight.
+_ARITHMETIC = {
+    "text_config": ("num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_parameters"),
+    "vision_config": ("num_heads", "hidden_act", "deepstack_visual_indexes"),
+}
 
 # The whole section rollout_matching.repeat_terminate as JSON, in one variable or in a file that a variable names.
 ENABLE = "COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION"
@@ -157,6 +163,15 @@ def with_room_for_drafts(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return dict(arguments)
     tokens = arguments.get("max_num_batched_tokens", _TOKENS_PER_STEP)
     return {**arguments, "max_num_seqs": min(arguments.get("max_num_seqs", _SEQUENCES), tokens // (_DRAFTED + 1))}
+
+
+def arithmetic_of(checkpoint: str | Path) -> dict[str, Any]:
+    """The settings of a plain checkpoint that decide how its weights are applied, by key of ``config.json``."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(checkpoint).to_dict()
+    found = {f"{part}.{key}": config[part].get(key) for part, keys in _ARITHMETIC.items() for key in keys}
+    return json.loads(json.dumps(found))
 
 
 def executor_on_cpu(tensor_parallel_size: int) -> str:

@@ -15,11 +15,13 @@ from coordexp.engine.wire.arguments import (
     ADAPTER_ID,
     ADAPTER_NAME,
     ADAPTER_PATH,
+    ARITHMETIC,
     CLASS_NAMES_STATUS,
     FAILURE,
     PIXEL_SETTINGS,
     PIXELS,
     RESULT,
+    arithmetic_of,
 )
 from coordexp.engine.wire.engine_process import DIE_WITH_PARENT, die_with_owner, die_with_parent
 from coordexp.engine.worker import drafting
@@ -164,6 +166,7 @@ class WeightSyncExtension:
             "num_known_tokens": None if known_tokens is None else known_tokens.num_known,
             CLASS_NAMES_STATUS: processor_of(self, RequestClassNamesProcessor) is not None,
             PIXELS: {name: getattr(processor, name) for name in PIXEL_SETTINGS},
+            ARITHMETIC: arithmetic_of(self.vllm_config.model_config.model),
         }
 
     def coordexp_pop_triggers(self, request_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
