@@ -384,10 +384,10 @@ class TrainingConfig(StrictModel):
         return not self.metric_for_best_model.endswith(LESS_IS_BETTER)
 
 
-# How the names of such figures end.
+# How the names of figures end of which less is better.
 LESS_IS_BETTER = (
-    *("loss", "lost_rate", "duplicate_rate", "giant_rate", "invalid_rate", "truncated_rate", "terminated_rate"),
-    "empty_rate",
+    *("loss", "lost_rate", "duplicate_rate", "giant_rate"),
+    *("invalid_rate", "truncated_rate", "terminated_rate", "empty_rate"),
 )
 # Keys that transformers does not know. resume_from_checkpoint is one of its fields, but Trainer.train takes it.
 OWN_KEYS = {

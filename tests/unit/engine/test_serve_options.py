@@ -82,11 +82,23 @@ def test_adapter_engines_get_the_lora_rank(tmp_path: Path) -> None:
     ],
 )
 def test_an_engine_with_adapters_has_room_for_a_draft_of_each_answer(
-    gpus: int, drafts: bool, keys: dict[str, Any], sequences: int | None, tmp_path: Path
+    gpus: int,
+    drafts: bool,
+    keys: dict[str, Any],
+    sequences: int | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = options_of(tmp_path, gpus=gpus, tensor_parallel_size=1, **keys).engine
     arguments = with_room_for_drafts({**engine, **own_arguments(tmp_path, guarded=False, drafts=drafts)})
     assert arguments.get("max_num_seqs") == sequences
+    fewer = sequences is not None and keys.get("max_num_seqs") != sequences
+    assert (f"the engine answers {sequences} requests at once" in caplog.text) == fewer
+
+
+def test_vllms_defaults_are_those_from_which_the_room_for_drafts_is_counted() -> None:
+    config = pytest.importorskip("vllm.config").SchedulerConfig
+    assert (config.DEFAULT_MAX_NUM_BATCHED_TOKENS, config.DEFAULT_MAX_NUM_SEQS) == (2048, 128)
 
 
 @pytest.mark.parametrize(

@@ -220,11 +220,9 @@ class ConversionReport:
         found = images.find_all(wanted, hints)
         for one in found:
             self.note_found(one, file)
-        # Entries may name absolute paths, and the folder be relative.
-        named = {os.path.abspath(one.path) for one in found}
-        unnamed = [
-            path.relative_to(images.folder).as_posix() for path in images.images if os.path.abspath(path) not in named
-        ]
+        absolute = os.path.abspath  # entries may name absolute paths, and the folder be relative
+        named = {absolute(one.path) for one in found}
+        unnamed = [path.relative_to(images.folder).as_posix() for path in images.images if absolute(path) not in named]
         if unnamed:
             shown = ", ".join(unnamed[:3]) + (", …" if len(unnamed) > 3 else "")
             detail = f"{len(unnamed)} images of {images.folder} are named by no entry: {shown}"

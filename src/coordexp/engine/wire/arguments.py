@@ -4,6 +4,7 @@ Imports neither torch nor vLLM."""
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from pydantic import BaseModel, Field, ValidationError
 from coordexp.config.base import dotted, problems_from
 from coordexp.config.rollout import RepeatTerminateConfig, VLLMConfig
 from coordexp.errors import CheckpointError, RolloutError
+
+logger = logging.getLogger("coordexp")
 
 # Names of classes, because importing them would import vLLM.
 EXTENSION = "coordexp.engine.worker.extension.WeightSyncExtension"
@@ -161,8 +164,15 @@ def with_room_for_drafts(arguments: Mapping[str, Any]) -> dict[str, Any]:
     adapters too: vLLM starts no other engine. Further requests wait in the engine."""
     if not (arguments.get("enable_lora") and "speculative_config" in arguments):
         return dict(arguments)
-    tokens = arguments.get("max_num_batched_tokens", _TOKENS_PER_STEP)
-    return {**arguments, "max_num_seqs": min(arguments.get("max_num_seqs", _SEQUENCES), tokens // (_DRAFTED + 1))}
+    most = arguments.get("max_num_batched_tokens", _TOKENS_PER_STEP) // (_DRAFTED + 1)
+    asked = arguments.get("max_num_seqs", _SEQUENCES)
+    if asked > most:
+        logger.warning(
+            "the engine answers %d requests at once, not %d: with adapters a step must have room for a draft of each "
+            "(raise rollout_matching.vllm.max_num_batched_tokens, or set decoding.skip_forced_tokens: false)",
+            most, asked,
+        )  # fmt: skip
+    return {**arguments, "max_num_seqs": min(asked, most)}
 
 
 def arithmetic_of(checkpoint: str | Path) -> dict[str, Any]:
