@@ -141,9 +141,11 @@ def is_same_file(one: Path, other: Path) -> bool:
 
 def unwritable(folder: Path) -> str | None:
     """Why no file can be written to a folder, which may still have to be made; None if nothing is in the way."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    paths = (folder.absolute(), *folder.absolute().parents)
+    there = next(path for path in paths if path.exists() or path.is_symlink())
     if not there.is_dir():
-        return f"{there} is a file, where a folder is needed"
+        kind = "file" if there.exists() else "link to nothing"
+        return f"{there} is a {kind}, where a folder is needed"
     return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
 
 

@@ -115,6 +115,7 @@ def test_a_folder_with_other_results_needs_overwrite(
         (("evaluate", "RUN", "--sheet", "closed/sheet.png"), "closed cannot be written to; name another folder"),
         (("evaluate", "RUN", "--model", "closed/model", "--calibrate"), "closed/model cannot be written to"),
         (("model", "export", "closed/model", "closed/copy"), "closed cannot be written to; name another folder"),
+        (("model", "export", "closed/model", "nowhere/copy"), "nowhere is a link to nothing, where a folder is needed"),
     ],
 )
 def test_nothing_is_computed_for_a_folder_that_cannot_be_written(
@@ -122,6 +123,7 @@ def test_nothing_is_computed_for_a_folder_that_cannot_be_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").touch()
+    (tmp_path / "nowhere").symlink_to("disk that is not mounted")
     shutil.copytree(model, tmp_path / "closed" / "model")
     # Not by the mode of a folder, which does not keep root from writing.
     monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK and "closed" in str(path)))

@@ -269,6 +269,11 @@ def test_without_a_cap_nothing_is_simplified(tmp_path: Path) -> None:
         ImageOptions(max_vertices=2)
 
 
+def test_sizes_without_resizing_are_refused() -> None:
+    with pytest.raises(DataError, match="--no-resize"):
+        ImageOptions(resize=False, factor=16)
+
+
 # --- area and canonical form ---
 
 POINTS = st.lists(st.tuples(st.integers(0, 999), st.integers(0, 999)), min_size=3, max_size=9)

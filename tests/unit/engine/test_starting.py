@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from coordexp.engine.wire.arguments import with_image_size
-from coordexp.engine.wire.starting import DURATIONS, announced_start
-from coordexp.errors import CheckpointError
+from coordexp.engine.wire.starting import DURATIONS, announced_start, engine_errors
+from coordexp.errors import CheckpointError, RolloutError
 
 CPU = {"model": "checkpoints/start", "dtype": "float32", "tensor_parallel_size": 1}
 
@@ -69,3 +69,17 @@ def test_a_checkpoint_without_architectures_is_refused_before_the_engine_starts(
     arguments = {"model": str(tmp_path), "max_model_len": 512, "limit_mm_per_prompt": {"image": 1, "video": 0}}
     with pytest.raises(CheckpointError, match="Qwen3VLForConditionalGeneration"):
         with_image_size(arguments)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (ValueError("cache_dtype: input should be 'auto'"), "rollout_backend: hf"),
+        (RuntimeError("No available memory for the cache blocks"), "gpu_memory_utilization"),
+    ],
+)
+def test_an_error_of_the_engine_is_one_of_ours(error: Exception, advice: str) -> None:
+    pytest.importorskip("vllm")
+    shown = rf"the engine could not be started: .*{error}; .*{advice}"
+    with pytest.raises(RolloutError, match=shown), engine_errors("the engine could not be started"):
+        raise error

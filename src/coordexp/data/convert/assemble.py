@@ -60,7 +60,12 @@ class ImageOptions:
         return ResizeRule(self.factor, self.min_pixels, self.max_pixels) if self.resize else None
 
     def __post_init__(self) -> None:
-        ResizeRule(self.factor, self.min_pixels, self.max_pixels)  # raises for impossible limits
+        rule = ResizeRule(self.factor, self.min_pixels, self.max_pixels)  # raises for impossible limits
+        if not self.resize and rule != _RULE:
+            raise DataError(
+                "factor, min_pixels and max_pixels say how to resize, and --no-resize (resize=False) resizes "
+                "nothing; leave one out"
+            )
         if self.max_vertices is not None and self.max_vertices < 3:
             raise DataError(f"max_vertices is {self.max_vertices}; a polygon needs at least 3")
         if self.workers < 1:

@@ -38,7 +38,7 @@ from coordexp.engine.wire.arguments import (
     with_image_size,
     with_room_for_drafts,
 )
-from coordexp.engine.wire.starting import announced_start
+from coordexp.engine.wire.starting import announced_start, engine_errors
 from coordexp.errors import RolloutError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class ServedEngine:
 
     @classmethod
     def start(cls, options: ServeOptions, gpu: bool) -> ServedEngine:
-        """Load the model. Raises RolloutError if it is not ready within ``options.ready_s``."""
+        """Load the model. Raises RolloutError if vLLM refuses it, or it is not ready within ``options.ready_s``."""
         guarded = activated_config(os.environ) is not None
         arguments = {
             **options.engine,
@@ -88,7 +88,8 @@ class ServedEngine:
                 llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[PrometheusStatLogger])
         except Exception as error:
             if time.monotonic() - begun < options.ready_s:
-                raise
+                with engine_errors("the vLLM engine could not be started"):
+                    raise
             raise RolloutError(
                 f"launch.wait_s: the engine was not ready within {options.ready_s:g} s; see the log above, or allow "
                 "more seconds"

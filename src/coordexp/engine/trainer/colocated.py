@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -49,7 +48,7 @@ from coordexp.engine.wire.engine_process import (
     needed_plugins,
     settings_kept,
 )
-from coordexp.engine.wire.starting import announced_start
+from coordexp.engine.wire.starting import ENGINE_AT_FAULT, announced_start, engine_errors
 from coordexp.errors import AlignmentError, DataError, RolloutError, require
 from coordexp.heavy_imports import heavy_imports
 from coordexp.records import Rollout, RolloutRequest
@@ -63,14 +62,6 @@ from coordexp.rollouts.backend import (
 )
 from coordexp.weight_sync import WeightVersion
 
-MEMORY_ADVICE = (
-    "lower rollout_matching.vllm.gpu_memory_utilization or max_num_seqs, set rollout_matching.offload, or write "
-    "rollout_matching.rollout_backend: hf"
-)
-ENGINE_AT_FAULT = (
-    "the engine does not work as requested: write rollout_matching.rollout_backend: hf, or install a version of vLLM "
-    "that this one was tested with"
-)
 AHEAD = 16  # requests that may wait with their processed images: megabytes each, in main memory
 PREPARE_S = 600.0  # far more than an image needs, so only a hanging file system exceeds it
 
@@ -235,16 +226,8 @@ def _start(arguments: Mapping[str, Any]) -> Any:
     return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
 
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    # Turn vLLM's errors (bad input, too little memory, a broken engine) into RolloutErrors that name ``what``.
-    from vllm.exceptions import VLLMError
-
-    try:
-        yield
-    except (VLLMError, ValueError, RuntimeError, AssertionError, OSError) as error:
-        advice = MEMORY_ADVICE if re.search(r"memory|kv cache", str(error), re.IGNORECASE) else ENGINE_AT_FAULT
-        raise RolloutError(f"the colocated vLLM engine: {what}: {type(error).__name__}: {error}; {advice}") from error
+def _named(what: str) -> AbstractContextManager[None]:
+    return engine_errors(f"the colocated vLLM engine: {what}")
 
 
 class ColocatedPusher(WeightPusher):

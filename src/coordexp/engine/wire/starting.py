@@ -1,8 +1,10 @@
-"""Progress lines on stderr while vLLM's engines start, which takes seconds to minutes. Does not import vLLM."""
+"""Progress lines on stderr while vLLM's engines start, which takes seconds to minutes, and how their errors are shown.
+Does not import vLLM."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,11 +14,19 @@ from typing import Any
 from coordexp import distributed
 from coordexp.data.files import cache_folder, write_atomically
 from coordexp.data.progress_bar import literal_console
-from coordexp.errors import DataError
+from coordexp.errors import DataError, RolloutError
 from coordexp.reading import read_json
 
 DURATIONS = "engine_starts.json"  # in the cache folder: seconds of the last start of each kind
 SKIPPING = "forced tokens are skipped; rollout_matching.decoding.skip_forced_tokens: false turns this off"
+MEMORY_ADVICE = (
+    "lower rollout_matching.vllm.gpu_memory_utilization or max_num_seqs, set rollout_matching.offload, or write "
+    "rollout_matching.rollout_backend: hf"
+)
+ENGINE_AT_FAULT = (
+    "the engine does not work as requested: write rollout_matching.rollout_backend: hf, or install a version of vLLM "
+    "that this one was tested with"
+)
 _SETTINGS = ("dtype", "tensor_parallel_size", "data_parallel_size", "max_model_len", "enforce_eager", "enable_lora")
 
 
@@ -41,6 +51,18 @@ def announced_start(arguments: Mapping[str, Any], *, gpu: bool) -> Iterator[None
     console.print(f"the vLLM engine is ready after {seconds:.0f} s", soft_wrap=True)
     # Read again: another run may have started an engine meanwhile.
     write_atomically(file, json.dumps({**_durations(file), kind: round(seconds, 1)}, indent=1))
+
+
+@contextmanager
+def engine_errors(what: str) -> Iterator[None]:
+    """Turn vLLM's errors (bad input, too little memory, a broken engine) into RolloutErrors that name ``what``."""
+    from vllm.exceptions import VLLMError
+
+    try:
+        yield
+    except (VLLMError, ValueError, RuntimeError, AssertionError, OSError) as error:
+        advice = MEMORY_ADVICE if re.search(r"memory|kv cache", str(error), re.IGNORECASE) else ENGINE_AT_FAULT
+        raise RolloutError(f"{what}: {type(error).__name__}: {error}; {advice}") from error
 
 
 def _durations(file: Path) -> dict[str, float]:
