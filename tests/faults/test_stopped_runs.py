@@ -167,6 +167,26 @@ def test_nan_weights_are_reported_and_not_saved(stage: int, tmp_path: Path, monk
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
+@pytest.mark.parametrize(("broken_in", "save_strategy", "left"), [(2, "steps", ["checkpoint-1"]), (3, "no", [])])
+def test_weights_that_break_in_the_step_before_a_save_replace_nothing(
+    broken_in: int, save_strategy: str, left: list[str], tmp_path: Path
+) -> None:
+    """No forward computes with them before the checkpoint, or the model at the end, is due."""
+
+    class Spoil(TrainerCallback):
+        def on_optimizer_step(self, _: Any, state: Any, *__: Any, **kwargs: Any) -> None:
+            if state.global_step == broken_in - 1:
+                with torch.no_grad():
+                    next(kwargs["model"].parameters())[0].fill_(float("inf"))
+
+    keys: dict[str, Any] = {"max_steps": 3, "save_strategy": save_strategy, "save_steps": 1, "save_total_limit": 1}
+    config = run_config(tmp_path, 1, **{f"training__{key}": value for key, value in keys.items()})
+    with pytest.raises(TrainingDiverged, match=f"NaN or infinite after {broken_in} steps"):
+        run_training(config, Console(quiet=True), callbacks=[Spoil()])
+    saved = [path.parent.name for path in (tmp_path / "run").rglob("model.safetensors")]
+    assert saved == left and all(is_complete(tmp_path / "run" / name) for name in left)
+
+
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first is another process, and it is killed: the lock that it leaves does not count."""
     run_config(tmp_path, 1)

@@ -335,7 +335,9 @@ class CoordExpTrainer:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save_model(self, folder: Path | None = None) -> None:
-        """Write the model, its processor and all that was logged to the run's folder. A collective call."""
+        """Write the model, its processor and all that was logged to the run's folder. A collective call. Raises
+        TrainingDiverged for weights that are NaN or infinite."""
+        self._check_weights("the model at the end")
         folder = Path(str(self.args.output_dir)) if folder is None else folder
         save_final_model(self.run, folder, writes=self.args.should_save, last_saved=self.last_saved())
 
@@ -346,7 +348,9 @@ class CoordExpTrainer:
         return f"Saved are the first {self._saved[0]} steps, in {self._saved[1]}"
 
     def save_checkpoint(self) -> None:
-        """Write the checkpoint of the finished steps, and delete old ones. A collective call."""
+        """Write the checkpoint of the finished steps, and delete old ones. A collective call. Raises TrainingDiverged
+        for weights that are NaN or infinite, before a good checkpoint is deleted."""
+        self._check_weights("a checkpoint")
         folder = save_checkpoint(self.run, self.args, self.last_saved())
         self._saved = (self.state.global_step, folder)
         if self.args.should_save:
@@ -380,11 +384,8 @@ class CoordExpTrainer:
         if is_out_of_memory(error):
             _release_memory_of(error)
         together = distributed.is_every_ranks(error)
-        if together and distributed.all_reduce([float(broken_weight(self.model) is not None)], "max")[0]:
-            raise TrainingDiverged(
-                f"{what}: the weights are NaN or infinite after {step} steps; {TrainingDiverged.ADVICE}. "
-                f"{self.last_saved()}"
-            ) from error
+        if together:
+            self._check_weights(what, error)
         if not step:
             return
         if not together:
@@ -400,6 +401,14 @@ class CoordExpTrainer:
                 step,
                 *self._saved,
             )
+
+    def _check_weights(self, what: str, error: Exception | None = None) -> None:
+        """Raise TrainingDiverged for weights that are NaN or infinite on any rank. A collective call."""
+        if distributed.all_reduce([float(broken_weight(self.model) is not None)], "max")[0]:
+            raise TrainingDiverged(
+                f"{what}: the weights are NaN or infinite after {self.state.global_step} steps; "
+                f"{TrainingDiverged.ADVICE}. {self.last_saved()}"
+            ) from error
 
     def close(self) -> None:
         """End the loader processes and release the rollout engine."""
