@@ -12,10 +12,18 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from coordexp.checkpoints.card import read_card
-from coordexp.checkpoints.folder import CONFIG, COORD_IDS, OFFSETS, WEIGHTS, Checkpoint, part_of, read_object
+from coordexp.checkpoints.folder import (
+    CONFIG,
+    COORD_IDS,
+    OFFSETS,
+    WEIGHTS,
+    Checkpoint,
+    part_of,
+    read_object,
+    weight_files,
+)
 from coordexp.errors import CheckpointError, VocabError
 
-_MODEL, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
 TABLES = ("lm_head", "embed_tokens", "pos_embed")  # matrices that are not linear layers of the blocks
 _LAYER = re.compile(r"(?:^|\.)language_model\.layers\.(\d+)\.")
@@ -125,10 +133,8 @@ def too_few_rows(path: str | Path, highest: int, rows: int) -> str:
 def weight_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """Every tensor's name and shape, from one file or from all that the index names."""
     folder = checkpoint.base
-    index = read_object(folder, _INDEX, "index of weights")
-    files = sorted(set(index.get("weight_map", {}).values())) if index else [_MODEL]
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in files:
+    for name in weight_files(folder):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder}: its weights, {name}, are missing; restore the checkpoint's files")
         shapes |= _header(folder / name)

@@ -26,6 +26,7 @@ from coordexp.reading import LFS_POINTER, is_lfs_pointer
 
 MODEL_TYPE = "qwen3_vl"
 CONFIG, WEIGHTS, OFFSETS = "adapter_config.json", "adapter_model.safetensors", "coord_offset.safetensors"
+MODEL_WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
 RESOLVED_CONFIG = "resolved_config.yaml"
 BASE_KEY = "base_model_name_or_path"
@@ -46,7 +47,8 @@ class Checkpoint:
     @classmethod
     def open(cls, path: str | Path | Checkpoint) -> Checkpoint:
         """Read a folder's small files; a :class:`Checkpoint` is returned as it is. Raises CheckpointError for no such
-        folder, no readable configuration, another model family, no tokenizer, adapters without their base."""
+        folder, no readable configuration, another model family, no tokenizer, adapters without their base, and as
+        :func:`weight_files`."""
         if isinstance(path, Checkpoint):
             return path
         folder = Path(path)
@@ -71,6 +73,7 @@ class Checkpoint:
         # transformers makes an empty tokenizer where there is none.
         if not any((folder / name).is_file() for name in (TOKENIZER, "vocab.json")):
             raise CheckpointError(f"{folder}: no {TOKENIZER}; copy the tokenizer's files into the checkpoint's folder")
+        weight_files(folder)
         return cls(folder, None, config)
 
     @property
@@ -103,6 +106,25 @@ class Checkpoint:
             return CoordVocab.from_tokenizer(_FileTokenizer(self.base))
         except VocabError as error:
             raise VocabError(f"{self.path}: {error}") from error
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the files that have a plain model's weights; whether they exist is not checked. Raises
+    CheckpointError for an index that is none, or that stands beside another model in one file."""
+    if not (folder / WEIGHTS_INDEX).is_file():
+        return [MODEL_WEIGHTS]
+    weight_map = read_object(folder, WEIGHTS_INDEX, "index of weights").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(
+            f"{folder}: {WEIGHTS_INDEX} has no weight_map of file names; restore the checkpoint's files"
+        )
+    names = sorted(set(weight_map.values()))
+    if MODEL_WEIGHTS not in names and (folder / MODEL_WEIGHTS).is_file():
+        raise CheckpointError(
+            f"{folder}: has {MODEL_WEIGHTS}, which transformers would read, and {WEIGHTS_INDEX}, whose files vLLM "
+            "would read; remove those of the model that is not meant"
+        )
+    return names
 
 
 def is_adapter_folder(path: str | Path) -> bool:

@@ -21,7 +21,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TR
 
 from coordexp import distributed
 from coordexp.checkpoints.card import write_card
-from coordexp.checkpoints.folder import RESOLVED_CONFIG
+from coordexp.checkpoints.folder import MODEL_WEIGHTS, RESOLVED_CONFIG, weight_files
 from coordexp.checkpoints.run_folder import model_files_in
 from coordexp.config import RunConfig
 from coordexp.data.dataset import RecordDataset
@@ -37,7 +37,6 @@ from coordexp.training.state import RunState, random_states, set_random_states
 from coordexp.training.step_answers import RolloutQueue, SavedAnswers
 
 logger = logging.getLogger("coordexp")
-SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @phase("saving", "saving a checkpoint")
@@ -133,7 +132,7 @@ def save_model(run: RunState, folder: Path, *, writes: bool) -> None:
 def load_weights(run: RunState, folder: Path) -> None:
     """Load a checkpoint's weights or adapter into the model. Raises CheckpointError if they are unreadable, or of
     another model."""
-    with readable(folder, "config.json", SAFETENSORS):
+    with readable(folder, "config.json", MODEL_WEIGHTS):
         if (folder / "config.json").is_file():  # not needed here, but a damaged file must fail the resume
             json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if run.is_fsdp:
@@ -146,10 +145,8 @@ def load_weights(run: RunState, folder: Path) -> None:
         elif has_adapter(run.loaded.model):
             load_adapter(run.loaded.model, folder)
         else:
-            index = folder / SAFETENSORS_INDEX  # only if the weights are in several files
-            weight_map = json.loads(index.read_text())["weight_map"] if index.exists() else {"": SAFETENSORS}
             state_dict: dict[str, torch.Tensor] = {}
-            for name in sorted(set(weight_map.values())):
+            for name in weight_files(folder):
                 state_dict |= load_file(folder / name)
             result = run.loaded.model.load_state_dict(state_dict, strict=False)
             # A tied language head is in no file; any other missing weight is an error.

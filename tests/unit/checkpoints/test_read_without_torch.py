@@ -84,8 +84,15 @@ def test_a_sharded_checkpoint_is_one_model(tmp_path: Path) -> None:
     whole = describe(folder)
     in_shards(folder)
     assert describe(folder) == whole
+    shutil.copy(tiny_checkpoint() / "model.safetensors", folder)
+    with pytest.raises(CheckpointError, match=r"which transformers would read, and .*, whose files vLLM"):
+        Checkpoint.open(folder)
+    (folder / "model.safetensors").unlink()
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors"):
+        describe(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ["model-00001-of-00002.safetensors"]}')
+    with pytest.raises(CheckpointError, match="has no weight_map of file names"):
         describe(folder)
 
 
