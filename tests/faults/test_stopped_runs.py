@@ -79,6 +79,19 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     assert same_weights(weights(resumed.model), weights(whole.model)) and figures(resumed) == figures(whole)
 
 
+@pytest.mark.parametrize("end", [lambda: signal.raise_signal(signal.SIGTERM), lambda: 1 // 0], ids=["signal", "error"])
+def test_a_model_alone_is_not_said_to_be_resumable(
+    end: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_forward(monkeypatch, 2, end)
+    config = run_config(tmp_path, 1, training__max_steps=3, training__save_only_model=True)
+    with pytest.raises((RunStopped, ZeroDivisionError)) as ended:
+        run_training(config, Console(quiet=True))
+    said = f"{ended.value} {caplog.text}"
+    assert re.search(r"start a new run with model\.model: \S+checkpoint-\d, which holds the model alone", said)
+    assert "resume_from_checkpoint" not in said
+
+
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_forward(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGTERM))
     run_training(run_config(tmp_path, 1), Console(quiet=True))

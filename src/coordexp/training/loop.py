@@ -88,6 +88,7 @@ class CoordExpTrainer:
         self._ledger = RunLedger(Path(str(self.args.output_dir)), lambda note: self.on_note(note))
         self._last_update: dict[str, Any] = {}
         self._saved: tuple[int, Path] | None = None  # step and folder of this run's last complete checkpoint
+        self._resumable = True  # that checkpoint
         self._signal: Callable[[], int | None] = lambda: None
         self.control = TrainerControl()
         self.callback_handler = CallbackHandler(
@@ -347,12 +348,21 @@ class CoordExpTrainer:
             return "Nothing of this run is saved"
         return f"Saved are the first {self._saved[0]} steps, in {self._saved[1]}"
 
+    def to_continue(self, checkpoint: str | Path = "true") -> str:
+        """How to go on from the newest checkpoint; ``checkpoint``: a value of ``training.resume_from_checkpoint``."""
+        if self._saved is not None and not self._resumable:
+            return (
+                f"start a new run with model.model: {self._saved[1]}, which holds the model alone "
+                "(training.save_only_model: true)"
+            )
+        return f"start again with training.resume_from_checkpoint: {checkpoint}"
+
     def save_checkpoint(self) -> None:
         """Write the checkpoint of the finished steps, and delete old ones. A collective call. Raises TrainingDiverged
         for weights that are NaN or infinite, before a good checkpoint is deleted."""
         self._check_weights("a checkpoint")
         folder = save_checkpoint(self.run, self.args, self.last_saved())
-        self._saved = (self.state.global_step, folder)
+        self._saved, self._resumable = (self.state.global_step, folder), not self.args.save_only_model
         if self.args.should_save:
             best = self.state.best_model_checkpoint
             delete_old(folder.parent, self.keep_checkpoints, newest=folder, best=None if best is None else Path(best))
@@ -395,11 +405,11 @@ class CoordExpTrainer:
         # What is saved is part of the line on memory that ran out.
         if self._saved is not None and distributed.is_main() and not is_out_of_memory(error):
             logger.error(
-                "%s failed after %d steps; the first %d are saved. To continue, fix the cause and start again with "
-                "training.resume_from_checkpoint: %s",
+                "%s failed after %d steps; the first %d are saved. To continue, fix the cause and %s",
                 what,
                 step,
-                *self._saved,
+                self._saved[0],
+                self.to_continue(self._saved[1]),
             )
 
     def _check_weights(self, what: str, error: Exception | None = None) -> None:

@@ -466,8 +466,7 @@ def _train(trainer: CoordExpTrainer, resume: Path | None, stop_within_s: float) 
     if stopped_by is not None:
         raise RunStopped(
             f"stopped by {signal.Signals(stopped_by).name} after step {trainer.state.global_step} of "
-            f"{trainer.state.max_steps}. {trainer.last_saved()}. To continue, start again with "
-            "training.resume_from_checkpoint: true",
+            f"{trainer.state.max_steps}. {trainer.last_saved()}. To continue, {trainer.to_continue()}",
             stopped_by,
         )
 
