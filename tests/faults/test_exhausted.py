@@ -19,12 +19,13 @@ import pytest
 from transformers import TrainerCallback
 
 from coordexp.errors import CheckpointError, ServerTimeout
+from coordexp.modeling.tiny import build_tiny_checkpoint
 from coordexp.training import loop
 from coordexp.training.checkpoint import check_contents, is_complete
 from faults.test_lying_servers import CALLS, DEADLINE_S, client_of
 from support.cli_runs import run_cli
 from support.lying_server import lying
-from support.tiny_run import run_config, same_weights, tiny_checkpoint, train, weights
+from support.tiny_run import SPEC, run_config, same_weights, tiny_checkpoint, train, weights
 
 SAVING: dict[str, Any] = {"training__max_steps": 3, "training__save_strategy": "steps", "training__save_steps": 1}
 
@@ -100,6 +101,18 @@ def test_a_save_to_a_full_disk_raises_and_keeps_the_last_checkpoint(
     assert "MB free; a checkpoint takes about" in said and "checkpoint-1" in said
     assert is_complete(tmp_path / "run" / "checkpoint-1") and not is_complete(tmp_path / "run" / "checkpoint-2")
     seen(refused.value)
+
+
+@pytest.mark.parametrize("command", ["export", "expand-vocab"])
+def test_a_checkpoint_for_which_the_disk_has_no_room_is_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tiny_checkpoint()
+    if command == "expand-vocab":
+        source = build_tiny_checkpoint(tmp_path / "plain", spec=SPEC, coord_tokens=False)
+    with files_end_at(30_000):
+        code, _, said = run_cli(capsys, "model", command, source, tmp_path / "new")
+    assert code == 2 and f"error: {tmp_path / 'new'}: File too large; raise the limit on a file's size" in said
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from coordexp.checkpoints.card import read_card, write_card
+from coordexp.checkpoints.card import read_card
 from coordexp.checkpoints.describe import weight_shapes
 from coordexp.checkpoints.folder import Checkpoint
 from coordexp.coords import COORD_TOKENS, CoordVocab
-from coordexp.data.files import give_ordinary_mode
 from coordexp.errors import CheckpointError
-from coordexp.modeling.load import load_processor, read_config, read_weights
+from coordexp.modeling.load import load_processor, read_config, read_weights, write_checkpoint
 from coordexp.records import NUM_BINS
 
 WILDCARD = "<|coord_*|>"  # "some coordinate" in prompts and documentation; never written by the model
@@ -77,11 +75,7 @@ def expand_vocab(checkpoint: Path, output: Path) -> None:
             f"{checkpoint}: resizing {'untied the language head from' if tied else 'tied the language head to'} the "
             "embeddings; nothing was written. Please report this with the checkpoint's config.json"
         )
-    output.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(output)
-    give_ordinary_mode(output)
-    processor.save_pretrained(output)
-    write_card(replace(read_card(checkpoint), base=None), output)
+    write_checkpoint(model, processor, read_card(checkpoint), output)
 
 
 def smooth_coord_rows(hidden: int, std: float, generator: torch.Generator) -> torch.Tensor:

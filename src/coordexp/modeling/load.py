@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -246,7 +248,7 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: str | None = None, 
     folder loads everywhere. Raises as :func:`load_model`.
     """
     loaded = load_model(checkpoint, dtype or _own_dtype(checkpoint, checkpoint), attention="sdpa")
-    _save(loaded, loaded.card, output)
+    write_checkpoint(loaded.model, loaded.processor, loaded.card, output)
     if for_openai:
         adapt_for_openai(output, loaded.preparation)
     return output
@@ -311,7 +313,7 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
         loaded = load_model(base, dtype or _own_dtype(folder, base), attention="sdpa")
         merge_adapter(loaded.model, folder)
         check_finite(loaded.model, folder)
-    _save(loaded, read_card(folder), output)
+    write_checkpoint(loaded.model, loaded.processor, read_card(folder), output)
     return output
 
 
@@ -324,9 +326,16 @@ def _own_dtype(folder: Path, weights: Path | Checkpoint) -> str:
     return str(stored or "float32").removeprefix("torch.")
 
 
-def _save(loaded: LoadedModel, card: Card, output: Path) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    loaded.model.save_pretrained(output)
-    give_ordinary_mode(output)
-    loaded.processor.save_pretrained(output)
-    write_card(replace(card, base=None), output)
+def write_checkpoint(model: Any, processor: Any, card: Card, folder: Path) -> None:
+    """Write a plain checkpoint to a new folder. Raises OSError, for weights too, if the disk does not take it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:  # of a system's error, the library keeps the number in its text alone
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
+    give_ordinary_mode(folder)
+    processor.save_pretrained(folder)
+    write_card(replace(card, base=None), folder)

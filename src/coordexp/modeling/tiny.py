@@ -13,12 +13,12 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration, set_seed
 
-from coordexp.checkpoints.card import UNTRAINED, write_card
+from coordexp.checkpoints.card import UNTRAINED
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import COORD_TOKENS, TURN_END, serialize_objects
-from coordexp.data.files import give_ordinary_mode
 from coordexp.data.scenes import COLOURS, SHAPES
 from coordexp.modeling.expand_vocab import smooth_coord_rows
+from coordexp.modeling.load import write_checkpoint
 from coordexp.records import GTObject
 
 # Qwen's special tokens, so that the chat format and every tool that looks for them work unchanged.
@@ -180,9 +180,5 @@ def build_tiny_checkpoint(folder: Path, seed: int = 0, spec: TinySpec | None = N
         video_processor=Qwen3VLVideoProcessor(**vision),
         chat_template=CHAT_TEMPLATE,
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    give_ordinary_mode(folder)
-    processor.save_pretrained(folder)
-    write_card(UNTRAINED, folder)
+    write_checkpoint(model, processor, UNTRAINED, folder)
     return folder
