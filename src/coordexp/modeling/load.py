@@ -205,7 +205,9 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -
         return merged
     try:
         with _LOADING:
-            loaded: Any = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=dtype, output_loading_info=True)
+            loaded: Any = Qwen3VLForConditionalGeneration.from_pretrained(
+                path, dtype=dtype, use_safetensors=True, output_loading_info=True
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise

@@ -80,6 +80,11 @@ def no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+def weights_as_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    no_weights(folder)
+
+
 def one_weight_missing(folder: Path) -> None:
     state = load_file(folder / "model.safetensors")
     state.pop("model.language_model.layers.1.mlp.up_proj.weight")
@@ -97,6 +102,7 @@ def another_head(folder: Path) -> None:
     [(cut_weights, "weights cannot be read"),
      (another_head, "lm_head.weight of other values; set tie_word_embeddings to false"),
      (no_weights, "weights cannot be read"),
+     (weights_as_pickle, "weights cannot be read .*model.safetensors"),
      (one_weight_missing, r"1 weights are missing, model.language_model.layers.1.mlp.up_proj.weight")],
 )  # fmt: skip
 def test_incomplete_weights_are_refused(folder: Path, damage: Callable[[Path], None], says: str) -> None:
