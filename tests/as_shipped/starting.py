@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -103,7 +104,10 @@ class Started:
         if sockets:
             found = [path for path in self.scratch.rglob("*") if path.is_socket()]
             assert not found, f"sockets are left: {found}"
-        shared = [path.name for path in Path("/dev/shm").glob(f"*{self.process.pid}*")]
+        # Names have the number of the process, which is part of other processes' numbers too.
+        shared = [
+            path.name for path in Path("/dev/shm").iterdir() if str(self.process.pid) in re.findall(r"\d+", path.name)
+        ]
         assert not shared, f"shared memory is left: {shared}"
 
     def kill(self) -> None:

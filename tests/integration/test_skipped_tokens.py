@@ -169,7 +169,7 @@ def test_samples_follow_the_same_distribution(
     (request,) = requests_of(loaded, scenes, "\n" * 19 + PROMPT)
     assert len(request.prompt_token_ids) % CACHE_BLOCK == 1
 
-    def sampled(name: str, temperature: float, skip: bool, count: int = 128) -> list[Rollout]:
+    def sampled(name: str, temperature: float, skip: bool, count: int = 96) -> list[Rollout]:
         keys: dict[str, Any] = {
             **COLOCATED,
             # vLLM on CPUs cannot rewind a seeded generator, so all prompts of a batch must fit into one step.

@@ -15,6 +15,7 @@ from coordexp.cli.doctor import doctor
 from coordexp.doctor import CHECKS, SECTIONS, Check, Row, Settings, diagnose, select
 from coordexp.doctor.check import compared
 from coordexp.errors import ConfigError
+from support.cli_runs import Cli
 from support.rollout_servers import all_gone
 
 ROWS = {"first": "machine", "second": "machine", "third": "machine"}
@@ -100,6 +101,19 @@ def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Monke
         doctor(json_file=tmp_path / "doctor.json", keep=tmp_path)
     (row,) = json.loads((tmp_path / "doctor.json").read_text())["rows"]
     assert (row["check"], row["figure"]) == ("python", "3.11")
+
+
+def test_a_failed_row_is_exit_code_1_and_shows_its_advice(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        Row("python", "ok", "3.11", "unused", section="machine"),
+        Row("GPUs", "failed", "none", "see nvidia-smi", section="machine"),
+    ]
+    monkeypatch.setattr("coordexp.doctor.diagnose", lambda *_: iter(rows))
+    failed = cli("doctor", "--keep", str(tmp_path))
+    assert failed.code == 1 and "see nvidia-smi" in failed.out and "1 ok, 1 failed" in failed.out
+    assert "unused" not in failed.out
 
 
 def test_nccl_that_cannot_be_loaded_hides_nothing_of_the_machine() -> None:
