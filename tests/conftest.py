@@ -36,6 +36,8 @@ ON_PLAIN_SERVER = (
     "tests/faults/test_real_servers.py",
     "tests/integration/test_served_endpoints.py",
 )
+# Files with servers of ms-swift, which a worker imports once, in 20 s.
+ON_SWIFT = ("tests/integration/test_swift_rollout.py", "tests/integration/test_predict_by_servers.py")
 # Files that take minutes are first, so that no worker begins one when the other has nothing left.
 FIRST = (
     "tests/as_shipped/test_servers.py",
@@ -48,7 +50,7 @@ FIRST = (
     "tests/integration/test_predict_in_vllm.py",
     "tests/integration/test_openai_server.py",
     "tests/integration/test_skipped_tokens.py",
-    "tests/integration/test_swift_rollout.py",
+    *ON_SWIFT,
     "tests/integration/test_launch_swift.py",
     "tests/integration/test_server_faults.py",
     "tests/integration/test_demo.py",
@@ -87,14 +89,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Like ``--dist loadfile``, but files with a common server count as one file, and some tests as files."""
+    """Like ``--dist loadfile``, but files of a group count as one file, and some tests as files."""
     from xdist.scheduler import LoadFileScheduling
 
     class Sharing(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             if file_of(nodeid) in ONE_BY_ONE:
                 return nodeid
-            return ON_PLAIN_SERVER[0] if (file := file_of(nodeid)) in ON_PLAIN_SERVER else file
+            file = file_of(nodeid)
+            return next((group[0] for group in (ON_PLAIN_SERVER, ON_SWIFT) if file in group), file)
 
     return Sharing(config, log) if config.getoption("dist") == "loadfile" else None
 
