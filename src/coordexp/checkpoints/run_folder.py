@@ -68,10 +68,13 @@ def checked_changes(config: RunConfig, checkpoint: Path | None) -> tuple[Change,
     if found and training.resume_from_checkpoint is True and (found[0] / SEAL).is_file():
         return applied  # its checkpoints cannot be resumed from, and resolving them says why
     if found and not training.overwrite_output_dir:
+        resumes = training.resume_from_checkpoint is True
         raise ConfigError(
-            f"training.output_dir: {training.output_dir} has {_listed(found)} of an earlier run; name another "
-            "folder, continue that run with training.resume_from_checkpoint: true, or replace it with "
-            "training.overwrite_output_dir: true"
+            f"training.output_dir: {training.output_dir} has {_listed(found)} of an earlier run"
+            + (" and no checkpoint to continue from" if resumes else "")
+            + "; name another folder, "
+            + ("" if resumes else "continue that run with training.resume_from_checkpoint: true, ")
+            + "or replace it with training.overwrite_output_dir: true"
         )
     if found and any(_is_inside(one, training.output_dir) for one in with_bases(Path(config.model.model))):
         raise ConfigError(

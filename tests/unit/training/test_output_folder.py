@@ -115,6 +115,10 @@ def test_a_new_run_does_not_replace_another(keep: str, earlier: Path, finished: 
     with pytest.raises(ConfigError, match=rf"training\.output_dir.*{keep}.*training\.overwrite_output_dir"):
         check_run(again(earlier, finished, training__resume_from_checkpoint=None))
     assert content(earlier / "run") == before
+    if keep == "model.safetensors":  # a kill while the model was saved, of a run without checkpoints
+        (earlier / "run" / "trainer_state.json").unlink()
+        with pytest.raises(ConfigError, match="no checkpoint to continue from; name another folder, or replace it"):
+            check_run(again(earlier, finished))
     shutil.rmtree(earlier / "run")
     shutil.copytree(finished / "run", earlier / "run")
 
