@@ -20,6 +20,7 @@ from coordexp.config import load_config
 from coordexp.config.resolved import AnswerConfig
 from coordexp.data.files import check_new_file, check_picture, is_same_file, write_atomically
 from coordexp.data.jsonl import clean_desc, read_jsonl, write_jsonl
+from coordexp.data.polygons import shape_area
 from coordexp.data.tiles import Tiling
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject, is_of, read_answers
@@ -248,10 +249,13 @@ def _complete(
     scores = [obj.score for obj in answer.pred if obj.score is not None]
     if len(scores) != len(answer.pred):
         raise DataError(f"{answer.sample_id}: a prediction has no score, so its confidence is unknown")
+    pred = answer.pred
+    if answer.tiling is not None:  # as they are added: fractions of bins are rounded, still compared exactly
+        pred = tuple(replace(obj, bins=tuple(float(round(k)) for k in obj.bins)) for obj in pred)
     outcomes: dict[int, PredictionOutcome] = {}
     # A pair above the allowed overlap is one object. A pair exactly at a gate passes it, so take the next number.
     gate = min(1.0, float(np.nextafter(rules.max_overlap, 2.0)))
-    for pair in match_objects(answer.pred, record.objects, MatchingConfig(maskiou_gate=gate)).pairs:
+    for pair in match_objects(pred, record.objects, MatchingConfig(maskiou_gate=gate)).pairs:
         outcomes[pair.pred_idx] = PredictionOutcome.MATCHED
     others: dict[PredictionOutcome, list[GTObject | ScoredObject]] = {
         PredictionOutcome.OVERLAPS_ANNOTATED: [obj for obj in record.objects if obj.soft is None],
@@ -262,18 +266,19 @@ def _complete(
     if answer.tiling is not None:  # of the tile, which is what the model saw
         _, _, width, height = answer.tiling.windows(answer.width, answer.height)[0]
         percent *= (answer.width * answer.height / (width * height)) ** 0.5
-    for i in sorted(range(len(answer.pred)), key=lambda i: -scores[i]):  # stable: equal ones in the answer's order
+    for i in sorted(range(len(pred)), key=lambda i: -scores[i]):  # stable: equal ones in the answer's order
         if i in outcomes:
             continue
-        obj = answer.pred[i]
-        x1, y1, x2, y2 = aabb(obj)
+        obj = pred[i]
+        x1, y1, x2, y2 = aabb(answer.pred[i])
+        size = percent * ((x2 - x1) * (y2 - y1)) ** 0.5 / (NUM_BINS - 1)
         try:
             desc = clean_desc(obj.desc)
         except ValueError:
             desc = None
         if scores[i] < rules.threshold:
             outcomes[i] = PredictionOutcome.BELOW_THRESHOLD
-        elif x1 == x2 or y1 == y2 or percent * ((x2 - x1) * (y2 - y1)) ** 0.5 / (NUM_BINS - 1) < rules.min_size:
+        elif shape_area(obj.kind, obj.bins) == 0 or size < rules.min_size:
             outcomes[i] = PredictionOutcome.TOO_SMALL
         elif desc is None:
             outcomes[i] = PredictionOutcome.REFUSED_DESC
@@ -290,10 +295,10 @@ def _complete(
             others[PredictionOutcome.OVERLAPS_ADDED].append(obj)
     new, kept = [], []
     refused: Counter[str] = Counter()
-    for i, obj in enumerate(answer.pred):
+    for i, obj in enumerate(pred):
         if outcomes[i] is PredictionOutcome.ADDED:
             weight = min(1.0, round(scores[i], 4)) if rules.weight is None else rules.weight
-            new.append(GTObject(clean_desc(obj.desc), obj.kind, tuple(map(round, obj.bins)), weight))
+            new.append(GTObject(clean_desc(obj.desc), obj.kind, tuple(map(int, obj.bins)), weight))
             kept.append(round(scores[i], 4))
         elif outcomes[i] is not PredictionOutcome.MATCHED:
             refused[outcomes[i].value] += 1
@@ -306,7 +311,7 @@ def _complete(
     }
     metadata = {**record.metadata, PROVENANCE: [*earlier, entry]}
     completed = replace(record, objects=(*record.objects, *new), metadata=metadata)
-    return Completed(completed, tuple(outcomes[i] for i in range(len(answer.pred))), tuple(kept))
+    return Completed(completed, tuple(outcomes[i] for i in range(len(pred))), tuple(kept))
 
 
 def most_likely_missed(done: Sequence[Completed], count: int) -> list[ImageRecord]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from coordexp.data import read_jsonl, write_jsonl
+from coordexp.data.tiles import Tiling
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.inference.completion import (
@@ -98,6 +99,24 @@ def test_a_fixed_weight_and_the_thresholds_are_kept_with_the_record(tmp_path: Pa
         and len(again.record.metadata["completion"]) == 2
     )
     assert again.record.metadata["completion"][1]["added"] == [{"object": 2, "score": 0.9}]
+
+
+def test_merged_tiles_add_what_is_left_after_rounding_and_once() -> None:
+    def shape(*bins: float, kind: Any = "bbox_2d") -> ScoredObject:
+        return ScoredObject("cup", kind, bins, 0.9)
+
+    cases = [
+        (shape(500.6, 500.6, 501.4, 502.4), PredictionOutcome.TOO_SMALL),  # without a side in whole bins
+        (shape(10.4, 10.1, 11.6, 10.9, 11.6, 12.4, kind="poly"), PredictionOutcome.ADDED),
+        (shape(20.1, 20.1, 21.4, 21.4, 22.4, 22.4, kind="poly"), PredictionOutcome.TOO_SMALL),
+        (shape(30.45, 30, 30.55, 34), PredictionOutcome.ADDED),
+    ]
+    tiles = Tiling(1, 1)
+    first, _ = completed(record(), *(pred for pred, _ in cases), tiling=tiles)
+    assert first.outcomes == tuple(outcome for _, outcome in cases)
+    assert [obj.bins for obj in first.added] == [(10, 10, 12, 11, 12, 12), (30, 30, 31, 34)]
+    again, _ = completed(first.record, *(pred for pred, _ in cases), tiling=tiles)
+    assert again.outcomes.count(PredictionOutcome.MATCHED) == 2 and not again.added
 
 
 def test_an_answer_for_another_image_is_refused() -> None:
