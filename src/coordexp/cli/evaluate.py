@@ -233,11 +233,13 @@ def _evaluate_model(
             calibrate=options.calibrate, overwrite=options.overwrite, answers=options.answers,
             tiling=tiling,
         )  # fmt: skip
-    files = [*result.files, *_draw(options.sheet, {"prediction": result.answers})] if result.files else []
     if not options.as_json:
-        _show(console, result.summary, f"{options.model or run.model.model} on {result.data}", files, result.by_answers)
+        title = f"{options.model or run.model.model} on {result.data}"
+        _show(console, result.summary, title, result.files, result.by_answers)
     elif not console.quiet:
         echo(result.metrics_json.read_text(encoding="utf-8"), nl=False)
+    if result.files:
+        _draw(console, options.sheet, {"prediction": result.answers})
 
 
 def _evaluate_saved(console: Console, source: Path, options: EvaluationOptions, rename: Renaming) -> None:
@@ -255,12 +257,12 @@ def _evaluate_saved(console: Console, source: Path, options: EvaluationOptions, 
     files = []
     if options.out is not None:
         files = write_summary(options.out, summary, answers, about, figures, class_list_of(source))
-    files += _draw(options.sheet, {"prediction": answers})
     if not options.as_json:
         _show(console, summary, str(source), files)
-        return
-    fields = {name: value for name, value in asdict(summary).items() if name != "figures"}
-    echo(json.dumps({**about, "metrics": summary.figures, **fields}, ensure_ascii=False))
+    else:
+        fields = {name: value for name, value in asdict(summary).items() if name != "figures"}
+        echo(json.dumps({**about, "metrics": summary.figures, **fields}, ensure_ascii=False))
+    _draw(console, options.sheet, {"prediction": answers})
 
 
 def _show(
@@ -297,26 +299,27 @@ def _compare(console: Console, runs: tuple[Path, Path], options: EvaluationOptio
     a, b = (rename(run) for run in saved)
     comparison = compare(a, b, resamples=options.resamples or RESAMPLES, constant_score=options.constant_score)
     notes = [note for run, answers in zip(saved, (a, b), strict=True) for note in rename.note(run, answers)]
-    files = _draw(options.sheet, {"a": a, "b": paired(a, b)})
     if options.as_json:
         echo(json.dumps({**comparison_json(comparison, names), **rename.about, "notes": notes}))
-        return
-    for table in comparison_tables(comparison, names):
-        console.print(table)
-    for label, note in zip("ab", notes, strict=False):
-        say(console, f"note: {label}: {note}")
-    say_written(console, files)
+    else:
+        for table in comparison_tables(comparison, names):
+            console.print(table)
+        for label, note in zip("ab", notes, strict=False):
+            say(console, f"note: {label}: {note}")
+    _draw(console, options.sheet, {"a": a, "b": paired(a, b)})
 
 
-def _draw(sheet: Path | None, runs: Mapping[str, Sequence[ImageAnswer]]) -> list[Path]:
+def _draw(console: Console, sheet: Path | None, runs: Mapping[str, Sequence[ImageAnswer]]) -> None:
+    # Last: a photograph that is gone must not cost the figures.
     if sheet is None:
-        return []
+        return
     from coordexp.evaluation.drawing import draw_comparison, most_informative_images
 
     chosen = most_informative_images(list(runs.values()), _DRAWN)
     if not chosen:
-        raise DataError("no mistake and no difference to draw; leave out --sheet", path=sheet)
+        say(console, f"note: {sheet} is not written: there is no mistake and no difference to draw")
+        return
     across = 3 if len(runs) == 1 else 2
     drawn = {name: [run[n] for n in chosen] for name, run in runs.items()}
     draw_comparison(drawn, sheet, -(-_DRAWN // across), across)
-    return [sheet]
+    say_written(console, [sheet])
