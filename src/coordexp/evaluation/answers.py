@@ -120,7 +120,9 @@ class ImageAnswer:
     def _problem_of_several(self) -> str | None:
         several = f"{self.num_answers} answers"
         if self.tiling is not None:
-            several += f" of {len(self.tiling.windows(self.width, self.height))} tiles"
+            count = len(self.tiling.windows(self.width, self.height))
+            tiles = f"{count} tile{'s' * (count != 1)}"
+            several = f"the answers to {tiles}" if self.num_answers == 1 else f"{several} to each of {tiles}"
         if self.repeat_terminated:
             return f"at least one of {several} was stopped because it repeated itself"
         if self.truncated:

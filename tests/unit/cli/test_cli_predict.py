@@ -16,6 +16,7 @@ from rich.console import Console
 from coordexp.data import read_jsonl
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
+from coordexp.data.tiles import Tiling
 from coordexp.evaluation.answers import ImageAnswer, read_answers, write_answers
 from coordexp.evaluation.detection import detection_metrics
 from coordexp.evaluation.summary import GroupRow, Summary, summary_tables
@@ -225,6 +226,11 @@ def test_missing_arguments_and_options_without_effect_are_refused(
         ({"text": '{"object_1"', "truncated": True, "num_tokens": 7}, "7 tokens"),
         ({"text": "{", "truncated": True, "repeat_terminated": True, "num_tokens": 9}, "9 tokens because it repeated"),
         ({"text": '{"a": 1}', "dropped": {"key_invalid": 2}}, "2 entries could not be read (key_invalid 2)"),
+        ({"truncated": True, "tiling": Tiling(5, 5, 0)}, "at least one of the answers to 4 tiles was cut off"),
+        (
+            {"dropped": {"prose": 3}, "tiling": Tiling(5, 5, 0), "further_texts": ("",)},
+            "3 entries of 2 answers to each of 4 tiles could not be read (prose 3)",
+        ),
     ],
 )
 def test_an_answer_says_why_it_may_lack_objects(fields: dict[str, Any], part: str | None) -> None:
