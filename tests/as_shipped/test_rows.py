@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from as_shipped.starting import check_row, interrupt_and_continue, run_of
-from as_shipped.table import KILL, LAUNCH, ROWS, STARTED, TORCHRUN, Row, row
+from as_shipped.table import KILL, LAUNCH, ROWS, STARTED, TERM, TORCHRUN, Row, row
 
 # Rows with servers are in test_servers.py.
 WITHOUT_SERVERS = [one for one in STARTED if one.server is None and one.command != LAUNCH]
@@ -36,4 +36,4 @@ def test_two_ranks_under_torchrun_are_interrupted_and_continued(tmp_path: Path) 
     """As the first lines of the file start it on several GPUs."""
     whole = run_of(replace(row("stage2_rollout_aligned/rewritten"), command=TORCHRUN, ranks=2), tmp_path)
     whole.to_the_end()
-    interrupt_and_continue(whole, [KILL])
+    interrupt_and_continue(whole, [TERM, KILL])
