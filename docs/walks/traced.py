@@ -40,15 +40,24 @@ class Walks:
         self._pushing = not self.trains  # servers and their workers see weights only in pushes
         self._reading = not self.trains  # an image's way begins where a step reads its sample
 
-    def on_event(self, frame: Any, event: str, result: Any) -> None:
-        """A profile function of :func:`sys.setprofile`."""
-        if event not in ("call", "return"):
-            return
+    def on_call(self, frame: Any, *_: Any) -> Any:
+        """A trace function of :func:`sys.settrace`: notes what a call of this project has, and asks for its end."""
         code = frame.f_code
         if (file := self._files.get(code)) is None:
             file = self._files[code] = code.co_filename.partition(SOURCE)[2]
         if not file:
-            return
+            return None
+        frame.f_trace_lines = False
+        self._look(frame, file, "call", None)
+        return self._on_end
+
+    def _on_end(self, frame: Any, event: str, result: Any) -> Any:
+        if event == "return":
+            self._look(frame, self._files[frame.f_code], event, result)
+        return self._on_end
+
+    def _look(self, frame: Any, file: str, event: str, result: Any) -> None:
+        code = frame.f_code
         function = getattr(code, "co_qualname", code.co_name)
         if self.trains:
             for walk, key in (("key", KEY), ("loss", LOSS_KEY)):
@@ -183,22 +192,22 @@ def _middle_of_an_answer(reply: Any) -> list[int] | None:
 
 
 class _AtImport:
-    """Starts the profile of the importing thread with the first of these modules: before, a server starts vLLM."""
+    """Starts the trace of the importing thread with the first of these modules: before, a server starts vLLM."""
 
-    def __init__(self, profile: Any) -> None:
-        self._profile = profile
+    def __init__(self, on_call: Any) -> None:
+        self._on_call = on_call
 
     def find_spec(self, name: str, *_: Any) -> None:
         if name in ("coordexp.engine.server.openai", "coordexp.engine.worker.extension"):
-            sys.setprofile(self._profile)
+            sys.settrace(self._on_call)
 
 
 def start() -> None:
     """Trace this process if ``COORDEXP_WALKS`` names a folder, which gets one file a process."""
     if (folder := os.environ.get("COORDEXP_WALKS")) and "launch" not in sys.orig_argv:
         walks = Walks(Path(folder))
-        threading.setprofile(walks.on_event)
+        threading.settrace(walks.on_call)
         if walks.trains:
-            sys.setprofile(walks.on_event)
+            sys.settrace(walks.on_call)
         else:
-            sys.meta_path.insert(0, _AtImport(walks.on_event))
+            sys.meta_path.insert(0, _AtImport(walks.on_call))

@@ -16,6 +16,7 @@ from typing import Any
 # Where these are installed, transformers imports them, and with them pandas and scipy.stats: for a curve of assisted
 # decoding, and for a kind of data set that its Trainer takes. No command needs either.
 _UNUSED = ("sklearn", "datasets")
+_MANY_MODULES = 300
 _one_at_a_time = threading.RLock()  # what a thread finds is what it puts back
 _is_command = False
 
@@ -48,7 +49,7 @@ def _without_collection() -> Iterator[None]:
 
 @contextmanager
 def _without_unused() -> Iterator[None]:
-    is_first = "transformers.modeling_utils" not in sys.modules
+    known = len(sys.modules)
     with _replaced(importlib.metadata, packages_distributions=packages_distributions):
         import transformers.utils as installed
     from transformers.utils import import_utils
@@ -57,7 +58,7 @@ def _without_unused() -> Iterator[None]:
     unused = {f"is_{package}_available": lambda: False for package in _UNUSED}
     with _replaced(installed, **unused), _replaced(import_utils, define_import_structure=once):
         yield
-    if is_first:
+    if len(sys.modules) - known > _MANY_MODULES:
         gc.freeze()
 
 

@@ -64,7 +64,7 @@ class Command:
 
 
 _MODEL = "model.safetensors"
-_STEPS = {"training.max_steps": 3, "custom.val_sample_limit": 4, "training.effective_batch_size": 4}
+_STEPS = {"training.max_steps": 3, "custom.val_sample_limit": 2, "training.effective_batch_size": 4}
 
 # A user's own data, from annotations to a second stage.
 OWN_DATA = (
@@ -75,7 +75,7 @@ OWN_DATA = (
     Command("coordexp init data/mine --model checkpoints/start", makes=("stage1.yaml",)),
     Command("coordexp config check stage1.yaml"),
     Command("coordexp train stage1.yaml training.max_steps=3 training.output_dir=outputs/trial "
-            "training.save_strategy=no", {"custom.val_sample_limit": 4}, ("outputs/trial/model.safetensors",)),
+            "training.save_strategy=no", {"custom.val_sample_limit": 2}, ("outputs/trial/model.safetensors",)),
     Command("coordexp train stage1.yaml", _STEPS, ("outputs/stage1/model.safetensors",)),
     Command("coordexp evaluate stage1.yaml --model outputs/stage1", makes=("outputs/stage1/evaluation",)),
     Command("coordexp view outputs/stage1 --out view.html", makes=("view.html",)),

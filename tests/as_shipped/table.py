@@ -45,7 +45,7 @@ PLACES: dict[str, Any] = {
 # checkpoint and an evaluation within three steps.
 FULL_SIZE: dict[str, Any] = PLACES | {
     "model.model": MODEL,
-    "custom.val_sample_limit": 4,
+    "custom.val_sample_limit": 2,
     "training.effective_batch_size": EFFECTIVE,
     "training.per_device_train_batch_size": 2,
     "training.save_steps": 1,
@@ -56,7 +56,7 @@ FULL_SIZE: dict[str, Any] = PLACES | {
 }
 # Rows of files for models of 4 million parameters, of a CPU's size already. Only samples and steps are fewer.
 TINY: dict[str, Any] = PLACES | {
-    "custom.val_sample_limit": 4,
+    "custom.val_sample_limit": 2,
     "training.per_device_train_batch_size": EFFECTIVE,
     "training.max_steps": 3,
 }

@@ -34,13 +34,15 @@ SERVERS = {
 class Row:
     """``config``: a file in configs/. ``what``: what it changes, in words. ``resumed``: train, then resume from the
     first step's checkpoint. ``fsdp``: in the only process of a group, which the product refuses (FSDP shards over
-    several): all else of FSDP is real. ``failed``: how the same start failed on an H100 at commit b290dcee."""
+    several): all else of FSDP is real. ``same_on_cpu``: on the CPU its losses are those of the file as shipped, with
+    which they are compared. ``failed``: how the same start failed on an H100 at commit b290dcee."""
 
     config: str
     what: str = "as shipped"
     changes: Mapping[str, Any] = field(default_factory=dict)
     resumed: bool = False
     fsdp: bool = False
+    same_on_cpu: bool = False
     failed: str | None = None
 
     @property
@@ -50,6 +52,11 @@ class Row:
     @property
     def file(self) -> str:
         return self.name.replace("/", "-").replace(", ", "-").replace(" ", "_")
+
+    @property
+    def on_cpu(self) -> Row:
+        """The row that runs on the CPU for this one."""
+        return Row(self.config) if self.same_on_cpu else self
 
     @property
     def engine(self) -> bool:
@@ -69,23 +76,24 @@ class Row:
 
 ROWS = (
     Row("stage1/sft.yaml", failed="at its first line: float32 masters were made while the weights were on the CPU"),
-    Row("stage1/sft.yaml", "resumed", resumed=True),
-    Row("stage1/sft.yaml", "all layers recomputed", {"training.gradient_checkpointing_every": 1}),
+    Row("stage1/sft.yaml", "resumed", resumed=True, same_on_cpu=True),
+    Row("stage1/sft.yaml", "all layers recomputed", {"training.gradient_checkpointing_every": 1}, same_on_cpu=True),
     Row("stage1/sft.yaml", "float32 weights", {"model.dtype": "float32", "training.master_weights": None}),
-    Row("stage1/sft.yaml", "scored answers", {"rollout_matching.eval_detection.score_mode": "confidence"}),
+    Row("stage1/sft.yaml", "scored answers", {"rollout_matching.eval_detection.score_mode": "confidence"},
+        same_on_cpu=True),
     Row("stage1/sft.yaml", "FSDP, resumed", _FSDP, resumed=True, fsdp=True),
     Row("stage1/lora.yaml"),
     Row("stage2_rollout_aligned/hf.yaml"),
     Row("stage2_rollout_aligned/rewritten.yaml"),
     Row("stage2_rollout_aligned/rewritten.yaml", "sampled", {"rollout_matching.decoding.temperature": 0.7}),
     Row("stage2_rollout_aligned/rewritten.yaml", "every token decoded",
-        {"rollout_matching.decoding.skip_forced_tokens": False}),
+        {"rollout_matching.decoding.skip_forced_tokens": False}, same_on_cpu=True),
     Row("stage2_rollout_aligned/rewritten.yaml", "FSDP", _FSDP, fsdp=True),
     Row("stage2_rollout_aligned/lora.yaml"),
     Row("stage2_rollout_aligned/colocate.yaml"),
-    Row("stage2_rollout_aligned/colocate.yaml", "offloaded", _OFFLOAD),
+    Row("stage2_rollout_aligned/colocate.yaml", "offloaded", _OFFLOAD, same_on_cpu=True),
     Row("stage2_rollout_aligned/colocate.yaml", "offloaded, LoRA", {**_OFFLOAD, **_LORA}),
-    Row("stage2_rollout_aligned/colocate.yaml", "resumed", resumed=True),
+    Row("stage2_rollout_aligned/colocate.yaml", "resumed", resumed=True, same_on_cpu=True),
     Row("stage2_rollout_aligned/rewritten_colocate.yaml"),
     Row("stage2_rollout_aligned/server.yaml"),
     Row("stage2_rollout_aligned/server_3v1.yaml"),

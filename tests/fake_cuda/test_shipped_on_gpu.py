@@ -68,14 +68,16 @@ LARGE = 64 * 1024  # bytes; a larger copy to the device in a step comes from pag
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder into which two processes write the results of the selected rows, on the GPU and on the CPU."""
     selected: list[Any] = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    names = [item.callspec.params["row"].name for item in selected if "results" in item.fixturenames]
+    rows: list[Row] = [item.callspec.params["row"] for item in selected if "results" in item.fixturenames]
     folder = tmp_path_factory.mktemp("rows")
     paths = [str(path) for path in (HERE, HERE.parent, HERE.parents[1] / "src")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     # Threads that load weights found torch's thread pool invalid once, after many rows in one process.
     environment["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     started = []
-    for script in ("run_on_gpu.py", "run_shipped.py"):
+    on_cpu = [row.on_cpu for row in rows]
+    for script, of in (("run_on_gpu.py", rows), ("run_shipped.py", on_cpu)):
+        names = [row.name for row in of]
         with (folder / f"{script}.log").open("w") as log:
             command = [sys.executable, str(HERE / script), "--out", str(folder), *names]
             started.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log))
@@ -109,7 +111,7 @@ def allowed(row: Row, part: str, place: str) -> bool:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name + (", which failed at b290dcee" if row.failed else ""))
 def test_a_shipped_configuration_trains_on_a_gpu(row: Row, results: Path) -> None:
-    found, on_cpu = result(results, "cuda", row), result(results, "cpu", row)
+    found, on_cpu = result(results, "cuda", row), result(results, "cpu", row.on_cpu)
     assert found["elsewhere"] == []
     waits = [f"{part}: {place} ({what}, {count} times)" for part, what, place, count in found["waits"]
              if not allowed(row, part, place)]  # fmt: skip

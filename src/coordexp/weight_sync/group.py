@@ -126,6 +126,8 @@ def join(address: GroupAddress, device: torch.device) -> Communicator:
         for one in (store, server):
             if one is not None:
                 one.close()
+        if store is not None and isinstance(error, OSError):
+            raise _left(address, error) from error
         raise RolloutError(
             f"{address}: not every member connected within {address.timeout_s:g} s, or the port is taken "
             f"({_brief(error)}). Check that the trainer reaches the server's group_port, and that no other program "
@@ -135,10 +137,15 @@ def join(address: GroupAddress, device: torch.device) -> Communicator:
         return (NcclCommunicator if device.type == "cuda" else GlooCommunicator)(address, store, device)
     except OSError as error:
         store.close()
-        raise RolloutError(f"{address}: a member left before all were connected ({_brief(error)})") from error
+        raise _left(address, error) from error
     except BaseException:
         store.close()
         raise
+
+
+def _left(address: GroupAddress, error: OSError) -> RolloutError:
+    # Its store answered before.
+    return RolloutError(f"{address}: a member left before all were connected ({_brief(error)})")
 
 
 def wait_until_free(address: GroupAddress, timeout_s: float) -> None:

@@ -38,6 +38,7 @@ from coordexp.engine.wire.arguments import (
     with_image_size,
     with_room_for_drafts,
 )
+from coordexp.engine.wire.engine_process import engines_import_quickly
 from coordexp.engine.wire.starting import announced_start, engine_errors
 from coordexp.errors import RolloutError
 
@@ -81,6 +82,7 @@ class ServedEngine:
                     for child in multiprocessing.active_children():
                         child.kill()
 
+        engines_import_quickly()
         begun = time.monotonic()
         threading.Thread(target=end_at_deadline, name="engine-start-deadline", daemon=True).start()
         try:

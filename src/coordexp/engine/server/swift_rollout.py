@@ -52,6 +52,7 @@ from coordexp.engine.wire.engine_process import (
     SERVER_API_KEY,
     complete_environment,
     die_with_parent,
+    engines_import_quickly,
     has_gpu,
     set_engine_owner,
     skip_main_reimport,
@@ -287,6 +288,7 @@ def install() -> None:
     if multiprocessing.parent_process() is not None:  # a rollout worker, which owns its engine
         set_engine_owner()
         skip_main_reimport()
+        engines_import_quickly()
         if os.environ.get(DIE_WITH_PARENT) == "1":
             die_with_parent()
     swift_rollout.GRPOVllmEngine = CoordExpVllmEngine

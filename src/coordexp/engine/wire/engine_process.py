@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 
 from coordexp.errors import ConfigError
+from coordexp.heavy_imports import heavy_imports, process_is_a_command
 
 DIE_WITH_PARENT = "COORDEXP_DIE_WITH_PARENT"
 OWNER_PID = "COORDEXP_ENGINE_OWNER_PID"
@@ -145,6 +146,36 @@ def skip_main_reimport() -> None:
     program = sys.modules["__main__"]
     program.__spec__ = None
     program.__file__ = None
+
+
+class _ImportsFirst:
+    """vLLM's main function of an engine process. Where it is unpickled, vLLM is imported without what slows imports
+    down; its arguments, which are unpickled next, would otherwise import it."""
+
+    def __init__(self, run_engine_core: Callable[..., None]) -> None:
+        self._run_engine_core = run_engine_core
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._run_engine_core(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _imported_main, ()
+
+
+def _imported_main() -> Callable[..., None]:
+    process_is_a_command()
+    with heavy_imports():
+        from vllm.v1.engine.core import EngineCoreProc
+    return EngineCoreProc.run_engine_core
+
+
+def engines_import_quickly() -> None:
+    """Let engine processes that this process spawns import vLLM by :func:`heavy_imports`: of ten seconds of CPU time
+    that takes four."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    if not isinstance(EngineCoreProc.run_engine_core, _ImportsFirst):
+        EngineCoreProc.run_engine_core = _ImportsFirst(EngineCoreProc.run_engine_core)
 
 
 # An engine inside the trainer's process: vLLM replaces torch.set_num_threads, seeds every random generator, sets
