@@ -259,6 +259,7 @@ def export(
     Coordinates are in pixels of the original images, scores are confidences if the predictions have them.
     """
     from coordexp.data.class_list import choose_list
+    from coordexp.data.completed import completed_objects
     from coordexp.data.jsonl import read_jsonl
     from coordexp.data.polygons import shape_area
     from coordexp.evaluation.answers import class_list_of, read_answers
@@ -266,7 +267,6 @@ def export(
     from coordexp.evaluation.export import (
         FORMATS,
         IMAGE_FOLDERS,
-        completed_objects,
         dataset_answers,
         is_dataset,
         place_images,

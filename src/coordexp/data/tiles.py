@@ -15,6 +15,7 @@ from typing import Any, SupportsIndex, overload
 
 from PIL import Image
 
+from coordexp.data.completed import completion_of_part
 from coordexp.data.images import JPEG_SUFFIXES, open_rgb, save_image
 from coordexp.data.jsonl import write_jsonl
 from coordexp.data.polygons import canonical_ring, clipped_shape, shape_area
@@ -198,8 +199,9 @@ def write_tiles(
     are replaced.
 
     A tile's ``metadata.tile`` has the photograph (path from ``out``, size, line, its own metadata) and the tile's
-    place in it. :func:`coordexp.tile` explains the arguments. Raises ConfigError for a number outside of its range, and
-    DataError if a photograph cannot be read, or has another size than its record.
+    place in it; objects that a model added keep their ``metadata.completion``. :func:`coordexp.tile` explains the
+    arguments. Raises ConfigError for a number outside of its range, and DataError if a photograph cannot be read, or
+    has another size than its record.
     """
     for name, value in (("min_area_ratio", min_area_ratio), ("negatives", negatives)):
         if not 0 <= value <= 1:
@@ -234,7 +236,8 @@ def write_tiles(
                 path = folder / f"{stem}_{'_'.join(map(str, window))}{'.jpg' if jpeg else '.png'}"
                 about = {**_photograph(record, out), "box": list(window), **of_tile}
                 size = window[2] - window[0], window[3] - window[1]
-                written.append((window, ImageRecord(str(path), path, *size, tuple(objects.values()), {TILE: about})))
+                metadata = {TILE: about, **completion_of_part(record, list(objects))}
+                written.append((window, ImageRecord(str(path), path, *size, tuple(objects.values()), metadata)))
             original = original_image(record)
             counts["resized"] += original is not None and (original.width, original.height) != (
                 record.width,

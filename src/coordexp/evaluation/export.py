@@ -18,12 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Any
 from xml.etree import ElementTree
 
-import msgspec
-
 from coordexp.data.class_list import ClassNumbers
+from coordexp.data.completed import Provenance
 from coordexp.data.convert.columns import is_formula
 from coordexp.data.find_images import match_names, with_slashes
 from coordexp.data.images import image_bytes, image_exists, open_rgb
@@ -37,7 +36,6 @@ from coordexp.printable import printable
 from coordexp.records import ImageRecord
 
 LONGEST_PART = 120  # bytes of a part of a path; file systems take 255, and suffixes are added
-_COMPLETION = "completion"  # key of a record's metadata, which coordexp.inference.completion writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,36 +76,6 @@ def dataset_answers(records: Iterable[ImageRecord], *, annotations: bool) -> lis
         )
         answers.append(answer)
     return answers
-
-
-Provenance = Mapping[str, Mapping[int, Mapping[str, Any]]]
-"""How objects were completed: by sample id, then by the object's index, the model with its fingerprint and score."""
-
-
-class _Added(msgspec.Struct):
-    object: Annotated[int, msgspec.Meta(ge=0)]
-    score: float
-
-
-class _Completion(msgspec.Struct):
-    added: list[_Added]
-
-
-def completed_objects(records: Iterable[ImageRecord]) -> dict[str, dict[int, dict[str, Any]]]:
-    """The provenance of a dataset's soft objects, as ``coordexp data complete`` writes it; empty without any."""
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for record in records:
-        entries = record.metadata.get(_COMPLETION)
-        for entry in entries if isinstance(entries, list) else ():
-            try:
-                added = msgspec.convert(entry, _Completion).added
-            except msgspec.ValidationError:
-                continue  # metadata of the user's own
-            origin = {key: value for key, value in entry.items() if key not in ("added", "refused")}
-            for one in added:  # an object may have been removed
-                if one.object < len(record.objects) and record.objects[one.object].soft is not None:
-                    found.setdefault(record.sample_id, {})[one.object] = {**origin, "score": one.score}
-    return found
 
 
 IMAGE_FOLDERS = {"coco": "images", "yolo": "images", "yolo-obb": "images", "voc": "JPEGImages", "labelme": "",

@@ -18,6 +18,7 @@ from coordexp.checkpoints.fetch import with_model_here
 from coordexp.checkpoints.template import with_own_template
 from coordexp.config import load_config
 from coordexp.config.resolved import AnswerConfig
+from coordexp.data.completed import COMPLETION
 from coordexp.data.files import check_new_file, check_picture, is_same_file, write_atomically
 from coordexp.data.jsonl import clean_desc, read_jsonl, write_jsonl
 from coordexp.data.polygons import shape_area
@@ -29,8 +30,6 @@ from coordexp.geometry import aabb, mask_iou
 from coordexp.inference.session import BATCH_SIZE, PredictOptions, inference_config
 from coordexp.matching import MAX_OVERLAP_OF_OTHERS, MatchingConfig, match_objects
 from coordexp.records import NUM_BINS, GTObject, ImageRecord
-
-PROVENANCE = "completion"  # the field of a record's metadata: a list, one entry per completion
 
 
 class PredictionOutcome(StrEnum):
@@ -243,9 +242,9 @@ def complete_records(
 def _complete(
     record: ImageRecord, answer: ImageAnswer, rules: CompletionRules, origin: Mapping[str, str], known: set[str]
 ) -> Completed:
-    earlier = record.metadata.get(PROVENANCE, [])
+    earlier = record.metadata.get(COMPLETION, [])
     if not isinstance(earlier, list):
-        raise DataError(f"{record.sample_id}: metadata.{PROVENANCE} is not a list of completions; rename that field")
+        raise DataError(f"{record.sample_id}: metadata.{COMPLETION} is not a list of completions; rename that field")
     scores = [obj.score for obj in answer.pred if obj.score is not None]
     if len(scores) != len(answer.pred):
         raise DataError(f"{answer.sample_id}: a prediction has no score, so its confidence is unknown")
@@ -309,7 +308,7 @@ def _complete(
         "added": [{"object": len(record.objects) + k, "score": score} for k, score in enumerate(kept)],
         "refused": dict(refused),
     }
-    metadata = {**record.metadata, PROVENANCE: [*earlier, entry]}
+    metadata = {**record.metadata, COMPLETION: [*earlier, entry]}
     completed = replace(record, objects=(*record.objects, *new), metadata=metadata)
     return Completed(completed, tuple(outcomes[i] for i in range(len(pred))), tuple(kept))
 

@@ -378,7 +378,8 @@ class CoordExpTrainer:
         restore = self.run.snapshot()
         try:
             yield
-        except TrainingDiverged:
+        except TrainingDiverged as error:
+            error.args = (f"{error}. {self.last_saved()}",)
             raise
         except RunStopped:
             if self.state.global_step and (self._saved is None or self._saved[0] != self.state.global_step):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from PIL import Image
 
 from coordexp.data import read_jsonl, write_jsonl
+from coordexp.data.completed import COMPLETION
 from coordexp.data.images import open_rgb
 from coordexp.data.polygons import clipped_shape
 from coordexp.data.tiles import CutTiles, TileCounts, Tiling, tile_records, whole_of, write_tiles
@@ -123,6 +125,23 @@ def test_soft_objects_stay_soft(tmp_path: Path) -> None:
     write_tiles(read_jsonl(source), tmp_path / "tiles.jsonl", Tiling(999, 999))
     (tile,) = read_jsonl(tmp_path / "tiles.jsonl")
     assert tile.objects == (GTObject("cell", "bbox_2d", (10, 10, 50, 50), 0.5),)
+
+
+def test_tiles_say_which_model_added_an_object(tmp_path: Path) -> None:
+    """Their objects have other numbers than the photograph's. ``refused`` counts the photograph's predictions."""
+    objects = (box(0, 0, 50, 50), replace(box(800, 800, 900, 900), soft=0.7), replace(box(10, 600, 90, 700), soft=0.5))
+    added = [{"object": 1, "score": 0.71}, {"object": 2, "score": 0.52}, {"object": 9, "score": 0.4}]
+    entry = {"model": "start", "refused": {"too_small": 2}, "added": added}
+    data = photograph(tmp_path, *objects)
+    (record,) = read_jsonl(data)
+    completed = replace(record, metadata={COMPLETION: [entry, "a note of the user's own"]})
+    write_tiles([completed], tmp_path / "tiles.jsonl", Tiling(500, 500, 0.0))
+    tiles = read_jsonl(tmp_path / "tiles.jsonl")
+    assert [len(tile.objects) for tile in tiles] == [1, 0, 1, 1]
+    assert [tile.metadata.get(COMPLETION) for tile in tiles] == [
+        None, None, [{"model": "start", "added": [{"object": 0, "score": 0.52}]}],
+        [{"model": "start", "added": [{"object": 0, "score": 0.71}]}],
+    ]  # fmt: skip
 
 
 def test_a_photograph_of_another_size_is_refused_and_writes_no_dataset(tmp_path: Path) -> None:

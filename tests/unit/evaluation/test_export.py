@@ -16,6 +16,7 @@ from PIL import Image
 
 from coordexp.data import read_jsonl
 from coordexp.data.class_list import OTHER_NAMES
+from coordexp.data.completed import COMPLETION
 from coordexp.data.convert import (
     ImageOptions,
     convert_coco,
@@ -35,7 +36,6 @@ from coordexp.evaluation.answers import (
     read_answers,
     write_answers,
 )
-from coordexp.inference.completion import PROVENANCE
 from coordexp.printable import printable
 from coordexp.records import GTObject, ImageRecord, ParsedRollout, Rollout
 from support.cli_runs import Cli, Outcome
@@ -289,7 +289,7 @@ def test_completed_objects_keep_their_provenance_in_coco(tmp_path: Path, cli: Cl
     )
     entry = {"model": "outputs/stage1", "fingerprint": "abc", "threshold": 0.5, "refused": {"too_small": 2},
              "added": [{"object": 1, "score": 0.7512}, {"object": 9, "score": 0.6}]}  # fmt: skip
-    data = dataset(tmp_path, *objects, metadata={PROVENANCE: [entry]})
+    data = dataset(tmp_path, *objects, metadata={COMPLETION: [entry]})
     cli("export", "coco", data, "--out", tmp_path / "coco")
     cat, dog, cup = read(tmp_path / "coco" / "dataset.json")["annotations"]
     assert dog["completion"] == {"model": "outputs/stage1", "fingerprint": "abc", "threshold": 0.5, "score": 0.7512}
