@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import os
 import subprocess
 import sys
 import threading
@@ -44,29 +45,56 @@ def test_garbage_of_the_caller_is_collected_afterwards() -> None:
     assert left() is None
 
 
+SPINS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+
 def imported(before: str) -> str:
-    """What of these a new process has imported, and whether its modules are passed over by garbage collection."""
+    """What of these a new process has imported, whether its modules are passed over by garbage collection, and how
+    often torch was told to spin."""
     code = (
-        f"import gc, sys\n{before}\n"
+        f"import gc, os, sys\n{before}\n"
         "from coordexp.heavy_imports import heavy_imports\n"
         "with heavy_imports():\n"
         "    from transformers import Trainer\n"
+        "    spins = os.environ.get('GOMP_SPINCOUNT')\n"
         "known = {'datasets', 'pandas', 'sklearn', 'transformers'} & set(sys.modules)\n"
-        "print(*sorted(known), gc.get_freeze_count() > 0)\n"
+        "print(*sorted(known), gc.get_freeze_count() > 0, spins)\n"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    environment = {name: value for name, value in os.environ.items() if name not in SPINS}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip()
 
 
 def test_a_command_imports_nothing_that_it_does_not_need() -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("datasets")
-    assert imported("from coordexp.heavy_imports import process_is_a_command as own; own()") == "transformers True"
+    assert (
+        imported("from coordexp.heavy_imports import process_is_a_command as own; own()") == "transformers True 10000"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "inside"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_of_a_command_spin_briefly_unless_the_user_says_how_long(
+    given: dict[str, str], inside: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenMP reads the variable once, as torch is imported; processes that a command starts decide for themselves."""
+    process_is_a_command()
+    for name in SPINS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with heavy_imports():
+        assert os.environ.get("GOMP_SPINCOUNT") == inside
+    assert {name: os.environ[name] for name in SPINS if name in os.environ} == given
 
 
 def test_a_process_of_the_user_is_left_as_it_is() -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("datasets")
-    assert imported("") == "datasets pandas sklearn transformers False"
+    assert imported("") == "datasets pandas sklearn transformers False None"
 
 
 def test_transformers_knows_them_afterwards() -> None:
