@@ -164,10 +164,10 @@ def finished(command: Sequence[str], cwd: Path, limit_s: float = START_S, **envi
     return one.output
 
 
-def scenes(folder: Path) -> Path:
-    """The JSONL of :data:`DATA`."""
+def scenes(folder: Path, count: int = SCENES) -> Path:
+    """The JSONL of :data:`DATA`, or another number of its scenes."""
     if not (folder / "scenes.jsonl").is_file():
-        write_scenes(folder, SCENES, SPARSE, 5)
+        write_scenes(folder, count, SPARSE, 5)
     return folder / "scenes.jsonl"
 
 

@@ -29,12 +29,12 @@ TORCHRUN = "torchrun --nproc_per_node=2 -m coordexp train configs/{name}.yaml"
 LAUNCH = "coordexp launch configs/{name}.yaml"
 # A start puts its own paths and free ports in place of these.
 MODEL, DATA, RUN, PORT, GROUP_PORT = "{model}", "{data}", "{run}", "{port}", "{group_port}"
-SCENES = 12  # images of DATA; with EFFECTIVE of them a step, an epoch has three steps
-EFFECTIVE = 4
+SCENES = 6  # images of DATA; with EFFECTIVE of them a step, an epoch has three steps
+EFFECTIVE = 2
 
 # --- sets of replacements ---
 
-# Every row: twelve generated scenes for training and validation, and a folder of its own.
+# Every row: six generated scenes for training and validation, and a folder of its own.
 PLACES: dict[str, Any] = {
     "custom.train_jsonl": DATA,
     "custom.val_jsonl": DATA,
@@ -47,7 +47,7 @@ FULL_SIZE: dict[str, Any] = PLACES | {
     "model.model": MODEL,
     "custom.val_sample_limit": 2,
     "training.effective_batch_size": EFFECTIVE,
-    "training.per_device_train_batch_size": 2,
+    "training.per_device_train_batch_size": 1,
     "training.save_steps": 1,
     "training.eval_steps": 2,
     "training.max_steps": 3,
@@ -149,8 +149,8 @@ class Row:
 # Of ``why``.
 _SIZES = "model, data, folder, steps; rows, answers and samples a step in proportion to 128-pixel images"
 _PORTS = f"{_SIZES}; one server, on free ports"
-_FEW = "model, data, folder; few steps of four samples"
-_OWN = "data, folder; few steps of four samples. The model is the file's own"
+_FEW = "model, data, folder; few steps of two samples"
+_OWN = "data, folder; few steps of two samples. The model is the file's own"
 # Of ``failed``. The third of these faults needs a GPU: tests/fake_cuda/shipped_rows.py.
 _HUNG = "loader processes: after the last step it waited for ever, and the final model was never written"
 _CRASHED = "float32 weights, bf16 and skipped forced tokens: the first rollout crashed (Index put requires …)"

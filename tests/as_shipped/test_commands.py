@@ -74,7 +74,7 @@ def folder_with(folder: Path, *links: str) -> Path:
     for name in links:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(ROOT / name)
-    return scenes(folder / "scenes")
+    return scenes(folder / "scenes", 12)
 
 
 def test_from_annotations_to_a_second_stage(tmp_path: Path) -> None:
