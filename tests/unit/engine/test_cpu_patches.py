@@ -27,10 +27,13 @@ WORKER = """
 import os, sys
 from pathlib import Path
 from types import SimpleNamespace
-import torch
-import torch.distributed as dist
-from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-import coordexp.engine.worker.cpu_patches
+from coordexp.heavy_imports import heavy_imports, process_is_a_command
+process_is_a_command()
+with heavy_imports():
+    import torch
+    import torch.distributed as dist
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    import coordexp.engine.worker.cpu_patches
 
 rank, store, function = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 os.environ["VLLM_DIST_IDENT"] = "//"  # set by vLLM's worker under torchrun
