@@ -77,6 +77,9 @@ def _photograph(path: Path, boxes: Iterable[tuple[str, Sequence[float]]]) -> Pho
 def split_photographs(bccd: Path, txl: Path) -> dict[str, list[Photograph]]:
     """``train`` and ``train_txl`` (the same photographs, BCCD's and TXL's boxes), ``val`` (BCCD's boxes), ``test``
     (TXL's boxes), ``others`` (TXL's photographs of other sources). No photograph of BCCD is in two of them."""
+    for flag, folder in (("--bccd", bccd / "BCCD" / "Annotations"), ("--txl", txl / "labels")):
+        if not folder.is_dir():
+            raise SystemExit(f"{folder}: no such folder; README.md names the data sets, give a copy's folder to {flag}")
     with PAIRS.open() as file:
         same = {row["bccd"]: row["txl"] for row in csv.DictReader(file)}
     stems = sorted(path.stem for path in (bccd / "BCCD" / "Annotations").glob("*.xml"))

@@ -120,3 +120,17 @@ def test_the_photographs_are_small_and_have_their_licences() -> None:
     assert sum(path.suffix == ".jpg" for path in files) == 10
     for name in ("LICENSE-BCCD", "LICENSE-TXL-PBC"):
         assert "MIT License" in (ROOT / "examples" / "blood_cells" / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("there", "named"), [("", "--bccd"), ("BCCD/Annotations", "--txl")])
+def test_the_study_of_these_photographs_names_the_folder_that_is_missing(
+    there: str, named: str, tmp_path: Path
+) -> None:
+    (tmp_path / there).mkdir(parents=True, exist_ok=True)
+    script = ROOT / "studies" / "real_omissions" / "study.py"
+    sources = ["--bccd", str(tmp_path), "--txl", str(tmp_path), "--work", str(tmp_path / "work")]
+    done = subprocess.run([sys.executable, str(script), "run", *sources], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "no such folder" in done.stderr
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
