@@ -40,6 +40,8 @@ _KEYS = {
     "batch_size": "effective_batch_size", "workers": "num_workers", "resume": "resume_from_checkpoint",
     "steps": "max_steps", "project": "output_dir",
 }  # fmt: skip
+# Commands that answer and do not train: a batch is of answers.
+_ANSWERING = ("predict", "evaluate", "complete")
 
 
 class App(typer.Typer):
@@ -81,7 +83,7 @@ class Command(TyperCommand):
                 if not path:
                     ctx.fail("Option '--config' requires an argument.")
                 first.append(cast(str, path))
-            elif has_keys and (keys := _keys_like(option)):
+            elif has_keys and (keys := _keys_like(option, ctx.info_name in _ANSWERING)):
                 value = value if equals else next(rest, "")
                 value = value if value and not value.startswith("-") else "VALUE"
                 ctx.fail(f"No such option: {option}. Write a key instead: " + " or ".join(f"{k}={value}" for k in keys))
@@ -144,13 +146,13 @@ def _elsewhere(ctx: Any, word: str) -> Iterator[str]:
         yield f"{root.info_name} {word}"
 
 
-def _keys_like(option: str) -> list[str]:
+def _keys_like(option: str, answers: bool) -> list[str]:
     """Keys of the configuration that an option such as ``--max_steps`` means, as dotted paths; at most three."""
     from coordexp.config.base import dotted, key_paths, nearest
     from coordexp.config.schema import RunConfig
 
     section, _, name = option.removeprefix("--").replace("-", "_").rpartition(".")
-    name = _KEYS.get(name, name)
+    name = "decode_batch_size" if answers and name in ("batch", "batch_size") else _KEYS.get(name, name)
     paths = [path for path in key_paths(RunConfig) if dotted(path).startswith(section)]
     found = [path for path in paths if path[-1] == name]
     if not found and (guess := nearest(name, [str(path[-1]) for path in paths])):
