@@ -19,7 +19,8 @@ from typing import Any
 _UNUSED = ("sklearn", "datasets")
 _MANY_MODULES = 300
 # OpenMP's threads spin while they wait for one another: 300,000 times by default, then they sleep. On two cores beside
-# one busy process a step of training took 26 times as long, with this count 3 times; on a quiet machine 1.02 times.
+# one busy process, a step of `coordexp doctor --only training` took 26 times as long, with this count 3 times; on a
+# quiet machine 1.02 times.
 _SPINS = "10000"
 _SPIN_COUNT, _WAIT_POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
 _one_at_a_time = threading.RLock()  # what a thread finds is what it puts back
@@ -68,7 +69,7 @@ def _spinning_briefly() -> Iterator[None]:
         yield
     finally:
         if not chosen:
-            del os.environ[_SPIN_COUNT]
+            os.environ.pop(_SPIN_COUNT, None)
 
 
 @contextmanager

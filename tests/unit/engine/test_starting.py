@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from coordexp.engine.wire.arguments import with_image_size
+from coordexp.engine.wire.engine_process import engines_import_quickly
 from coordexp.engine.wire.starting import DURATIONS, announced_start, engine_errors
 from coordexp.errors import CheckpointError, RolloutError
 
@@ -83,3 +87,21 @@ def test_an_error_of_the_engine_is_one_of_ours(error: Exception, advice: str) ->
     shown = rf"the engine could not be started: .*{error}; .*{advice}"
     with pytest.raises(RolloutError, match=shown), engine_errors("the engine could not be started"):
         raise error
+
+
+def test_an_engine_process_imports_without_what_it_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM pickles its main function into a process that it spawns; there it is vLLM's own again."""
+    pytest.importorskip("vllm")
+    from vllm.v1.engine.core import EngineCoreProc
+
+    monkeypatch.setattr(EngineCoreProc, "run_engine_core", EngineCoreProc.run_engine_core)  # put back afterwards
+    engines_import_quickly()
+    engines_import_quickly()
+    code = (
+        "import gc, pickle, sys\n"
+        "main = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
+        "print(main.__qualname__, *sorted({'sklearn', 'vllm'} & set(sys.modules)), gc.get_freeze_count() > 0)\n"
+    )
+    command = [sys.executable, "-c", code, pickle.dumps(EngineCoreProc.run_engine_core).hex()]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines()[-1] == "EngineCoreProc.run_engine_core vllm True"
