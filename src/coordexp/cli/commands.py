@@ -7,7 +7,11 @@ import errno
 import io
 import logging
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, Any
 
@@ -143,7 +147,8 @@ def run(words: list[str]) -> None:
             stream.reconfigure(errors="backslashreplace")
     debug = "--debug" in words
     try:
-        whole_command()(args=[word for word in words if word != "--debug"], prog_name="coordexp")
+        with _unwound_by_sigterm():
+            whole_command()(args=[word for word in words if word != "--debug"], prog_name="coordexp")
     except RunStopped as stopped:
         if distributed.is_main():
             echo(str(stopped), err=True)
@@ -159,6 +164,20 @@ def run(words: list[str]) -> None:
         text = _system_error(error) if shortage is None and isinstance(error, OSError) else str(shortage or error)
         echo(f"error: {text}", fg=typer.colors.RED, err=True)
         sys.exit(USER_ERROR)
+
+
+@contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does, with its temporary folders and engines, where nothing else handles it.
+    A rank ends at once: it may be waiting for the others, and runs no handler meanwhile."""
+    if distributed.world_size() > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 _FIXES = {

@@ -132,6 +132,8 @@ def evaluate(
             "name what to evaluate: a checkpoint with --model and --data, a configuration, predictions, or two runs "
             "with --compare A B"
         )
+    if options.data is not None and any(word.startswith("custom.val_jsonl=") for word in arguments):
+        raise ConfigError("--data and custom.val_jsonl both name the dataset to evaluate on; give one of them")
     for path in (source, *(options.compare or ())):
         if path is not None and not path.exists():
             raise DataError("no such file or folder; name a configuration, or saved predictions", path=path)

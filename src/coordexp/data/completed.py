@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -25,17 +26,23 @@ class _Completion(msgspec.Struct):
     added: list[_Added]
 
 
-def _completions(record: ImageRecord) -> Iterator[tuple[dict[str, Any], list[_Added]]]:
-    # Each entry's own fields, and what it added that is a soft object still.
+def _entries(record: ImageRecord) -> Iterator[tuple[dict[str, Any], list[_Added] | None]]:
+    # None for what is not of ``complete`` but metadata of the user's own.
     entries = record.metadata.get(COMPLETION)
     for entry in entries if isinstance(entries, list) else ():
         try:
-            added = msgspec.convert(entry, _Completion).added
+            yield entry, msgspec.convert(entry, _Completion).added
         except msgspec.ValidationError:
-            continue  # metadata of the user's own
-        objects = record.objects
-        left = [one for one in added if one.object < len(objects) and objects[one.object].soft is not None]
-        yield {key: value for key, value in entry.items() if key not in _OF_IMAGE}, left
+            yield entry, None
+
+
+def _completions(record: ImageRecord) -> Iterator[tuple[dict[str, Any], list[_Added]]]:
+    # Each entry's own fields, and what it added that is a soft object still.
+    objects = record.objects
+    for entry, added in _entries(record):
+        if added is not None:
+            left = [one for one in added if one.object < len(objects) and objects[one.object].soft is not None]
+            yield {key: value for key, value in entry.items() if key not in _OF_IMAGE}, left
 
 
 def completed_objects(records: Iterable[ImageRecord]) -> Provenance:
@@ -58,3 +65,13 @@ def completion_of_part(record: ImageRecord, numbers: Sequence[int]) -> dict[str,
         if inside:
             entries.append({**origin, "added": inside})
     return {COMPLETION: entries} if entries else {}
+
+
+def without_completed(record: ImageRecord) -> ImageRecord:
+    """The record's annotations alone: no soft objects, and no metadata about them, which would be taken for those of
+    objects that a later completion adds."""
+    metadata = dict(record.metadata)
+    if isinstance(metadata.get(COMPLETION), list):
+        own = [entry for entry, added in _entries(record) if added is None]
+        metadata = {**metadata, COMPLETION: own} if own else {k: v for k, v in metadata.items() if k != COMPLETION}
+    return replace(record, objects=tuple(obj for obj in record.objects if obj.soft is None), metadata=metadata)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coordexp.data.class_list import as_written
+from coordexp.data.completed import without_completed
 from coordexp.data.files import check_new_file, whole_binary_file
 from coordexp.data.images import image_bytes
 from coordexp.data.jsonl import clean_desc, line_of, write_jsonl
@@ -123,7 +124,7 @@ def drop_annotations(
 
 def without_soft(records: Sequence[ImageRecord]) -> tuple[list[ImageRecord], int]:
     """The records with their annotations alone, and how many soft objects went."""
-    left = [replace(r, objects=tuple(obj for obj in r.objects if obj.soft is None)) for r in records]
+    left = [without_completed(record) for record in records]
     return left, sum(len(r.objects) for r in records) - sum(len(r.objects) for r in left)
 
 

@@ -20,6 +20,7 @@ from coordexp.checkpoints.folder import BASE_KEY, CONFIG, COORD_IDS, OFFSETS, WE
 from coordexp.config.schema import TunerConfig
 from coordexp.data.files import give_ordinary_mode
 from coordexp.errors import CheckpointError, ConfigError
+from coordexp.modeling.cpu_products import is_linear, take_linear_layers
 from coordexp.modeling.patches import PatchProjection
 from coordexp.modeling.trainer_weights import (
     ADAPTER,
@@ -191,6 +192,7 @@ def tune(model: Any, config: TunerConfig, coord_ids: Sequence[int]) -> None:
             for module in model.modules():
                 if isinstance(module, LoraLayer) and not config.use_dora:  # DoRA's norms need float32
                     module.cast_input_dtype_enabled = _OutsideAutocast()  # pyright: ignore[reportAttributeAccessIssue]
+            take_linear_layers(model)  # the adapters' own
         elif not config.train_coord_rows:
             raise ConfigError("tuner.target_modules: every part is frozen, so no module can get adapters; unfreeze one")
         if config.train_coord_rows:
@@ -213,7 +215,7 @@ def _targets(model: Any, names: Sequence[str], frozen: set[str]) -> list[str]:
     if ALL_LINEAR in names:
         if len(names) > 1:
             raise ConfigError(f"tuner.target_modules: {ALL_LINEAR} excludes other names; remove them, or it")
-        linear = (name for name, module in model.named_modules() if type(module) is torch.nn.Linear)
+        linear = (name for name, module in model.named_modules() if is_linear(module))
         return [name for name in linear if part_of(name) not in frozen and name.split(".")[-1] not in _TABLES]
     targets = _matching(model, names, "tuner.target_modules", frozen)
     for name in targets:
@@ -223,7 +225,7 @@ def _targets(model: Any, names: Sequence[str], frozen: set[str]) -> list[str]:
                 f"tuner.target_modules: {name} multiplies whole patches by a weight of five axes: an adapter of it "
                 "could neither be merged nor pushed to engines. Name it in tuner.modules_to_save, which trains it whole"
             )
-        if type(module) is not torch.nn.Linear:
+        if not is_linear(module):
             raise ConfigError(
                 f"tuner.target_modules: {name} is a {type(module).__name__}; only linear layers can get adapters. Name "
                 f"those, or write {ALL_LINEAR}"

@@ -37,6 +37,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
 from coordexp.errors import ConfigError, require
+from coordexp.modeling import cpu_products
 
 Attention = Literal["packed", "varlen", "flash", "sdpa"]
 _KEY = "model.attn_implementation"
@@ -121,8 +122,13 @@ def attend_each_segment(
     grouped = key.shape[1] != query.shape[1]
     lengths = list(segments.lengths)
     parts = [
-        F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, scale=scaling, is_causal=segments.causal, enable_gqa=grouped
+        cpu_products.attention(
+            F.scaled_dot_product_attention,
+            *(q, k, v),
+            dropout_p=dropout,
+            scale=scaling,
+            is_causal=segments.causal,
+            enable_gqa=grouped,
         )
         for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     ]
@@ -244,6 +250,10 @@ def attend_packed(
 KERNELS: dict[str, Kernel] = {"packed": attend_packed, "varlen": attend_varlen, "flash": attend_flash}
 
 
+def _transformers_sdpa(*args: Any, **kwargs: Any) -> Tensor:
+    return sdpa_attention_forward(*args, **kwargs)[0]
+
+
 def _register(attention: str, kernel: Kernel) -> None:
     def attend(
         module: torch.nn.Module,
@@ -258,9 +268,9 @@ def _register(attention: str, kernel: Kernel) -> None:
     ) -> tuple[Tensor, Any]:
         if segments is None:
             assert attention_mask is None or attention_mask.numel(), "a packed row's segments were lost"
-            return sdpa_attention_forward(
-                module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-            )
+            own = partial(_transformers_sdpa, module)
+            options = {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
+            return cpu_products.attention(own, query, key, value, **options, **kwargs), None
         if segments.total != query.shape[2] or key.shape[2] != query.shape[2]:
             raise ValueError(
                 f"packed attention got {query.shape[2]} queries and {key.shape[2]} keys for segments of "

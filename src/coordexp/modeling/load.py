@@ -32,6 +32,7 @@ from coordexp.data.preparation import ImagePreparation
 from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.adapter import merge_adapter
 from coordexp.modeling.attention import transformers_names
+from coordexp.modeling.cpu_products import take_linear_layers
 from coordexp.modeling.finite import check_finite
 from coordexp.modeling.patches import PixelScale, take_rows
 from coordexp.out_of_memory import is_out_of_memory
@@ -56,6 +57,7 @@ class Qwen3VLForConditionalGeneration(transformers.Qwen3VLForConditionalGenerati
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         take_rows(self)
+        take_linear_layers(self)
         self.lm_head.register_forward_pre_hook(_with_plain_strides)
 
     @wraps(transformers.Qwen3VLForConditionalGeneration.forward)  # generate() reads the signature

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch.nn import functional
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from coordexp.errors import CheckpointError
+from coordexp.modeling import cpu_products
 from coordexp.modeling.attention import ImageAttention
 
 
@@ -145,7 +145,7 @@ class PatchProjection(torch.nn.Conv3d):
 
     def forward(self, patches_PCTHW: torch.Tensor) -> torch.Tensor:
         """Returns (P, D, 1, 1, 1), as the convolution does."""
-        vectors_PD = functional.linear(patches_PCTHW.flatten(1), self.weight.flatten(1), self.bias)
+        vectors_PD = cpu_products.linear(patches_PCTHW.flatten(1), self.weight.flatten(1), self.bias)
         return vectors_PD[..., None, None, None]
 
 

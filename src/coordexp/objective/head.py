@@ -11,12 +11,13 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from coordexp.modeling.cpu_products import multiplies_bfloat16_faster
 from coordexp.objective.coord_math import LOGIT_LIMIT, limit_logits
 from coordexp.records import PackedRow
 
@@ -474,7 +475,7 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, stored: torch.
         return torch.mm(a, b)
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
-    if dtype == torch.bfloat16 and _multiplies_bfloat16_faster():
+    if dtype == torch.bfloat16 and multiplies_bfloat16_faster():
         rounded = torch.mm(a, b)  # sums in float32 and rounds once, in a quarter of float32's time
         if stored == dtype:
             return rounded
@@ -482,12 +483,3 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, stored: torch.
         rest = torch.addmm(rounded, a, b, beta=-1).nan_to_num_(0.0, 0.0, 0.0)
         return rounded.float().add_(rest)
     return torch.mm(a.float(), b.float())
-
-
-@cache
-def _multiplies_bfloat16_faster() -> bool:
-    """Whether two products in bfloat16 take this CPU less time than one in float32. On Intel's without matrix tiles,
-    one takes longer: 42 ms against 25 (841 x 2,048 x 1,024, one core)."""
-    able = torch.cpu.get_capabilities()
-    intel = str(able.get("cpu_name", "")).startswith("Intel")
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (not intel or bool(able.get("amx_bf16")))

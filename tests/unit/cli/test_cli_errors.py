@@ -18,7 +18,9 @@ import coordexp
 import coordexp.config.from_yaml
 from coordexp.cli import main
 from coordexp.errors import ConfigError
+from coordexp.evaluation.answers import write_answers
 from support.cli_runs import Cli, small_checkpoint, write_run
+from support.scored_answers import random_answers
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +221,16 @@ main(["--version"])
 def test_ctrl_c_while_commands_are_imported_prints_no_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_sigterm_unwinds_a_command(tmp_path: Path) -> None:
+    """With an exit code of its own: a process that the signal kills leaves its temporary folders."""
+    write_answers(random_answers(3, 1), tmp_path / "predictions.jsonl")
+    argv = [sys.executable, "-m", "coordexp", "view", str(tmp_path), "--serve"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None and "until Ctrl-C" in serving.stdout.readline()
+        serving.terminate()
+        assert serving.wait(60) == 128 + signal.SIGTERM
 
 
 def test_a_full_standard_output_is_named() -> None:

@@ -200,6 +200,7 @@ def test_two_runs_are_compared(tmp_path: Path, cli: Cli) -> None:
         (("evaluate", "saved", "training.seed=3"), "KEY=VALUE has no use here; it belongs to a configuration"),
         (("evaluate", "saved", "--model", "m"), "--model has no use here; it belongs to a configuration"),
         (("evaluate", "saved", "--data", "d.jsonl"), "--data has no use here"),
+        (("evaluate", "--model", "m", "--data", "d.jsonl", "custom.val_jsonl=e.jsonl"), "both name the dataset"),
         (("evaluate", "saved", "--resamples", "10"), "--resamples has no use here; it belongs to --compare"),
         (("evaluate", "saved", "--embedding-threshold", "0.5"), "it belongs to --embedder"),
         (

@@ -97,6 +97,17 @@ def test_without_soft_removes_soft_objects() -> None:
     assert without_soft(records(2, CUP, replace(TREE, soft=0.5))) == (records(2, CUP), 2)
 
 
+def test_without_soft_forgets_how_they_were_completed() -> None:
+    """A later completion adds objects of the same numbers, by another model perhaps."""
+    [annotated] = records(1, CUP)
+    entry = {"model": "first", "added": [{"object": 1, "score": 0.9}], "refused": {}}
+    soft = replace(annotated, objects=(CUP, replace(TREE, soft=0.5)))
+    [left], _ = without_soft([replace(soft, metadata={"camera": 7, "completion": [entry]})])
+    assert left == replace(annotated, metadata={"camera": 7})
+    [left], _ = without_soft([replace(soft, metadata={"completion": [entry, "a remark"]})])
+    assert left.metadata == {"completion": ["a remark"]}
+
+
 # --- splits and samples ---
 
 

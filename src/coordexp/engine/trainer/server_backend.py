@@ -147,9 +147,9 @@ def check_pixels(client: ServerClient, status: Mapping[str, Any] | None, model: 
     from coordexp.modeling.patches import PixelScale
 
     for worker in () if status is None else status["workers"]:
-        if PIXELS not in worker:  # an older plugin of swift rollout
+        if (reported := _reported(client, worker, PIXELS)) is None:
             continue
-        theirs, ours = PixelScale.of(SimpleNamespace(**worker[PIXELS])), model.model.pixel_scale
+        theirs, ours = PixelScale.of(SimpleNamespace(**reported)), model.model.pixel_scale
         if theirs != ours:
             raise RolloutError(
                 f"{client.base_url}: its model normalises images by {asdict(theirs)}, and this run's by "
@@ -162,8 +162,7 @@ def check_arithmetic(client: ServerClient, status: Mapping[str, Any] | None, che
     """Raises RolloutError if a server's model applies weights otherwise than that of the trainer's plain ``checkpoint``
     (rotary embeddings, norms, heads): pushes bring weights, and not the settings in config.json."""
     for worker in () if status is None else status["workers"]:
-        theirs = worker.get(ARITHMETIC)
-        if theirs is None:  # an older plugin of swift rollout
+        if (theirs := _reported(client, worker, ARITHMETIC)) is None:
             continue
         for key, ours in arithmetic_of(checkpoint).items():
             if theirs.get(key) != ours:
@@ -171,6 +170,16 @@ def check_arithmetic(client: ServerClient, status: Mapping[str, Any] | None, che
                     f"{client.base_url}: the config.json of its model has {key} {theirs.get(key)}, and that of "
                     f"{checkpoint} has {ours}; start the server from the same checkpoint"
                 )
+
+
+def _reported(client: ServerClient, worker: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
+    if key not in worker:
+        logger.warning(
+            "%s: an older CoordExp runs there and does not report its %s, so they are not compared",
+            client.base_url,
+            key,
+        )
+    return worker.get(key)
 
 
 def in_flight(

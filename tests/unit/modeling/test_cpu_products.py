@@ -1,0 +1,86 @@
+"""Products in bfloat16 on a CPU without instructions for them: the same factors, sums in float32, one rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from coordexp.modeling import cpu_products
+
+ONE_ROUNDING = 2.0**-8  # bfloat16 has eight bits; sums of another order may round to the other neighbour
+
+
+@pytest.fixture(autouse=True)
+def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_products, "multiplies_bfloat16_faster", lambda: False)
+
+
+def results(
+    product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool
+) -> list[Tensor]:
+    """Output, and gradients of all that has one."""
+    leaves = [one.clone().requires_grad_() for one in (x, weight, bias) if one is not None]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = product(*leaves)
+    (out.float() * torch.linspace(-1, 1, out.shape[-1])).sum().backward()
+    return [out, *(one.grad for one in leaves if one.grad is not None)]
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("autocast", [True, False], ids=["float32 weights under autocast", "bfloat16 weights"])
+def test_a_linear_layer_and_its_gradients_are_torchs(autocast: bool, biased: bool) -> None:
+    torch.manual_seed(0)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    x, weight, bias = (torch.randn(*shape, dtype=dtype) for shape in ((3, 7, 24), (10, 24), (10,)))
+    found, expected = (
+        results(product, x, weight, bias if biased else None, autocast)
+        for product in (cpu_products.linear, functional.linear)
+    )
+    assert len(found) == len(expected) == 3 + biased
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+        torch.testing.assert_close(mine.float(), theirs.float(), rtol=ONE_ROUNDING, atol=1e-3)
+
+
+def test_an_engines_layer_is_torchs() -> None:
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((7, 24), (10, 24), (10,)))
+    found, expected = (product(x, weight, bias) for product in (cpu_products.linear_in_float32, functional.linear))
+    torch.testing.assert_close(found, expected, rtol=ONE_ROUNDING, atol=1e-3)
+
+
+def test_other_number_types_are_torchs_own_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 24), torch.randn(10, 24)
+    found, expected = (results(product, x, weight, None, False) for product in (cpu_products.linear, functional.linear))
+    assert all(mine.equal(theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_a_frozen_layer_needs_no_gradient_of_its_weight() -> None:
+    x, weight = torch.randn(2, 8).bfloat16().requires_grad_(), torch.randn(4, 8).bfloat16()
+    cpu_products.linear(x, weight).sum().backward()
+    assert x.grad is not None and weight.grad is None
+
+
+def test_attention_keeps_its_number_type() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 6, 8).bfloat16() for _ in range(3))
+    options: dict[str, Any] = {"is_causal": True}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = cpu_products.attention(functional.scaled_dot_product_attention, query, key, value, **options)
+    assert found.dtype == torch.bfloat16
+    exact = functional.scaled_dot_product_attention(query.float(), key.float(), value.float(), **options)
+    torch.testing.assert_close(found.float(), exact, rtol=ONE_ROUNDING, atol=1e-3)
+
+
+def test_layers_are_taken_in_place() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False)))
+    before = dict(model.named_parameters())
+    cpu_products.take_linear_layers(model)
+    assert all(one is before[name] for name, one in model.named_parameters())
+    assert sum(isinstance(one, cpu_products.Linear) for one in model.modules()) == 2
