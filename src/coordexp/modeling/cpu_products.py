@@ -17,17 +17,23 @@ from torch.nn import functional
 
 
 @cache
+def multiplies_bfloat16() -> bool:
+    """Whether torch has products in bfloat16 for this CPU, other than a plain loop."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@cache
 def multiplies_bfloat16_faster() -> bool:
-    """Whether this CPU multiplies faster in bfloat16 than in float32. Intel's without matrix tiles do not: 42 ms
-    against 25 (841 x 2,048 x 1,024, one core)."""
+    """Whether this CPU multiplies twice in bfloat16 in less time than once in float32. Intel's without matrix tiles do
+    not: one product takes 42 ms there, against 25 (841 x 2,048 x 1,024, one core)."""
     able = torch.cpu.get_capabilities()
     intel = str(able.get("cpu_name", "")).startswith("Intel")
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (not intel or bool(able.get("amx_bf16")))
+    return multiplies_bfloat16() and (not intel or bool(able.get("amx_bf16")))
 
 
 def _is_slow(x: Tensor) -> bool:
-    # Whether torch would multiply `x` in bfloat16 on a CPU that is faster in float32.
-    if x.device.type != "cpu" or multiplies_bfloat16_faster():
+    # Whether torch would multiply `x` in bfloat16 by its loop, which is the faster one for a single row alone.
+    if x.device.type != "cpu" or multiplies_bfloat16() or x.numel() == x.shape[-1]:
         return False
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     return dtype == torch.bfloat16
@@ -38,7 +44,8 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def linear_in_float32(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """A linear layer in bfloat16, (…, K) → (…, M), whatever the CPU is. No gradient needs it: for engines."""
+    """A linear layer in bfloat16 for engines, (…, K) → (…, M); without a gradient, and without a choice by rows, which
+    a compiled model would have to make."""
     return functional.linear(x.float(), weight_MK.float(), None if bias_M is None else bias_M.float()).to(x.dtype)
 
 

@@ -17,7 +17,7 @@ ONE_ROUNDING = 2.0**-8  # bfloat16 has eight bits; sums of another order may rou
 
 @pytest.fixture(autouse=True)
 def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_products, "multiplies_bfloat16_faster", lambda: False)
+    monkeypatch.setattr(cpu_products, "multiplies_bfloat16", lambda: False)
 
 
 def results(
@@ -45,6 +45,18 @@ def test_a_linear_layer_and_its_gradients_are_torchs(autocast: bool, biased: boo
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
         torch.testing.assert_close(mine.float(), theirs.float(), rtol=ONE_ROUNDING, atol=1e-3)
+
+
+def test_factors_and_gradients_are_rounded_as_on_other_machines() -> None:
+    weight = torch.tensor([[1 + 2**-9, -1.0] * 4], requires_grad=True)  # rounds to ones: the sum is zero
+    x = torch.ones(2, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = cpu_products.linear(x, weight)
+    assert out.tolist() == [[0.0], [0.0]]
+    out.backward(torch.tensor([[1.0], [2**-9]]).bfloat16())
+    assert x.grad is not None and weight.grad is not None
+    assert x.grad.tolist() == [[1.0, -1.0] * 4, [2**-9, -(2**-9)] * 4]
+    assert weight.grad.tolist() == [[1.0] * 8], "1 + 2**-9, rounded"
 
 
 def test_an_engines_layer_is_torchs() -> None:

@@ -22,7 +22,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.sample import rejection_sampler
 
-from coordexp.modeling.cpu_products import linear_in_float32, multiplies_bfloat16_faster
+from coordexp.modeling.cpu_products import linear_in_float32, multiplies_bfloat16
 
 # vLLM packs each linear weight into a private layout and empties the parameter. New weights could then not be loaded,
 # and a tied language head would keep its old packed copy. So linear layers compute from their plain weights. The patch
@@ -30,7 +30,7 @@ from coordexp.modeling.cpu_products import linear_in_float32, multiplies_bfloat1
 
 
 def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
-    slow = layer.weight.dtype == torch.bfloat16 and not multiplies_bfloat16_faster()
+    slow = layer.weight.dtype == torch.bfloat16 and not multiplies_bfloat16()
     layer.cpu_linear = linear_in_float32 if slow else functional.linear  # pyright: ignore[reportArgumentType]
 
 
@@ -138,7 +138,7 @@ _vllms_hash_factors = caching.aot_compile_hash_factors
 
 
 def _hash_factors(vllm_config: Any) -> list[str]:
-    products = "bfloat16" if multiplies_bfloat16_faster() else "float32"
+    products = "bfloat16" if multiplies_bfloat16() else "float32"
     return [*_vllms_hash_factors(vllm_config), f"CoordExp: linear layers of plain weights, products in {products}"]
 
 
