@@ -134,7 +134,8 @@ def trainer_settings(spec: dict[str, Any]) -> dict[str, Any]:
         "learning_rate": RATES[spec["tuner"]],
         "per_device_train_batch_size": spec["batch"], "gradient_accumulation_steps": spec["accumulation"],
         "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0, "optim": "adamw_torch_fused",
-        "gradient_checkpointing": True, "bf16": True, "fp16": False, "use_cpu": True, "seed": 0, "save_strategy": "no",
+        "gradient_checkpointing": True, "bf16": spec["dtype"] == "bfloat16", "fp16": False, "use_cpu": True, "seed": 0,
+        "save_strategy": "no",
         "report_to": [], "logging_steps": 1, "dataloader_num_workers": 0,
     }  # fmt: skip
 
@@ -149,14 +150,15 @@ def coordexp(spec: dict[str, Any]) -> dict[str, Any]:
 
     stage_2, lora = spec["kind"] == "own", spec["tuner"] == "lora"
     values: dict[str, Any] = {
-        "model.model": spec["checkpoint"], "model.dtype": "bfloat16", "template.prompt": spec["prompt"],
+        "model.model": spec["checkpoint"], "model.dtype": spec["dtype"], "template.prompt": spec["prompt"],
         "custom.train_jsonl": spec["data"], "custom.val_jsonl": None, "data.num_workers": 0,
         "training.output_dir": spec["output"], "training.max_steps": spec["warmup"] + spec["steps"],
         "training.per_device_train_batch_size": spec["batch"],
         "training.effective_batch_size": spec["batch"] * spec["accumulation"],
         "training.learning_rate": RATES[spec["tuner"]], "training.vit_lr": None,
         "training.lr_scheduler_type": "constant", "training.warmup_steps": 0, "training.weight_decay": 0.0,
-        "training.max_grad_norm": 1.0, "training.optim": "adamw_torch_fused", "training.bf16": True,
+        "training.max_grad_norm": 1.0, "training.optim": "adamw_torch_fused",
+        "training.bf16": spec["dtype"] == "bfloat16",
         "training.use_cpu": True, "training.gradient_checkpointing": True, "training.logging_steps": 1,
         "training.save_strategy": "no", "training.eval_strategy": "no", "training.report_to": [],
         "training.resume_from_checkpoint": None, "training.packing_min_fill_ratio": 0.01,
@@ -210,7 +212,9 @@ def trl(spec: dict[str, Any]) -> dict[str, Any]:
     columns: dict[str, Any] = {"prompt": [[{"role": "user", "content": spec["prompt"]}] for _ in samples]}
     columns["images"] = [one["images"] for one in samples]
     common: dict[str, Any] = {"peft_config": adapters}
-    common["model"] = Qwen3VLForConditionalGeneration.from_pretrained(spec["checkpoint"], dtype=torch.bfloat16)
+    common["model"] = Qwen3VLForConditionalGeneration.from_pretrained(
+        spec["checkpoint"], dtype=getattr(torch, spec["dtype"])
+    )
     processor = AutoProcessor.from_pretrained(spec["checkpoint"])
     if spec["kind"] == "sft":
         columns["completion"] = [[one["messages"][1]] for one in samples]
@@ -252,7 +256,7 @@ def swift(spec: dict[str, Any]) -> dict[str, Any]:
     common: dict[str, Any] = {
         **trainer_settings(spec), "model": spec["checkpoint"], "model_type": "qwen3_vl", "template": "qwen3_vl",
         "dataset": [spec["conversations"]], "split_dataset_ratio": 0.0, "tuner_type": spec["tuner"],
-        "torch_dtype": "bfloat16", "attn_impl": "sdpa", "system": None, "remove_unused_columns": False,
+        "torch_dtype": spec["dtype"], "attn_impl": "sdpa", "system": None, "remove_unused_columns": False,
         "add_version": False, "load_from_cache_file": False, "dataset_num_proc": 1,
     }  # fmt: skip
     if spec["tuner"] == "lora":

@@ -77,6 +77,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     add("--tuners", nargs="+", choices=("lora", "full"), default=["lora", "full"], help="[lora full]")
     add("--rounds", type=positive, default=2, help="of all variants, in alternating order [2]")
     add("--answer-tokens", type=positive, help="tokens of every generated answer [mean of the annotated ones]")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and products [bfloat16]")
     add("--at-once", type=positive, default=1, help="variants at a time; CPU seconds are each process's own [1]")
     add("--trl-python", default=sys.executable, help="Python of an environment with a newer TRL [this one]")
 
@@ -180,7 +181,7 @@ def specification(
     return {
         "name": name, "family": variant.family, "kind": variant.kind, "tuner": tuner, "masters": variant.masters,
         "checkpoint": str(folder / "checkpoint"), "data": str(folder / "photos.jsonl"),
-        "conversations": str(folder / "conversations.jsonl"), "prompt": PROMPT, "batch": batch,
+        "conversations": str(folder / "conversations.jsonl"), "prompt": PROMPT, "dtype": options.dtype, "batch": batch,
         "accumulation": accumulation, "group": group, "warmup": options.warmup, "steps": options.steps,
         "answer_tokens": work["answer_tokens"], "sequences": work["sequences"],
         "output": str(folder / f"{name}-{tuner}"), "result": str(folder / f"{name}-{tuner}.result.json"),

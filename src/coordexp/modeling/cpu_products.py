@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+_LEAST_ROWS = 8  # for fewer, converting a wide layer's weights takes longer than the loop
+_BLOCK = 1 << 20  # weights that are converted at a time: they stay in the cache
+
 
 @cache
 def multiplies_bfloat16() -> bool:
@@ -32,8 +35,8 @@ def multiplies_bfloat16_faster() -> bool:
 
 
 def _is_slow(x: Tensor) -> bool:
-    # Whether torch would multiply `x` in bfloat16 by its loop, which is the faster one for a single row alone.
-    if x.device.type != "cpu" or multiplies_bfloat16() or x.numel() == x.shape[-1]:
+    # Whether torch would multiply `x` in bfloat16 by its loop. An engine's compiled model keeps it.
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or multiplies_bfloat16():
         return False
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     return dtype == torch.bfloat16
@@ -43,21 +46,21 @@ def _rounded(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16).float()
 
 
-def linear_in_float32(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """A linear layer in bfloat16 for engines, (…, K) → (…, M); without a gradient, and without a choice by rows, which
-    a compiled model would have to make."""
-    return functional.linear(x.float(), weight_MK.float(), None if bias_M is None else bias_M.float()).to(x.dtype)
-
-
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_MK: Tensor, bias_M: Tensor | None) -> Tensor:
         x = x.to(torch.bfloat16)
         ctx.save_for_backward(x, weight_MK)
         ctx.bias_dtype = None if bias_M is None else bias_M.dtype
+        inputs, height = x.float(), max(1, _BLOCK // weight_MK.shape[1])
+        blocks = weight_MK.split(height)
+        biases = [None] * len(blocks) if bias_M is None else _rounded(bias_M).split(height)
         with torch.autocast("cpu", enabled=False):
-            out = functional.linear(x.float(), _rounded(weight_MK), None if bias_M is None else _rounded(bias_M))
-        return out.to(torch.bfloat16)
+            parts = [
+                functional.linear(inputs, _rounded(block), bias).to(torch.bfloat16)
+                for block, bias in zip(blocks, biases, strict=True)
+            ]
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -77,7 +80,7 @@ class _Product(torch.autograd.Function):
 
 def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
     """As :func:`torch.nn.functional.linear`, and under autocast too: (…, K) → (…, M)."""
-    if not _is_slow(x):
+    if not _is_slow(x) or x.numel() < _LEAST_ROWS * x.shape[-1]:  # a compiled model must not ask for sizes
         return functional.linear(x, weight_MK, bias_M)
     return _Product.apply(x.to(torch.bfloat16), weight_MK, bias_M)  # pyright: ignore[reportReturnType]
 

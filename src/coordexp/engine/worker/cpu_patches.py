@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
-from torch.nn import functional
 from vllm.compilation import caching
 from vllm.distributed.device_communicators import cpu_communicator, shm_broadcast
 from vllm.model_executor.layers import utils as linear_layers
@@ -22,7 +21,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.sample import rejection_sampler
 
-from coordexp.modeling.cpu_products import linear_in_float32, multiplies_bfloat16
+from coordexp.modeling import cpu_products
 
 # vLLM packs each linear weight into a private layout and empties the parameter. New weights could then not be loaded,
 # and a tied language head would keep its old packed copy. So linear layers compute from their plain weights. The patch
@@ -30,8 +29,7 @@ from coordexp.modeling.cpu_products import linear_in_float32, multiplies_bfloat1
 
 
 def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
-    slow = layer.weight.dtype == torch.bfloat16 and not multiplies_bfloat16()
-    layer.cpu_linear = linear_in_float32 if slow else functional.linear  # pyright: ignore[reportArgumentType]
+    layer.cpu_linear = cpu_products.linear  # pyright: ignore[reportArgumentType]
 
 
 # vLLM's processes spin on their shared-memory queues for a second after each message. With a GPU that is cheap; on a
@@ -138,8 +136,7 @@ _vllms_hash_factors = caching.aot_compile_hash_factors
 
 
 def _hash_factors(vllm_config: Any) -> list[str]:
-    products = "bfloat16" if multiplies_bfloat16() else "float32"
-    return [*_vllms_hash_factors(vllm_config), f"CoordExp: linear layers of plain weights, products in {products}"]
+    return [*_vllms_hash_factors(vllm_config), "CoordExp: linear layers of plain weights"]
 
 
 def _finalize_loading(self: Any, vllm_config: Any) -> None: ...
