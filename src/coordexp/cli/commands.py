@@ -168,8 +168,8 @@ def run(words: list[str]) -> None:
 
 @contextmanager
 def _unwound_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does, with its temporary folders and engines, where nothing else handles it.
-    A rank ends at once: it may be waiting for the others, and runs no handler meanwhile."""
+    """SIGTERM ends the command as Ctrl-C does, which removes its temporary folders, where nothing else handles it. A
+    rank ends at once: it may be waiting for the others, and runs no handler meanwhile."""
     if distributed.world_size() > 1 or threading.current_thread() is not threading.main_thread():
         yield
         return

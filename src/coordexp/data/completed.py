@@ -27,7 +27,7 @@ class _Completion(msgspec.Struct):
 
 
 def _entries(record: ImageRecord) -> Iterator[tuple[dict[str, Any], list[_Added] | None]]:
-    # None for what is not of ``complete`` but metadata of the user's own.
+    # The list's entries, each with what it added; None for metadata of the user's own.
     entries = record.metadata.get(COMPLETION)
     for entry in entries if isinstance(entries, list) else ():
         try:
@@ -72,6 +72,7 @@ def without_completed(record: ImageRecord) -> ImageRecord:
     objects that a later completion adds."""
     metadata = dict(record.metadata)
     if isinstance(metadata.get(COMPLETION), list):
-        own = [entry for entry, added in _entries(record) if added is None]
-        metadata = {**metadata, COMPLETION: own} if own else {k: v for k, v in metadata.items() if k != COMPLETION}
+        metadata[COMPLETION] = [entry for entry, added in _entries(record) if added is None]
+        if not metadata[COMPLETION]:
+            del metadata[COMPLETION]
     return replace(record, objects=tuple(obj for obj in record.objects if obj.soft is None), metadata=metadata)

@@ -121,15 +121,9 @@ def attend_each_segment(
     """SDPA, one segment after the other: runs on any device in any number type."""
     grouped = key.shape[1] != query.shape[1]
     lengths = list(segments.lengths)
+    options = {"dropout_p": dropout, "scale": scaling, "is_causal": segments.causal, "enable_gqa": grouped}
     parts = [
-        cpu_products.attention(
-            F.scaled_dot_product_attention,
-            *(q, k, v),
-            dropout_p=dropout,
-            scale=scaling,
-            is_causal=segments.causal,
-            enable_gqa=grouped,
-        )
+        cpu_products.attention(F.scaled_dot_product_attention, q, k, v, **options)
         for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     ]
     return torch.cat(parts, dim=2).transpose(1, 2)

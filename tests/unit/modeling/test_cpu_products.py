@@ -12,12 +12,15 @@ from torch.nn import functional
 
 from coordexp.modeling import cpu_products
 
-ONE_ROUNDING = 2.0**-8  # bfloat16 has eight bits; sums of another order may round to the other neighbour
-
 
 @pytest.fixture(autouse=True)
 def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_products, "multiplies_bfloat16", lambda: False)
+
+
+def integers(*shape: int) -> Tensor:
+    """Small ones: their products and sums are exact in float32, in any order, so that only the rounding is left."""
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(sum(shape))).float()
 
 
 def results(
@@ -27,24 +30,23 @@ def results(
     leaves = [one.clone().requires_grad_() for one in (x, weight, bias) if one is not None]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = product(*leaves)
-    (out.float() * torch.linspace(-1, 1, out.shape[-1])).sum().backward()
+    (out.float() * integers(*out.shape)).sum().backward()
     return [out, *(one.grad for one in leaves if one.grad is not None)]
 
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("autocast", [True, False], ids=["float32 weights under autocast", "bfloat16 weights"])
 def test_a_linear_layer_and_its_gradients_are_torchs(autocast: bool, biased: bool) -> None:
-    torch.manual_seed(0)
     dtype = torch.float32 if autocast else torch.bfloat16
-    x, weight, bias = (torch.randn(*shape, dtype=dtype) for shape in ((3, 7, 24), (10, 24), (10,)))
+    x, weight, bias = (integers(*shape).to(dtype) for shape in ((3, 7, 240), (10, 240), (10,)))
     found, expected = (
         results(product, x, weight, bias if biased else None, autocast)
         for product in (cpu_products.linear, functional.linear)
     )
     assert len(found) == len(expected) == 3 + biased
     for mine, theirs in zip(found, expected, strict=True):
-        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
-        torch.testing.assert_close(mine.float(), theirs.float(), rtol=ONE_ROUNDING, atol=1e-3)
+        assert mine.dtype == theirs.dtype and mine.equal(theirs)
+    assert not found[0].float().equal(functional.linear(x.float(), weight.float())), "sums that bfloat16 rounds"
 
 
 def test_factors_and_gradients_are_rounded_as_on_other_machines() -> None:
@@ -60,8 +62,7 @@ def test_factors_and_gradients_are_rounded_as_on_other_machines() -> None:
 
 
 def test_wide_layers_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((9, 24), (10, 24), (10,)))
+    x, weight, bias = (integers(*shape).bfloat16() for shape in ((9, 24), (10, 24), (10,)))
     whole = cpu_products.linear(x, weight, bias)
     monkeypatch.setattr(cpu_products, "_BLOCK", 3 * 24)
     assert cpu_products.linear(x, weight, bias).equal(whole)
@@ -86,9 +87,8 @@ def test_attention_keeps_its_number_type() -> None:
     options: dict[str, Any] = {"is_causal": True}
     with torch.autocast("cpu", torch.bfloat16):
         found = cpu_products.attention(functional.scaled_dot_product_attention, query, key, value, **options)
-    assert found.dtype == torch.bfloat16
     exact = functional.scaled_dot_product_attention(query.float(), key.float(), value.float(), **options)
-    torch.testing.assert_close(found.float(), exact, rtol=ONE_ROUNDING, atol=1e-3)
+    assert found.equal(exact.bfloat16()), "rounded once"
 
 
 def test_layers_are_taken_in_place() -> None:

@@ -18,7 +18,7 @@ from support.qwen_tokenizer import qwen_vocab
 NAMES = st.one_of(
     st.sampled_from(["cat", "a b", "猫", "龘", "🙂 face", 'a "quoted" one', "tab\t.", "back\\slash", "7 up", "-x-"]),
     st.text(st.characters(exclude_categories=["Cs", "Cc"], max_codepoint=0x1FFFF), min_size=1, max_size=8)
-    .map(lambda text: unicodedata.normalize("NFC", text.strip())).filter(bool),  # as every dataset's names are
+    .map(lambda text: unicodedata.normalize("NFC", text).strip()).filter(bool),  # as every dataset's names are
 )  # fmt: skip
 BIN = st.integers(0, 999)
 BOXES = st.builds(lambda name, bins: GTObject(name, "bbox_2d", bins), NAMES, st.tuples(BIN, BIN, BIN, BIN))

@@ -80,8 +80,10 @@ def test_server_without_class_names_is_refused(
 
 
 @pytest.mark.parametrize(("mean", "refused"), [(0.5, False), (0.485, True)])
-def test_server_that_normalises_images_otherwise_is_refused(loaded: LoadedModel, mean: float, refused: bool) -> None:
-    """Prompts and weights are equal then, and answers are of other images."""
+def test_server_that_normalises_images_otherwise_is_refused(
+    loaded: LoadedModel, mean: float, refused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts and weights are equal then, and answers are of other images. What it does not report is a warning."""
     pixels = {
         "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255, "image_mean": [mean, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5], "temporal_patch_size": 2,
@@ -91,6 +93,7 @@ def test_server_that_normalises_images_otherwise_is_refused(loaded: LoadedModel,
         config = resolved(rollout_backend="vllm", vllm={"mode": "server", "server": {"servers": [entry]}})
         with pytest.raises(RolloutError, match=r"'mean': \(123.*start the server") if refused else nullcontext():
             build_backend(config, parts(loaded))
+    assert refused or "does not report arithmetic" in caplog.text
 
 
 @pytest.mark.parametrize(

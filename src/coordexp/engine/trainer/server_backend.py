@@ -174,11 +174,8 @@ def check_arithmetic(client: ServerClient, status: Mapping[str, Any] | None, che
 
 def _reported(client: ServerClient, worker: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
     if key not in worker:
-        logger.warning(
-            "%s: an older CoordExp runs there and does not report its %s, so they are not compared",
-            client.base_url,
-            key,
-        )
+        note = "%s: an older CoordExp runs there and does not report %s, so nothing checks that they are this run's"
+        logger.warning(note, client.base_url, key)
     return worker.get(key)
 
 
