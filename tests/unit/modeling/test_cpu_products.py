@@ -50,15 +50,15 @@ def test_a_linear_layer_and_its_gradients_are_torchs(autocast: bool, biased: boo
 
 
 def test_factors_and_gradients_are_rounded_as_on_other_machines() -> None:
-    weight = torch.tensor([[1 + 2**-9, -1.0] * 4], requires_grad=True)  # rounds to ones: the sum is zero
+    weight = torch.tensor([[1 + 2**-9, -1.0] * 4, [1.0, -1.0] * 4], requires_grad=True)  # the first 1.00195 becomes 1
     x = torch.ones(8, 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         out = cpu_products.linear(x, weight)
-    assert out.tolist() == [[0.0]] * 8
-    out.backward(torch.tensor([[1.0], [2**-9], *[[0.0]] * 6]).bfloat16())
+    assert out.tolist() == [[0.0, 0.0]] * 8
+    out.backward(torch.tensor([[1.0, -1.0], [2**-9, 0.0], *[[0.0, 0.0]] * 6]).bfloat16())
     assert x.grad is not None and weight.grad is not None
-    assert x.grad[:2].tolist() == [[1.0, -1.0] * 4, [2**-9, -(2**-9)] * 4]
-    assert weight.grad.tolist() == [[1.0] * 8], "1 + 2**-9, rounded"
+    assert x.grad[:2].tolist() == [[0.0] * 8, [2**-9, -(2**-9)] * 4], "both rows of weights are ones"
+    assert weight.grad.tolist() == [[1.0] * 8, [-1.0] * 8], "1 + 2**-9, rounded"
 
 
 def test_wide_layers_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
