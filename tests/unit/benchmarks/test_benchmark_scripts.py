@@ -9,7 +9,7 @@ import math
 import os
 import subprocess
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -199,7 +199,9 @@ def test_peers_at_width_train_on_the_same_samples_packed_and_one_by_one(run: Run
     width, variant = importlib.import_module("peers_width"), importlib.import_module("peers_variant")
     small_checkpoint(tmp_path / "checkpoint")
     work = width.write_samples(tmp_path, write_scenes(tmp_path / "scenes", 2, MODERATE, seed=1), 2)
-    options = Namespace(images=2, warmup=0, steps=1)
+    flags = ArgumentParser()
+    width.add_flags(flags)
+    options = flags.parse_args([], Namespace(images=2, warmup=0, steps=1))
     losses = []
     for name in ("coordexp-sft", "coordexp-sft-one"):
         found = variant.coordexp(width.specification(name, "full", tmp_path, work, options))
