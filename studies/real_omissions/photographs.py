@@ -115,6 +115,13 @@ def random_windows(photograph: Photograph, rng: random.Random) -> list[tuple[int
     return windows
 
 
+def save(picture: Image.Image, path: Path) -> None:
+    """A PNG that is whole whenever it has its name: those that are there are not written again."""
+    part = path.with_suffix(".part")
+    picture.save(part, "PNG", compress_level=1)
+    part.replace(path)
+
+
 def cut(photograph: Photograph, window: tuple[int, int, int, int], path: Path) -> ImageRecord:
     """Write a window of a photograph as a tile, unless it is there; returns it with the boxes of which it shows
     ``MIN_VISIBLE`` or more."""
@@ -122,7 +129,7 @@ def cut(photograph: Photograph, window: tuple[int, int, int, int], path: Path) -
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         picture = Image.open(photograph.image).convert("RGB").crop(window)
-        picture.resize(TILE, Image.Resampling.BOX).save(path, compress_level=1)
+        save(picture.resize(TILE, Image.Resampling.BOX), path)
     objects = []
     for name, (x1, y1, x2, y2) in photograph.boxes:
         a, b, c, d = max(x1, left), max(y1, top), min(x2, right), min(y2, bottom)
@@ -169,7 +176,7 @@ def prepare_whole(bccd: Path, txl: Path, folder: Path) -> dict[str, Path]:
             path = folder / name / f"{photograph.image.stem}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             size = (2 * TILE[0], 2 * TILE[1])
-            Image.open(photograph.image).convert("RGB").resize(size, Image.Resampling.BOX).save(path)
+            save(Image.open(photograph.image).convert("RGB").resize(size, Image.Resampling.BOX), path)
             boxes = [
                 GTObject(desc, "bbox_2d", tuple(to_bin(x, photograph.size[at % 2]) for at, x in enumerate(box)))
                 for desc, box in photograph.boxes
@@ -193,7 +200,7 @@ def with_views(jsonl: Path) -> Path:
             if not path.exists():
                 picture = Image.open(record.image)
                 picture = ImageOps.mirror(picture) if horizontal else picture
-                (ImageOps.flip(picture) if vertical else picture).save(path, compress_level=1)
+                save(ImageOps.flip(picture) if vertical else picture, path)
             objects = tuple(replace(obj, bins=_mirrored(obj.bins, horizontal, vertical)) for obj in record.objects)
             records.append(replace(record, image=path, objects=objects))
     write_jsonl(records, target)

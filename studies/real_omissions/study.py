@@ -209,27 +209,38 @@ def rows() -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    starts, variants = list(declared()["starts"]), list(declared()["variants"])
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = flags.add_subparsers(dest="command", required=True)
     starting = commands.add_parser("start", help="train a start and write it to starts/")
-    starting.add_argument("name", choices=list(declared()["starts"]))
+    starting.add_argument("name", choices=starts)
     running = commands.add_parser("run", help="run what results.jsonl does not have")
-    running.add_argument("--start", default="others")
-    running.add_argument("--variants", nargs="+", help="only these [all, as declared]")
+    running.add_argument("--start", choices=starts, default="others")
+    running.add_argument(
+        "--variants", nargs="+", choices=variants, metavar="VARIANT", help="only these [all, as declared]"
+    )
     running.add_argument("--seeds", type=int, nargs="+", default=[0])
     running.add_argument("--splits", nargs="+", choices=["val", "test"], default=["val", "test"])
     merged = commands.add_parser("whole", help="answer whole photographs by tiles")
-    merged.add_argument("--start", default="others")
-    merged.add_argument("--variants", nargs="+", help="[start]")
+    merged.add_argument("--start", choices=starts, default="others")
+    merged.add_argument("--variants", nargs="+", choices=variants, metavar="VARIANT", help="[start]")
     for command in (starting, running, merged):
         command.add_argument("--work", type=Path, default=ROOT / "outputs" / "real_omissions")
         command.add_argument("--bccd", type=Path, default=ROOT / "data" / "bccd", help="folder of BCCD/Annotations")
         command.add_argument("--txl", type=Path, default=ROOT / "data" / "txl_pbc", help="folder of images and labels")
     showing = commands.add_parser("table", help="print figures with intervals, as Markdown")
-    showing.add_argument("--start", default="others")
+    showing.add_argument("--start", choices=starts, default="others")
     showing.add_argument("--split", choices=["val", "test"], default="test")
-    showing.add_argument("--against", default="sft", help="the variant that differences are taken to [sft]")
-    showing.add_argument("--full", default="full", help="the variant of full supervision [full]")
+    showing.add_argument(
+        "--against",
+        choices=variants,
+        metavar="VARIANT",
+        default="sft",
+        help="the variant that differences are taken to [sft]",
+    )
+    showing.add_argument(
+        "--full", choices=variants, metavar="VARIANT", default="full", help="the variant of full supervision [full]"
+    )
     options = flags.parse_args()
     if options.command == "table":
         from tables import markdown
