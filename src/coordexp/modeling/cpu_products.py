@@ -38,8 +38,9 @@ def _is_slow(x: Tensor) -> bool:
     # Whether torch would multiply `x` in bfloat16 by its loop. An engine's compiled model keeps it.
     if torch.compiler.is_compiling() or x.device.type != "cpu" or multiplies_bfloat16():
         return False
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    return dtype == torch.bfloat16
+    if torch.is_autocast_enabled("cpu") and x.dtype != torch.float64:  # which autocast leaves as it is
+        return torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return x.dtype == torch.bfloat16
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -82,6 +83,8 @@ def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor
     """As :func:`torch.nn.functional.linear`, and under autocast too: (…, K) → (…, M)."""
     if not _is_slow(x) or x.numel() < _LEAST_ROWS * x.shape[-1]:  # a compiled model must not ask for sizes
         return functional.linear(x, weight_MK, bias_M)
+    if weight_MK.dtype != x.dtype and not torch.is_autocast_enabled("cpu"):
+        return functional.linear(x, weight_MK, bias_M)  # torch refuses them, as on other machines
     return _Product.apply(x.to(torch.bfloat16), weight_MK, bias_M)  # pyright: ignore[reportReturnType]
 
 

@@ -75,6 +75,16 @@ def test_other_number_types_are_torchs_own_bit_for_bit() -> None:
     assert all(mine.equal(theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
+def test_factors_of_two_number_types_are_refused_as_on_other_machines() -> None:
+    with pytest.raises(RuntimeError, match="same dtype"):
+        cpu_products.linear(torch.ones(9, 8).bfloat16(), torch.ones(4, 8))
+
+
+def test_autocast_leaves_float64_as_it_is() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cpu_products.linear(torch.ones(9, 8).double(), torch.ones(4, 8).double()).dtype == torch.float64
+
+
 def test_a_frozen_layer_needs_no_gradient_of_its_weight() -> None:
     x, weight = torch.randn(8, 8).bfloat16().requires_grad_(), torch.randn(4, 8).bfloat16()
     cpu_products.linear(x, weight).sum().backward()
