@@ -32,13 +32,17 @@ def code_cells(notebook: str) -> list[dict[str, Any]]:
     return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
-def run_cells(notebook: str, folder: Path) -> str:
-    """Run a notebook's cells in ``folder``, which is next to what a clone has next to it; returns what they print."""
-    folder.mkdir()
-    (folder / "blood_cells").symlink_to(ROOT / "examples" / "blood_cells")
-    (folder.parent / "studies").symlink_to(ROOT / "studies")
+def run_cells(notebook: str, folder: Path, replaced: tuple[str, str] = ("", "")) -> str:
+    """Run a notebook's cells in ``folder``, which is next to what a clone has next to it; returns what they print.
+    ``replaced``: text of the cells, and what takes its place."""
+    source = "\n".join("".join(cell["source"]) for cell in code_cells(notebook))
+    assert replaced[0] in source
+    if not folder.is_dir():
+        folder.mkdir()
+        (folder / "blood_cells").symlink_to(ROOT / "examples" / "blood_cells")
+        (folder.parent / "studies").symlink_to(ROOT / "studies")
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join("".join(cell["source"]) for cell in code_cells(notebook))],
+        [sys.executable, "-c", source.replace(*replaced) if replaced[0] else source],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
         capture_output=True,
@@ -104,6 +108,8 @@ def test_the_quickstart_improves_the_checkpoint(tmp_path: Path) -> None:
         assert drawn.size == (384, 288), "the pixels of the image as given, though the model saw a smaller copy"
     rule = read_card(folder / "outputs" / "stage1").preparation.resize
     assert rule is not None and rule.max_pixels == 128 * 128
+    # All cells once more, in the same folder.
+    assert "val 32 images" in run_cells("quickstart", folder, ("max_steps: 100", "max_steps: 1"))
 
 
 def test_stored_outputs_show_what_annotators_left_out() -> None:
