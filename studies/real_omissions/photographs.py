@@ -116,7 +116,7 @@ def random_windows(photograph: Photograph, rng: random.Random) -> list[tuple[int
 
 
 def save(picture: Image.Image, path: Path) -> None:
-    """A PNG that is whole whenever it has its name: those that are there are not written again."""
+    """Write a PNG, which gets its name when it is whole: a file that is there can be used again."""
     part = path.with_suffix(".part")
     picture.save(part, "PNG", compress_level=1)
     part.replace(path)

@@ -34,13 +34,15 @@ def multiplies_bfloat16_faster() -> bool:
     return multiplies_bfloat16() and (not intel or bool(able.get("amx_bf16")))
 
 
-def _is_slow(x: Tensor) -> bool:
-    # Whether torch would multiply `x` in bfloat16 by its loop. An engine's compiled model keeps it.
+def _is_slow(x: Tensor, *others: Tensor | None) -> bool:
+    # Whether torch would multiply these in bfloat16 by its loop. An engine's compiled model keeps it; number types that
+    # torch refuses together are left to it.
     if torch.compiler.is_compiling() or x.device.type != "cpu" or multiplies_bfloat16():
         return False
-    if torch.is_autocast_enabled("cpu") and x.dtype != torch.float64:  # which autocast leaves as it is
-        return torch.get_autocast_dtype("cpu") == torch.bfloat16
-    return x.dtype == torch.bfloat16
+    types = {x.dtype} | {one.dtype for one in others if one is not None}
+    if torch.is_autocast_enabled("cpu"):  # leaves float64 as it is
+        return torch.get_autocast_dtype("cpu") == torch.bfloat16 and torch.float64 not in types
+    return types == {torch.bfloat16}
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -81,16 +83,16 @@ class _Product(torch.autograd.Function):
 
 def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
     """As :func:`torch.nn.functional.linear`, and under autocast too: (…, K) → (…, M)."""
-    if not _is_slow(x) or x.numel() < _LEAST_ROWS * x.shape[-1]:  # a compiled model must not ask for sizes
+    if (
+        not _is_slow(x, weight_MK, bias_M) or x.numel() < _LEAST_ROWS * x.shape[-1]
+    ):  # a compiled model must not ask for sizes
         return functional.linear(x, weight_MK, bias_M)
-    if weight_MK.dtype != x.dtype and not torch.is_autocast_enabled("cpu"):
-        return functional.linear(x, weight_MK, bias_M)  # torch refuses them, as on other machines
     return _Product.apply(x.to(torch.bfloat16), weight_MK, bias_M)  # pyright: ignore[reportReturnType]
 
 
 def attention(attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """The output of ``attend(query, key, value, **options)``, torch's SDPA for example."""
-    if not _is_slow(query):
+    if not _is_slow(query, key, value):
         return attend(query, key, value, **options)
     with torch.autocast("cpu", enabled=False):
         return attend(_rounded(query), _rounded(key), _rounded(value), **options).to(torch.bfloat16)

@@ -76,8 +76,10 @@ def test_other_number_types_are_torchs_own_bit_for_bit() -> None:
 
 
 def test_factors_of_two_number_types_are_refused_as_on_other_machines() -> None:
-    with pytest.raises(RuntimeError, match="same dtype"):
-        cpu_products.linear(torch.ones(9, 8).bfloat16(), torch.ones(4, 8))
+    x, weight = torch.ones(9, 8).bfloat16(), torch.ones(4, 8)
+    for factors in ((x, weight), (x, weight.bfloat16(), torch.ones(4))):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            cpu_products.linear(*factors)
 
 
 def test_autocast_leaves_float64_as_it_is() -> None:
