@@ -148,16 +148,20 @@ def _annotated(annotation: Any) -> tuple[Any, Sequence[Any]]:
     return inner, metadata
 
 
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _bound(entry: Any) -> str:
     match entry:
         case annotated_types.Ge():
-            return f">= {entry.ge}"
+            return f">= {_number(entry.ge)}"
         case annotated_types.Gt():
-            return f"> {entry.gt}"
+            return f"> {_number(entry.gt)}"
         case annotated_types.Le():
-            return f"<= {entry.le}"
+            return f"<= {_number(entry.le)}"
         case annotated_types.Lt():
-            return f"< {entry.lt}"
+            return f"< {_number(entry.lt)}"
         case annotated_types.MinLen():
             return f"at least {entry.min_length} long"
     pattern = getattr(entry, "pattern", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -134,6 +135,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if (place / MANIFEST).is_file():
             return read_object(place, MANIFEST, "manifest")
     return {}
+
+
+def last_step_of(folder: Path, state: Mapping[str, Any]) -> float:
+    """The optimizer steps behind the weights in ``folder``, by its ``trainer_state.json``: the best checkpoint's in a
+    finished run with ``training.load_best_model_at_end``."""
+    best = state.get("best_global_step") if state.get("best_model_checkpoint") else None
+    training = _settings_of_run(folder).get("training") or {}
+    if best and training.get("load_best_model_at_end") and not (folder / SEAL).is_file():
+        return float(best)
+    return float(state.get("global_step") or math.inf)
 
 
 def _checked_changes(config: RunConfig, source: Path) -> tuple[Change, ...]:

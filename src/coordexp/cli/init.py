@@ -23,7 +23,7 @@ from coordexp.checkpoints.describe import weight_shapes
 from coordexp.checkpoints.fingerprints import fingerprint, is_same
 from coordexp.checkpoints.folder import Checkpoint, processor_rule, read_object
 from coordexp.checkpoints.memory import ASLEEP, ROOMY, MemoryEstimate, estimate_memory
-from coordexp.checkpoints.run_folder import STATE
+from coordexp.checkpoints.run_folder import STATE, last_step_of
 from coordexp.config import parse_config
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.config.source import dump_value
@@ -403,8 +403,8 @@ def _rounded_up(value: int, step: int) -> int:
 
 def known_figures(model: Path) -> tuple[float, float, Path] | None:
     """F1 and recall of the checkpoint in ``model`` on validation data, and the file that has them: of its last
-    ``coordexp evaluate``, unless it was trained since, or else of its training's last evaluation. None if it was never
-    evaluated."""
+    ``coordexp evaluate``, unless it was trained since, or else of its training's last evaluation of these weights. None
+    if it was never evaluated."""
     metrics = model / "evaluation" / METRICS
     if metrics.is_file():
         content = read_object(metrics.parent, METRICS, "evaluation")
@@ -412,9 +412,10 @@ def known_figures(model: Path) -> tuple[float, float, Path] | None:
         is_of_this = not (isinstance(prints, list) and prints) or is_same(prints[0], fingerprint(model))
         if is_of_this and {"f1", "recall"} <= found.keys():
             return float(found["f1"]), float(found["recall"]), metrics
-    history = read_object(model, STATE, "trainer state").get("log_history") or []
-    for line in reversed(history):
-        if "eval_rollout/f1" in line and "eval_rollout/recall" in line:
+    state = read_object(model, STATE, "trainer state")
+    last = last_step_of(model, state)
+    for line in reversed(state.get("log_history") or []):
+        if {"eval_rollout/f1", "eval_rollout/recall"} <= line.keys() and line.get("step", 0) <= last:
             return float(line["eval_rollout/f1"]), float(line["eval_rollout/recall"]), model / STATE
     return None
 

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from coordexp.config.base import ListOf, NonNegative, Positive, StrictModel
 
 Channel = Literal["A", "B"]
+Sigma = Annotated[float, Field(ge=1e-6, le=1e6)]  # bins; its square must stay far from 0
 
 
 class TokenCEConfig(StrictModel):
@@ -38,7 +39,7 @@ class CoordRegConfig(StrictModel):
     """weight of the penalty on coordinate-token mass at supervised text positions"""
     temperature: Positive
     """softmax temperature of the coordinate distribution"""
-    target_sigma: Positive
+    target_sigma: Sigma
     """width of the Gaussian target, in bins"""
     target_truncate: Positive | None
     """radius in bins beyond which the target is zero; null keeps the whole Gaussian"""

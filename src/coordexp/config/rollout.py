@@ -207,6 +207,10 @@ def _with_host(url: str) -> str:
     return url
 
 
+MAX_PUSH_S = 3600.0  # that a call to engines for a push may take; servers refuse more
+PushSeconds = Annotated[float, Field(gt=0, le=MAX_PUSH_S)]
+
+
 class ServerEntry(StrictModel):
     """One rollout server."""
 
@@ -222,10 +226,10 @@ class ServerEntry(StrictModel):
 class ServerConfig(StrictModel):
     """Servers that answer rollout requests, in the order in which requests are dealt out."""
 
-    timeout_s: Positive = 240.0
+    timeout_s: PushSeconds = 240.0
     """seconds to wait for servers to answer and for their group. A call that has produced no new token for as long is
     ended too, on servers that report progress: coordexp serve, and swift rollout with the plugin"""
-    infer_timeout_s: float | None = None
+    infer_timeout_s: Annotated[float, Field(le=1e9)] | None = None
     """seconds that one call may take; null or <= 0 sets no limit, and timeout_s still ends a call without progress"""
     servers: Annotated[ListOf[ServerEntry], Field(min_length=1)]
     """one entry per server"""
@@ -250,7 +254,7 @@ class SyncConfig(StrictModel):
     """size of the buckets in which weights are sent, in 2^20 bytes"""
     checksum_every: Annotated[int, Field(ge=0)] = 0
     """compare checksums on every N-th push; 0 does so on the first push only"""
-    timeout_s: Positive = 120.0
+    timeout_s: PushSeconds = 120.0
     """seconds that one push may take"""
 
     def resolved(self, enable_lora: bool) -> Literal["full", "adapter"]:

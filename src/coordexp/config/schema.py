@@ -9,8 +9,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
-from coordexp.config.base import Count, FilePath, ListOf, NonNegative, Positive, Probability, Share, StrictModel
+from coordexp.config.base import (
+    Count,
+    FilePath,
+    ListOf,
+    NonNegative,
+    Positive,
+    Probability,
+    Seconds,
+    Share,
+    StrictModel,
+)
 from coordexp.config.datasets import TrainFiles
+from coordexp.config.objective import Sigma
 from coordexp.config.rollout import FIELD_ORDER, RolloutMatchingConfig, Stage2ABConfig
 
 
@@ -108,7 +119,7 @@ class AugmentConfig(StrictModel):
 class DataConfig(StrictModel):
     """The loader of samples."""
 
-    num_workers: Annotated[int, Field(ge=0)] = 0
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """processes that read and encode samples; 0 reads in the trainer's own"""
     augment: AugmentConfig | None = None
     """random views of training images and their objects; null = images as they are"""
@@ -135,7 +146,7 @@ class CoordSoftCEW1Config(StrictModel):
     """weight of the penalty on coordinate-token mass at text positions"""
     temperature: Positive = 1.0
     """softmax temperature of the coordinate distribution"""
-    target_sigma: Positive = 2.0
+    target_sigma: Sigma = 2.0
     """width of the Gaussian target, in bins"""
     target_truncate: Positive | None = None
     """radius in bins beyond which the target is zero; null keeps the whole Gaussian"""
@@ -295,7 +306,7 @@ class TrainingConfig(StrictModel):
     """library that exchanges gradients; null leaves it to the device"""
     ddp_bucket_cap_mb: Count | None = None
     """size of the buckets in which gradients are summed; null leaves it to torch"""
-    ddp_timeout: Count = 1800
+    ddp_timeout: Annotated[int, Field(ge=1, le=10**9)] = 1800
     """seconds after which a collective call of torchrun fails; by NCCL at most 600"""
 
     logging_dir: FilePath | None = None
@@ -331,7 +342,7 @@ class TrainingConfig(StrictModel):
     """resume although keys that change what is learned differ from the checkpoint's; the manifest records them"""
     overwrite_output_dir: bool = False
     """start a new run in an output_dir with the results of another one, whose model and checkpoints are deleted"""
-    stop_within_s: Positive = 300.0
+    stop_within_s: Seconds = 300.0
     """seconds that a run ended by Ctrl-C, SIGTERM or SIGUSR1 has to finish its step and save; then it ends without"""
 
     eval_strategy: Strategy = "no"
@@ -433,7 +444,7 @@ class LaunchConfig(StrictModel):
     """devices of each server, in the order of servers[]; [] runs them on the CPU"""
     learner_devices: ListOf[int] = ()
     """devices of the trainer, one process each; [] runs one process on the CPU"""
-    wait_s: Positive = 900.0
+    wait_s: Seconds = 900.0
     """seconds that servers, and the engines of each, may take to start"""
     log_dir: FilePath | None = None
     """folder of one log file per process; null = logs in training.output_dir"""

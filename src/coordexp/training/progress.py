@@ -191,8 +191,13 @@ class RichProgress(TrainerCallback):
         shown = [f"{label} {logs[name]:.3g}{unit}" for name, label, unit in _SHOWN if logs and name in logs]
         if shown:
             self._note = "  ".join(shown)
+            self._show(state)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if not (control.should_log or state.global_step >= state.max_steps):  # on_log has its figures
+            self._show(state)
+
+    def _show(self, state: TrainerState) -> None:
         if self._progress is not None:
             self._progress.update(self._task, completed=state.global_step, note=self._note)
         elif self._lines is not None:

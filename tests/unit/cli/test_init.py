@@ -320,6 +320,22 @@ def test_an_evaluation_of_weights_before_further_training_does_not_count(tmp_pat
     assert "F1 0.300" in advice_on_stage_2(tmp_path)
 
 
+@pytest.mark.parametrize("loads_best", [True, False])
+def test_a_run_that_ends_with_its_best_checkpoint_has_that_ones_figures(loads_best: bool, tmp_path: Path) -> None:
+    """0.8 after step 4, 0.7 after step 8: the model of the folder is either; that of checkpoint-8 is step 8's."""
+    lines = [{"step": step, "eval_rollout/f1": f1, "eval_rollout/recall": 0.9} for step, f1 in ((4, 0.8), (8, 0.7))]
+    state = {"global_step": 8, "best_global_step": 4, "best_model_checkpoint": "run/checkpoint-4", "log_history": lines}
+    checkpoint = tmp_path / "checkpoint-8"
+    checkpoint.mkdir()
+    (checkpoint / "complete.json").write_text("{}")
+    for folder in (tmp_path, checkpoint):
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+        settings = f"training: {{load_best_model_at_end: {str(loads_best).lower()}}}\n"
+        (folder / "resolved_config.yaml").write_text(settings)
+    assert f"F1 {0.8 if loads_best else 0.7:.3f}" in advice_on_stage_2(tmp_path)
+    assert "F1 0.700" in advice_on_stage_2(checkpoint)
+
+
 def test_a_start_without_figures_names_the_command_that_measures_it(tmp_path: Path) -> None:
     assert f"coordexp evaluate --model {tmp_path} --data VAL.jsonl" in advice_on_stage_2(tmp_path)
 

@@ -77,7 +77,7 @@ def test_the_time_left_after_an_evaluation_follows_from_the_steps_alone(monkeypa
         for _ in range(count):
             now[0] += 1
             state.global_step += 1
-            progress.on_step_end(nothing, state, nothing)
+            progress.on_step_end(nothing, state, SimpleNamespace(should_log=False))
             yield state.global_step
 
     progress.on_train_begin(nothing, state, nothing)

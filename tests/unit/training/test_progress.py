@@ -20,15 +20,17 @@ def run(console: Console, steps: int = 3, first: int = 0, main: bool = True) -> 
     state: Any = SimpleNamespace(global_step=first, max_steps=first + steps, is_world_process_zero=main)
     nothing: Any = None
     progress.on_train_begin(nothing, state, nothing)
-    for _ in range(steps):
+    for step in range(steps):
         state.global_step += 1
-        progress.on_log(nothing, state, nothing, logs={"loss": 1.23456, "rollout/match_rate": 0.5, "other": 9.0})
-        progress.on_step_end(nothing, state, nothing)
+        progress.on_step_end(nothing, state, SimpleNamespace(should_log=step > 0))
+        logs = {"loss": 1.23456 + steps - step - 1, "rollout/match_rate": 0.5, "other": 9.0}
+        progress.on_log(nothing, state, nothing, logs=logs)
     progress.on_train_end(nothing, state, nothing)
     return progress
 
 
 def test_a_log_file_has_the_last_step_and_its_metrics() -> None:
+    """Those of the last step itself: losses are 3.23, 2.23, 1.23."""
     file = io.StringIO()
     run(Console(file=file, width=200))
     (line,) = file.getvalue().splitlines()
@@ -62,9 +64,8 @@ def test_coordinate_errors_have_a_unit() -> None:
     progress = RichProgress(Console(file=file, width=200), "stage 1")
     state: Any = SimpleNamespace(global_step=0, max_steps=1, is_world_process_zero=True, best_model_checkpoint=None)
     progress.on_train_begin(None, state, None)  # type: ignore[arg-type]
-    progress.on_log(None, state, None, logs={"coord_diag/expected_bin_mae": 12.34})
     state.global_step = 1
-    progress.on_step_end(None, state, None)
+    progress.on_log(None, state, None, logs={"coord_diag/expected_bin_mae": 12.34})
     assert "coord diagnostic: error 12.3 bins" in file.getvalue()
 
 

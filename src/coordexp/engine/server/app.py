@@ -22,10 +22,11 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
+from coordexp.config.rollout import MAX_PUSH_S
 from coordexp.engine.server.admission import BODY_S, Admission, reply_to_error, reply_to_http, reply_to_invalid
 from coordexp.engine.server.options import ServeOptions
 from coordexp.engine.server.served_engine import Heartbeat, ServedEngine
-from coordexp.engine.wire.arguments import FINGERPRINT, MAX_WAIT_S, CommitRequest, JoinRequest
+from coordexp.engine.wire.arguments import FINGERPRINT, CommitRequest, JoinRequest
 from coordexp.engine.wire.engine_process import image_threads
 from coordexp.engine.wire.protocol import (
     ENVELOPE,
@@ -354,7 +355,7 @@ class RolloutServer:
                     weights.version,
                     request.wants_checksum,
                     weights.trainer_id,
-                    timeout_s=MAX_WAIT_S,
+                    timeout_s=MAX_PUSH_S,
                 )
                 await self.engine.reset_caches()
             self.engine.adapted = self._push_is_adapter

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from coordexp.config.base import dotted, problems_from
-from coordexp.config.rollout import RepeatTerminateConfig, VLLMConfig
+from coordexp.config.rollout import PushSeconds, RepeatTerminateConfig, VLLMConfig
 from coordexp.errors import CheckpointError, RolloutError
 
 logger = logging.getLogger("coordexp")
@@ -58,7 +58,6 @@ ACTIVATION_PATH = (
     f"{CONFIG_JSON} (or {CONFIG_JSON_PATH}); 'coordexp launch' does all of this"
 )
 _OPTIONAL = {"max_object_keys"}
-MAX_WAIT_S = 3600.0  # of a call to engines for a push
 TOKENS_PER_STEP_ON_GPU = 16_384
 # vLLM's defaults for an engine that is started as ours are, and no API server of its own.
 _TOKENS_PER_STEP, _SEQUENCES = 2048, 128
@@ -72,7 +71,7 @@ class JoinRequest(BaseModel):
     port: int = Field(ge=1, le=65535)
     world_size: int = Field(ge=2)
     first_rank: int | None = None
-    timeout_s: float = Field(default=120.0, gt=0, le=MAX_WAIT_S)
+    timeout_s: PushSeconds = 120.0
     token: str = Field(default="", max_length=128, repr=False)
 
 
