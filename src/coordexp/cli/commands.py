@@ -170,14 +170,15 @@ def run(words: list[str]) -> None:
 def _unwound_by_sigterm() -> Iterator[None]:
     """SIGTERM ends the command as Ctrl-C does, which removes its temporary folders, where nothing else handles it. A
     rank ends at once: it may be waiting for the others, and runs no handler meanwhile."""
-    if distributed.world_size() > 1 or threading.current_thread() is not threading.main_thread():
+    handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # or ignored
+    if handled or distributed.world_size() > 1 or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 _FIXES = {

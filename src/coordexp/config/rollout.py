@@ -372,7 +372,7 @@ class RolloutMatchingConfig(StrictModel):
     ot_epsilon: Positive | None = _TRANSPORT.epsilon
     """blur of the transport: null = relative to the annotated polygon, which is then its own target; a number is in
     bins, and shrinks polygons that are not much larger"""
-    ot_iters: Count = _TRANSPORT.iters
+    ot_iters: Annotated[int, Field(ge=1, le=100_000)] = _TRANSPORT.iters
     """Sinkhorn iterations"""
     target: TargetConfig = TargetConfig()
     """targets made of the model's own answer"""
@@ -426,7 +426,7 @@ class Stage2ABConfig(StrictModel):
 
     schedule: ScheduleConfig
     """the mix of the two channels"""
-    n_softctx_iter: Count = 2
+    n_softctx_iter: Annotated[int, Field(ge=1, le=1000)] = 2
     """Channel-A's forward passes; 1 is plain teacher forcing on the ground truth"""
     softctx_grad_mode: Literal["unroll", "em_detach"] = "unroll"
     """let gradients through all of Channel-A's passes, or detach the embeddings between them"""

@@ -261,7 +261,8 @@ def _written(answers: Sequence[ImageAnswer], write: Callable[[str], str]) -> tup
             )
     changed = [f"{printable(name)} as {text}" for name, text in written.items() if text != name]
     more = ", …" if len(changed) > 8 else ""
-    note = f"{len(changed)} names cannot be written as they are: {', '.join(changed[:8])}{more}"
+    names = "1 name" if len(changed) == 1 else f"{len(changed)} names"
+    note = f"{names} cannot be written as they are: {', '.join(changed[:8])}{more}"
     return written, [note] if changed else []
 
 

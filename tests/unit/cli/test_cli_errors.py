@@ -233,6 +233,19 @@ def test_sigterm_unwinds_a_command(tmp_path: Path) -> None:
         assert serving.wait(60) == 128 + signal.SIGTERM
 
 
+def test_a_sigterm_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    during = []
+    monkeypatch.setattr(
+        "coordexp.cli.commands.whole_command", lambda: lambda **_: during.append(signal.getsignal(signal.SIGTERM))
+    )
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        main(["--version"])
+        assert during == [signal.SIG_IGN] == [signal.getsignal(signal.SIGTERM)]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_full_standard_output_is_named() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "coordexp", "--version"], stdout=full, stderr=-1, text=True)

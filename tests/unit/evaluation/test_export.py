@@ -267,7 +267,7 @@ def test_rotated_boxes_are_exported_and_converted_back(
 def test_dota_names_have_no_spaces(tmp_path: Path, cli: Cli) -> None:
     data = dataset(tmp_path, GTObject("red cup", "bbox_2d", (0, 0, 500, 500)))
     shown = cli("export", "dota", data, "--out", tmp_path / "out")
-    assert "note: 1 names cannot be written as they are: red cup as red_cup" in shown.out
+    assert "note: 1 name cannot be written as they are: red cup as red_cup" in shown.out
     (line,) = (tmp_path / "out" / "labelTxt" / "a.txt").read_text().splitlines()
     assert line.endswith(" red_cup 0")
 
