@@ -32,6 +32,8 @@ MAX_ASPECT_RATIO = 200.0
 
 def shape_problem(width: int, height: int) -> str | None:
     """Why the vision processors refuse an image of this shape; None if they don't."""
+    if min(width, height) < 1:  # a crop of PIL may be empty, a file is not
+        return f"image size {width}x{height} has no pixels"
     if max(height, width) / min(height, width) <= MAX_ASPECT_RATIO:
         return None
     return (

@@ -150,9 +150,10 @@ class Detections:
             self.plot().show()
 
     def _repr_png_(self) -> bytes | None:
-        if self.error is not None:
+        try:
+            drawn, data = self.plot(), io.BytesIO()
+        except DataError:  # of an answer's text there is no image; a notebook shows the repr then
             return None
-        drawn, data = self.plot(), io.BytesIO()
         drawn.thumbnail((_NOTEBOOK, _NOTEBOOK))
         drawn.save(data, "PNG")
         return data.getvalue()

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, overload
 
@@ -179,8 +180,10 @@ class Detector:
         """
         if self._session is None:
             raise DetectorClosed("the detector is closed; make a new one")
-        if min_confidence is not None and not 0 <= min_confidence <= 1:
+        if min_confidence is not None and not (isinstance(min_confidence, Real) and 0 <= min_confidence <= 1):
             raise ConfigError(f"min_confidence: {min_confidence!r}; give a number from 0 to 1")
+        if prompt is not None and not isinstance(prompt, str):
+            raise ConfigError(f"prompt: {prompt!r}; give text")
         if min_confidence is not None and not self._scores and self._answers == 1:
             raise ConfigError("min_confidence: this detector was made with scores=False; leave one of them out")
         session, tiling = self._session, Tiling.asked(tiles, overlap)

@@ -44,10 +44,10 @@ def parse_answer(
 
     Raises:
         DataError: text whose coordinates are missing, because the server left out special tokens; an image without
-            pixels.
+            pixels, or something else than an image or its size.
         ConfigError: token ids without ``checkpoint``.
     """
-    width, height = upright_size(image) if isinstance(image, Image.Image) else image
+    width, height = upright_size(image) if isinstance(image, Image.Image) else _size(image)
     if min(width, height) < 1:
         raise DataError(f"image: a size of {width} x {height} has no pixels; give the image's (width, height)")
     if isinstance(answer, str):
@@ -70,6 +70,17 @@ def parse_answer(
     found = make_answer(record, rollout, parsed)
     shown = image if isinstance(image, Image.Image) else None
     return as_detections(replace(found, gt=None), shown, card.classes)
+
+
+def _size(given: Any) -> tuple[int, int]:
+    try:
+        width, height = (int(side) for side in given)  # NumPy's numbers would be none for JSON
+        if [width, height] == list(given):
+            return width, height
+    except (TypeError, ValueError, OverflowError):
+        pass
+    shown = given if isinstance(given, str | tuple | list) else type(given).__name__
+    raise DataError(f"image: {shown!r}; give a PIL image, or its (width, height) in whole pixels")
 
 
 @lru_cache(maxsize=1)

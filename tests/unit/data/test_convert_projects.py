@@ -130,3 +130,12 @@ def test_a_shape_of_several_classes_is_an_object_of_each(form: str, tmp_path: Pa
         ("cat", (250, 250, 749, 749)), ("dog", (250, 250, 749, 749)),
     ]  # fmt: skip
     assert (report.objects_seen, report.notes["several_classes"]) == (2, 1)
+
+
+def test_null_is_no_class(tmp_path: Path) -> None:
+    paint(tmp_path / "a.jpg")
+    shape = {"name": "rect", "x": 10, "y": 6, "width": 20, "height": 12}
+    regions = [{"shape_attributes": shape, "region_attributes": {"label": name}} for name in (None, "cat", 7)]
+    (tmp_path / "v.json").write_text(json.dumps({"a": {"filename": "a.jpg", "regions": regions}}))
+    report = convert_via(tmp_path / "v.json", tmp_path / "out", options=SMALL)
+    assert report.objects_by_desc == {"cat": 1, "7": 1} and report.skipped_objects == {"empty_desc": 1}

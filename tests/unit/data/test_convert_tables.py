@@ -54,6 +54,16 @@ def test_boxes_are_read_by_the_names_in_the_header(header: str, inner: str, bord
     assert converted(tmp_path, header, inner, border) == [[INNER, BORDER]]
 
 
+def test_a_line_with_more_cells_than_the_header_is_left_out(tmp_path: Path) -> None:
+    """Without quotes, half of a name with a comma would be a class."""
+    lines = ["image,x1,y1,x2,y2,name", "a,10,6,30,18,cat", "a,1,2,3,4,cat, black", "a,20,12,40,24,cat,,"]
+    report = convert_csv(table(tmp_path, *lines), tmp_path / "out", images_dir=tmp_path / "photos", options=KEEP)
+    assert [list(record.objects) for record in read_jsonl(report.jsonl)] == [[INNER, BORDER]]
+    assert (report.objects_seen, report.skipped_objects) == (3, {"malformed_geometry": 1})
+    (detail,) = (problem.detail for problem in report.problems if problem.reason in report.skipped_objects)
+    assert "7 cells, and the header has 6" in detail
+
+
 SIZE = (97, 61)
 PIXELS = [(0, 0, 97, 61), (0, 0, 1, 1), (96, 60, 97, 61), (0.4, 12.25, 33.3, 61), (50, 0, 97, 7.5), (13, 17, 64, 49)]
 

@@ -115,9 +115,12 @@ def test_a_broken_image_does_not_lose_the_others(detector: Detector, scenes: Pat
     assert folder[3].objects == found[0].objects and "ffmpeg" in folder[2].error
     with pytest.raises(DataError, match="nothing to draw"):
         folder[2].plot()
-    for single in (broken, thin, clip, b"no image"):
+    empty_crop = Image.open(good).crop((5, 5, 5, 9))
+    for single in (broken, thin, clip, b"no image", empty_crop):
         with pytest.raises(DataError):
             detector(single)
+    with pytest.warns(UserWarning, match="1 of 2.*0x4 has no pixels"):
+        assert detector([empty_crop, good])[1].objects == found[0].objects
 
 
 @pytest.mark.parametrize(
@@ -130,6 +133,12 @@ def test_a_broken_image_does_not_lose_the_others(detector: Detector, scenes: Pat
 def test_something_else_than_an_image_is_named(detector: Detector, given: Any, named: str) -> None:
     with pytest.raises(DataError, match=named):
         detector(given)
+
+
+@pytest.mark.parametrize("options", [{"min_confidence": "0.5"}, {"min_confidence": 50}, {"prompt": 3}])
+def test_an_option_that_is_none_is_refused(detector: Detector, scenes: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        detector(scenes / "000000.png", **options)
 
 
 def test_classes_prompt_and_confidence_of_one_call(detector: Detector, scenes: Path) -> None:

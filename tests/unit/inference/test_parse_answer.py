@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -40,6 +42,21 @@ def test_token_ids_need_their_tokenizer() -> None:
         parse_answer(ids, (640, 480))
     with pytest.raises(DataError, match="a size of 0 x 480 has no pixels"):
         parse_answer(TEXT, (0, 480))
+
+
+@pytest.mark.parametrize(
+    "given", ["photo.jpg", Path("photo.jpg"), (480, 640, 3), ("640", "480"), 640, None, (640.5, 1)]
+)
+def test_something_else_than_an_image_or_its_size_is_refused(given: Any) -> None:
+    with pytest.raises(DataError, match=r"image: .*give a PIL image, or its \(width, height\)"):
+        parse_answer(TEXT, given)
+
+
+def test_a_size_of_numpy_numbers_is_a_size() -> None:
+    width, height = np.array([640, 480])
+    found = parse_answer(TEXT, (width, height))
+    assert '"width": 640, "height": 480' in found.to_json()
+    assert found._repr_png_() is None, "a notebook shows the repr of an answer without an image"
 
 
 def test_an_answer_that_is_not_whole_says_so(tmp_path: Path) -> None:

@@ -42,11 +42,13 @@ SHAPES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The lines after the header, the index of each column by its meaning, and how a box is written."""
+    """The lines after the header, the index of each column by its meaning, how a box is written, and the header's
+    number of cells."""
 
     rows: list[list[str]]
     column_of: Mapping[str, int]
     shape: str
+    width: int
 
 
 def is_formula(text: str) -> bool:
@@ -87,7 +89,7 @@ def read_table(path: Path, columns: str | Mapping[str, str] | None, with_name: b
     if not shapes and "polygon" not in column_of:
         wanted = "; ".join(", ".join(needed) for needed in SHAPES.values())
         raise found.problem(f"no columns of a box ({wanted})", "; or write --columns x1=…,y1=…,x2=…,y2=…")
-    return Table(rows, column_of, shapes[0] if shapes else "")
+    return Table(rows, column_of, shapes[0] if shapes else "", len(header))
 
 
 class _Header:

@@ -48,7 +48,8 @@ def convert_csv(
 
     A line is one object: image, name, and a box in pixels from 0, as corners, as a corner or centre with a size, or as
     one cell ``[x, y, w, h]`` (:data:`~coordexp.data.convert.columns.NAMES`). Optional columns are ``width`` and
-    ``height`` of the image and a ``polygon`` of ``x y`` pairs. A line with an image only is an image without objects.
+    ``height`` of the image and a ``polygon`` of ``x y`` pairs. A line with an image only is an image without objects;
+    one with more cells than the header, such as a name with a comma and without quotes, is left out.
     Separators are commas, semicolons or tabs. Image names without a suffix are searched at any depth. ``columns``: the
     header by meaning, as a mapping too: ``{"image": "img", "name": "species"}``.
     """
@@ -70,8 +71,17 @@ def convert_csv(
     found_images = report.find_all(ImageFolder(folder, outside=True), [[named] for named in declared], path.name)
     objects: dict[str, list[SourceShape]] = {named: [] for named in declared}
     num_annotated: Counter[str] = Counter()
-    for index, row in enumerate(rows):
+    for index, (row, cells) in enumerate(zip(rows, read.rows, strict=True)):
         named = _name_in(row)
+        if any(cell.strip() for cell in cells[read.width :]):
+            num_annotated[named] += 1
+            detail = (
+                f"{len(cells)} cells, and the header has {read.width}: put a cell with a comma in quotes, or name all "
+                f"columns: {','.join(cells)[:80]!r}"
+            )
+            with report.reading_object(named, index):
+                raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
+            continue
         if not any(row.get(part) for part in ("name", "polygon", *SHAPES.get(read.shape, ()))):
             continue
         shapes = list(_shapes_of(row, read.shape))

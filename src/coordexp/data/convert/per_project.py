@@ -278,7 +278,7 @@ def _via_names(region: dict[str, Any], attribute: str) -> list[str]:
     given = attributes.get(attribute, "") if isinstance(attributes, dict) else ""
     if isinstance(given, dict):
         return [name for name, is_on in given.items() if is_on] or [""]
-    return [str(given)]
+    return ["" if given is None else str(given)]
 
 
 def _via_shape(index: int, region: dict[str, Any], desc: str) -> SourceShape:
