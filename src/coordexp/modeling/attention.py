@@ -76,13 +76,13 @@ def transformers_names(attention: str) -> dict[str, str]:
 
 def transformers_name(attention: str) -> str:
     """The registered name of the language model's attention."""
-    return "sdpa" if attention == "sdpa" else f"coordexp_{attention}"
+    return f"coordexp_{attention}"
 
 
 def _vision_name(attention: str) -> str:
     # Given a name with "flash" in it, transformers' tower no longer splits images itself, which calls without `frames`
     # depend on.
-    return "sdpa" if attention == "sdpa" else f"coordexp_vision_{attention.replace('flash', 'fa')}"
+    return f"coordexp_vision_{attention.replace('flash', 'fa')}"
 
 
 def check_attention(attention: str, device: str, half: bool) -> None:
@@ -317,5 +317,6 @@ class ImageAttention(qwen3_vl.Qwen3VLVisionAttention):
         return self.proj(output_1LHD.flatten(2).squeeze(0))
 
 
-for _name, _kernel in KERNELS.items():
+# Without segments, ``sdpa`` is transformers' own, at the speed of cpu_products.
+for _name, _kernel in {**KERNELS, "sdpa": attend_each_segment}.items():
     _register(_name, _kernel)
