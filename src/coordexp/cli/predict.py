@@ -307,17 +307,18 @@ def export(
             more = ["…"] if len(refused) > _MOST_REFUSED else []
             lines = "\n  ".join([*refused[:_MOST_REFUSED], *more])
             say(console, f"note: {len(refused)} images were not placed next to the annotations:\n  {lines}")
-    options = {"coco": {"completed": completed}, "voc": {"fractions": fractions}}.get(form, {})
+    options = {"coco": {"completed": completed if of_dataset else None}, "voc": {"fractions": fractions}}.get(form, {})
     exported = FORMATS[form](answers, out, terms, **({"scores": scores} if form in yolo else options))
     if completed and form != "coco":
         count = sum(map(len, completed.values()))
         say(console, f"note: {form} cannot say which model added {count} completed objects; coco can")
-    flat = sum(shape_area(obj.kind, obj.bins) == 0 for answer in answers for obj in answer.pred or answer.gt or ())
+    objects = [obj for a in answers for obj in ((a.gt or ()) if of_dataset and form == "coco" else a.pred)]
+    flat = sum(shape_area(obj.kind, obj.bins) == 0 for obj in objects)
     if flat:
         say(console, f"note: {flat} objects have no area; data convert and other readers leave such objects out")
     if of_dataset and form in (*yolo, "coco") and annotations is None and classes is None:
         say(console, f"note: numbers follow the names in {predictions}; for another split, name it with --classes")
     for note in exported.notes:
         say(console, f"note: {note}")
-    say(console, f"{sum(len(answer.pred or answer.gt or ()) for answer in answers)} objects in {len(answers)} images")
+    say(console, f"{len(objects)} objects in {len(answers)} images")
     say_written(console, exported.files)

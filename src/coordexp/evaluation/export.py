@@ -153,7 +153,8 @@ def export_coco(
     answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, completed: Provenance | None = None
 ) -> Exported:
     """COCO's ``results.json``, and ``dataset.json``: images, categories, and annotations where they are known.
-    ``completed`` is written into the field ``completion`` of these objects' annotations."""
+    ``completed`` is written into the field ``completion`` of these objects' annotations; it is None for predictions,
+    which have ``results.json`` even if nothing is predicted."""
     annotated = [obj.desc for answer in answers for obj in answer.gt or ()]
     predicted = [obj.desc for answer in answers for obj in answer.pred]
     both = "annotated and predicted objects" if annotated and predicted else "objects"
@@ -194,7 +195,7 @@ def export_coco(
         annotation |= {} if origin is None else {"completion": dict(origin)}
     if any(soft is not None for soft in softs):
         notes.append("soft objects are crowds (iscrowd: 1), with their confidence in the field soft")
-    files = [_write_json(out / "results.json", data.results)] if data.results or not softs else []
+    files = [_write_json(out / "results.json", data.results)] if data.results or completed is None else []
     files.append(_write_json(out / "dataset.json", data.ground_truth))
     return Exported(files, notes)
 

@@ -73,6 +73,18 @@ def export(predictions: Path, tmp_path: Path, cli: Cli) -> Any:
     return run
 
 
+@pytest.mark.parametrize("form", ["coco", "yolo"])
+def test_annotations_are_no_predictions_where_nothing_is_predicted(
+    form: str, predictions: Path, export: Any, tmp_path: Path
+) -> None:
+    nothing = [replace(answer, pred=()) for answer in read_answers(predictions)]
+    write_answers(nothing, predictions / "predictions.jsonl")
+    assert "\n0 objects in 2 images" in f"\n{export(form).out}"
+    if form == "coco":
+        assert read(tmp_path / "out" / "results.json") == []
+        assert len(read(tmp_path / "out" / "dataset.json")["annotations"]) == 1
+
+
 @pytest.mark.parametrize("side", ["0", "-1", "2147483648", "1" + "0" * 400, "1.5"])
 @pytest.mark.parametrize("whose", ['"width": 96', '"width": 300'], ids=["the image's", "the original's"])
 def test_an_image_without_a_possible_size_is_refused_by_line(
