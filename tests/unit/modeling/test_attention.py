@@ -98,7 +98,7 @@ def test_lost_segments_are_detected() -> None:
 def test_a_cpu_without_instructions_for_bfloat16_attends_in_float32(
     attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own loop takes seven times as long in the backward pass."""
+    """Its own loop takes five to seven times as long in the backward pass."""
     monkeypatch.setattr(cpu_products, "multiplies_bfloat16", lambda: False)
     layer = SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False, layer_idx=0)
     rounded = rows(64, torch.bfloat16)
