@@ -33,6 +33,13 @@ def from_coco(tmp_path: Path, annotations: list[Any], **options: Any) -> Convers
     return convert_coco(coco(tmp_path, annotations, images), tmp_path / "images", tmp_path / "out", **options)
 
 
+@pytest.mark.parametrize("written", [0, 0.0, "0", "0.0", False, "False", "false", None, "None", ""])
+def test_what_is_no_crowd(tmp_path: Path, written: Any) -> None:
+    """Tables of Python and R write text."""
+    report = from_coco(tmp_path, [{"bbox": [10, 6, 20, 12], "iscrowd": written}], options=SMALL)
+    assert (report.objects_seen, report.skipped_objects) == (1, {})
+
+
 COCO_OBJECTS = [
     ("bbox of 3", {"bbox": [1, 2, 3]}, "bbox", "malformed_geometry"),
     ("bbox of words", {"bbox": ["1", 2, 3, 4]}, "bbox", "malformed_geometry"),

@@ -231,7 +231,8 @@ def _convert(
                 raise LeftOut(
                     SkipReason.UNKNOWN_CATEGORY, f"category_id {annotation.get('category_id')!r} is not in categories"
                 )
-            desc, is_crowd = descs[category], annotation.get("iscrowd") not in (None, False, 0, "", "0", "false", "0.0")
+            desc = descs[category]
+            is_crowd = str(annotation.get("iscrowd")).strip().lower() not in ("", "none", "false", "0", "0.0")
             if is_crowd and crowds == "leave_out":
                 raise LeftOut(SkipReason.CROWD, f"{desc}: iscrowd marks a group, not an object")
             if geometry == "bbox":
