@@ -13,10 +13,11 @@ import hashlib
 import json
 import os
 import re
+import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import islice
@@ -301,26 +302,45 @@ def _in_processes(work: Callable[[_Task], _Done], tasks: Iterable[_Task]) -> Ite
     # Each task's result, in order, from as many forked workers as this process may use cores.
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
-    from multiprocessing import get_context
+    from multiprocessing import active_children, get_context
 
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     left = iter(tasks)
     # Forked: a spawned worker would import the caller's whole program first. The work uses neither torch nor threads.
-    with ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (os.getpid(),)) as pool:
-        submitted = deque(pool.submit(work, task) for task in islice(left, 2 * workers))
-        try:
-            while submitted:
-                result = submitted.popleft().result()
-                submitted.extend(pool.submit(work, task) for task in islice(left, 1))
-                yield result
-        except BrokenProcessPool as error:
-            raise DataError("a worker that validates the dataset was killed, probably for lack of memory") from error
-        finally:
-            for future in submitted:
-                future.cancel()
+    others, started = set(active_children()), []
+    try:
+        with ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (os.getpid(),)) as pool:
+            submitted = deque(pool.submit(work, task) for task in islice(left, 2 * workers))
+            started = sorted(set(active_children()) - others, key=lambda one: one.pid or 0)
+            try:
+                while submitted:
+                    result = submitted.popleft().result()
+                    submitted.extend(pool.submit(work, task) for task in islice(left, 1))
+                    yield result
+            finally:
+                for future in submitted:
+                    future.cancel()
+    except BrokenProcessPool as error:  # all workers have ended
+        raise DataError(_how_it_ended({one.pid: one.exitcode or 0 for one in started})) from error
+
+
+def _how_it_ended(codes: Mapping[int | None, int]) -> str:
+    # By the workers' exit codes. When one dies, the pool ends the others by SIGTERM.
+    first = [pid for pid, code in codes.items() if code not in (0, -signal.SIGTERM)] or list(codes)
+    code = codes[first[0]] if first else 0
+    if code >= 0:
+        end = f"ended by itself, with exit code {code}"
+    elif code == -signal.SIGKILL:
+        end = "was ended by SIGKILL, probably for lack of memory"
+    else:
+        end = f"was ended by {signal.Signals(-code).name}"
+    return f"a worker that validates the dataset (process {' or '.join(map(str, first))}) {end}; start again"
 
 
 def _start_worker(parent: int) -> None:
+    # The command's handlers are its own. Ctrl-C reaches the parent too, which ends the pool.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()  # records have no cycles, and looking for them takes a quarter of the time
 
     def end_with_parent() -> None:  # the pool's workers do not notice that their parent was killed

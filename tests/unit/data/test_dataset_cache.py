@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -214,14 +216,37 @@ def test_processes_that_start_together_validate_once(tmp_path: Path) -> None:
     assert sorted(map(tuple, said)) == [("2000",), ("2000",), ("validated", "2000")]
 
 
-def end_process(*_: object) -> None:
-    os._exit(1)
+def end_itself(*_: object) -> None:
+    os._exit(3)
 
 
-def test_a_killed_worker_is_an_error_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def be_killed(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_terminated(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        (end_itself, "ended by itself, with exit code 3"),
+        (be_killed, "ended by SIGKILL, probably for lack of memory"),
+        (be_terminated, "ended by SIGTERM"),
+    ],
+)
+def test_a_worker_that_ends_is_an_error_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[..., None], says: str
+) -> None:
     path = write(tmp_path, line())
-    monkeypatch.setattr(dataset_cache, "_validate_piece", end_process)
-    assert "killed" in message(lambda: cached(path))
+    monkeypatch.setattr(dataset_cache, "_validate_piece", end)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as a command does
+    try:
+        assert says in message(lambda: cached(path))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert files("*.arrow") == files(".*.partial") == []
 
 
