@@ -50,12 +50,19 @@ def parse_config(data: Mapping[str, Any], source: str = "configuration") -> RunC
     return validate(Document(copy.deepcopy(dict(data))), source)
 
 
-def parse_section(section: type[Section], data: Mapping[str, Any], source: str) -> Section:
-    """Validate a mapping as ``section`` alone, without rules between keys; raises :class:`ConfigError`."""
+def parse_section(section: type[Section], document: Document, source: str) -> Section:
+    """Validate a document as ``section`` alone, without rules between keys; raises :class:`ConfigError`, also for
+    problems that the document has already."""
+    problems = list(document.problems)
     try:
-        return section.model_validate(data)
+        parsed = section.model_validate(document.data)
     except ValidationError as error:
-        raise _error(source, Document(), list(problems_from(error, section))) from None
+        unreadable = {problem.path for problem in document.problems}
+        problems += [problem for problem in problems_from(error, section) if problem.path not in unreadable]
+    else:
+        if not problems:
+            return parsed
+    raise _error(source, document, problems) from None
 
 
 def resolved_yaml(config: StrictModel) -> str:

@@ -85,7 +85,7 @@ class AnswerConfig(StrictModel):
     rollout_matching: RolloutMatchingConfig
     global_max_length: Count
     use_cpu: bool
-    seed: int
+    seed: Annotated[int, Field(ge=0, lt=2**31)]
 
     @classmethod
     def of_run(cls, run: RunConfig | EvaluationConfig) -> AnswerConfig:

@@ -98,7 +98,7 @@ def inference_config(model: str | Path, options: PredictOptions, arguments: Sequ
     }
     document = Document(data)
     apply_arguments(document, arguments)
-    return _with_engine(parse_section(AnswerConfig, document.data, str(folder)))
+    return _with_engine(parse_section(AnswerConfig, document, str(folder)))
 
 
 def _with_engine(config: AnswerConfig) -> AnswerConfig:
@@ -133,7 +133,7 @@ def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] =
         }
     )
     apply_arguments(document, arguments)
-    return parse_section(EvaluationConfig, document.data, str(model))
+    return parse_section(EvaluationConfig, document, str(model))
 
 
 def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence[str] = ()) -> AnswerConfig:

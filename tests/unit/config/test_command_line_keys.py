@@ -11,9 +11,37 @@ import pytest
 from coordexp.config import load_config, resolved_yaml
 from coordexp.config.from_yaml import explain_config
 from coordexp.config.objective import CoordRegSpec
+from coordexp.data.files import asset
 from coordexp.errors import ConfigError
+from coordexp.inference.session import PredictOptions, evaluation_config, inference_config
 from support.cli_runs import Cli, small_checkpoint, write_run
 from support.config_samples import set_key, stage1, stage2, write_yaml
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("template.prompt=${env:COORDEXP_TEST_UNSET}", "COORDEXP_TEST_UNSET"),
+        ("rollout_matching.max_new_tokens=99999999999999999999", "99999999999999999999 has more than 64 bits"),
+        ("rollout_matching.decoding={top_p: 0.5, top_p: 0.6}", "given twice"),
+        ("rollout_matching.decode_batch_size=0", "greater than or equal to 1"),
+    ],
+)
+def test_words_for_a_checkpoint_alone_are_read_like_those_for_a_file(word: str, says: str) -> None:
+    demo = asset("checkpoints/demo-stage1")
+    for read in (
+        lambda: inference_config(demo, PredictOptions(), [word]),
+        lambda: evaluation_config(demo, Path("val.jsonl"), [word]),
+    ):
+        with pytest.raises(ConfigError, match=": 1 problem\n") as refused:
+            read()
+        assert says in str(refused.value) and "got null" not in str(refused.value)
+
+
+@pytest.mark.parametrize("seed", [-1, 2147483648, 10**26])
+def test_a_seed_that_generators_refuse_is_refused_before_weights_are_read(seed: int) -> None:
+    with pytest.raises(ConfigError, match=rf"seed: expected a number .*, got {seed}"):
+        inference_config(asset("checkpoints/demo-stage1"), PredictOptions(seed=seed))
 
 
 @pytest.mark.parametrize(
