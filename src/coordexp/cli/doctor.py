@@ -39,7 +39,7 @@ def doctor(
     keep: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep models, configurations and logs in this folder.")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one check may take.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=1, max=1e6, help="Seconds that one check may take.")] = 600.0,
 ) -> None:
     """Check that this machine computes exactly, and how fast.
 

@@ -99,7 +99,7 @@ class EvaluationOptions:
         tuple[Path, Path] | None,
         typer.Option("--compare", metavar="A B", help="Compare the saved predictions of two runs on the same images."),
     ] = None
-    resamples: Annotated[int | None, typer.Option(min=10, help="Resamples of --compare [1000].")] = None
+    resamples: Annotated[int | None, typer.Option(min=10, max=1_000_000, help="Resamples of --compare [1000].")] = None
     sheet: Annotated[
         Path | None,
         typer.Option(

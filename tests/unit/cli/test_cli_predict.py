@@ -202,6 +202,9 @@ def test_two_runs_are_compared(tmp_path: Path, cli: Cli) -> None:
         (("evaluate", "saved", "--data", "d.jsonl"), "--data has no use here"),
         (("evaluate", "--model", "m", "--data", "d.jsonl", "custom.val_jsonl=e.jsonl"), "both name the dataset"),
         (("evaluate", "saved", "--resamples", "10"), "--resamples has no use here; it belongs to --compare"),
+        (("evaluate", "--compare", "saved", "saved", "--resamples", "99999999999999999999"), "equal to 1000000"),
+        (("doctor", "--timeout", "inf"), "equal to 1000000"),
+        (("doctor", "--timeout", "3e6"), "equal to 1000000"),
         (("evaluate", "saved", "--embedding-threshold", "0.5"), "it belongs to --embedder"),
         (
             ("evaluate", "--compare", "saved", "saved", "--out", "o"),
