@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,17 @@ def run_cli(capsys: pytest.CaptureFixture[str], *argv: object) -> Outcome:
         main([str(word) for word in argv])
     captured = capsys.readouterr()
     return Outcome(int(exit_.value.code or 0), captured.out, captured.err)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """No file can grow beyond ``size`` bytes, as on a disk that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def small_checkpoint(folder: Path, **options: Any) -> Path:

@@ -22,7 +22,7 @@ from rich.console import Console
 from coordexp.checkpoints.run_folder import STATE
 from coordexp.cli.console import no_bars_in_log_files
 from coordexp.config import RunConfig, load_config
-from coordexp.data.files import asset
+from coordexp.data.files import asset, write_atomically
 from coordexp.errors import RunFinished
 from coordexp.heavy_imports import heavy_imports
 
@@ -108,12 +108,12 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
         "seconds": round(time.monotonic() - started, 1),
     }
     run = Path(stage2.training.output_dir)
-    (output / "view.html").write_text(render(collect(run, load_vocab(run))), encoding="utf-8")
+    write_atomically(output / "view.html", render(collect(run, load_vocab(run))))
     columns = {"before": results["before"], **{way.label: results[way.key] for way in WAYS}}
     console.print(figures_table(columns, f"{size.val_scenes} held-out scenes, annotated completely"))
     draw_comparison(pictures, output / "comparison.png", size.pictures)
     path = output / "summary.json"
-    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_atomically(path, json.dumps(results, indent=2) + "\n")
     before = results["before"]["f1"]
     for way in WAYS:
         f1, seconds = results[way.key]["f1"], results[way.key]["seconds"]
@@ -159,7 +159,7 @@ def _complete(config: RunConfig, source: Path, out: Path, console: Console) -> f
                            batch_size=64)  # fmt: skip
     run_completion(run, console, source=source, out=out, rules=CompletionRules(threshold=COMPLETION_THRESHOLD))
     if not took.is_file():
-        took.write_text(json.dumps(time.monotonic() - started))
+        write_atomically(took, json.dumps(time.monotonic() - started))
     return json.loads(took.read_text())
 
 

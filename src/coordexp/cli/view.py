@@ -47,6 +47,7 @@ def view(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0 takes a free one.")] = 0,
 ) -> None:
     """Write one HTML page of answers, matches, tokens and curves."""
+    from coordexp.data.files import write_atomically
     from coordexp.viewer.collect import ViewData, collect, compare, find_checkpoint, rollout_records_at
     from coordexp.viewer.render import render
     from coordexp.viewer.serve import make_server
@@ -79,7 +80,7 @@ def view(
     for note in data.notes:
         say(console, f"note: {note}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    write_atomically(out, page)
     size = len(page.encode("utf-8")) / 1e6
     say(console, f"wrote {out}: {len(data.records)} records, {size:.1f} MB; open it in a browser")
 

@@ -3,6 +3,7 @@ computed again."""
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -87,6 +88,7 @@ def give_ordinary_mode(folder: Path) -> None:
 
 
 _BLOCK = 1 << 16
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def append_line(path: Path, line: bytes) -> None:
@@ -119,19 +121,24 @@ def whole_file(path: Path) -> Iterator[TextIO]:
 
 
 @contextmanager
-def whole_binary_file(path: Path) -> Iterator[BinaryIO]:
+def whole_binary_file(path: Path, *, flush: bool = True) -> Iterator[BinaryIO]:
+    """As :func:`whole_file`. Without ``flush`` it does not wait for the disk, so a power loss may leave it empty."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with temporary.open("wb") as file:
             yield file
             # Before it gets its name: otherwise a power loss may leave the name without content.
             file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:  # Ctrl-C too
+    except BaseException as error:  # Ctrl-C too
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None and error.errno in _FULL:
+            error.filename = str(path)  # which disk: an error in writing names no file
         raise
-    flush_file(path.parent)
+    if flush:
+        flush_file(path.parent)
 
 
 def is_same_file(one: Path, other: Path) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from coordexp.data.class_list import ClassNumbers
+from coordexp.data.files import write_atomically
 from coordexp.data.polygons import shape_area
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject
@@ -134,7 +135,7 @@ def write_coco(
         contents["results_segm"] = to_coco(answers, "segm", constant_score, numbers).results
     paths = [folder / f"coco_{name}.json" for name in contents]
     for path, content in zip(paths, contents.values(), strict=True):
-        path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_atomically(path, json.dumps(content, ensure_ascii=False) + "\n")
     return paths
 
 

@@ -24,6 +24,7 @@ from xml.etree import ElementTree
 from coordexp.data.class_list import ClassNumbers
 from coordexp.data.completed import Provenance
 from coordexp.data.convert.columns import is_formula
+from coordexp.data.files import whole_binary_file, whole_file
 from coordexp.data.find_images import match_names, with_slashes
 from coordexp.data.images import image_bytes, image_exists, open_rgb
 from coordexp.data.polygons import smallest_rectangle
@@ -118,7 +119,7 @@ def _place(source: Path, data: bytes, target: Path, link: bool) -> None:
         with suppress(OSError):  # another file system, or an image in a shard
             os.link(source, target)
             return
-    target.write_bytes(data)
+    _write(target, data)
 
 
 def safe_part(part: str) -> str:
@@ -344,7 +345,7 @@ def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
     path = out / "objects.csv"
     written, notes = _written(answers, cell_text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with whole_file(path) as file:
         writer = csv.writer(file)
         writer.writerow(["image", "width", "height", "name", "score", "x1", "y1", "x2", "y2", "polygon"])
         for answer, original, _ in _with_paths(answers, ""):
@@ -418,9 +419,11 @@ def _with_paths(
     return result
 
 
-def _write(path: Path, text: str) -> Path:
+def _write(path: Path, content: str | bytes) -> Path:
+    # Whole or not at all, without a wait for the disk for each of many.
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    with whole_binary_file(path, flush=False) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
     return path
 
 

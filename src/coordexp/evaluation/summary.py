@@ -17,7 +17,7 @@ from rich.text import Text
 
 from coordexp.checkpoints.fingerprints import is_same
 from coordexp.config.rollout import EvalDetectionConfig
-from coordexp.data.files import check_writable
+from coordexp.data.files import check_writable, whole_file, write_atomically
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import CLASS_LIST, METRICS, PREDICTIONS, ImageAnswer, write_answers
 from coordexp.evaluation.coco_results import AREAS, RECALLS_R, THRESHOLDS_T, average_precision, coco_shape, write_coco
@@ -236,9 +236,9 @@ def write_summary(
         "thresholds": [asdict(row) for row in summary.thresholds],
         "reliability": [asdict(row) for row in summary.reliability],
     }
-    (folder / METRICS).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_atomically(folder / METRICS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     for name, rows in ((BY_CLASS, summary.by_class), (BY_DENSITY, summary.by_density)):
-        with (folder / name).open("w", encoding="utf-8", newline="") as file:
+        with whole_file(folder / name) as file:
             writer = csv.DictWriter(file, GroupRow.__dataclass_fields__)
             writer.writeheader()
             writer.writerows(asdict(row) for row in rows)  # None becomes an empty cell

@@ -23,7 +23,7 @@ from coordexp.evaluation.answers import read_answers, write_answers
 from coordexp.inference import prediction
 from coordexp.inference.prediction import evaluation_folder
 from coordexp.records import GTObject
-from support.cli_runs import Cli, Outcome, write_run
+from support.cli_runs import Cli, Outcome, files_of_at_most, write_run
 from support.scored_answers import random_answers
 
 
@@ -61,6 +61,30 @@ def test_resumed_answers_have_the_annotations_of_now(tmp_path: Path, cli: Cli, m
     assert [answer.gt for answer in read_answers(tmp_path / "out")] == [corrected] * 3
     truth = json.loads((tmp_path / "out" / "coco_ground_truth.json").read_text())
     assert {category["name"] for category in truth["categories"]} == {"corrected"}
+
+
+def test_what_a_full_disk_ended_is_evaluated_again(tmp_path: Path, cli: Cli) -> None:
+    write_answers(random_answers(3, 1), tmp_path / "predictions.jsonl")
+    command = ("evaluate", tmp_path, "--out", tmp_path / "out")
+    with files_of_at_most(100):
+        failed = cli(*command)
+    assert failed.code == 2 and f"{tmp_path / 'out' / 'metrics.json'}: File too large" in failed.err
+    assert cli(*command).code == 0
+    before = files_of(tmp_path / "out")
+    with files_of_at_most(100):
+        assert cli(*command).code == 2
+    assert files_of(tmp_path / "out") == before
+
+
+def test_a_page_is_whole_or_the_one_before(tmp_path: Path, cli: Cli) -> None:
+    write_answers(random_answers(3, 1), tmp_path / "predictions.jsonl")
+    command = ("view", tmp_path, "--out", tmp_path / "view.html")
+    assert cli(*command).code == 0
+    before = (tmp_path / "view.html").read_bytes()
+    with files_of_at_most(100):
+        failed = cli(*command)
+    assert failed.code == 2 and f"{tmp_path / 'view.html'}: File too large" in failed.err
+    assert (tmp_path / "view.html").read_bytes() == before
 
 
 def test_evaluations_of_two_models_stay_apart(tmp_path: Path, cli: Cli, model: Path, data: Path) -> None:

@@ -38,7 +38,7 @@ from coordexp.evaluation.answers import (
 )
 from coordexp.printable import printable
 from coordexp.records import GTObject, ImageRecord, ParsedRollout, Rollout
-from support.cli_runs import Cli, Outcome
+from support.cli_runs import Cli, Outcome, files_of_at_most
 
 SIZE = (300, 200)
 CAT = ScoredObject("cat", "bbox_2d", (100, 200, 500, 600), 0.75)
@@ -83,6 +83,21 @@ def test_annotations_are_no_predictions_where_nothing_is_predicted(
     if form == "coco":
         assert read(tmp_path / "out" / "results.json") == []
         assert len(read(tmp_path / "out" / "dataset.json")["annotations"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "named"), [("yolo", "images/in/a.png"), ("coco", "images/in/a.png"), ("csv", "objects.csv")]
+)
+def test_what_a_full_disk_ended_is_exported_again(export: Any, tmp_path: Path, form: str, named: str) -> None:
+    options = ("--images", "--overwrite") if form == "coco" else ("--overwrite",)
+    with files_of_at_most(50):
+        failed = export(form, *options, code=2)
+    assert f"{tmp_path / 'out' / named}: File too large" in failed.err
+    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []
+    (tmp_path / "out" / "mine.txt").write_text("kept")
+    export(form, *options)
+    if form != "csv":
+        assert (tmp_path / "out" / "images" / "b.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 @pytest.mark.parametrize("side", ["0", "-1", "2147483648", "1" + "0" * 400, "1.5"])
