@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -80,12 +81,16 @@ def no_bars_in_log_files(*, nor_on_terminals: bool = False) -> None:
 
 @contextmanager
 def on_interrupt(message: str | Callable[[], str]) -> Iterator[None]:
-    """Say after Ctrl-C what there is now, and how to continue."""
+    """Say after Ctrl-C or SIGTERM what there is now, and how to continue."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
         text = message if isinstance(message, str) else message()
-        raise KeyboardInterrupt(f"interrupted: {text}") from None
+        if isinstance(end, KeyboardInterrupt):
+            raise KeyboardInterrupt(f"interrupted: {text}") from None
+        if end.code == 128 + signal.SIGTERM:
+            echo(f"ended by SIGTERM: {text}", err=True)
+        raise
 
 
 def counting(description: str) -> AbstractContextManager[Callable[[int, int], None]]:

@@ -17,6 +17,7 @@ import pytest
 import coordexp
 import coordexp.config.from_yaml
 from coordexp.cli import main
+from coordexp.data import convert
 from coordexp.errors import ConfigError
 from coordexp.evaluation.answers import write_answers
 from support.cli_runs import Cli, small_checkpoint, write_run
@@ -180,6 +181,13 @@ def test_ctrl_c_exits_with_130(tmp_path: Path) -> None:
     os.close(writer)
     assert process.returncode == 130
     assert err.strip() and "Traceback" not in err
+
+
+def test_sigterm_says_what_there_is(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "convert_voc", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    outcome = cli("data", "convert", "voc", tmp_path, "--out", tmp_path / "out")
+    assert outcome.code == 128 + signal.SIGTERM
+    assert outcome.err.strip() == "ended by SIGTERM: no JSONL was written; the same command starts again"
 
 
 # --- usage, version and completion ---
