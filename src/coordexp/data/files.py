@@ -91,9 +91,21 @@ _BLOCK = 1 << 16
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+@contextmanager
+def naming(path: Path, instead_of: Path | None = None) -> Iterator[None]:
+    """Name ``path`` in the error of a full disk, which names no file, and in errors that name ``instead_of``."""
+    try:
+        yield
+    except OSError as error:
+        is_full = error.filename is None and error.errno in _FULL
+        if is_full or (instead_of is not None and str(error.filename) == str(instead_of)):
+            error.filename = str(path)
+        raise
+
+
 def append_line(path: Path, line: bytes) -> None:
     """Append a line to a file. If a kill left its last line unfinished, that part is cut off."""
-    with path.open("ab+") as file:
+    with naming(path), path.open("ab+") as file:
         end = size = file.seek(0, os.SEEK_END)
         while end:  # from the end, block by block, to the last line break
             start = max(0, end - _BLOCK)
@@ -125,17 +137,15 @@ def whole_binary_file(path: Path, *, flush: bool = True) -> Iterator[BinaryIO]:
     """As :func:`whole_file`. Without ``flush`` it does not wait for the disk, so a power loss may leave it empty."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with temporary.open("wb") as file:
+        with naming(path, instead_of=temporary), temporary.open("wb") as file:
             yield file
             # Before it gets its name: otherwise a power loss may leave the name without content.
             file.flush()
             if flush:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException as error:  # Ctrl-C too
+    except BaseException:  # Ctrl-C too
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None and error.errno in _FULL:
-            error.filename = str(path)  # which disk: an error in writing names no file
         raise
     if flush:
         flush_file(path.parent)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image, UnidentifiedImageError
 
+from coordexp.data.files import naming
 from coordexp.data.shards import MemberFile, find_member, shard_of
 from coordexp.errors import DataError
 from coordexp.reading import LFS_MARK, LFS_POINTER
@@ -265,10 +266,11 @@ def _to_rgb(image: Image.Image, header: ImageHeader, path: Path, apply_orientati
 
 def save_image(image: Image.Image, path: Path) -> None:
     """Write an image for training: JPEG of good quality if the name says so, else PNG."""
-    if path.suffix.lower() in JPEG_SUFFIXES:
-        image.save(path, format="JPEG", quality=95, subsampling=0)
-    else:
-        image.save(path, format="PNG")
+    with naming(path):
+        if path.suffix.lower() in JPEG_SUFFIXES:
+            image.save(path, format="JPEG", quality=95, subsampling=0)
+        else:
+            image.save(path, format="PNG")
 
 
 def size_of_image(path: Path) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from PIL import ExifTags, Image, ImageDraw, ImageFont
 
 from coordexp.coords import CoordVocab, serialize_objects
+from coordexp.data.files import naming
 from coordexp.data.images import IMAGE_SUFFIXES, JPEG_SUFFIXES, open_rgb, rgb_of
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.evaluation.detection import ignored_predictions, match_answer, match_by_desc
@@ -135,7 +136,8 @@ def save_drawings(answers: Sequence[ImageAnswer], folder: Path) -> list[Path]:
             path = path.with_name(f"{path.stem}.{number}{path.suffix}")
         path.parent.mkdir(parents=True, exist_ok=True)
         image = open_rgb(Path(answer.image))
-        draw_detections(image, answer.pred).save(path, quality=90)  # PNG ignores it
+        with naming(path):
+            draw_detections(image, answer.pred).save(path, quality=90)  # PNG ignores it
         paths.append(path)
     return paths
 
@@ -214,7 +216,8 @@ def draw_comparison(
 def _save(sheet: Image.Image, path: Path) -> None:
     marked = Image.Exif()
     marked[ExifTags.Base.Software] = OWN_MARK
-    sheet.save(path, compress_level=_COMPRESSION, exif=marked)
+    with naming(path):
+        sheet.save(path, compress_level=_COMPRESSION, exif=marked)
 
 
 def _panel(answer: ImageAnswer, coloured: Sequence[tuple[GTObject | ScoredObject, str]]) -> Image.Image:

@@ -1,0 +1,36 @@
+"""Errors in writing name the file that was to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from coordexp.data.files import append_line, write_atomically
+from coordexp.data.images import save_image
+from support.cli_runs import files_of_at_most
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: append_line(path, b"x" * 100),
+        lambda path: write_atomically(path, "x" * 100),
+        lambda path: save_image(Image.effect_noise((64, 64), 50), path),
+    ],
+    ids=["append", "whole", "image"],
+)
+def test_the_error_of_a_full_disk_names_the_file(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    path = tmp_path / "a.png"
+    with files_of_at_most(50), pytest.raises(OSError, match="File too large") as raised:
+        write(path)
+    assert raised.value.filename == str(path)
+
+
+def test_an_error_names_no_temporary_file(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "a.yaml"
+    with pytest.raises(FileNotFoundError) as raised:
+        write_atomically(path, "a: 1")
+    assert raised.value.filename == str(path)
