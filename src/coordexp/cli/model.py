@@ -20,7 +20,7 @@ model_app = App("Make, merge and inspect checkpoints.")
 @model_app.add("tiny", "coordexp model tiny checkpoints/tiny")
 def tiny_command(
     out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a tiny checkpoint with random weights, for a CPU."""
     refuse_filled(out)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_ASPECT_RATIO = 200.0
+_LARGEST = 1 << 28  # pixels, 800 MB, to which an image may be enlarged
 
 
 def shape_problem(width: int, height: int) -> str | None:
@@ -61,6 +62,8 @@ class ResizeRule:
             )
         if least < 1 or most < least:
             raise DataError(f"min_pixels={least}, max_pixels={most}; expected 1 <= min_pixels <= max_pixels")
+        if least > _LARGEST:
+            raise DataError(f"min_pixels={least} would enlarge every image to as many; give at most {_LARGEST}")
         if most < factor * factor:
             raise DataError(f"max_pixels={most} is less than one {factor}x{factor} image token; raise max_pixels")
 

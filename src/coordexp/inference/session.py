@@ -41,6 +41,7 @@ _DTYPE = "float32"  # every device supports it, and answers do not depend on rou
 
 BATCH_SIZE = 8  # images answered at once
 SEED: int = default_of(TrainingConfig, "seed")
+_MOST_ANSWERS = 1000  # per image
 SAMPLING_TEMPERATURE = 0.7  # of further answers, if the configuration decodes greedily
 _TEMPERATURE_KEY = "rollout_matching.decoding.temperature"
 Backend = Literal["hf", "vllm"]
@@ -138,10 +139,12 @@ def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] =
 
 def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence[str] = ()) -> AnswerConfig:
     """``config`` for ``answers`` answers per image: the first is greedy, and further ones need a temperature, which is
-    :data:`SAMPLING_TEMPERATURE` if the configuration has none. Raises ConfigError for fewer than one, or for further
-    ones with beam search or with a temperature of 0 among ``arguments`` (``key.path=value``)."""
+    :data:`SAMPLING_TEMPERATURE` if the configuration has none. Raises ConfigError for fewer than one or more than
+    1000, or for further ones with beam search or with a temperature of 0 among ``arguments`` (``key.path=value``)."""
     if answers < 1:
         raise ConfigError(f"answers: {answers} is less than 1; give a number of answers per image")
+    if answers > _MOST_ANSWERS:
+        raise ConfigError(f"answers: {answers} is more than {_MOST_ANSWERS}, all held at once; give fewer per image")
     rollout = config.rollout_matching
     if answers == 1:
         return config

@@ -204,6 +204,7 @@ def test_two_runs_are_compared(tmp_path: Path, cli: Cli) -> None:
         (("evaluate", "saved", "--resamples", "10"), "--resamples has no use here; it belongs to --compare"),
         (("evaluate", "--compare", "saved", "saved", "--resamples", "99999999999999999999"), "equal to 1000000"),
         (("doctor", "--timeout", "inf"), "equal to 1000000"),
+        (("model", "tiny", "saved/tiny", "--seed", "4294967296"), "equal to 4294967295"),
         (("doctor", "--timeout", "3e6"), "equal to 1000000"),
         (("evaluate", "saved", "--embedding-threshold", "0.5"), "it belongs to --embedder"),
         (

@@ -67,6 +67,7 @@ def test_resizing_equals_the_processors(
         ((32, 0, 9999), "1 <= min_pixels"),
         ((32, 9999, 5000), "min_pixels <= max_pixels"),
         ((32, 100, 1000), "less than one 32x32"),
+        ((32, 1 << 40, 1 << 41), "would enlarge every image"),
     ],
 )
 def test_impossible_limits_are_refused(arguments: tuple[int, ...], part: str) -> None:

@@ -338,6 +338,7 @@ def test_shares_are_confidences_without_scores(scenes: Path) -> None:
     ("options", "message"),
     [
         ({"answers": 0}, "answers: 0 is less than 1"),
+        ({"answers": 1001}, "answers: 1001 is more than 1000"),
         ({"answers": 2, "temperature": 0}, "temperature: 0 makes no sampled answers"),
         ({"temperature": 0.5}, "a single answer is greedy; give answers="),
         ({"max_new_tokens": 0}, "max_new_tokens: expected a number greater than or equal to 1, got 0"),
