@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 from pydantic_core import ErrorDetails
 
 KeyPath = tuple[str | int, ...]
@@ -44,19 +44,12 @@ class StrictModel(BaseModel):
             field.description = " ".join(text.split())  # without the line breaks of the source
 
 
-def _in_float32(value: float) -> float:
-    # What is computed in float32 would become 0 or infinite, and its square sooner.
-    if value and not 1e-30 <= abs(value) <= 1e30:
-        raise ValueError(f"{value:g} is beyond what float32 computes with, 1e-30 to 1e+30")
-    return value
-
-
 Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0), AfterValidator(_in_float32)]
-Positive = Annotated[float, Field(gt=0), AfterValidator(_in_float32)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]  # timers count nanoseconds in 64 bits
 Probability = Annotated[float, Field(ge=0, le=1)]
-Share = Annotated[float, Field(gt=0, le=1), AfterValidator(_in_float32)]
+Share = Annotated[float, Field(gt=0, le=1)]
 # A YAML list becomes a tuple; its elements stay strict.
 ListOf = Annotated[tuple[T, ...], Strict(False)]
 

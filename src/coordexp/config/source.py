@@ -8,6 +8,7 @@ PyYAML's nodes give the positions: ruamel.yaml keeps positions too, but is 14 ti
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -279,6 +280,10 @@ class _NodeReader:
             return None
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             self._problem(here, f"{node.value[:40]} has more than 64 bits; no number here is so large")
+            return None
+        # It would become 0 or infinite in float32, and its square sooner.
+        if isinstance(value, float) and not (value == 0 or 1e-30 <= abs(value) <= 1e30) and math.isfinite(value):
+            self._problem(here, f"{node.value[:40]} is beyond what float32 computes with, 1e-30 to 1e30")
             return None
         return value
 

@@ -74,9 +74,11 @@ LIKE_SOMETHING_ELSE = [
 TEXT = st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     LIKE_SOMETHING_ELSE
 )
-INTEGERS = st.integers(-(1 << 63), (1 << 63) - 1)  # the loader refuses larger ones
+# The loader refuses larger ones, and smaller fractions.
+INTEGERS = st.integers(-(1 << 63), (1 << 63) - 1)
+FLOATS = st.just(0.0) | st.floats(1e-30, 1e30) | st.floats(-1e30, -1e-30)
 ANYTHING = st.recursive(
-    st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    st.none() | st.booleans() | INTEGERS | FLOATS | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=8,
 )
