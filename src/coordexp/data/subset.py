@@ -177,19 +177,22 @@ def rename_classes(
 def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed: int) -> list[list[ImageRecord]]:
     """Parts of about ``shares`` (which sum to 1) of the images, each in the order of the dataset.
 
-    Records of one image stay together, copies of its file and tiles of one photograph too: no part is tested on what
-    another was trained on. Raises DataError for invalid shares, or fewer images than parts.
+    Records of one image stay together, copies of its file and tiles of a photograph, with the photograph, too: no part
+    is tested on what another was trained on. Raises DataError for invalid shares, or fewer images than parts.
     """
     if len(shares) < 2 or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
         raise DataError(f"shares are {list(shares)}; expected at least two positive numbers that sum to 1")
+    content_of: dict[str, str] = {}
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for index, record in enumerate(records):
-        try:
-            # Tiles of a photograph overlap.
-            content = photograph_of(record) or hashlib.sha256(image_bytes(record.image)).hexdigest()
-        except DataError:  # without a file: compare by path
-            content = str(record.image)
-        groups[content].append(index)
+        # Tiles of a photograph overlap each other, and the photograph itself may be among the records too.
+        path = photograph_of(record) or str(record.image)
+        if path not in content_of:
+            try:
+                content_of[path] = hashlib.sha256(image_bytes(Path(path))).hexdigest()
+            except DataError:  # without a file: compare by path
+                content_of[path] = path
+        groups[content_of[path]].append(index)
     images = list(groups)
     if len(images) < len(shares):
         raise DataError(f"{len(images)} images cannot be split into {len(shares)} parts")

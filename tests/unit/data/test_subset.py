@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from coordexp.data.images import open_rgb
+from coordexp.data.jsonl import read_jsonl
 from coordexp.data.subset import (
     DropRates,
     drop_annotations,
@@ -19,6 +22,7 @@ from coordexp.data.subset import (
     split_records,
     without_soft,
 )
+from coordexp.data.tiles import Tiling, write_tiles
 from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
 
@@ -148,6 +152,24 @@ def test_copies_of_one_image_stay_on_one_side(tmp_path: Path) -> None:
     for seed in range(5):
         for part in split_records(everything, [0.5, 0.5], seed):
             assert sorted(int(record.sample_id) ^ 1 for record in part) == sorted(int(r.sample_id) for r in part)
+
+
+def test_a_photograph_its_copy_and_its_tiles_stay_on_one_side(tmp_path: Path) -> None:
+    for k in range(4):
+        Image.new("RGB", (16, 16), (10 * k, 0, 0)).save(tmp_path / f"{k}.png")
+        shutil.copy(tmp_path / f"{k}.png", tmp_path / f"copy{k}.png")
+    whole = [ImageRecord(f"{k}", tmp_path / f"{k}.png", 16, 16, ()) for k in range(4)]
+    copies = [replace(one, image=tmp_path / f"copy{one.image.name}") for one in whole]
+    write_tiles(whole, tmp_path / "a" / "tiles.jsonl", Tiling(10, 16))
+    write_tiles(copies, tmp_path / "b" / "tiles.jsonl", Tiling(10, 16))
+    tiles = [tile for name in "ab" for tile in read_jsonl(tmp_path / name / "tiles.jsonl")]
+    assert len(tiles) == 16
+    for seed in range(4):
+        first, second = (
+            {open_rgb(record.image).getpixel((0, 0)) for record in part}
+            for part in split_records([*whole, *copies, *tiles], [0.5, 0.5], seed)
+        )
+        assert len(first) == len(second) == 2 and not first & second
 
 
 def named(*descs: str) -> list[ImageRecord]:
