@@ -101,7 +101,7 @@ app.add("serve", "coordexp serve configs/stage2_rollout_aligned/server.yaml --in
 app.add(
     "replay",
     "coordexp replay outputs/stage2/rollout_records --limit 10",
-    "coordexp replay stage2.yaml outputs/stage2/rollout_records rollout_matching.maskiou_gate=0.4",
+    "coordexp replay stage2.yaml outputs/stage2/rollout_records --model outputs/stage2",
     section=_ROLLOUTS,
 )(view.replay)
 app.add(

@@ -15,7 +15,7 @@ from coordexp.cli.commands import whole_command
 from coordexp.data.files import asset
 from coordexp.errors import ConfigError
 from support.cli_runs import Cli, write_run
-from support.config_samples import stage1, write_yaml
+from support.config_samples import stage1, stage2, write_yaml
 
 ROOT: Any = whole_command()
 
@@ -147,3 +147,9 @@ def test_keys_reach_a_replay(tmp_path: Path, cli: Cli) -> None:
     run = write_yaml(tmp_path, stage1())
     outcome = cli("replay", run, "records", "training.max_step=3")
     assert outcome.code == 2 and "did you mean 'max_steps'" in outcome.err
+
+
+@pytest.mark.parametrize("word", ["rollout_matching.maskiou_gate=0.4", "custom.object_field_order=geometry_first"])
+def test_a_key_that_records_have_themselves_is_refused_by_a_replay(word: str, tmp_path: Path, cli: Cli) -> None:
+    outcome = cli("replay", write_yaml(tmp_path, stage2()), "records", word)
+    assert outcome.code == 2 and f"{word.partition('=')[0]} has no use here: a record is matched" in outcome.err
