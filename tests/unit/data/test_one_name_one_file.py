@@ -48,6 +48,8 @@ def test_tiles_of_equal_names_keep_their_own_pixels(tmp_path: Path) -> None:
 
 def test_tiles_of_a_photograph_stay_in_one_part(tmp_path: Path) -> None:
     data = dataset(tmp_path / "d.jsonl", *((f"{n}.png", "cat") for n in range(4)))
+    for n, record in enumerate(read_jsonl(data)):  # as they are, each is a copy of the others
+        Image.new("RGB", (record.width, record.height), (n, 0, 0)).save(record.image)
     write_tiles(list(read_jsonl(data)), tmp_path / "t" / "t.jsonl", Tiling.of(32, 0.5))
     one, other = (
         {record.metadata["tile"]["image"] for record in part}
