@@ -138,8 +138,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def last_step_of(folder: Path, state: Mapping[str, Any]) -> float:
-    """The optimizer steps behind the weights in ``folder``, by its ``trainer_state.json``: the best checkpoint's in a
-    finished run with ``training.load_best_model_at_end``."""
+    """The optimizer step after which the weights in ``folder`` were saved, by its ``trainer_state.json``: the last, or
+    the best checkpoint's in a finished run with ``training.load_best_model_at_end``. Infinite if unknown."""
     best = state.get("best_global_step") if state.get("best_model_checkpoint") else None
     training = _settings_of_run(folder).get("training") or {}
     if best and training.get("load_best_model_at_end") and not (folder / SEAL).is_file():

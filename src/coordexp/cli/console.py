@@ -85,11 +85,12 @@ def on_interrupt(message: str | Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as end:
+        if isinstance(end, SystemExit) and end.code != 128 + signal.SIGTERM:
+            raise
         text = message if isinstance(message, str) else message()
         if isinstance(end, KeyboardInterrupt):
             raise KeyboardInterrupt(f"interrupted: {text}") from None
-        if end.code == 128 + signal.SIGTERM:
-            echo(f"ended by SIGTERM: {text}", err=True)
+        echo(f"ended by SIGTERM: {text}", err=True)
         raise
 
 

@@ -264,13 +264,7 @@ def export(
     from coordexp.data.polygons import shape_area
     from coordexp.evaluation.answers import class_list_of, read_answers
     from coordexp.evaluation.confidence import at_least, scored_at_least
-    from coordexp.evaluation.export import (
-        FORMATS,
-        IMAGE_FOLDERS,
-        dataset_answers,
-        is_dataset,
-        place_images,
-    )
+    from coordexp.evaluation.export import FORMATS, IMAGE_FOLDERS, dataset_answers, is_dataset, place_images
     from coordexp.evaluation.users_terms import read_terms
 
     yolo = ("yolo", "yolo-obb")
@@ -282,8 +276,9 @@ def export(
         raise ConfigError("--link has no use here; it belongs to --images")
     terms = read_terms(annotations, classes, first=1 if form == "coco" else 0)
     of_dataset = is_dataset(predictions)
+    annotated = of_dataset and form == "coco"  # other formats have one list of objects
     records = read_jsonl(predictions) if of_dataset else []
-    answers = dataset_answers(records, annotations=form == "coco") if of_dataset else read_answers(predictions)
+    answers = dataset_answers(records, annotations=annotated) if of_dataset else read_answers(predictions)
     completed = completed_objects(records)
     kept = () if of_dataset else class_list_of(predictions)
     terms = replace(terms, classes=choose_list(terms.classes, checkpoint=kept, records=records))
@@ -312,7 +307,7 @@ def export(
     if completed and form != "coco":
         count = sum(map(len, completed.values()))
         say(console, f"note: {form} cannot say which model added {count} completed objects; coco can")
-    objects = [obj for a in answers for obj in ((a.gt or ()) if of_dataset and form == "coco" else a.pred)]
+    objects = [obj for answer in answers for obj in ((answer.gt or ()) if annotated else answer.pred)]
     flat = sum(shape_area(obj.kind, obj.bins) == 0 for obj in objects)
     if flat:
         say(console, f"note: {flat} objects have no area; data convert and other readers leave such objects out")

@@ -20,7 +20,6 @@ from coordexp.cli.console import (
     written_file,
 )
 from coordexp.cli.train import separate_config, split_words
-from coordexp.errors import ConfigError
 
 
 def view(
@@ -86,14 +85,6 @@ def view(
     say(console, f"wrote {out}: {len(data.records)} records, {size:.1f} MB; open it in a browser")
 
 
-# Keys that a replay takes from the configuration; all else is in the records.
-_REPLAYED_BY = (
-    *("model.", "template."),
-    *("rollout_matching.pipeline.", "rollout_matching.coord_decode_mode."),
-    *("stage2_ab.pipeline.", "stage2_ab.coord_decode_mode."),
-)
-
-
 def replay(
     words: Annotated[
         list[str],
@@ -113,18 +104,12 @@ def replay(
     """
     from coordexp.checkpoints.fetch import with_model_here
     from coordexp.config import load_config
-    from coordexp.inference.replay import config_beside, replay_records
+    from coordexp.inference.replay import check_keys, config_beside, replay_records
 
     names, arguments = split_words(words)
     config, records = separate_config(names, "RECORDS")
     run = load_config(config or config_beside(records), arguments=arguments)
-    for key in (word.partition("=")[0] for word in arguments):
-        if not f"{key}.".startswith(_REPLAYED_BY):
-            read = ", ".join(one.removesuffix(".") for one in _REPLAYED_BY)
-            raise ConfigError(
-                f"{key} has no use here: a record is matched, and its target built, by the settings it was made with; "
-                f"replay reads {read}"
-            )
+    check_keys(arguments, with_losses=model is not None)
     run = with_model_here(run)
     model = None if model is None else check_checkpoint(model)
     no_bars_in_log_files()

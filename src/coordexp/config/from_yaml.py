@@ -17,7 +17,14 @@ from coordexp.config.base import KeyPath, Problem, StrictModel, dotted, problems
 from coordexp.config.checks import cross_checks
 from coordexp.config.removed_keys import take_removed
 from coordexp.config.schema import RunConfig
-from coordexp.config.source import Document, apply_arguments, dump_value, dump_yaml, read_document
+from coordexp.config.source import (
+    Document,
+    apply_arguments,
+    beyond_float32,
+    dump_value,
+    dump_yaml,
+    read_document,
+)
 from coordexp.errors import ConfigError
 
 Section = TypeVar("Section", bound=StrictModel)
@@ -53,11 +60,11 @@ def parse_config(data: Mapping[str, Any], source: str = "configuration") -> RunC
 def parse_section(section: type[Section], document: Document, source: str) -> Section:
     """Validate a document as ``section`` alone, without rules between keys; raises :class:`ConfigError`, also for
     problems that the document has already."""
-    problems = list(document.problems)
+    problems = [*document.problems, *beyond_float32(document.data)]
+    unreadable = {problem.path for problem in problems}
     try:
         parsed = section.model_validate(document.data)
     except ValidationError as error:
-        unreadable = {problem.path for problem in document.problems}
         problems += [problem for problem in problems_from(error, section) if problem.path not in unreadable]
     else:
         if not problems:
@@ -72,7 +79,8 @@ def resolved_yaml(config: StrictModel) -> str:
 
 def validate(document: Document, source: str) -> RunConfig:
     """The configuration that ``document`` describes; ``source`` names it in errors."""
-    problems = [*document.problems, *take_removed(document.data)]
+    problems = [*document.problems, *take_removed(document.data), *beyond_float32(document.data)]
+    unreadable = {problem.path for problem in problems}
     # An absent section counts as empty, so that the keys missing from it are reported by name.
     data = {
         key: {} for key, field in RunConfig.model_fields.items() if field.is_required() and section_of(field.annotation)
@@ -82,7 +90,6 @@ def validate(document: Document, source: str) -> RunConfig:
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
-        unreadable = {problem.path for problem in document.problems}
         problems += [problem for problem in problems_from(error, RunConfig) if problem.path not in unreadable]
     broken = {path for problem in problems for path in (problem.path, problem.meant) if path is not None}
     if config is None or broken:

@@ -207,7 +207,7 @@ def _with_host(url: str) -> str:
     return url
 
 
-MAX_PUSH_S = 3600.0  # that a call to engines for a push may take; servers refuse more
+MAX_PUSH_S = 3600.0  # longest call to engines for a push; servers refuse more
 PushSeconds = Annotated[float, Field(gt=0, le=MAX_PUSH_S)]
 
 

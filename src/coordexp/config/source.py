@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -82,6 +82,15 @@ class Document:
             if path[:end] in self.origin:
                 return self.origin[path[:end]]
         return ""
+
+
+def beyond_float32(value: Any, path: KeyPath = ()) -> Iterator[Problem]:
+    """Numbers in a document's data that would become 0 or infinite in float32, or their squares would."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from beyond_float32(inner, (*path, key))
+    elif isinstance(value, float) and math.isfinite(value) and value and not 1e-30 <= abs(value) <= 1e30:
+        yield Problem(path, f"{value:g} is beyond what float32 computes with, 1e-30 to 1e30")
 
 
 def read_document(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Document:
@@ -280,10 +289,6 @@ class _NodeReader:
             return None
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             self._problem(here, f"{node.value[:40]} has more than 64 bits; no number here is so large")
-            return None
-        # It would become 0 or infinite in float32, and its square sooner.
-        if isinstance(value, float) and not (value == 0 or 1e-30 <= abs(value) <= 1e30) and math.isfinite(value):
-            self._problem(here, f"{node.value[:40]} is beyond what float32 computes with, 1e-30 to 1e30")
             return None
         return value
 

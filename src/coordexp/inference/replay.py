@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -69,6 +69,25 @@ def replay_records(
             result = objective.result(tensors.supervision, scores, count_terms([target]))
         losses = {"loss": result.loss.item(), **{name: share.item() for name, share in result.terms.items()}}
         yield Replayed(record, replay(record, vocab), losses)
+
+
+# Sections and keys of the configuration that a replay reads, and those that it reads for losses.
+_READ = ("model",)
+_READ_FOR_LOSSES = (
+    "template",
+    *(f"{section}.{key}" for section in ("rollout_matching", "stage2_ab") for key in ("pipeline", "coord_decode_mode")),
+)
+
+
+def check_keys(words: Sequence[str], *, with_losses: bool) -> None:
+    """Raises ConfigError for ``key=value`` that :func:`replay_records` does not read; ``with_losses``: with a model."""
+    read = _READ + _READ_FOR_LOSSES * with_losses
+    for key in (word.partition("=")[0] for word in words):
+        if not any(f"{key}.".startswith(f"{one}.") for one in read):
+            raise ConfigError(
+                f"{key} has no use here: a record is matched, and its target built, by its own settings; replay reads "
+                f"{', '.join(_READ)} and, with --model, {', '.join(_READ_FOR_LOSSES)}"
+            )
 
 
 def config_beside(source: Path) -> Path:

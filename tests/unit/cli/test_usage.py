@@ -149,7 +149,18 @@ def test_keys_reach_a_replay(tmp_path: Path, cli: Cli) -> None:
     assert outcome.code == 2 and "did you mean 'max_steps'" in outcome.err
 
 
-@pytest.mark.parametrize("word", ["rollout_matching.maskiou_gate=0.4", "custom.object_field_order=geometry_first"])
-def test_a_key_that_records_have_themselves_is_refused_by_a_replay(word: str, tmp_path: Path, cli: Cli) -> None:
-    outcome = cli("replay", write_yaml(tmp_path, stage2()), "records", word)
-    assert outcome.code == 2 and f"{word.partition('=')[0]} has no use here: a record is matched" in outcome.err
+@pytest.mark.parametrize(
+    ("word", "of_losses"),
+    [
+        ("rollout_matching.maskiou_gate=0.4", False),
+        ("custom.object_field_order=geometry_first", False),
+        ("template.prompt=Find.", True),
+        ("rollout_matching.pipeline.objective[0].weight=2", True),
+    ],
+)
+def test_a_key_that_a_replay_does_not_read_is_refused(word: str, of_losses: bool, tmp_path: Path, cli: Cli) -> None:
+    run, refused = write_yaml(tmp_path, stage2()), f"{word.partition('=')[0]} has no use here: a record is matched"
+    without = cli("replay", run, "records", word)
+    assert without.code == 2 and refused in without.err
+    with_losses = cli("replay", run, "records", word, "--model", asset("checkpoints/demo-stage1"))
+    assert with_losses.code == 2 and (refused in with_losses.err) is not of_losses

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordexp.config import load_config, resolved_yaml
+from coordexp.config import load_config, parse_config, resolved_yaml
 from coordexp.config.from_yaml import explain_config
 from coordexp.config.objective import CoordRegSpec
 from coordexp.data.files import asset
@@ -36,6 +36,17 @@ def test_words_for_a_checkpoint_alone_are_read_like_those_for_a_file(word: str, 
         with pytest.raises(ConfigError, match=": 1 problem\n") as refused:
             read()
         assert says in str(refused.value) and "got null" not in str(refused.value)
+
+
+def test_a_number_that_float32_cannot_hold_is_refused_from_every_source(tmp_path: Path) -> None:
+    key, config = "training.learning_rate", write_yaml(tmp_path, stage1())
+    for read in (
+        lambda: load_config(config, overrides={key: 1e38}),
+        lambda: load_config(config, arguments=[f"{key}=1e38"]),
+        lambda: parse_config(set_key(stage1(), key, 1e38)),
+    ):
+        with pytest.raises(ConfigError, match=r"1 problem\n.*1e\+38 is beyond what float32 computes with"):
+            read()
 
 
 @pytest.mark.parametrize("seed", [-1, 2147483648, 10**26])

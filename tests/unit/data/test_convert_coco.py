@@ -34,7 +34,7 @@ def from_coco(tmp_path: Path, annotations: list[Any], **options: Any) -> Convers
 
 
 @pytest.mark.parametrize("written", [0, 0.0, "0", "0.0", False, "False", "false", None, "None", ""])
-def test_what_is_no_crowd(tmp_path: Path, written: Any) -> None:
+def test_these_values_mark_a_single_object(tmp_path: Path, written: Any) -> None:
     """Tables of Python and R write text."""
     report = from_coco(tmp_path, [{"bbox": [10, 6, 20, 12], "iscrowd": written}], options=SMALL)
     assert (report.objects_seen, report.skipped_objects) == (1, {})

@@ -132,7 +132,7 @@ def test_a_shape_of_several_classes_is_an_object_of_each(form: str, tmp_path: Pa
     assert (report.objects_seen, report.notes["several_classes"]) == (2, 1)
 
 
-def test_null_is_no_class(tmp_path: Path) -> None:
+def test_a_null_class_counts_as_missing(tmp_path: Path) -> None:
     paint(tmp_path / "a.jpg")
     shape = {"name": "rect", "x": 10, "y": 6, "width": 20, "height": 12}
     regions = [{"shape_attributes": shape, "region_attributes": {"label": name}} for name in (None, "cat", 7)]

@@ -136,7 +136,7 @@ def test_something_else_than_an_image_is_named(detector: Detector, given: Any, n
 
 
 @pytest.mark.parametrize("options", [{"min_confidence": "0.5"}, {"min_confidence": 50}, {"prompt": 3}])
-def test_an_option_that_is_none_is_refused(detector: Detector, scenes: Path, options: dict[str, Any]) -> None:
+def test_an_option_of_a_wrong_kind_is_refused(detector: Detector, scenes: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         detector(scenes / "000000.png", **options)
 
