@@ -59,7 +59,8 @@ def coord_embeddings(z_KB: torch.Tensor, table_BH: torch.Tensor, mode: EmbedMode
     hard_KH = None if mode == "soft" else table_BH[z_KB.detach().argmax(dim=-1)]
     if hard_KH is not None and mode == "hard":
         return hard_KH
-    mean_KH = ((z_KB.to(wide) / temperature).softmax(dim=-1) @ table_BH.to(wide)).to(table_BH.dtype)
+    with torch.autocast(z_KB.device.type, enabled=False):  # it would round the probabilities
+        mean_KH = ((z_KB.to(wide) / temperature).softmax(dim=-1) @ table_BH.to(wide)).to(table_BH.dtype)
     # The difference is exactly zero, so the value is the token's own embedding to the last bit.
     return mean_KH if hard_KH is None else hard_KH.detach() + (mean_KH - mean_KH.detach())
 

@@ -146,9 +146,7 @@ def score_head(
         or None; chunk_logits: logits in memory at a time.
     """
     device = hidden_NH.device
-    dtype = torch.promote_types(hidden_NH.dtype, weight_VH.dtype)
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
+    dtype = factor_dtype(hidden_NH, weight_VH)
     chunk_logits = chunk_logits or (CHUNK_LOGITS_CPU if device.type == "cpu" else CHUNK_LOGITS_GPU)
     coords = _CoordColumns.on(tuple(coord_ids), device)
     with torch.autocast(device.type, enabled=False):
@@ -460,6 +458,14 @@ class _CoordColumns:
 def coord_ids_on(coord_ids: Sequence[int], device: torch.device) -> torch.Tensor:
     """The coordinate tokens by bin: int64 (B,) on ``device``, cached."""
     return _CoordColumns.on(tuple(coord_ids), device).ids_B
+
+
+def factor_dtype(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> torch.dtype:
+    """The type of the factors of the head's products: autocast's, else the wider one."""
+    device_type = hidden_NH.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return torch.promote_types(hidden_NH.dtype, weight_VH.dtype)
 
 
 def within_logit_limit(z: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from coordexp.modeling.inputs import to_device
 from coordexp.modeling.trainer_weights import output_head
 from coordexp.objective import coord_math
 from coordexp.objective.coord_math import DecodeMode
-from coordexp.objective.head import HeadQuery, HeadScores, SupervisionTensors, coord_ids_on, score_head
+from coordexp.objective.head import HeadQuery, HeadScores, SupervisionTensors, coord_ids_on, factor_dtype, score_head
 from coordexp.records import NUM_BINS, PackedRow
 from coordexp.targets.weights import is_active
 
@@ -422,9 +422,7 @@ class RowObjective:
                 head = output_head(model)
                 if not coord_rows:  # after the first forward, with which FSDP gathers the table; once a row, because
                     coord_rows.append(head.weight_VH[coord_ids_B])  # a selection's gradient is as large as the table
-                z_KB = hidden_KH @ coord_rows[0].T
-                offset_BH = head.offset_BH
-                return z_KB if offset_BH is None else z_KB + hidden_KH.to(offset_BH.dtype) @ offset_BH.T
+                return coordinate_logits(hidden_KH, coord_rows[0], head.offset_BH)
 
             coord_pos_K = position_N[supervision.coord_in_N_K]
             states = self_context_states(model, row.inputs, coord_pos_K, coord_logits, coord_ids_B, self.self_context)
@@ -447,3 +445,16 @@ class RowObjective:
 
     def _scored_by(self) -> tuple[ObjectivePipeline, ...]:
         return (self.pipeline,) if self.self_context is None else self.pipeline.split("token_ce")
+
+
+def coordinate_logits(
+    hidden_KH: torch.Tensor, rows_BH: torch.Tensor, offset_BH: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The logits that :func:`score_head` gives the coordinate tokens, from their rows of the head: (K, B), float32 or
+    wider also under autocast, so that the likeliest bin is the same. Unlimited; differentiable in all arguments."""
+    dtype = factor_dtype(hidden_KH, rows_BH)
+    wide = torch.promote_types(dtype, torch.float32)
+    with torch.autocast(hidden_KH.device.type, enabled=False):
+        factor_KH = hidden_KH.to(dtype)
+        z_KB = factor_KH.to(wide) @ rows_BH.to(dtype).to(wide).T
+        return z_KB if offset_BH is None else z_KB + factor_KH.to(offset_BH.dtype) @ offset_BH.T

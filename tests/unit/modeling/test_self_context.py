@@ -105,6 +105,13 @@ def test_straight_through_has_the_tokens_value_and_the_means_gradient() -> None:
     assert only_table[0] is None and only_table[1] is not None
 
 
+def test_autocast_does_not_round_the_mean_embedding() -> None:
+    z_KB, table_BH = torch.randn(SLOTS, BINS), torch.randn(BINS, HIDDEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        fed_KH = coord_embeddings(z_KB, table_BH, "soft", 0.7)
+    assert torch.equal(fed_KH, coord_embeddings(z_KB, table_BH, "soft", 0.7))
+
+
 @pytest.mark.parametrize("mode", ["soft", "st", "hard"])
 @pytest.mark.parametrize("iterations", [2, 3])
 def test_with_detached_embeddings_only_the_last_forward_has_gradient(mode: EmbedMode, iterations: int) -> None:

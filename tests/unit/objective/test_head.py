@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coordexp.objective import HeadQuery, HeadScores, score_head
 from coordexp.objective import head as head_module
+from coordexp.objective.pipeline import coordinate_logits
+from coordexp.records import NUM_BINS
 from support.objective_rows import scores_from_logits
 
 V, H, N = 700, 5, 9
@@ -159,6 +161,23 @@ def test_autocast_computes_in_half_and_gradients_have_the_leaves_dtype() -> None
     assert torch.equal(got.vocab_lse_N[1.7], rounded.vocab_lse_N[1.7])
     total(got).backward()
     assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+
+
+def test_under_autocast_the_fed_coordinates_have_the_heads_own_logits() -> None:
+    """Two bins differ by 2e-3 at logits of about 40, where bfloat16 has steps of 0.25 and would call it a tie."""
+    hidden_KH = torch.ones(3, 64)
+    rows_BH = torch.zeros(NUM_BINS, 64)
+    rows_BH[300], rows_BH[200] = 0.625, 0.625
+    rows_BH[300, 0] += 2**-8  # its last bit
+    offset_BH = torch.zeros(NUM_BINS, 64)
+    offset_BH[400, :] = 0.62502
+    slots = HeadQuery(NO_IDS, NO_IDS, NO_IDS, torch.arange(3), 3, (1.0,))
+    for offset in (None, offset_BH):
+        with torch.autocast("cpu", torch.bfloat16):
+            fed_KB = coordinate_logits(hidden_KH, rows_BH, offset)
+            scored = score_head(hidden_KH, rows_BH, slots, torch.zeros(3, dtype=torch.int64), range(NUM_BINS), offset)
+        torch.testing.assert_close(fed_KB, scored.coord_logit_KB, rtol=1e-6, atol=0)
+        assert fed_KB.argmax(dim=-1).tolist() == [300] * 3
 
 
 # -- the limit ---------------------------------------------------------------------------------------------------------
