@@ -1,7 +1,7 @@
 """Draws docs/images/forced_tokens.svg, which docs/rollouts.md shows: an answer's tokens, forced and decided, and the
 forward passes that write them.
 
-The tokens are those of Qwen's tokenizer; what is forced, and each pass, are computed by the code that decodes.
+The tokens are those of Qwen's tokenizer; forced tokens and passes are computed by the code that decodes.
 
 python docs/draw_forced_tokens.py            # write it
 python docs/draw_forced_tokens.py --check    # exit 1 if the file is not what would be written

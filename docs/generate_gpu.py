@@ -319,7 +319,7 @@ def origin(result: Mapping[str, Any]) -> str:
 
 
 def in_short() -> Iterator[str]:
-    """The README's: what has been measured, in a line each."""
+    """The README's table: each measurement in a line."""
     yield "| one H100 | measured | estimated | when, commit | results |"
     yield "|---|---|---|---|---|"
     if (found := newest_summary()) is not None and (note := found["tests"]):
@@ -348,7 +348,7 @@ def in_short() -> Iterator[str]:
 
 
 def _tests() -> Iterator[str]:
-    """What the newest summary says of tests/gpu."""
+    """The results of tests/gpu in the newest summary."""
     if (found := newest_summary()) is not None and found["tests"]:
         where = found["machine"]
         yield f"| `tests` | {commit_of(found)} | {where['date'][:10]} | {where['gpu']} | | {found['tests']} |"
@@ -364,7 +364,7 @@ def newest_summary() -> dict[str, Any] | None:
 
 
 def commit_of_all(folder: Path) -> str:
-    """The commit of a folder's summary; a dash if nobody noted it."""
+    """The commit of a folder's summary; a dash if it was not noted."""
     file = folder / "summary.json"
     return json.loads(file.read_text(encoding="utf-8"))["machine"].get("commit", "–") if file.is_file() else "–"
 

@@ -5,7 +5,7 @@ it was drawn from (comments and layout of Python do not count) and that of the p
 (OF_RUNS, TERMINALS_OF_RUNS) take minutes and show figures that any change moves, so they are not compared.
 
 python docs/pictures.py                # draw what is out of date and can be drawn here
-python docs/pictures.py errors.svg     # draw these anew
+python docs/pictures.py errors.svg     # draw these again
 python docs/pictures.py --check        # exit 1 if one is out of date, and say why
 """
 
@@ -42,7 +42,7 @@ COMPARED = {
 }
 # Drawn by hand, from no code.
 BY_HAND = ("channels.svg", "cluster.svg", "push.svg")
-# Of training runs: taken by hand with these commands, and not compared with today's code.
+# Pictures of training runs: taken by hand with these commands, and not compared with today's code.
 OF_RUNS = {
     "demo.png": "coordexp demo; outputs/demo/comparison.png",
     "curves.svg": "python docs/draw_images.py curves RUN docs/images/curves.svg, of 100 steps of rollout matching",
@@ -167,7 +167,7 @@ TERMINALS_OF_RUNS = (
 
 
 def fingerprint(code: Sequence[str]) -> str:
-    """Of the contents of files, folders and patterns below the repository; of Python, without comments."""
+    """Hash of files, folders and patterns below the repository; Python counts without comments."""
     digest = hashlib.sha256()
     for name in code:
         found = sorted(path for path in ([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"))
@@ -197,7 +197,7 @@ def _without_comments(source: bytes) -> bytes:
 
 
 def of_image(file: str) -> str:
-    """Of a picture's own bytes."""
+    """Hash of a picture's own bytes."""
     return hashlib.sha256((IMAGES / file).read_bytes()).hexdigest()[:16]
 
 
@@ -207,7 +207,7 @@ def drawn() -> dict[str, dict[str, str]]:
 
 
 def state_of(picture: Picture) -> dict[str, str]:
-    """What the record of an up-to-date picture says."""
+    """The record of an up-to-date picture."""
     image = of_image(picture.file) if (IMAGES / picture.file).is_file() else ""
     return {"drawn_from": fingerprint(picture.code), "picture": image}
 
@@ -297,7 +297,7 @@ def link(folder: Path, checkpoint: str, name: str) -> None:
 
 
 def terminal(out: Path, folder: Path, title: str, *commands: str) -> None:
-    """A terminal after these commands, each with its prompt: what a person sees when they have ended."""
+    """A terminal after these commands, each with its prompt: as a person sees it when they have ended."""
     script, socket = folder / "session.sh", f"coordexp-{os.getpid()}"
     shown = "".join(f"printf '\\033[1m$ %s\\033[0m\\n' {json.dumps(one)}\n{one}\n" for one in commands)
     script.write_text(f"clear\n{shown}tmux -L {socket} wait-for -S done\nsleep 60\n", encoding="utf-8")

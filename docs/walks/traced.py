@@ -29,7 +29,7 @@ _MOST_ITEMS, _MOST_NUMBERS, _LEVELS = 512, 1 << 20, 3
 
 
 class Walks:
-    """What each walk looks for, and what was found: ``(walk, file, function)``, each once."""
+    """The values of each walk, and where they were found: ``(walk, file, function)``, each once."""
 
     def __init__(self, folder: Path) -> None:
         self._lines = (folder / f"{os.getpid()}.tsv").open("a", buffering=1, encoding="utf-8")
@@ -41,7 +41,7 @@ class Walks:
         self._reading = not self.trains  # an image's way begins where a step reads its sample
 
     def on_call(self, frame: Any, *_: Any) -> Any:
-        """A trace function of :func:`sys.settrace`: notes what a call of this project has, and asks for its end."""
+        """For :func:`sys.settrace`: notes the values of a call of this project, and watches its end."""
         code = frame.f_code
         if (file := self._files.get(code)) is None:
             file = self._files[code] = code.co_filename.partition(SOURCE)[2]

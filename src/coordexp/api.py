@@ -1,4 +1,4 @@
-"""``coordexp.train``, ``evaluate``, ``convert``, ``tile`` and ``complete``: what these commands do, from Python.
+"""``coordexp.train``, ``evaluate``, ``convert``, ``tile`` and ``complete``: these commands from Python.
 Everything heavy is imported by the call."""
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def join(*, use_cpu: bool, backend: str | None = None, timeout_s: float = 1800.0
         limit_waits("cuda", min(timeout_s, MOST_NCCL_S))
 
 
-# torch's watchdog of NCCL: end the process when a call fails or is late (3), and tell the other ranks so.
+# torch's watchdog of NCCL: end the process when a call fails or is late (3), and notify the other ranks.
 NCCL_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_NCCL_PROPAGATE_ERROR": "1"}
 # Ranks agree by Gloo before they exchange gradients, so they meet in NCCL within the time of a forward pass; a rank
 # that takes longer has failed or hangs. torch's own limit for NCCL.
@@ -172,7 +172,7 @@ def raise_on_all_ranks(where: str) -> Iterator[Callable[[], None]]:
             except Exception as lost:
                 if getattr(lost, _SHARED, False) or lost is error:
                     raise
-                # The others cannot be told, for example because they wait for this rank's part of a sharded forward.
+                # The others cannot be notified, for example while they wait for this rank's part of a sharded forward.
                 raise error from lost
         raise
     if not agreed:

@@ -23,7 +23,7 @@ _MANY_MODULES = 300
 # quiet machine 1.02 times.
 _SPINS = "10000"
 _SPIN_COUNT, _WAIT_POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
-_one_at_a_time = threading.RLock()  # what a thread finds is what it puts back
+_one_at_a_time = threading.RLock()  # each thread restores the state that it found
 _is_command = False
 
 
@@ -111,7 +111,7 @@ def packages_distributions() -> dict[str, list[str]]:
 
 
 def _modules_of(record: str) -> set[str]:
-    """What can be imported of the files in a distribution's RECORD."""
+    """Modules among the files in a distribution's RECORD."""
     files = (line.partition(",")[0] for line in record.splitlines())
     return {file.partition("/")[0].removesuffix(".py") for file in files if file.endswith(".py")}
 

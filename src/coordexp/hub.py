@@ -81,7 +81,7 @@ def name_of(folder: str | Path) -> str | None:
 
 
 def no_such_folder(model: str | Path) -> str:
-    """Why ``model`` is no checkpoint: neither a folder nor a name of the hub."""
+    """Why ``model`` is not a checkpoint: neither a folder nor a name of the hub."""
     path = Path(model)
     if path.exists():
         return "is a file, not a folder"
@@ -123,7 +123,7 @@ def cached(model: HubModel) -> Path | None:
             return None
     folder = _snapshot(hub, model)
     files = _files(hub, model)
-    if files is None:  # another program fetched it; what is missing is noticed by those who read it
+    if files is None:  # another program fetched it; readers notice missing files
         return folder if hub.constants.is_offline_mode() and folder.is_dir() else None
     present = [(folder / name, size) for name, size in files if (folder / name).exists()]
     for file, size in present:  # the library looks at names only
@@ -204,7 +204,7 @@ def _snapshot(hub: Any, model: HubModel) -> Path:
 
 
 class _NotAHubError(Exception):
-    """What answers is no hub, or no request can be made."""
+    """The answer is not a hub's, or no request can be made."""
 
 
 @contextmanager
@@ -291,7 +291,7 @@ def _errors_of(model: HubModel) -> Iterator[None]:
     except (errors.HfHubHTTPError, _httpx().HTTPError, errors.OfflineModeIsEnabled, _NotAHubError) as error:
         raise CheckpointError(f"{model}: {_unreachable(hub, error)}") from error
     except errors.LocalEntryNotFoundError as error:
-        raise CheckpointError(f"{model}: {_unreachable(hub, error)}; what was fetched is kept") from error
+        raise CheckpointError(f"{model}: {_unreachable(hub, error)}; files that were fetched are kept") from error
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split())
         raise CheckpointError(

@@ -55,9 +55,9 @@ def match_objects(
 ) -> MatchResult:
     """Match predictions to GT objects one to one, by geometry alone.
 
-    Both sides are anything with ``.kind`` and ``.bins``. Of equally good assignments the one with lower indices wins,
-    the earlier prediction first: no move of a prediction and no exchange between two of them would lower an index at
-    the same cost.
+    Both sides are anything with ``.kind`` and ``.bins``. Among equally good assignments the one with lower indices
+    wins, the earlier prediction first: no move of a prediction and no exchange between two of them would lower an
+    index at the same cost.
 
     Returns: pairs in order of prediction; every index of either side is in exactly one of the result's fields.
     """

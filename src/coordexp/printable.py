@@ -1,4 +1,4 @@
-"""How a name is shown: class names, file names and answers come from other people's files and from models."""
+"""How a name is shown: class names, file names and answers are from other people's files and from models."""
 
 from __future__ import annotations
 

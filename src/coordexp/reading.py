@@ -205,7 +205,7 @@ def _refuse(problem: str, place: yaml.Event | yaml.Node) -> NoReturn:
 
 # XML
 _XML_ENCODING = re.compile(r"^\s*<\?xml[^>]*?\sencoding\s*=\s*[\"']([A-Za-z0-9._-]+)[\"'][^>]*\?>")
-# By Python's names. Others are no encodings of text (zip, punycode: minutes for a megabyte), or nobody's.
+# By Python's names. The rest are not encodings of text (zip, punycode: minutes for a megabyte), or unused.
 _XML_ENCODINGS = frozenset((
     "utf-8", "utf-16", "utf-16-le", "utf-16-be", "ascii", "gb2312", "gbk", "gb18030", "big5", "shift_jis", "cp932",
     "euc_jp", "euc_kr", "cp949", "koi8-r", *(f"cp{number}" for number in range(1250, 1259)),

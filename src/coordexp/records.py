@@ -290,7 +290,7 @@ def from_json(
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, CoordExpError, ValueError, RecursionError) as error:
         if re.fullmatch(r"Invalid enum value .* - at `\$\.schema_version`", str(error)):
-            reason = f"not {what}: another version of CoordExp wrote it; use that version, or have it written anew"
+            reason = f"not {what}: another version of CoordExp wrote it; use that version, or write it again"
             raise DataError(reason, path=path, line=line) from error
         raise DataError(f"not {what}: {type(error).__name__}: {error}", path=path, line=line) from error
 

@@ -49,7 +49,7 @@ def smallest_prompt(model: Any) -> dict[str, torch.Tensor]:
 @contextmanager
 def forward_passes(model: Any) -> Iterator[None]:
     """Around forward passes: an error of one rank in it leaves the others waiting for its part of a sharded pass, so
-    that it cannot tell them; it ends alone, and its end ends them."""
+    that it cannot notify them; it ends alone, and its end ends them."""
     try:
         yield
     except Exception as error:

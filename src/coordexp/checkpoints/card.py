@@ -52,7 +52,7 @@ class Card:
     how the images of its training data were resized; ``classes``: the names in that data, whose positions are class
     ids, empty if unknown; ``calibration``: of confidences, None without one; ``base``: fingerprint of the model that
     its adapters belong to, None for a plain model and in cards of earlier versions; ``source``: the model of the hub
-    that its weights come from, ``OWNER/NAME@COMMIT``, None if unknown."""
+    of its weights, ``OWNER/NAME@COMMIT``, None if unknown."""
 
     schema_version: Literal[1]
     training: Training | None

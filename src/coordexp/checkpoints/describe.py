@@ -46,7 +46,7 @@ class AdapterInfo:
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """``parameters`` by part, tied weights once; ``linear_modules``: valid names for ``tuner.target_modules``, by part;
-    ``coord_tokens``: "yes", or the problem with them; ``source``: the model of the hub that the weights come from."""
+    ``coord_tokens``: "yes", or the problem with them; ``source``: the hub's model of these weights."""
 
     path: str
     model_type: str

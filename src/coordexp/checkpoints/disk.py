@@ -31,12 +31,12 @@ class DiskSpace:
 
     @property
     def least(self) -> int:
-        """What a run needs to end: a checkpoint and the final model."""
+        """Bytes that a run needs to end: a checkpoint and the final model."""
         return self.checkpoint + self.model
 
     @property
     def most(self) -> int:
-        """What it needs with all checkpoints that it keeps."""
+        """Bytes with all checkpoints that it keeps."""
         return self.checkpoint * self.checkpoints + self.model
 
     def __str__(self) -> str:
@@ -47,11 +47,11 @@ class DiskSpace:
 
 
 def checked_disk(config: RunConfig, checkpoint: Checkpoint | None = None) -> DiskSpace:
-    """Estimate what this run will write, and compare it with the free space. Warns if there is no room for all
+    """Estimate what this run will write, and compare it with the free space. Warns if the space is too small for all
     checkpoints that ``training.save_total_limit`` keeps. ``checkpoint``: ``model.model``, if it is open.
 
     Raises:
-        ConfigError: there is no room for one checkpoint and the final model.
+        ConfigError: one checkpoint and the final model do not fit.
         CheckpointError: ``model.model`` is not a readable checkpoint.
     """
     training = config.training

@@ -17,8 +17,8 @@ MODEL, DATA, VALIDATION = "model.model", "custom.train_jsonl", "custom.val_jsonl
 DEEPSPEED = "deepspeed.config"
 SEAL = "complete.json"  # the last file of a checkpoint: it is whole
 _MODEL_FILES = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer.json")
-# What else decides how text and images become the model's input. Their sum is the last part of a fingerprint, which
-# those of earlier versions lack.
+# Other files that decide how text and images become the model's input. Their sum is the last part of a fingerprint;
+# those of earlier versions lack it.
 _INPUT_FILES = (
     *("processor_config.json", "preprocessor_config.json", "chat_template.*", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),

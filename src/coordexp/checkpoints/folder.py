@@ -65,7 +65,7 @@ class Checkpoint:
         config = read_object(folder, "config.json", "configuration")
         if (broken := _not_finite(config)) is not None:
             raise CheckpointError(
-                f"{folder}: {broken} in its config.json is no finite number; restore the checkpoint's files"
+                f"{folder}: {broken} in its config.json is not a finite number; restore the checkpoint's files"
             )
         model_type = config.get("model_type")
         if model_type != MODEL_TYPE:
@@ -110,7 +110,7 @@ class Checkpoint:
 
 def weight_files(folder: Path) -> list[str]:
     """The names of the files that have a plain model's weights; whether they exist is not checked. Raises
-    CheckpointError for an index that is none, or that stands beside another model in one file."""
+    CheckpointError for an invalid index, or one next to another model in one file."""
     if not (folder / WEIGHTS_INDEX).is_file():
         return [MODEL_WEIGHTS]
     weight_map = read_object(folder, WEIGHTS_INDEX, "index of weights").get("weight_map")

@@ -295,7 +295,7 @@ def advising(config: RunConfig | AnswerConfig, saved: Callable[[], str] = lambda
 
 
 def keys_that_help(config: RunConfig | AnswerConfig, kind: Kind) -> list[str]:
-    """What a user can change after memory ran out during ``kind``, best first; without values that ``config`` has
+    """Keys that a user can change after memory ran out during ``kind``, best first; without values that ``config`` has
     already."""
     if kind in ("engine", "rollouts", "evaluation") and config.rollout_matching is not None:
         trains = isinstance(config, RunConfig) and not (config.fsdp.enabled or config.deepspeed.enabled)

@@ -1,4 +1,4 @@
-"""The output folder of a run, read without torch: what a start may do there. Resume, refuse to, or overwrite."""
+"""The output folder of a run, read without torch. Decides whether a start resumes, overwrites or is refused."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def checkpoints_in(output_dir: Path) -> list[Path]:
 
 
 def results_in(output_dir: Path) -> list[Path]:
-    """What a new run would replace: whole checkpoints and a model."""
+    """Results that a new run would replace: whole checkpoints and a model."""
     found = [folder for folder in checkpoints_in(output_dir) if (folder / SEAL).is_file()]
     return found + model_files_in(output_dir)
 

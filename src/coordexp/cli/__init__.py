@@ -48,6 +48,6 @@ def _end_rank() -> None:
     if _ended and distributed is not None and distributed.is_available() and distributed.is_initialized():
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # nobody reads it any more
+            with suppress(OSError, ValueError):  # its reader has ended
                 stream.flush()
         os._exit(_ended[-1])

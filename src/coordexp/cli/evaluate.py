@@ -319,7 +319,7 @@ def _draw(console: Console, sheet: Path | None, runs: Mapping[str, Sequence[Imag
 
     chosen = most_informative_images(list(runs.values()), _DRAWN)
     if not chosen:
-        say(console, f"note: {sheet} is not written: there is no mistake and no difference to draw")
+        say(console, f"note: {sheet} is not written: no image has a mistake or a difference")
         return
     across = 3 if len(runs) == 1 else 2
     drawn = {name: [run[n] for n in chosen] for name, run in runs.items()}

@@ -66,7 +66,7 @@ _LEFT_OUT = "\0"  # ends a line that is not written; YAML has no such character
 @dataclass(frozen=True, slots=True)
 class DataAtHand:
     """The dataset of a run. Samples and answers: approximate numbers of tokens. ``photos``: a few, with the
-    size to which the processor resizes them. ``notes``: what does not fit the model."""
+    size to which the processor resizes them. ``notes``: data that does not fit the model."""
 
     train: Path
     val: Path | None
@@ -147,7 +147,7 @@ def _loading_seconds(photos: Sequence[tuple[Path, tuple[int, int]]]) -> float:
 
 
 def _loaders(at_hand: DataAtHand, parameters: int, adapters: bool, samples: int) -> tuple[int, str]:
-    """Loader processes with which an H100 would hardly wait for photos, and why so many. ``samples``: of a row."""
+    """Loader processes with which an H100 would hardly wait for photos, and why. ``samples``: of a row."""
     computing_s = (4 if adapters else 6) * parameters * at_hand.mean_sample / _FLOP_PER_S
     training_s = max(computing_s, _ROW_S / samples)
     loading_s = _loading_seconds(at_hand.photos)
@@ -421,7 +421,7 @@ def known_figures(model: Path) -> tuple[float, float, Path] | None:
 
 
 def advice_on_stage_2(model: Path) -> str:
-    """What the README's table says of a stage 2 that starts from ``model``, by the figures next to it."""
+    """The README's advice on a stage 2 that starts from ``model``, by the figures next to it."""
     known = known_figures(model)
     if known is None:
         return (

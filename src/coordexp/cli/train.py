@@ -98,7 +98,7 @@ def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = F
     run = with_model_here(run)
     console = open_console()
     model, records = None, {}
-    if distributed.world_size() == 1:  # what needs no torch is refused before its import, which takes seconds
+    if distributed.world_size() == 1:  # checks without torch go first: its import takes seconds
         from coordexp.checkpoints.run_lock import check_not_running
 
         custom = run.custom

@@ -1,4 +1,4 @@
-"""What the command line adds to typer: examples and headings in its help, ``--config`` as other tools spell it, and
+"""Additions to typer: examples and headings in its help, ``--config`` as other tools spell it, and
 hints for what does not exist."""
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def view(
     serve: Annotated[
         bool, typer.Option(help="Serve the page on 127.0.0.1 instead of writing a file; enlarges original images.")
     ] = False,
-    follow: Annotated[bool, typer.Option(help="Serve the page, and update it while the run goes on.")] = False,
+    follow: Annotated[bool, typer.Option(help="Serve the page, and update it during the run.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0 takes a free one.")] = 0,
 ) -> None:
     """Write one HTML page of answers, matches, tokens and curves."""

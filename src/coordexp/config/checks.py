@@ -236,7 +236,7 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          "belongs to stage 1: rollouts of stage 2 read image files as they are. Remove it"),
     Rule("data.augment.scale",
          lambda c, _: c.data.augment is not None and c.data.augment.scale[0] > c.data.augment.scale[1],
-         "the least factor comes first, {c.data.augment.scale[0]} is more than {c.data.augment.scale[1]}; swap them"),
+         "the least factor must be first, {c.data.augment.scale[0]} is more than {c.data.augment.scale[1]}; swap them"),
     # training
     Rule("training.max_steps", lambda c, _: c.training.max_steps == 0,
          "0 trains nothing; write -1 to train for num_train_epochs, or a number from 1 on"),

@@ -46,7 +46,7 @@ REFUSED_OPTIMIZERS = {
     ),
     **dict.fromkeys(
         ("galore_adafactor", "galore_adamw", "galore_adamw_8bit", "apollo_adamw"),
-        "needs transformers' optim_target_modules, for which there is no key",
+        "needs transformers' optim_target_modules, which has no key here",
     ),
 }
 SCHEDULES = (

@@ -1,4 +1,4 @@
-"""What evaluation and inference read of a configuration, and a rollout section without nulls."""
+"""The keys that evaluation and inference read, and a rollout section without nulls."""
 
 from __future__ import annotations
 

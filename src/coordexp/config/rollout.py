@@ -81,7 +81,7 @@ _DECODE_MODE = (
 CoordDecodeMode = Annotated[Literal["exp", "st"], Field(description=_DECODE_MODE)]
 
 
-MOST_SKIPPING = 8  # answers at once, above which an engine on a GPU skips forced tokens only if it is told to
+MOST_SKIPPING = 8  # answers at once; above, an engine on a GPU skips forced tokens only if the YAML has true
 
 
 class DecodingConfig(StrictModel):
@@ -149,7 +149,7 @@ class EvalDetectionConfig(StrictModel):
 
     @property
     def fixed_score(self) -> float | None:
-        """Score of every prediction; None if each has its own. Of a resolved section."""
+        """Score of every prediction; None if each has its own. Needs a resolved section."""
         return self.constant_score if self.score_mode == "constant" else None
 
     def scored(self, constant_score: float | None) -> EvalDetectionConfig:

@@ -149,7 +149,7 @@ def as_written(name: str) -> str:
 
 
 def names_of_lines(text: str) -> dict[int, str]:
-    """Names by number, one a line: blank lines are no names, but count."""
+    """Names by number, one a line: blank lines count, but name no class."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # splitlines would cut at U+2028 too
     return {number: line.strip() for number, line in enumerate(lines) if line.strip()}
 

@@ -68,7 +68,7 @@ def completion_of_part(record: ImageRecord, numbers: Sequence[int]) -> dict[str,
 
 
 def without_completed(record: ImageRecord) -> ImageRecord:
-    """The record's annotations alone: no soft objects, and no metadata about them, which would be taken for those of
+    """The record's annotations alone: no soft objects, and no metadata about them, which would be read as those of
     objects that a later completion adds."""
     metadata = dict(record.metadata)
     if isinstance(metadata.get(COMPLETION), list):

@@ -57,7 +57,7 @@ def list_files(folder: Path, *, converted: bool = True) -> Listing:
     files: list[Path] = []
     passed_over: list[tuple[str, str]] = []
     seen: set[tuple[int, int]] = set()
-    folders, links = [folder], []  # linked folders come last, so that a folder has its own name rather than a link's
+    folders, links = [folder], []  # linked folders are last, so that a folder has its own name rather than a link's
     while folders or links:
         here = folders.pop() if folders else links.pop(0)
         try:
@@ -168,7 +168,7 @@ def _possible(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NameMatch:
-    """What a name means: ``file`` (None: nothing), a ``note`` if it was found by its tail, and why there is none."""
+    """The file of a name, None if not found, with the reason; ``note``: set if it was found by its tail."""
 
     file: str | None
     note: str | None = None

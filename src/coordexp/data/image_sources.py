@@ -25,7 +25,7 @@ _NO_IMAGES = (".txt", ".json", ".jsonl", ".xml", ".csv", ".yaml", ".yml", ".md",
 @dataclass(frozen=True, slots=True)
 class FoundImages:
     """Records to answer, whether they are annotated, and (image, reason) of each that cannot be read. ``names``: of
-    both, in order. ``passed_over``: a line per kind of file in a folder that is not taken for an image."""
+    both, in order. ``passed_over``: a line per kind of file in a folder that is not an image."""
 
     records: tuple[ImageRecord, ...]
     annotated: frozenset[str]
@@ -111,7 +111,7 @@ def _size(path: Path) -> tuple[int, int]:
 
 
 def as_path(given: str | Path) -> Path:
-    """Raises DataError for an address, and for an empty name, which a path takes for the working directory."""
+    """Raises DataError for an address, and for an empty name, which as a path is the working directory."""
     if not str(given):
         raise DataError("an image has an empty name; give a file, a folder, a pattern or a dataset")
     if _ADDRESS.match(str(given)):
@@ -150,7 +150,7 @@ def _image_files(source: Path, alone: bool, passed_over: list[str]) -> Iterator[
             raise DataError("no such image, folder or dataset", path=source)
         pattern = Path(_PRINTF.sub("*", str(source)))
         found = list(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))))
-        # `**` finds the copies of tools too, whose folders nobody named.
+        # `**` finds the copies of tools too, in folders that the user did not name.
         hidden = {path for path in found if any(map(is_hidden, set(path.parts) - set(pattern.parts)))}
         if hidden:
             passed_over.append(f"{len(hidden)} passed over, hidden: {min(hidden)}{', …' if len(hidden) > 1 else ''}")

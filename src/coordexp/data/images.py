@@ -115,7 +115,7 @@ UNREAD = {
     ),
 }  # fmt: skip
 SEEN_SUFFIXES = (*IMAGE_SUFFIXES, ".gif", ".avif", ".mpo", ".ppm", ".pgm", ".pbm", ".pnm", *HEIF_SUFFIXES, *UNREAD)
-"""Lower-case suffixes of what a search of a folder takes for a picture, also in formats that are not read."""
+"""Lower-case suffixes of the pictures that a search of a folder finds, also in formats that are not read."""
 # Formats of Pillow that are read. Others are refused by name: Pillow would start a program for EPS, and its readers of
 # rare formats take files for images that are none.
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "DIB", "GIF", "AVIF", "PPM")  # a JPEG may turn out to be an MPO
@@ -123,7 +123,7 @@ for _plugin in ("Jpeg", "Png", "WebP", "Tiff", "Bmp", "Gif", "Avif", "Ppm"):  # 
     importlib.import_module(f"PIL.{_plugin}ImagePlugin")
 _HEIF = "HEIF"
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
-# What a file is that no reader takes, by its first bytes.
+# Formats that are not read, by a file's first bytes.
 _OTHER_CONTENTS = (
     (b"%!PS", "a PostScript file; convert it to PNG or JPEG"),
     (b"\xc5\xd0\xd3\xc6", "a PostScript file; convert it to PNG or JPEG"),
@@ -141,7 +141,7 @@ _OTHER_CONTENTS = (
     (b"<svg", "an SVG drawing; convert it to PNG or JPEG"),
     (b"<?xml", "an XML file; if it is an SVG drawing, convert it to PNG or JPEG"),
 )
-_HEAD = 64  # bytes that tell the content
+_HEAD = 64  # bytes that are read for the format
 _SHOWN_OF_PATH = 200
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT_BY_ORIENTATION = {

@@ -16,7 +16,7 @@ from coordexp.data.jsonl import write_jsonl
 from coordexp.geometry import to_bin
 from coordexp.records import GTObject, ImageRecord
 
-SCENES_VERSION = 2  # in version 1 boxes were up to a pixel beside the same objects
+SCENES_VERSION = 2  # in version 1 the boxes of the same objects were up to a pixel off
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (214, 48, 49),
@@ -66,7 +66,7 @@ SPECS = {
 
 def make_scene(spec: SceneSpec, seed: int, index: int) -> tuple[Image.Image, tuple[GTObject, ...]]:
     """Draw scene ``index`` of the stream ``seed``. Triangles carry ``poly`` geometry, other shapes ``bbox_2d``."""
-    rng = np.random.default_rng([1, seed, index])  # what version 1 drew its scenes with
+    rng = np.random.default_rng([1, seed, index])  # as version 1 drew its scenes
     # The ground is a dull two-colour gradient with noise: never as saturated as an object.
     size = spec.size * _OVERSAMPLE
     corners = rng.integers(90, 235, size=(2, 1, 1, 1)) + rng.integers(-18, 19, size=(2, 1, 1, 3))

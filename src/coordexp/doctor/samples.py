@@ -33,7 +33,7 @@ WIDE = TinySpec(
 )  # fmt: skip
 ANSWERS = "answering"  # folder of the model that answers
 GAIN = 1.1  # of random matrices; transformers' 0.02 leaves greedy answers ambiguous
-# Of the demo's model when it answers on a GPU: what Qwen3-VL-2B's language model costs.
+# Makes a pass of the demo's model on a GPU as expensive as one of Qwen3-VL-2B's language model.
 ANSWERING = Width(hidden=2048, mlp=6144, heads=32, kv_heads=16, layers=28)
 IN_TURN = 256  # lines that name the scenes in turn: no epoch ends, and no loader process starts, within a timed run
 LARGE_SCENES = SceneSpec(size=768, min_side=60, max_side=250, max_objects=8)

@@ -3,5 +3,5 @@
 * ``trainer``: backends, the client of rollout servers, weight pushes, the engine in the trainer's own process
 * ``server``: ``coordexp serve`` and ``swift rollout``
 * ``worker``: vLLM's engine and worker processes, which load the extension, logits processors and drafts by name
-* ``wire``: what two of them share: payloads, engine arguments, environment variables
+* ``wire``: shared by them: payloads, engine arguments, environment variables
 """

@@ -219,7 +219,7 @@ class _Line(ImageAnswer):
 
 
 def picture_of(image: str, width: int, height: int) -> tuple[str, int, int]:
-    """What answers of one picture have in common, also if their datasets are in different folders or on different
+    """A key that answers on one picture share, also if their datasets are in different folders or on different
     machines: its file's name and its size."""
     return Path(image).name, width, height
 

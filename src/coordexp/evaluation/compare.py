@@ -191,7 +191,7 @@ def _drawn_sums(columns: Mapping[str, np.ndarray], images: int) -> dict[str, np.
 
 
 def _changes(before: ImageAnswer, after: ImageAnswer) -> dict[str, int]:
-    """What one image adds to the ledger. ``pred``: predictions of ``after`` that are right or wrong."""
+    """One image's part of the ledger. ``pred``: predictions of ``after`` that are right or wrong."""
     gt = before.gt or ()
     annotated = {j for j, obj in enumerate(gt) if obj.soft is None}
     found, wrong, judged = [], [], []
@@ -216,7 +216,7 @@ def _image_weights(generator: np.random.Generator, images: int, resamples: int) 
 
 
 def _share(columns: Mapping[str, np.ndarray], sums_R: Mapping[str, np.ndarray], part: str, whole: str) -> Share:
-    # Of resamples without anything to take a share of, there is none.
+    # Resamples with nothing to count have no share.
     is_any_R = sums_R[whole] > 0
     ratio_R = sums_R[part][is_any_R] / sums_R[whole][is_any_R]
     interval = _interval(ratio_R) if len(ratio_R) else (0.0, 0.0)

@@ -127,7 +127,7 @@ def at_least(answers: Sequence[ImageAnswer], confidence: float | Mapping[str, fl
 
 
 def best_thresholds(answers: Sequence[ImageAnswer], iou: float = IOU_THRESHOLD) -> list[Threshold]:
-    """Of all classes together, then of each annotated class with a prediction, by frequency; F1 is that at mask IoU
+    """Curves of all classes together, then of each annotated class with a prediction, by frequency. F1 is at mask IoU
     ``iou``. Empty if a prediction has no confidence, or nothing is annotated or predicted."""
     predicted = [obj for answer in answers for obj in answer.pred]
     gt_of = Counter(obj.desc for answer in answers for obj in answer.truth)

@@ -36,7 +36,7 @@ _READABLE = 640  # pixels: images less than half as long are enlarged before nam
 _BAR = 26
 _TILE, _CAPTION = 320, 16
 _COVERED = 3  # heights of a name: an object that is lower is hidden by it
-_TINY, _SEEN, _ZOOM = 20, 60, 8  # pixels on a tile: what is enlarged, and to what; at most so much
+_TINY, _SEEN, _ZOOM = 20, 60, 8  # pixels on a tile: smaller objects are enlarged, to this size, by at most this factor
 _NAME = 40  # characters of a file name that fit under a tile
 _COMPRESSION = 1  # of PNG: the default takes four times as long for files a fifth smaller
 

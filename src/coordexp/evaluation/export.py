@@ -143,7 +143,7 @@ def _numbers(
     used: Sequence[str], terms: UsersTerms, first: int, what: str = "objects"
 ) -> tuple[ClassNumbers, list[str]]:
     if not terms.classes:
-        note = "there is no class list, so these numbers hold for these images alone; name a list with --classes"
+        note = "without a class list these numbers hold for these images alone; name a list with --classes"
         return ClassNumbers.of(sorted(set(used)), first), [note] if used else []
     numbers = ClassNumbers.of(terms.classes, first)
     note = numbers.note(used, what)

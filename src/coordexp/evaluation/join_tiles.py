@@ -160,7 +160,7 @@ def _pairs(parts: Sequence[_Part], windows: Sequence[Window]) -> Iterator[tuple[
 
 
 def _inside(box_N4: np.ndarray, window: np.ndarray) -> np.ndarray:
-    # Boxes outside become NaN, alike to none.
+    # Boxes outside become NaN, which is like no other box.
     low_N2 = np.maximum(box_N4[..., :2], window[:2])
     high_N2 = np.minimum(box_N4[..., 2:], window[2:])
     outside_N1 = (low_N2 > high_N2).any(axis=-1, keepdims=True)

@@ -86,7 +86,7 @@ def summarise(
     with_confidences: bool = False,
 ) -> Summary:
     """All figures of a set of answers. Raises DataError if an image has no annotations, or a prediction no score and
-    ``options`` asks for average precision.
+    ``options`` include average precision.
 
     Args:
         notes: come before those found here.

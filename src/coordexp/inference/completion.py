@@ -137,7 +137,7 @@ def completion_config(
 
 def check_files(source: Path, out: Path, sheet: Path | None, sheet_images: int, overwrite: bool) -> None:
     """Check what a completion writes, before anything is answered. Raises DataError or ConfigError: ``out`` is there
-    and not to be replaced, is a folder, or is ``source``; ``sheet`` is no picture, is one of the others, or shows no
+    and not to be replaced, is a folder, or is ``source``; ``sheet`` is not a picture, is one of the others, or shows no
     image."""
     if is_same_file(out, source):
         raise ConfigError(f"{out}: is the dataset to complete; name another file for the new one")

@@ -50,7 +50,7 @@ class Detections:
 
     ``truncated``: the answer reached its longest length; ``dropped`` counts unreadable entries by reason; ``text`` is
     the answer itself. ``image``: the given image if it was not a file. ``classes``: the names whose positions are class
-    ids. ``error``: why the image could not be read, for an image of a list; then there are no objects.
+    ids. ``error``: why the image could not be read, for an image of a list, which then has no objects.
     """
 
     source: str
@@ -152,7 +152,7 @@ class Detections:
     def _repr_png_(self) -> bytes | None:
         try:
             drawn, data = self.plot(), io.BytesIO()
-        except DataError:  # of an answer's text there is no image; a notebook shows the repr then
+        except DataError:  # an answer's text has no image; a notebook shows the repr then
             return None
         drawn.thumbnail((_NOTEBOOK, _NOTEBOOK))
         drawn.save(data, "PNG")

@@ -294,7 +294,7 @@ def collect(
     """The images that are not files, a record per readable image, and why others are not readable; by a name that
     starts with the image's number. Every backend reads files, even one in another process, so images in memory are
     written to ``folder``, as PNG, which keeps every pixel. ``raises``: at the first unreadable image."""
-    # The lines of an open file, and the numbers of a bytearray, are no images.
+    # The lines of an open file, and the numbers of a bytearray, are not images.
     no_list = isinstance(images, Mapping | bytearray | memoryview) or hasattr(images, "read")
     if no_list or not isinstance(images, Iterable) or is_tensor(images):
         raise wrong_type("images", images)

@@ -36,7 +36,7 @@ def parse_answer(
 
     Args:
         answer: the message's text, with its coordinate tokens, or its token ids.
-        image: the image that was asked about, or its (width, height): boxes are in its pixels.
+        image: the image of the question, or its (width, height): boxes are in its pixels.
         checkpoint: the served folder; token ids need its tokenizer, and class ids its class list.
 
     Returns:

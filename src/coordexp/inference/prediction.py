@@ -221,7 +221,7 @@ def _decoding(config: AnswerConfig) -> dict[str, Any]:
 
 
 def _finished(answer: ImageAnswer, score: Score, annotated: Collection[str]) -> ImageAnswer:
-    # With the scores that were asked for, and without annotations that the source does not have.
+    # With the chosen scores, and without annotations that the source does not have.
     pred = answer.pred
     if score == "confidence":
         pred = tuple(replace(obj, score=obj.confidence) for obj in pred)
@@ -457,7 +457,7 @@ def answer_jsonl(
 ) -> tuple[Path, list[ImageAnswer], dict[str, str], list[ImageRecord]]:
     """The dataset (None: ``custom.val_jsonl``), all ranks' answers for it, and, by sample, why images that cannot be
     decoded were left out. Everything cheap is checked before weights are loaded. ``calibrates``: with raw confidences;
-    ``answers``: of each image, in a row; ``tiling``: answers are those of tiles, and their photographs come last."""
+    ``answers``: of each image, in a row; ``tiling``: answers are those of tiles, followed by their photographs'."""
     config = with_own_template(config, model)
     answering = with_several_answers(AnswerConfig.of_run(config), answers)
     check_backend(answering.rollout_matching, bool(classes))

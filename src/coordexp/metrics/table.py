@@ -169,11 +169,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("time/row_wait_s", "seconds", SECONDS, "the part of `time/learner_s` in which the main thread waited for a row to be built (mostly the first of a step)"),
         Metric("time/row_build_s", "seconds", SECONDS, "building rows; a second thread does it during the forward of the previous row"),
         Metric("time/forward_s", "seconds", SECONDS, "the forward part of `time/learner_s`, including the objective; on a GPU, the host's time"),
-        Metric("time/optimizer_s", "seconds", SECONDS, "clipping, optimizer and schedule; on a GPU, the host's time: what the GPU still has to do is part of the next step's `time/learner_s`"),
+        Metric("time/optimizer_s", "seconds", SECONDS, "clipping, optimizer and schedule; on a GPU, the host's time: the GPU's remaining work is part of the next step's `time/learner_s`"),
     ),
     "memory": (
         Metric("memory/allocated_peak_gb", "GB", PEAK, "most memory of the GPU in tensors so far; only on GPUs. `coordexp config check` estimates it"),
-        Metric("memory/reserved_peak_gb", "GB", PEAK, "most memory that torch has taken from the GPU so far; what is above the tensors' is fragmentation"),
+        Metric("memory/reserved_peak_gb", "GB", PEAK, "most memory that torch has taken from the GPU so far; the part above the tensors' is fragmentation"),
     ),
     "trainer": (
         Metric("grad_norm", "", Rule.TRAINER, "norm of the gradient before clipping"),

@@ -227,8 +227,8 @@ def check_prompt(
 
 
 def for_device(inputs: Mapping[str, Any], move: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """The inputs with ``move`` applied to every tensor that the device needs. Others, and values that are no tensors (a
-    packed row's segments), stay."""
+    """The inputs with ``move`` applied to every tensor that the device needs. Others, and values that are not tensors
+    (a packed row's segments), stay."""
     # The forward reads the images' grid on its device only to derive the vision tower's arguments, if not given.
     stays = ON_HOST if "image_cu_seqlens" in inputs else ()
     return {

@@ -128,7 +128,7 @@ def _vocab_of(checkpoint: Checkpoint, tokenizer: Any) -> CoordVocab:
 
 
 class ProcessorAndVocab(NamedTuple):
-    """What turns images, prompts and answers into a model's inputs, and its outputs into text."""
+    """The processor and vocabulary: images, prompts and answers to a model's inputs, and its outputs to text."""
 
     processor: Any
     vocab: CoordVocab

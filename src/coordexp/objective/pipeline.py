@@ -328,7 +328,7 @@ def build_pipeline(config: PipelineConfig, channel: Channel = "B", *, decode: De
 
     return ObjectivePipeline(
         tuple(build(spec, spec.weight) for spec in config.objective if is_active(spec, channel)),
-        # A weight turns a diagnostic on or off; what it measures is never scaled.
+        # A weight turns a diagnostic on or off; its figure is never scaled.
         tuple(build(spec, 1.0) for spec in config.diagnostics if is_active(spec, channel)),
     )
 

@@ -28,7 +28,7 @@ _BEGINNINGS = ("a", "Z", "7", "é", "龘", "-", "_", "(", "🙂", '\\"')
 _MAX_REMEMBERED = 50_000  # places, and texts between coordinates
 _MAX_DRAFTS = 1_000  # of one place: with other names
 _BOX, _MIN_POLY = 4, 6  # coordinates
-_COORDINATE = -1  # stands for any coordinate's token
+_COORDINATE = -1  # any coordinate's token
 # Most tokens of the guess that a name ends, which is often wrong. With Qwen's tokenizer it takes 6 tokens. On a CPU
 # these cost more than the passes that it saves; on a GPU a pass takes as long with them.
 _SHORT, _SHORT_ON_GPU = 2, 8

@@ -41,7 +41,7 @@ class DraftedAnswer:
     """One sequence of a batch: its tokens so far, and the draft that the next pass reads.
 
     ``processors`` change the scores of the next token, with this sequence alone as their batch; the most likely token
-    is then taken. ``guard`` is asked before them, and reads the host's tokens: for the device's, the host would wait.
+    is then taken. ``guard`` is called before them, and reads the host's tokens: for the device's, the host would wait.
     ``prompt_ids``: (S,), padded, for processors. ``tokens`` includes the end of the turn. ``repeats``: whether the
     guard ended the answer.
     """
@@ -165,7 +165,7 @@ class DraftedDecoding:
                 first_B = first_B[rows]
             if not running:
                 break
-            any_rank_continues(model, True)  # tells ranks whose answers have ended
+            any_rank_continues(model, True)  # for ranks whose answers have ended
             for answer in running:
                 answer.propose(min(MOST_PER_ANSWER, MOST_POSITIONS // len(running) - 1))
             width = 1 + max(len(answer.draft) for answer in running)

@@ -1,4 +1,4 @@
-"""What a run starts from, and whether it may: decided once, without torch, and passed on as :class:`Start`.
+"""The start of a run, and whether it may start: decided once, without torch, and passed on as :class:`Start`.
 
 Checkpoints are chosen by their names and seals here. Before one is loaded, all ranks read its contents
 (:func:`coordexp.training.checkpoint.resolve_resume`); :meth:`Start.at` decides for an older one if they are damaged.

@@ -60,7 +60,7 @@ def build_rewritten(
     """``Y_train`` as the module says. No token of it is the rollout's own (``prefix_len`` 0), and nothing that can be
     parsed is refused: an answer that breaks off is rewritten with the objects that were read. Raises AlignmentError for
     a description that cannot be written, as :func:`coordexp.targets.encode_tail`."""
-    # What is written, in order.
+    # The parts to write, in order.
     gt_of = {pair.pred_idx: pair.gt_idx for pair in match.pairs}
     in_place = [i for i, j in gt_of.items() if parsed.objects[i].kind == ground_truth[j].kind]
     pulled_to = coordinate_targets([(parsed.objects[i], ground_truth[gt_of[i]]) for i in in_place], transport)
@@ -147,7 +147,7 @@ def _written_once(
 
 
 def _is_writable(desc: str, vocab: CoordVocab) -> bool:
-    # Whether a description that a model wrote comes out of the tokenizer as plain text, and as it went in.
+    # Whether the tokenizer gives a model's description back as plain text, and unchanged.
     text = json.dumps(desc, ensure_ascii=False)
     try:
         written = text.encode()

@@ -1,4 +1,4 @@
-"""What teaches: text written from ground truth → token ids, one role per token, and where its coordinates are; and
+"""Supervision: text written from ground truth → token ids, one role per token, and where its coordinates are; and
 where each coordinate of a matched prediction should have been: at the true box, or by transport between polygons."""
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _PATHS = (MODEL, DATA, VALIDATION)
 def check_agreement(config: RunConfig) -> None:
     """Compare inputs, configuration and versions over all ranks, before anything is loaded. A collective call.
 
-    Raises: ConfigError on all ranks, with a line for each difference: what differs, and both values.
+    Raises: ConfigError on all ranks, with a line for each difference, with its name and both values.
     """
     if distributed.world_size() == 1:
         return

@@ -85,7 +85,7 @@ def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool, s
 
 def read_seal(folder: Path) -> Seal:
     """The seal of a checkpoint whose files all exist, in their sizes; contents are not checked. Raises CheckpointError,
-    whose text is written to follow a path, if there is no seal or a listed file is missing."""
+    whose text is written to follow a path, if the seal or a listed file is missing."""
     if not folder.is_dir():
         raise CheckpointError("is not a folder")
     try:

@@ -1,4 +1,4 @@
-"""Loggers that cannot write do not end a run: what they lose is counted, and said once."""
+"""Loggers that cannot write do not end a run: their losses are counted, and reported once."""
 
 from __future__ import annotations
 

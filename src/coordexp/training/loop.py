@@ -207,7 +207,7 @@ class CoordExpTrainer:
         is_gone = self.args.load_best_model_at_end and state.best_model_checkpoint is None
         if state.best_metric is not None and (self.measures_anew or is_gone):
             self._forget_best()
-            why = "what evaluations measure was changed" if self.measures_anew else "the best checkpoint is gone"
+            why = "the keys of evaluations were changed" if self.measures_anew else "the best checkpoint is gone"
             self.on_note(f"{why}; the best checkpoint is chosen from the next evaluation on")
         return state.global_step
 
@@ -304,7 +304,7 @@ class CoordExpTrainer:
 
     def _evaluate_and_note_best(self) -> None:
         metrics, args, state = self.evaluate(), self.args, self.state
-        if args.metric_for_best_model is None or not state.global_step:  # the start is no checkpoint of the run
+        if args.metric_for_best_model is None or not state.global_step:  # the start is not a checkpoint of the run
             return
         name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
         if name not in metrics:  # objects lost since the first evaluation, or large ones in a set without any
@@ -349,7 +349,7 @@ class CoordExpTrainer:
         return f"Saved are the first {self._saved[0]} steps, in {self._saved[1]}"
 
     def to_continue(self, checkpoint: str | Path = "true") -> str:
-        """How to go on from the newest checkpoint; ``checkpoint``: a value of ``training.resume_from_checkpoint``."""
+        """How to continue from the newest checkpoint. ``checkpoint``: value of ``training.resume_from_checkpoint``."""
         if self._saved is not None and not self._resumable:
             return (
                 f"start a new run with model.model: {self._saved[1]}, which holds the model alone "
@@ -403,7 +403,7 @@ class CoordExpTrainer:
             logger.error("rank %d: the other processes cannot be reached, so nothing more is saved", distributed.rank())
         elif self._saved is None or self._saved[0] != step:
             self.save_checkpoint()
-        # What is saved is part of the line on memory that ran out.
+        # The line on memory that ran out says where the checkpoint is.
         if self._saved is not None and distributed.is_main() and not is_out_of_memory(error):
             logger.error(
                 "%s failed after %d steps; the first %d are saved. To continue, fix the cause and %s",

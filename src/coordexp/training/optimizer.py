@@ -195,7 +195,7 @@ class MasterWeights(torch.optim.Optimizer):
         for group in groups:
             group["params"] = [weight.detach().to(torch.float32, copy=True) for weight in group["params"]]
         super().__init__(groups, **arguments)
-        self._sums: torch.dtype | None = None  # what gradients are summed in; None: in the weights' own type
+        self._sums: torch.dtype | None = None  # the type of gradients' sums; None: the weights' own
 
     def sum_in_float32(self) -> None:
         """Let autograd accumulate gradients of several backward passes in float32. Not under DDP, which exchanges

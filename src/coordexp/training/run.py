@@ -109,7 +109,7 @@ def check_run(
     Args:
         trainers: number of trainer processes; None for this process's own world.
         servers_are_up: false before a launch, when no server runs yet.
-        start: what the run starts from, if that is decided already.
+        start: the run's start, if it is decided already.
 
     Raises: ConfigError, DataError, CheckpointError, VocabError, MissingDependency: a single mistake. ConfigError:
     several, one per line. RunFinished: nothing is left to do.
@@ -198,7 +198,7 @@ def build_trainer(
     Returns: the trainer, and the checkpoint folder to resume from (None for a new run).
     """
     config, rollout, training = run.config, run.rollout, run.config.training
-    # transformers refuses bf16 on a machine without a GPU unless it is told to train on the CPU.
+    # transformers refuses bf16 on a machine without a GPU unless use_cpu is set.
     given = training.hf_arguments(distributed.world_size()) | parallel_arguments(config)
     given["use_cpu"] = training.use_cpu or not torch.cuda.is_available()
     args: Any = TrainingArguments(**given)
@@ -419,7 +419,7 @@ def run_training(
     """Check, build, train, and save the final model with its processor to ``training.output_dir``. Returns the trainer.
 
     ``config_path`` and ``overrides`` (``key.path=value``) say in the manifest what ``config`` was loaded from;
-    ``start``: what it starts from, if that is decided already. Raises
+    ``start``: its start, if that is decided already. Raises
     RunStopped if a signal ended the run, with everything saved, ProcessesLost if another process of torchrun is gone,
     RunFinished if all steps were trained before.
     """

@@ -233,7 +233,7 @@ class TrainStep:
     def _on_device(self, rows: Iterable[RowTensors], where: str) -> Iterator[RowTensors]:
         device, waiting = self.run.accelerator.device, iter(rows)
         # Sharded ranks, and DDP's in the second step, wait for each other inside a forward. So a rank without its first
-        # row tells the others before they begin one.
+        # row notifies the others before they begin one.
         with distributed.raise_on_all_ranks(where):
             first = next(waiting).to(device)
         yield first
@@ -281,7 +281,7 @@ class TrainStep:
 
 
 def _peak_memory() -> dict[str, float]:
-    """Of this process's GPU since it started; {} without one. Reads counters of the host, so it waits for nothing."""
+    """The GPU memory of this process since it started; {} without one. Reads the host's counters, without waiting."""
     if not torch.cuda.is_available():
         return {}
     return {

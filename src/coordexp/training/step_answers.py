@@ -5,7 +5,7 @@ from 0, takes what step s - 1 requested, pushes the weights it begins with, and 
 rollout servers answer while the step trains. Every answer is then one step old, however fast either side is. Only the
 first step of a run, and one whose answers its checkpoint lacks, requests its own.
 
-A thread sends requests and listens; what ranks do together (pushes, errors, saves) is done by the main thread.
+A thread sends requests and listens; the main thread does all that ranks do together (pushes, errors, saves).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class TargetOptions:
 
 
 def decide_policy(policy: TargetPolicy, answers: Sequence[MatchedAnswer]) -> tuple[TargetPolicy, bool]:
-    """The step's target policy, and whether annotations are taken as complete.
+    """The step's target policy, and whether annotations count as complete.
 
     With ``complete_above`` they are, if at least that share of the predicted objects of all ranks matches an
     annotation. Unmatched predictions then count as wrong instead of unannotated. A match with soft ground truth, which

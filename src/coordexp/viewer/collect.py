@@ -97,7 +97,7 @@ class ViewData:
 
 def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 1000) -> ViewData:
     """Read a run's folder, a folder or file of rollout records, or predictions. ``vocab``: of the tokenizer that wrote
-    the answers; without it tokens are not shown. Of more than ``max_records``, those evenly over the run are kept, with
+    the answers; without it tokens are not shown. More than ``max_records`` are thinned out evenly over the run, with
     a note. Raises DataError if nothing there can be shown."""
     records: list[ViewRecord] = []
     notes: list[str] = []
@@ -252,7 +252,7 @@ def _shapes(
     """Ground truth and predictions (object, name, score), each linked to its match (pred_idx, gt_idx, IoU)."""
     pred_of = {j: i for i, j, _ in matched}
     gt_of = {i: (j, round(iou, 4)) for i, j, iou in matched}
-    # Of what is left, pairs that agree in everything but the name.
+    # Among the rest, pairs that agree in everything but the name.
     left_pred = [i for i in range(len(predicted)) if i not in gt_of]
     left_gt = [j for j, obj in enumerate(truth) if j not in pred_of and obj.soft is None]
     same_place = assigner([predicted[i][0] for i in left_pred], [truth[j] for j in left_gt], IOU_THRESHOLD)(False)
@@ -305,7 +305,7 @@ def _curves(source: Path) -> dict[str, list[tuple[float, float]]]:
         tail = state.parent.name.rpartition("-")[2]
         return int(tail) if tail.isdecimal() else -1
 
-    # A finished run that goes on to more steps has its earlier end in its folder, and its newest checkpoint knows more.
+    # A finished run that was continued has its earlier end in its folder, and its newest checkpoint knows more.
     states = [source / "trainer_state.json", source / "log_history.json"]
     states += sorted(source.glob("checkpoint-*/trainer_state.json"), key=step)[-1:]
     logs = [_log_of(state) for state in states if state.is_file()]

@@ -1,4 +1,4 @@
-"""The viewer's page, served on 127.0.0.1 with the original images, and updated while a run goes on."""
+"""The viewer's page, served on 127.0.0.1 with the original images, and updated during a run."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def make_server(
             return "image/jpeg", buffer.getvalue()
 
         def _from_this_machine(self) -> bool:
-            """Whether the page was asked for by its own address. Another page's name server could resolve its own name
+            """Whether the page was requested by its own address. Another page's name server could resolve its own name
             to this machine, and the page would read images and answers."""
             own = {f"{name}:{server.server_port}" for name in ("127.0.0.1", "localhost")}
             origin = self.headers.get("Origin")

@@ -53,7 +53,7 @@ RULES = [
     (stage1(), {f"{RM}.monitor_dump.enabled": True}, f"{RM}.monitor_dump.enabled", "only stage 2 makes rollouts"),
     (stage2(), {"custom.coord_soft_ce_w1": {}}, "custom.coord_soft_ce_w1", "rollout_matching.pipeline"),
     (stage2(), {"data.augment": {"horizontal_flip": 0.5}}, "data.augment", "belongs to stage 1"),
-    (stage1(), {"data.augment": {"scale": [2.0, 0.5]}}, "data.augment.scale", "the least factor comes first"),
+    (stage1(), {"data.augment": {"scale": [2.0, 0.5]}}, "data.augment.scale", "the least factor must be first"),
     (two_channel(), {"custom.coord_soft_ce_w1": {}}, "custom.coord_soft_ce_w1", "stage2_ab.pipeline"),
     (two_channel(), {f"{RM}.pipeline": stage2()[RM]["pipeline"]}, f"{RM}.pipeline", "move it there"),
     (two_channel(), {f"{RM}.coord_decode_mode": "st"}, f"{RM}.coord_decode_mode", "reads stage2_ab.coord_decode_mode"),

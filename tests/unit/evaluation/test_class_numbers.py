@@ -105,7 +105,7 @@ def test_without_any_list_the_numbers_are_said_to_hold_for_these_images_alone(tm
     source = saved(tmp_path / "run", "cow", "bee")
     (source / "prediction.json").unlink()
     done = cli("export", "yolo", source, "--out", tmp_path / "y")
-    assert "there is no class list, so these numbers hold for these images alone" in done.out
+    assert "without a class list these numbers hold for these images alone" in done.out
     with pytest.raises(DataError, match="no class list"):
         as_detections(ImageAnswer("a", "a", 9, 9, None, (ScoredObject("cow", "bbox_2d", BOX, 0.5),))).to_coco()
 

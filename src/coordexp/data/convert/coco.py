@@ -206,7 +206,7 @@ def _convert(
             detail = f"{where}: {given!r} is listed twice; kept the first"
             report.skip_image(SkipReason.DUPLICATE_IMAGE, file.name, detail)
         elif unsafe_file_name(with_slashes(given)) and not found.there:
-            detail = f"{where}: {given!r} leaves the images folder, or is no name of a file"
+            detail = f"{where}: {given!r} leaves the images folder, or is not a file's name"
             detail += f": {found.problem}" if found.problem else ""
             report.skip_image(SkipReason.UNSAFE_FILE_NAME, file.name, detail)
         else:
@@ -238,7 +238,7 @@ def _convert(
             if geometry == "bbox":
                 box = annotation.get("bbox")
                 has_ring = not box and annotation.get("segmentation")
-                given = f"bbox is {box!r}" + (", beside a segmentation: --geometry poly reads that" if has_ring else "")
+                given = f"bbox is {box!r}" + ("; its segmentation is read with --geometry poly" if has_ring else "")
                 objects[image].append(shape_of(index, desc, "size", box, given))
             else:
                 objects[image] += _parts(index, annotation.get("segmentation"), desc, usable[image][1], report, shown)

@@ -1,4 +1,4 @@
-"""What do these numbers mean? One pass over what a reader found, for every format: units, corners in place of sizes,
+"""The meaning of a data set's numbers, in one pass for every format: units, corners in place of sizes,
 parts of objects; then shapes in pixels.
 
 A set whose numbers say that they are something else is refused as a whole; a part of it is left out, and counted."""
@@ -33,7 +33,7 @@ _SHARES = 1.01  # numbers up to this are shares, with a little rounding
 _LARGEST: dict[Unit, float] = {"pixels": math.inf, "shares": 2, "percent": 200}  # objects may leave the image a little
 _LEAVING = 0.05  # share of a side by which a box reaches over the edge, as no annotator draws it
 _SUSPICIOUS, _FITTING = 0.1, 0.95  # shares of boxes that leave the image, and that fit as what they look like
-_ENOUGH = 5  # boxes that say something by being alike
+_ENOUGH = 5  # equal boxes that are evidence
 _LOOKED_AT = 1000  # lines of a set
 _SMALL = 0.25  # share of the image's area
 

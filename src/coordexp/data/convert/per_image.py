@@ -1,7 +1,7 @@
 """Formats with one annotation file an image → JSONL: Pascal VOC (XML), and LabelMe (JSON; polygons, rectangles, and
 circles as their bounding boxes).
 
-VOC's own coordinates count from 1, but most tools that write VOC count from 0, so coordinates are taken as given;
+VOC's own coordinates count from 1, but most tools that write VOC count from 0, so coordinates are kept as given;
 ``one_based=True`` subtracts 1 from all four.
 """
 
@@ -303,7 +303,7 @@ def convert_labelme(
         objects, count = report.read_objects(shown, content["shapes"], _read_shape, _group_of)
         size = declared_size(content.get("imageWidth"), content.get("imageHeight"))
         data = content.get("imageData")
-        # A file that is no image, such as the annotation itself (LabelMe's tutorial), is not the photo either.
+        # A file that is not an image, such as the annotation itself (LabelMe's tutorial), is not the photo either.
         is_embedded = isinstance(data, str) and bool(data) and size_of_image(found.path) is None
         # Read again when its turn comes: all images of a folder would not fit into memory.
         embedded = partial(_embedded_image, file) if is_embedded else None

@@ -105,7 +105,7 @@ def convert_labelstudio(
     """Convert Label Studio's JSON or JSON-MIN.
 
     One annotation of a task counts: the one marked as ground truth, else the first that was not cancelled. Tasks
-    without one are left out: nobody looked at them. Images are found by the end of their path or URL.
+    without one are left out as not annotated. Images are found by the end of their path or URL.
     """
     file = _only_file(Path(source), ".json")
     meaning = Meaning(file, "percent", geometry)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from coordexp.data.find_images import files_below
 
-_HEAD = 1 << 16  # bytes of a file that tell its format
+_HEAD = 1 << 16  # bytes of a file that are read for its format
 _FILES = 200  # looked at in a folder, before the search ends
 # Names by command of coordexp data convert; texts that are all in the head of such a file.
 _UNREAD = "which no converter reads; convert it to COCO first"

@@ -27,7 +27,7 @@ from coordexp.records import GeometryKind, GTObject
 
 _REASONS_SHOWN = 3  # in an error
 _CANVAS = 1000  # on which a simplified polygon is compared: fine enough that a lost pixel shows
-Entry = TypeVar("Entry")  # what a file has of an object
+Entry = TypeVar("Entry")  # a file's data on one object
 _LARGEST = 1e15  # of a coordinate: an area of larger ones may not be a number
 
 
@@ -99,7 +99,7 @@ class Note(StrEnum):
     CROWD_KEPT = "crowd_kept"  # on request: a group as one object
     MASK_TRACED = "mask_traced"  # the polygon is a mask's outline
     FILLED_HOLES = "filled_holes"  # of such a mask: a polygon has none
-    EMBEDDED_IMAGE = "embedded_image"  # the image is the annotation's embedded copy, because there is no file
+    EMBEDDED_IMAGE = "embedded_image"  # the annotation's embedded copy was read, because the file is missing
     FOLDERS_FOUND = "folders_found"  # not where they were looked for first; the detail says where
     SIMPLIFIED = "simplified"  # a polygon lost vertices; the detail says what that cost
     EMPTIED_IMAGE = "emptied_image"  # on request: lost all its objects, and is an empty image now
@@ -348,8 +348,8 @@ class SourceShape:
 def shape_of(
     index: int, desc: Any, form: Form, values: Any, shown: Any = None, *, turn: Any = 0.0, **more: Any
 ) -> SourceShape:
-    """A shape of these ``values``; ``shown``: what the file has in their place. Raises LeftOut if they are none, or if
-    ``turn`` is no number of degrees."""
+    """A shape of these ``values``; ``shown``: the file's text for them. Raises LeftOut if they are none, or if
+    ``turn`` is not a number of degrees."""
     desc = desc if isinstance(desc, str) else ""
     numbers = finite_numbers(list(values) if isinstance(values, tuple) else values)
     if numbers is None or (len(numbers) < 6 or len(numbers) % 2 if form == "ring" else len(numbers) != 4):

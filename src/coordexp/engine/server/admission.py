@@ -1,4 +1,4 @@
-"""What clients of ``coordexp serve`` may do: access control, error replies, and limits on connections, the time that a
+"""Limits on clients of ``coordexp serve``: access control, error replies, and limits on connections, the time that a
 request's head may take, and the lines of the log that clients cause."""
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ BODY_S = 30.0
 SLOWEST_BYTES_S = 1 << 20
 HEAD_S = 20.0  # for the request line and headers; a connection without either is closed
 MOST_CONNECTIONS = 1024
-_OTHER_FILES = 128  # that the process needs beside connections
-# Of one kind of line that clients cause, so that they cannot fill the disk.
+_OTHER_FILES = 128  # that the process needs next to connections
+# Lines of one kind that clients can cause: a limit, so that they cannot fill the disk.
 _MOST_LINES = 20
 _LINES_S = 60.0
 OPEN_PATHS = {"/health", "/health/"}  # GET and HEAD need no token: probes have none

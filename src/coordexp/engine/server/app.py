@@ -280,7 +280,7 @@ class RolloutServer:
             prompt = self._prompts.build(request)
             try:
                 return self.engine.render(prompt)
-            except ValueError as error:  # what the processor refuses, such as an image of 1 x 201 pixels
+            except ValueError as error:  # the processor's refusal, such as of an image of 1 x 201 pixels
                 raise RequestRefused(400, f"the prompt cannot be rendered: {error}") from error
 
         return await asyncio.get_running_loop().run_in_executor(self._images, render)

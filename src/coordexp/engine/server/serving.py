@@ -72,7 +72,7 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
         from coordexp.modeling.load import load_processor
 
     checkpoint = Checkpoint.open(options.model)
-    # Adapters come with the trainer's first push, which compares the model below them with its own.
+    # Adapters arrive with the trainer's first push, which compares the model below them with its own.
     base = checkpoint.base
     options = replace(options, model=base, fingerprint=fingerprint(base) if options.engine.get("enable_lora") else None)
     prompts = PromptBuilder(load_processor(checkpoint), options.max_images)

@@ -350,7 +350,7 @@ class ColocatedBackend(RolloutBackend):
             )
 
     def prompt_of(self, request_id: str, seed: int, request: RolloutRequest, greedy: bool = False) -> Prompt:
-        """The request as the engine takes it: each image's run of placeholders is collapsed to one."""
+        """The engine's form of the request: each image's run of placeholders is collapsed to one."""
         grid = request.model_inputs.get("image_grid_thw")
         ids = [
             token

@@ -1,1 +1,1 @@
-"""What trainer, servers and workers share; imports neither torch nor vLLM."""
+"""Shared by trainer, servers and workers; imports neither torch nor vLLM."""

@@ -43,7 +43,7 @@ CLASS_NAMES_STATUS = "closed_names"  # key of a worker's status: whether it appl
 PIXELS = "pixels"  # key of a worker's status: these settings of its checkpoint's image processor
 PIXEL_SETTINGS = ("do_rescale", "do_normalize", "rescale_factor", "image_mean", "image_std", "temporal_patch_size")
 ARITHMETIC = "arithmetic"  # key of a worker's status: arithmetic_of its checkpoint
-# Of config.json: what changes a model's answers and no shape of a weight.
+# Keys of config.json that change a model's answers, but no weight's shape.
 _ARITHMETIC = {
     "text_config": ("num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_parameters"),
     "vision_config": ("num_heads", "hidden_act", "deepstack_visual_indexes"),
