@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 # Where these are installed, transformers imports them, and with them pandas and scipy.stats: for a curve of assisted
-# decoding, and for a kind of data set that its Trainer takes. No command needs either.
-_UNUSED = ("sklearn", "datasets")
+# decoding, for a kind of data set that its Trainer takes, and for Mistral's tokenizers. No command needs them.
+_UNUSED = ("sklearn", "datasets", "mistral_common")
 _MANY_MODULES = 300
 # OpenMP's threads spin while they wait for one another: 300,000 times by default, then they sleep. On two cores beside
 # one busy process, a step of `coordexp doctor --only training` took 26 times as long, with this count 3 times; on a

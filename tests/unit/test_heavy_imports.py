@@ -46,6 +46,7 @@ def test_garbage_of_the_caller_is_collected_afterwards() -> None:
 
 
 SPINS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "demo-stage1"
 
 
 def imported(before: str) -> str:
@@ -55,9 +56,10 @@ def imported(before: str) -> str:
         f"import gc, os, sys\n{before}\n"
         "from coordexp.heavy_imports import heavy_imports\n"
         "with heavy_imports():\n"
-        "    from transformers import Trainer\n"
+        "    from transformers import AutoTokenizer, Trainer\n"
+        f"    AutoTokenizer.from_pretrained({str(CHECKPOINT)!r})\n"
         "    spins = os.environ.get('GOMP_SPINCOUNT')\n"
-        "known = {'datasets', 'pandas', 'sklearn', 'transformers'} & set(sys.modules)\n"
+        "known = {'datasets', 'mistral_common', 'pandas', 'sklearn', 'transformers'} & set(sys.modules)\n"
         "print(*sorted(known), gc.get_freeze_count() > 0, spins)\n"
     )
     environment = {name: value for name, value in os.environ.items() if name not in SPINS}
@@ -68,6 +70,7 @@ def imported(before: str) -> str:
 def test_a_command_imports_nothing_that_it_does_not_need() -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("datasets")
+    pytest.importorskip("mistral_common")
     assert (
         imported("from coordexp.heavy_imports import process_is_a_command as own; own()") == "transformers True 10000"
     )
@@ -94,7 +97,8 @@ def test_threads_of_a_command_spin_briefly_unless_the_user_says_how_long(
 def test_a_process_of_the_user_is_left_as_it_is() -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("datasets")
-    assert imported("") == "datasets pandas sklearn transformers False None"
+    pytest.importorskip("mistral_common")
+    assert imported("") == "datasets mistral_common pandas sklearn transformers False None"
 
 
 def test_transformers_knows_them_afterwards() -> None:
