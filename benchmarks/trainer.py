@@ -112,7 +112,7 @@ def objective(positions: int, hidden: int, vocabulary: int, device: torch.device
         log_p = scores.coord_logit_KB - coord_lse[:, None]
         q = coord_math.gaussian_targets(bins.to(log_p.dtype), 1000, 2.0, None)
         loss = coord_math.soft_cross_entropy(log_p, q) + coord_math.wasserstein1(log_p.exp(), q)
-        loss = (loss + coord_math.coord_gate(scores.vocab_lse_N[1.0], coord_lse)).mean()
+        loss = (loss + coord_math.coord_gate_of_lse(scores.vocab_lse_N[1.0], coord_lse)).mean()
         loss.backward()
         return loss.item()
 

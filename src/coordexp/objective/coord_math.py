@@ -25,19 +25,23 @@ def limit_logits(logits: torch.Tensor) -> torch.Tensor:
     return torch.clamp(finite, -LOGIT_LIMIT, LOGIT_LIMIT)
 
 
-def coord_gate(vocab_lse: torch.Tensor, coord_lse: torch.Tensor) -> torch.Tensor:
-    """``−log`` of the probability mass on the coordinate tokens, per slot; floored at 0 against rounding.
+def coord_gate(logits_full: torch.Tensor, logits_coord: torch.Tensor, temperature: float) -> torch.Tensor:
+    """``−log`` of the probability mass on the coordinate tokens, per slot, from the logits of the vocabulary (…, V)
+    and of the coordinate tokens (…, B), which are limited first: (…,), finite and at least 0."""
+    lse_full, lse_coord = (torch.logsumexp(limit_logits(z) / temperature, dim=-1) for z in (logits_full, logits_coord))
+    return coord_gate_of_lse(lse_full, lse_coord)
 
-    Both arguments are logsumexps of limited logits at one temperature, over the vocabulary and over the coordinate
-    tokens: ``logsumexp(z/τ) − logsumexp(z_coord/τ)``.
-    """
+
+def coord_gate_of_lse(vocab_lse: torch.Tensor, coord_lse: torch.Tensor) -> torch.Tensor:
+    """:func:`coord_gate` from the logsumexps of its limited logits at one temperature; floored at 0 against
+    rounding: ``logsumexp(z/τ) − logsumexp(z_coord/τ)``."""
     return (vocab_lse - coord_lse).clamp_min(0.0)
 
 
-def text_gate(vocab_lse: torch.Tensor, coord_lse: torch.Tensor) -> torch.Tensor:
+def text_gate_of_lse(vocab_lse: torch.Tensor, coord_lse: torch.Tensor) -> torch.Tensor:
     """``−log(1 − p)`` with p the mass on coordinate tokens at a text slot; p is capped at 1 − 1e-6.
 
-    Arguments as in :func:`coord_gate`.
+    Arguments as in :func:`coord_gate_of_lse`.
     """
     mass = torch.exp(coord_lse - vocab_lse).clamp_max(MAX_COORD_MASS)
     return -torch.log1p(-mass)

@@ -107,7 +107,8 @@ class CoordReg:
         if scores.coord_logit_KB is not None and len(supervision.coord_in_N_K):
             sums.update(self._coord_sums(supervision, scores, scores.coord_logit_KB))
         if self.text_gate_weight > 0:
-            gate_N = coord_math.text_gate(scores.vocab_lse_N[self.temperature], scores.coord_lse_N[self.temperature])
+            vocab_lse_N, coord_lse_N = scores.vocab_lse_N[self.temperature], scores.coord_lse_N[self.temperature]
+            gate_N = coord_math.text_gate_of_lse(vocab_lse_N, coord_lse_N)
             sums["text_gate"] = self.text_gate_weight * (supervision.weight_N("text_gate") * gate_N).sum()
         return sums
 
@@ -131,7 +132,7 @@ class CoordReg:
             sums["coord_ce"] = -self.coord_ce_weight * (weight_K * log_p_KB.gather(1, hard_K1)[:, 0]).sum()
         if self.coord_gate_weight > 0:
             vocab_lse_K = scores.vocab_lse_N[self.temperature][supervision.coord_in_N_K]
-            gate_K = coord_math.coord_gate(vocab_lse_K, coord_lse_K)
+            gate_K = coord_math.coord_gate_of_lse(vocab_lse_K, coord_lse_K)
             sums["coord_gate"] = self.coord_gate_weight * (weight_K * gate_K).sum()
         return sums
 
@@ -201,7 +202,7 @@ class CoordDiag:
             "acc_top5": (p_KB.topk(5, dim=-1).indices == target_K1).any(dim=-1).sum(),
             "p_target": p_KB.gather(1, target_K1).sum(),
             "expected_bin_mae": (expected_K - supervision.coord_bin_K.to(expected_K.dtype)).abs().sum(),
-            "coord_mass": torch.exp(-coord_math.coord_gate(vocab_lse_K, z_KB.logsumexp(dim=-1))).sum(),
+            "coord_mass": torch.exp(-coord_math.coord_gate_of_lse(vocab_lse_K, z_KB.logsumexp(dim=-1))).sum(),
         }
 
 

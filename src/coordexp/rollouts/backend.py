@@ -76,6 +76,9 @@ class DatasetSeeds:
         return 1 + _stable_hash(f"data set:{self.training_seed}{further}") % 2**30 + self.first + req_idx
 
 
+FIRST_OF_SEED_0 = DatasetSeeds(training_seed=0, first=0)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodingOptions:
     """How answers are decoded. ``temperature`` 0 is greedy; ``top_k`` −1 keeps every token; ``num_beams`` > 1 is beam
@@ -127,10 +130,13 @@ class RolloutBackend(Protocol):
     """
 
     def generate(
-        self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
+        self,
+        requests: Sequence[RolloutRequest],
+        seeds: Seeds = FIRST_OF_SEED_0,
+        on_answer: Callable[[int], None] | None = None,
     ) -> list[Rollout]:
-        """One answer per request, in their order. ``on_answer`` is called with the number of finished answers as it
-        grows; it must not raise."""
+        """One answer per request, in their order. ``seeds`` matter only if the backend samples. ``on_answer`` is called
+        with the number of finished answers as it grows; it must not raise."""
         return collect_in_order(self.generate_rounds([RolloutRound(tuple(requests), seeds)]), on_answer)
 
     def generate_rounds(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:

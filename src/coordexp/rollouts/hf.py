@@ -30,6 +30,7 @@ from coordexp.errors import CoordExpError, broken_logits
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.answer_state import AnswerGrammar
 from coordexp.rollouts.backend import (
+    FIRST_OF_SEED_0,
     DecodingOptions,
     IndexedRollout,
     RolloutRound,
@@ -93,7 +94,10 @@ class HFBackend:
         self._grammar = AnswerGrammar(vocab, on_gpu) if skip_forced_tokens else None
 
     def generate(
-        self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Callable[[int], None] | None = None
+        self,
+        requests: Sequence[RolloutRequest],
+        seeds: Seeds = FIRST_OF_SEED_0,
+        on_answer: Callable[[int], None] | None = None,
     ) -> list[Rollout]:
         return collect_in_order(self._answers([RolloutRound(tuple(requests), seeds)], on_answer))
 

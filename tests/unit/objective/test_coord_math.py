@@ -8,19 +8,15 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from coordexp.objective import coord_math
+from coordexp.objective import coord_gate, coord_math
 from coordexp.objective.coord_math import LOGIT_LIMIT, gaussian_targets, limit_logits
 
 V = 152_670  # tokens of the Qwen vocabulary with coordinates
 F64 = torch.float64
 
 
-def coord_gate(full: torch.Tensor, coord: torch.Tensor, temperature: float) -> torch.Tensor:
-    return coord_math.coord_gate(*(torch.logsumexp(limit_logits(z) / temperature, dim=-1) for z in (full, coord)))
-
-
 def text_gate(full: torch.Tensor, coord: torch.Tensor, temperature: float) -> torch.Tensor:
-    return coord_math.text_gate(*(torch.logsumexp(limit_logits(z) / temperature, dim=-1) for z in (full, coord)))
+    return coord_math.text_gate_of_lse(*(torch.logsumexp(limit_logits(z) / temperature, dim=-1) for z in (full, coord)))
 
 
 def target(center: float, sigma: float = 2.0, truncate: float | None = None) -> torch.Tensor:
@@ -139,7 +135,7 @@ def test_both_gates(text: float, coord: float, temperature: float, gate: float |
 
 def test_the_coordinate_gate_is_never_negative_after_rounding() -> None:
     whole = torch.tensor([20.0])
-    assert coord_math.coord_gate(whole, torch.nextafter(whole, torch.tensor(30.0))).item() == 0.0
+    assert coord_math.coord_gate_of_lse(whole, torch.nextafter(whole, torch.tensor(30.0))).item() == 0.0
 
 
 def test_broken_logits_read_as_zeros_and_leave_no_gradient() -> None:

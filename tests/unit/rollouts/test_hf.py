@@ -154,6 +154,7 @@ def test_dataset_answers_do_not_depend_on_the_batch(
     whole = ids(backend(loaded, batch=3, temperature=1.0).generate(requests_, DatasetSeeds(5, 10)))
     assert ids(sampler.generate(requests_, DatasetSeeds(5, 10))) == whole
     assert ids(sampler.generate(requests_[4:], DatasetSeeds(5, 14))) == whole[4:]
+    assert ids(sampler.generate(requests_)) == ids(sampler.generate(requests_, DatasetSeeds(0, 0)))
 
 
 @pytest.mark.parametrize(("batch", "skip", "prompts"), [(3, False, 9), (8, False, 9), (3, True, 3), (8, True, 4)])
