@@ -11,7 +11,7 @@ import torch
 from coordexp.config import load_config
 from coordexp.coords import CoordVocab, serialize_append
 from coordexp.geometry import barycentric_targets, mask_iou
-from coordexp.matching import match_objects
+from coordexp.matching import MatchingConfig, match_objects
 from coordexp.metrics import reduce_metrics
 from coordexp.objective import build_pipeline, coord_gate
 from coordexp.packing import select_segments
@@ -41,8 +41,7 @@ def test_an_answer_becomes_a_target(vocab: CoordVocab) -> None:
     (found,) = parsed.objects
     assert (found.index, found.desc, found.kind, found.bins) == (1, "red circle", "bbox_2d", (112, 40, 388, 310))
     assert (parsed.dropped, parsed.max_object_index) == ({}, 1)
-    config = load_config(ROOT / "configs" / "demo" / "stage2.yaml")
-    match = match_objects(parsed.objects, [SQUARE, CIRCLE], config.rollout_matching)
+    match = match_objects(parsed.objects, [SQUARE, CIRCLE], MatchingConfig(maskiou_gate=0.3))
     assert [(pair.pred_idx, pair.gt_idx) for pair in match.pairs] == [(0, 1)]
     assert (match.fn_gt_idx, match.fp_pred_idx, match.num_gate_rejections) == ((0,), (), 0)
     target = build_target(parsed, match, [SQUARE, CIRCLE], vocab, sample_id="one")
@@ -81,6 +80,8 @@ def test_the_gate_is_computed_from_logits(broken: float) -> None:
 
 
 def test_a_pipeline_is_built_and_metrics_are_reduced() -> None:
-    pipeline = build_pipeline(load_config(ROOT / "configs" / "demo" / "stage2.yaml").rollout_matching.pipeline)
+    section = load_config(ROOT / "configs" / "demo" / "stage2.yaml").rollout_matching
+    assert section is not None and section.pipeline is not None
+    pipeline = build_pipeline(section.pipeline)
     assert [entry.name for entry in pipeline.objective] == ["token_ce", "coord_reg"]
     assert reduce_metrics({"time/optimizer_s": 2.0}) == {"time/optimizer_s": 2.0}
