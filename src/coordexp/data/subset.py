@@ -22,7 +22,7 @@ from coordexp.data.images import image_bytes
 from coordexp.data.jsonl import clean_desc, line_of, write_jsonl
 from coordexp.data.preparation import original_image
 from coordexp.data.shards import SHARD_SUFFIX
-from coordexp.data.tiles import photograph_of
+from coordexp.data.tiles import packed_tile, photograph_of
 from coordexp.errors import DataError
 from coordexp.geometry import aabb, to_pixel
 from coordexp.records import GTObject, ImageRecord
@@ -240,7 +240,7 @@ def pack(
                 tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar,
             ):
                 while number < len(records) and (not packed or tar.offset < shard_bytes):
-                    record = records[number]
+                    record = packed_tile(records[number], out)
                     if progress is not None:
                         progress(number, len(records))
                     name = f"{number:08d}{record.image.suffix.lower()}"

@@ -20,6 +20,7 @@ from coordexp.data.images import JPEG_SUFFIXES, open_rgb, save_image
 from coordexp.data.jsonl import write_jsonl
 from coordexp.data.polygons import canonical_ring, clipped_shape, shape_area
 from coordexp.data.preparation import original_image
+from coordexp.data.shards import shard_of
 from coordexp.errors import ConfigError
 from coordexp.geometry import to_bin, to_pixel
 from coordexp.records import GTObject, ImageRecord
@@ -262,11 +263,25 @@ def photograph_of(record: ImageRecord) -> str | None:
     image = tile.get("image") if isinstance(tile, Mapping) else None
     if not isinstance(image, str):
         return None  # or metadata of the user's own
-    # Tiles are in images/STEM next to their JSONL, from which the path is given.
-    return os.path.normpath(record.image.parent.parent.parent / image)
+    # The path is given from the JSONL. Tiles are in images/STEM next to it; packed ones in a shard next to it.
+    shard = shard_of(str(record.image))
+    return os.path.normpath((Path(shard).parent if shard else record.image.parent.parent.parent) / image)
+
+
+def packed_tile(record: ImageRecord, out: Path) -> ImageRecord:
+    """The record for a JSONL ``out`` with shards: a tile's photograph is given from there; others are unchanged."""
+    photograph = photograph_of(record)
+    if photograph is None:
+        return record
+    tile = {**record.metadata[TILE], "image": _from(out, photograph)}
+    return replace(record, metadata={**record.metadata, TILE: tile})
+
+
+def _from(out: Path, image: str | Path) -> str:
+    return Path(os.path.relpath(image, os.path.abspath(out.parent))).as_posix()
 
 
 def _photograph(record: ImageRecord, out: Path) -> dict[str, Any]:
-    image = Path(os.path.relpath(record.image, os.path.abspath(out.parent))).as_posix()
-    about = {"image": image, "width": record.width, "height": record.height, "line": record.sample_id}
+    size = {"width": record.width, "height": record.height}
+    about = {"image": _from(out, record.image), **size, "line": record.sample_id}
     return about | ({"metadata": dict(record.metadata)} if record.metadata else {})

@@ -16,6 +16,7 @@ from coordexp.data.subset import (
     DropRates,
     drop_annotations,
     object_size,
+    pack,
     read_renames,
     rename_classes,
     sample_records,
@@ -154,7 +155,8 @@ def test_copies_of_one_image_stay_on_one_side(tmp_path: Path) -> None:
             assert sorted(int(record.sample_id) ^ 1 for record in part) == sorted(int(r.sample_id) for r in part)
 
 
-def test_a_photograph_its_copy_and_its_tiles_stay_on_one_side(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_photograph_its_copy_and_its_tiles_stay_on_one_side(tmp_path: Path, packed: bool) -> None:
     for k in range(4):
         Image.new("RGB", (16, 16), (10 * k, 0, 0)).save(tmp_path / f"{k}.png")
         shutil.copy(tmp_path / f"{k}.png", tmp_path / f"copy{k}.png")
@@ -164,6 +166,9 @@ def test_a_photograph_its_copy_and_its_tiles_stay_on_one_side(tmp_path: Path) ->
     write_tiles(copies, tmp_path / "b" / "tiles.jsonl", Tiling(10, 16))
     tiles = [tile for name in "ab" for tile in read_jsonl(tmp_path / name / "tiles.jsonl")]
     assert len(tiles) == 16
+    if packed:
+        pack(tiles, tmp_path / "packed" / "tiles.jsonl", 4096)
+        tiles = read_jsonl(tmp_path / "packed" / "tiles.jsonl")
     for seed in range(4):
         first, second = (
             {open_rgb(record.image).getpixel((0, 0)) for record in part}
