@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags = parser(__doc__)
     flags.add_argument("--repeats", type=positive, default=3, help="runs of each command; the best counts [3]")
     flags.add_argument("--images", type=positive, default=4, help="images of the dataset and of the answers [4]")
-    flags.add_argument("--note", help="stored with the figures, e.g. what else the machine did")
+    flags.add_argument("--note", help="stored with the figures, e.g. other work of the machine")
     options = flags.parse_args(argv)
     console = Console(markup=False, emoji=False)
     where = machine()

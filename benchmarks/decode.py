@@ -50,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--batches", type=positive_list, default=[1, 8, 32], help="sequences at once [1,8,32]")
     flags.add_argument("--images", type=positive, default=32, help="scenes to answer [32]")
     flags.add_argument(
-        "--objects", type=positive_list, metavar="3,10,40", help="scenes with so many boxes, instead of the demo's"
+        "--objects",
+        type=positive_list,
+        metavar="3,10,40",
+        help="scenes of this many boxes, not the demo's",
     )
     flags.add_argument(
         "--boxes", type=positive, default=30, help="with --objects: images for as many, at least a batch [30]"

@@ -1,4 +1,4 @@
-"""What does skipping forced tokens save with transformers? Forward passes and boxes per second against ``generate``.
+"""The gain of skipping forced tokens with transformers. Forward passes and boxes per second against ``generate``.
 
 The same greedy answers at each batch size, by transformers' ``generate`` and with forced tokens skipped, in turn, in
 one run. Then several answers per image, of which the first is greedy and the others are sampled by seeds.
@@ -33,7 +33,7 @@ MOST_TOKENS = 600  # of an answer
 def main(argv: Sequence[str] | None = None) -> None:
     flags = parser(__doc__)
     flags.add_argument("--model", type=Path, default=Path("checkpoints/demo-stage1"), help="[checkpoints/demo-stage1]")
-    flags.add_argument("--scenes", choices=sorted(SPECS), default="moderate", help="what is answered [moderate]")
+    flags.add_argument("--scenes", choices=sorted(SPECS), default="moderate", help="scenes to answer [moderate]")
     flags.add_argument("--images", type=positive, default=32, help="scenes to answer [32]")
     flags.add_argument("--batches", type=positive_list, default=[1, 8, 32], help="sequences at once [1,8,32]")
     flags.add_argument("--answers", type=positive_list, default=[4, 8], help="per image, at the last batch size [4,8]")

@@ -1,4 +1,4 @@
-"""What Python costs an engine step that skips forced tokens: drafts, and the masks of drafted positions.
+"""Python's cost in an engine step that skips forced tokens: drafts, and the masks of drafted positions.
 
 A GPU waits for both, because vLLM schedules steps with drafts one after the other. No model runs: each step accepts as
 much of a draft as the answer has. Answers have boxes of COCO's names, in Qwen's tokenizer; the repeat guard is on. The

@@ -31,7 +31,7 @@ _IOU = 0.5
 
 def best_fixed_boxes(records: Sequence[ImageRecord]) -> list[ScoredObject]:
     """The boxes, best first; ``score`` is the share of images in which a box finds an object that no earlier one found.
-    Raises DataError if there are no objects."""
+    Raises DataError without objects."""
     objects = [obj for record in records for obj in record.objects if obj.soft is None]
     if not objects:
         raise DataError("no objects to choose boxes from")

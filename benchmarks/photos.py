@@ -1,4 +1,4 @@
-"""What does a photograph cost a loader process, and how many bytes does it send to the trainer?
+"""A photograph's cost in a loader process, and the bytes that it sends to the trainer.
 
 One JPEG of smooth noise, its sides multiples of the model's patches as in prepared data, encoded as training does it:
 opened, cut into patches and its prompt tokenised. `bytes` is the product's way (`PromptEncoder`): patches of bytes,
@@ -23,7 +23,7 @@ from rich.table import Table
 def main(argv: Sequence[str] | None = None) -> None:
     flags = parser(__doc__)
     flags.add_argument("--side", type=positive, default=768, help="pixels along a side, a multiple of 32 [768]")
-    flags.add_argument("--repeats", type=positive, default=21, help="medians of so many photographs [21]")
+    flags.add_argument("--repeats", type=positive, default=21, help="photographs of each median [21]")
     options = flags.parse_args(argv)
     console = Console()
     threads = set_threads(options.threads or 1)

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 # Tests do not use the user's cache.
 _CACHE = tempfile.TemporaryDirectory(prefix="coordexp-tests-cache-")
 os.environ["COORDEXP_CACHE"] = _CACHE.name
-# Nor a network: a model of the hub comes from support.hub, in a process of its own.
+# Nor a network: support.hub serves models of the hub, in a process of its own.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-# A busy machine is no failure.
+# A busy machine is not a failure.
 settings.register_profile("default", deadline=None)
 
 pytest.register_assert_rewrite("support.guarded_server")

@@ -1,4 +1,4 @@
-"""The commands that README, quickstart and guides tell users to start."""
+"""The commands of README, quickstart and guides."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ AFTER_LAST_STEP_S = 30.0  # the last evaluation, saving, and ending; servers hav
 AFTER_SIGNAL_S = 10.0
 PASSES_USR1 = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun's, by docs/reliability.md
 SERVERS_END_S = 15.0  # those that a launch started, after its trainer
-# The token that server_multi_node.yaml asks for, in every process here.
+# The token of server_multi_node.yaml, in every process here.
 TOKEN = {"COORDEXP_API_KEY": "as-shipped"}
 MODULES = {"coordexp": "coordexp", "torchrun": "torch.distributed.run"}
 SERVERS = "rollout_matching.vllm.server.servers"

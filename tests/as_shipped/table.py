@@ -130,7 +130,7 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """What the run does. Each of :data:`INTERRUPTIONS` ends a row of each kind."""
+        """The kind of run. Each of :data:`INTERRUPTIONS` ends a row of each kind."""
         if self.uses_vllm:
             return "answers by vLLM"
         if "two_channel" in self.name:
@@ -199,7 +199,7 @@ ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 STARTED = [one for one in ROWS if one.same_as is None]  # and interrupted
 
-# YAML files that are no configurations by themselves: which row uses them.
+# YAML files that are parts of configurations: the row that uses each.
 FRAGMENTS: dict[str, str] = {
     "stage2_rollout_aligned/parts/rewritten_target": "stage2_rollout_aligned/rewritten",
 }
@@ -211,7 +211,7 @@ def row(name: str) -> Row:
 
 
 def interruption(of: Row) -> signal.Signals:
-    """What ends a run of this row in every test run; the fault campaign tries all. In each kind, rows in a random order
+    """The signal that ends this row in every test run; the fault campaign tries all. In each kind, rows in a random order
     take the four in turns."""
     rows = [one.name for one in STARTED if one.kind == of.kind]
     random.Random(f"rows of {of.kind}").shuffle(rows)

@@ -15,7 +15,7 @@ ONE_RANK = TORCHRUN.replace("=2", "=1")
 
 
 def open_files(process: psutil.Process) -> dict[str, str]:
-    """What each descriptor above stderr's is: a path, or e.g. ``socket:[1234]``."""
+    """The target of each descriptor above stderr's: a path, or e.g. ``socket:[1234]``."""
     folder = Path(f"/proc/{process.pid}/fd")
     return {name: os.readlink(folder / name) for name in os.listdir(folder) if int(name) > 2}
 

@@ -1,7 +1,7 @@
 """CUDA tensors without memory, on torch's CPU wheel: import this module before torch.
 
 torch's ``FakeTensorMode`` computes shapes, types and devices, but no values. On a CPU wheel it fails at the first
-backward pass, because there is no CUDA guard. ``hooks.cpp`` registers one (two seconds of g++, kept in the temporary
+backward pass, because a CUDA guard is missing. ``hooks.cpp`` registers one (two seconds of g++, kept in the temporary
 folder).
 """
 

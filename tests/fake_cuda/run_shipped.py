@@ -42,7 +42,7 @@ LIMIT_S = 600  # of a row, which takes seconds
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Where rows run. ``context`` surrounds each run; ``after_loading`` is called once the model is loaded.
-    ``movable``: types of tensors that an offload may move; ``seen``: what is added to a result."""
+    ``movable``: types of tensors that an offload may move; ``seen``: figures that are added to a result."""
 
     name: str
     device: torch.device
@@ -56,7 +56,7 @@ CPU = Machine("cpu", torch.device("cpu"), nullcontext)
 
 
 def overrides(row: Row, output_dir: Path) -> dict[str, Any]:
-    """What every row replaces: model, data, number of steps, and sizes that a CPU cannot hold."""
+    """Keys that every row replaces: model, data, number of steps, and sizes that a CPU cannot hold."""
     return {
         "model.model": str(tiny_checkpoint()),
         "model.fused_kernels": False,  # Triton kernels
@@ -140,7 +140,7 @@ def one_process_of_torchrun() -> Iterator[None]:
 
 @contextmanager
 def replaced(machine: Machine) -> Iterator[None]:
-    """What rows cannot have as it is: vLLM, and plain tensors as the only ones that an offload may move."""
+    """Stand-ins for parts that are missing here: vLLM, and plain tensors as the only ones that an offload may move."""
     with (
         patch.object(run, "build_backend", engine_without_vllm.build_backend),
         patch.object(offload, "MOVABLE", (*offload.MOVABLE, *machine.movable)),

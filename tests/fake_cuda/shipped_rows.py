@@ -32,7 +32,7 @@ SERVERS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``config``: a file in configs/. ``what``: what it changes, in words. ``resumed``: train, then resume from the
+    """``config``: a file in configs/. ``what``: its changes, in words. ``resumed``: train, then resume from the
     first step's checkpoint. ``fsdp``: in the only process of a group, which the product refuses (FSDP shards over
     several): all else of FSDP is real. ``same_on_cpu``: on the CPU its losses are those of the file as shipped, with
     which they are compared. ``failed``: how the same start failed on an H100 at commit b290dcee."""

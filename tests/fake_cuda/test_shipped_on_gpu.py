@@ -21,7 +21,7 @@ from shipped_rows import ROWS, Row
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
-WAIT_S = 900  # for a row; a busy machine is no failure
+WAIT_S = 900  # for a row; a busy machine is not a failure
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to compile hooks.cpp")
 
 # Where the host may wait for the device, by part of the run, and why.
@@ -57,11 +57,11 @@ WAITS = {
     "scores": {"": "tokens' probabilities of finished answers"},
 }
 TOKEN_BY_TOKEN = {
-    "coordexp/rollouts/hf_drafting.py _choose": "once a token and answer: what was sampled",
+    "coordexp/rollouts/hf_drafting.py _choose": "once a token and answer: the sampled token",
     "coordexp/rollouts/hf.py __call__": "once a token, without drafts: repeat guard, ended answers",
     "transformers/generation/utils.py __call__": "once a token, without drafts: whether all answers have ended",
 }
-LARGE = 64 * 1024  # bytes; a larger copy to the device in a step comes from page-locked memory
+LARGE = 64 * 1024  # bytes; a larger copy to the device in a step is from page-locked memory
 
 
 @pytest.fixture(scope="module")

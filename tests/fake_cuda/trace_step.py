@@ -1,4 +1,4 @@
-"""One optimizer step of the real trainer code at Qwen3-VL's real sizes, on a fake GPU: what it would do there.
+"""One optimizer step of the real trainer code at Qwen3-VL's real sizes, on a fake GPU, and its work there.
 
     python tests/fake_cuda/trace_step.py --size 2B                               rollout matching
     python tests/fake_cuda/trace_step.py --file stage1/sft.yaml --size 2B        a shipped file, as make fake-gpu does

@@ -67,7 +67,7 @@ def place_of(operation: str) -> Place:
 
 
 class Record:
-    """What the host did, since the process started."""
+    """The host's calls since the process started."""
 
     def __init__(self) -> None:
         self.waits: Counter[Place] = Counter()

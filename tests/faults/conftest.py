@@ -1,4 +1,4 @@
-"""What faults report to the campaign, ``make faults``."""
+"""Reports of faults to the campaign, ``make faults``."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def other_weights(folder: Path) -> Path:
     return folder
 
 
-# What the last rank has: the key that it is refused by, and the key to write with its value.
+# The last rank's difference: the key that it is refused by, and the key to write with its value.
 OTHERS: dict[str, tuple[str, Callable[[Path], tuple[str, Any]]]] = {
     "shorter training data": (
         "custom.train_jsonl", lambda folder: ("custom.train_jsonl", str(copy_of_scenes(folder, shorter)))

@@ -238,7 +238,7 @@ def test_loggers_on_a_full_disk_warn_once_are_counted_and_recover(
     lines = [line for line in trainer.state.log_history if "loss" in line]
     assert len(lines) == 5 and "train/log_writes_failed" not in lines[0] and lines[-1]["train/log_writes_failed"] > 0
     last = max((tmp_path / "run" / "runs").glob("events*"), key=lambda path: path.stat().st_mtime_ns)
-    assert last.stat().st_size > 1000, "curves go on when there is room again"
+    assert last.stat().st_size > 1000, "curves continue when the disk has space again"
     seen(warned[0])
 
 

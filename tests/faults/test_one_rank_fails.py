@@ -13,7 +13,7 @@ from faults.runs import Death, run_all
 from faults.test_out_of_memory import ON_GPU
 from support.tiny_run import run_config
 
-TIMEOUT_S = 120  # training.ddp_timeout, for which nobody may wait
+TIMEOUT_S = 120  # training.ddp_timeout, for which no rank may wait
 KEYS: dict[str, Any] = {
     "training__max_steps": 3,
     "training__logging_steps": 1,

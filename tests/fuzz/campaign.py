@@ -43,7 +43,7 @@ class Source(Protocol):
 
 @dataclass
 class Tally:
-    """What happened to the inputs of a kind. ``failures``: one text each."""
+    """The outcome of the inputs of a kind. ``failures``: one text each."""
 
     kind: str
     inputs: int = 0

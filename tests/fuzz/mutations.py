@@ -60,7 +60,7 @@ def mutate(draw: random.Random, data: bytes) -> bytes:
             values[at] = change_value(draw, values[at])
             data = b"\n".join(json.dumps(value).encode() for value in values)
         else:
-            values = None  # what follows is no JSON, perhaps
+            values = None  # the rest may not be JSON
             data = change_words(draw, data) if kind < 0.85 else change_bytes(draw, data)
     return data
 

@@ -14,7 +14,7 @@ from as_shipped.table import ROWS, Row
 
 pytestmark = pytest.mark.gpu
 
-# What a GPU does otherwise than a CPU first: a run that is cut off has shown the most.
+# Differences between GPU and CPU first: a run that is cut off has shown the most.
 FIRST = (
     "stage1/sft", "stage2_rollout_aligned/rewritten_colocate", "stage2_rollout_aligned/rewritten", "stage1/lora",
     "stage2_rollout_aligned/lora", "stage2_two_channel/base", "stage2_rollout_aligned/colocate",

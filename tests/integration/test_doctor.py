@@ -27,7 +27,7 @@ def test_everything_that_a_cpu_can_check_is_ok(tmp_path: Path) -> None:
     assert code == 0, output
     assert list(rows) == [name for check in CHECKS for name in check.rows]
     assert [name for name, row in rows.items() if row["result"] == "failed"] == []
-    assert all(row["figure"] for row in rows.values()), "what was measured, or why not"
+    assert all(row["figure"] for row in rows.values()), "a figure, or why there is none"
     for name in ("language head, scores", "DDP, untied head", "FSDP2, tied head", "DDP after offload", "scores, FSDP2",
                  "ten pushes, full", "ten pushes, LoRA merged", "vLLM = transformers", "training"):  # fmt: skip
         assert rows[name]["result"] == "ok", name

@@ -115,7 +115,7 @@ for name in sys.argv[1:]:
 
 
 def said_of(hub: HubOnDisk, folder: Path, *names: str, **environment: str) -> dict[str, str]:
-    """What is said of each name, in one process."""
+    """The message about each name, in one process."""
     process = python(hub, folder, "-c", EACH, *names, **environment)
     ended_well(process)
     lines = process.stdout.splitlines()
@@ -236,7 +236,7 @@ def test_one_process_of_two_fetches(hub: HubOnDisk, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [200, 429])
 def test_a_page_of_something_else_than_a_hub_is_no_hub(hub: HubOnDisk, tmp_path: Path, status: int) -> None:
-    """A network that asks to log in answers with status 200; a proxy limits requests for everything behind it."""
+    """A network that asks to log in answers with status 200; a proxy limits requests of all its users."""
     page = (status, b"<html>Log in to this network</html>")
     hub.page = page
     refused = coordexp(hub, tmp_path, "model", "info", NAME)

@@ -58,7 +58,7 @@ def taken_as_complete(rank: int, complete_above: float, fails: bool = False, ahe
 
 
 def exchange_messages(folder: Path) -> None:
-    """One of two ranks, whose group has a backend for GPUs, which are not there, beside gloo."""
+    """One of two ranks, whose group has gloo and a backend for GPUs, which are not there."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
 
     dist.init_process_group("cuda:fake,cpu:gloo")

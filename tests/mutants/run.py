@@ -174,7 +174,7 @@ def _run(mutations: Sequence[Mutation], jobs: int, timeout_s: float) -> None:
     for worker in workers:
         worker.join()
     if any(worker.exitcode for worker in workers):
-        raise SystemExit("a job ended with an error; start again to go on")
+        raise SystemExit("a job ended with an error; start again to continue")
 
 
 def _work(queue: Any, mutations: Sequence[Mutation], timeout_s: float) -> None:
@@ -235,7 +235,7 @@ def _try(one: Mutation, source: Path, timeout_s: float, killers: Sequence[str], 
     finally:
         path.write_text(text, encoding="utf-8")
     verdict = "survived"
-    if failed is not None:  # what fails anyway would count every change as killed
+    if failed is not None:  # a test that fails anyway would count every change as killed
         checked = (failed,) if failed else one.tests
         key = " ".join(checked)
         if key not in sound:

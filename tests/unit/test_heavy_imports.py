@@ -50,8 +50,8 @@ CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "demo-stage1"
 
 
 def imported(before: str) -> str:
-    """What of these a new process has imported, whether its modules are passed over by garbage collection, and how
-    often torch was told to spin."""
+    """Which of these a new process has imported, whether its modules are passed over by garbage collection, and how
+    often torch may spin."""
     code = (
         f"import gc, os, sys\n{before}\n"
         "from coordexp.heavy_imports import heavy_imports\n"

@@ -42,7 +42,7 @@ PLUGIN_MAY_IMPORT = (
     *("engine.server.swift_", "engine.wire", "weight_sync"),
     *("rollouts.repeat_guard", "rollouts.class_names", "checkpoints.fingerprints", "errors"),
 )
-# Folders that run in different processes; what two of them need is in engine.wire.
+# Folders that run in different processes; code that two of them need is in engine.wire.
 ROOMS = ("engine.trainer", "engine.server", "engine.worker")
 # Packages whose own file re-exports from layers above its modules.
 FRONT_DOORS = ("rollouts.__init__",)

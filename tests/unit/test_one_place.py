@@ -1,4 +1,4 @@
-"""One question, one place: who may call the primitives behind an answer. The table is also in docs/architecture.md.
+"""One question, one place: who may call the primitives that give an answer. The table is also in docs/architecture.md.
 
 A module that needs an answer asks the place. If this test names your module, call the place's function instead; a new
 primitive of a question gets a row here."""

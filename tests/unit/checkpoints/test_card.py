@@ -98,7 +98,7 @@ def test_a_broken_card_is_one_clear_error(path: tuple[str, ...], value: Any, tmp
 @pytest.mark.parametrize("name", ["image_preparation.json", "classes.json", "calibration.json", "resolved_config.yaml"])
 def test_a_checkpoint_of_an_earlier_version_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("{}")
-    assert read_card(tmp_path) == UNTRAINED, "a folder without weights is no checkpoint"
+    assert read_card(tmp_path) == UNTRAINED, "a folder without weights is not a checkpoint"
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match=rf"has no coordexp\.json, but {name}"):
         read_card(tmp_path)

@@ -1,4 +1,4 @@
-"""What the fingerprint of a run's inputs depends on, and what it does not."""
+"""The parts of a run's inputs that its fingerprint depends on."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ print(json.dumps(lines))
 
 
 def write_refused_runs(folder: Path) -> None:
-    """Configurations whose input is wrong in a way that torch is not needed for, and one of a run that goes on."""
+    """Configurations whose input is wrong in a way that torch is not needed for, and one of a run that continues."""
     (folder / "qwen2").mkdir()
     (folder / "qwen2" / "config.json").write_text('{"model_type": "qwen2"}')
     lines = (folder / "scenes.jsonl").read_text(encoding="utf-8").splitlines()

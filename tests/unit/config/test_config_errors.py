@@ -1,4 +1,4 @@
-"""One row per mistake: where it is, what the message must say; keys of earlier versions bring their guidance."""
+"""One row per mistake: its place and the message; keys of earlier versions have guidance."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 RM = "rollout_matching"
 SERVER = f"{RM}.vllm.server"
 
-# Key, its value where nobody writes it, text:line.
+# Key, default, text:line.
 DEFAULTS = [
     (f"{RM}.rollout_backend", "vllm", "000:169"),
     (f"{RM}.vllm.mode", "colocate", "000:176"),

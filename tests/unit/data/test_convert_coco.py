@@ -55,7 +55,7 @@ COCO_OBJECTS = [
     ("polygon of huge numbers", {"segmentation": [[1e300, 1, -1e300, 9, 9, 1e300]]}, "poly", "malformed_geometry"),
     ("polygon on a line", {"segmentation": [[1, 1, 9, 1, 5, 1]]}, "poly", "zero_area"),
     ("polygon outside", {"segmentation": [[50, 1, 60, 1, 55, 9]]}, "poly", "outside_image"),
-    ("polygon beside a corner", {"segmentation": [[-10, 5, 5, -10, -10, -10]]}, "poly", "outside_image"),
+    ("polygon next to a corner", {"segmentation": [[-10, 5, 5, -10, -10, -10]]}, "poly", "outside_image"),
     ("tiny polygon", {"segmentation": [[5, 5, 5.001, 5, 5, 5.001]]}, "poly", "collapsed_polygon"),
     ("no mapping", "annotation", "bbox", "unknown_image"),
 ]

@@ -31,7 +31,7 @@ from support.box_formats import Convert, coco, csv, cvat, dota, labelme, labelst
 
 # --- names ---
 
-NAMES: list[tuple[str, list[str], list[str], list[str | None], int]] = [  # files, names, what they mean, notes
+NAMES: list[tuple[str, list[str], list[str], list[str | None], int]] = [  # files, names, their files, notes
     ("exact", ["a.png", "b/a.png"], ["a.png", "b/a.png"], ["a.png", "b/a.png"], 0),
     ("backslashes", ["b/a.png"], ["b\\a.png"], ["b/a.png"], 0),
     ("steps", ["b/a.png"], ["./b/a.png"], ["b/a.png"], 0),
@@ -292,7 +292,7 @@ def test_yolo_reads_behind_links_and_not_the_copies_of_tools(folder: Path) -> No
 
 
 def test_formats_that_are_not_read_are_named_next_to_their_labels(tmp_path: Path) -> None:
-    """Before, the label was said to have no image, or the image was unseen."""
+    """Before, the label counted as one without an image, or the image was unseen."""
     paint(tmp_path / "images" / "a.png")
     paint(tmp_path / "images" / "b.gif")
     for name in ("c.heic", "d.jp2", "e.tga"):

@@ -81,7 +81,7 @@ YOLO: dict[str, tuple[list[str], dict[str, str], dict[str, Any], dict[str, int]]
         {"labels/train/a.txt": LINE, "labels/train/deep/b.txt": f"{LINE}\n{LINE}\n", "data.yaml": TRAIN},
         {"a.jpg": [CAT]}, {"missing_image": 1, "image_skipped": 2},
     ),
-    "images that nobody labelled": (
+    "images without labels": (
         [f"images/train/{stem}.jpg" for stem in "ab"],
         {"labels/train/a.txt": LINE, "data.yaml": f"{TRAIN}skip_if_label_file_missing: true\n"},
         {"a.jpg": [CAT]}, {"unlabelled": 1},
@@ -212,7 +212,7 @@ def test_coco_files(tmp_path: Path, lvis: bool, file: str, fields: Any, counted:
     written(path, text.replace("\n", "\r\n"), "utf-8-sig")
     report = convert_coco(path, tmp_path / "images", tmp_path / "out", lvis=lvis, options=SMALL)
     assert told(report) == {named: [CAT]}
-    others = {} if named == "a.jpg" else {"unnamed_image": 1}  # a.jpg, which nobody names
+    others = {} if named == "a.jpg" else {"unnamed_image": 1}  # a.jpg, which no line names
     assert report.skipped + report.notes == counted | others
 
 

@@ -1,4 +1,4 @@
-"""What the numbers of an annotation mean: units, corners, parts of objects, ids, and images that nobody labelled."""
+"""The meaning of an annotation's numbers: units, corners, parts of objects, ids, and images without labels."""
 
 from __future__ import annotations
 

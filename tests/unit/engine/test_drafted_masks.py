@@ -76,7 +76,7 @@ def guarded(masks: DraftedMasks, answer: list[int], draft: list[int]) -> list[in
 
 
 def test_the_guard_reads_the_list_that_the_request_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM may give a request it resumes another list of tokens, and goes on in that one."""
+    """vLLM may give a request it resumes another list of tokens, and continues in that one."""
     for name, value in activation_environment(SETTINGS).items():
         monkeypatch.setenv(name, value)
     config: Any = SimpleNamespace(model_config=SimpleNamespace(tokenizer=str(tiny_checkpoint())))

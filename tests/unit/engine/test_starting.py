@@ -1,4 +1,4 @@
-"""What users see while a vLLM engine starts."""
+"""Messages while a vLLM engine starts."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_thresholds_are_of_the_iou_that_figures_are_of() -> None:
 
 
 def test_a_threshold_as_it_is_shown_has_its_figures() -> None:
-    """Rounded up, it left out the object that it comes from."""
+    """Rounded up, it left out its own object."""
     answers = [answer(0, 0.45678, True), answer(1, 0.12345, False)]
     row = best_thresholds(answers)[0]
     assert (row.confidence, row.precision, row.recall) == (0.4567, 1.0, 0.5)

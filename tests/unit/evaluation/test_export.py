@@ -340,7 +340,7 @@ def test_a_dataset_is_exported_in_pixels_of_the_originals(tmp_path: Path, cli: C
 
 @pytest.mark.parametrize("form", ["yolo", "coco"])
 def test_only_files_that_decode_as_images_are_copied(form: str, tmp_path: Path, cli: Cli) -> None:
-    """Predictions may come from anybody, and the folder is made to be shared."""
+    """Predictions may be a stranger's file, and the folder is made to be shared."""
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
     (tmp_path / "key").write_text("-----BEGIN PRIVATE KEY-----", encoding="utf-8")
     (tmp_path / "key").chmod(0o600)

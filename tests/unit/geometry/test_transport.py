@@ -135,7 +135,7 @@ def polygon(radius: float, vertices: int, turn: float = 0.3) -> np.ndarray:
 
 
 def star(radius: float, vertices: int) -> np.ndarray:
-    """Every second vertex lies at half the radius."""
+    """Every second vertex is at half the radius."""
     scale_N1 = np.where(np.arange(vertices) % 2, 0.5, 1.0)[:, None]
     return np.round(500 + (polygon(radius, vertices) - 500) * scale_N1)
 
@@ -265,7 +265,7 @@ def test_a_spike_does_not_move_the_rest_of_an_outline():
 
 
 def test_following_the_targets_ends_at_the_annotation():
-    """What a model converges to that follows its targets: with a blur of 10 bins, a point."""
+    """The limit of a model that follows its targets: with a blur of 10 bins, a point."""
     for radius, vertices in product((12, 25), (4, 24)):
         shape, found = polygon(radius, vertices), polygon(1.2 * radius, vertices, turn=0.35)
         for _ in range(5):

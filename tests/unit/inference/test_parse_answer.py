@@ -1,4 +1,4 @@
-"""``coordexp.parse_answer``: what an OpenAI-compatible server wrote, in pixels of the image."""
+"""``coordexp.parse_answer``: an OpenAI-compatible server's answer, in pixels of the image."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ OUTCOMES = [
     ("without the gate the nearer one matches", [at(0)], OVERLAPPED, {"maskiou_gate": 0.1}, [(0, 0)], 0),
     # Gated afterwards, the cheapest assignment would drop 1 and leave 0 with its second best.
     ("the cheapest assignment crosses over", *CROSSED, {"maskiou_gate": 0.3}, [(0, 1), (1, 0)], 1),
-    ("pairs under the gate are no candidates", *CROSSED, {"maskiou_gate": 0.5}, [(0, 0)], 2),
+    ("pairs under the gate are not candidates", *CROSSED, {"maskiou_gate": 0.5}, [(0, 0)], 2),
     ("exactly at the gate matches", [at(0)], [at(40)], {"maskiou_gate": 3 / 7}, [(0, 0)], 0),
     ("boxes that do not touch are not rejected by the gate", [at(0)], [FAR_1], {}, [], 0),
     ("a cost of 0.545 is above the sum of low costs", [at(0)], [at(30)], {"fp_cost": 0.2, "fn_cost": 0.2}, [], 0),

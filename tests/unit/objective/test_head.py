@@ -253,7 +253,7 @@ def test_no_buffer_has_the_size_of_positions_times_vocabulary() -> None:
 
 
 def test_vocabulary_products_have_widths_that_gpus_are_fast_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen's 152,670 rows are no multiple of 8: the six left over are a product by themselves."""
+    """Qwen's 152,670 rows are not a multiple of 8: the six left over are a product by themselves."""
     widths: list[int] = []
     exact = head_module.product
 

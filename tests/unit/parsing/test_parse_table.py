@@ -284,7 +284,7 @@ def test_a_cut_character_in_a_desc_becomes_a_replacement_character() -> None:
     [
         (spelled(coords(1, 2, 3, 4)[1:-1]), R.NON_COORD_TOKEN),
         (spelled('"<|coord_1|>", ') + qwen_vocab().encode(coords(2, 3, 4)[1:-1]), R.AMBIGUOUS_COORDS),
-        (spelled("<|coord_1|>"), R.MALFORMED),  # without quotes it is no JSON
+        (spelled("<|coord_1|>"), R.MALFORMED),  # without quotes it is not JSON
     ],
 )
 def test_spelled_coordinates_are_not_coordinate_tokens(geometry: list[int], reason: R) -> None:

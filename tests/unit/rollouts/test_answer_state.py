@@ -73,7 +73,7 @@ def test_only_decisions_are_left(grammar: AnswerGrammar, order: FieldOrder) -> N
 
 
 def test_positions_of_forced_tokens(grammar: AnswerGrammar) -> None:
-    """What separates two coordinates is forced; names, coordinates and all of another text are not."""
+    """The text between two coordinates is forced; names, coordinates and all of another text are not."""
     vocab = grammar.vocab
     ids = vocab.encode(serialize_objects([GTObject("cat", "bbox_2d", (1, 2, 3, 4))])[:-1])
     forced = set(forced_positions(grammar, [*ids, *vocab.encode(" and a dog")]))

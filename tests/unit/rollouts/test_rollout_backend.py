@@ -83,7 +83,7 @@ def test_server_without_class_names_is_refused(
 def test_server_that_normalises_images_otherwise_is_refused(
     loaded: LoadedModel, mean: float, refused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Prompts and weights are equal then, and answers are of other images. What it does not report is a warning."""
+    """Prompts and weights are equal then, and answers are of other images. A missing report is a warning."""
     pixels = {
         "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255, "image_mean": [mean, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5], "temporal_patch_size": 2,

@@ -1,4 +1,4 @@
-"""What a run starts from is decided once, without torch; a schedule that ends before what is trained is refused."""
+"""A run's start is decided once, without torch; a schedule that ends before what is trained is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed would do to a step, with an engine that does the same: the package itself needs GPUs."""
+"""A step with DeepSpeed, by an engine that does the same: the package itself needs GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.tiny_run import load_tiny, task_of, tiny_samples
 
 
 class Engine:
-    """An accelerator whose ``backward`` divides by two micro-steps unless it is told not to, as DeepSpeed's engine."""
+    """An accelerator whose ``backward`` divides by two micro-steps unless switched off, as DeepSpeed's engine."""
 
     device = torch.device("cpu")
     sync_gradients = True

@@ -1,4 +1,4 @@
-"""The first, short runs: what is logged of them, why F1 is 0, and what is left to look at."""
+"""The first, short runs: their log, why F1 is 0, and the answers that are kept."""
 
 from __future__ import annotations
 

@@ -300,7 +300,7 @@ def test_the_fused_optimizer_of_the_shipped_configurations_steps_as_the_plain_on
 
 
 def test_optimizers_with_8_bit_states_keep_32_bits_for_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers' Trainer; here with a package that only notes what it is told."""
+    """As transformers' Trainer; here with a package that only notes its arguments."""
     kept: list[tuple[Any, str, dict[str, int]]] = []
     manager = SimpleNamespace(register_module_override=lambda *override: kept.append(override))
     package = SimpleNamespace(GlobalOptimManager=SimpleNamespace(get_instance=lambda: manager))

@@ -1,4 +1,4 @@
-"""What a resumed run owes: the rate of its own schedule, an evaluation that a stop left out, a best model that was
+"""Duties of a resumed run: the rate of its own schedule, an evaluation that a stop left out, a best model that was
 measured; and figures that no evaluation has."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_larger_batches_do_not_end_a_run_before_what_it_has_trained(tmp_path: Pa
 
 
 def test_the_last_evaluation_is_owed_too_and_may_be_the_best(tmp_path: Path) -> None:
-    """Of step 3, which is no multiple of 2, and whose checkpoint was written before it."""
+    """That of step 3, not a multiple of 2, with a checkpoint from before it."""
     keys = BEST | {"training__eval_steps": 2, "training__max_steps": 3, "training__save_steps": 2}
     stopped, _ = build_trainer(check_run(run_config(tmp_path, 1, "run", **keys)), Console(quiet=True))
     with pytest.raises(RunStopped):

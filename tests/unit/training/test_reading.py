@@ -13,7 +13,7 @@ from coordexp.training.loader_speed import ReadingWatch, loaders_needed
 @pytest.mark.parametrize(
     ("workers", "waited_s", "needed"),
     [
-        (0, 0.5, 1),  # half a second of reading beside half a second of computing
+        (0, 0.5, 1),  # half a second of reading during half a second of computing
         (0, 0.8, 4),
         (2, 0.5, 4),
         (4, 0.06, 5),

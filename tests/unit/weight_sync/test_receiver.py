@@ -1,4 +1,4 @@
-"""The receiving end of a push: what a push may not contain, and what a worker reports afterwards."""
+"""The receiving end of a push: refused contents, and a worker's report afterwards."""
 
 from __future__ import annotations
 
