@@ -211,8 +211,8 @@ def row(name: str) -> Row:
 
 
 def interruption(of: Row) -> signal.Signals:
-    """The signal that ends this row in every test run; the fault campaign tries all. In each kind, rows in a random order
-    take the four in turns."""
+    """The signal that ends this row in every test run; the fault campaign tries all. In each kind, rows take the four
+    in turns, in a random order."""
     rows = [one.name for one in STARTED if one.kind == of.kind]
     random.Random(f"rows of {of.kind}").shuffle(rows)
     return INTERRUPTIONS[rows.index(of.name) % len(INTERRUPTIONS)]
