@@ -44,7 +44,7 @@ def test_an_answer_becomes_a_target(vocab: CoordVocab) -> None:
     match = match_objects(parsed.objects, [SQUARE, CIRCLE], MatchingConfig(maskiou_gate=0.3))
     assert [(pair.pred_idx, pair.gt_idx) for pair in match.pairs] == [(0, 1)]
     assert (match.fn_gt_idx, match.fp_pred_idx, match.num_gate_rejections) == ((0,), (), 0)
-    target = build_target(parsed, match, [SQUARE, CIRCLE], vocab, sample_id="one")
+    target = build_target(parsed, match, [SQUARE, CIRCLE], vocab)
     assert target.token_ids[: len(parsed.prefix_token_ids)] == parsed.prefix_token_ids
     appended = serialize_append([SQUARE], parsed.prefix_text, 2, "desc_first")
     assert tokenizer.decode(target.token_ids).startswith(parsed.prefix_text + appended)

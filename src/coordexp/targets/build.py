@@ -71,7 +71,7 @@ def build_target(
     ground_truth: Sequence[GTObject],
     vocab: CoordVocab,
     *,
-    sample_id: str,
+    sample_id: str = "sample",
     field_order: FieldOrder = FIELD_ORDER,
     transport: TransportConfig = _TRANSPORT,
     policy: TargetPolicy = _POLICY,
@@ -82,6 +82,7 @@ def build_target(
     Args:
         parsed: the rollout; ``match`` its assignment to ``ground_truth`` (objects in the order in which missed ones
             are appended).
+        sample_id: names the sample in the target and in errors.
         policy: what to do with the model's own text.
         weights: of the tokens in each loss term. The default trains text that the target writes, except descriptions
             appended to a rollout.
