@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from coordexp.checkpoints.folder import Checkpoint
     from coordexp.coords import CoordVocab
     from coordexp.records import ImageRecord
+
+# Options of commands that write a dataset.
+Out = Annotated[Path, typer.Option(help="The new JSONL; its images stay where they are.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what --out names, if it is there.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")]
 
 
 def open_console(stderr: bool = False) -> Console:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from coordexp.cli.console import check_checkpoint, counting, echo, no_bars_in_log_files, open_console, picture
+from coordexp.cli.complete import complete_command
+from coordexp.cli.console import AsJson, Out, Overwrite, check_checkpoint, counting, echo, open_console, picture
 from coordexp.cli.convert import convert_app
-from coordexp.cli.tiling import TileOverlap, Tiles, tile_command
-from coordexp.cli.train import separate_config, split_words
+from coordexp.cli.tiling import tile_command
 from coordexp.cli.usage import App
 from coordexp.errors import ConfigError, DataError
 from coordexp.heavy_imports import heavy_imports
@@ -28,10 +27,7 @@ if TYPE_CHECKING:
     from coordexp.records import ImageRecord, RolloutRequest
 
 Dataset = Annotated[Path, typer.Argument(metavar="DATA.jsonl", help="The dataset.")]
-Out = Annotated[Path, typer.Option(help="The new JSONL; its images stay where they are.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what --out names, if it is there.")]
 Seed = Annotated[int, typer.Option(min=0, help="Another seed, another draw.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")]
 # The keys of coordexp.data.scenes.SPECS.
 SceneFamily = Literal["sparse", "moderate", "framed", "dense", "crowd", "small_crowd"]
 _SHOWN = 20
@@ -265,9 +261,11 @@ def drop_command(
     as_json: AsJson = False,
 ) -> None:
     """Leave annotations out at random, or remove soft objects."""
-    from coordexp.data.files import check_new_file
+    from coordexp.data.files import check_new_file, is_same_file
     from coordexp.data.jsonl import read_jsonl, write_jsonl
 
+    if is_same_file(jsonl, out):
+        raise DataError("is the dataset itself, whose annotations would be lost; name another file", path=out)
     check_new_file(out, overwrite)
     if soft:
         if keep is not None or per_class or per_size or allow_empty:
@@ -304,94 +302,10 @@ def drop_command(
         echo(f"{counts.emptied} images lost all annotations")
 
 
-@data_app.add(
+data_app.add(
     "complete",
     "coordexp data complete data/mine/half.jsonl --model outputs/stage1 --out data/mine/completed.jsonl",
-)
-def complete_command(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[CONFIG.yaml] DATA.jsonl [KEY=VALUE]...",
-            help="A run's YAML, for prompt, decoding and backend [those of the run that wrote --model, and hf]; the "
-            "dataset; keys to set.",
-        ),
-    ],
-    out: Out,
-    model: Annotated[Path | None, typer.Option(help="The checkpoint that answers [CONFIG.yaml's model.model].")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Another prompt [theirs].")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Images answered at once [CONFIG.yaml's, or 8].")
-    ] = None,
-    tiles: Tiles = None,
-    overlap: TileOverlap = None,
-    sheet: Annotated[
-        Path | None, typer.Option(callback=picture, help="Picture of the likeliest missed objects.")
-    ] = None,
-    sheet_images: Annotated[int, typer.Option(min=1, max=100, help="Images on the sheet.")] = 12,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
-    threshold: Annotated[float, typer.Option(min=0.001, max=1, help="Least confidence of an added object.")] = 0.5,
-    max_overlap: Annotated[
-        float, typer.Option(min=0, max=1, help="Most mask IoU of an added object with any other one.")
-    ] = 0.2,
-    min_size: Annotated[
-        float, typer.Option(min=0, max=100, help="Least size: square root of its box's share of the image, %.")
-    ] = 1.0,
-    weight: Annotated[
-        float | None, typer.Option(min=0.001, max=1, help="Weight of every added object [its confidence].")
-    ] = None,
-    known_descs: Annotated[
-        bool, typer.Option("--known-descs", help="Add only descriptions that the dataset's annotations hold.")
-    ] = False,
-) -> None:
-    """Add what a model finds and the annotations lack.
-
-    Added objects are soft: their text is trained, their coordinates are not. Answers are written as they arrive. The
-    same command again continues where it stopped.
-    """
-    from coordexp.config.checks import check_paths
-    from coordexp.data.tiles import Tiling
-    from coordexp.inference.completion import CompletionRules, check_files, completion_config, run_completion
-
-    names, arguments = split_words(words)
-    config, jsonl = separate_config(names, "DATA.jsonl")
-    check_paths({}, {"DATA.jsonl": jsonl})
-    check_files(jsonl, out, sheet, sheet_images, overwrite)
-    model = None if model is None else check_checkpoint(model)
-    run = completion_config(model, config=config, prompt=prompt, batch_size=batch_size, arguments=arguments)
-    check_paths({"model.model": run.model.model})
-    no_bars_in_log_files()
-    console = open_console(stderr=as_json)
-    rules = CompletionRules(threshold, max_overlap, min_size, weight, known_descs)
-    tiling = Tiling.asked(tiles, overlap)
-    completed = run_completion(
-        run, console, source=jsonl, out=out, rules=rules, sheet=sheet, sheet_images=sheet_images, tiling=tiling
-    )
-    if completed is None or console.quiet:
-        return
-    counts, files = asdict(completed[0]), completed[1]
-    if as_json:
-        echo(json.dumps({**counts, "files": [str(path) for path in files]}, ensure_ascii=False))
-        return
-    prompt = run.template.prompt
-    echo(f"asked: {'the built-in prompt' if prompt is None else prompt}")
-    outcomes = counts["outcomes"]
-    width = max(map(len, outcomes))
-    for name, count in outcomes.items():
-        if count:
-            echo(f"  {name:<{width}}  {count}")
-    echo(
-        f"{counts['predicted']} objects predicted in {counts['images']} images with {counts['annotated']} annotations: "
-        f"{outcomes['added']} added"
-    )
-    silent = counts["images"] - counts["images_with_predictions"]
-    if silent > counts["images"] / 2:
-        echo(
-            f"note: no objects were predicted in {silent} images. Was the model trained with this prompt? Give another "
-            "with --prompt, or name the run's YAML"
-        )
-    echo(f"wrote {', '.join(map(str, files))}")
+)(complete_command)
 
 
 def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int, run: RunConfig | None) -> None:

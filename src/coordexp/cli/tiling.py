@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli.console import counting, echo
+from coordexp.cli.console import AsJson, Overwrite, counting, echo
 
 Tiles = Annotated[
     str | None,
@@ -37,8 +37,8 @@ def tile_command(
         float, typer.Option(min=0, max=1, help="Share of the tiles without objects that is kept.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Another seed keeps other tiles without objects.")] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --out names, if it is there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
     """Cut photographs into overlapping tiles, each a sample of its own.
 

@@ -150,6 +150,11 @@ def check_files(source: Path, out: Path, sheet: Path | None, sheet_images: int, 
         raise ConfigError(f"sheet_images: {sheet_images}; give at least 1")
 
 
+def answers_folder(out: Path) -> Path:
+    """Where the answers of a completion are that writes ``out``."""
+    return out.with_name(f"{out.stem}.answers")
+
+
 def run_completion(
     run: AnswerConfig,
     console: Console,
@@ -172,7 +177,7 @@ def run_completion(
     """
     from coordexp.inference.prediction import run_prediction  # imports torch
 
-    folder = out.with_name(f"{out.stem}.answers")
+    folder = answers_folder(out)
     run_prediction(
         run, console, source=source, output=folder, score="confidence", tiling=tiling,
         fix="delete that folder of answers, or name another file with --out",

@@ -129,6 +129,9 @@ def test_drop(scenes: Path, tmp_path: Path, cli: Cli) -> None:
     outcome = cli("data", "drop", scenes, *options, "--out", out)
     assert outcome.code == 0 and "red circle" in outcome.out and "0 of" in outcome.out
     assert not any(obj.desc == "red circle" for record in read_jsonl(out) for obj in record.objects)
+    before = out.read_bytes()
+    onto_itself = cli("data", "drop", out, "--keep", "0.1", "--overwrite", "--out", out)
+    assert onto_itself.code == 2 and "is the dataset itself" in onto_itself.err and out.read_bytes() == before
 
 
 @pytest.mark.parametrize(

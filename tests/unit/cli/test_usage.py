@@ -143,6 +143,21 @@ def test_keys_for_a_prediction_by_a_checkpoint_alone(
     assert refused.code == 2 and "max_new_tokens" in refused.err
 
 
+@pytest.mark.parametrize(("begun", "says"), [(False, "nothing is answered yet"), (True, "answers so far are in ")])
+def test_an_interrupted_completion_says_how_it_continues(
+    tmp_path: Path, cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch, begun: bool, says: str
+) -> None:
+    def interrupted(*_: object, output: Path, **__: object) -> None:
+        if begun:
+            output.mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(coordexp.inference.prediction, "run_prediction", interrupted)
+    data = write_run(tmp_path, 1, model).parent / "scenes.jsonl"
+    outcome = cli("data", "complete", data, "--model", model, "--out", tmp_path / "completed.jsonl")
+    assert outcome.code == 130 and says in outcome.err
+
+
 def test_keys_reach_a_replay(tmp_path: Path, cli: Cli) -> None:
     run = write_yaml(tmp_path, stage1())
     outcome = cli("replay", run, "records", "training.max_step=3")
