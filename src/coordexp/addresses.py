@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 from urllib.parse import SplitResult, urlsplit
 
 from coordexp.errors import ConfigError
+
+# Options of a connection: a machine that disappears is noticed after about two minutes, even without a timeout.
+KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, option), value)
+        for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 6))
+        if hasattr(socket, option)
+    ),
+]
 
 
 def split_url(url: str) -> SplitResult:

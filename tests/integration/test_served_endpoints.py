@@ -138,8 +138,9 @@ def test_metrics_count_answers(server: RunningServer, client: ServerClient, trai
         ({"model": "another"}, 404),
         ({"temperature": -1}, 400),
         ({"messages": 3}, 400),
+        ({"use_beam_search": True, "n": 2}, 400),
     ],
-    ids=["address", "file", "our own arguments", "model", "temperature", "messages"],
+    ids=["address", "file", "our own arguments", "model", "temperature", "messages", "beam search"],
 )  # fmt: skip
 def test_unsupported_openai_requests_are_refused(
     server: RunningServer, trainer: LoadedModel, change: dict[str, Any], status: int

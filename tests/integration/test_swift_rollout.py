@@ -139,11 +139,17 @@ def test_a_missing_weight_is_named_although_ms_swift_hides_errors(client: Server
         assert_answers_as(client, trainer, 8)
 
 
-def test_a_new_trainer_takes_over_the_server(client: ServerClient) -> None:
-    """The first one has ended without closing its group, which still exists in every worker."""
+def test_a_new_trainer_takes_over_the_server_when_its_owner_is_gone(client: ServerClient) -> None:
+    """The first one is killed without closing its group, which still exists in every worker."""
     trainer = load_served()
     gone = ServerPusher([client], TrainerWeights(trainer.model), SyncConfig(timeout_s=60.0))
-    gone.push(9)
+    owner = gone.push(9).weights.trainer_id
+    with (
+        pushing(client, trainer) as early,
+        pytest.raises(ServerRefused, match=rf"409.*belongs to trainer {owner} .*, which is connected"),
+    ):
+        early.push(9)
+    gone.links[0].close(notify=False)
     disturb(trainer, 10)
     started = time.monotonic()
     with pushing(client, trainer) as anew:

@@ -156,18 +156,21 @@ def test_no_answers_between_an_incomplete_push_and_a_complete_one(
     assert served_tokens(client, requests) == greedy_tokens(trainer, requests)
 
 
-def test_a_second_trainer_can_take_over_the_server(client: ServerClient, trainer: LoadedModel) -> None:
+def test_a_second_trainer_takes_over_a_server_whose_owner_is_gone(client: ServerClient, trainer: LoadedModel) -> None:
     first = ServerPusher([client], TrainerWeights(trainer.model), SyncConfig(bucket_mb=1, timeout_s=30.0))
-    stamp = first.push(1).weights  # then it ends without notice
+    stamp = first.push(1).weights
+    requests = requests_of(trainer, 2)
+    expected = greedy_tokens(trainer, requests)
     disturb(trainer, 5)
     started = time.monotonic()
     with pushing(client, trainer) as second:
+        with pytest.raises(ServerRefused, match=rf"409.*belongs to trainer {stamp.trainer_id} .*, which is connected"):
+            second.push(2)
+        assert served_tokens(client, requests) == expected
+        first.links[0].close(notify=False)  # killed: its connection is closed, and nobody tells the server
         assert second.push(2).weights.trainer_id != stamp.trainer_id
         assert time.monotonic() - started < 20
-        requests = requests_of(trainer, 2)
-        assert served_tokens(client, requests) == greedy_tokens(trainer, requests)
-        with pytest.raises(RolloutError):
-            first.links[0]._group.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)  # type: ignore[union-attr]
+        assert served_tokens(client, requests) == greedy_tokens(trainer, requests) != expected
         with pytest.raises(RolloutError, match=r"has pushed its weights since this one \(version 1 of trainer"):
             first.push(3)  # it still runs, and cannot change the result
         assert served_tokens(client, requests) == greedy_tokens(trainer, requests)

@@ -17,7 +17,8 @@ from PIL import Image
 
 from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.engine.trainer.client import ServerClient
-from coordexp.engine.wire.arguments import FINGERPRINT
+from coordexp.engine.wire.arguments import FINGERPRINT, refusal_of_owner
+from coordexp.errors import RolloutError
 from coordexp.weight_sync.group import GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver
 from support.fused_model import SHAPES, FakeWeights, FusedModel
@@ -162,11 +163,15 @@ class FakePushServer(JsonServer):
             return {"world_size": 1}
         if path == "/status/":
             return None if self._plain else {"workers": [self._status()], FINGERPRINT: self.fingerprint}
+        if path.endswith("_communicator/"):
+            reason = refusal_of_owner([self.receiver.owner], body["trainer"])
+            if reason is not None:
+                raise RolloutError(reason)
         if path == "/init_communicator/":
             address = GroupAddress(
                 "127.0.0.1", body["port"], 0, body["world_size"], body["timeout_s"], body.get("token", "")
             )
-            return self._work(lambda: self.receiver.open(address))
+            return self._work(lambda: self.receiver.open(address, body["trainer"]))
         if path == "/close_communicator/":
             return self._work(self.receiver.close)
         if path == "/update_flattened_params/":

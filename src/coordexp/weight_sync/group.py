@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from coordexp.addresses import KEEPALIVE
 from coordexp.background import in_background
 from coordexp.errors import RolloutError
 
@@ -96,6 +97,10 @@ class Communicator(ABC):
             self._finish(work, parts[index].numel(), give_up, _POLL_S if work is under_way[-1] else PART_POLL_S)
             yield index
         self._unfinished = False
+
+    def is_whole(self) -> bool:
+        """Whether every member is connected, as rank 0 knows it; False on other ranks, and after :meth:`close`."""
+        return self._group is not None and self._store.num_members() == self._address.world_size
 
     @abstractmethod
     def close(self) -> None:
@@ -324,6 +329,7 @@ class RendezvousServer:
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._connections: set[socket.socket] = set()
+        self.num_members = 0  # connections that have proved that they know the token
         self._closed = False
         threading.Thread(target=self._accept_loop, name="weight-group-rendezvous", daemon=True).start()
 
@@ -352,7 +358,10 @@ class RendezvousServer:
             threading.Thread(target=self._serve, args=(connection,), name="weight-group-member", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        is_member = False
         try:
+            for option in KEEPALIVE:
+                connection.setsockopt(*option)
             connection.settimeout(HELLO_S)
             nonce = secrets.token_hex(16)
             _send(connection, {"nonce": nonce})
@@ -360,6 +369,9 @@ class RendezvousServer:
             if self._token and not hmac.compare_digest(str(proof).encode(), _proof(self._token, nonce).encode()):
                 _send(connection, {"error": "wrong token for this weight group"})
                 return
+            with self._changed:
+                is_member = True
+                self.num_members += 1
             _send(connection, {"ok": True})
             connection.settimeout(None)
             while True:
@@ -369,6 +381,7 @@ class RendezvousServer:
         finally:
             with self._changed:
                 self._connections.discard(connection)
+                self.num_members -= is_member
             connection.close()
 
     def _handle(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -430,6 +443,10 @@ class RendezvousStore(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._wait(keys, self._timeout_s if timeout is None else timeout.total_seconds())
+
+    def num_members(self) -> int:
+        """Members that are connected, on rank 0; 0 on others."""
+        return 0 if self._server is None else self._server.num_members
 
     def close(self) -> None:
         """Safe to call twice; a call under way ends with an error."""

@@ -219,15 +219,21 @@ class WeightReceiver:
         self._sharded = sharded  # tensor parallel: no worker holds a whole tensor to read back
         self.in_place = InPlaceTargets(self.layout, enabled=not sharded)
         self._group: Communicator | None = None
+        self._trainer = ""
         self._source = -1
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="load-weights")
         self._loading: list[list[Future[None]]] = []  # of the newest bucket and the one before it
         self._buffers: list[torch.Tensor] = []  # two, used in turn
 
-    def open(self, address: GroupAddress) -> None:
+    @property
+    def owner(self) -> str | None:
+        """The trainer whose weight group this is, while it is connected; None also where another worker knows it."""
+        return self._trainer if self._group is not None and self._group.is_whole() else None
+
+    def open(self, address: GroupAddress, trainer: str = "") -> None:
         """Join a weight group, where the last rank sends; leave that of an earlier trainer."""
         self.close()
-        self._group = join(address, self._device)
+        self._group, self._trainer = join(address, self._device), trainer
         self._source = address.world_size - 1
 
     def close(self) -> None:
@@ -357,6 +363,7 @@ class WeightReceiver:
             "load_s": state.load_s,
             "num_in_place": state.num_in_place,
             "communicator_open": self._group is not None,
+            "owner": self.owner,
         }
 
     def _begin_bucket(self, named_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:

@@ -306,3 +306,12 @@ def test_a_slow_server_that_keeps_answering_is_not_given_up(
 def test_a_guard_that_cannot_be_verified_fails_at_start(fakes: list[FakeRolloutServer]) -> None:
     with pytest.raises(RolloutError, match=r"repeat_terminate is enabled.*no /status/"):
         check_servers(section([fakes[0].url], repeat_terminate={"enabled": True}), 1)
+
+
+def test_a_server_of_another_trainer_is_refused_at_start() -> None:
+    worker = {"owner": "trainer 3f (process 7 on here: coordexp train a.yaml)", "repeat_terminate": None}
+    with (
+        FakeRolloutServer(1, {"server": "coordexp serve", "workers": [worker]}) as fake,
+        pytest.raises(RolloutError, match=r"belongs to trainer 3f \(process 7 on here: .*, which is connected"),
+    ):
+        check_servers(section([fake.url]), 1)

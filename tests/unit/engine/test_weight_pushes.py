@@ -270,6 +270,39 @@ def test_adapters_of_a_model_with_adapters_are_not_pushed(start: Start, tmp_path
         sync.push(1)
 
 
+def test_a_server_belongs_to_the_trainer_that_is_connected(start: Start) -> None:
+    server, source = start(), FakeWeights()
+    source.step(5)
+    with syncing([server], source) as first:
+        first.push(1)
+        with (
+            syncing([server], FakeWeights()) as second,
+            pytest.raises(
+                RolloutError,
+                match=rf"belongs to trainer {first.trainer_id} \(process \d+ on .*\), which is connected, so "
+                rf"trainer {second.trainer_id} \(process .*\) cannot push",
+            ),
+        ):
+            second.push(1)
+        assert server.holds(source)
+        source.step(6)
+        first.push(2)
+        assert server.holds(source)
+    with syncing([server], FakeWeights()) as third:
+        assert third.push(1).weights.trainer_id == third.trainer_id, "the owner has ended"
+
+
+def test_a_trainer_that_is_killed_no_longer_owns_its_server(start: Start) -> None:
+    server = start()
+    killed = ServerPusher([server.client()], FakeWeights(), SyncConfig(bucket_mb=1, timeout_s=15.0))
+    killed.push(1)
+    killed.links[0].close(notify=False)  # the system closes its connection, and nobody tells the server
+    with syncing([server], FakeWeights()) as second:
+        second.push(2)
+        with pytest.raises(RolloutError, match="has pushed its weights since this one"):
+            killed.push(3)
+
+
 def test_a_restarted_server_gets_the_next_push(start: Start) -> None:
     server, source = start(), FakeWeights()
     with syncing([server], source) as sync:

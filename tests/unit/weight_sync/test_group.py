@@ -88,6 +88,18 @@ def test_a_member_that_leaves_is_detected_at_once() -> None:
         worker.broadcast([torch.zeros(8, dtype=torch.uint8)], 1)
 
 
+def test_the_worker_that_listens_knows_whether_all_are_connected() -> None:
+    worker, trainer = both_ends(free_ports(1)[0])
+    assert worker.is_whole() and not trainer.is_whole()
+    trainer.close()
+    deadline = time.monotonic() + 10
+    while worker.is_whole() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not worker.is_whole()
+    worker.close()
+    assert not worker.is_whole()
+
+
 def test_waiting_for_a_silent_member_times_out() -> None:
     worker, trainer = both_ends(free_ports(1)[0], timeout_s=1.5)
     started = time.monotonic()

@@ -26,7 +26,7 @@ from coordexp.config.rollout import MAX_PUSH_S
 from coordexp.engine.server.admission import BODY_S, Admission, reply_to_error, reply_to_http, reply_to_invalid
 from coordexp.engine.server.options import ServeOptions
 from coordexp.engine.server.served_engine import Heartbeat, ServedEngine
-from coordexp.engine.wire.arguments import FINGERPRINT, CommitRequest, JoinRequest
+from coordexp.engine.wire.arguments import FINGERPRINT, CommitRequest, JoinRequest, LeaveRequest, refusal_of_owner
 from coordexp.engine.wire.engine_process import image_threads
 from coordexp.engine.wire.protocol import (
     ENVELOPE,
@@ -294,6 +294,7 @@ class RolloutServer:
                 400, f"this server's group has {num_workers} workers and a trainer, not {request.world_size} members"
             )
         async with self._group_lock:
+            await self._check_owner(request.trainer)
             self.lock.fail("another trainer took over the server during a push")
             self._timeout_s = request.timeout_s
             self._group_open = False
@@ -306,13 +307,19 @@ class RolloutServer:
                 request.timeout_s,
                 request.token,
                 "" if options.host == options.advertised_host else options.host,
+                request.trainer,
                 timeout_s=request.timeout_s + 30,
             )
             self._group_open = True
         return {"message": "weight group open"}
 
-    async def close_communicator(self) -> dict[str, str]:
+    async def _check_owner(self, trainer: str) -> None:
+        if (reason := refusal_of_owner(await self.engine.workers("coordexp_owner"), trainer)) is not None:
+            raise RequestRefused(409, reason)
+
+    async def close_communicator(self, request: LeaveRequest | None = None) -> dict[str, str]:
         async with self._group_lock:
+            await self._check_owner((request or LeaveRequest()).trainer)
             self.lock.fail("the trainer disconnected during a push")
             self._group_open = False
             await self.engine.workers("close_communicator", timeout_s=self._timeout_s + 30)

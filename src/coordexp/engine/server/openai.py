@@ -34,8 +34,15 @@ async def openai_routes(server: RolloutServer) -> list[Route]:
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
+    for handler in (app.state.openai_serving_chat, app.state.openai_serving_completion):
+        handler.beam_search = _no_beam_search
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM would end the server when its engine dies
     return [Route(path, app, methods=[method]) for path, method in OPENAI_PATHS.items()]
+
+
+def _no_beam_search(*_: Any, **__: Any) -> Any:
+    # vLLM's calls the engine for each token, so a push could come between two, and its text lacks coordinates.
+    raise ValueError("use_beam_search is not supported here")  # of which vLLM makes a 400
 
 
 @MEDIA_CONNECTOR_REGISTRY.register(MEDIA_CONNECTOR)

@@ -41,9 +41,11 @@ from coordexp.engine.wire.arguments import (
     REQUEST_KEY,
     CommitRequest,
     JoinRequest,
+    LeaveRequest,
     activated_config,
     check_processors,
     executor_on_cpu,
+    refusal_of_owner,
     with_image_size,
     with_processors,
 )
@@ -246,6 +248,7 @@ class CoordExpEndpoints:
 
     async def init_communicator(self, request: JoinRequest) -> dict[str, str]:
         # Returns after every worker has joined; the trainer joins at the same time.
+        await _check_owner(self.connections, request.trainer)
         per_engine = self.args.vllm_tensor_parallel_size
         world_size = request.world_size if request.first_rank is not None else per_engine * len(self.connections) + 1
         first = request.first_rank or 0
@@ -261,6 +264,11 @@ class CoordExpEndpoints:
         ]
         _results(await _call_workers(self.connections, "coordexp_call", arguments))
         return {"message": "communicator open"}
+
+    async def close_communicator(self, request: LeaveRequest | None = None) -> dict[str, str]:
+        await _check_owner(self.connections, (request or LeaveRequest()).trainer)
+        await _on_workers(self.connections, "close_communicator")
+        return {"message": "communicator closed"}
 
     async def process_weights_after_loading(self, request: CommitRequest | None = None) -> dict[str, Any]:
         commit = (request or CommitRequest()).model_dump()
@@ -321,7 +329,10 @@ def install() -> None:
                 if process.is_alive():
                     connection.send({"type": "shutdown"})  # ms-swift waits for this message, but never sends it
 
-    for name in ("health", "status", "infer", "init_communicator", "process_weights_after_loading"):
+    for name in (
+        *("health", "status", "infer"),
+        *("init_communicator", "close_communicator", "process_weights_after_loading"),
+    ):
         setattr(server, name, getattr(CoordExpEndpoints, name))
     server._register_rl_rollout_app = register_ours
     server.lifespan = lifespan_ours
@@ -349,6 +360,16 @@ async def _call_workers(connections: Sequence[Any], method: str, arguments: Sequ
     if any(reply is None for reply in replies):
         raise HTTPException(500, f"{method} failed in a rollout worker; see the server's log")
     return replies
+
+
+async def _on_workers(connections: Sequence[Any], method: str) -> list[Any]:
+    replies = await _call_workers(connections, "coordexp_call", [{"method": method}] * len(connections))
+    return [one for of_engine in _results(replies) for one in of_engine]
+
+
+async def _check_owner(connections: Sequence[Any], trainer: str) -> None:
+    if (reason := refusal_of_owner(await _on_workers(connections, "coordexp_owner"), trainer)) is not None:
+        raise HTTPException(409, reason)
 
 
 def _results(replies: Sequence[dict[str, Any]]) -> list[Any]:

@@ -4,7 +4,6 @@ names the URL, the answer and a fix. Does not import torch."""
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import httpcore
 import httpx
 
-from coordexp.addresses import split_url
+from coordexp.addresses import KEEPALIVE, split_url
 from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.weight_sync import WeightVersion
 
@@ -25,16 +24,6 @@ MAX_ANSWER_BYTES = 16 << 20
 STALL_KEYS = ("engine_silent_s", "engine_tokenless_s")  # of /health/ and /status/; not every server has them
 # Size of an answer to /infer/: a prompt of 32,768 tokens and its text; for each new token its id, text and JSON.
 _BYTES_OF_PROMPT, _BYTES_OF_TOKEN = 1 << 19, 64
-
-# A machine that disappears is noticed after about two minutes, even by reads without a timeout.
-_KEEPALIVE = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    *(
-        (socket.IPPROTO_TCP, getattr(socket, option), value)
-        for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 6))
-        if hasattr(socket, option)
-    ),
-]
 
 
 class ServerClient:
@@ -62,7 +51,7 @@ class ServerClient:
                 **({} if api_key is None else {"Authorization": f"Bearer {api_key}"}),
             },
             # trust_env would use proxies and passwords of .netrc.
-            transport=DeadlineTransport(_KEEPALIVE),
+            transport=DeadlineTransport(KEEPALIVE),
             trust_env=False,
             follow_redirects=False,
         )
@@ -154,9 +143,12 @@ class ServerClient:
                 raise ServerRefused(f"{where}: answer {index} is {str(item)[:EXCERPT]!r}, not an object")
         return reply
 
-    def init_communicator(self, world_size: int, first_rank: int, timeout_s: float, token: str = "") -> None:
+    def init_communicator(
+        self, world_size: int, first_rank: int, timeout_s: float, token: str = "", trainer: str = ""
+    ) -> None:
         """Let the server's workers join the weight group at this server's host and group_port. Returns when they have
-        joined (ours) or at once (ms-swift): join from the trainer's side meanwhile."""
+        joined (ours) or at once (ms-swift): join from the trainer's side meanwhile. ``trainer``: who asks, as
+        messages name it; a server refuses others while it is connected."""
         self._call(
             "POST",
             "/init_communicator/",
@@ -167,12 +159,13 @@ class ServerClient:
                 "first_rank": first_rank,
                 "timeout_s": timeout_s,
                 "token": token,
+                "trainer": trainer,
             },
             timeout_s=timeout_s + CONNECT_S,
         )
 
-    def close_communicator(self, timeout_s: float | None = None) -> None:
-        self._call("POST", "/close_communicator/", timeout_s=timeout_s)
+    def close_communicator(self, timeout_s: float | None = None, trainer: str = "") -> None:
+        self._call("POST", "/close_communicator/", {"trainer": trainer}, timeout_s=timeout_s)
 
     def update_flattened_params(
         self, metadatas: Sequence[Mapping[str, Any]], timeout_s: float, peft_config: Mapping[str, Any] | None = None

@@ -4,7 +4,11 @@ trainer's own process are in ``colocated``.) The engines' side is ``WeightReceiv
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import socket
+import sys
+import textwrap
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +27,9 @@ from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.checkpoints.folder import is_adapter_folder
 from coordexp.config.rollout import SyncConfig
 from coordexp.engine.trainer.client import ServerClient
-from coordexp.engine.wire.arguments import FINGERPRINT
+from coordexp.engine.wire.arguments import FINGERPRINT, NAME_CHARACTERS
 from coordexp.errors import CoordExpError, RolloutError
+from coordexp.printable import printable
 from coordexp.rollouts.backend import WeightSource
 from coordexp.weight_sync import WeightVersion
 from coordexp.weight_sync.buckets import combined, describe, in_buckets, piece_bytes, pieces, tensor_hashes
@@ -192,6 +197,13 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
+def _name_of(trainer_id: str) -> str:
+    # This process, as a server names it to other trainers.
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    shown = textwrap.shorten(printable(command), 240, placeholder=" …")
+    return f"trainer {trainer_id} (process {os.getpid()} on {socket.gethostname()}: {shown})"[:NAME_CHARACTERS]
+
+
 def _num_bytes(named: Sequence[tuple[str, torch.Tensor]]) -> int:
     return sum(tensor.numel() * tensor.element_size() for _, tensor in named)
 
@@ -205,7 +217,7 @@ class ServerPusher(WeightPusher):
         super().__init__(source, config)
         self.trainer_id = secrets.token_hex(8)  # unique to this process; no computation depends on it
         self.has_engines = bool(clients)
-        self.links = [ServerLink(client) for client in clients]
+        self.links = [ServerLink(client, _name_of(self.trainer_id)) for client in clients]
         self._deadline = float("inf")
         self._sending: list[Future[None]] = []
 
@@ -271,8 +283,10 @@ class ServerPusher(WeightPusher):
 class ServerLink:
     """The pusher's connection to one server: client, weight group, and the workers' reported state."""
 
-    def __init__(self, client: ServerClient) -> None:
+    def __init__(self, client: ServerClient, trainer: str) -> None:
+        """``trainer``: this one, as the server's messages name it to others."""
         self._client = client
+        self._trainer = trainer
         self._group: Communicator | None = None
         self._rank = -1
         self._pushed: WeightVersion | None = None
@@ -286,7 +300,7 @@ class ServerLink:
 
     def open(self) -> None:
         """Join a weight group with the server's workers, if there is none yet; they leave the group of an earlier
-        trainer. Raises RolloutError also if another trainer has pushed since this one did."""
+        trainer. Raises RolloutError also if another trainer is connected, or has pushed since this one did."""
         status = self._client.status()
         workers = [] if status is None else status["workers"]
         self.base = None if status is None else status.get(FINGERPRINT)
@@ -298,7 +312,7 @@ class ServerLink:
                 self,
             )
         for worker in workers:
-            # None: a server that was restarted. A trainer that starts takes over any server.
+            # None: a server that was restarted. A trainer that starts takes over a server without a connected one.
             if self._pushed is not None and worker["trainer_id"] not in (None, self._pushed.trainer_id):
                 raise RolloutError(
                     f"{self}: trainer {worker['trainer_id']} has pushed its weights since this one ({self._pushed}) "
@@ -315,10 +329,12 @@ class ServerLink:
             client, token = self._client, secrets.token_hex(16)
             self._rank = rank = client.world_size()  # the last one
             address = GroupAddress(client.host, client.group_port, rank, rank + 1, client.timeout_s, token)
-            client.close_communicator(timeout_s=client.timeout_s)
+            client.close_communicator(client.timeout_s, self._trainer)
             # Until the old group's port is free, this rank could join the old group's store, which has stale keys.
             wait_until_free(address, client.timeout_s)
-            announced = in_background(lambda: client.init_communicator(rank + 1, 0, client.timeout_s, token), THREAD)
+            announced = in_background(
+                lambda: client.init_communicator(rank + 1, 0, client.timeout_s, token, self._trainer), THREAD
+            )
             joined = in_background(lambda: join(address, device), THREAD)
             wait_for_all([announced, joined])
             self._group = joined.result()
@@ -398,7 +414,7 @@ class ServerLink:
         group.close()
         if notify:
             try:
-                self._client.close_communicator(timeout_s=CAUSE_S)
+                self._client.close_communicator(CAUSE_S, self._trainer)
             except RolloutError as error:
                 logger.info("%s: could not be notified that the trainer leaves (%s)", self, error)
 

@@ -32,6 +32,7 @@ from coordexp.engine.wire.arguments import (
     PIXELS,
     arithmetic_of,
     check_guard,
+    refusal_of_owner,
 )
 from coordexp.engine.wire.engine_process import api_key_from_environment
 from coordexp.engine.wire.protocol import image_source, infer_payload, read_answer
@@ -75,8 +76,8 @@ def check_servers(config: RolloutMatchingConfig, trainer_world_size: int, with_c
     """Wait until every server is up, and check that it can serve this run, before any model is loaded.
 
     Raises: RolloutError: a server does not answer within ``server.timeout_s``, has another repeat guard than
-    configured, or does not support class names. ConfigError: too few devices for the ranks, or one that server and
-    trainer would share. MissingDependency: weights could not be pushed to GPUs.
+    configured, belongs to another trainer, or does not support class names. ConfigError: too few devices for the
+    ranks, or one that server and trainer would share. MissingDependency: weights could not be pushed to GPUs.
     """
     clients = make_clients(config)
     try:
@@ -93,6 +94,8 @@ def check_servers(config: RolloutMatchingConfig, trainer_world_size: int, with_c
             if with_class_names:
                 check_names(client, status)
             workers = [] if status is None else status["workers"]
+            if (reason := refusal_of_owner([one.get("owner") for one in workers], "this run")) is not None:
+                raise RolloutError(f"{client.base_url}: {reason}")
             if any(one.get("device", "").startswith("cuda") for one in workers):
                 _check_gpus(client, [one.get("device_uuid") for one in workers])
     finally:

@@ -35,6 +35,7 @@ FINGERPRINT = "model_fingerprint"  # key of a server's status, where it takes ad
 ADAPTER_ID = 1
 ADAPTER_NAME = "coordexp"
 ADAPTER_PATH = "adapter-in-memory"  # vLLM requires a path; it is never read
+NAME_CHARACTERS = 400  # most of the name by which a trainer shows itself to servers
 CALL = "coordexp_call"  # the method through which our server calls all others
 RESULT, FAILURE = "result", "failure"
 
@@ -64,8 +65,9 @@ _TOKENS_PER_STEP, _SEQUENCES = 2048, 128
 
 
 class JoinRequest(BaseModel):
-    """Asks a server (either kind) to join a weight group. ``token``: every member that connects must send it. Requests
-    of ms-swift lack the last two fields. ``coordexp serve`` ignores ``host`` and ``first_rank``."""
+    """Asks a server (either kind) to join a weight group. ``token``: every member that connects must send it.
+    ``trainer``: who asks, as messages name it. Requests of ms-swift lack the last three fields. ``coordexp serve``
+    ignores ``host`` and ``first_rank``."""
 
     host: str = ""
     port: int = Field(ge=1, le=65535)
@@ -73,6 +75,13 @@ class JoinRequest(BaseModel):
     first_rank: int | None = None
     timeout_s: PushSeconds = 120.0
     token: str = Field(default="", max_length=128, repr=False)
+    trainer: str = Field(default="", max_length=NAME_CHARACTERS)
+
+
+class LeaveRequest(BaseModel):
+    """Asks a server to leave its weight group. ms-swift's clients send no body."""
+
+    trainer: str = Field(default="", max_length=NAME_CHARACTERS)
 
 
 class CommitRequest(BaseModel):
@@ -246,6 +255,18 @@ def check_guard(workers: Sequence[Mapping[str, Any]], wanted: RepeatTerminateCon
                 f"rollout_matching.repeat_terminate is not active as configured: wanted {expected}, but worker "
                 f"{number} has {guard}. It is activated at the server's start, by {ACTIVATION_PATH}"
             )
+
+
+def refusal_of_owner(owners: Sequence[str | None], trainer: str) -> str | None:
+    """Why ``trainer`` may not push: the owner of a worker's weight group is another one, which is connected. None if it
+    may."""
+    owner = next((one for one in owners if one is not None and one != trainer), None)
+    if owner is None:
+        return None
+    return (
+        f"this server belongs to {owner or 'a trainer without a name'}, which is connected, so {trainer or 'another'} "
+        "cannot push its weights there. End that one, or wait for its end, or give each trainer its own servers"
+    )
 
 
 def check_processors(

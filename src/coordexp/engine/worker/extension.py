@@ -75,19 +75,23 @@ class WeightSyncExtension:
         timeout_s: float = 120.0,
         token: str = "",
         listen_host: str = "",
+        trainer: str = "",
     ) -> None:
-        """Join a weight group (see :class:`GroupAddress`); its last member is the trainer. ``first_rank``: rank of this
-        engine's first worker, by default computed from its data-parallel rank."""
+        """Join a weight group (see :class:`GroupAddress`); its last member is the ``trainer``. ``first_rank``: rank of
+        this engine's first worker, by default computed from its data-parallel rank."""
         from vllm.distributed.parallel_state import get_world_group
 
         if first_rank is None:
             parallel = self.vllm_config.parallel_config
             first_rank = int(parallel.data_parallel_index) * int(parallel.tensor_parallel_size)
         rank = first_rank + get_world_group().rank
-        self.receiver.open(GroupAddress(host, port, rank, world_size, timeout_s, token, listen_host))
+        self.receiver.open(GroupAddress(host, port, rank, world_size, timeout_s, token, listen_host), trainer)
 
     def close_communicator(self) -> None:
         self.receiver.close()
+
+    def coordexp_owner(self) -> str | None:
+        return self.receiver.owner
 
     def update_flattened_params(self, metadatas: list[dict[str, Any]]) -> None:
         """Receive one bucket of full weights, under the checkpoint's tensor names."""
