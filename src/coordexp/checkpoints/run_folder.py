@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -12,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from coordexp import __version__
 from coordexp.checkpoints.fingerprints import DATA, DEEPSPEED, MODEL, SEAL, inputs_of, is_same, with_bases
 from coordexp.checkpoints.folder import RESOLVED_CONFIG, read_object
 from coordexp.config import RunConfig
@@ -137,6 +139,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def git_state() -> dict[str, Any] | None:
+    """Commit of the source tree this package runs from; None for an installed wheel or without git."""
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # Inside somebody else's repository (a venv below it) the commit would be theirs, not ours.
+    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
+    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+
+
 def last_step_of(folder: Path, state: Mapping[str, Any]) -> float:
     """The optimizer step after which the weights in ``folder`` were saved, by its ``trainer_state.json``: the last, or
     the best checkpoint's in a finished run with ``training.load_best_model_at_end``. Infinite if unknown."""
@@ -152,7 +171,8 @@ def _checked_changes(config: RunConfig, source: Path) -> tuple[Change, ...]:
     if not earlier:
         return ()
     manifest = read_manifest(source)
-    found = [*_by_content(changes(earlier, config), config, manifest), *_other_packages(manifest)]
+    found = [*_by_content(changes(earlier, config), config, manifest)]
+    found += [*_other_code(manifest), *_other_packages(manifest)]
     refused = [one for one in found if not one.harmless]
     fixed = [one.key for one in refused if one.key in FIXED]
     if not fixed and (not refused or config.training.resume_with_changes):
@@ -207,6 +227,17 @@ def _by_content(found: Iterable[Change], config: RunConfig, manifest: Mapping[st
         elif moved is not None:
             yield replace(moved, harmless=Path(moved.was).resolve() == Path(moved.now).resolve())
     yield from by_key.values()
+
+
+def _other_code(manifest: Mapping[str, Any]) -> Iterator[Change]:
+    if "coordexp" not in manifest:
+        return
+    was, now = (
+        str(version) if not git else f"{version}, commit {git['commit'][:8]}{' with changes' if git['dirty'] else ''}"
+        for version, git in ((manifest["coordexp"], manifest.get("git")), (__version__, git_state()))
+    )
+    if was != now:
+        yield Change("version of coordexp", was, now, harmless=True)
 
 
 def _other_packages(manifest: Mapping[str, Any]) -> Iterator[Change]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -25,7 +24,7 @@ from coordexp import distributed
 from coordexp.checkpoints.card import read_card
 from coordexp.checkpoints.fingerprints import inputs_of
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
-from coordexp.checkpoints.run_folder import CURVES, MANIFEST, read_manifest
+from coordexp.checkpoints.run_folder import CURVES, MANIFEST, git_state, read_manifest
 from coordexp.config import RunConfig, resolved_yaml
 from coordexp.config.resume import Change
 from coordexp.data.files import write_atomically
@@ -71,28 +70,12 @@ def write_manifest(
         "seed": config.training.seed,
         "world_size": distributed.world_size(),
         "coordexp": coordexp.__version__,
-        "git": _git_state(),
+        "git": git_state(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: metadata.version(name) for name in PACKAGES},
     }
     write_atomically(output_dir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-
-
-def _git_state() -> dict[str, Any] | None:
-    # Commit of the source tree this package runs from; None for an installed wheel or without git.
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-        except (FileNotFoundError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    # Inside somebody else's repository (a venv below it) the commit would be theirs, not ours.
-    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None
-    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
 
 
 _TRAIN = "train/"  # transformers' loggers add it to every name that is not an evaluation's

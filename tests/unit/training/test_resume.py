@@ -416,6 +416,9 @@ def test_other_packages_than_those_of_the_start_are_listed(tmp_path: Path) -> No
     path.write_text(json.dumps(manifest | {"packages": {**manifest["packages"], "torch": "1.0", "gone": "2.0"}}))
     torch, gone = (str(one) for one in decide_start(again).applied if one.key.startswith("package"))
     assert torch.startswith("package torch: 1.0 in the checkpoint, ") and gone.endswith("(no such key) now")
+    path.write_text(json.dumps(manifest | {"coordexp": "0.0.9", "git": {"commit": "1234567890", "dirty": True}}))
+    (code,) = (str(one) for one in decide_start(again).applied if one.key.startswith("version"))
+    assert code.startswith("version of coordexp: 0.0.9, commit 12345678 with changes in the checkpoint, 0.1.0")
 
 
 def test_the_manifest_describes_the_run(tmp_path: Path) -> None:
