@@ -315,3 +315,30 @@ def test_a_server_of_another_trainer_is_refused_at_start() -> None:
         pytest.raises(RolloutError, match=r"belongs to trainer 3f \(process 7 on here: .*, which is connected"),
     ):
         check_servers(section([fake.url]), 1)
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        (
+            {"max_model_len": 1023},
+            r"max_model_len: 1024 tokens in this run .*, and http\S+ cuts answers at 1023",
+        ),
+        ({"max_model_len": 2048}, None),
+        ({"dtype": "bfloat16"}, "dtype: float32 in this run, and http.* has bfloat16"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: auto in this run, and http.* has fp8"),
+    ],
+)
+def test_a_server_that_was_started_with_another_engine_is_refused_at_start(
+    server: dict[str, Any], message: str | None
+) -> None:
+    engine = {"max_model_len": 1024, "dtype": "float32", "kv_cache_dtype": "auto", **server}
+    with FakeRolloutServer(1, {"server": "coordexp serve", "workers": [{"engine": engine}]}) as fake:
+        config = section([fake.url])
+        own = config.vllm.model_copy(update={"max_model_len": 1024, "dtype": "float32"})
+        config = config.model_copy(update={"vllm": own})
+        if message is None:
+            check_servers(config, 1)
+        else:
+            with pytest.raises(RolloutError, match=message):
+                check_servers(config, 1)

@@ -22,13 +22,14 @@ from typing import Any, TypeVar
 
 from coordexp import distributed
 from coordexp.background import in_background
-from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.rollout import RolloutMatchingConfig, VLLMConfig
 from coordexp.engine.trainer.client import STALL_KEYS, ServerClient
 from coordexp.engine.wire.arguments import (
     ACTIVATION_PATH,
     ARITHMETIC,
     CLASS_NAMES_ENABLE,
     CLASS_NAMES_STATUS,
+    ENGINE,
     PIXELS,
     arithmetic_of,
     check_guard,
@@ -96,6 +97,7 @@ def check_servers(config: RolloutMatchingConfig, trainer_world_size: int, with_c
             workers = [] if status is None else status["workers"]
             if (reason := refusal_of_owner([one.get("owner") for one in workers], "this run")) is not None:
                 raise RolloutError(f"{client.base_url}: {reason}")
+            check_engine(client, status, config.vllm)
             if any(one.get("device", "").startswith("cuda") for one in workers):
                 _check_gpus(client, [one.get("device_uuid") for one in workers])
     finally:
@@ -142,6 +144,26 @@ def check_names(client: ServerClient, status: Mapping[str, Any] | None) -> None:
             f"rollout_matching.vllm.server.closed_names: true (swift rollout: {CLASS_NAMES_ENABLE}=1 and CoordExp's "
             "plugin), or write rollout_backend: hf, or vllm.mode: colocate"
         )
+
+
+def check_engine(client: ServerClient, status: Mapping[str, Any] | None, vllm: VLLMConfig) -> None:
+    """Raises RolloutError if a server's engine answers by other keys than this run's resolved section: it cuts answers
+    earlier, or computes in another number type."""
+    for worker in () if status is None else status["workers"]:
+        if (theirs := _reported(client, worker, ENGINE)) is None:
+            continue
+        for key, ours in (("dtype", vllm.dtype), ("kv_cache_dtype", vllm.kv_cache_dtype or "auto")):
+            if ours is not None and theirs[key] != ours:
+                raise RolloutError(
+                    f"rollout_matching.vllm.{key}: {ours} in this run, and {client.base_url} has {theirs[key]}; start "
+                    "the server with this run's YAML"
+                )
+        if vllm.max_model_len is not None and theirs["max_model_len"] < vllm.max_model_len:
+            raise RolloutError(
+                f"rollout_matching.vllm.max_model_len: {vllm.max_model_len} tokens in this run (null is "
+                f"global_max_length), and {client.base_url} cuts answers at {theirs['max_model_len']}; start the "
+                "server with this run's YAML"
+            )
 
 
 def check_pixels(client: ServerClient, status: Mapping[str, Any] | None, model: Any) -> None:

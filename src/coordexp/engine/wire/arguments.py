@@ -43,6 +43,7 @@ CLASS_NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift 
 CLASS_NAMES_STATUS = "closed_names"  # key of a worker's status: whether it applies them
 PIXELS = "pixels"  # key of a worker's status: these settings of its checkpoint's image processor
 PIXEL_SETTINGS = ("do_rescale", "do_normalize", "rescale_factor", "image_mean", "image_std", "temporal_patch_size")
+ENGINE = "engine"  # key of a worker's status: the keys of rollout_matching.vllm that change its answers
 ARITHMETIC = "arithmetic"  # key of a worker's status: arithmetic_of its checkpoint
 # Keys of config.json that change a model's answers, but no weight's shape.
 _ARITHMETIC = {

@@ -17,6 +17,7 @@ from coordexp.engine.wire.arguments import (
     ADAPTER_PATH,
     ARITHMETIC,
     CLASS_NAMES_STATUS,
+    ENGINE,
     FAILURE,
     PIXEL_SETTINGS,
     PIXELS,
@@ -169,6 +170,11 @@ class WeightSyncExtension:
             "repeat_terminate": guard_report(self),
             "num_known_tokens": None if known_tokens is None else known_tokens.num_known,
             CLASS_NAMES_STATUS: processor_of(self, RequestClassNamesProcessor) is not None,
+            ENGINE: {
+                "max_model_len": self.vllm_config.model_config.max_model_len,
+                "dtype": str(self.model_runner.model_config.dtype).removeprefix("torch."),
+                "kv_cache_dtype": self.vllm_config.cache_config.cache_dtype,
+            },
             PIXELS: {name: getattr(processor, name) for name in PIXEL_SETTINGS},
             ARITHMETIC: arithmetic_of(self.vllm_config.model_config.model),
         }
