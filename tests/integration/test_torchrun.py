@@ -191,5 +191,5 @@ def test_ranks_with_different_numbers_of_rows_stay_in_step(tmp_path: Path, monke
     assert_same_training(config, one, ranks)
     lines = ranks[0]["steps"]
     assert lines[0]["stage2/closure_dropped_total"] == 3 and lines[0]["packing/blank_rows_total"] > 0
-    assert lines[0]["packing/segments_total"] - lines[0]["packing/blank_rows_total"] == 3
+    assert lines[0]["packing/segments_total"] == 3
     assert all(line["train/micro_steps"] % 2 == 0 for line in lines), "one rank had more forwards than the other"

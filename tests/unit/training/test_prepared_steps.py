@@ -73,6 +73,7 @@ def test_a_rank_with_fewer_rows_runs_blank_ones_first(
     prepared, metrics = prepare(draining(loaded, backend, 400), [samples[:2]])
     supervised = [any(s.target.weights for s in row.segments) for row in prepared.rows]
     assert supervised == [False, False, True] and metrics["packing/blank_rows_total"] == 2
+    assert metrics["packing/segments_total"] == 2, "a blank row's prompt is not trained on"
 
 
 @pytest.mark.parametrize("capacity", [None, 400], ids=["unpacked", "packed"])
