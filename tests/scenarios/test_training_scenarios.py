@@ -14,7 +14,6 @@ from coordexp.coords import TURN_END
 from coordexp.modeling.load import LoadedModel
 from coordexp.parsing import parse_rollout
 from coordexp.records import Rollout, RolloutRequest, TokenRole
-from coordexp.rollouts import SeedContext
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.step import PreparedStep
 from support.tiny_run import (
@@ -177,7 +176,7 @@ class Replay(QuietBackend):
     def __init__(self, said: Sequence[Rollout]) -> None:
         self._said = {rollout.sample_id: rollout for rollout in said}
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: SeedContext, on_answer: Any = None) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Any = None, on_answer: Any = None) -> list[Rollout]:
         return [self._said[request.sample_id] for request in requests]
 
 

@@ -255,7 +255,7 @@ class QuietBackend:
 
     batch_size = 3
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: Any, on_answer: Any = None) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Any = None, on_answer: Any = None) -> list[Rollout]:
         raise NotImplementedError
 
     def generate_rounds(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
@@ -287,7 +287,7 @@ class InMemoryBackend(QuietBackend):
         self.versions: list[int] = []
         self.closed = 0
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: Any, on_answer: Any = None) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Any = None, on_answer: Any = None) -> list[Rollout]:
         self.calls.append(tuple(request.sample_id for request in requests))
         self.seeds.append(seeds)
         return [self._rollout(request) for request in requests]

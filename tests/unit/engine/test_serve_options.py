@@ -124,7 +124,7 @@ def test_more_engines_than_a_cpu_has_cores_for_are_refused(
     engines: int, tensor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"processes on a CPU of 2 cores; start at most 8 \(--data-parallel-size\)"):
+    with pytest.raises(ConfigError, match=r"processes; this CPU has 2 cores: start at most 8 \(--data-parallel-size\)"):
         options_of(tmp_path, replicas=engines, tensor_parallel_size=tensor)
     assert options_of(tmp_path, replicas=8).world_size == 8
 

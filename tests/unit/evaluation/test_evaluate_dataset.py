@@ -26,7 +26,7 @@ class Scripted(QuietBackend):
         self.texts, self.batch_size = texts, batch_size
         self.batches: list[tuple[list[str], Seeds]] = []
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Any = None) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Any = None, on_answer: Any = None) -> list[Rollout]:
         self.batches.append(([r.sample_id for r in requests], seeds))
         vocab = qwen_vocab()
         for answers in range(1, len(requests) + 1):
@@ -42,7 +42,7 @@ class Scripted(QuietBackend):
 class OtherPrompt(QuietBackend):
     """Reports another prompt than it was given, like an engine that resizes images by its own rules."""
 
-    def generate(self, requests: Sequence[RolloutRequest], seeds: Seeds, on_answer: Any = None) -> list[Rollout]:
+    def generate(self, requests: Sequence[RolloutRequest], seeds: Any = None, on_answer: Any = None) -> list[Rollout]:
         return [Rollout(r.sample_id, (*r.prompt_token_ids, 1), (), "", False) for r in requests]
 
 

@@ -238,7 +238,7 @@ class FakeColocatedBackend(InMemoryBackend):
         self._borrowed.enter_context(self._offload.away())
         super().sync_weights(version)
 
-    def generate(self, requests: Any, seeds: Any, on_answer: Any = None) -> Any:
+    def generate(self, requests: Any, seeds: Any = None, on_answer: Any = None) -> Any:
         self.device_was_free.append(all(home.nbytes() == 0 for home in self._homes))
         return super().generate(requests, seeds)
 

@@ -149,7 +149,7 @@ def test_two_channel_answers_are_generated_during_the_step_before(ahead: Any) ->
 
 def test_a_failure_ends_its_own_step_after_a_save(ahead: Any, tmp_path: Path) -> None:
     class Failing(Aging):
-        def generate(self, requests: Any, seeds: Any, on_answer: Any = None) -> list[Rollout]:
+        def generate(self, requests: Any, seeds: Any = None, on_answer: Any = None) -> list[Rollout]:
             if seeds.global_step == 2:
                 raise RolloutError("the engine is gone")
             return super().generate(requests, seeds)

@@ -94,8 +94,8 @@ def serve_options(
     num_workers, most = num_engines * tensor_parallel_size, max(LEAST_WORKERS, os.cpu_count() or 1)
     if not num_gpus and num_workers > most:
         raise ConfigError(
-            f"{num_engines} engines of tensor_parallel_size {tensor_parallel_size} are {num_workers} processes on a CPU "
-            f"of {os.cpu_count()} cores; start at most {most} (--data-parallel-size)"
+            f"{num_engines} engines of tensor_parallel_size {tensor_parallel_size} are {num_workers} processes; this "
+            f"CPU has {os.cpu_count()} cores: start at most {most} (--data-parallel-size)"
         )
     return ServeOptions(
         model=Path(config.model.model),
