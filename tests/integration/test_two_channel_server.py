@@ -44,7 +44,7 @@ def guarded_keys() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("server")
-    config = guarded_config(folder, "coordexp")
+    config = guarded_config(folder, "coordexp", global_max_length=guarded_keys()["global_max_length"])
     with serving(folder, config) as running:
         yield running, config
 

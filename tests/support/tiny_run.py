@@ -146,13 +146,21 @@ def run_config(folder: Path, stage: int | Literal["two_channel"], name: str = "r
 
 
 def train(config: RunConfig, backend: Any = None, on_built: Callable[[Any], None] | None = None) -> Any:
-    """Train as ``coordexp train`` does; ``backend`` answers in place of the configuration's. Returns the trainer."""
+    """Train as ``coordexp train`` does; ``backend`` answers in place of the configuration's. Returns the trainer, which
+    has left its servers; after an error it is closed."""
+    from coordexp.engine.trainer.server_backend import ServerBackend
     from coordexp.training.run import build_trainer, check_run
 
     trainer, resume = build_trainer(check_run(config), Console(quiet=True), backend=backend)
     if on_built is not None:
         on_built(trainer)
-    trainer.train(None if resume is None else str(resume))
+    try:
+        trainer.train(None if resume is None else str(resume))
+    except BaseException:
+        trainer.close()
+        raise
+    if isinstance(trainer.backend, ServerBackend):
+        trainer.backend.close()
     return trainer
 
 

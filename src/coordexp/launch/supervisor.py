@@ -18,7 +18,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -35,6 +34,7 @@ from coordexp.engine.wire.arguments import ACTIVATION_PATH, check_guard
 from coordexp.engine.wire.engine_process import api_key_from_environment, die_with_parent
 from coordexp.errors import CoordExpError, LaunchFailed, RolloutError
 from coordexp.launch.plan import PLAN_JSON, SERVER_ONLY, LaunchPlan, ProcessPlan, ServerPlan
+from coordexp.temporary import temporary_folder
 
 _POLL_S = 0.2
 PROBE_S = 5.0
@@ -131,9 +131,7 @@ class Supervisor:
     view: LaunchView
     stdin: int
     # Private to this user: anyone who can write to it can pose as a process of the run.
-    _private: tempfile.TemporaryDirectory[str] = field(
-        default_factory=lambda: tempfile.TemporaryDirectory(prefix="coordexp-launch-")
-    )
+    _private: Path = Path()
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _signal: int | None = None
     _at_once: bool = False  # a second Ctrl-C or SIGTERM: wait no longer
@@ -143,6 +141,10 @@ class Supervisor:
         adopt_orphans()
         for number in _forwarded():
             signal.signal(number, self._note_signal)
+        with temporary_folder("coordexp-launch-") as self._private:
+            return self._run_and_end()
+
+    def _run_and_end(self) -> int:
         try:
             return self._run()
         except _Signalled as received:
@@ -164,7 +166,6 @@ class Supervisor:
             end_descendants(AT_ONCE_S if self._at_once else SERVER_GRACE_S)
             if self.plan.rendezvous is not None:
                 self.plan.rendezvous.unlink(missing_ok=True)
-            self._private.cleanup()
 
     def _run(self) -> int:
         for server in self.plan.servers:
@@ -203,8 +204,8 @@ class Supervisor:
         environment |= process.environment
         environment |= {name: os.environ[source] for name, source in process.secrets.items()}
         if process is self.plan.trainer:
-            environment[RENDEZVOUS] = str(Path(self._private.name) / "store")
-            environment["PET_LOG_DIR"] = self._private.name  # torchrun makes a folder there, and removes none
+            environment[RENDEZVOUS] = str(self._private / "store")
+            environment["PET_LOG_DIR"] = str(self._private)  # torchrun makes a folder there, and removes none
         environment["PYTHONUNBUFFERED"] = "1"
         with process.log.open("wb") as log:
             self._running[process.name] = subprocess.Popen(

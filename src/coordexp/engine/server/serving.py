@@ -28,12 +28,14 @@ from coordexp.engine.wire.engine_process import (
 from coordexp.engine.wire.protocol import PromptBuilder
 from coordexp.errors import RolloutError, require
 from coordexp.heavy_imports import heavy_imports
+from coordexp.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from coordexp.engine.server.app import RolloutServer
 
 logger = logging.getLogger(__name__)
 DRAIN_S = 10
+_SOCKETS = "coordexp-serve-"
 _VLLM_SOCKETS = "VLLM_RPC_BASE_PATH"
 _LONGEST_SOCKET = 107  # bytes of a socket's path in Linux
 
@@ -86,14 +88,15 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
 
 @contextmanager
 def _folder_of_sockets() -> Iterator[None]:
-    """Let vLLM make its sockets in a folder of their own, which is removed: it removes none. A user's own folder is
-    kept, and so is vLLM's if another level would make a socket's path too long."""
-    fits = len(os.fsencode(tempfile.gettempdir())) + len(f"/vllm-12345678/{uuid.uuid4()}") <= _LONGEST_SOCKET
+    """Let vLLM make its sockets in a folder of their own, which is removed, by the next server if this one is killed:
+    vLLM removes none. A user's own folder is kept, and so is vLLM's if another level would make a socket's path too
+    long."""
+    fits = len(os.fsencode(tempfile.gettempdir())) + len(f"/{_SOCKETS}12345678/{uuid.uuid4()}") <= _LONGEST_SOCKET
     if not fits or _VLLM_SOCKETS in os.environ:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
-        os.environ[_VLLM_SOCKETS] = folder
+    with temporary_folder(_SOCKETS) as folder:
+        os.environ[_VLLM_SOCKETS] = str(folder)
         yield
 
 
