@@ -102,8 +102,8 @@ class Started:
             time.sleep(0.1)
         assert not left, f"processes are left: {[(one.pid, one.cmdline()[:6]) for one in left]}"
         if sockets:
-            found = [path for path in self.scratch.rglob("*") if path.is_socket()]
-            assert not found, f"sockets are left: {found}"
+            found = [path for path in self.scratch.rglob("*") if path.is_socket() or path.name.startswith("vllm_dist_")]
+            assert not found, f"sockets or files of engines' starts are left: {found}"
         # Names have the number of the process, which is part of other processes' numbers too.
         shared = [
             path.name for path in Path("/dev/shm").iterdir() if str(self.process.pid) in re.findall(r"\d+", path.name)
