@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -58,6 +57,7 @@ from coordexp.hub import name_of
 from coordexp.inference.session import checked_model, open_session, size_note, with_several_answers
 from coordexp.printable import printable
 from coordexp.records import ImageRecord, read_lines
+from coordexp.temporary import temporary_folder
 
 DRAWINGS = "images"
 Score = Literal["token_probability", "confidence"] | float
@@ -143,10 +143,10 @@ def run_prediction(
     with (
         open_session(config, path, classes) as session,
         reporting(console, f"predicting with {path}", _counted(tiling), stays=True) as on_progress,
-        tempfile.TemporaryDirectory(prefix="coordexp-tiles-") as cut,
+        temporary_folder("coordexp-tiles-") as cut,
         distributed.raise_on_all_ranks("coordexp predict"),
     ):
-        shown = asked if tiling is None else CutTiles(asked, Path(cut), samples_of_batch(session.backend, answers))
+        shown = asked if tiling is None else CutTiles(asked, cut, samples_of_batch(session.backend, answers))
         scorer = session.scorer if isinstance(score, str) else None
         if scorer is not None and score == "confidence":
             scorer = replace(scorer, calibration=None)  # fitted on annotations that count as complete
@@ -479,11 +479,11 @@ def answer_jsonl(
     with (
         open_session(answering, model, classes) as session,
         reporting(console, description, _counted(tiling), stays=True) as on_progress,
-        tempfile.TemporaryDirectory(prefix="coordexp-tiles-") as cut,
+        temporary_folder("coordexp-tiles-") as cut,
     ):
         seed = config.training.seed
         scorer = replace(session.scorer, calibration=None) if calibrates else session.scorer
-        shown = asked if tiling is None else CutTiles(asked, Path(cut), samples_of_batch(session.backend, answers))
+        shown = asked if tiling is None else CutTiles(asked, cut, samples_of_batch(session.backend, answers))
         answered = answer_dataset(
             RecordDataset(shown, session.encoder.encode, config.custom.object_ordering, seed),
             session.backend,
