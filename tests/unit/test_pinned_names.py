@@ -92,6 +92,7 @@ PINNED: dict[str, dict[str, list[str]]] = {
             *("SwiftRolloutDeploy._register_rl_rollout_app", "SwiftRolloutDeploy._require_api_key"),
             *("SwiftRolloutDeploy.lifespan", "SwiftRolloutDeploy.health", "SwiftRolloutDeploy.infer"),
             *("SwiftRolloutDeploy.init_communicator", "SwiftRolloutDeploy.process_weights_after_loading"),
+            "SwiftRolloutDeploy.close_communicator",
             *("SwiftRolloutDeploy.get_world_size", "SwiftRolloutDeploy: self.connections"),
             *("SwiftRolloutDeploy: self.processes", "SwiftRolloutDeploy: self.args"),
             *("SwiftRolloutDeploy: self.num_connections", "SwiftRolloutDeploy: 'type': 'call'"),
