@@ -169,10 +169,12 @@ def last_step_of(folder: Path, state: Mapping[str, Any]) -> float:
 def _checked_changes(config: RunConfig, source: Path) -> tuple[Change, ...]:
     earlier = _settings_of_run(source)
     if not earlier:
-        return ()
+        return (Change(RESOLVED_CONFIG, "missing", "no key is compared", harmless=True),)
     manifest = read_manifest(source)
     found = [*_by_content(changes(earlier, config), config, manifest)]
     found += [*_other_code(manifest), *_other_packages(manifest)]
+    if not manifest:
+        found.append(Change(MANIFEST, "missing", "model and data are compared by path alone", harmless=True))
     refused = [one for one in found if not one.harmless]
     fixed = [one.key for one in refused if one.key in FIXED]
     if not fixed and (not refused or config.training.resume_with_changes):

@@ -31,11 +31,12 @@ def configured(folder: Path, model: Path, **training: Any) -> RunConfig:
 
 
 def trained(config: RunConfig, step: int, of: int, epoch: float) -> Path:
-    """A checkpoint as a run of ``config`` leaves it, by its seal, settings and state."""
+    """A checkpoint as a run of ``config`` leaves it, by its seal, settings, manifest and state."""
     folder = Path(config.training.output_dir) / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     (folder / "complete.json").write_text(json.dumps({"resumable": True, "step": step}))
     (folder / "resolved_config.yaml").write_text(resolved_yaml(config))
+    (folder / "run_manifest.json").write_text(json.dumps({"seed": 42}))
     state = {"global_step": step, "max_steps": of, "epoch": epoch}
     (folder / "trainer_state.json").write_text(json.dumps(state))
     return folder

@@ -419,6 +419,10 @@ def test_other_packages_than_those_of_the_start_are_listed(tmp_path: Path) -> No
     path.write_text(json.dumps(manifest | {"coordexp": "0.0.9", "git": {"commit": "1234567890", "dirty": True}}))
     (code,) = (str(one) for one in decide_start(again).applied if one.key.startswith("version"))
     assert code.startswith("version of coordexp: 0.0.9, commit 12345678 with changes in the checkpoint, 0.1.0")
+    for file in (MANIFEST, RESOLVED_CONFIG):  # nothing that cannot be compared is passed over in silence
+        for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-1"):
+            (folder / file).unlink(missing_ok=True)
+        assert f"{file}: missing in the checkpoint" in str(decide_start(again).applied[-1])
 
 
 def test_the_manifest_describes_the_run(tmp_path: Path) -> None:
