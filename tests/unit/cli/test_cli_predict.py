@@ -262,7 +262,7 @@ def test_a_sheet_shows_the_mistakes(tmp_path: Path, cli: Cli) -> None:
         assert (sheet.size, wider.size) == ((3 * 2 * 320, 26 + 3 * 240 + 26), (2 * 3 * 320, 26 + 3 * 240 + 26))
     same = cli("evaluate", "--compare", tmp_path / "a", tmp_path / "a", "--resamples", 10, "--sheet",
                    tmp_path / "same.png")  # fmt: skip
-    assert same.code == 0 and "F1 by class" in same.out and "no difference to draw" in same.out
+    assert same.code == 0 and "F1 by class" in same.out and "no image has a mistake or a difference" in same.out
     Path(answers[0].image).unlink()
     gone = cli("evaluate", tmp_path / "a", "--sheet", tmp_path / "gone.png")
     assert gone.code == 2 and "0.png" in gone.err and "by density" in gone.out
