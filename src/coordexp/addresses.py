@@ -1,4 +1,4 @@
-"""URLs and the hosts in them, from configurations, requests and other people's files."""
+"""URLs and the hosts in them, from configurations, requests and other people's files; options of connections."""
 
 from __future__ import annotations
 

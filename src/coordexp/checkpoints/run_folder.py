@@ -151,9 +151,9 @@ def git_state() -> dict[str, Any] | None:
         return done.stdout.strip() if done.returncode == 0 else None
 
     # Inside somebody else's repository (a venv below it) the commit would be theirs, not ours.
-    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+    if git("ls-files", "--error-unmatch", Path(__file__).name) is None or (commit := git("rev-parse", "HEAD")) is None:
         return None
-    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
 
 
 def last_step_of(folder: Path, state: Mapping[str, Any]) -> float:

@@ -16,7 +16,7 @@ from coordexp.errors import ConfigError
 logger = logging.getLogger("coordexp")
 Config = TypeVar("Config", bound=RunConfig | EvaluationConfig)
 
-_BUILT_IN = {"template.prompt": DEFAULT_PROMPT}  # the values of null
+_BUILT_IN = {"template.prompt": DEFAULT_PROMPT}  # null everywhere gives these
 
 
 def with_own_template(config: Config, checkpoint: str | Path | None = None) -> Config:

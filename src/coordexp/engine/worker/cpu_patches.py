@@ -67,10 +67,19 @@ class _SleepingCondition(shm_broadcast.SpinCondition):
 
 # On CPUs vLLM starts a worker process even if an engine has one worker, to bind its threads to cores. We do not bind
 # them. The process would cost another import of vLLM per start and two passes through a queue per decoding step, so
-# the worker runs in the engine's core process, as it does with a GPU.
+# the worker runs in the engine's core process, as it does with a GPU. It meets itself by a temporary file, and vLLM
+# leaves one of each start; all groups exist when the executor is ready.
 
 
-class CoreExecutor(UniProcExecutor): ...
+class CoreExecutor(UniProcExecutor):
+    def _distributed_args(self) -> tuple[str, int, int]:
+        self._address, rank, local_rank = super()._distributed_args()
+        return self._address, rank, local_rank
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        if self._address.startswith("file://"):
+            Path(self._address.removeprefix("file://")).unlink(missing_ok=True)
 
 
 class WorkersExecutor(MultiprocExecutor):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +45,6 @@ class WeightSyncExtension:
     model_runner: Any
     device: torch.device
     vllm_config: Any
-    distributed_init_method: str
     _weight_receiver: WeightReceiver | None = None
 
     # Not __init__, which is that of vLLM's worker.
@@ -65,7 +63,6 @@ class WeightSyncExtension:
     def receiver(self) -> WeightReceiver:
         """This worker's receiver of weights; created at its first use, after the model is loaded."""
         if self._weight_receiver is None:
-            _remove_rendezvous_on_cpu(self.distributed_init_method)
             sharded = self.vllm_config.parallel_config.world_size > 1
             self._weight_receiver = WeightReceiver(self.engine_model, torch.device(self.device), sharded=sharded)
         return self._weight_receiver
@@ -228,10 +225,3 @@ class WeightSyncExtension:
                 self.model_runner.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH, load_inplace=True))
             finally:
                 del manager._load_adapter
-
-
-def _remove_rendezvous_on_cpu(address: str) -> None:
-    # The file by which the only worker of an engine met itself: vLLM leaves one of each start. With a GPU it may be
-    # read again.
-    if address.startswith("file://") and not torch.cuda.is_available():
-        Path(address.removeprefix("file://")).unlink(missing_ok=True)
