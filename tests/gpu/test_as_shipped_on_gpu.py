@@ -20,6 +20,8 @@ FIRST = (
     "stage2_rollout_aligned/lora", "stage2_two_channel/base", "stage2_rollout_aligned/colocate",
 )  # fmt: skip
 IN_ORDER = sorted(ROWS, key=lambda row: FIRST.index(row.name) if row.name in FIRST else len(FIRST))
+# By `pytest -n`, one after the other: an engine takes a large part of the GPU's memory.
+ENGINES = pytest.mark.xdist_group("engines")
 
 
 def reason_to_skip(row: Row, gpus: int) -> str | None:
@@ -34,7 +36,9 @@ def reason_to_skip(row: Row, gpus: int) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("row", IN_ORDER, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name, marks=[ENGINES] if row.uses_vllm else []) for row in IN_ORDER]
+)
 def test_a_shipped_file_runs_to_its_end(row: Row, tmp_path: Path) -> None:
     if (reason := reason_to_skip(row, torch.cuda.device_count())) is not None:
         pytest.skip(reason)
