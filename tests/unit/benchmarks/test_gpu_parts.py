@@ -66,7 +66,7 @@ def test_parts_are_chosen_and_end_with_the_total_limit(monkeypatch: pytest.Monke
 
 def test_extra_parts_run_if_named_and_in_a_rehearsal() -> None:
     usual = gpu.read_options([]).only
-    assert {"tests", "as_shipped", "sft", "engine_plain", "engine_skipped", "rewritten_colocate", "doctor"} <= set(usual)
+    assert {"tests", "as_shipped", "sft", "rewritten_colocate", "doctor"} <= set(usual)
     assert not {"lora_8b", "doctor_engine"} & set(usual)
     every = [part.name for part in gpu.PARTS]
     assert gpu.read_options(["--all"]).only == gpu.read_options(["--cpu"]).only == every
