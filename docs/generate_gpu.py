@@ -1,6 +1,6 @@
-"""Writes the tables of one H100 in ``docs/gpu.md``, ``docs/training-step.md`` and both READMEs: measured figures from
-the results of ``make gpu`` in ``benchmarks/results``, estimates from shapes, and traces of ``make fake-gpu``; the text
-between them is written by hand.
+"""Writes the tables of one H100 or H200 in ``docs/gpu.md``, ``docs/training-step.md`` and both READMEs: measured
+figures from the results of ``make gpu`` in ``benchmarks/results``, estimates from shapes, and traces of ``make
+fake-gpu``; the text between them is written by hand.
 
 python docs/generate_gpu.py            # write them
 python docs/generate_gpu.py --check    # exit 1 if a table is not what would be written
@@ -20,7 +20,7 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 TARGETS = (DOCS / "gpu.md", DOCS / "training-step.md", ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 RESULTS = ROOT / "benchmarks" / "results"
-HARDWARE = "h100-80gb"  # with which the names of result folders begin
+HARDWARE = ("h100-80gb", "h200")  # with which the names of result folders begin; both compute equally fast
 ON_PAPER = RESULTS / "cpu-2core-epyc-2026-11-25" / "decode_wide_batch_1.json"
 TRACES = RESULTS / "trace-2026-11-27" / "steps.jsonl"  # by `make fake-gpu`
 _TABLE = re.compile(r"(?<=<!-- table: )([a-z_ ]+)( -->\n).*?(?=<!-- end of table -->)", re.S)
@@ -73,11 +73,16 @@ def page(text: str) -> str:
     return _TABLE.sub(lambda match: f"{match[1]}{match[2]}" + "\n".join(TABLES[match[1]]()) + "\n", text)
 
 
+def results(name: str) -> list[Path]:
+    """Result files of that name, the newest last."""
+    files = [file for hardware in HARDWARE for file in RESULTS.glob(f"{hardware}*/{name}")]
+    return sorted(files, key=lambda file: file.parent.name[-10:])
+
+
 @cache
 def measured(part: str | None) -> Mapping[str, Any] | None:
     """The newest complete result of a part."""
-    files = sorted(RESULTS.glob(f"{HARDWARE}*/{part}.json"), key=lambda file: file.parent.name[-10:])
-    found = [json.loads(file.read_text(encoding="utf-8")) | {"file": file} for file in files]
+    found = [json.loads(file.read_text(encoding="utf-8")) | {"file": file} for file in results(f"{part}.json")]
     complete = [one for one in found if one["complete"]]
     return complete[-1] if complete else None
 
@@ -314,13 +319,14 @@ def link_to(file: Path, root: str = "") -> str:
 
 
 def origin(result: Mapping[str, Any]) -> str:
-    """When a result was measured, by which commit, and its file."""
-    return f"{result['machine']['date'][:10]}, {commit_of(result)} | {link_to(result['file'])}"
+    """The GPU, when a result was measured, by which commit, and its file."""
+    gpu = result["machine"]["gpu"].split()[1]  # of NVIDIA H100 80GB HBM3
+    return f"{gpu}, {result['machine']['date'][:10]}, {commit_of(result)} | {link_to(result['file'])}"
 
 
 def in_short() -> Iterator[str]:
     """The README's table: each measurement in a line."""
-    yield "| one H100 | measured | estimated | when, commit | results |"
+    yield "| one GPU | measured | estimated | GPU, date, commit | results |"
     yield "|---|---|---|---|---|"
     if (found := newest_summary()) is not None and (note := found["tests"]):
         yield f"| the tests for GPUs | {note.partition(' in ')[0]} | | {origin(found)} |"
@@ -356,7 +362,7 @@ def _tests() -> Iterator[str]:
 
 def newest_summary() -> dict[str, Any] | None:
     """The newest summary, its ``file``, and what it notes of the ``tests``."""
-    for file in sorted(RESULTS.glob(f"{HARDWARE}*/summary.json"), reverse=True)[:1]:
+    for file in results("summary.json")[-1:]:
         summary = json.loads(file.read_text(encoding="utf-8"))
         notes = [row["note"] for row in summary["results"] if row["part"] == "tests"]
         return summary | {"file": file, "tests": notes[0] if notes else None}
