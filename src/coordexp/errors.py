@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 from pathlib import Path
 from types import ModuleType
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError: a disk takes no more, or a file is too large
 _LONGEST_LINE, _HEAD, _TAIL = 2000, 1500, 400  # characters
 
 

@@ -25,7 +25,7 @@ from coordexp.cli.data import data_app
 from coordexp.cli.model import model_app
 from coordexp.cli.train import config_app
 from coordexp.cli.usage import App
-from coordexp.errors import CoordExpError, RunFinished, RunStopped, shortened
+from coordexp.errors import DISK_FULL, CoordExpError, RunFinished, RunStopped, shortened
 from coordexp.out_of_memory import describe
 from coordexp.printable import PrintableFilter
 
@@ -199,11 +199,12 @@ _FIXES = {
 def _system_error(error: OSError) -> str:
     """One line: path, reason, fix."""
     paths = " -> ".join(shortened(str(path)) for path in (error.filename, error.filename2) if path is not None)
-    if not paths and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) and _is_output_full():
+    if not paths and error.errno in (*DISK_FULL, errno.EIO) and _is_output_full():
         paths = "standard output"
     reason = " ".join((error.strerror or str(error) or type(error).__name__).split())
     fix = _FIXES.get(error.errno or 0, "coordexp --debug COMMAND shows where")
-    return f"{paths}: {reason}; {fix}" if paths else f"{reason}; {fix}"
+    notes = getattr(error, "__notes__", ())  # how to continue
+    return (f"{paths}: " if paths else "") + "; ".join([reason, fix, *notes])
 
 
 def _is_output_full() -> bool:

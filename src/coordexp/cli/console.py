@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from coordexp.errors import ConfigError, CoordExpError, DataError
+from coordexp.errors import DISK_FULL, ConfigError, CoordExpError, DataError
 from coordexp.heavy_imports import heavy_imports
 from coordexp.printable import printable
 
@@ -86,9 +86,13 @@ def no_bars_in_log_files(*, nor_on_terminals: bool = False) -> None:
 
 @contextmanager
 def on_interrupt(message: str | Callable[[], str]) -> Iterator[None]:
-    """Say after Ctrl-C or SIGTERM what there is now, and how to continue."""
+    """Say after Ctrl-C or SIGTERM, and with the error of a full disk, what there is now, and how to continue."""
     try:
         yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            error.add_note(message if isinstance(message, str) else message())
+        raise
     except (KeyboardInterrupt, SystemExit) as end:
         if isinstance(end, SystemExit) and end.code != 128 + signal.SIGTERM:
             raise

@@ -3,7 +3,6 @@ computed again."""
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from coordexp import distributed
-from coordexp.errors import CheckpointError, ConfigError, DataError
+from coordexp.errors import DISK_FULL, CheckpointError, ConfigError, DataError
 from coordexp.reading import is_own
 
 logger = logging.getLogger("coordexp")
@@ -88,7 +87,6 @@ def give_ordinary_mode(folder: Path) -> None:
 
 
 _BLOCK = 1 << 16
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -97,7 +95,7 @@ def naming(path: Path, instead_of: Path | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_full = error.filename is None and error.errno in _FULL
+        is_full = error.filename is None and error.errno in DISK_FULL
         if is_full or (instead_of is not None and str(error.filename) == str(instead_of)):
             error.filename = str(path)
         raise
@@ -166,10 +164,10 @@ def unwritable(folder: Path) -> str | None:
     return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, fix: str = "name another folder") -> None:
     """Raises DataError if no file can be written to a folder: before anything is computed for it."""
     if (reason := unwritable(folder)) is not None:
-        raise DataError(f"{reason}; name another folder", path=folder)
+        raise DataError(f"{reason}; {fix}", path=folder)
 
 
 def check_new_file(

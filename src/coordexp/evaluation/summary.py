@@ -186,7 +186,7 @@ def check_replaced(folder: Path, about: Mapping[str, object], overwrite: bool) -
     """Raise DataError if :func:`write_summary` would replace other answers or an evaluation of something else in
     ``folder``; ``overwrite`` allows it; or could not write there. Mappings in ``about`` are compared by their keys,
     unless the earlier evaluation has none of that name: an earlier version of CoordExp did not write them."""
-    check_writable(folder)
+    check_writable(folder, "name another folder with --out")
     if overwrite or not folder.exists():
         return
     if not (folder / METRICS).is_file():

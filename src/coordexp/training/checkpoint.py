@@ -7,7 +7,6 @@ their sizes and checksums, after every rank has written its files and the disk h
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -26,7 +25,7 @@ from coordexp.checkpoints.card import CARD
 from coordexp.checkpoints.run_folder import CHECKPOINT, SEAL, checkpoints_in
 from coordexp.config.schema import TrainingConfig
 from coordexp.data.files import PIECE_BYTES, checksums, flush_file, write_atomically
-from coordexp.errors import CheckpointError, DataError
+from coordexp.errors import DISK_FULL, CheckpointError, DataError
 from coordexp.out_of_memory import is_out_of_memory
 from coordexp.records import from_json
 
@@ -343,7 +342,6 @@ def _step_of(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Messages of torch's writer for a short write, and of safetensors for the system's error.
 _DISK_FULL_MESSAGE = re.compile(
     r"unexpected pos \d+|file write failed|PytorchStreamWriter|No space left|os error (28|122|27)\b"
@@ -359,7 +357,7 @@ def writing(folder: Path, needed_bytes: int, kept: str, what: str = "a checkpoin
     except (OSError, RuntimeError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
-        full = isinstance(error, OSError) and error.errno in _FULL
+        full = isinstance(error, OSError) and error.errno in DISK_FULL
         if not full and not _DISK_FULL_MESSAGE.search(str(error)):
             if not isinstance(error, OSError):
                 raise

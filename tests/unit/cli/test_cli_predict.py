@@ -20,7 +20,7 @@ from coordexp.data.tiles import Tiling
 from coordexp.evaluation.answers import ImageAnswer, read_answers, write_answers
 from coordexp.evaluation.detection import detection_metrics
 from coordexp.evaluation.summary import GroupRow, Summary, summary_tables
-from support.cli_runs import Cli, write_run
+from support.cli_runs import Cli, files_of_at_most, write_run
 from support.scored_answers import CLASSES, random_answers, with_soft
 
 
@@ -41,6 +41,20 @@ def test_an_interrupted_prediction_resumes(tmp_path: Path, cli: Cli, model: Path
     assert (broken / "coco_results_bbox.json").is_file() and (broken / "coco_ground_truth.json").is_file()
     other = cli("predict", run, data, "--out", broken, "--constant-score", "1.0")
     assert other.code == 2 and "another score" in other.err
+
+
+def test_a_prediction_that_a_full_disk_ends_says_how_it_continues(tmp_path: Path, cli: Cli, model: Path) -> None:
+    run, data, out = write_run(tmp_path, 1, model), tmp_path / "scenes.jsonl", tmp_path / "out"
+    asked = ("predict", run, data, "--out", out)
+    assert cli("predict", run, data, "--out", tmp_path / "whole").code == 0
+    first, second, *_ = (tmp_path / "whole" / "predictions.jsonl").read_bytes().splitlines(keepends=True)
+    assert cli(*asked, "--limit", "1").code == 0
+    with files_of_at_most(len(first) + len(second) // 2):
+        ended = cli(*asked, "rollout_matching.decode_batch_size=1")
+    assert ended.code == 2 and len(ended.err.splitlines()) == 1, ended.err
+    assert "predictions.jsonl: File too large; " in ended.err
+    assert ended.err.endswith(f"answers so far are in {out}; the same command with --out {out} continues\n")
+    assert " 1 of them by an earlier run" in cli(*asked).out
 
 
 def test_several_answers_are_predicted_and_evaluated(tmp_path: Path, cli: Cli) -> None:

@@ -135,7 +135,7 @@ def test_a_folder_with_other_results_needs_overwrite(
     ("argv", "says"),
     [
         (("evaluate", "RUN", "--out", "notes.txt/figures"), "notes.txt is a file, where a folder is needed"),
-        (("evaluate", "RUN", "--out", "closed/figures"), "closed cannot be written to; name another folder"),
+        (("evaluate", "RUN", "--out", "closed/figures"), "closed cannot be written to; name another folder with --out"),
         (("evaluate", "RUN", "--sheet", "closed/sheet.png"), "closed cannot be written to; name another folder"),
         (("evaluate", "RUN", "--model", "closed/model", "--calibrate"), "closed/model cannot be written to"),
         (("model", "export", "closed/model", "closed/copy"), "closed cannot be written to; name another folder"),
