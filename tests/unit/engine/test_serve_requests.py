@@ -58,11 +58,12 @@ def test_a_base64_jpeg_is_not_read_as_a_path(tmp_path: Path, side: int) -> None:
         ("https://example.org/a.png", 400, "not fetched"),
         ("data:image/png,raw", 400, "must be ;base64"),
         ("picture.png", 400, "neither an absolute path"),
+        ("data:image/png;base64,picture.png", 400, "a data URL's part after the comma is not base64: 'picture.png'"),
         (base64.b64encode(b"no image").decode(), 400, "not a readable image"),
         ("A" * 2000, 413, "more than"),
         ("data:;base64," + "A" * 2000, 413, "more than"),
     ],
-    ids=["missing", "address", "not base64", "relative", "no image", "large", "large url"],
+    ids=["missing", "address", "not base64", "relative", "url of a name", "no image", "large", "large url"],
 )
 def test_invalid_images_are_refused(monkeypatch: pytest.MonkeyPatch, source: str, status: int, message: str) -> None:
     monkeypatch.setattr(protocol, "MAX_IMAGE_BYTES", 1000)

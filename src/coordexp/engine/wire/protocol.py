@@ -364,23 +364,29 @@ def open_image(source: str) -> Image.Image:
             header, _, encoded = source.partition(",")
             if not header.endswith(";base64"):
                 raise RequestRefused(400, "a data URL must be ;base64")
-            return open_rgb(Path("the data URL"), data=_decoded(encoded), max_pixels=MAX_IMAGE_PIXELS)
+            return open_rgb(
+                Path("the data URL"),
+                data=_decoded(encoded, "a data URL's part after the comma is not base64"),
+                max_pixels=MAX_IMAGE_PIXELS,
+            )
         if source.startswith(("/", "file:///")) and not is_jpeg:
             path = Path(source.removeprefix("file://"))
             if image_exists(path) and path.is_file() and path.stat().st_size > MAX_IMAGE_BYTES:
                 raise RequestRefused(413, f"{path}: larger than {MAX_IMAGE_BYTES >> 20} MiB")
             return open_rgb(path, max_pixels=MAX_IMAGE_PIXELS)
-        return open_rgb(Path("the base64 image"), data=_decoded(source), max_pixels=MAX_IMAGE_PIXELS)
+        return open_rgb(
+            Path("the base64 image"),
+            data=_decoded(source, "an image is neither an absolute path, nor base64, nor a data URL"),
+            max_pixels=MAX_IMAGE_PIXELS,
+        )
     except DataError as error:
         raise RequestRefused(400, str(error)) from error
 
 
-def _decoded(encoded: str) -> bytes:
+def _decoded(encoded: str, problem: str) -> bytes:
     if len(encoded) > MAX_IMAGE_BYTES * 4 // 3 + 4:
         raise RequestRefused(413, f"an image of more than {MAX_IMAGE_BYTES >> 20} MiB")
     try:
         return base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RequestRefused(
-            400, f"an image is neither an absolute path, nor base64, nor a data URL: {encoded[:60]!r} ({error})"
-        ) from error
+        raise RequestRefused(400, f"{problem}: {encoded[:60]!r} ({error})") from error
