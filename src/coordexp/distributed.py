@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +21,8 @@ from coordexp.out_of_memory import facts_of, is_out_of_memory
 if TYPE_CHECKING:
     from torch import device
 
+_has_joined = False  # whether this process has been in a process group
+FIRST_PRINTS_S = 2.0  # by which the first rank of a machine may be later than another one
 RENDEZVOUS = "COORDEXP_RENDEZVOUS"
 """The variable that names the file in which the processes of ``coordexp launch`` meet."""
 
@@ -54,6 +57,8 @@ def join(*, use_cpu: bool, backend: str | None = None, timeout_s: float = 1800.0
     import torch
     import torch.distributed as dist
 
+    global _has_joined
+    _has_joined = True
     if dist.is_initialized():
         return
     on_cpus = use_cpu or not torch.cuda.is_available()
@@ -224,3 +229,13 @@ def raise_first_failure(failure: Exception | None, where: str) -> None:
 def is_every_ranks(error: BaseException) -> bool:
     """Whether all ranks have raised this same error, so that all of them reach its handler."""
     return world_size() == 1 or getattr(error, _SHARED, False)
+
+
+def first_rank_prints(error: BaseException) -> None:
+    """Before an error is printed: under torchrun, the other ranks of a machine wait so long that torchrun ends them
+    after the first one, and the error appears once. Not with an error that may be this rank's own and end the others:
+    theirs would say less."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
+        return
+    if is_every_ranks(error) or not _has_joined:
+        time.sleep(FIRST_PRINTS_S)

@@ -16,7 +16,9 @@ from rich.console import Console
 
 from coordexp import distributed
 from coordexp.config import load_config
+from coordexp.data import read_jsonl
 from coordexp.data.dataset import RecordDataset, Sample
+from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.errors import DataError, RolloutError
 from coordexp.matching import MatchingConfig
 from coordexp.targets import TargetPolicy
@@ -227,6 +229,7 @@ class Guard:
 
 guard = Guard()
 """
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "coordexp", "train")
 
 
 def test_a_rank_ends_before_its_interpreter_is_taken_down(tmp_path: Path) -> None:
@@ -235,10 +238,46 @@ def test_a_rank_ends_before_its_interpreter_is_taken_down(tmp_path: Path) -> Non
     (tmp_path / "sitecustomize.py").write_text(TORN_DOWN)
     places = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"TORN_DOWN": f"{tmp_path}/torn-down-", "PYTHONPATH": os.pathsep.join(places)}
-    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "coordexp", "train")
-    done = subprocess.run([sys.executable, *run, yaml_of(config)], env=env, capture_output=True, text=True, timeout=900)
+    command = [sys.executable, *TORCHRUN, yaml_of(config)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and "saved to" in done.stdout, done.stderr
     assert {path.name for path in tmp_path.glob("torn-down-*")} == {"torn-down-alone"}, "torchrun's own process"
+
+
+@pytest.mark.parametrize("kind", ["in the YAML", "in the images"])
+def test_an_error_of_all_ranks_is_printed_once(kind: str, tmp_path: Path) -> None:
+    """Under torchrun, before the ranks meet and after."""
+    data = write_scenes(tmp_path / "scenes", 4, SPARSE, 5)
+    config = run_config(tmp_path, 1, training__max_steps=1, custom__train_jsonl=str(data))
+    words = []
+    if kind == "in the YAML":
+        words, says = ["training.lerning_rate=1"], "did you mean 'learning_rate'?"
+    else:
+        says = "cannot decode the image"
+        for image in {record.image for record in read_jsonl(data)}:
+            image.write_bytes(image.read_bytes()[:200])  # a header, and a little
+    done = subprocess.run(
+        [sys.executable, *TORCHRUN, yaml_of(config), *words], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1 and done.stderr.count("error: ") == done.stderr.count(says) == 1, done.stderr
+
+
+def test_an_error_that_may_be_of_one_rank_is_printed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    error = RolloutError("server 0 is gone")
+    for local_rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        distributed.first_rank_prints(error)
+    assert waited == [], "not under torchrun, which would end this rank"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(distributed, "_has_joined", True)
+    distributed.first_rank_prints(error)
+    assert waited == []
+    error.is_every_ranks = True  # pyright: ignore[reportAttributeAccessIssue]
+    distributed.first_rank_prints(error)
+    assert waited == [distributed.FIRST_PRINTS_S]
 
 
 @pytest.mark.parametrize(

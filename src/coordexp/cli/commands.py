@@ -158,6 +158,7 @@ def run(words: list[str]) -> None:
             echo(str(finished))
         sys.exit()
     except Exception as error:
+        distributed.first_rank_prints(error)
         shortage = describe(error, distributed.rank() if distributed.world_size() > 1 else None)
         if debug or (shortage is None and not isinstance(error, (CoordExpError, OSError))):
             raise
