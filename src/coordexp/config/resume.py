@@ -88,8 +88,20 @@ def changes(earlier: Mapping[str, Any], config: RunConfig) -> Iterator[Change]:
     for path, was, is_now in _differences(_with_defaults(RunConfig, earlier), now, ()):
         key = dotted(path)
         if key not in OF_THE_START:
-            allowed = any(_is_within(key, one) for one in harmless)
+            allowed = any(_is_within(key, one) for one in harmless) and not _moves_seeds(key, was, is_now, config)
             yield Change(key, _shown(was), _shown(is_now), allowed)
+
+
+def _moves_seeds(key: str, was: Any, now: Any, config: RunConfig) -> bool:
+    # Servers count up from the seed of each call, so how a step is cut into calls decides what its answers sample.
+    rollouts = config.rollout_matching
+    if config.custom.trainer_variant is None or rollouts is None or rollouts.decoding.temperature == 0:
+        return False
+    if rollouts.rollout_backend != "vllm" or rollouts.vllm.mode != "server":
+        return False
+    if key == "rollout_matching.vllm.server.servers":
+        return not isinstance(was, list) or not isinstance(now, list) or len(was) != len(now)
+    return key == "rollout_matching.decode_batch_size"
 
 
 def changes_figures(applied: Iterable[Change]) -> bool:

@@ -61,8 +61,8 @@ class _Wanted:
 class HFBackend:
     """Batched decoding with left padding, at most ``decode_batch_size`` sequences at once.
 
-    Request i of a call samples with the call's seed + i, as on servers: its answer depends on its seed, not on its
-    batch. The model's train/eval mode and random state stay as they are.
+    Each request has the seed of its own place, as in a colocated engine: its answer does not depend on
+    ``decode_batch_size``. The model's train/eval mode and random state stay as they are.
     """
 
     def __init__(
@@ -125,16 +125,14 @@ class HFBackend:
             self._call_generate(prompt, max_new_tokens=1, **no_answers)
 
     def _batches(self, rounds: Sequence[RolloutRound]) -> list[list[_Wanted]]:
-        # A micro-step is cut into chunks of ``decode_batch_size``, and a request's seed is that of its chunk's first
-        # request plus its place in the chunk. So it does not depend on the batch in which it is decoded.
         size = self._decode_batch_size
         wanted: list[_Wanted] = []
         for round_idx, one in enumerate(rounds):
-            firsts = {start: one.seeds.seed_of(start) for start in range(0, len(one.requests), size)}
-            self._seeds += firsts.values()
+            seeds = [one.seeds.seed_of(index) for index in range(len(one.requests))]
+            self._seeds += seeds
             wanted += [
-                _Wanted(round_idx, index, request, None if one.greedy else firsts[index // size * size] + index % size)
-                for index, request in enumerate(one.requests)
+                _Wanted(round_idx, index, request, None if one.greedy else seed)
+                for index, (request, seed) in enumerate(zip(one.requests, seeds, strict=True))
             ]
         if all(one.requests is rounds[0].requests for one in rounds[1:]):  # several answers to each prompt
             wanted.sort(key=lambda one: one.index)  # then they are in one batch, and may share the prompt's pass

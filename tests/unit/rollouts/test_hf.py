@@ -137,12 +137,17 @@ def test_model_is_trainable_between_two_batches(loaded: LoadedModel, requests_: 
     loaded.model.eval()
 
 
-def test_each_call_is_seeded_by_the_index_of_its_first_request(
-    loaded: LoadedModel, requests_: list[RolloutRequest]
+@both
+@pytest.mark.parametrize("batch", [1, 3, 7])
+def test_each_request_has_its_own_seed_in_every_batch(
+    loaded: LoadedModel, requests_: list[RolloutRequest], batch: int, skip: bool
 ) -> None:
-    sampler = backend(loaded, batch=3, temperature=1.0, max_new_tokens=1)
-    sampler.generate(requests_, SEEDS)
-    assert sampler.last_report()["seeds"] == [SEEDS.seed_of(index) for index in (0, 3, 6)]
+    """A run that is resumed with another ``decode_batch_size`` goes on with the same sampled answers."""
+    sampler = backend(loaded, batch=batch, temperature=1.0, skip=skip)
+    answers = ids(sampler.generate(requests_, SEEDS))
+    seeds = [1457209702, 1185506594, 681383637, 2094823808, 1335550789, 1898354267, 632542152]
+    assert sampler.last_report()["seeds"] == seeds
+    assert answers == ids(backend(loaded, batch=2, temperature=1.0).generate(requests_, SEEDS))
 
 
 @both

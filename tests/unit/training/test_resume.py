@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
 from coordexp.config import load_config
+from coordexp.config.resume import changes
 from coordexp.config.schema import TrainingConfig
 from coordexp.data import dataset_cache
 from coordexp.data.files import VARIABLE
@@ -50,6 +51,7 @@ from support.tiny_run import (
     weights,
 )
 
+ROOT = Path(__file__).parents[3]
 # Rows of 150 tokens for four samples of 24 to 110 each: segments wait in the buffer from the first step on.
 WAITING: dict[str, Any] = {
     "global_max_length": 150,
@@ -423,6 +425,31 @@ def test_other_packages_than_those_of_the_start_are_listed(tmp_path: Path) -> No
         for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-1"):
             (folder / file).unlink(missing_ok=True)
         assert f"{file}: missing in the checkpoint" in str(decide_start(again).applied[-1])
+
+
+@pytest.mark.parametrize(
+    ("file", "temperature", "refused"),
+    [("server_3v1", 0.7, ["decode_batch_size", "vllm.server.servers"]), ("server_3v1", 0.0, []), ("hf", 0.7, [])],
+)
+def test_what_cuts_the_calls_of_servers_belongs_to_what_they_sample(
+    file: str, temperature: float, refused: list[str]
+) -> None:
+    """Servers count up from the seed of each call; other backends have one seed per request."""
+    path = ROOT / "configs" / "stage2_rollout_aligned" / f"{file}.yaml"
+    run = load_config(path, overrides={"rollout_matching.decoding.temperature": temperature})
+    earlier = run.model_dump(mode="json")
+    earlier["rollout_matching"]["decode_batch_size"] += 1
+    server = earlier["rollout_matching"]["vllm"]["server"]
+    servers = server["servers"] if server else []
+    if servers:
+        servers.append({**servers[0], "base_url": "http://other:8000"})
+    found = {one.key.removeprefix("rollout_matching."): one.harmless for one in changes(earlier, run)}
+    assert sorted(found) == ["decode_batch_size", *(["vllm.server.servers"] if servers else [])]
+    assert [key for key, is_harmless in sorted(found.items()) if not is_harmless] == refused
+    if servers:  # another host has the same place
+        servers.pop()
+        servers[0]["base_url"] = "http://moved:8000"
+        assert [one.harmless for one in changes(earlier, run) if one.key.endswith("servers")] == [True]
 
 
 def test_the_manifest_describes_the_run(tmp_path: Path) -> None:
