@@ -51,8 +51,11 @@ class Renaming:
             answers = _renamed(answers, lambda desc: name_of.get(desc, desc))
         return answers
 
-    def note(self, before: Sequence[ImageAnswer], after: Sequence[ImageAnswer], most: int = 8) -> tuple[str, ...]:
-        """One line that counts old and new names; none without aliases and encoder."""
+    def note(
+        self, before: Sequence[ImageAnswer], after: Sequence[ImageAnswer], calibrated: bool = False, most: int = 8
+    ) -> tuple[str, ...]:
+        """One line that counts old and new names; none without aliases and encoder. ``calibrated``: confidences were
+        fitted to the new names."""
         if self.class_of is None and self.encoder is None:
             return ()
         renamed = Counter(
@@ -63,7 +66,9 @@ class Renaming:
         )
         shown = ", ".join(f"{old!r} → {new!r} ({count})" for (old, new), count in renamed.most_common(most))
         more = f" and {len(renamed) - most} other names" if len(renamed) > most else ""
-        return (f"{renamed.total()} predictions were renamed{': ' if shown else ''}{shown}{more}",)
+        fitted = "; the calibration counts them by their new names, and predict keeps the old ones"
+        note = f"{renamed.total()} predictions were renamed{': ' if shown else ''}{shown}{more}"
+        return (note + (fitted if calibrated and renamed else ""),)
 
 
 def _renamed(answers: Sequence[ImageAnswer], rename: Callable[[str], str]) -> list[ImageAnswer]:

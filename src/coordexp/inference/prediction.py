@@ -416,7 +416,7 @@ def run_evaluation(
         single, merged = (merge_all_tiles(photographs, tiling, *one) for one in ((single, answers), (merged, 1)))
     by_answers = {} if answers == 1 else side_by_side(single, merged, options)
     about |= {"by_answers": by_answers} if by_answers else {}
-    summary = summarise(merged, options, rename.note(written, named), with_confidences=True)
+    summary = summarise(merged, options, rename.note(written, named, calibrate), with_confidences=True)
     if broken:
         about["skipped"] = broken
         note = f"{len(broken)} images cannot be decoded and were not answered; the figures are of the others"

@@ -160,6 +160,9 @@ def test_aliases_rename_predictions(tmp_path: Path) -> None:
     rename = Renaming(read_aliases(path))
     assert summarise(rename(answers)).figures["f1"] == 1
     assert rename.note(answers, rename(answers)) == ("1 predictions were renamed: 'kitten' → 'black cat' (1)",)
+    (note,) = rename.note(answers, rename(answers), calibrated=True)
+    assert note.endswith("(1); the calibration counts them by their new names, and predict keeps the old ones")
+    assert rename.note(answers, answers, calibrated=True) == ("0 predictions were renamed",)
     assert Renaming().note(answers, answers) == ()
     # Names have one form, NFC, in datasets and answers.
     path.write_text("cafe\u0301: [bistro\u0301]\n", encoding="utf-8")
