@@ -31,6 +31,8 @@ from coordexp.heavy_imports import heavy_imports
 from coordexp.temporary import temporary_folder
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from coordexp.engine.server.app import RolloutServer
 
 logger = logging.getLogger(__name__)
@@ -101,8 +103,6 @@ def _folder_of_sockets() -> Iterator[None]:
 
 
 async def _serve(server: RolloutServer, listener: socket.socket) -> None:
-    import uvicorn
-
     from coordexp.engine.server.admission import bounded_config
     from coordexp.engine.server.openai import openai_routes
     from coordexp.modeling.finite import not_finite
@@ -117,7 +117,21 @@ async def _serve(server: RolloutServer, listener: socket.socket) -> None:
     options = server.options
     logger.info("serving %s at %s:%d (%d devices)", options.model, options.host, options.port, options.world_size)
     config = bounded_config(app, timeout_graceful_shutdown=DRAIN_S)
-    await uvicorn.Server(config).serve(sockets=[listener])
+    await serve_to_the_end(config, listener)
+
+
+async def serve_to_the_end(config: uvicorn.Config, listener: socket.socket) -> None:
+    """Serve until a signal, and leave the application's lifespan also after a second Ctrl-C: uvicorn cancels it then,
+    and logs that as a traceback."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().shutdown(sockets)
+            if self.force_exit:
+                await self.lifespan.shutdown()
+
+    await Server(config).serve(sockets=[listener])
 
 
 def _listener(host: str, port: int) -> socket.socket:

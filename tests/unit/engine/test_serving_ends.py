@@ -1,0 +1,33 @@
+"""How ``coordexp serve`` ends."""
+
+import subprocess
+import sys
+
+TWICE = """
+import asyncio, logging, os, signal, socket, sys
+from contextlib import asynccontextmanager
+
+import uvicorn
+from coordexp.engine.server.serving import serve_to_the_end
+from fastapi import FastAPI
+
+@asynccontextmanager
+async def lifespan(_):
+    asyncio.get_running_loop().call_later(0.2, interrupt)
+    yield
+    print("closed")
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+
+logging.basicConfig(level=logging.ERROR)
+signal.signal(signal.SIGINT, lambda number, _: sys.exit(128 + number))
+listener = socket.create_server(("127.0.0.1", 0))
+asyncio.run(serve_to_the_end(uvicorn.Config(FastAPI(lifespan=lifespan), log_config=None), listener))
+"""
+
+
+def test_two_ctrl_c_at_once_end_a_server_without_a_traceback() -> None:
+    ended = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("closed\n", "", 130)
