@@ -193,6 +193,8 @@ def _one_as_list(value: object) -> object:
 def _resume(value: object) -> bool | str | None:
     if value is None or value is False:
         return None
+    if isinstance(value, str) and value.lower() in ("no", "off", "yes", "on"):
+        raise ValueError(f"{value} is text in YAML; write true or null (./{value} for a folder of that name)")
     if value is True or (isinstance(value, str) and value.strip()):
         return value
     raise ValueError("expected null, true or a checkpoint folder")

@@ -55,6 +55,8 @@ class YAMLDumper(yaml.SafeDumper):
 for _kind, _pattern, _first in _RESOLVERS:
     for _class in (_Loader, YAMLDumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _pattern, list(_first))
+# Python's null: the reader refuses it without quotes, so the dumper quotes it.
+YAMLDumper.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^None$"), ["N"])
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -124,10 +126,11 @@ def _put(document: Document, path: KeyPath, value: Any, origin: str) -> None:
             break
         if not isinstance(below, dict | list):
             if isinstance(path[end], int):
-                below = []  # the next round refuses its entry
-            else:
-                below = here[part] = {}  # pyright: ignore[reportArgumentType, reportCallIssue]
-                document.origin[path[:end]] = origin
+                held = "which no file sets" if below is None else f"which is {dump_value(below)}, not a list"
+                what = f"there is no {path[end]} in {dotted(path[:end])}, {held}"
+                raise ConfigError(f"{origin} {dotted(path)}: {what}; set the whole list")
+            below = here[part] = {}  # pyright: ignore[reportArgumentType, reportCallIssue]
+            document.origin[path[:end]] = origin
         here = below
     _forget(document, path)
     document.origin[path] = origin
@@ -289,6 +292,9 @@ class _NodeReader:
             return None
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             self._problem(here, f"{node.value[:40]} has more than 64 bits; no number here is so large")
+            return None
+        if value == "None" and not node.style:
+            self._problem(here, "None is text in YAML; write null for nothing, or the text in quotes")
             return None
         return value
 

@@ -62,6 +62,7 @@ def test_a_seed_that_generators_refuse_is_refused_before_weights_are_read(seed: 
         ("training.learning_rate=1e-3", ("training", "learning_rate"), 0.001),
         ("training.run_name=a=b", ("training", "run_name"), "a=b"),
         ("training.run_name='3'", ("training", "run_name"), "3"),
+        ("training.run_name='None'", ("training", "run_name"), "None"),
         ("training.run_name=", ("training", "run_name"), None),
         ("training.report_to=[tensorboard]", ("training", "report_to"), ("tensorboard",)),
         ("training.lr_scheduler_kwargs={num_cycles: 2}", ("training", "lr_scheduler_kwargs"), {"num_cycles": 2}),
@@ -101,6 +102,13 @@ def test_list_entries_can_be_set(tmp_path: Path) -> None:
     assert isinstance(spec, CoordRegSpec) and spec.config.w1_weight == 0.5
 
 
+def test_the_word_none_comes_back_from_the_resolved_file(tmp_path: Path) -> None:
+    config = load_config(write_yaml(tmp_path, stage1()), {"training.run_name": "None"})
+    (tmp_path / "resolved.yaml").write_text(resolved_yaml(config))
+    assert "  run_name: 'None'\n" in (tmp_path / "resolved.yaml").read_text()
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
 def test_command_line_keys_override_everything_else(tmp_path: Path) -> None:
     run = write_yaml(tmp_path, stage1())
     config = load_config(run, {"training.seed": 5, "training.max_steps": 5}, ["training.seed=6"])
@@ -129,6 +137,17 @@ MISTAKES = [
     (["training.seed=1", "training.seed=2"], ["command line: training.seed: given twice, as '1' and '2'; keep one"]),
     (["training.report_to[4]=x"], ["command line training.report_to[4]: there is no 4 in training.report_to"]),
     (["training[0]=x"], ["command line training[0]: there is no 0 in training"]),
+    (
+        ["custom.train_jsonl[0].weight=2"],
+        ["there is no 0 in custom.train_jsonl, which is data/train.jsonl, not a list; set the whole list"],
+    ),
+    (["tuner.target_modules[0]=q"], ["there is no 0 in tuner.target_modules, which no file sets; set the whole list"]),
+    (["template.system=None"], ["template.system (command line): None is text in YAML; write null for nothing"]),
+    (["training.report_to=[None]"], ["training.report_to[0] (command line): None is text in YAML"]),
+    (
+        ["training.resume_from_checkpoint=no"],
+        ["resume_from_checkpoint (command line): no is text in YAML; write true or null (./no for a folder"],
+    ),
 ]
 
 
