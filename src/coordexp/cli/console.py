@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -117,6 +118,25 @@ def refuse_filled(folder: Path, otherwise: str = "") -> None:
     check_writable(folder)
     if folder.is_dir() and any(folder.iterdir()):
         raise DataError(", ".join(["the folder is not empty; name a new one", *filter(None, [otherwise])]), path=folder)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """For a command that fills a folder: refused as by :func:`refuse_filled`. An error, a full disk or Ctrl-C removes
+    what was written, so that no part of a checkpoint is taken for a whole one, and the same command can be repeated."""
+    from coordexp.data.files import naming
+
+    refuse_filled(folder)
+    was_there = folder.is_dir()
+    try:
+        with naming(folder):
+            yield
+    except BaseException:  # Ctrl-C too
+        for written in folder.iterdir() if folder.is_dir() else ():
+            shutil.rmtree(written) if written.is_dir() and not written.is_symlink() else written.unlink()
+        if folder.is_dir() and not was_there:
+            folder.rmdir()
+        raise
 
 
 def check_checkpoint(model: Path, *, has_base: bool = True) -> Path:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from coordexp.cli.console import check_checkpoint, echo, refuse_filled
+from coordexp.cli.console import check_checkpoint, echo, new_folder
 from coordexp.cli.usage import App
 from coordexp.heavy_imports import heavy_imports
 
@@ -23,11 +23,12 @@ def tiny_command(
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a tiny checkpoint with random weights, for a CPU."""
-    refuse_filled(out)
-    with heavy_imports():
-        from coordexp.modeling.tiny import build_tiny_checkpoint
+    with new_folder(out):
+        with heavy_imports():
+            from coordexp.modeling.tiny import build_tiny_checkpoint
 
-    echo(f"wrote {build_tiny_checkpoint(out, seed)}")
+        build_tiny_checkpoint(out, seed)
+    echo(f"wrote {out}")
 
 
 @model_app.add("expand-vocab", "coordexp model expand-vocab Qwen/Qwen3-VL-2B-Instruct checkpoints/start")
@@ -41,12 +42,12 @@ def expand_vocab_command(
     out: Annotated[Path, typer.Argument(help="Folder of the new checkpoint.")],
 ) -> None:
     """Add the 1000 coordinate tokens to a Qwen3-VL checkpoint."""
-    refuse_filled(out)
-    checkpoint = check_checkpoint(checkpoint)
-    with heavy_imports():
-        from coordexp.modeling.expand_vocab import expand_vocab
+    with new_folder(out):
+        checkpoint = check_checkpoint(checkpoint)
+        with heavy_imports():
+            from coordexp.modeling.expand_vocab import expand_vocab
 
-    expand_vocab(checkpoint, out)
+        expand_vocab(checkpoint, out)
     echo(f"wrote {out}")
 
 
@@ -61,12 +62,13 @@ def export_command(
     ] = None,
 ) -> None:
     """Write a run's weights, tokenizer and processor alone."""
-    refuse_filled(out)
-    checkpoint = check_checkpoint(checkpoint)
-    with heavy_imports():
-        from coordexp.modeling.load import export_checkpoint
+    with new_folder(out):
+        checkpoint = check_checkpoint(checkpoint)
+        with heavy_imports():
+            from coordexp.modeling.load import export_checkpoint
 
-    echo(f"wrote {export_checkpoint(checkpoint, out, dtype, for_openai=target is not None)}")
+        export_checkpoint(checkpoint, out, dtype, for_openai=target is not None)
+    echo(f"wrote {out}")
     if target is not None:
         from coordexp.checkpoints.card import read_card
         from coordexp.config.schema import DEFAULT_PROMPT
@@ -88,13 +90,14 @@ def merge_command(
 
     The result has the run's adapters and coordinate rows in its weights; transformers and vLLM load it.
     """
-    refuse_filled(out)
-    run = check_checkpoint(run, has_base=base is None)
-    base = None if base is None else check_checkpoint(base)
-    with heavy_imports():
-        from coordexp.modeling.load import merge_checkpoint
+    with new_folder(out):
+        run = check_checkpoint(run, has_base=base is None)
+        base = None if base is None else check_checkpoint(base)
+        with heavy_imports():
+            from coordexp.modeling.load import merge_checkpoint
 
-    echo(f"wrote {merge_checkpoint(run, out, base, dtype)}")
+        merge_checkpoint(run, out, base, dtype)
+    echo(f"wrote {out}")
 
 
 @model_app.add("info", "coordexp model info outputs/stage1")

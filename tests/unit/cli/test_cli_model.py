@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
+from coordexp.checkpoints.card import read_card, write_card
+from coordexp.data.preparation import ImagePreparation, ResizeRule
 from support.cli_runs import Cli, small_checkpoint, write_run
 
 LORA = {"tuner__train_type": "lora", "tuner__lora_rank": 4, "tuner__lora_alpha": 8, "tuner__use_dora": True}
@@ -33,6 +37,34 @@ def test_a_tiny_model_is_written_once(tmp_path: Path, cli: Cli) -> None:
     assert outcome.code == 0 and f"wrote {tmp_path / 'tiny'}" in outcome.out
     assert (tmp_path / "tiny" / "model.safetensors").is_file()
     assert cli("model", "tiny", tmp_path / "tiny").code == 2
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+@pytest.mark.parametrize("size", [5_000, 100_000], ids=["config.json fits", "weights do not"])
+def test_what_a_full_disk_ended_leaves_nothing_and_can_be_repeated(
+    was_there: bool, size: int, tmp_path: Path, cli: Cli
+) -> None:
+    model, out = small_checkpoint(tmp_path / "model"), tmp_path / "out"
+    if was_there:
+        out.mkdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        full = cli("model", "export", model, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (full.code, f"error: {out}: File too large" in full.err) == (2, True)
+    assert list(out.iterdir()) == [] if was_there else not out.exists()
+    assert cli("model", "export", model, out).code == 0
+
+
+def test_an_export_that_is_refused_after_writing_leaves_nothing(tmp_path: Path, cli: Cli) -> None:
+    model = small_checkpoint(tmp_path / "model")
+    rule = ResizeRule(factor=28, min_pixels=784, max_pixels=784)
+    write_card(replace(read_card(model), preparation=ImagePreparation(resize=rule)), model)
+    refused = cli("model", "export", model, tmp_path / "out", "--for", "openai")
+    assert (refused.code, "sides are multiples of 28" in refused.err) == (2, True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_transformers_loads_a_merged_model(run: Path, tmp_path: Path, cli: Cli) -> None:
