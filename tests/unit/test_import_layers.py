@@ -17,7 +17,7 @@ LAYERS: dict[str, float] = {
     name: number
     for number, names in {
         -1: "errors",
-        0: "addresses heavy_imports hub out_of_memory printable reading temporary",
+        0: "addresses heavy_imports home hub out_of_memory printable reading temporary",
         1: "records background distributed cpu_wheels transport",
         2: "config geometry coords sharding transfer",
         3: "data parsing matching packing",

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from coordexp.cli.console import echo
+from coordexp.home import below_home
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -73,7 +74,7 @@ class Command(TyperCommand):
         options = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
         words: list[str] = []
         first: list[str] = []  # the configuration, which comes before all other arguments
-        rest = iter(args)
+        rest = iter([_below_home(word) for word in args])
         for word in rest:
             option, equals, value = word.partition("=")
             if option in options or not word.startswith("--") or word == "--":
@@ -98,6 +99,12 @@ class Command(TyperCommand):
         except KeyboardInterrupt as stop:
             echo(str(stop) or "interrupted", err=True)
             raise
+
+
+def _below_home(word: str) -> str:
+    # Also as an option's value, which shells leave as it is.
+    option, equals, value = word.partition("=")
+    return f"{option}={below_home(value)}" if equals and option.startswith("--") else below_home(word)
 
 
 class Group(TyperGroup):

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 from pydantic_core import ErrorDetails
 
+from coordexp.home import below_home
+
 KeyPath = tuple[str | int, ...]
 T = TypeVar("T")
 
@@ -57,10 +59,10 @@ ListOf = Annotated[tuple[T, ...], Strict(False)]
 def _path_from_text(value: object) -> object:
     if isinstance(value, str) and "\0" in value:
         raise ValueError("a path cannot hold the character NUL")
-    return Path(value) if isinstance(value, str) and value.strip() else value
+    return Path(below_home(value)) if isinstance(value, str) and value.strip() else value
 
 
-# A path as text; relative paths start at the working directory.
+# A path as text; relative paths start at the working directory, and ~ is the home folder.
 FilePath = Annotated[Path, BeforeValidator(_path_from_text)]
 
 

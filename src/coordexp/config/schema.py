@@ -23,12 +23,13 @@ from coordexp.config.base import (
 from coordexp.config.datasets import TrainFiles
 from coordexp.config.objective import Sigma
 from coordexp.config.rollout import FIELD_ORDER, RolloutMatchingConfig, Stage2ABConfig
+from coordexp.home import below_home
 
 
 class ModelConfig(StrictModel):
     """The checkpoint and how it is run."""
 
-    model: Annotated[str, Field(min_length=1)]
+    model: Annotated[str, Field(min_length=1), AfterValidator(below_home)]
     """folder of a Qwen3-VL checkpoint with the 1000 coordinate tokens, or such a model of the Hugging Face hub:
     OWNER/NAME, or OWNER/NAME@REVISION"""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -195,8 +196,10 @@ def _resume(value: object) -> bool | str | None:
         return None
     if isinstance(value, str) and value.lower() in ("no", "off", "yes", "on"):
         raise ValueError(f"{value} is text in YAML; write true or null (./{value} for a folder of that name)")
-    if value is True or (isinstance(value, str) and value.strip()):
-        return value
+    if value is True:
+        return True
+    if isinstance(value, str) and value.strip():
+        return below_home(value)
     raise ValueError("expected null, true or a checkpoint folder")
 
 
@@ -215,8 +218,10 @@ def _arguments(value: str) -> str:
 
 
 def _file_or_mapping(value: object) -> str | dict[str, Any] | None:
-    if value is None or (isinstance(value, str) and value.strip()):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, str) and value.strip():
+        return below_home(value)
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return value
     raise ValueError("expected a JSON file or a mapping")

@@ -20,6 +20,7 @@ import yaml
 
 from coordexp.config.base import KeyPath, Problem, dotted, parse_dotted
 from coordexp.errors import ConfigError, DataError
+from coordexp.home import below_home
 from coordexp.reading import SafeLoader, compose_yaml, read_text
 
 _INTEGER = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
@@ -180,7 +181,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Document:
         raise ConfigError(f"{own.where(('extends',))}: extends: expected a relative path or a list of them")
     parts = []
     for name in names:
-        parent = absolute.parent / name
+        parent = absolute.parent / below_home(name)
         if not parent.is_file():
             raise ConfigError(f"{own.where(('extends',))}: extends: {name} does not exist (looked for {parent})")
         parts.append(_read(parent, (*chain, absolute)))

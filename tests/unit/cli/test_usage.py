@@ -84,6 +84,16 @@ def test_a_picture_of_another_suffix_is_refused_first(command: str, cli: Cli) ->
     assert outcome.code == 2 and "sheet.webm" in outcome.err and ".png" in outcome.err
 
 
+def test_options_may_name_the_home_folder(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As shells let it: --out=~/scenes reaches a command unchanged."""
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    monkeypatch.chdir(tmp_path)
+    made = cli("data", "scenes", "--out=~/scenes", "--count", "1")
+    assert (made.code, made.out) == (0, f"wrote {tmp_path}/me/scenes/scenes.jsonl: 1 images\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["me"]
+    assert cli("data", "check", "~/scenes/scenes.jsonl").code == 0
+
+
 def test_debug_may_come_after_the_command(tmp_path: Path, cli: Cli) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         cli("train", tmp_path / "missing.yaml", "--debug")

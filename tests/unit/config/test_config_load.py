@@ -281,3 +281,17 @@ def test_training_data_is_a_path_or_a_list_with_weights(
     assert yaml.safe_load(resolved_yaml(config))["custom"]["train_jsonl"] == written
     (tmp_path / "again.yaml").write_text(resolved_yaml(config))
     assert load_config(tmp_path / "again.yaml") == config
+
+
+def test_the_home_folder_is_that_of_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a file and after a command's ``key=``, where no shell replaces it."""
+    monkeypatch.setenv("HOME", "/home/me")
+    keys = {"custom": {"train_jsonl": ["~/a.jsonl", {"path": "b/~/a.jsonl"}]}, "deepspeed": {"config": "~/zero.json"}}
+    run = write_yaml(tmp_path, {**stage1(), **keys})
+    words = ["model.model=~/start", "training.output_dir=~/out", "training.resume_from_checkpoint=~/out/checkpoint-1"]
+    config = load_config(run, arguments=words)
+    files = [str(file.path) for file in config.custom.train_jsonl]
+    assert (files, config.deepspeed.config) == (["/home/me/a.jsonl", "b/~/a.jsonl"], "/home/me/zero.json")
+    training = config.training
+    assert (config.model.model, str(training.output_dir)) == ("/home/me/start", "/home/me/out")
+    assert training.resume_from_checkpoint == "/home/me/out/checkpoint-1"
