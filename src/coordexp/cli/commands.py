@@ -10,9 +10,11 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -147,7 +149,7 @@ def run(words: list[str]) -> None:
             stream.reconfigure(errors="backslashreplace")
     debug = "--debug" in words
     try:
-        with _unwound_by_sigterm():
+        with _unwound_by_signals():
             whole_command()(args=[word for word in words if word != "--debug"], prog_name="coordexp")
     except RunStopped as stopped:
         if distributed.is_main():
@@ -168,18 +170,41 @@ def run(words: list[str]) -> None:
 
 
 @contextmanager
-def _unwound_by_sigterm() -> Iterator[None]:
+def _unwound_by_signals() -> Iterator[None]:
     """SIGTERM ends the command as Ctrl-C does, which removes its temporary folders, where nothing else handles it. A
     rank ends at once: it may be waiting for the others, and runs no handler meanwhile."""
-    handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # or ignored
-    if handled or distributed.world_size() > 1 or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    theirs = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    ours = [
+        number for number, default in theirs.items() if signal.getsignal(number) is default
+    ]  # else handled, ignored
+    if distributed.world_size() > 1 or threading.current_thread() is not threading.main_thread():
+        ours = []
+    for number in ours:
+        signal.signal(number, _unwind)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, theirs[number])
+
+
+def _unwind(number: int, frame: FrameType | None) -> None:
+    # Python drops what is raised while it finalizes an object: a Ctrl-C that comes during a garbage collection is
+    # handled in the first __del__. It is then handled once more in a moment; a timer of the system takes no locks.
+    here = frame
+    while here is not None:
+        if here.f_code.co_name == "__del__" or here.f_code.co_filename in _OF_WEAK_REFERENCES:
+            signal.signal(signal.SIGALRM, lambda _, later: _unwind(number, later))
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+            return
+        here = here.f_back
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
+
+
+_AGAIN_S = 0.02
+_OF_WEAK_REFERENCES = {one.__init__.__code__.co_filename for one in (weakref.WeakValueDictionary, weakref.WeakSet)}
 
 
 _FIXES = {

@@ -183,6 +183,36 @@ def test_ctrl_c_exits_with_130(tmp_path: Path) -> None:
     assert err.strip() and "Traceback" not in err
 
 
+class _Left:
+    """Garbage in whose finalizer a signal is handled, as one that comes during a collection is."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
+        sum(range(3))
+
+
+@pytest.mark.parametrize(("number", "says"), [(signal.SIGINT, "interrupted: no JSONL"), (signal.SIGTERM, "ended by")])
+def test_a_signal_in_a_finalizer_is_not_lost(
+    number: int, says: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert_voc(*_: object, **__: object) -> None:
+        _Left(number)
+        time.sleep(20)
+        pytest.fail("the signal was lost")
+
+    monkeypatch.setattr(convert, "convert_voc", convert_voc)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        outcome = cli("data", "convert", "voc", tmp_path, "--out", tmp_path / "out")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (outcome.code, outcome.err.startswith(says)) == (128 + number, True)
+
+
 def test_sigterm_says_what_there_is(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "convert_voc", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
     outcome = cli("data", "convert", "voc", tmp_path, "--out", tmp_path / "out")
