@@ -143,7 +143,8 @@ def whole_binary_file(path: Path, *, flush: bool = True) -> Iterator[BinaryIO]:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:  # Ctrl-C too
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # never written; on a read-only disk its removal fails too, with an error of its own
+            temporary.unlink()
         raise
     if flush:
         flush_file(path.parent)
