@@ -174,11 +174,8 @@ def _unwound_by_signals() -> Iterator[None]:
     """SIGTERM ends the command as Ctrl-C does, which removes its temporary folders, where nothing else handles it. A
     rank ends at once: it may be waiting for the others, and runs no handler meanwhile."""
     theirs = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-    ours = [
-        number for number, default in theirs.items() if signal.getsignal(number) is default
-    ]  # else handled, ignored
-    if distributed.world_size() > 1 or threading.current_thread() is not threading.main_thread():
-        ours = []
+    alone = distributed.world_size() == 1 and threading.current_thread() is threading.main_thread()
+    ours = [number for number, default in theirs.items() if alone and signal.getsignal(number) is default]
     for number in ours:
         signal.signal(number, _unwind)
     try:
