@@ -210,3 +210,13 @@ def combined(hashes: Mapping[str, int]) -> str:
     """One hexadecimal checksum of all tensors by name, in any order."""
     text = "\n".join(f"{name}={hashes[name]:016x}" for name in sorted(hashes))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def computed_by_now(device: torch.device) -> torch.cuda.Event | None:
+    """An event that completes when the GPU has finished all work that this thread has submitted; None for a CPU. Other
+    threads wait for it, because each thread has a current stream of its own."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event

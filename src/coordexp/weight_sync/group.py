@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -293,16 +294,6 @@ class NcclCommunicator(Communicator):
         self._group = None
 
 
-def computed_by_now(device: torch.device) -> torch.cuda.Event | None:
-    """An event that completes when the GPU has finished all work that this thread has submitted; None for a CPU. Other
-    threads wait for it, because each thread has a current stream of its own."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
 def within(seconds: float, what: str, act: Callable[[], Result]) -> Result:
     """``act()``, or RolloutError after that many seconds; its thread continues. For calls without a deadline."""
     outcome = in_background(act, "with-deadline")
@@ -329,9 +320,17 @@ class RendezvousServer:
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._connections: set[socket.socket] = set()
-        self.num_members = 0  # connections that have proved that they know the token
+        self._members: set[socket.socket] = set()  # connections that have proved that they know the token
         self._closed = False
         threading.Thread(target=self._accept_loop, name="weight-group-rendezvous", daemon=True).start()
+
+    def num_members(self) -> int:
+        """Members that are connected. The sockets know it; the thread of one that has left may not have run yet."""
+        with self._changed:
+            left = select.poll()
+            for one in () if self._closed else self._members:
+                left.register(one, select.POLLRDHUP)
+            return 0 if self._closed else len(self._members) - len(left.poll(0))
 
     def close(self) -> None:
         """Free the port; safe to call twice."""
@@ -358,7 +357,6 @@ class RendezvousServer:
             threading.Thread(target=self._serve, args=(connection,), name="weight-group-member", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        is_member = False
         try:
             for option in KEEPALIVE:
                 connection.setsockopt(*option)
@@ -370,8 +368,7 @@ class RendezvousServer:
                 _send(connection, {"error": "wrong token for this weight group"})
                 return
             with self._changed:
-                is_member = True
-                self.num_members += 1
+                self._members.add(connection)
             _send(connection, {"ok": True})
             connection.settimeout(None)
             while True:
@@ -381,7 +378,7 @@ class RendezvousServer:
         finally:
             with self._changed:
                 self._connections.discard(connection)
-                self.num_members -= is_member
+                self._members.discard(connection)
             connection.close()
 
     def _handle(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -446,7 +443,7 @@ class RendezvousStore(dist.Store):
 
     def num_members(self) -> int:
         """Members that are connected, on rank 0; 0 on others."""
-        return 0 if self._server is None else self._server.num_members
+        return 0 if self._server is None else self._server.num_members()
 
     def close(self) -> None:
         """Safe to call twice; a call under way ends with an error."""

@@ -19,8 +19,17 @@ import torch
 
 from coordexp.errors import RolloutError
 from coordexp.weight_sync import WeightVersion
-from coordexp.weight_sync.buckets import TensorInfo, as_bytes, combined, pieces, read_infos, tensor_hashes, unpack
-from coordexp.weight_sync.group import Communicator, GroupAddress, computed_by_now, join
+from coordexp.weight_sync.buckets import (
+    TensorInfo,
+    as_bytes,
+    combined,
+    computed_by_now,
+    pieces,
+    read_infos,
+    tensor_hashes,
+    unpack,
+)
+from coordexp.weight_sync.group import Communicator, GroupAddress, join
 
 Named = list[tuple[str, torch.Tensor]]
 LOAD_BYTES = 32 << 20  # loaded at once while more arrives

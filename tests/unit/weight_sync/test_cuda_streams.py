@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from coordexp.weight_sync import group
-from coordexp.weight_sync.group import Communicator, GroupAddress, computed_by_now
+from coordexp.weight_sync.buckets import computed_by_now
+from coordexp.weight_sync.group import Communicator, GroupAddress
 from coordexp.weight_sync.receiver import WeightReceiver
 from support.fused_model import FakeWeights, FusedModel
 

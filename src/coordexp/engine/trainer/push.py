@@ -32,8 +32,16 @@ from coordexp.errors import CoordExpError, RolloutError
 from coordexp.printable import printable
 from coordexp.rollouts.backend import WeightSource
 from coordexp.weight_sync import WeightVersion
-from coordexp.weight_sync.buckets import combined, describe, in_buckets, piece_bytes, pieces, tensor_hashes
-from coordexp.weight_sync.group import Communicator, GroupAddress, computed_by_now, join, wait_until_free
+from coordexp.weight_sync.buckets import (
+    combined,
+    computed_by_now,
+    describe,
+    in_buckets,
+    piece_bytes,
+    pieces,
+    tensor_hashes,
+)
+from coordexp.weight_sync.group import Communicator, GroupAddress, join, wait_until_free
 
 logger = logging.getLogger("coordexp")
 Named = list[tuple[str, torch.Tensor]]
