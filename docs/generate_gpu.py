@@ -20,7 +20,9 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 TARGETS = (DOCS / "gpu.md", DOCS / "training-step.md", ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 RESULTS = ROOT / "benchmarks" / "results"
-HARDWARE = ("h100-80gb", "h200")  # with which the names of result folders begin; both compute equally fast
+# With which the names of result folders begin. By their data sheets both have the same arithmetic, which MFU is a share
+# of; an H200 has more memory, and reads it faster.
+HARDWARE = ("h100-80gb", "h200")
 ON_PAPER = RESULTS / "cpu-2core-epyc-2026-11-25" / "decode_wide_batch_1.json"
 TRACES = RESULTS / "trace-2026-11-27" / "steps.jsonl"  # by `make fake-gpu`
 _TABLE = re.compile(r"(?<=<!-- table: )([a-z_ ]+)( -->\n).*?(?=<!-- end of table -->)", re.S)

@@ -232,9 +232,9 @@ def is_every_ranks(error: BaseException) -> bool:
 
 
 def first_rank_prints(error: BaseException) -> None:
-    """Before an error is printed: under torchrun, the other ranks of a machine wait so long that torchrun ends them
-    after the first one, and the error appears once. Not with an error that may be this rank's own and end the others:
-    theirs would say less."""
+    """Call before an error is printed. Under torchrun the other ranks of a machine then wait: the first one prints the
+    error and ends, torchrun ends the others meanwhile, and the error appears once. A rank whose error may be its own
+    does not wait: it would be ended by the errors of others that only follow from it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
         return
     if is_every_ranks(error) or not _has_joined:

@@ -228,7 +228,7 @@ def _evaluate_model(
     from coordexp.inference.prediction import run_evaluation
 
     no_bars_in_log_files()
-    with on_interrupt("no figures were written; the same command starts again"):
+    with on_interrupt("the evaluation is not finished; the same command starts it again"):
         result = run_evaluation(
             run, console, model=options.model, data=options.data, limit=options.limit, output=options.out,
             constant_score=options.constant_score, rename=rename, segm=options.segm, classes=classes,

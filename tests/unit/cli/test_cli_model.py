@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.checkpoints.card import read_card, write_card
 from coordexp.data.preparation import ImagePreparation, ResizeRule
-from support.cli_runs import Cli, small_checkpoint, write_run
+from support.cli_runs import Cli, files_of_at_most, small_checkpoint, write_run
 
 LORA = {"tuner__train_type": "lora", "tuner__lora_rank": 4, "tuner__lora_alpha": 8, "tuner__use_dora": True}
 
@@ -47,12 +46,8 @@ def test_what_a_full_disk_ended_leaves_nothing_and_can_be_repeated(
     model, out = small_checkpoint(tmp_path / "model"), tmp_path / "out"
     if was_there:
         out.mkdir()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
+    with files_of_at_most(size):
         full = cli("model", "export", model, out)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (full.code, f"error: {out}: File too large" in full.err) == (2, True)
     assert list(out.iterdir()) == [] if was_there else not out.exists()
     assert cli("model", "export", model, out).code == 0

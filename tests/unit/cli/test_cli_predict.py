@@ -55,6 +55,12 @@ def test_a_prediction_that_a_full_disk_ends_says_how_it_continues(tmp_path: Path
     assert "predictions.jsonl: File too large; " in ended.err
     assert ended.err.endswith(f"answers so far are in {out}; the same command with --out {out} continues\n")
     assert " 1 of them by an earlier run" in cli(*asked).out
+    evaluated = ("evaluate", run, "--out", tmp_path / "figures")
+    with files_of_at_most(200):
+        ended = cli(*evaluated)
+    assert ended.code == 2 and "metrics.json: File too large; " in ended.err, ended.err
+    assert ended.err.endswith("the evaluation is not finished; the same command starts it again\n")
+    assert cli(*evaluated).code == 0
 
 
 def test_several_answers_are_predicted_and_evaluated(tmp_path: Path, cli: Cli) -> None:
