@@ -113,7 +113,10 @@ def prepare_step(
     # Totals over all ranks: each term's denominator, so that packing and spreading change no gradient.
     summed = distributed.all_reduce(list(counts.values()), "sum")
     totals = {term: int(total) for term, total in zip(counts, summed, strict=True)}
-    metrics["packing/segments_total"] = sum(len(row.segments) for row in rows)  # before blank rows, which train nothing
+    # Counted before blank rows, which train nothing.
+    metrics["packing/segments_total"] = sum(len(row.segments) for row in rows)
+    metrics["train/tokens_total"] = sum(row.length for row in rows)
+    metrics["train/patches_total"] = sum(num_patches(segment) for row in rows for segment in row.segments)
     if task.planner.drain:  # equally many rows on every rank; blank ones first, so that the last is a real one
         (most,) = distributed.all_reduce([len(rows)], "max")
         if missing := max(1, int(most)) - len(rows):
@@ -124,8 +127,6 @@ def prepare_step(
     left_out = [sample.record.metadata.get(LEFT_OUT) for batch in samples for sample in batch]
     if any(count is not None for count in left_out):
         metrics["train/augment_left_out_total"] = sum(count or 0 for count in left_out)
-    metrics["train/tokens_total"] = sum(row.length for row in rows)
-    metrics["train/patches_total"] = sum(num_patches(segment) for row in rows for segment in row.segments)
     return PreparedStep(rows, totals, outcomes)
 
 
