@@ -75,9 +75,14 @@ REMOVED_KEYS: dict[str, str] = {
     **_moved(f"{_RM}.vllm", infer_batch_size=f"{_RM}.decode_batch_size"),
     **_gone(f"{_RM}.vllm", "load_format", "the engine always starts with dummy weights and gets the trainer's"),
     **_gone(f"{_RM}.vllm", "distributed_executor_backend", "follows from mode and tensor_parallel_size"),
-    **_gone(
-        f"{_RM}.vllm", "enable_chunked_prefill disable_chunked_mm_input skip_mm_profiling swap_space", "left to vLLM"
-    ),
+    **_gone(f"{_RM}.vllm", "skip_mm_profiling swap_space", "left to vLLM"),
+    **{
+        f"{_RM}.vllm.{name}": f"removed; write it under {_RM}.vllm.engine_args instead"
+        for name in (
+            *("kv_cache_dtype", "cpu_offload_gb", "mm_encoder_tp_mode"),
+            *("enable_chunked_prefill", "disable_chunked_mm_input"),
+        )
+    },
     # modules
     **_moved(
         _MODULE,

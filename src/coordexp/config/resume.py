@@ -36,12 +36,11 @@ HARMLESS = (
     *("rollout_matching.offload", "rollout_matching.vllm.server", "rollout_matching.vllm.sync"),
     *("rollout_matching.vllm.tensor_parallel_size", "rollout_matching.vllm.gpu_memory_utilization"),
     *("rollout_matching.vllm.max_model_len", "rollout_matching.vllm.max_num_seqs"),
-    *("rollout_matching.vllm.max_num_batched_tokens", "rollout_matching.vllm.cpu_offload_gb"),
+    *("rollout_matching.vllm.max_num_batched_tokens", "rollout_matching.vllm.async_scheduling"),
     *("rollout_matching.vllm.sleep_level", "rollout_matching.vllm.enforce_eager"),
-    "rollout_matching.vllm.async_scheduling",
     *("rollout_matching.vllm.enable_prefix_caching", "rollout_matching.vllm.disable_custom_all_reduce"),
     *("rollout_matching.vllm.enable_lora", "rollout_matching.vllm.max_lora_rank"),
-    *("rollout_matching.vllm.mm_encoder_tp_mode", "rollout_matching.vllm.limit_mm_per_prompt"),
+    "rollout_matching.vllm.limit_mm_per_prompt",
     "launch",
 )
 # Harmless ones that belong to a start and not to the run: not reported either.
@@ -82,7 +81,8 @@ class Change:
 
 def changes(earlier: Mapping[str, Any], config: RunConfig) -> Iterator[Change]:
     """Every key of ``config`` that differs from ``earlier``, a checkpoint's ``resolved_config.yaml`` as plain data. A
-    key that ``earlier`` lacks, as an older version wrote it, counts as its default."""
+    key that ``earlier`` lacks, as an older version wrote it, counts as its default; a null one that no longer exists
+    was not set."""
     harmless = HARMLESS if config.custom.trainer_variant is not None else (*HARMLESS, "rollout_matching")
     now = config.model_dump(mode="json")
     for path, was, is_now in _differences(_with_defaults(RunConfig, earlier), now, ()):
@@ -131,7 +131,9 @@ def _differences(was: Any, now: Any, path: KeyPath) -> Iterator[tuple[KeyPath, A
 
 
 def _with_defaults(section: type[StrictModel], data: Mapping[str, Any]) -> dict[str, Any]:
-    whole = copy.deepcopy(dict(data))
+    whole = copy.deepcopy(
+        {key: value for key, value in data.items() if key in section.model_fields or value is not None}
+    )
     for key, field in section.model_fields.items():
         inner = section_of(field.annotation)
         if key not in whole and not field.is_required():

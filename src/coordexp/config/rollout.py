@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from coordexp.addresses import split_url
 from coordexp.config.base import Count, FilePath, ListOf, NonNegative, Positive, Probability, Share, StrictModel
+from coordexp.config.engine_args import EngineArgs
 from coordexp.config.objective import PipelineConfig
 from coordexp.errors import ConfigError
 
@@ -319,14 +320,10 @@ class VLLMConfig(StrictModel):
     """tokens of one engine step; null = 16384 on GPUs, vLLM's choice on a CPU"""
     async_scheduling: bool | None = None
     """prepare the next engine step while one computes; null leaves it to vLLM: on with GPUs, never on a CPU"""
-    kv_cache_dtype: Annotated[str, Field(min_length=1)] | None = None
-    """number type of the cache, by vLLM's name; null leaves it to vLLM"""
-    cpu_offload_gb: NonNegative | None = None
-    """weights kept in the host's memory, in 2^30 bytes; null = none"""
-    mm_encoder_tp_mode: Literal["weights", "data"] | None = None
-    """split the vision tower's weights, or its images, over devices; null leaves it to vLLM"""
     limit_mm_per_prompt: MMLimitConfig = MMLimitConfig()
     """images and videos of one prompt that the engine makes room for"""
+    engine_args: EngineArgs = None
+    """further arguments of vLLM's engine by its own names, such as attention_backend, kv_cache_dtype, cpu_offload_gb"""
     server: ServerConfig | None = None
     """servers of mode 'server'"""
     sync: SyncConfig = SyncConfig()
@@ -335,6 +332,11 @@ class VLLMConfig(StrictModel):
     def adapter_rank(self, lora_rank: int) -> int:
         """The rank that an engine makes room for, to take adapters of rank ``lora_rank``."""
         return self.max_lora_rank or next((rank for rank in ADAPTER_RANKS if rank >= lora_rank), lora_rank)
+
+    @property
+    def given_args(self) -> dict[str, Any]:
+        """``engine_args`` without null ones, which leave the choice to vLLM."""
+        return {name: value for name, value in (self.engine_args or {}).items() if value is not None}
 
 
 class RolloutMatchingConfig(StrictModel):

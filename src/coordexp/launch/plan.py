@@ -21,6 +21,7 @@ from coordexp.addresses import split_url
 from coordexp.checkpoints.disk import checked_disk
 from coordexp.checkpoints.memory import check_memory
 from coordexp.config import RunConfig
+from coordexp.config.engine_args import ENGINE_ARGS
 from coordexp.config.rollout import ServerEntry
 from coordexp.engine.server.options import ServeOptions, serve_options
 from coordexp.engine.wire.arguments import (
@@ -46,13 +47,7 @@ PLUGIN = Path(__file__).parents[1] / "engine" / "server" / "plugin" / "coordexp_
 # Settings of servers: if the launcher's shell exports them, they must not reach the trainer.
 SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, CLASS_NAMES_ENABLE, SERVER_API_KEY)
 SWIFT_MODEL_TYPE = "qwen3_vl"  # the one that we train; called the same in transformers and ms-swift
-_SWIFT_ENGINE_KEYS = (
-    "max_num_batched_tokens",
-    "async_scheduling",
-    "kv_cache_dtype",
-    "cpu_offload_gb",
-    "mm_encoder_tp_mode",
-)
+_SWIFT_ENGINE_KEYS = ("max_num_batched_tokens", "async_scheduling", *ENGINE_ARGS)  # by vllm_engine_kwargs
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,10 +42,12 @@ def options_of(folder: Path, index: int = 0, replicas: int | None = None, gpus: 
 
 
 def test_an_entry_becomes_an_address_and_engine_arguments(tmp_path: Path) -> None:
-    options = options_of(tmp_path, 1, dtype="float32", max_num_seqs=5, gpu_memory_utilization=0.5)
+    options = options_of(
+        tmp_path, 1, dtype="float32", max_num_seqs=5, gpu_memory_utilization=0.5, engine_args={"block_size": 32}
+    )
     assert (options.host, options.port, options.group_port) == ("127.0.0.1", 8001, 51217)
     assert options.engine["dtype"] == "float32" and options.engine["max_num_seqs"] == 5
-    assert options.engine["gpu_memory_utilization"] == 0.5
+    assert options.engine["gpu_memory_utilization"] == 0.5 and options.engine["block_size"] == 32
     assert options.engine["max_model_len"] == 2048  # global_max_length
     assert "kv_cache_dtype" not in options.engine and "enable_lora" not in options.engine
 

@@ -326,7 +326,7 @@ def test_a_server_of_another_trainer_is_refused_at_start() -> None:
         ),
         ({"max_model_len": 2048}, None),
         ({"dtype": "bfloat16"}, "dtype: float32 in this run, and http.* has bfloat16"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: auto in this run, and http.* has fp8"),
+        ({"kv_cache_dtype": "fp8"}, r"vllm\.engine_args\.kv_cache_dtype: auto in this run, and http.* has fp8"),
     ],
 )
 def test_a_server_that_was_started_with_another_engine_is_refused_at_start(

@@ -222,10 +222,10 @@ def test_colocated_engine_has_the_contracts_defaults(loaded: LoadedModel) -> Non
         ({"max_num_batched_tokens": 4096}, {"max_num_batched_tokens": 4096}),
         ({"async_scheduling": False}, {"async_scheduling": False}),
         ({"async_scheduling": True}, {"async_scheduling": True, "logits_processors": [KNOWN_TOKENS_PROCESSOR]}),
-        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}),
+        ({"engine_args": {"kv_cache_dtype": "fp8", "block_size": None}}, {"kv_cache_dtype": "fp8"}),
         ({"sleep_level": 1}, {"enable_sleep_mode": has_gpu()}),  # refused by vLLM on a CPU
-        ({"enforce_eager": True, "cpu_offload_gb": 2.0}, {"enforce_eager": True, "cpu_offload_gb": 2.0}),
-        ({"mm_encoder_tp_mode": "data", "limit_mm_per_prompt": {"image": 2}},
+        ({"enforce_eager": True, "engine_args": {"cpu_offload_gb": 2}}, {"enforce_eager": True, "cpu_offload_gb": 2}),
+        ({"engine_args": {"mm_encoder_tp_mode": "data"}, "limit_mm_per_prompt": {"image": 2}},
          {"mm_encoder_tp_mode": "data", "limit_mm_per_prompt": {"image": 2, "video": 0}}),
     ],
     ids=str,

@@ -469,3 +469,11 @@ def test_the_manifest_exists_when_the_first_step_fails(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         train(run_config(tmp_path, 1), on_built=kill_at(0))
     assert (tmp_path / "run" / MANIFEST).is_file()
+
+
+def test_keys_of_another_version_that_were_null_were_not_set() -> None:
+    run = load_config(ROOT / "configs" / "stage2_rollout_aligned" / "colocate.yaml")
+    earlier = run.model_dump(mode="json")
+    earlier["rollout_matching"]["vllm"] |= {"cpu_offload_gb": None, "kv_cache_dtype": "fp8"}
+    (only,) = changes(earlier, run)
+    assert str(only) == "rollout_matching.vllm.kv_cache_dtype: fp8 in the checkpoint, (no such key) now"

@@ -152,11 +152,13 @@ def check_engine(client: ServerClient, status: Mapping[str, Any] | None, vllm: V
     for worker in () if status is None else status["workers"]:
         if (theirs := _reported(client, worker, ENGINE)) is None:
             continue
-        for key, ours in (("dtype", vllm.dtype), ("kv_cache_dtype", vllm.kv_cache_dtype or "auto")):
-            if ours is not None and theirs[key] != ours:
+        cache_dtype = vllm.given_args.get("kv_cache_dtype", "auto")
+        for key, ours in (("dtype", vllm.dtype), ("engine_args.kv_cache_dtype", cache_dtype)):
+            found = theirs[key.rpartition(".")[2]]
+            if ours is not None and found != ours:
                 raise RolloutError(
-                    f"rollout_matching.vllm.{key}: {ours} in this run, and {client.base_url} has {theirs[key]}; start "
-                    "the server with this run's YAML"
+                    f"rollout_matching.vllm.{key}: {ours} in this run, and {client.base_url} has {found}; start the "
+                    "server with this run's YAML"
                 )
         if vllm.max_model_len is not None and theirs["max_model_len"] < vllm.max_model_len:
             raise RolloutError(

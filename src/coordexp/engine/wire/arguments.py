@@ -98,8 +98,8 @@ def section_arguments(vllm: VLLMConfig, *, gpu: bool) -> dict[str, Any]:
     """The resolved section ``rollout_matching.vllm`` as vLLM's ``EngineArgs``; null keys take vLLM's defaults."""
     assert vllm.dtype is not None and vllm.max_model_len is not None, "resolved_rollout() replaces every null"
     # All other keys have vLLM's names.
-    ours = {"mode", "sleep_level", "enable_lora", "max_lora_rank", "server", "sync"}
-    arguments = vllm.model_dump(exclude=ours, exclude_none=True)
+    ours = {"mode", "sleep_level", "enable_lora", "max_lora_rank", "server", "sync", "engine_args"}
+    arguments = vllm.model_dump(exclude=ours, exclude_none=True) | vllm.given_args
     if gpu:  # with vLLM's default of 2,048, 64 prompts of 850 tokens take 27 steps
         arguments.setdefault("max_num_batched_tokens", TOKENS_PER_STEP_ON_GPU)
     if vllm.enable_lora:

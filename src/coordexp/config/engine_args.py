@@ -1,0 +1,49 @@
+"""Arguments of vLLM's engines that a run may set by their own names: ``rollout_matching.vllm.engine_args``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, WithJsonSchema
+
+from coordexp.config.base import nearest
+
+# Fields of vLLM's EngineArgs that decide how and where an engine computes, with their JSON types. Not among them: what
+# has a key of its own, what CoordExp sets (the model, seeds, logits processors, drafts), and what would make pushes or
+# answers wrong (quantization, settings of the image processor).
+ENGINE_ARGS: dict[str, str] = {
+    **dict.fromkeys(("attention_backend", "kv_cache_dtype", "linear_backend", "mm_encoder_attn_backend",
+                     "mm_encoder_tp_mode", "performance_mode", "safetensors_load_strategy"), "string"),
+    **dict.fromkeys(("disable_cascade_attn", "disable_chunked_mm_input", "enable_chunked_prefill",
+                     "enable_flashinfer_autotune", "fully_sharded_loras", "numa_bind"), "boolean"),
+    **dict.fromkeys(("block_size", "kv_cache_memory_bytes", "long_prefill_token_threshold",
+                     "max_cudagraph_capture_size", "num_gpu_blocks_override", "optimization_level"), "integer"),
+    "cpu_offload_gb": "number",
+    "cudagraph_capture_sizes": "array",
+    **dict.fromkeys(("attention_config", "compilation_config", "kernel_config"), "object"),
+}  # fmt: skip
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "boolean": (bool,), "integer": (int,), "number": (int, float), "array": (list,),
+    "object": (dict,),
+}  # fmt: skip
+
+
+def _known(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    for name, value in (given or {}).items():
+        if name not in ENGINE_ARGS:
+            guess = nearest(name, list(ENGINE_ARGS))
+            known = f"did you mean '{guess}'?" if guess else f"possible here: {', '.join(sorted(ENGINE_ARGS))}"
+            raise ValueError(f"'{name}' is not an argument that a run may set; {known}")
+        kind = ENGINE_ARGS[name]
+        fits = isinstance(value, _TYPES[kind]) and isinstance(value, bool) == (kind == "boolean")
+        if value is not None and not fits:
+            raise ValueError(f"{name}: expected {kind}, got {value!r}")
+    return given
+
+
+_SCHEMA = {
+    "type": ["object", "null"],
+    "additionalProperties": False,
+    "properties": {name: {"type": [kind, "null"]} for name, kind in ENGINE_ARGS.items()},
+}
+EngineArgs = Annotated[dict[str, Any] | None, AfterValidator(_known), WithJsonSchema(_SCHEMA)]
