@@ -10,14 +10,14 @@ from coordexp.config.base import nearest
 
 # Fields of vLLM's EngineArgs that decide how and where an engine computes, with their JSON types. Not among them: what
 # has a key of its own, what CoordExp sets (the model, seeds, logits processors, drafts), and what would make pushes or
-# answers wrong (quantization, settings of the image processor).
+# answers wrong (quantization, settings of the image processor), or the estimate of memory (kv_cache_memory_bytes).
 ENGINE_ARGS: dict[str, str] = {
     **dict.fromkeys(("attention_backend", "kv_cache_dtype", "linear_backend", "mm_encoder_attn_backend",
                      "mm_encoder_tp_mode", "performance_mode", "safetensors_load_strategy"), "string"),
     **dict.fromkeys(("disable_cascade_attn", "disable_chunked_mm_input", "enable_chunked_prefill",
                      "enable_flashinfer_autotune", "fully_sharded_loras", "numa_bind"), "boolean"),
-    **dict.fromkeys(("block_size", "kv_cache_memory_bytes", "long_prefill_token_threshold",
-                     "max_cudagraph_capture_size", "num_gpu_blocks_override", "optimization_level"), "integer"),
+    **dict.fromkeys(("block_size", "long_prefill_token_threshold", "max_cudagraph_capture_size",
+                     "num_gpu_blocks_override", "optimization_level"), "integer"),
     "cpu_offload_gb": "number",
     "cudagraph_capture_sizes": "array",
     **dict.fromkeys(("attention_config", "compilation_config", "kernel_config"), "object"),
