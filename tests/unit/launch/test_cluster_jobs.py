@@ -127,6 +127,10 @@ def test_a_slurm_job_has_the_trainers_exit_code_and_ends_its_servers(fakes: Fake
     assert not any(call.startswith("requeued") for call in calls)
 
 
+def test_a_slurm_job_has_all_memory_of_its_machines() -> None:
+    assert {"--exclusive", "--mem=0"} <= set(render(JOB, "slurm").split())
+
+
 def test_a_slurm_job_generates_a_missing_token(fakes: Fakes) -> None:
     end(fakes.start(render(JOB, "slurm"), FAKE_TRAINER_ENDS="0", COORDEXP_API_KEY="", **SLURM))
     assert {call.rpartition("token=")[2] for call in fakes.calls() if "token=" in call} == {"64"}
