@@ -36,8 +36,12 @@ ON_PLAIN_SERVER = (
     "tests/faults/test_real_servers.py",
     "tests/integration/test_served_endpoints.py",
 )
-# Files with servers of ms-swift, which a worker imports once, in 20 s.
-ON_SWIFT = ("tests/integration/test_swift_rollout.py", "tests/integration/test_predict_by_servers.py")
+# Files with processes of ms-swift, which a worker imports once, in 20 s.
+ON_SWIFT = (
+    "tests/integration/test_swift_rollout.py",
+    "tests/integration/test_predict_by_servers.py",
+    "tests/unit/test_pinned_names.py",
+)
 # Files that take minutes are first, so that no worker begins one when the other has nothing left.
 FIRST = (
     "tests/as_shipped/test_servers.py",

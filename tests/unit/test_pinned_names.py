@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from coordexp.engine.wire.versions import TESTED_VERSIONS
+from support.forked import SWIFT, Handle, by_file, forked
 
 PINNED: dict[str, dict[str, list[str]]] = {
     "vllm": {
@@ -168,11 +169,17 @@ def test_liger_has_every_name() -> None:
     assert problems("kernels") == []
 
 
-def test_ms_swift_has_every_name() -> None:
+def print_problems(group: str) -> None:
+    print("\n".join(problems(group)))
+
+
+def test_ms_swift_has_every_name(tmp_path: Path) -> None:
     """In a process of its own: ms-swift patches transformers' trainers when it is imported."""
-    pytest.importorskip("swift")
-    done = subprocess.run([sys.executable, __file__, "swift"], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr[-2000:]
+    if importlib.util.find_spec("swift") is None:
+        pytest.skip("ms-swift is not installed")
+    found, errors = tmp_path / "found", tmp_path / "errors"
+    code = Handle(forked(*by_file(print_problems, "swift"), log=found, err=errors, behind=SWIFT)).wait(300)
+    assert (code, found.read_text().strip()) == (0, ""), errors.read_text()[-2000:]
 
 
 @pytest.mark.parametrize("name", sorted(TESTED_VERSIONS))
@@ -182,7 +189,3 @@ def test_the_installed_versions_are_the_tested_ones(name: str) -> None:
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(f"{name} is not installed")
     assert installed in TESTED_VERSIONS[name]
-
-
-if __name__ == "__main__":
-    print("\n".join(problems(sys.argv[1])))
