@@ -40,7 +40,7 @@ ON_PLAIN_SERVER = (
 ON_SWIFT = (
     "tests/integration/test_swift_rollout.py",
     "tests/integration/test_predict_by_servers.py",
-    "tests/unit/test_pinned_names.py",
+    "tests/integration/test_pinned_names.py",
 )
 # Files that take minutes are first, so that no worker begins one when the other has nothing left.
 FIRST = (
@@ -66,7 +66,7 @@ FIRST = (
     "tests/faults/test_lost_processes.py",
     "tests/unit/training/test_resume.py",
     "tests/unit/training/test_rollouts_ahead.py",
-    "tests/unit/benchmarks/test_benchmark_scripts.py",
+    "tests/integration/test_benchmark_scripts.py",
     "tests/as_shipped/test_rows.py",
 )
 # Tests that share nothing: a worker takes one at a time.

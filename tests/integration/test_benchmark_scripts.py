@@ -21,7 +21,7 @@ from coordexp.evaluation.answers import ImageAnswer, read_answers, write_answers
 from coordexp.records import GTObject, ImageRecord
 from support.cli_runs import small_checkpoint
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Run = Callable[..., Any]
 STEPS = "--steps 1 --warmup 1 --batch 2 --max-new-tokens 12 --model MODEL"
 # Flags; MODEL is a small checkpoint, FOLDER an empty folder. Not here: scripts that start servers.
