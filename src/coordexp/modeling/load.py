@@ -18,7 +18,7 @@ import torch
 import transformers
 from PIL import Image
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationConfig
 
 from coordexp.checkpoints.card import Card, read_card, write_card
 from coordexp.checkpoints.describe import too_few_rows
@@ -229,8 +229,29 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -
             "an lm_head.weight of other values; set tie_word_embeddings to false there and in its text_config, or "
             "restore the checkpoint's files"
         )
+    _keep_what_can_be_saved(model, path)
     check_finite(model, path)
     return model
+
+
+def _keep_what_can_be_saved(model: Any, path: Path) -> None:
+    # transformers reads settings that contradict each other, such as a temperature without do_sample, and refuses to
+    # write them: a run would fail at its first save. CoordExp decodes by its own keys, so nothing else reads them.
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError as error:
+        keys = ", ".join(re.findall(r"^- `(\w+)`", str(error), re.MULTILINE)) or str(error)
+        logger.warning(
+            "%s: its generation_config.json contradicts itself (%s), and transformers would not write it again: what "
+            "is saved keeps its token ids alone; CoordExp does not decode by this file",
+            path,
+            keys,
+        )
+        model.generation_config = _token_ids_of(model.generation_config)
+
+
+def _token_ids_of(settings: GenerationConfig) -> GenerationConfig:
+    return GenerationConfig(**{key: getattr(settings, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")})
 
 
 def _read(source: Any, path: str | Path, what: str) -> Any:

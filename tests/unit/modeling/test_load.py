@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import AlignmentError, CheckpointError, CoordExpError, DataError, VocabError
 from coordexp.modeling.inputs import PromptEncoder, check_prompt
-from coordexp.modeling.load import LoadedModel, load_model, load_processor
+from coordexp.modeling.load import LoadedModel, export_checkpoint, load_model, load_processor
 from support.tiny_run import PROMPT, encoder_of, tiny_checkpoint, tiny_scenes
 
 
@@ -128,6 +128,19 @@ def test_a_saved_model_does_not_name_our_attention(tmp_path: Path) -> None:
     """vLLM and plain transformers read the folder too, and know nothing of packed attention."""
     load_model(tiny_checkpoint(), "float32", "packed").model.save_pretrained(tmp_path)
     assert not [p.name for p in tmp_path.glob("*.json") if "coordexp" in p.read_text()]
+
+
+def test_settings_of_generation_that_cannot_be_saved_do_not_end_a_run(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers reads a temperature without sampling, and refuses to write it: at the first save, hours later."""
+    ids = {"eos_token_id": [3, 4], "pad_token_id": 4}
+    (folder / "generation_config.json").write_text(json.dumps(ids | {"do_sample": False, "temperature": 0.7}))
+    export_checkpoint(folder, tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    saved.pop("transformers_version")
+    assert saved == ids
+    assert "generation_config.json contradicts itself (temperature)" in caplog.text
 
 
 @pytest.mark.parametrize("package", ["coordexp.modeling", "coordexp.training"])
