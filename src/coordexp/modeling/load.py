@@ -282,10 +282,13 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: str | None = None, 
 def adapt_for_openai(folder: Path, preparation: ImagePreparation) -> None:
     """Let any server of an OpenAI-compatible API answer with the checkpoint in ``folder``.
 
-    Coordinate tokens become ordinary added tokens: servers leave special tokens out of their text. The processor gets
-    the limits of the training images' resize rule, so that the server resizes as training did. Raises CheckpointError
-    if that rule has another factor than the processor.
+    Coordinate tokens become ordinary added tokens: servers leave special tokens out of their text. Of
+    generation_config.json the token ids stay: servers apply its repetition penalty and sampling to requests that name
+    none, and the answers would differ from CoordExp's. The processor gets the limits of the training images' resize
+    rule, so that the server resizes as training did. Raises CheckpointError if that rule has another factor than the
+    processor.
     """
+    _token_ids_of(GenerationConfig.from_pretrained(folder)).save_pretrained(folder)
     names = {"<|coord_*|>", *COORD_TOKENS}
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +86,18 @@ def test_a_checkpoint_exported_for_openai_keeps_its_coordinates(tmp_path: Path) 
     text = tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True)
     assert parse_answer(text, (640, 480)).objects == parse_answer(TEXT, (640, 480)).objects
     assert dict(processor.image_processor.size) == {"shortest_edge": 16384, "longest_edge": 16384}
+
+
+def test_a_checkpoint_exported_for_openai_has_no_penalty_of_its_base(tmp_path: Path) -> None:
+    """vLLM applies the settings of generation_config.json to requests that do not name them."""
+    base = tmp_path / "base"
+    shutil.copytree(asset("checkpoints/demo-stage1"), base)
+    file = base / "generation_config.json"
+    ids = {"eos_token_id": [426, 427], "pad_token_id": 427}
+    sampling = {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.8, "max_new_tokens": 7}
+    file.unlink()
+    file.write_text(json.dumps(ids | sampling))
+    served = export_checkpoint(base, tmp_path / "out", "float32", for_openai=True)
+    left = json.loads((served / "generation_config.json").read_text())
+    left.pop("transformers_version")
+    assert left == ids
