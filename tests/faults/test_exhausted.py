@@ -23,7 +23,7 @@ from coordexp.modeling.tiny import build_tiny_checkpoint
 from coordexp.training import loop
 from coordexp.training.checkpoint import check_contents, is_complete
 from faults.test_lying_servers import CALLS, DEADLINE_S, client_of
-from support.cli_runs import run_cli
+from support.cli_runs import files_of_at_most, run_cli
 from support.lying_server import lying
 from support.tiny_run import SPEC, run_config, same_weights, tiny_checkpoint, train, weights
 
@@ -46,11 +46,6 @@ def descriptors_left(count: int) -> AbstractContextManager[None]:
     lowest_free = os.dup(0)
     os.close(lowest_free)
     return limited(resource.RLIMIT_NOFILE, lowest_free + count)
-
-
-def files_end_at(size: int) -> AbstractContextManager[None]:
-    """No file of this process grows beyond ``size`` bytes: writing fails as on a full disk, which needs no root."""
-    return limited(resource.RLIMIT_FSIZE, size)
 
 
 def limited_from_step_2(limit: Callable[[], AbstractContextManager[None]]) -> Callable[[Any], None]:
@@ -94,7 +89,7 @@ def test_a_save_to_a_full_disk_raises_and_keeps_the_last_checkpoint(
     size: int, tmp_path: Path, seen: Callable[[object], None]
 ) -> None:
     with pytest.raises(CheckpointError) as refused:
-        train(run_config(tmp_path, 1, **SAVING), on_built=limited_from_step_2(lambda: files_end_at(size)))
+        train(run_config(tmp_path, 1, **SAVING), on_built=limited_from_step_2(lambda: files_of_at_most(size)))
     said = str(refused.value)
     # The disk has room here: the limit is of the process.
     assert "checkpoint-2 cannot be written: a quota, or a limit on the size of files (ulimit -f)" in said
@@ -110,7 +105,7 @@ def test_a_checkpoint_for_which_the_disk_has_no_room_is_one_line(
     source = tiny_checkpoint()
     if command == "expand-vocab":
         source = build_tiny_checkpoint(tmp_path / "plain", spec=SPEC, coord_tokens=False)
-    with files_end_at(30_000):
+    with files_of_at_most(30_000):
         code, _, said = run_cli(capsys, "model", command, source, tmp_path / "new")
     assert code == 2 and f"error: {tmp_path / 'new'}: File too large; raise the limit on a file's size" in said
 
@@ -191,7 +186,7 @@ def test_a_full_disk_at_the_end_keeps_the_last_checkpoint_and_the_next_start_wri
     final = loop.save_final_model
 
     def save_to_full_disk(*arguments: Any, **options: Any) -> None:
-        with files_end_at(100_000):
+        with files_of_at_most(100_000):
             final(*arguments, **options)
 
     monkeypatch.setattr(loop, "save_final_model", save_to_full_disk)
@@ -224,7 +219,7 @@ def test_loggers_on_a_full_disk_warn_once_are_counted_and_recover(
         class FullInStep2(TrainerCallback):
             def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 if state.global_step == 1:
-                    full.enter_context(files_end_at(0))
+                    full.enter_context(files_of_at_most(0))
 
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 if state.global_step == 3:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from coordexp.evaluation.summary import summarise
 from coordexp.geometry import pixel_ring, to_bin, to_pixel
 from coordexp.records import GTObject
 from support.annotation_folders import KEEP, SMALL, coco, objects_of, paint, voc, voc_object, voc_xml
+from support.cli_runs import files_of_at_most
 from support.one_scene import BOXES, RINGS, SIZE, as_coco, as_csv, as_labelme, as_voc, as_yolo
 
 # --- quantisation ---
@@ -256,13 +256,8 @@ def test_a_full_disk_leaves_nothing_new(tmp_path: Path, writable: int, existing:
     if existing:
         out.mkdir(parents=True)
         (out / "mine.txt").write_text("kept")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (writable, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            convert_voc(root, out, options=SMALL)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with files_of_at_most(writable), pytest.raises(OSError, match="File too large"):
+        convert_voc(root, out, options=SMALL)
     left = [str(path.relative_to(tmp_path)) for path in tmp_path.glob("new/**/*")]
     assert left == (["new/out", "new/out/mine.txt"] if existing else [])
     assert (tmp_path / "new").exists() is existing
