@@ -99,6 +99,11 @@ class Command(TyperCommand):
         except KeyboardInterrupt as stop:
             echo(str(stop) or "interrupted", err=True)
             raise
+        except EOFError as error:  # click would say no more than "Aborted!"
+            raise RuntimeError(
+                f"a file ended too early ({error}); if this is marshal data, delete the folders __pycache__ of the "
+                "modules above: an earlier command filled the disk while Python compiled them"
+            ) from error
 
 
 def _below_home(word: str) -> str:

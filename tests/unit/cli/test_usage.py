@@ -168,6 +168,17 @@ def test_an_interrupted_completion_says_how_it_continues(
     assert outcome.code == 130 and says in outcome.err
 
 
+def test_a_file_that_ends_too_early_is_not_an_abort(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's error of a compiled module that is cut off; click shows it as "Aborted!"."""
+
+    def cut_off(*_: object, **__: object) -> None:
+        raise EOFError("marshal data too short")
+
+    monkeypatch.setattr(coordexp.data.scenes, "write_scenes", cut_off)
+    with pytest.raises(RuntimeError, match=r"marshal data too short.*__pycache__"):
+        cli("data", "scenes", "--out", "scenes", "--count", 1)
+
+
 def test_keys_reach_a_replay(tmp_path: Path, cli: Cli) -> None:
     run = write_yaml(tmp_path, stage1())
     outcome = cli("replay", run, "records", "training.max_step=3")
