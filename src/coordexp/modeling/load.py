@@ -201,9 +201,9 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -
                 f"{path}: {problem}; put that model back, or merge them with this one on purpose: coordexp model merge "
                 f"{path} OUTPUT --base {checkpoint.parent.path}"
             )
-        merged = read_weights(checkpoint.parent, dtype)
-        merge_adapter(merged, path)
-        check_finite(merged, path)
+        own = _own_dtype(path, checkpoint.parent)
+        merged = read_weights(checkpoint.parent, "auto" if dtype == "auto" else _merged_in(own, dtype))
+        _merge(merged, path, dtype)
         return merged
     try:
         with _LOADING:
@@ -232,6 +232,20 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -
     _keep_what_can_be_saved(model, path)
     check_finite(model, path)
     return model
+
+
+def _merged_in(own: str, dtype: torch.dtype) -> torch.dtype:
+    # The number type of the base's weights: the run's own, or one of which no weight is rounded before it is merged.
+    return dtype if dtype == getattr(torch, own) else torch.float32
+
+
+def _merge(base: Any, folder: Path, dtype: torch.dtype | Literal["auto"]) -> None:
+    merge_adapter(base, folder)
+    if dtype not in ("auto", base.dtype):
+        base.to(dtype)
+        for config in (base.config, base.config.text_config, base.config.vision_config):
+            config.dtype = dtype  # vLLM reads those of the parts
+    check_finite(base, folder)
 
 
 def _keep_what_can_be_saved(model: Any, path: Path) -> None:
@@ -325,7 +339,8 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
 
     ``base`` replaces the folder that the adapters name, and may have other weights, which is logged; ``dtype`` None
     keeps the run's number type, since another would change its answers. Each merged matrix is computed in float32 and
-    rounded once. Raises as :func:`load_model`, and CheckpointError for other adapters.
+    rounded once, from the base's weights as the run read them or, for another ``dtype``, as they are stored. Raises as
+    :func:`load_model`, and CheckpointError for other adapters.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
@@ -338,9 +353,10 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
     else:
         if (problem := base_problem(folder, base)) is not None:
             logger.warning("%s: %s; merged all the same, as --base says", folder, problem)
-        loaded = load_model(base, dtype or _own_dtype(folder, base), attention="sdpa")
-        merge_adapter(loaded.model, folder)
-        check_finite(loaded.model, folder)
+        own = _own_dtype(folder, base)
+        wanted = getattr(torch, dtype or own)
+        loaded = load_model(base, str(_merged_in(own, wanted)).removeprefix("torch."), attention="sdpa")
+        _merge(loaded.model, folder, wanted)
     write_checkpoint(loaded.model, loaded.processor, read_card(folder), output)
     return output
 

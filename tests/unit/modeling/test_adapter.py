@@ -17,7 +17,7 @@ from transformers import Qwen3VLForConditionalGeneration
 from coordexp.checkpoints.folder import CONFIG, OFFSETS, WEIGHTS, Checkpoint, is_adapter_folder
 from coordexp.errors import CheckpointError
 from coordexp.modeling.adapter import load_adapter, save_adapter
-from coordexp.modeling.load import LoadedModel, export_checkpoint, load_model, merge_checkpoint
+from coordexp.modeling.load import LoadedModel, export_checkpoint, load_model, merge_checkpoint, write_checkpoint
 from coordexp.modeling.trainer_weights import TrainerWeights
 from support.tiny_run import gt_segments, inputs_alone, load_tiny, tiny_checkpoint
 from support.tuned_models import TUNERS, lora, pushed, randomise, trained, tuned, untied_checkpoint
@@ -81,6 +81,22 @@ def test_export_merges_too(tmp_path: Path) -> None:
     reference = load_model(tmp_path / "run", "bfloat16").model
     for name, parameter in exported.named_parameters():
         torch.testing.assert_close(parameter, reference.get_parameter(name).float(), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["its base", "--base"])
+def test_merged_weights_of_another_number_type_are_rounded_once(named: bool, tmp_path: Path) -> None:
+    """A float32 base that is rounded to bfloat16 before its adapters are added would be rounded twice."""
+    base = load_tiny()
+    for parameter in base.model.parameters():
+        parameter.data += 1e-3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    write_checkpoint(base.model, base.processor, base.card, tmp_path / "base")
+    save_adapter(tuned(lora(), checkpoint=tmp_path / "base").model, tmp_path / "run")
+    merge_checkpoint(tmp_path / "run", tmp_path / "exact")
+    merge_checkpoint(tmp_path / "run", tmp_path / "out", tmp_path / "base" if named else None, "bfloat16")
+    exact, out = (load_file(tmp_path / name / "model.safetensors") for name in ("exact", "out"))
+    assert all(torch.equal(out[name], value.bfloat16()) for name, value in exact.items())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {part["dtype"] for part in (config, config["text_config"], config["vision_config"])} == {"bfloat16"}
 
 
 def cut(folder: Path, name: str) -> None:
