@@ -264,6 +264,17 @@ def test_a_full_disk_leaves_nothing_new(tmp_path: Path, writable: int, existing:
     assert len(objects_of(convert_voc(root, out, options=SMALL))) == 60
 
 
+def test_an_object_of_several_boxes_is_an_object_of_each(tmp_path: Path) -> None:
+    """ybat writes all boxes of a class into one <object>; boxes of its parts (head, hand) are not objects."""
+    second, part = voc_object("", 20, 4, 30, 16), voc_object("head", 2, 3, 4, 5).replace("object>", "part>")
+    extra = second.removeprefix("<object><name></name>").removesuffix("</object>") + part
+    root = voc(tmp_path / "voc", voc_object("cat", 1, 2, 9, 12, extra=extra))
+    report = convert_voc(root, tmp_path / "out", options=SMALL)
+    boxes = [tuple(to_bin(value, side) for value, side in zip(box, (40, 24, 40, 24), strict=True))
+             for box in ((1, 2, 9, 12), (20, 4, 30, 16))]  # fmt: skip
+    assert report.objects_seen == 2 and [obj.bins for obj in objects_of(report)] == boxes
+
+
 def test_voc_files_left_out_are_counted(tmp_path: Path) -> None:
     root = voc(tmp_path / "voc", voc_object("cat", 1, 1, 9, 9))
     voc_xml(root, "b", voc_object("cat", 1, 1, 9, 9), voc_object("cat", 2, 2, 9, 9))  # no image

@@ -122,7 +122,8 @@ def convert_voc(
         if named and xmls[stem].stem not in (PurePosixPath(named).name, PurePosixPath(named).stem):
             report.note(Note.FILENAME_MISMATCH, shown, None, f"<filename> is {named!r}; used {found.path.name!r}")
         read = partial(_read_object, one_based, skip_difficult)
-        objects, count = report.read_objects(shown, tree.findall("object"), read)
+        nodes = [one for node in tree.findall("object") for one in _one_box_each(node)]
+        objects, count = report.read_objects(shown, nodes, read)
         size = declared_size(*(number(_text(tree, f"size/{side}")) for side in ("width", "height")))
         problem = found.problem or f"no image of one of the names {', '.join(names)} in {image_dir}"
         sources.append(SourceImage(found.name, shown, found.path, size, objects, count, problem=problem))
@@ -226,6 +227,18 @@ def _stem_of(line: str, xmls: Collection[str]) -> str:
     stem = head.strip() if head and flag in ("-1", "0", "1") else line
     without, dot, suffix = stem.rpartition(".")
     return without if f"{dot}{suffix.lower()}" in SEEN_SUFFIXES and without in xmls else stem
+
+
+def _one_box_each(node: ET.Element) -> list[ET.Element]:
+    # ybat writes all boxes of a class into one object.
+    boxes = node.findall("bndbox")
+    if len(boxes) < 2:
+        return [node]
+    rest = [child for child in node if child.tag != "bndbox"]
+    nodes = [ET.Element("object") for _ in boxes]
+    for one, box in zip(nodes, boxes, strict=True):
+        one.extend([*rest, box])
+    return nodes
 
 
 def _read_object(one_based: bool, skip_difficult: bool, index: int, node: ET.Element) -> SourceShape:
