@@ -294,6 +294,24 @@ def test_sampling_is_reproducible_and_follows_the_seed(
     assert max(max(r.response_token_ids) for r in first) < len(trainer.vocab)
 
 
+def test_samples_do_not_depend_on_how_prompts_are_divided(
+    trainer: LoadedModel, requests_: list[RolloutRequest], tmp_path: Path
+) -> None:
+    """vLLM samples after every part of a prompt, drops the token and rewinds the request's random numbers; on a CPU it
+    could not, and ended."""
+    keys: dict[str, Any] = {"rollout_matching__decoding__temperature": 2.0, "rollout_matching__decode_batch_size": 6}
+    longest = max(len(request.prompt_token_ids) for request in requests_)
+    answers = []
+    for number, tokens in enumerate((None, longest + 5)):
+        divided = {"rollout_matching__vllm__max_num_batched_tokens": tokens, "rollout_matching__vllm__max_num_seqs": 8}
+        with (
+            closing(colocated(trainer, tmp_path / str(number), **keys, **divided)) as backend,
+            rollout_session(backend, 0),
+        ):
+            answers.append([answer.response_token_ids for answer in backend.generate(requests_, SEEDS)])
+    assert answers[0] == answers[1]
+
+
 def test_repeating_answers_end_at_the_same_step_in_any_batch(trainer: LoadedModel, tmp_path: Path) -> None:
     """Where the guard ends the whole answers of transformers."""
     settings = RepeatTerminateConfig(**GUARD)

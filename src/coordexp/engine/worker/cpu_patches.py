@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import time
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
 from vllm.compilation import caching
@@ -20,6 +22,7 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from coordexp.modeling import cpu_products
 
@@ -138,6 +141,38 @@ def _rejection_random_sample(
 
 _rejection_random_sample.register_warmup = _random_sample.register_warmup  # pyright: ignore[reportFunctionMemberAccess]
 
+# A step that reads only a part of a prompt samples a token all the same, and drops it. vLLM then rewinds the request's
+# generator by an offset, which generators of CPUs do not have. So their state is put back instead: an answer's random
+# numbers do not depend on how its prompt was divided.
+_vllms_sample, _vllms_bookkeeping = GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync
+
+
+def _dropped(runner: Any) -> list[int]:
+    batch = runner.input_batch
+    rows = np.nonzero(runner.discard_request_mask.np[: batch.num_reqs])[0].tolist()
+    return [row for row in rows if row in batch.generators]
+
+
+@wraps(_vllms_sample)
+def _sample(self: Any, *args: Any, **options: Any) -> Any:
+    generators = self.input_batch.generators
+    states = {row: generators[row].get_state() for row in _dropped(self)}
+    sampled = _vllms_sample(self, *args, **options)
+    for row, state in states.items():
+        generators[row].set_state(state)
+    return sampled
+
+
+@wraps(_vllms_bookkeeping)
+def _bookkeeping_sync(self: Any, *args: Any, **options: Any) -> Any:
+    generators = self.input_batch.generators
+    hidden = {row: generators.pop(row) for row in _dropped(self)}
+    try:
+        return _vllms_bookkeeping(self, *args, **options)
+    finally:
+        generators.update(hidden)
+
+
 # vLLM stores the compiled model. On CPUs that is Inductor's own function, which has nothing to finalize after loading,
 # but vLLM finalizes it all the same, fails, and compiles again at each start. The cache's key also says that linear
 # layers compute from plain weights: without these patches, vLLM would store another function under the same key.
@@ -152,6 +187,8 @@ def _finalize_loading(self: Any, vllm_config: Any) -> None: ...
 
 
 if current_platform.is_cpu():
+    GPUModelRunner._sample = _sample  # pyright: ignore[reportAttributeAccessIssue]
+    GPUModelRunner._bookkeeping_sync = _bookkeeping_sync  # pyright: ignore[reportAttributeAccessIssue]
     caching.aot_compile_hash_factors = _hash_factors
     BundledAOTAutogradSerializableCallable.finalize_loading = _finalize_loading  # pyright: ignore[reportAttributeAccessIssue]
     rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
