@@ -22,18 +22,12 @@ def _rows(section: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, section)
 
 
-_GRADIENTS = "coordexp.doctor.gradients"
 CHECKS = (
-    Check("machine", _rows("machine", *_MACHINE), "coordexp.doctor.machine:machine", needs=None),
-    Check("NCCL", _rows("machine", "NCCL"), "coordexp.doctor.machine:nccl_versions", needs=None),
-    Check("host", _rows("machine", "host memory", "memlock", "/dev/shm"), "coordexp.doctor.machine:host", needs=None),
-    Check(
-        "packages",
-        _rows("machine", "liger-kernel", "flashinfer", "flash-attn"),
-        "coordexp.doctor.machine:packages",
-        needs=None,
-    ),
-    Check("models", _rows("machine", "models"), "coordexp.doctor.samples:models", needs=None),
+    Check("machine", _rows("machine", *_MACHINE), ".machine:machine", needs=None),
+    Check("NCCL", _rows("machine", "NCCL"), ".machine:nccl_versions", needs=None),
+    Check("host", _rows("machine", "host memory", "memlock", "/dev/shm"), ".machine:host", needs=None),
+    Check("packages", _rows("machine", "liger-kernel", "flashinfer", "flash-attn"), ".machine:packages", needs=None),
+    Check("models", _rows("machine", "models"), ".samples:models", needs=None),
     Check(
         "kernels",
         _rows(
@@ -42,34 +36,32 @@ CHECKS = (
             *("attention: flash, bfloat16", "fused kernels, bfloat16", "language head, scores"),
             *("language head, gradients", "offload and back"),
         ),
-        "coordexp.doctor.exactness:kernels",
+        ".exactness:kernels",
     ),
     Check(
-        "packing",
-        _rows("exactness", "packed = separate, float32", "packed = separate, bfloat16"),
-        f"{_GRADIENTS}:packing",
+        "packing", _rows("exactness", "packed = separate, float32", "packed = separate, bfloat16"), ".gradients:packing"
     ),
-    Check("optimizer", _rows("exactness", "optimizer states"), f"{_GRADIENTS}:optimizer_states"),
-    Check("one", _rows("exactness", "one process"), f"{_GRADIENTS}:reference", ranks=1),
-    Check("autocast", _rows("exactness", "scores, autocast"), f"{_GRADIENTS}:scores", ("autocast",), needs="one"),
+    Check("optimizer", _rows("exactness", "optimizer states"), ".gradients:optimizer_states"),
+    Check("one", _rows("exactness", "one process"), ".gradients:reference", ranks=1),
+    Check("autocast", _rows("exactness", "scores, autocast"), ".gradients:scores", ("autocast",), needs="one"),
     Check(
         "ddp",
         _rows("exactness", "DDP, tied head", "DDP, untied head", "DDP after offload"),
-        f"{_GRADIENTS}:gradients",
+        ".gradients:gradients",
         ("DDP",),
         ranks=0,
         needs="one",
     ),
-    Check("ddp-bf16", _rows("exactness", "scores, DDP"), f"{_GRADIENTS}:scores", ("DDP",), ranks=0, needs="one"),
+    Check("ddp-bf16", _rows("exactness", "scores, DDP"), ".gradients:scores", ("DDP",), ranks=0, needs="one"),
     Check(
         "fsdp2",
         _rows("exactness", "FSDP2, tied head", "FSDP2, untied head"),
-        f"{_GRADIENTS}:gradients",
+        ".gradients:gradients",
         ("FSDP2",),
         ranks=0,
         needs="one",
     ),
-    Check("fsdp2-bf16", _rows("exactness", "scores, FSDP2"), f"{_GRADIENTS}:scores", ("FSDP2",), ranks=0, needs="one"),
+    Check("fsdp2-bf16", _rows("exactness", "scores, FSDP2"), ".gradients:scores", ("FSDP2",), ranks=0, needs="one"),
     Check(
         "engine",
         {
@@ -78,7 +70,7 @@ CHECKS = (
             **_rows("answers", "pixels, first layer", "vLLM = transformers"),
             **_rows("throughput", *_at_once("decoding"), "push"),
         },
-        "coordexp.doctor.engine:colocated",
+        ".engine:colocated",
         uses_vllm=True,
     ),
     Check(
@@ -88,28 +80,22 @@ CHECKS = (
             **_rows("answers", "skipping = transformers"),
             **_rows("throughput", *_at_once("skipping"), "skip_forced_tokens"),
         },
-        "coordexp.doctor.engine:skipping",
+        ".engine:skipping",
         uses_vllm=True,
     ),
     Check(
         "tensor-parallel",
         {**_rows("pushes", "TP 2: ten pushes"), **_rows("answers", "TP 2: vLLM = transformers")},
-        "coordexp.doctor.engine:tensor_parallel",
+        ".engine:tensor_parallel",
         ranks=2,
         gpus=2,
         uses_vllm=True,
     ),
-    Check(
-        "server",
-        _rows("pushes", "server: ten pushes"),
-        "coordexp.doctor.engine:served",
-        gpus=2,
-        uses_vllm=True,
-    ),
+    Check("server", _rows("pushes", "server: ten pushes"), ".engine:served", gpus=2, uses_vllm=True),
     Check(
         "training",
         _rows("throughput", "training", "parts of a step", "loader processes", "arithmetic", "peak memory"),
-        "coordexp.doctor.throughput:training",
+        ".throughput:training",
     ),
-    Check("stage-2", _rows("throughput", "stage 2", "parts of a stage 2 step"), "coordexp.doctor.throughput:stage_2"),
+    Check("stage-2", _rows("throughput", "stage 2", "parts of a stage 2 step"), ".throughput:stage_2"),
 )

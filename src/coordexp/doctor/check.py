@@ -73,10 +73,10 @@ class Row:
 class Check:
     """Rows that one function fills, with their sections.
 
-    ``function``: ``module:name``, called with the settings and ``arguments``. ``ranks``: processes, on CPUs unless
-    there are two GPUs; 0: one for each GPU, at least two; None: one process, on a GPU if there is one. ``gpus``: with
-    fewer the check is skipped, unless it is selected by name. ``uses_vllm``: skipped without vLLM. ``needs``: the check
-    that must succeed before it.
+    ``function``: ``module:name``, or ``.module:name`` of this package, called with the settings and ``arguments``.
+    ``ranks``: processes, on CPUs unless there are two GPUs; 0: one for each GPU, at least two; None: one process, on a
+    GPU if there is one. ``gpus``: with fewer the check is skipped, unless it is selected by name. ``uses_vllm``:
+    skipped without vLLM. ``needs``: the check that must succeed before it.
     """
 
     name: str
@@ -252,7 +252,7 @@ def _run_in_process(check: Check, settings: Settings, rank: int, count: int, rep
         try:
             module, _, name = check.function.partition(":")
             began = time.monotonic()
-            for row in getattr(importlib.import_module(module), name)(settings, *check.arguments):
+            for row in getattr(importlib.import_module(module, __package__), name)(settings, *check.arguments):
                 write(**asdict(replace(row, seconds=time.monotonic() - began)))
                 began = time.monotonic()
         except Exception as error:  # the edge of this process: the table has it as a failed row
