@@ -36,6 +36,7 @@ from coordexp.errors import RolloutError
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, load_model
+from coordexp.modeling.scores import logits_of_answer
 from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.parsing import parse_rollout
 from coordexp.records import RolloutRequest
@@ -292,23 +293,14 @@ def _agreement(check: str, loaded: LoadedModel, requests: Sequence[RolloutReques
     """Whether each token of greedy answers is the one that transformers finds most likely after the same tokens."""
     rollouts = backend.generate(requests, SEEDS)
     model, vocab = loaded.model, loaded.vocab
-    device, dtype = next(model.parameters()).device, str(model.dtype).removeprefix("torch.")
+    dtype = str(model.dtype).removeprefix("torch.")
     same = far = total = 0
     first = ""
     for request, rollout in zip(requests, rollouts, strict=True):
         answer = [*rollout.response_token_ids, *([] if rollout.truncated else [vocab.eos_id])]
-        ids_1L = torch.tensor([[*request.prompt_token_ids, *answer]], device=device)
-        logits_TV = model(
-            input_ids=ids_1L,
-            attention_mask=torch.ones_like(ids_1L),
-            mm_token_type_ids=(ids_1L == loaded.image_token_id).int(),
-            pixel_values=request.model_inputs["pixel_values"].to(device),
-            image_grid_thw=request.model_inputs["image_grid_thw"].to(device),
-            logits_to_keep=len(answer) + 1,
-            use_cache=False,
-        ).logits[0, :-1]
+        logits_TV = logits_of_answer(model, loaded.image_token_id, request, answer, len(answer) + 1)[:-1]
         known_TV = logits_TV[:, : len(vocab)].float()  # a padded head has rows without a token
-        best_T, token_T = known_TV.max(-1).values, torch.tensor(answer, device=device)
+        best_T, token_T = known_TV.max(-1).values, torch.tensor(answer, device=logits_TV.device)
         gap_T = (best_T - known_TV.gather(1, token_T[:, None])[:, 0]) / known_TV.std(-1)
         total += len(answer)
         same += int((gap_T == 0).sum())

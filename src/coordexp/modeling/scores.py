@@ -43,6 +43,23 @@ class ObjectScore:
     confidence: float
 
 
+def logits_of_answer(
+    model: Any, image_token_id: int, request: RolloutRequest, answer: Sequence[int], keep: torch.Tensor | int
+) -> torch.Tensor:
+    """Logits (N, V) of one forward over a request's prompt and ``answer``, at the N positions ``keep``, or its last."""
+    device = next(model.parameters()).device
+    ids_1L = torch.tensor([[*request.prompt_token_ids, *answer]], device=device)
+    return model(
+        input_ids=ids_1L,
+        attention_mask=torch.ones_like(ids_1L),
+        mm_token_type_ids=(ids_1L == image_token_id).int(),
+        pixel_values=request.model_inputs["pixel_values"].to(device),
+        image_grid_thw=request.model_inputs["image_grid_thw"].to(device),
+        logits_to_keep=keep,
+        use_cache=False,
+    ).logits[0]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenScorer:
     """Scores answers with a model that is in this process. ``calibration``: of confidences; None leaves them raw.
@@ -80,17 +97,8 @@ class TokenScorer:
             {at for obj in parsed.objects for at in (*obj.coord_token_idx, *range(*obj.desc_token_span))}
         )
         device = next(self.model.parameters()).device
-        ids_1L = torch.tensor([[*request.prompt_token_ids, *response_ids]], device=device)
         position_N = torch.tensor(positions, device=device) + len(request.prompt_token_ids)
-        logits_NV = self.model(
-            input_ids=ids_1L,
-            attention_mask=torch.ones_like(ids_1L),
-            mm_token_type_ids=(ids_1L == self.image_token_id).int(),
-            pixel_values=request.model_inputs["pixel_values"].to(device),
-            image_grid_thw=request.model_inputs["image_grid_thw"].to(device),
-            logits_to_keep=position_N - 1,
-            use_cache=False,
-        ).logits[0]
+        logits_NV = logits_of_answer(self.model, self.image_token_id, request, response_ids, position_N - 1)
         log_all_N = torch.logsumexp(logits_NV.float(), dim=-1)
         if not bool(log_all_N.isfinite().all()):
             raise broken_logits(self.model.name_or_path, int(self.trains))
