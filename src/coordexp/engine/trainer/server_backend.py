@@ -149,10 +149,8 @@ def check_names(client: ServerClient, status: Mapping[str, Any] | None) -> None:
 def check_engine(client: ServerClient, status: Mapping[str, Any] | None, vllm: VLLMConfig) -> None:
     """Raises RolloutError if a server's engine answers by other keys than this run's resolved section: it cuts answers
     earlier, or computes in another number type."""
-    for worker in () if status is None else status["workers"]:
-        if (theirs := _reported(client, worker, ENGINE)) is None:
-            continue
-        cache_dtype = vllm.given_args.get("kv_cache_dtype", "auto")
+    cache_dtype = vllm.given_args.get("kv_cache_dtype", "auto")
+    for theirs in _reported(client, status, ENGINE):
         for key, ours in (("dtype", vllm.dtype), ("engine_args.kv_cache_dtype", cache_dtype)):
             found = theirs[key.rpartition(".")[2]]
             if ours is not None and found != ours:
@@ -173,9 +171,7 @@ def check_pixels(client: ServerClient, status: Mapping[str, Any] | None, model: 
     bring weights, and not the settings of the checkpoint's image processor."""
     from coordexp.modeling.patches import PixelScale
 
-    for worker in () if status is None else status["workers"]:
-        if (reported := _reported(client, worker, PIXELS)) is None:
-            continue
+    for reported in _reported(client, status, PIXELS):
         theirs, ours = PixelScale.of(SimpleNamespace(**reported)), model.model.pixel_scale
         if theirs != ours:
             raise RolloutError(
@@ -188,9 +184,7 @@ def check_pixels(client: ServerClient, status: Mapping[str, Any] | None, model: 
 def check_arithmetic(client: ServerClient, status: Mapping[str, Any] | None, checkpoint: Path) -> None:
     """Raises RolloutError if a server's model applies weights otherwise than that of the trainer's plain ``checkpoint``
     (rotary embeddings, norms, heads): pushes bring weights, and not the settings in config.json."""
-    for worker in () if status is None else status["workers"]:
-        if (theirs := _reported(client, worker, ARITHMETIC)) is None:
-            continue
+    for theirs in _reported(client, status, ARITHMETIC):
         for key, ours in arithmetic_of(checkpoint).items():
             if theirs.get(key) != ours:
                 raise RolloutError(
@@ -199,11 +193,14 @@ def check_arithmetic(client: ServerClient, status: Mapping[str, Any] | None, che
                 )
 
 
-def _reported(client: ServerClient, worker: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
-    if key not in worker:
-        note = "%s: an older CoordExp runs there and does not report %s, so nothing checks that they are this run's"
-        logger.warning(note, client.base_url, key)
-    return worker.get(key)
+def _reported(client: ServerClient, status: Mapping[str, Any] | None, key: str) -> Iterator[Mapping[str, Any]]:
+    # What each worker of the server's status has under ``key``.
+    for worker in () if status is None else status["workers"]:
+        if key not in worker:
+            note = "%s: an older CoordExp runs there and does not report %s, so nothing checks that they are this run's"
+            logger.warning(note, client.base_url, key)
+        elif worker[key] is not None:
+            yield worker[key]
 
 
 def in_flight(
