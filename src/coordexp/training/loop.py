@@ -259,11 +259,10 @@ class CoordExpTrainer:
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
-    def evaluate(self, dataset: RecordDataset | None = None) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Rollouts on the validation set → ``eval_rollout/*``; no figures if ``rollout_matching.eval_detection`` is
         off. A collective call."""
-        dataset = self.eval_dataset if dataset is None else dataset
-        assert dataset is not None, "evaluation without custom.val_jsonl"
+        assert self.eval_dataset is not None, "evaluation without custom.val_jsonl"
         started = time.perf_counter()
         figures: dict[str, float] = {}
         answers: Sequence[ImageAnswer] = ()
@@ -278,7 +277,7 @@ class CoordExpTrainer:
                 rollout_session(self.backend, self.state.global_step),
             ):
                 answers = answer_dataset(
-                    dataset,
+                    self.eval_dataset,
                     self.backend,
                     self.run.loaded.vocab,
                     seed=self.args.seed,
@@ -287,11 +286,10 @@ class CoordExpTrainer:
                     on_answer=self.on_answer,
                 )
                 figures = summarise(answers, self.measured).figures
-                if dataset is self.eval_dataset:
-                    is_first = not any("eval_rollout/f1" in line for line in self.state.log_history)
-                    figures |= self._ledger.rates(answers, is_first=is_first)
-                    if self._ledger.has_other_images:  # figures of other images compare with nothing
-                        self._forget_best()
+                is_first = not any("eval_rollout/f1" in line for line in self.state.log_history)
+                figures |= self._ledger.rates(answers, is_first=is_first)
+                if self._ledger.has_other_images:  # figures of other images compare with nothing
+                    self._forget_best()
                 if self.args.should_save:
                     write_answers(answers, Path(str(self.args.output_dir)) / LAST_EVALUATION)
         metrics = {f"eval_rollout/{name}": value for name, value in figures.items()}
@@ -335,11 +333,11 @@ class CoordExpTrainer:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def save_model(self, folder: Path | None = None) -> None:
+    def save_model(self) -> None:
         """Write the model, its processor and all that was logged to the run's folder. A collective call. Raises
         TrainingDiverged for weights that are NaN or infinite."""
         self._check_weights("the model at the end")
-        folder = Path(str(self.args.output_dir)) if folder is None else folder
+        folder = Path(str(self.args.output_dir))
         save_final_model(self.run, folder, writes=self.args.should_save, last_saved=self.last_saved())
 
     def last_saved(self) -> str:

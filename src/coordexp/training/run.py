@@ -37,7 +37,7 @@ from coordexp.config.schema import TrainingConfig
 from coordexp.data.class_list import choose_list
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
-from coordexp.data.epochs import EpochPlan, describe_epoch, plan_epochs
+from coordexp.data.epochs import describe_epoch, plan_epochs
 from coordexp.data.images import open_rgb
 from coordexp.data.joined import DataPart, JoinedRecords
 from coordexp.data.preparation import preparation_of, unprepared_note
@@ -284,13 +284,18 @@ def build_trainer(
 
 
 def _step_batches(run: CheckedRun, args: Any, train: RecordDataset, console: Console) -> StepBatches:
+    data, seed = run.config.data, run.config.training.seed
+    plan = plan_epochs(run.train, data.repeat_threshold, seed)
+    if plan is not None and distributed.is_main():
+        for line in describe_epoch(run.train, plan, data.repeat_threshold):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     return StepBatches(
         train,
         batch_size=args.train_batch_size,
         accumulation_steps=args.gradient_accumulation_steps,
-        seed=run.config.training.seed,
-        num_workers=run.config.data.num_workers,
-        plan=_epoch_plan(run, console),
+        seed=seed,
+        num_workers=data.num_workers,
+        plan=plan,
     )
 
 
@@ -302,15 +307,6 @@ def _print_notes(
         notes.append(SKIPPING)  # vLLM's engines print it when they start
     for note in notes:
         console.print(note, highlight=False, markup=False, soft_wrap=True)
-
-
-def _epoch_plan(run: CheckedRun, console: Console) -> EpochPlan | None:
-    threshold = run.config.data.repeat_threshold
-    plan = plan_epochs(run.train, threshold, run.config.training.seed)
-    if plan is not None and distributed.is_main():
-        for line in describe_epoch(run.train, plan, threshold):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-    return plan
 
 
 def _tuned_model(run: CheckedRun, accelerator: Accelerator, console: Console) -> LoadedModel:
