@@ -33,23 +33,22 @@ def with_own_template(config: Config, checkpoint: str | Path | None = None) -> C
         return config
     custom, template = config.custom, config.template
     given_order = custom.object_field_order if "object_field_order" in custom.model_fields_set else None
-    taken: dict[str, Any] = {}
+    taken: dict[str, dict[str, Any]] = {"template": {}, "custom": {}}
     problems = []
-    for key, given in (
-        ("template.prompt", template.prompt),
-        ("template.system", template.system),
-        ("custom.object_field_order", given_order),
+    for section, name, given in (
+        ("template", "prompt", template.prompt),
+        ("template", "system", template.system),
+        ("custom", "object_field_order", given_order),
     ):
-        section, _, name = key.partition(".")
-        own = getattr(trained, name)
+        key, own = f"{section}.{name}", getattr(trained, name)
         if given is None:
-            taken[key] = own
+            taken[section][name] = own
             if own not in (None, _BUILT_IN.get(key)) and own != getattr(getattr(config, section), name):
                 _note(key, own, checkpoint)
         elif given != own:
             problems.append(f"{key}: {given!r}, but {checkpoint} was trained with {own!r}")
     if "object_ordering" not in custom.model_fields_set:  # naming another one is a choice that training can follow
-        taken["custom.object_ordering"] = trained.object_ordering
+        taken["custom"]["object_ordering"] = trained.object_ordering
         if trained.object_ordering != custom.object_ordering:
             _note("custom.object_ordering", trained.object_ordering, checkpoint)
     if problems:
@@ -58,13 +57,8 @@ def with_own_template(config: Config, checkpoint: str | Path | None = None) -> C
             + "\nWrite null or remove the key to take the checkpoint's own, or template.allow_prompt_change: true to "
             "use another one on purpose"
         )
-    values = {name: {key.partition(".")[2]: value for key, value in taken.items() if key.startswith(f"{name}.")}
-              for name in ("template", "custom")}  # fmt: skip
     return config.model_copy(
-        update={
-            "template": template.model_copy(update=values["template"]),
-            "custom": custom.model_copy(update=values["custom"]),
-        }
+        update={name: getattr(config, name).model_copy(update=values) for name, values in taken.items()}
     )
 
 
