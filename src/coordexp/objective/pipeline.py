@@ -341,16 +341,8 @@ def sft_pipeline(coord_loss: CoordSoftCEW1Config | None) -> ObjectivePipeline:
     """
     objective = [WeightedModule("token_ce", 1.0, TokenCE())]
     if coord_loss is not None and coord_loss.enabled:
-        coords = CoordReg(
-            coord_ce_weight=coord_loss.ce_weight,
-            soft_ce_weight=coord_loss.soft_ce_weight,
-            w1_weight=coord_loss.w1_weight,
-            coord_gate_weight=coord_loss.gate_weight,
-            text_gate_weight=coord_loss.text_gate_weight,
-            temperature=coord_loss.temperature,
-            target_sigma=coord_loss.target_sigma,
-            target_truncate=coord_loss.target_truncate,
-        )
+        same = coord_loss.model_dump(exclude={"enabled", "ce_weight", "gate_weight"})
+        coords = CoordReg(coord_ce_weight=coord_loss.ce_weight, coord_gate_weight=coord_loss.gate_weight, **same)
         objective.append(WeightedModule("coord_reg", 1.0, coords))
     return ObjectivePipeline(tuple(objective), (WeightedModule("coord_diag", 1.0, CoordDiag()),))
 
@@ -384,12 +376,8 @@ class RowTensors:
 
     def to(self, device: torch.device) -> RowTensors:
         """A copy on ``device``; asynchronous if the memory is page-locked."""
-        return replace(
-            self,
-            inputs=to_device(self.inputs, device),
-            supervision=tensors_to_device(self.supervision, device),
-            queries=tensors_to_device(self.queries, device),
-        )
+        supervision, queries = tensors_to_device((self.supervision, self.queries), device)
+        return RowTensors(self.row, to_device(self.inputs, device), supervision, queries)
 
 
 @dataclass(frozen=True, slots=True)
