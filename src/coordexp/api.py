@@ -68,10 +68,7 @@ def train(
         CoordExpError: as the command; RunStopped if a signal ended the run, with everything saved.
     """
     run = load_config(config, overrides)
-    check_paths(
-        {"model.model": run.model.model},
-        run.custom.data_paths,
-    )
+    check_paths({"model.model": run.model.model}, run.custom.data_paths)
     from coordexp.checkpoints.fetch import with_model_here
 
     run = with_model_here(run)

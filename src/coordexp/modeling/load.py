@@ -361,13 +361,12 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
     return output
 
 
-def _own_dtype(folder: Path, weights: Path | Checkpoint) -> str:
+def _own_dtype(folder: Path, weights: Path) -> str:
     """The number type in which the checkpoint in ``folder`` answers: its run's, or else that of the stored weights."""
     training = read_card(folder).training
     if training is not None:
         return training.dtype
-    stored = read_config(weights if isinstance(weights, Checkpoint) else Checkpoint.open(weights)).dtype
-    return str(stored or "float32").removeprefix("torch.")
+    return str(read_config(weights).dtype or "float32").removeprefix("torch.")
 
 
 def write_checkpoint(model: Any, processor: Any, card: Card, folder: Path) -> None:
