@@ -100,7 +100,6 @@ def estimate_memory(
     training, tuner = config.training, config.tuner
     if model.get("tie_word_embeddings"):
         shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
-    frozen = {part for part in ("vit", "aligner", "llm") if getattr(tuner, f"freeze_{part}")}
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     total = sum(sizes.values())
     text, vision = model["text_config"], model["vision_config"]
@@ -136,7 +135,7 @@ def estimate_memory(
         (length, (hidden, intermediate, queries, keys), queries * (every > 1), _KEPT[tuner.train_type, fused],
          _KEPT_DROPOUT[0], int(text["num_hidden_layers"])),
         (length * _PATCHES_PER_TOKEN, tower, tower[0], _KEPT_TOWER[fused], _KEPT_DROPOUT[1],
-         0 if "vit" in frozen else int(vision["depth"])),
+         0 if tuner.freeze_vit else int(vision["depth"])),
     ):  # fmt: skip
         numbers = sum(map(operator.mul, kept, sizes_of_layer))
         if lora and tuner.lora_dropout:
@@ -145,7 +144,7 @@ def estimate_memory(
         own = sizes_of_layer[0] + attention * training.gradient_checkpointing
         row += 2 * tokens * layers * (recomputed * own + (1 - recomputed) * numbers)
     row += 2 * length * (_RUNNING[0] * hidden + _RUNNING[1] * intermediate)
-    if not lora and "llm" not in frozen:
+    if not lora and not tuner.freeze_llm:
         row += 2 * int(text["vocab_size"]) * hidden  # gradient of the head, before it is added to the table's
 
     gradients, optimizer, exchange = trained * per_gradient, trained * per_state, 0.0
@@ -166,10 +165,8 @@ def estimate_memory(
     kept = weights - autocast_copy + optimizer
     if rollout is None or not rollout.is_colocated:
         return MemoryEstimate(weights, gradients, optimizer, row, exchange, kept)
-    if rollout.offload.enabled:
-        kept -= (
-            weights - autocast_copy
-        ) * rollout.offload.offload_model + optimizer * rollout.offload.offload_optimizer
+    if (offload := rollout.offload).enabled:
+        kept -= (weights - autocast_copy) * offload.offload_model + optimizer * offload.offload_optimizer
     share, sleeps = rollout.vllm.gpu_memory_utilization, rollout.vllm.sleep_level > 0
     return MemoryEstimate(weights, gradients, optimizer, row, exchange, kept, share, sleeps)
 
