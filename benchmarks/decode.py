@@ -389,11 +389,8 @@ def started(
     sleep_level: int = 0,
 ) -> Iterator[tuple[Any, Any]]:
     from coordexp.config import load_config, resolved_rollout
-    from coordexp.data.images import open_rgb
     from coordexp.modeling.load import load_model
-    from coordexp.modeling.trainer_weights import TrainerWeights
     from coordexp.rollouts import build_backend
-    from coordexp.rollouts.backend import TrainerParts
 
     config = {
         "model": {"model": str(model), "dtype": dtype},
@@ -411,10 +408,7 @@ def started(
     path.write_text(yaml.safe_dump(config))
     loaded = load_model(model, dtype)
     loaded.model.eval()
-    parts = TrainerParts(
-        loaded.model, loaded.vocab, loaded.image_token_id, TrainerWeights(loaded.model), model, open_rgb
-    )
-    backend = build_backend(resolved_rollout(load_config(path)), parts)
+    backend = build_backend(resolved_rollout(load_config(path)), loaded.parts(checkpoint=model))
     try:
         yield backend, loaded
     finally:

@@ -101,18 +101,12 @@ class _Bench:
     def started(self, name: str) -> Iterator[None]:
         """Within it, :meth:`measure` asks this backend, which has answered once already."""
         from coordexp.config import load_config, resolved_rollout
-        from coordexp.data.images import open_rgb
-        from coordexp.modeling.trainer_weights import TrainerWeights
         from coordexp.rollouts import SeedContext, build_backend, rollout_session
-        from coordexp.rollouts.backend import TrainerParts
 
         path = self._write_config(name)
         config = load_config(path)
         assert config.rollout_matching is not None
-        parts = TrainerParts(
-            self.loaded.model, self.loaded.vocab, self.loaded.image_token_id,
-            TrainerWeights(self.loaded.model), Path(self._checkpoint), open_rgb,
-        )  # fmt: skip
+        parts = self.loaded.parts(checkpoint=Path(self._checkpoint))
         began = time.perf_counter()
         with serving(path, environment={}) if name == "server" else nullcontext():
             self._backend = build_backend(resolved_rollout(config), parts)

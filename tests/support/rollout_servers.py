@@ -31,7 +31,6 @@ from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import build_backend
-from coordexp.rollouts.backend import TrainerParts
 from support.config_samples import set_keys, stage2, write_yaml
 from support.forked import ENGINES, SWIFT, Handle, coordexp, forked
 from support.forked import swift_rollout as rollout_program
@@ -422,10 +421,7 @@ def colocated(
 ) -> ColocatedBackend:  # fmt: skip
     """A backend with an engine in this process, which is not started yet."""
     config = vllm_config(folder, **COLOCATED | keys)
-    parts = TrainerParts(
-        model=trainer.model, vocab=trainer.vocab, image_token_id=trainer.image_token_id,
-        weights=TrainerWeights(trainer.model), checkpoint=checkpoint or served_checkpoint(), open_image=open_image,
-    )  # fmt: skip
+    parts = trainer.parts(checkpoint=checkpoint or served_checkpoint(), open_image=open_image)
     backend = build_backend(resolved_rollout(config), parts, names)
     assert isinstance(backend, ColocatedBackend)
     return backend

@@ -41,7 +41,6 @@ from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.parsing import parse_rollout
 from coordexp.records import RolloutRequest
 from coordexp.rollouts import SeedContext
-from coordexp.rollouts.backend import TrainerParts
 from coordexp.training.parallel import join_processes
 
 BATCHES = (1, 8, 64)  # answers that are decoded together
@@ -220,15 +219,7 @@ def _start(
     )  # fmt: skip
     join_processes(config)
     loaded = _load(config)
-    parts = TrainerParts(
-        loaded.model,
-        loaded.vocab,
-        loaded.image_token_id,
-        TrainerWeights(loaded.model),
-        loaded.checkpoint.base,
-        open_rgb,
-    )
-    backend = build_backend(resolved_rollout(config), parts)
+    backend = build_backend(resolved_rollout(config), loaded.parts())
     assert isinstance(backend, ColocatedBackend)
     backend.sync_weights(0)
     return config, loaded, backend

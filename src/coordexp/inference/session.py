@@ -280,24 +280,14 @@ def open_session(
         from coordexp.modeling.inputs import PromptEncoder
         from coordexp.modeling.load import load_model
         from coordexp.modeling.scores import TokenScorer
-        from coordexp.modeling.trainer_weights import TrainerWeights
         from coordexp.rollouts import build_backend, rollout_session
-        from coordexp.rollouts.backend import TrainerParts
 
     distributed.join(use_cpu=config.use_cpu)
     state = PartialState(cpu=config.use_cpu)
     with advising(config), phase("start", "loading the model"):
         loaded = load_model(model, config.model.dtype, config.model.attn_implementation)
         torch.nn.Module.to(loaded.model, state.device if device is None else torch.device(device))
-    parts = TrainerParts(
-        model=loaded.model,
-        vocab=loaded.vocab,
-        image_token_id=loaded.image_token_id,
-        weights=TrainerWeights(loaded.model),
-        checkpoint=loaded.checkpoint.base,
-        open_image=lambda path: loaded.preparation(open_rgb(path)),
-        preparation=loaded.preparation,
-    )
+    parts = loaded.parts(open_image=lambda path: loaded.preparation(open_rgb(path)), preparation=loaded.preparation)
     # The adapters of a run are merged, so an engine gets full weights, whatever the run itself pushes.
     vllm = config.rollout_matching.vllm
     merged = {"enable_lora": False, "sync": vllm.sync.model_copy(update={"mode": "full"})}

@@ -28,6 +28,7 @@ from coordexp.config.base import default_of
 from coordexp.config.schema import ModelConfig
 from coordexp.coords import COORD_TOKENS, CoordVocab
 from coordexp.data.files import give_ordinary_mode
+from coordexp.data.images import open_rgb
 from coordexp.data.preparation import ImagePreparation
 from coordexp.errors import CheckpointError, VocabError
 from coordexp.modeling.adapter import merge_adapter
@@ -35,7 +36,9 @@ from coordexp.modeling.attention import transformers_names
 from coordexp.modeling.cpu_products import take_linear_layers
 from coordexp.modeling.finite import check_finite
 from coordexp.modeling.patches import PixelScale, take_rows
+from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.out_of_memory import is_out_of_memory
+from coordexp.rollouts.backend import TrainerParts
 
 logger = logging.getLogger("coordexp")
 DTYPE: str = default_of(ModelConfig, "dtype")
@@ -95,6 +98,11 @@ class LoadedModel:
     @property
     def image_token_id(self) -> int:
         return self.model.config.image_token_id
+
+    def parts(self, **further: Any) -> TrainerParts:
+        """The parts that a rollout backend uses; ``further``: other values of :class:`TrainerParts`' fields."""
+        given = {"weights": TrainerWeights(self.model), "checkpoint": self.checkpoint.base, "open_image": open_rgb}
+        return TrainerParts(self.model, self.vocab, self.image_token_id, **given | further)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -38,7 +37,6 @@ from coordexp.data.class_list import choose_list
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.epochs import describe_epoch, plan_epochs
-from coordexp.data.images import open_rgb
 from coordexp.data.joined import DataPart, JoinedRecords
 from coordexp.data.preparation import preparation_of, unprepared_note
 from coordexp.engine.trainer.backends import check_backend
@@ -329,15 +327,9 @@ def _tuned_model(run: CheckedRun, accelerator: Accelerator, console: Console) ->
 
 
 def _trainer_parts(loaded: LoadedModel, offload: TrainerOffload | None) -> TrainerParts:
-    return TrainerParts(
-        model=loaded.model,
-        vocab=loaded.vocab,
-        image_token_id=loaded.image_token_id,
-        weights=TrainerWeights(loaded.model) if offload is None else TrainerWeights(loaded.model, offload.current),
-        checkpoint=loaded.checkpoint.base,
-        open_image=open_rgb,
-        offload=nullcontext if offload is None else offload.away,
-    )
+    if offload is None:
+        return loaded.parts()
+    return loaded.parts(weights=TrainerWeights(loaded.model, offload.current), offload=offload.away)
 
 
 def _recomputed_every(run: CheckedRun, console: Console) -> int:
