@@ -256,11 +256,8 @@ class HFBackend:
             ids_L, most = prompt["input_ids"][row], options.max_new_tokens
             answers.append(DraftedAnswer(grammar.start(), ids_L, vocab.eos_id, most, processors, guard))
 
-        def stopped(row: int, response: Sequence[int]) -> bool:
-            return answers[row].repeats
-
         decoding = DraftedDecoding(answers, rows, len(vocab), self._pad_id, self._broken, on_ended)
-        return {"custom_generate": decoding}, stopped
+        return {"custom_generate": decoding}, lambda row, _: answers[row].repeats
 
     def _broken(self) -> CoordExpError:
         return broken_logits(self._model.name_or_path, self._version)
