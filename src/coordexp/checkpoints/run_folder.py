@@ -79,7 +79,8 @@ def checked_changes(config: RunConfig, checkpoint: Path | None) -> tuple[Change,
             + ("" if resumes else "continue that run with training.resume_from_checkpoint: true, ")
             + "or replace it with training.overwrite_output_dir: true"
         )
-    if found and any(_is_inside(one, training.output_dir) for one in with_bases(Path(config.model.model))):
+    output_dir = training.output_dir.resolve()
+    if found and any(one.resolve().is_relative_to(output_dir) for one in with_bases(Path(config.model.model))):
         raise ConfigError(
             f"training.overwrite_output_dir: would delete model.model, {config.model.model}, which is in "
             "training.output_dir; name another folder"
@@ -264,10 +265,6 @@ def _is_finished(config: RunConfig, state: Mapping[str, Any]) -> bool:
 def _listed(found: list[Path], most: int = 3) -> str:
     names = [path.name for path in found]
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _is_inside(path: Path, folder: Path) -> bool:
-    return path.resolve().is_relative_to(folder.resolve())
 
 
 def _is_own(checkpoint: Path, output_dir: Path) -> bool:

@@ -134,12 +134,8 @@ def _begin_loader_process(worker: int) -> None:
     # Ctrl-C and batch systems signal the whole group, and the current step still needs its data. Workers end with
     # their parent all the same.
     os.setpgrp()
-    _let_go_of_inherited_files()
-
-
-def _let_go_of_inherited_files() -> None:
-    """In a forked process: release the parent's sockets and the files that it writes, such as logs and the run's lock.
-    Copies would keep a connection or a listener open after the parent has closed it, or has died."""
+    # Release the parent's sockets and the files that it writes, such as logs and the run's lock. Copies would keep a
+    # connection or a listener open after the parent has closed it, or has died.
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/dev/fd"):
         descriptor = int(name)

@@ -23,19 +23,14 @@ _KEY = "rollout_matching.offload.enabled"
 MOVABLE = (torch.Tensor, torch.nn.Parameter)  # not their subclasses: a DTensor is a shard that FSDP owns
 
 
-def lives_in_main_memory(tensor: torch.Tensor) -> bool:
-    """Whether moving this tensor would free no device memory."""
-    return tensor.device.type == "cpu"
-
-
 @dataclass(eq=False)
 class TrainerOffload:
     """Moves one trainer process's model and/or optimizer. Only between optimizer steps: an unfinished backward pass
-    would read freed memory."""
+    would read freed memory. ``stays``: whether moving a tensor would free no device memory."""
 
     model: Any
     config: OffloadConfig
-    stays: Callable[[torch.Tensor], bool] = lives_in_main_memory
+    stays: Callable[[torch.Tensor], bool] = lambda tensor: tensor.device.type == "cpu"
     optimizer: Callable[[], Any] = lambda: None
     is_away: bool = field(default=False, init=False)
     _copies: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # by id of the tensor that was moved
