@@ -32,7 +32,7 @@ class PretendSync:
             raise self._failure
         reason = next(self._reasons, None)
         self.fallbacks += [] if reason is None else [f"version {version}: {reason}"]
-        return PushReport(WeightVersion(version, "this"), "full", 100, 0.5, 3, fallback=reason)
+        return PushReport(WeightVersion(version, "this"), "full", 100, 0.5, fallback=reason)
 
     def close(self) -> None: ...
 

@@ -64,7 +64,7 @@ def test_every_kind_of_server_gets_the_weights(
             source.step(version)
             report = sync.push(version)
             assert server.holds(source)
-            assert (report.weights.version, report.num_tensors) == (version, len(SHAPES))
+            assert report.weights.version == version
             assert (report.checksum is not None) is (version == 3 and "plain" not in kind)
     assert ("/reset_prefix_cache/" in server.asked) is ("plain" in kind)  # the others do it with the commit
     assert ("cannot be checked" in caplog.text) is ("plain" in kind)

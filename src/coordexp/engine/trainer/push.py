@@ -61,7 +61,6 @@ class PushReport:
     mode: Mode
     bytes: int
     seconds: float
-    num_tensors: int
     checksum: str | None = None
     fallback: str | None = None
 
@@ -130,7 +129,7 @@ class WeightPusher(ABC):
         every = self._config.checksum_every
         compares = self.has_engines and (not self.compared or (every > 0 and self._num_pushes % every == 0))
         hashes: dict[str, int] = {}
-        num_bytes = num_tensors = 0
+        num_bytes = 0
         with self._whole_source() as named, self._aborting():
             dtype = self._begin(None)
             # A rank without engines sends nothing; _whole_source takes its part in gathering sharded weights.
@@ -140,14 +139,13 @@ class WeightPusher(ABC):
                 if compares:
                     hashes |= tensor_hashes(bucket)
                 num_bytes += _num_bytes(bucket)
-                num_tensors += len(bucket)
                 self._send(bucket)
             expected = combined(hashes) if compares else None
             verified = self._commit(weights, expected)
         self._num_pushes += 1
         self.compared |= compares
         seconds = time.monotonic() - started
-        return PushReport(weights, "full", num_bytes, seconds, num_tensors, expected if verified else None, fallback)
+        return PushReport(weights, "full", num_bytes, seconds, expected if verified else None, fallback)
 
     def _push_adapter(self, weights: WeightVersion) -> PushReport:
         started = time.monotonic()
@@ -174,8 +172,8 @@ class WeightPusher(ABC):
             self._send(list(adapter.tensors), adapter.config)
             self._commit(weights, None)
         self._num_pushes += 1
-        sent = [*adapter.changed, *adapter.tensors]
-        return PushReport(weights, "adapter", _num_bytes(sent), time.monotonic() - started, len(sent))
+        sent = _num_bytes([*adapter.changed, *adapter.tensors])
+        return PushReport(weights, "adapter", sent, time.monotonic() - started)
 
     @contextmanager
     def _whole_source(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
