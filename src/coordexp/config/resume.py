@@ -95,9 +95,8 @@ def changes(earlier: Mapping[str, Any], config: RunConfig) -> Iterator[Change]:
 def _moves_seeds(key: str, was: Any, now: Any, config: RunConfig) -> bool:
     # Servers count up from the seed of each call, so how a step is cut into calls decides what its answers sample.
     rollouts = config.rollout_matching
-    if config.custom.trainer_variant is None or rollouts is None or rollouts.decoding.temperature == 0:
-        return False
-    if rollouts.rollout_backend != "vllm" or rollouts.vllm.mode != "server":
+    is_sampled = rollouts is not None and rollouts.is_served and rollouts.decoding.temperature > 0
+    if config.custom.trainer_variant is None or not is_sampled:
         return False
     if key == "rollout_matching.vllm.server.servers":
         return not isinstance(was, list) or not isinstance(now, list) or len(was) != len(now)

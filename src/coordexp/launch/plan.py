@@ -101,7 +101,7 @@ PLAN_JSON = TypeAdapter(LaunchPlan)  # one line each way
 def server_entries(config: RunConfig) -> tuple[ServerEntry, ...]:
     """The rollout servers of this run; empty if it generates without servers."""
     rollout = config.rollout_matching
-    if rollout is None or rollout.rollout_backend != "vllm" or rollout.vllm.mode != "server":
+    if rollout is None or not rollout.is_served:
         return ()
     assert rollout.vllm.server is not None, "the schema requires servers for mode: server"
     return rollout.vllm.server.servers
