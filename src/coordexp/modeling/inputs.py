@@ -208,7 +208,7 @@ def row_inputs(
         inputs["placeholder_at_M"] = torch.from_numpy(np.flatnonzero(row.token_ids_L == image_token_id))
     if attention == "sdpa":
         return inputs
-    return inputs | row_arguments([segment.length for segment in row.segments])
+    return inputs | row_arguments([end - start for start, end in zip(row.offsets[:-1], row.offsets[1:], strict=True)])
 
 
 def check_prompt(
