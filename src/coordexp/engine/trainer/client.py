@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,7 @@ class ServerClient:
                 **({} if api_key is None else {"Authorization": f"Bearer {api_key}"}),
             },
             # trust_env would use proxies and passwords of .netrc.
-            transport=DeadlineTransport(KEEPALIVE),
+            transport=DeadlineTransport(),
             trust_env=False,
             follow_redirects=False,
         )
@@ -287,13 +287,13 @@ def deadline(seconds: float | None) -> Iterator[None]:
 
 
 class DeadlineTransport(httpx.HTTPTransport):
-    def __init__(self, socket_options: Iterable[Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._pool = httpcore.ConnectionPool(
             ssl_context=httpx.create_ssl_context(trust_env=False),
             max_connections=None,
             keepalive_expiry=5.0,
-            socket_options=list(socket_options),
+            socket_options=KEEPALIVE,
             network_backend=_Backend(),
         )
 
