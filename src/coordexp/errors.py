@@ -26,6 +26,11 @@ def shortened(line: str) -> str:
     return f"{line[:_HEAD]} … {len(line) - _HEAD - _TAIL:,} characters … {line[-_TAIL:]}"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error, to be quoted in a message; the error's type if it has no text."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 class ConfigError(CoordExpError):
     """A YAML file that does not describe a run. The text holds every problem with its dotted path."""
 

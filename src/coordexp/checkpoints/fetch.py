@@ -10,7 +10,7 @@ from pathlib import Path
 from coordexp import distributed, hub
 from coordexp.checkpoints.folder import Checkpoint, base_name, is_adapter_folder
 from coordexp.config.schema import RunConfig
-from coordexp.errors import CheckpointError
+from coordexp.errors import CheckpointError, first_line
 
 
 def model_folder(model: str | Path, join: Callable[[], None] | None = None) -> Path:
@@ -67,7 +67,7 @@ def _fetched_once(named: hub.HubModel, join: Callable[[], None]) -> Path:
             raise
         raise CheckpointError(
             f"{named}: rank {distributed.rank()} waited in vain for the first process of this machine to fetch it "
-            f"({str(error).strip().splitlines()[0][:200]}); raise training.ddp_timeout, or fetch it before: coordexp "
+            f"({first_line(error)}); raise training.ddp_timeout, or fetch it before: coordexp "
             f"model info {named}"
         ) from error
     folder = folder or hub.cached(pinned)

@@ -54,6 +54,8 @@ def load_config(
 
 def parse_config(data: Mapping[str, Any], source: str = "configuration") -> RunConfig:
     """Validate a configuration that is a mapping already; raises :class:`ConfigError` as :func:`load_config` does."""
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{source}: {data!r} is no mapping of sections, as a YAML file has them")
     return validate(Document(copy.deepcopy(dict(data))), source)
 
 

@@ -105,6 +105,8 @@ def read_document(path: str | Path, overrides: Mapping[str, Any] | None = None) 
         )
     document = _read(Path(path), ())
     for key, value in (overrides or {}).items():
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise ConfigError(f'overrides: {key!r} is no key, such as "training.max_steps"')
         _put(document, parse_dotted(key), value, "override")
     return document
 

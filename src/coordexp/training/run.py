@@ -42,7 +42,7 @@ from coordexp.data.preparation import preparation_of, unprepared_note
 from coordexp.engine.trainer.backends import check_backend
 from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.engine.wire.starting import SKIPPING
-from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost, RunFinished, RunStopped
+from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost, RunFinished, RunStopped, first_line
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.attention import check_attention, recompute_layers
 from coordexp.modeling.inputs import PromptEncoder
@@ -432,8 +432,8 @@ def run_training(
             raise
         raise ProcessesLost(
             f"rank {distributed.rank()}: another process of this run ended, or did not answer within "
-            f"{config.training.ddp_timeout} s (training.ddp_timeout): {str(error).strip().splitlines()[0][:300]}. See "
-            "its own lines above; to continue, start again with training.resume_from_checkpoint: true"
+            f"{config.training.ddp_timeout} s (training.ddp_timeout): {first_line(error)}. See its own "
+            "lines above; to continue, start again with training.resume_from_checkpoint: true"
         ) from error
     return trainer
 

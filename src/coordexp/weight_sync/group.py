@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from coordexp.addresses import KEEPALIVE
 from coordexp.background import in_background
-from coordexp.errors import RolloutError
+from coordexp.errors import RolloutError, first_line
 
 Result = TypeVar("Result")
 _POLL_S = 0.0005
@@ -136,7 +136,7 @@ def join(address: GroupAddress, device: torch.device) -> Communicator:
             raise _left(address, error) from error
         raise RolloutError(
             f"{address}: not every member connected within {address.timeout_s:g} s, or the port is taken "
-            f"({_brief(error)}). Check that the trainer reaches the server's group_port, and that no other program "
+            f"({first_line(error)}). Check that the trainer reaches the server's group_port, and that no other program "
             "listens there"
         ) from error
     try:
@@ -151,7 +151,7 @@ def join(address: GroupAddress, device: torch.device) -> Communicator:
 
 def _left(address: GroupAddress, error: OSError) -> RolloutError:
     # Its store answered before.
-    return RolloutError(f"{address}: a member left before all were connected ({_brief(error)})")
+    return RolloutError(f"{address}: a member left before all were connected ({first_line(error)})")
 
 
 def wait_until_free(address: GroupAddress, timeout_s: float) -> None:
@@ -209,7 +209,7 @@ class GlooCommunicator(Communicator):
                 dist.PrefixStore("weights", store), address.rank, address.world_size, options
             )
         except RuntimeError as error:
-            raise RolloutError(f"{address}: Gloo could not connect its members ({_brief(error)})") from error
+            raise RolloutError(f"{address}: Gloo could not connect its members ({first_line(error)})") from error
 
     def _start(self, parts: Sequence[torch.Tensor], source: int) -> list[Any]:
         options = dist.BroadcastOptions()
@@ -226,7 +226,7 @@ class GlooCommunicator(Communicator):
         except RuntimeError as error:
             raise RolloutError(
                 f"{self._address}: {num_bytes} bytes did not arrive within {self._address.timeout_s:g} s, or "
-                f"the other side is gone ({_brief(error)})"
+                f"the other side is gone ({first_line(error)})"
             ) from error
 
     def close(self) -> None:
@@ -300,10 +300,6 @@ def within(seconds: float, what: str, act: Callable[[], Result]) -> Result:
     if not wait([outcome], timeout=seconds).done:
         raise RolloutError(f"{what} within {seconds:g} s")
     return outcome.result()
-
-
-def _brief(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 # The rendezvous. torch's own TCPStore, on which vLLM's StatelessProcessGroup is built, accepts any process that reaches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -295,3 +296,15 @@ def test_the_home_folder_is_that_of_a_shell(tmp_path: Path, monkeypatch: pytest.
     training = config.training
     assert (config.model.model, str(training.output_dir)) == ("/home/me/start", "/home/me/out")
     assert training.resume_from_checkpoint == "/home/me/out/checkpoint-1"
+
+
+@pytest.mark.parametrize("key", ["training.max_steps]", "a[x]", "training..max_steps", "", 1, None])
+def test_overrides_by_what_is_no_key_are_refused(key: Any) -> None:
+    with pytest.raises(ConfigError, match=f"overrides: {re.escape(repr(key))} is no key"):
+        load_config(Path(__file__).parents[3] / "configs" / "stage1" / "sft.yaml", {key: 3})
+
+
+def test_what_is_no_mapping_is_refused() -> None:
+    nothing: Any = None
+    with pytest.raises(ConfigError, match="None is no mapping"):
+        parse_config(nothing)
