@@ -193,13 +193,13 @@ def assemble(
         target = images_dir / (relative if kept else f"{relative}.png")
         if not can_be_file(target):
             detail = f"{shortened(source.file)}: this name is too long for a file"
-            report.skip_image(SkipReason.MISSING_IMAGE, source.annotation, detail, len(source.objects()))
+            report.skip_image(SkipReason.MISSING_IMAGE, source.annotation, detail, len(source.objects))
             continue
         if os.path.realpath(target) == os.path.realpath(source.path):
             raise DataError("the converted image would overwrite its source; choose another out_dir", path=source.path)
         if target in targets:
             detail = f"{source.file} is annotated by {targets[target].annotation} already"
-            report.skip_image(SkipReason.DUPLICATE_IMAGE, source.annotation, detail, len(source.objects()))
+            report.skip_image(SkipReason.DUPLICATE_IMAGE, source.annotation, detail, len(source.objects))
         else:
             targets[target] = source
     new = [target for target in targets if not target.exists()] if images_dir.exists() else list(targets)
@@ -248,12 +248,12 @@ def _prepare_records(
                     images[target] = _prepare_image(targets[target], target, options, agreed)
         for (target, source), prepared in zip(targets.items(), images.values(), strict=True):
             if isinstance(prepared, LeftOut):
-                report.skip_image(prepared.reason, source.annotation, str(prepared), len(source.objects()))
+                report.skip_image(prepared.reason, source.annotation, str(prepared), len(source.objects))
                 continue
             for note, detail in prepared.notes:
                 report.note(note, source.annotation, None, detail)
             objects: list[GTObject] = []
-            for parts in source.objects():
+            for parts in source.objects:
                 try:
                     obj = read_object(parts, prepared.frame, meaning, source.annotation, report)
                     quantised = quantise(obj, prepared.frame, source.annotation, report, options.max_vertices)

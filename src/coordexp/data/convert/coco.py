@@ -6,7 +6,6 @@ Panoptic has, per image, a list of segments and a PNG with the segments as colou
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -33,7 +32,7 @@ from coordexp.data.convert.shapes import (
     images_folder,
     shape_of,
 )
-from coordexp.data.find_images import FoundImage, ImageFolder, unsafe_file_name, with_slashes
+from coordexp.data.find_images import ImageFolder, unsafe_file_name, with_slashes
 from coordexp.data.images import open_rgb
 from coordexp.data.polygons import signed_ring_area
 from coordexp.errors import DataError
@@ -197,8 +196,9 @@ def _convert(
             report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"{where} has no file_name")
             continue
         listed[image_id] = where, given, declared_size(image.get("width"), image.get("height"))
-    usable: dict[str, tuple[FoundImage, tuple[int, int] | None]] = {}
+    usable: dict[str | None, SourceImage] = {}
     seen: set[Path] = set()
+    there = 0
     wanted = [[given] for _, given, _ in listed.values()]
     found_images = report.find_all(ImageFolder(images_dir), wanted, file.name)
     for (image_id, (where, given, size)), found in zip(listed.items(), found_images, strict=True):
@@ -211,21 +211,20 @@ def _convert(
             report.skip_image(SkipReason.UNSAFE_FILE_NAME, file.name, detail)
         else:
             seen.add(found.path)
-            usable[image_id] = found, size
-    there = sum(found.there for found, _ in usable.values())
+            usable[image_id] = SourceImage(found.name, found.name, found.path, size, problem=found.problem)
+            there += found.there
     if there and not coco["annotations"] and not options.keep_emptied:
         cure = "give the file with the objects (image_info_*.json has none); --keep-emptied reads them as such images"
         refuse_unlabelled(there, "has an annotation", file, cure)
-    objects: dict[str, list[SourceShape]] = defaultdict(list)
-    num_annotated: Counter[str] = Counter()
     for index, annotation in enumerate(coco["annotations"]):
         entry = annotation if isinstance(annotation, dict) else {}
-        image = _id_of(entry, "image_id")
-        shown = usable[image][0].name if image in usable else file.name
-        with report.reading_object(shown, index):
-            if image is None or image not in usable:
-                raise LeftOut(SkipReason.UNKNOWN_IMAGE, f"no usable image has the id {entry.get('image_id')!r}")
-            num_annotated[image] += 1
+        source = usable.get(_id_of(entry, "image_id"))
+        if source is None:
+            report.objects_seen += 1
+            detail = f"no usable image has the id {entry.get('image_id')!r}"
+            report.skip_object(SkipReason.UNKNOWN_IMAGE, file.name, index, detail)
+            continue
+        with report.reading_object(source, index):
             category = _id_of(annotation, "category_id")
             if category is None or category not in descs:
                 raise LeftOut(
@@ -239,17 +238,12 @@ def _convert(
                 box = annotation.get("bbox")
                 has_ring = not box and annotation.get("segmentation")
                 given = f"bbox is {box!r}" + ("; its segmentation is read with --geometry poly" if has_ring else "")
-                objects[image].append(shape_of(index, desc, "size", box, given))
+                source.objects.append([shape_of(index, desc, "size", box, given)])
             else:
-                objects[image] += _parts(index, annotation.get("segmentation"), desc, usable[image][1], report, shown)
+                source.objects.append(_parts(index, annotation.get("segmentation"), desc, source, report))
             if is_crowd:
-                report.note(Note.CROWD_KEPT, shown, index, f"{desc}: a group, kept as one object")
-    sources = [
-        SourceImage(found.name, found.name, found.path, size, tuple(objects[image]), num_annotated[image],
-                    problem=found.problem)
-        for image, (found, size) in usable.items()
-    ]  # fmt: skip
-    return assemble(sorted(sources, key=lambda source: source.file), report, options, meaning)
+                report.note(Note.CROWD_KEPT, source.file, index, f"{desc}: a group, kept as one object")
+    return assemble(sorted(usable.values(), key=lambda source: source.file), report, options, meaning)
 
 
 def _id_of(entry: Any, key: str) -> str | None:
@@ -261,25 +255,26 @@ def _id_of(entry: Any, key: str) -> str | None:
 
 
 def _parts(
-    index: int, segmentation: Any, desc: str, size: tuple[int, int] | None, report: ConversionReport, file: str
+    index: int, segmentation: Any, desc: str, source: SourceImage, report: ConversionReport
 ) -> list[SourceShape]:
     # The polygons of an object, or the outline of the largest part of its run-length mask.
     if isinstance(segmentation, dict):
         try:
-            ring, parts, holes = outline(decode_runs(segmentation, size))
+            ring, parts, holes = outline(decode_runs(segmentation, source.declared_size))
         except ValueError as error:
             raise LeftOut(SkipReason.MALFORMED_GEOMETRY, f"{desc}: run-length mask: {error}") from error
-        report.note(Note.MASK_TRACED, file, index, f"{desc}: {len(ring) // 2} vertices along its mask")
+        report.note(Note.MASK_TRACED, source.file, index, f"{desc}: {len(ring) // 2} vertices along its mask")
         if parts > 1:
-            report.note(Note.MULTIPART_POLYGON, file, index, f"{desc}: kept the largest of {parts} parts")
+            report.note(Note.MULTIPART_POLYGON, source.file, index, f"{desc}: kept the largest of {parts} parts")
         if holes:
-            report.note(Note.FILLED_HOLES, file, index, f"{desc}: its mask has {holes} holes, the polygon has none")
+            detail = f"{desc}: its mask has {holes} holes, the polygon has none"
+            report.note(Note.FILLED_HOLES, source.file, index, detail)
         return [shape_of(index, desc, "ring", ring)]
     if not isinstance(segmentation, list) or not segmentation:
         raise LeftOut(SkipReason.NO_SEGMENTATION, f"{desc}: no segmentation")
     if finite_numbers(segmentation) is not None:  # a polygon without the list around it, as VIA exports it
         segmentation = [segmentation]
-    return [shape_of(index, desc, "ring", part, segmentation, part_of=index) for part in segmentation]
+    return [shape_of(index, desc, "ring", part, segmentation) for part in segmentation]
 
 
 def decode_runs(segmentation: dict[str, Any], size: tuple[int, int] | None) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
@@ -19,7 +18,6 @@ from coordexp.data.convert.shapes import (
     ShapeGeometry,
     SkipReason,
     SourceImage,
-    SourceShape,
     declared_size,
     images_folder,
     number,
@@ -69,17 +67,21 @@ def convert_csv(
         size = declared_size(*(number(row.get(side, "")) for side in ("width", "height")))
         declared.setdefault(_name_in(row), size)
     found_images = report.find_all(ImageFolder(folder, outside=True), [[named] for named in declared], path.name)
-    objects: dict[str, list[SourceShape]] = {named: [] for named in declared}
-    num_annotated: Counter[str] = Counter()
+    sizeless = "width" not in read.column_of
+    sources = {
+        named: SourceImage(found.name, path.name, found.path, size, problem=found.problem, sizeless=sizeless)
+        for (named, size), found in zip(declared.items(), found_images, strict=True)
+    }
+    report.images_seen = len(sources)
     for index, (row, cells) in enumerate(zip(rows, read.rows, strict=True)):
         named = _name_in(row)
+        source = sources[named]
         if any(cell.strip() for cell in cells[read.width :]):
-            num_annotated[named] += 1
             detail = (
                 f"{len(cells)} cells, and the header has {read.width}: put a cell with a comma in quotes, or name all "
                 f"columns: {','.join(cells)[:80]!r}"
             )
-            with report.reading_object(named, index):
+            with report.reading_object(source, index, named):
                 raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
             continue
         if not any(row.get(part) for part in ("name", "polygon", *SHAPES.get(read.shape, ()))):
@@ -87,21 +89,12 @@ def convert_csv(
         shapes = list(_shapes_of(row, read.shape))
         names = _names_of(row["name"], len(shapes), read.shape) if desc is None else [desc] * len(shapes)
         for at, (form, values, shown) in enumerate(shapes):
-            num_annotated[named] += 1
-            with report.reading_object(named, index):
+            with report.reading_object(source, index, named):
                 if names is None:
                     detail = f"{row['name'][:80]!r} are not {len(shapes)} names, as there are boxes"
                     raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
-                objects[named].append(shape_of(index, names[at], form, values, shown))
-    sources = []
-    for (named, size), found in zip(declared.items(), found_images, strict=True):
-        report.images_seen += 1
-        shapes, count = tuple(objects[named]), num_annotated[named]
-        sizeless = "width" not in read.column_of
-        sources.append(
-            SourceImage(found.name, path.name, found.path, size, shapes, count, None, found.problem, sizeless)
-        )
-    return assemble(sources, report, options, meaning)
+                source.objects.append([shape_of(index, names[at], form, values, shown)])
+    return assemble(list(sources.values()), report, options, meaning)
 
 
 def _name_in(row: Mapping[str, str]) -> str:

@@ -61,11 +61,9 @@ def convert_dota(
         report.note_found(found, path.name)
         unlabelled.pop(found.path, None)
         lines = [line for line in read_text(path).splitlines() if line.strip() and not line.lower().startswith(_HEAD)]
-        objects, count = report.read_objects(path.name, lines, partial(_read_line, skip_difficult))
         file = found.name if found.there else path.name
-        sources.append(
-            SourceImage(file, path.name, found.path, None, objects, count, problem=found.problem, sizeless=True)
-        )
+        source = SourceImage(file, path.name, found.path, problem=found.problem, sizeless=True)
+        sources.append(report.read_objects(source, lines, partial(_read_line, skip_difficult)))
     for image in unlabelled:
         report.images_seen += 1
         label = labels / image.relative_to(place).with_suffix(".txt")

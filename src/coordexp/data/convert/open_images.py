@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning
@@ -37,8 +36,7 @@ _LABELS = ("ImageID", "LabelName", "Confidence")
 
 @dataclass
 class _Image:
-    objects: list[SourceShape] = field(default_factory=list)
-    num_annotated: int = 0
+    source: SourceImage
     boxed: set[str] = field(default_factory=set)
     present: set[str] = field(default_factory=set)
     absent: set[str] = field(default_factory=set)
@@ -78,12 +76,12 @@ def convert_openimages(
             continue
         if name not in images:
             report.note_found(found[name], path.name)
-            images[name] = _Image()
+            file = files[name].relative_to(folder).as_posix()
+            images[name] = _Image(SourceImage(file, file, files[name], sizeless=True))
         image = images[name]
-        image.num_annotated += 1
         image.boxed.add(row["LabelName"])
-        with report.reading_object(files[name].name, line):
-            image.objects.append(_box(line, row, names, crowds))
+        with report.reading_object(image.source, line, files[name].name):
+            image.source.objects.append([_box(line, row, names, crowds)])
     boxed = {label for image in images.values() for label in image.boxed}
     report.note_shared_names({label: name for label, name in names.items() if label in boxed}, path.name)
     only_labelled = _read_labels(Path(labels), names, images, files, report) if labels is not None else set()
@@ -98,22 +96,13 @@ def convert_openimages(
         report.problems.append(Problem(SkipReason.MISSING_IMAGE.value, path.name, None, detail))
     for name in sorted(only_labelled):
         report.skip_image(SkipReason.UNLABELLED, files[name].name, "has labels of the whole image, but no boxes")
-    sources = []
-    for name, image in images.items():
-        file = files[name].relative_to(folder).as_posix()
-        metadata: dict[str, Any] = {}
-        if labels is not None:
-            metadata[IMAGE_LABELS] = {
-                "present": sorted(names[label] for label in image.present),
-                "absent": sorted(names[label] for label in image.absent),
-            }
-            if unboxed := sorted(names[label] for label in image.present - image.boxed):
-                report.note(Note.UNBOXED_CLASS, file, None, f"seen by people, without a box: {', '.join(unboxed)}")
-        sources.append(
-            SourceImage(file, file, files[name], None, tuple(image.objects), image.num_annotated, sizeless=True,
-                        metadata=metadata)
-        )  # fmt: skip
-    return assemble(sources, report, options, Meaning(path, "shares"))
+    for image in images.values() if labels is not None else ():
+        seen = {"present": image.present, "absent": image.absent}
+        image.source.metadata[IMAGE_LABELS] = {key: sorted(names[label] for label in seen[key]) for key in seen}
+        if unboxed := sorted(names[label] for label in image.present - image.boxed):
+            detail = f"seen by people, without a box: {', '.join(unboxed)}"
+            report.note(Note.UNBOXED_CLASS, image.source.file, None, detail)
+    return assemble([image.source for image in images.values()], report, options, Meaning(path, "shares"))
 
 
 def _rows(path: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:

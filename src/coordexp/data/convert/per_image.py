@@ -121,12 +121,12 @@ def convert_voc(
         named = with_slashes(_text(tree, "filename"))
         if named and xmls[stem].stem not in (PurePosixPath(named).name, PurePosixPath(named).stem):
             report.note(Note.FILENAME_MISMATCH, shown, None, f"<filename> is {named!r}; used {found.path.name!r}")
-        read = partial(_read_object, one_based, skip_difficult)
-        nodes = [one for node in tree.findall("object") for one in _one_box_each(node)]
-        objects, count = report.read_objects(shown, nodes, read)
         size = declared_size(*(number(_text(tree, f"size/{side}")) for side in ("width", "height")))
         problem = found.problem or f"no image of one of the names {', '.join(names)} in {image_dir}"
-        sources.append(SourceImage(found.name, shown, found.path, size, objects, count, problem=problem))
+        source = SourceImage(found.name, shown, found.path, size, problem=problem)
+        read = partial(_read_object, one_based, skip_difficult)
+        nodes = [one for node in tree.findall("object") for one in _one_box_each(node)]
+        sources.append(report.read_objects(source, nodes, read))
     return assemble(sources, report, options, Meaning(xml_dir))
 
 
@@ -313,14 +313,14 @@ def convert_labelme(
     sources = []
     for (file, content), found in zip(contents.items(), found_images, strict=True):
         shown = file.relative_to(folder).as_posix()
-        objects, count = report.read_objects(shown, content["shapes"], _read_shape, _group_of)
         size = declared_size(content.get("imageWidth"), content.get("imageHeight"))
         data = content.get("imageData")
         # A file that is not an image, such as the annotation itself (LabelMe's tutorial), is not the photo either.
         is_embedded = isinstance(data, str) and bool(data) and size_of_image(found.path) is None
         # Read again when its turn comes: all images of a folder would not fit into memory.
         embedded = partial(_embedded_image, file) if is_embedded else None
-        sources.append(SourceImage(found.name, shown, found.path, size, objects, count, embedded, found.problem))
+        source = SourceImage(found.name, shown, found.path, size, embedded=embedded, problem=found.problem)
+        sources.append(report.read_objects(source, content["shapes"], _read_shape, _group_of))
     return assemble(sources, report, options, meaning)
 
 

@@ -66,11 +66,10 @@ def convert_cvat(
     sources = []
     for node, found in zip(nodes, _find(file, images_dir, wanted, report), strict=True):
         report.images_seen += 1
-        shown = found.name
         shapes = [child for child in node if child.tag != "tag"]  # a tag is about the whole image
-        objects, count = report.read_objects(shown, shapes, _cvat_shape, _cvat_group)
         size = declared_size(*(number(node.get(side, "")) for side in ("width", "height")))
-        sources.append(SourceImage(shown, shown, found.path, size, objects, count, problem=found.problem))
+        image = SourceImage(found.name, found.name, found.path, size, problem=found.problem)
+        sources.append(report.read_objects(image, shapes, _cvat_shape, _cvat_group))
     return assemble(sources, report, options, meaning)
 
 
@@ -138,22 +137,21 @@ def convert_labelstudio(
             for result in results
             if result.get("type") == "labels" and isinstance(result["value"].get("labels"), list)
         }
-        objects, count = [], 0
-        size = None
+        image = SourceImage(shown, shown, found.path, problem=found.problem)
         for result in results:
             kind, value = str(result.get("type")), result["value"]
             if kind == "labels" or not ({"x", "points", "rle"} & value.keys()):
                 continue  # a region's name, or an answer about the whole image
             labels = value.get(kind) or names.get(str(result.get("id"))) or [""]
             width, height = (result.get(side, value.get(side)) for side in ("original_width", "original_height"))
-            size = size or declared_size(width, height)
+            image.declared_size = image.declared_size or declared_size(width, height)
             labels = labels if isinstance(labels, list) else [labels]
-            report.note_several_classes(shown, count, labels)
+            report.note_several_classes(shown, image.num_annotated, labels)
             for label in labels:
-                count += 1
-                with report.reading_object(shown, count - 1):
-                    objects.append(_labelstudio_shape(count - 1, label, kind, value))
-        sources.append(SourceImage(shown, shown, found.path, size, tuple(objects), count, problem=found.problem))
+                index = image.num_annotated
+                with report.reading_object(image, index):
+                    image.objects.append([_labelstudio_shape(index, label, kind, value)])
+        sources.append(image)
     return assemble(sources, report, options, meaning)
 
 
@@ -240,17 +238,14 @@ def convert_via(
     sources = []
     for regions, found in zip(regions_of, _find(file, images_dir, wanted, report), strict=True):
         report.images_seen += 1
-        shown = found.name
-        objects, count = [], 0
+        image = SourceImage(found.name, found.name, found.path, problem=found.problem, sizeless=True)
         for index, region in enumerate(regions):
             names = _via_names(region, attribute)
-            report.note_several_classes(shown, index, names)
+            report.note_several_classes(found.name, index, names)
             for desc in names:
-                count += 1
-                with report.reading_object(shown, index):
-                    objects.append(_via_shape(index, region, desc))
-        shapes = tuple(objects)
-        sources.append(SourceImage(shown, shown, found.path, None, shapes, count, problem=found.problem, sizeless=True))
+                with report.reading_object(image, index):
+                    image.objects.append([_via_shape(index, region, desc)])
+        sources.append(image)
     return assemble(sources, report, options, meaning)
 
 

@@ -155,34 +155,33 @@ class ConversionReport:
         return self.jsonl.with_name(self.jsonl.stem + REPORT_SUFFIX)
 
     @contextmanager
-    def reading_object(self, file: str, index: int) -> Iterator[None]:
-        """Count an object that is read in this block; LeftOut, raised in it, skips the object."""
+    def reading_object(self, source: SourceImage, index: int, file: str | None = None) -> Iterator[None]:
+        """Count an object of ``source`` that is read in this block; LeftOut, raised in it, skips the object. ``file``:
+        the place of the object in the report, if it is not the image's."""
         self.objects_seen += 1
+        source.num_annotated += 1
         try:
             yield
         except LeftOut as left_out:
-            self.skip_object(left_out.reason, file, index, str(left_out))
+            self.skip_object(left_out.reason, file or source.annotation, index, str(left_out))
 
     def read_objects(
         self,
-        file: str,
+        source: SourceImage,
         entries: Iterable[Entry],
         read: Callable[[int, Entry], SourceShape],
         group_of: Callable[[Entry], Hashable] = lambda _: None,
-    ) -> tuple[tuple[SourceShape, ...], int]:
-        """The shapes that ``read(index, entry)`` returns, and the number of objects. Entries of one group are parts of
-        one object; an entry of group None is one by itself. An object for which LeftOut is raised is counted."""
+    ) -> SourceImage:
+        """``source`` with the shapes that ``read(index, entry)`` returns. Entries of one group are parts of one object;
+        an entry of group None is one by itself. An object for which LeftOut is raised is counted."""
         groups: dict[Hashable, list[tuple[int, Entry]]] = {}
         for index, entry in enumerate(entries):
             group = group_of(entry)
             groups.setdefault((index,) if group is None else ("group", group), []).append((index, entry))
-        shapes: list[SourceShape] = []
         for parts in groups.values():
-            first = parts[0][0]
-            with self.reading_object(file, first):
-                found = [read(index, entry) for index, entry in parts]
-                shapes += found if len(parts) == 1 else [replace(shape, part_of=first) for shape in found]
-        return tuple(shapes), len(groups)
+            with self.reading_object(source, parts[0][0]):
+                source.objects.append([read(index, entry) for index, entry in parts])
+        return source
 
     def skip_object(self, reason: SkipReason, file: str, index: int, detail: str) -> None:
         self.skipped_objects[reason.value] += 1
@@ -333,8 +332,7 @@ _EXPECTED: dict[Form, str] = {
 class SourceShape:
     """An annotated shape as its file has it: in the file's unit, not yet checked. ``index`` as in Problem.
 
-    ``turn``: degrees clockwise, about the middle, or about the corner (x1, y1). Shapes of one ``part_of`` are parts of
-    one object."""
+    ``turn``: degrees clockwise, about the middle, or about the corner (x1, y1)."""
 
     index: int
     desc: str
@@ -342,7 +340,6 @@ class SourceShape:
     numbers: tuple[float, ...]
     turn: float = 0.0
     about_corner: bool = False
-    part_of: Hashable = None
 
 
 def shape_of(
@@ -376,31 +373,31 @@ class SourceObject:
     points: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SourceImage:
-    """An image with its shapes. ``file`` names it in the report and below ``images/`` in the output;
-    ``declared_size`` is the ``(width, height)`` in its annotation, None without one. ``embedded`` returns the bytes of
-    an image that is in no file. ``num_annotated``: objects in its annotation, with those that cannot be used.
-    ``metadata`` is added to the record's. ``problem``: why ``path`` does not exist, if there is more to say.
-    ``sizeless``: the format has no place for a size."""
+    """An image, and its objects as they are read (:meth:`ConversionReport.reading_object`), each a list of its parts.
+
+    ``file`` names it below ``images/`` in the output, ``annotation`` in the report; ``declared_size`` is the
+    ``(width, height)`` in its annotation, None without one. ``num_annotated``: objects in its annotation, with those
+    that cannot be used. ``embedded`` returns the bytes of an image that is in no file. ``problem``: why ``path`` does
+    not exist, if there is more to say. ``sizeless``: the format has no place for a size. ``metadata`` is added to the
+    record's."""
 
     file: str
     annotation: str
     path: Path
-    declared_size: tuple[int, int] | None
-    shapes: tuple[SourceShape, ...]
-    num_annotated: int
+    declared_size: tuple[int, int] | None = None
+    objects: list[Sequence[SourceShape]] = field(default_factory=list)
+    num_annotated: int = 0
     embedded: Callable[[], bytes] | None = None
     problem: str | None = None
     sizeless: bool = False
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
-    def objects(self) -> list[list[SourceShape]]:
-        """The parts of each object."""
-        parts: dict[Hashable, list[SourceShape]] = {}
-        for at, shape in enumerate(self.shapes):
-            parts.setdefault((at,) if shape.part_of is None else ("part", shape.part_of), []).append(shape)
-        return list(parts.values())
+    @property
+    def shapes(self) -> list[SourceShape]:
+        """The parts of all objects."""
+        return [shape for parts in self.objects for shape in parts]
 
 
 def check_choice(what: str, given: str, known: Any) -> None:
