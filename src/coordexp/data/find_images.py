@@ -373,3 +373,15 @@ class ImageFolder:
         plain = _plain(names)
         place = plain[0] if plain else PurePosixPath(_possible(names[0])).name or "unnamed"
         return FoundImage(self.folder / place, place, there=False, problem=match.problem)
+
+
+def check_folder(folder: Path, what: str) -> None:
+    if not folder.is_dir():
+        raise DataError(f"{what} not found; check the path", path=folder)
+
+
+def images_folder(given: str | Path | None, file: Path) -> Path:
+    """The folder of images that was given, or that of the annotation ``file``. Raises DataError if it is none."""
+    folder = file.parent if given is None else Path(given)
+    check_folder(folder, "images folder")
+    return folder

@@ -13,7 +13,7 @@ from coordexp.data.convert.open_images import convert_openimages
 from coordexp.data.convert.per_image import convert_labelme, convert_voc
 from coordexp.data.convert.per_project import convert_cvat, convert_labelstudio, convert_via
 from coordexp.data.convert.recognise import recognise
-from coordexp.data.convert.shapes import ConversionReport, Note, Problem, SkipReason, render_report
+from coordexp.data.convert.report import ConversionReport, Note, Problem, SkipReason, render_report
 from coordexp.data.convert.yolo import convert_yolo
 
 __all__ = [

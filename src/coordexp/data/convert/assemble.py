@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from coordexp.data.convert.numbers import Meaning, check_numbers, read_object
-from coordexp.data.convert.shapes import ConversionReport, LeftOut, Note, SkipReason, SourceImage, quantise
+from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason, SourceImage
+from coordexp.data.convert.shapes import quantise
 from coordexp.data.dataset_cache import PREPARED
 from coordexp.data.files import check_new_file, write_atomically
 from coordexp.data.find_images import can_be_file

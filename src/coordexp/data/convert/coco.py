@@ -15,24 +15,17 @@ from pycocotools import mask as coco_mask
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning, refuse_unlabelled
+from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason, SourceImage, SourceShape
 from coordexp.data.convert.shapes import (
     BoxFields,
-    ConversionReport,
     Crowds,
     InstanceGeometry,
-    LeftOut,
-    Note,
-    SkipReason,
-    SourceImage,
-    SourceShape,
     check_choice,
-    check_folder,
     declared_size,
     finite_numbers,
-    images_folder,
     shape_of,
 )
-from coordexp.data.find_images import ImageFolder, unsafe_file_name, with_slashes
+from coordexp.data.find_images import ImageFolder, check_folder, images_folder, unsafe_file_name, with_slashes
 from coordexp.data.images import open_rgb
 from coordexp.data.polygons import signed_ring_area
 from coordexp.errors import DataError

@@ -10,20 +10,9 @@ from pathlib import Path, PurePosixPath
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.columns import SHAPES, read_table
 from coordexp.data.convert.numbers import Meaning
-from coordexp.data.convert.shapes import (
-    BoxFields,
-    ConversionReport,
-    Form,
-    LeftOut,
-    ShapeGeometry,
-    SkipReason,
-    SourceImage,
-    declared_size,
-    images_folder,
-    number,
-    shape_of,
-)
-from coordexp.data.find_images import ImageFolder, with_slashes
+from coordexp.data.convert.report import ConversionReport, Form, LeftOut, SkipReason, SourceImage
+from coordexp.data.convert.shapes import BoxFields, ShapeGeometry, declared_size, number, shape_of
+from coordexp.data.find_images import ImageFolder, images_folder, with_slashes
 
 ROBOFLOW = "_annotations.csv"
 _BETWEEN_BOXES = re.compile(r"\]\s*,?\s*\[|;")

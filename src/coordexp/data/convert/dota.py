@@ -8,18 +8,9 @@ from pathlib import Path
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning
-from coordexp.data.convert.shapes import (
-    ConversionReport,
-    LeftOut,
-    ShapeGeometry,
-    SkipReason,
-    SourceImage,
-    SourceShape,
-    check_folder,
-    number,
-    shape_of,
-)
-from coordexp.data.find_images import ImageFolder, list_files
+from coordexp.data.convert.report import ConversionReport, LeftOut, SkipReason, SourceImage, SourceShape
+from coordexp.data.convert.shapes import ShapeGeometry, number, shape_of
+from coordexp.data.find_images import ImageFolder, check_folder, list_files
 from coordexp.errors import DataError
 from coordexp.reading import read_text
 

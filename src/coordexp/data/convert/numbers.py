@@ -12,18 +12,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
-from coordexp.data.convert.shapes import (
-    BoxFields,
-    ConversionReport,
-    LeftOut,
-    Note,
-    ShapeGeometry,
-    SkipReason,
-    SourceImage,
-    SourceObject,
-    SourceShape,
-    check_choice,
-)
+from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason, SourceImage, SourceShape
+from coordexp.data.convert.shapes import BoxFields, ShapeGeometry, SourceObject, check_choice
 from coordexp.data.images import size_of_image
 from coordexp.data.polygons import Point, shape_area
 from coordexp.errors import DataError

@@ -11,21 +11,9 @@ from pathlib import Path
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning
-from coordexp.data.convert.shapes import (
-    ConversionReport,
-    Crowds,
-    LeftOut,
-    Note,
-    Problem,
-    SkipReason,
-    SourceImage,
-    SourceShape,
-    check_choice,
-    images_folder,
-    number,
-    shape_of,
-)
-from coordexp.data.find_images import ImageFolder
+from coordexp.data.convert.report import ConversionReport, LeftOut, Note, Problem, SkipReason, SourceImage, SourceShape
+from coordexp.data.convert.shapes import Crowds, check_choice, number, shape_of
+from coordexp.data.find_images import ImageFolder, images_folder
 from coordexp.data.subset import IMAGE_LABELS
 from coordexp.errors import DataError
 from coordexp.reading import csv_rows, open_file, read_text

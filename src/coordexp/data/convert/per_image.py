@@ -19,25 +19,12 @@ from typing import Any
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning, bounds
-from coordexp.data.convert.shapes import (
-    ConversionReport,
-    LeftOut,
-    Note,
-    ShapeGeometry,
-    SkipReason,
-    SourceImage,
-    SourceShape,
-    check_folder,
-    declared_size,
-    degrees,
-    finite_numbers,
-    flat,
-    number,
-    shape_of,
-)
+from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason, SourceImage, SourceShape
+from coordexp.data.convert.shapes import ShapeGeometry, declared_size, degrees, finite_numbers, flat, number, shape_of
 from coordexp.data.find_images import (
     REPORT_SUFFIX,
     ImageFolder,
+    check_folder,
     files_below,
     folder_levels,
     list_files,

@@ -13,22 +13,9 @@ from urllib.parse import parse_qs, unquote
 from coordexp.addresses import split_url
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning
-from coordexp.data.convert.shapes import (
-    ConversionReport,
-    LeftOut,
-    Note,
-    ShapeGeometry,
-    SkipReason,
-    SourceImage,
-    SourceShape,
-    declared_size,
-    degrees,
-    flat,
-    images_folder,
-    number,
-    shape_of,
-)
-from coordexp.data.find_images import FoundImage, ImageFolder, files_below, with_slashes
+from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason, SourceImage, SourceShape
+from coordexp.data.convert.shapes import ShapeGeometry, declared_size, degrees, flat, number, shape_of
+from coordexp.data.find_images import FoundImage, ImageFolder, files_below, images_folder, with_slashes
 from coordexp.data.images import SEEN_SUFFIXES
 from coordexp.errors import ConfigError, DataError
 from coordexp.reading import read_json, read_xml

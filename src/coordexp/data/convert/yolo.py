@@ -16,22 +16,9 @@ from typing import Any, Literal
 from coordexp.data.class_list import names_of_lines, names_of_yaml
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning, check_keypoints, refuse_unlabelled
-from coordexp.data.convert.shapes import (
-    BoxFields,
-    ConversionReport,
-    LeftOut,
-    Note,
-    ShapeGeometry,
-    SkipReason,
-    SourceImage,
-    SourceShape,
-    check_choice,
-    check_folder,
-    finite_numbers,
-    number,
-    shape_of,
-)
-from coordexp.data.find_images import ImageFolder, list_files, with_slashes
+from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason, SourceImage, SourceShape
+from coordexp.data.convert.shapes import BoxFields, ShapeGeometry, check_choice, finite_numbers, number, shape_of
+from coordexp.data.find_images import ImageFolder, check_folder, list_files, with_slashes
 from coordexp.data.images import SEEN_SUFFIXES
 from coordexp.errors import DataError
 from coordexp.reading import read_text, read_yaml
