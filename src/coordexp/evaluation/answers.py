@@ -5,6 +5,7 @@ A line of ``predictions.jsonl`` is one :class:`ImageAnswer`; coordinates are nor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
@@ -87,6 +88,14 @@ class ImageAnswer:
     further_texts: tuple[str, ...] = ()
     tiling: Tiling | None = None
 
+    @classmethod
+    def of(cls, record: ImageRecord, pred: Iterable[ScoredObject], **answered: Any) -> ImageAnswer:
+        """An answer for the image of ``record``; ``answered``: the fields that are not the record's."""
+        return cls(
+            record.sample_id, str(record.image), record.width, record.height, record.objects, tuple(pred),
+            original=original_image(record), **answered,
+        )  # fmt: skip
+
     @property
     def users_image(self) -> OriginalImage:
         """The user's own image: the one that a converter prepared this one from, or this one."""
@@ -150,20 +159,28 @@ def make_answer(
     pred = [ScoredObject(as_written(obj.desc), obj.kind, obj.bins) for obj in parsed.objects]
     if scores is not None:
         pred = [replace(o, score=s.score, confidence=s.confidence) for o, s in zip(pred, scores, strict=True)]
-    return ImageAnswer(
-        sample_id=record.sample_id,
-        image=str(record.image),
-        width=record.width,
-        height=record.height,
-        gt=record.objects,
-        pred=tuple(pred),
+    return ImageAnswer.of(
+        record,
+        pred,
         dropped={reason.value: count for reason, count in parsed.dropped.items() if count},
         truncated=rollout.truncated,
         repeat_terminated=rollout.repeat_terminated,
         num_tokens=len(rollout.response_token_ids),
         text=rollout.text,
-        original=original_image(record),
     )
+
+
+def merged_counts(answers: Sequence[ImageAnswer]) -> dict[str, Any]:
+    """The fields of one answer for several that count or say what happened to any of them."""
+    dropped: Counter[str] = Counter()
+    for answer in answers:
+        dropped.update(answer.dropped)
+    return {
+        "dropped": dict(dropped),
+        "truncated": any(answer.truncated for answer in answers),
+        "repeat_terminated": any(answer.repeat_terminated for answer in answers),
+        "num_tokens": sum(answer.num_tokens for answer in answers),
+    }
 
 
 _Bin = Annotated[int, msgspec.Meta(ge=0, lt=NUM_BINS)] | Annotated[float, msgspec.Meta(ge=0, le=NUM_BINS - 1)]
@@ -243,12 +260,9 @@ def to_line(answer: ImageAnswer) -> str:
         | ({} if obj.answers is None else {"answers": obj.answers})
         for obj in answer.pred
     ]
-    if answer.original is None:
-        del line["original"]
-    if not answer.further_texts:
-        del line["further_texts"]
-    if answer.tiling is None:
-        del line["tiling"]
+    for name in ("original", "further_texts", "tiling"):
+        if not line[name]:
+            del line[name]
     return to_json(line).decode()
 
 

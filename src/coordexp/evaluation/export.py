@@ -29,7 +29,7 @@ from coordexp.data.find_images import match_names, with_slashes
 from coordexp.data.images import image_bytes, image_exists, open_rgb
 from coordexp.data.polygons import smallest_rectangle
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import ImageAnswer, OriginalImage, ScoredObject, original_image
+from coordexp.evaluation.answers import ImageAnswer, OriginalImage, ScoredObject
 from coordexp.evaluation.coco_results import to_coco, with_scores
 from coordexp.evaluation.users_terms import UsersTerms
 from coordexp.geometry import pixel_box, pixel_ring
@@ -63,20 +63,12 @@ def is_dataset(path: Path) -> bool:
 def dataset_answers(records: Iterable[ImageRecord], *, annotations: bool) -> list[ImageAnswer]:
     """The objects of a dataset as they are exported: as annotations (COCO), or in place of predictions, in which case
     soft objects have their confidence as score."""
-    answers = []
-    for record in records:
-        pred = [ScoredObject(obj.desc, obj.kind, obj.bins, obj.soft) for obj in record.objects]
-        answer = ImageAnswer(
-            record.sample_id,
-            str(record.image),
-            record.width,
-            record.height,
-            record.objects if annotations else None,
-            () if annotations else tuple(pred),
-            original=original_image(record),
-        )
-        answers.append(answer)
-    return answers
+    if annotations:
+        return [ImageAnswer.of(record, ()) for record in records]
+    return [
+        replace(ImageAnswer.of(record, [ScoredObject(o.desc, o.kind, o.bins, o.soft) for o in record.objects]), gt=None)
+        for record in records
+    ]
 
 
 IMAGE_FOLDERS = {"coco": "images", "yolo": "images", "yolo-obb": "images", "voc": "JPEGImages", "labelme": "",
@@ -161,35 +153,29 @@ def export_coco(
     both = "annotated and predicted objects" if annotated and predicted else "objects"
     numbers, notes = _numbers([*annotated, *predicted], terms, 1, both)
     next_id = max(terms.images.values(), default=0) + 1
-    in_originals, image_ids, num_unknown = [], [], 0
-    with_paths = _with_paths(answers, "")
+    image_ids, num_unknown = [], 0
+    _refuse_shared_images(answers)
     ids = {with_slashes(file): image_id for file, image_id in terms.images.items()}
-    names = [
-        [original.file] if answer.original is not None else [answer.sample_id, original.file]
-        for answer, original, _ in with_paths
-    ]
+    names = [[*([answer.sample_id] if answer.original is None else []), answer.users_image.file] for answer in answers]
     matches = match_names(names, ids)
     by_tail = [match.note for match in matches if match.note is not None]
     if by_tail:
         notes.append(f"{len(by_tail)} images are matched by the end of their names; the first: {by_tail[0]}")
-    for (answer, original, _), match in zip(with_paths, matches, strict=True):
+    for match in matches:
         image_id = None if match.file is None else ids[match.file]
         if image_id is None:
             image_id, num_unknown = next_id + num_unknown, num_unknown + 1
         image_ids.append(image_id)
-        in_originals.append(replace(answer, original=original))
     if terms.images and num_unknown:
         notes.append(f"{num_unknown} images are not among the given annotations; they get the next numbers")
-    data = to_coco([with_scores(answer) for answer in in_originals], None, None, numbers, image_ids)
+    data = to_coco([with_scores(answer) for answer in answers], None, None, numbers, image_ids)
     for entry in (*data.ground_truth["annotations"], *data.results):
         entry |= {"bbox": [round(value, 3) for value in entry["bbox"]], "area": round(entry["area"], 3)}
         if "segmentation" in entry:
             entry["segmentation"] = [[round(value, 3) for value in ring] for ring in entry["segmentation"]]
-    softs = [obj.soft for answer in in_originals for obj in answer.gt or ()]
+    softs = [obj.soft for answer in answers for obj in answer.gt or ()]
     origins = [
-        (completed or {}).get(answer.sample_id, {}).get(at)
-        for answer in in_originals
-        for at in range(len(answer.gt or ()))
+        (completed or {}).get(answer.sample_id, {}).get(at) for answer in answers for at in range(len(answer.gt or ()))
     ]
     for annotation, soft, origin in zip(data.ground_truth["annotations"], softs, origins, strict=True):
         annotation |= {} if soft is None else {"soft": soft}
@@ -348,7 +334,9 @@ def export_csv(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> 
     with whole_file(path) as file:
         writer = csv.writer(file)
         writer.writerow(["image", "width", "height", "name", "score", "x1", "y1", "x2", "y2", "polygon"])
-        for answer, original, _ in _with_paths(answers, ""):
+        _refuse_shared_images(answers)
+        for answer in answers:
+            original = answer.users_image
             image = original.file
             if answer.original is not None and Path(answer.image).is_relative_to(out):
                 image = Path(answer.image).relative_to(out).as_posix()
@@ -386,16 +374,9 @@ def _with_paths(
     answers: Sequence[ImageAnswer], suffix: str, *, placing: bool = False
 ) -> list[tuple[ImageAnswer, OriginalImage, Path]]:
     # Each answer with the image as the user has it (the converter's source, or the image itself), and a unique relative
-    # path for its file. Annotations name the user's image, so two answers of one name are refused, unless `placing`
-    # gives each image a name of its own.
-    id_of: dict[str, str] = {}
-    for answer in answers if not placing else ():
-        file = with_slashes(answer.users_image.file)
-        if (first := id_of.setdefault(file, answer.sample_id)) != answer.sample_id:
-            raise DataError(
-                f"{first} and {answer.sample_id} are both of the image {file!r}, and their objects would be those of "
-                "one image; --images gives each a copy of its own, or remove one"
-            )
+    # path for its file. `placing` gives each image a name of its own.
+    if not placing:
+        _refuse_shared_images(answers)
     # Compared without their suffix: an image and its label have one name, and "a.png" next to "a.jpg" gets another.
     named: list[tuple[ImageAnswer, OriginalImage, Path]] = []
     for number, answer in enumerate(answers):
@@ -417,6 +398,18 @@ def _with_paths(
         taken.add(unique)
         result.append((answer, original, unique.with_name(unique.name + suffix)))
     return result
+
+
+def _refuse_shared_images(answers: Iterable[ImageAnswer]) -> None:
+    # Annotations name the user's image.
+    id_of: dict[str, str] = {}
+    for answer in answers:
+        file = with_slashes(answer.users_image.file)
+        if (first := id_of.setdefault(file, answer.sample_id)) != answer.sample_id:
+            raise DataError(
+                f"{first} and {answer.sample_id} are both of the image {file!r}, and their objects would be those of "
+                "one image; --images gives each a copy of its own, or remove one"
+            )
 
 
 def _write(path: Path, content: str | bytes) -> Path:

@@ -12,16 +12,14 @@ A joined object is the largest prediction that ends at no border; if there is no
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from coordexp.data.polygons import clipped_shape
-from coordexp.data.preparation import original_image
 from coordexp.data.tiles import Tiling, Window
-from coordexp.evaluation.answers import ImageAnswer, ScoredObject
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, merged_counts
 from coordexp.geometry import box_iou_pairs, to_fraction, to_pixel
 from coordexp.records import GeometryKind, ImageRecord
 
@@ -69,23 +67,12 @@ def merge_tiles(record: ImageRecord, tiling: Tiling, answers: Sequence[ImageAnsw
             ScoredObject(group[0].obj.desc, kind, bins, max(scores, default=None), max(confidences, default=None),
                       max(counts, default=None))
         )  # fmt: skip
-    dropped: Counter[str] = Counter()
-    for answer in answers:
-        dropped.update(answer.dropped)
     several = max(len(answer.further_texts) for answer in answers)
-    return ImageAnswer(
-        sample_id=record.sample_id,
-        image=str(record.image),
-        width=record.width,
-        height=record.height,
-        gt=record.objects,
-        pred=tuple(pred),
-        dropped=dict(dropped),
-        truncated=any(answer.truncated for answer in answers),
-        repeat_terminated=any(answer.repeat_terminated for answer in answers),
-        num_tokens=sum(answer.num_tokens for answer in answers),
+    return ImageAnswer.of(
+        record,
+        pred,
+        **merged_counts(answers),
         text="\n".join(answer.text for answer in answers),
-        original=original_image(record),
         further_texts=tuple("\n".join(answer.further_texts[k] for answer in answers) for k in range(several)),
         tiling=tiling,
     )

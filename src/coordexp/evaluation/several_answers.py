@@ -14,7 +14,6 @@ finds it. Objects without a confidence get the share n / K.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -22,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordexp.config.rollout import EvalDetectionConfig
-from coordexp.evaluation.answers import ImageAnswer, ScoredObject
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, merged_counts
 from coordexp.evaluation.coco_results import average_precision
 from coordexp.evaluation.detection import IOU_THRESHOLD, assigner, count_image, detection_metrics, sum_counts
 from coordexp.evaluation.summary import FIGURES, figures_table
@@ -50,18 +49,9 @@ def merge_answers(answers: Sequence[ImageAnswer]) -> ImageAnswer:
                 found[known[i]].append(obj)
             else:
                 found.append([obj])
-    dropped: Counter[str] = Counter()
-    for answer in answers:
-        dropped.update(answer.dropped)
-    return replace(
-        first,
-        pred=tuple(_merged(same, count) for same in found),
-        dropped=dict(dropped),
-        truncated=any(answer.truncated for answer in answers),
-        repeat_terminated=any(answer.repeat_terminated for answer in answers),
-        num_tokens=sum(answer.num_tokens for answer in answers),
-        further_texts=tuple(answer.text for answer in answers[1:]),
-    )
+    texts = tuple(answer.text for answer in answers[1:])
+    pred = tuple(_merged(same, count) for same in found)
+    return replace(first, pred=pred, further_texts=texts, **merged_counts(answers))
 
 
 def _merged(same: Sequence[ScoredObject], count: int) -> ScoredObject:
