@@ -342,21 +342,17 @@ def comparison_json(comparison: Comparison, names: tuple[str, str]) -> Mapping[s
     def group(row: GroupDifference) -> Mapping[str, object]:
         return {"name": row.name, "gt": row.gt, "figures": [plain(one) for one in (row.f1, row.ap) if one is not None]}
 
-    counts = {name: getattr(comparison, name) for name in ("images", "resamples", "seed")}
+    def share(of: Share) -> Mapping[str, object]:
+        low, high = of.interval
+        return {"part": of.part, "whole": of.whole, "share": of.value, "low": low, "high": high}
+
     return {
-        **{"a": names[0], "b": names[1], "confidence": CONFIDENCE} | counts,
+        "a": names[0],
+        "b": names[1],
+        "confidence": CONFIDENCE,
+        **{name: getattr(comparison, name) for name in ("images", "resamples", "seed")},
         "figures": [plain(one) for one in comparison.figures],
-        "ledger": {
-            one.name: {
-                "part": share.part,
-                "whole": share.whole,
-                "share": share.value,
-                "low": share.interval[0],
-                "high": share.interval[1],
-            }
-            for one in fields(Ledger)
-            for share in (getattr(comparison.ledger, one.name),)
-        },
+        "ledger": {one.name: share(getattr(comparison.ledger, one.name)) for one in fields(Ledger)},
         "by_class": [group(row) for row in comparison.by_class],
         "by_density": [group(row) for row in comparison.by_density],
     }

@@ -209,11 +209,11 @@ def draw_comparison(
         for column, panel in enumerate(row):
             sheet.paste(panel, (column * width, top))
         top += height
-    path.parent.mkdir(parents=True, exist_ok=True)
     _save(sheet, path)
 
 
 def _save(sheet: Image.Image, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     marked = Image.Exif()
     marked[ExifTags.Base.Software] = OWN_MARK
     with naming(path):
@@ -250,12 +250,6 @@ def _tiniest(objects: Sequence[GTObject], size: tuple[int, int]) -> tuple[int, t
     return found
 
 
-def _caption(record: ImageRecord) -> str:
-    line = record.sample_id.rpartition(":")[2]
-    name = record.image.name
-    return f"{line}: {name if len(name) <= _NAME else '…' + name[-_NAME + 1 :]}"
-
-
 def draw_contact_sheet(
     records: Sequence[ImageRecord],
     vocab: CoordVocab,
@@ -276,7 +270,8 @@ def draw_contact_sheet(
         scale = (_TILE - 4) / max(image.size)
         tile = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
         draw_objects(tile, coloured)
-        tiles.append((tile, _caption(record)))
+        line, name = record.sample_id.rpartition(":")[2], record.image.name
+        tiles.append((tile, f"{line}: {name if len(name) <= _NAME else '…' + name[-_NAME + 1 :]}"))
         tiny = _tiniest(record.objects, tile.size) if images is None else None
         if tiny is not None:
             zoom, middle = tiny
@@ -285,7 +280,7 @@ def draw_contact_sheet(
             left, top = (max(0, round(m * zoom - _TILE / 2 + 2)) for m in middle)
             left, top = min(left, enlarged.width - tile.width), min(top, enlarged.height - tile.height)
             detail = enlarged.crop((left, top, left + tile.width, top + tile.height))
-            tiles.append((detail, f"{record.sample_id.rpartition(':')[2]}: enlarged {zoom} times"))
+            tiles.append((detail, f"{line}: enlarged {zoom} times"))
     rows = [tiles[start : start + columns] for start in range(0, len(tiles), columns)]
     heights = [max(tile.height for tile, _ in row) + 4 + _CAPTION for row in rows]
     sheet = Image.new("RGB", (columns * _TILE, sum(heights)), "#202020")
@@ -296,6 +291,5 @@ def draw_contact_sheet(
             sheet.paste(tile, (column * _TILE + 2, top + 2))
             draw.text((column * _TILE + 4, top + height - _CAPTION), caption, fill="white", font=font)
         top += height
-    path.parent.mkdir(parents=True, exist_ok=True)
     _save(sheet, path)
     return path

@@ -271,9 +271,12 @@ def _claim(output: Path, settings: dict[str, Any], records: Sequence[ImageRecord
         )
     answered = _answered(output)
     for record in records:
-        answer = answered.get(record.sample_id)
+        if (answer := answered.get(record.sample_id)) is None:
+            continue
         is_tile = whole_of(record) != record.sample_id  # its picture was a temporary file
-        if answer and ((not is_tile and not is_of(answer, record)) or _is_newer(record.image, path)):
+        # Images in shards have no time of their own.
+        is_newer = record.image.is_file() and record.image.stat().st_mtime > path.stat().st_mtime
+        if is_newer or not (is_tile or is_of(answer, record)):
             problem = f"{record.sample_id} is another picture now ({record.image}), or a newer one, than was answered"
             raise DataError(f"{problem}; {fix}", path=output)
     if lost := answered.keys() - {record.sample_id for record in records}:
@@ -282,11 +285,6 @@ def _claim(output: Path, settings: dict[str, Any], records: Sequence[ImageRecord
             f"has answers for {len(lost)} images that are not among these {asked}, such as {min(lost)}; {fix}",
             path=output,
         )
-
-
-def _is_newer(image: Path, settings: Path) -> bool:
-    # Images in shards have no time of their own.
-    return image.is_file() and image.stat().st_mtime > settings.stat().st_mtime
 
 
 def _parts(output: Path) -> list[Path]:
