@@ -112,34 +112,28 @@ class ImageAnswer:
     @property
     def problem(self) -> str | None:
         """Why the answer may lack objects, in a few words; None for a complete and sound one."""
-        if self.num_answers > 1 or self.tiling is not None:
-            return self._problem_of_several()
+        several = self._several()
         if self.repeat_terminated:
-            return f"stopped after {self.num_tokens} tokens because it repeated itself"
+            end = f"at least one of {several} was stopped" if several else f"stopped after {self.num_tokens} tokens"
+            return f"{end} because it repeated itself"
         reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped.items())
         text = self.text.strip()
-        if self.dropped and not self.pred and not text.startswith("{"):  # also if cut off: more of it is no JSON either
+        # Also if it was cut off: more of it is no JSON either.
+        if self.dropped and not (several or self.pred or text.startswith("{")):
             return f"not JSON ({reasons}): {text if len(text) <= _SHOWN else text[:_SHOWN] + '…'!r}"
         if self.truncated:
-            return f"cut off after {self.num_tokens} tokens; allow more with --max-new-tokens or max_new_tokens="
-        if not self.dropped:
-            return None
-        return f"{self.num_dropped} entries could not be read ({reasons})"
+            end = f"at least one of {several} was cut off" if several else f"cut off after {self.num_tokens} tokens"
+            return f"{end}; allow more with --max-new-tokens or max_new_tokens="
+        entries = f"{self.num_dropped} entries of {several}" if several else f"{self.num_dropped} entries"
+        return f"{entries} could not be read ({reasons})" if self.dropped else None
 
-    def _problem_of_several(self) -> str | None:
-        several = f"{self.num_answers} answers"
-        if self.tiling is not None:
-            count = len(self.tiling.windows(self.width, self.height))
-            tiles = f"{count} tile{'s' * (count != 1)}"
-            several = f"the answers to {tiles}" if self.num_answers == 1 else f"{several} to each of {tiles}"
-        if self.repeat_terminated:
-            return f"at least one of {several} was stopped because it repeated itself"
-        if self.truncated:
-            return f"at least one of {several} was cut off; allow more with --max-new-tokens or max_new_tokens="
-        if not self.dropped:
-            return None
-        reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped.items())
-        return f"{self.num_dropped} entries of {several} could not be read ({reasons})"
+    def _several(self) -> str:
+        # The answers of which this one was merged; empty for a single one.
+        if self.tiling is None:
+            return f"{self.num_answers} answers" if self.num_answers > 1 else ""
+        count = len(self.tiling.windows(self.width, self.height))
+        tiles = f"{count} tile{'s' * (count != 1)}"
+        return f"the answers to {tiles}" if self.num_answers == 1 else f"{self.num_answers} answers to each of {tiles}"
 
     @property
     def truth(self) -> tuple[GTObject, ...]:

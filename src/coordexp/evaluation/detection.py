@@ -37,12 +37,8 @@ class ImageCounts:
 
     @property
     def density(self) -> str:
-        return density_bin(int(self.counts["gt"]))
-
-
-def density_bin(num_objects: int) -> str:
-    """The name of the density bin of an image with ``num_objects`` annotated objects."""
-    return next(name for name, numbers in DENSITIES.items() if num_objects in numbers)
+        """The name of the image's bin of :data:`DENSITIES`."""
+        return next(name for name, numbers in DENSITIES.items() if self.counts["gt"] in numbers)
 
 
 def match_by_desc(

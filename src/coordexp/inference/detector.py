@@ -215,12 +215,8 @@ class Detector:
                 continue
             one = as_detections(answers[name], given.get(name), names)
             if min_confidence is not None:  # by the objects' own numbers: the array's are rounded to float32
-                one = one[
-                    np.array(
-                        [obj.confidence is not None and obj.confidence >= min_confidence for obj in one.objects],
-                        dtype=bool,
-                    )
-                ]
+                confidences = enumerate(obj.confidence for obj in one.objects)
+                one = one[[k for k, value in confidences if value is not None and value >= min_confidence]]
             results.append(one)
         if errors:
             first = next(iter(errors.values()))

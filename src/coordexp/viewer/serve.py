@@ -41,16 +41,14 @@ class _Server(ThreadingHTTPServer):
 
 def version_of(sources: Sequence[Path]) -> str:
     """Changes whenever a file that the page is made of does: a hash of names, sizes and times."""
-    files = [path for source in sources for path in ([source] if source.is_file() else _files(source))]
+    files: list[Path] = []
+    for source in sources:
+        files += [source] if source.is_file() else sorted(path for one in _WATCHED for path in source.glob(one))
     stats = []
     for path in files:
         with suppress(OSError):  # gone since it was listed, as old checkpoints are, or a broken link
             stats.append((str(path), (stat := path.stat()).st_size, stat.st_mtime_ns))
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for pattern in _WATCHED for path in folder.glob(pattern))
 
 
 def make_server(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject, from_line, read_answers, to_line
 from coordexp.evaluation.compare import compare, comparison_json
-from coordexp.evaluation.detection import density_bin
+from coordexp.evaluation.detection import ImageCounts, count_image
 from coordexp.evaluation.renaming import Renaming, read_aliases
 from coordexp.evaluation.summary import (
     CONFUSION,
@@ -43,7 +44,7 @@ def answered(truth: list[GTObject], found: list[GTObject], name: str = "s", **fi
     ("count", "name"), [(0, "0"), (1, "1-5"), (5, "1-5"), (6, "6-10"), (20, "11-20"), (50, "21-50"), (51, "51+")]
 )
 def test_density_bins(count: int, name: str) -> None:
-    assert density_bin(count) == name
+    assert ImageCounts(Counter(gt=count)).density == name
 
 
 def test_classes_and_densities_sum_to_the_total() -> None:
@@ -67,7 +68,7 @@ def test_classes_and_densities_sum_to_the_total() -> None:
 def test_average_precision_by_density_uses_only_those_images() -> None:
     answers = random_answers(30, 3)
     for row in summarise(answers).by_density:
-        alone = [a for a in answers if row.name == f"{density_bin(len(a.truth))} objects"]
+        alone = [a for a in answers if row.name == f"{count_image(a).density} objects"]
         assert row.ap == pytest.approx(summarise(alone).figures["AP"]) if row.gt else row.ap is None
 
 
