@@ -62,10 +62,11 @@ class PolygonOptions(FormatOptions):
     ] = None
 
 
-def _converter(form: str, **fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _command(name: str, *examples: str, form: str = "", help: str | None = None, **fixed: Any) -> Callable[..., Any]:
     """Decorate a function without a body, whose parameters (with ``fixed``) are those of
-    ``coordexp.data.convert.convert_<form>``, the annotations first: the command runs that converter under a progress
-    bar, and prints its report."""
+    ``coordexp.data.convert.convert_<form>`` (``form``: by default the command's name), the annotations first: the
+    command runs that converter under a progress bar, and prints its report."""
+    form = form or name
 
     def decorate(declared: Callable[..., None]) -> Callable[..., None]:
         source = next(iter(signature(declared).parameters))
@@ -81,22 +82,21 @@ def _converter(form: str, **fixed: Any) -> Callable[[Callable[..., None]], Calla
                 try:
                     report = getattr(convert, f"convert_{form}")(**given, **fixed, options=image_options)
                 except DataError as error:
-                    command, name = convert.recognise(given[source]) or (form, "")
+                    command, named = convert.recognise(given[source]) or (form, "")
                     if command == form:
                         raise
                     instead = f"; read it with: coordexp data convert {command}" if command else ""
-                    raise DataError(f"{error}; {given[source]} looks like {name}{instead}") from error
+                    raise DataError(f"{error}; {given[source]} looks like {named}{instead}") from error
             console = open_console()
             console.print(convert.render_report(report))
             console.print(f"wrote {report.jsonl} and {report.path}", soft_wrap=True)
 
-        return with_options(run)
+        return convert_app.add(name, *examples, help=help)(with_options(run))
 
     return decorate
 
 
-@convert_app.add("voc", "coordexp data convert voc VOCdevkit/VOC2007 --out data/mine --split train --one-based")
-@_converter("voc")
+@_command("voc", "coordexp data convert voc VOCdevkit/VOC2007 --out data/mine --split train --one-based")
 def voc_command(
     root: Annotated[
         Path,
@@ -142,18 +142,21 @@ def instances_command(
 ) -> None: ...
 
 
-convert_app.add(
+_command(
     "coco",
     "coordexp data convert coco annotations.json images --out data/mine --name train",
     help="COCO instances to JSONL.",
-)(_converter("coco")(instances_command))
-convert_app.add("lvis", "coordexp data convert lvis lvis_v1_val.json coco --out data/lvis", help="LVIS to JSONL.")(
-    _converter("coco", lvis=True)(instances_command)
-)
+)(instances_command)
+_command(
+    "lvis",
+    "coordexp data convert lvis lvis_v1_val.json coco --out data/lvis",
+    form="coco",
+    help="LVIS to JSONL.",
+    lvis=True,
+)(instances_command)
 
 
-@convert_app.add("yolo", "coordexp data convert yolo data.yaml --out data/mine --split train")
-@_converter("yolo")
+@_command("yolo", "coordexp data convert yolo data.yaml --out data/mine --split train")
 def yolo_command(
     source: Annotated[
         Path,
@@ -179,8 +182,7 @@ def yolo_command(
     """YOLO labels (boxes and polygons) to JSONL."""
 
 
-@convert_app.add("labelme", "coordexp data convert labelme photos --out data/mine")
-@_converter("labelme")
+@_command("labelme", "coordexp data convert labelme photos --out data/mine")
 def labelme_command(
     folder: Annotated[Path, typer.Argument(help="Folder of LabelMe's JSON files; searched with all below it.")],
     out_dir: OutDir,
@@ -194,10 +196,7 @@ def labelme_command(
     """LabelMe (one JSON per image) to JSONL."""
 
 
-@convert_app.add(
-    "panoptic", "coordexp data convert panoptic panoptic_val2017.json val2017 --out data/coco --geometry poly"
-)
-@_converter("panoptic")
+@_command("panoptic", "coordexp data convert panoptic panoptic_val2017.json val2017 --out data/coco --geometry poly")
 def panoptic_command(
     annotations_json: Annotated[Path, typer.Argument(metavar="annotations", help="The JSON file of all annotations.")],
     images_dir: Annotated[Path, typer.Argument(metavar="images", help="Folder that file_name starts in.")],
@@ -215,12 +214,11 @@ def panoptic_command(
     """COCO panoptic (a JSON, and PNGs of segments) to JSONL."""
 
 
-@convert_app.add(
+@_command(
     "csv",
     "coordexp data convert csv boxes.csv --images photos --out data/mine",
     "coordexp data convert csv train.csv --images train --desc wheat --columns bbox=box --out data/wheat",
 )
-@_converter("csv")
 def csv_command(
     table: Annotated[
         Path,
@@ -249,11 +247,10 @@ def csv_command(
     """CSV (one box a line), such as Kaggle's, to JSONL."""
 
 
-@convert_app.add(
+@_command(
     "openimages",
     "coordexp data convert openimages validation-annotations-bbox.csv --images validation --out data/oi",
 )
-@_converter("openimages")
 def openimages_command(
     table: Annotated[Path, typer.Argument(help="CSV of boxes; only the images that are there are read.")],
     out_dir: OutDir,
@@ -272,8 +269,7 @@ def openimages_command(
     """Open Images (CSV of boxes and of labels) to JSONL."""
 
 
-@convert_app.add("dota", "coordexp data convert dota DOTA/train --out data/dota --name train")
-@_converter("dota")
+@_command("dota", "coordexp data convert dota DOTA/train --out data/dota --name train")
 def dota_command(
     folder: Annotated[Path, typer.Argument(help="Folder with labelTxt and images.")],
     out_dir: OutDir,
@@ -294,8 +290,7 @@ def dota_command(
 FoundImages = Annotated[Path | None, typer.Option("--images", help="Folder searched for the images [the file's own].")]
 
 
-@convert_app.add("cvat", "coordexp data convert cvat annotations.xml --images photos --out data/mine")
-@_converter("cvat")
+@_command("cvat", "coordexp data convert cvat annotations.xml --images photos --out data/mine")
 def cvat_command(
     source: Annotated[Path, typer.Argument(help="XML of 'CVAT for images 1.1', or a folder with one.")],
     out_dir: OutDir,
@@ -308,8 +303,7 @@ def cvat_command(
     """CVAT for images 1.1 (one XML) to JSONL."""
 
 
-@convert_app.add("labelstudio", "coordexp data convert labelstudio project.json --images photos --out data/mine")
-@_converter("labelstudio")
+@_command("labelstudio", "coordexp data convert labelstudio project.json --images photos --out data/mine")
 def labelstudio_command(
     source: Annotated[Path, typer.Argument(help="Label Studio's JSON or JSON-MIN, or a folder with one.")],
     out_dir: OutDir,
@@ -321,8 +315,7 @@ def labelstudio_command(
     """Label Studio (JSON, JSON-MIN) to JSONL."""
 
 
-@convert_app.add("via", "coordexp data convert via via_export.json --images photos --out data/mine")
-@_converter("via")
+@_command("via", "coordexp data convert via via_export.json --images photos --out data/mine")
 def via_command(
     source: Annotated[Path, typer.Argument(help="JSON of the VGG Image Annotator, or a folder with one.")],
     out_dir: OutDir,
