@@ -17,8 +17,10 @@ from coordexp.data.convert.shapes import BoxFields, ShapeGeometry, SourceObject,
 from coordexp.data.images import size_of_image
 from coordexp.data.polygons import Point, shape_area
 from coordexp.errors import DataError
+from coordexp.records import GeometryKind
 
 Unit = Literal["pixels", "shares", "percent"]
+_Shape = tuple[GeometryKind, tuple[float, ...]]  # in pixels
 _SHARES = 1.01  # numbers up to this are shares, with a little rounding
 _LARGEST: dict[Unit, float] = {"pixels": math.inf, "shares": 2, "percent": 200}  # objects may leave the image a little
 _LEAVING = 0.05  # share of a side by which a box reaches over the edge, as no annotator draws it
@@ -144,25 +146,21 @@ def read_object(
 ) -> SourceObject:
     """The shapes of an object in pixels of ``frame`` (width, height), as one: a box around all parts, or the largest
     polygon, with a note. Raises LeftOut for numbers of another unit."""
-    read = []
     for shape in parts:
         if (problem := _other_unit(shape, meaning)) is not None:
             shown = ", ".join(f"{value:g}" for value in shape.numbers[:8])
             raise LeftOut(SkipReason.OTHER_UNIT, f"{shape.desc}: {shown}: {problem}")
-        read.append(_in_pixels(shape, frame, meaning))
-    (first, *others) = read
-    if not others:
-        return first
-    if all(part.kind == "bbox_2d" for part in read):
-        around = bounds([value for part in read for value in part.points])
+    first, read = parts[0], [_in_pixels(shape, frame, meaning) for shape in parts]
+    kind, points = max(read, key=lambda part: shape_area(*part))
+    if len(read) > 1 and all(kind == "bbox_2d" for kind, _ in read):
+        points = bounds([value for _, numbers in read for value in numbers])
         report.note(Note.JOINED_PARTS, file, first.index, f"{first.desc}: one box around {len(read)} parts")
-        return SourceObject(first.index, first.desc, "bbox_2d", around)
-    largest = max(read, key=lambda part: shape_area(part.kind, part.points))
-    report.note(Note.MULTIPART_POLYGON, file, first.index, f"{first.desc}: kept the largest of {len(read)} parts")
-    return SourceObject(first.index, first.desc, largest.kind, largest.points)
+    elif len(read) > 1:
+        report.note(Note.MULTIPART_POLYGON, file, first.index, f"{first.desc}: kept the largest of {len(read)} parts")
+    return SourceObject(first.index, first.desc, kind, points)
 
 
-def _in_pixels(shape: SourceShape, frame: tuple[int, int], meaning: Meaning) -> SourceObject:
+def _in_pixels(shape: SourceShape, frame: tuple[int, int], meaning: Meaning) -> _Shape:
     scale: tuple[float, float] = (1.0, 1.0)
     if meaning.unit != "pixels":
         share = 1 if meaning.unit == "shares" else 100
@@ -170,17 +168,17 @@ def _in_pixels(shape: SourceShape, frame: tuple[int, int], meaning: Meaning) -> 
     numbers = tuple(value * scale[at % 2] for at, value in enumerate(shape.numbers))
     poly = meaning.geometry == "poly"
     if shape.form == "ring":
-        return _polygon(shape, numbers, meaning)
+        return _polygon(numbers, meaning)
     if shape.form == "ellipse":
         return _ellipse(shape, numbers, poly)
     x1, y1, x2, y2 = _corners(shape, numbers, meaning)
     ring = (x1, y1, x2, y1, x2, y2, x1, y2)
     if shape.turn % 360:
         middle = (x1, y1) if shape.about_corner else ((x1 + x2) / 2, (y1 + y2) / 2)
-        return _polygon(shape, _turned(ring, middle, shape.turn), meaning)
+        return _polygon(_turned(ring, middle, shape.turn), meaning)
     if poly and x1 < x2 and y1 < y2:  # corners would hide that a box is inverted
-        return SourceObject(shape.index, shape.desc, "poly", ring)
-    return SourceObject(shape.index, shape.desc, "bbox_2d", (x1, y1, x2, y2))
+        return "poly", ring
+    return "bbox_2d", (x1, y1, x2, y2)
 
 
 def _corners(shape: SourceShape, numbers: Sequence[float], meaning: Meaning) -> tuple[float, float, float, float]:
@@ -192,24 +190,22 @@ def _corners(shape: SourceShape, numbers: Sequence[float], meaning: Meaning) -> 
     return x1, y1, x1 + x2, y1 + y2
 
 
-def _polygon(shape: SourceShape, points: tuple[float, ...], meaning: Meaning) -> SourceObject:
-    if meaning.geometry == "bbox":
-        return SourceObject(shape.index, shape.desc, "bbox_2d", bounds(points))
-    return SourceObject(shape.index, shape.desc, "poly", points)
+def _polygon(points: tuple[float, ...], meaning: Meaning) -> _Shape:
+    return ("bbox_2d", bounds(points)) if meaning.geometry == "bbox" else ("poly", points)
 
 
 _ROUND = 24  # vertices of an ellipse: 99% of its area
 
 
-def _ellipse(shape: SourceShape, numbers: tuple[float, ...], poly: bool) -> SourceObject:
+def _ellipse(shape: SourceShape, numbers: tuple[float, ...], poly: bool) -> _Shape:
     x, y, width, height = numbers
     if poly:
         angles = [2 * math.pi * k / _ROUND for k in range(_ROUND)]
         ring = tuple(v for a in angles for v in (x + width * math.cos(a), y + height * math.sin(a)))
-        return SourceObject(shape.index, shape.desc, "poly", _turned(ring, (x, y), shape.turn))
+        return "poly", _turned(ring, (x, y), shape.turn)
     cos, sin = math.cos(math.radians(shape.turn)), math.sin(math.radians(shape.turn))
     across, down = math.hypot(width * cos, height * sin), math.hypot(width * sin, height * cos)
-    return SourceObject(shape.index, shape.desc, "bbox_2d", (x - across, y - down, x + across, y + down))
+    return "bbox_2d", (x - across, y - down, x + across, y + down)
 
 
 def _turned(ring: Sequence[float], about: tuple[float, float], degrees: float) -> tuple[float, ...]:

@@ -71,8 +71,8 @@ def convert_yolo(
     wholes: set[Path] = set()
     for place in layout.places:
         if not place.is_dir():
-            found, paths = _listed_images(place, layout.base, report)
-            folders = {_label_folder(path) for path in paths} | {path.parent for path in paths}
+            found = _listed_images(place, layout.base, report)
+            folders = {folder for path, _ in found for folder in (_label_folder(path), path.parent)}
             listings = [list_files(folder) for folder in folders if folder.is_dir()]
         else:
             listing = report.pass_over(list_files(place, converted=False))
@@ -124,7 +124,7 @@ def convert_yolo(
     return assemble(sources, report, options, meaning)
 
 
-def _listed_images(file: Path, base: Path, report: ConversionReport) -> tuple[list[tuple[Path, Path]], list[Path]]:
+def _listed_images(file: Path, base: Path, report: ConversionReport) -> list[tuple[Path, Path]]:
     # The images of a list, one path a line, each with the folder that its name starts in. A path starts in the file's
     # own folder, or in the set's; darknet's starts with `data/`, which its own exports lack.
     home = Path(os.path.normpath(file.parent))
@@ -139,7 +139,7 @@ def _listed_images(file: Path, base: Path, report: ConversionReport) -> tuple[li
                 report.note_found(found, file.name)
     outside = [path.parent for path in paths if not path.is_relative_to(home)]
     shared = Path(os.path.commonpath(outside)) if outside else home
-    return [(path, home if path.is_relative_to(home) else shared) for path in paths], paths
+    return [(path, home if path.is_relative_to(home) else shared) for path in paths]
 
 
 def _refuse_without_labels(
