@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
 from PIL import Image
@@ -45,6 +45,15 @@ from coordexp.rollouts import DatasetSeeds
 ImageLike = str | Path | Image.Image | np.ndarray | bytes
 """A file, a PIL image, an array (height, width, 3 or 4) or (height, width) of uint8 in RGB or RGBA, or an image file's
 bytes. All are shown to the model in the same way (:mod:`coordexp.data.images`)."""
+
+
+class _Options(TypedDict, total=False):
+    # The keywords of Detector.predict.
+    classes: Sequence[str] | None
+    prompt: str | None
+    min_confidence: float | None
+    tiles: int | tuple[int, int] | None
+    overlap: float | None
 
 
 class Detector:
@@ -117,38 +126,11 @@ class Detector:
         """The names whose positions are class ids: those of the checkpoint's training data, or else allowed ones."""
 
     @overload
-    def predict(
-        self,
-        images: Image.Image | np.ndarray | bytes,
-        *,
-        classes: Sequence[str] | None = ...,
-        prompt: str | None = ...,
-        min_confidence: float | None = ...,
-        tiles: int | tuple[int, int] | None = ...,
-        overlap: float | None = ...,
-    ) -> Detections: ...
+    def predict(self, images: Image.Image | np.ndarray | bytes, **options: Unpack[_Options]) -> Detections: ...
     @overload
-    def predict(
-        self,
-        images: Sequence[ImageLike],
-        *,
-        classes: Sequence[str] | None = ...,
-        prompt: str | None = ...,
-        min_confidence: float | None = ...,
-        tiles: int | tuple[int, int] | None = ...,
-        overlap: float | None = ...,
-    ) -> list[Detections]: ...
+    def predict(self, images: Sequence[ImageLike], **options: Unpack[_Options]) -> list[Detections]: ...
     @overload
-    def predict(
-        self,
-        images: Any,
-        *,
-        classes: Sequence[str] | None = ...,
-        prompt: str | None = ...,
-        min_confidence: float | None = ...,
-        tiles: int | tuple[int, int] | None = ...,
-        overlap: float | None = ...,
-    ) -> Any: ...
+    def predict(self, images: Any, **options: Unpack[_Options]) -> Any: ...
 
     def predict(
         self,
