@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -42,23 +41,24 @@ _MARKS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     ".yaml": [("yolo", "YOLO", ("names",))],
     ".txt": [],
 }  # fmt: skip
-_DOTA = re.compile(r"(imagesource:.*|gsd:.*|\s*(-?[\d.]+(e[+-]?\d+)?\s+){8}[^\s\d.]\S*( .*)?)", re.IGNORECASE)
-_KITTI = re.compile(r"[A-Za-z_]+\s+-?[\d.]+\s+-?\d+\s+(-?[\d.]+\s+){11}-?[\d.]+(\s+-?[\d.]+)?\s*")
-_OID_TOOLKIT = re.compile(r"[A-Za-z][^\d]*(\s+\d+(\.\d+)?){4}\s*")
 _WIDER = re.compile(r"\S+\.(jpe?g|png)", re.IGNORECASE)
-_NO_HEADER = re.compile(r"[^,]+\.(jpe?g|png|bmp),(\d+(\.\d+)?,){4}[^,]+", re.IGNORECASE)
-_YOLO = re.compile(r"\s*\d+((\s+-?[\d.]+(e-?\d+)?){2}){2,}\s*", re.IGNORECASE)
 _LINES = {  # by the first line of a text file
-    ("dota", "DOTA"): _DOTA, ("yolo", "YOLO"): _YOLO, ("", f"KITTI, {_UNREAD}"): _KITTI,
-    ("", f"OIDv4 ToolKit's, {_UNREAD}"): _OID_TOOLKIT,
-    ("", "a table without a header; add the line image,x1,y1,x2,y2,name and read it as csv"): _NO_HEADER,
+    ("dota", "DOTA"):
+        re.compile(r"(imagesource:.*|gsd:.*|\s*(-?[\d.]+(e[+-]?\d+)?\s+){8}[^\s\d.]\S*( .*)?)", re.IGNORECASE),
+    ("yolo", "YOLO"): re.compile(r"\s*\d+((\s+-?[\d.]+(e-?\d+)?){2}){2,}\s*", re.IGNORECASE),
+    ("", f"KITTI, {_UNREAD}"):
+        re.compile(r"[A-Za-z_]+\s+-?[\d.]+\s+-?\d+\s+(-?[\d.]+\s+){11}-?[\d.]+(\s+-?[\d.]+)?\s*"),
+    ("", f"OIDv4 ToolKit's, {_UNREAD}"): re.compile(r"[A-Za-z][^\d]*(\s+\d+(\.\d+)?){4}\s*"),
+    ("", "a table without a header; add the line image,x1,y1,x2,y2,name and read it as csv"):
+        re.compile(r"[^,]+\.(jpe?g|png|bmp),(\d+(\.\d+)?,){4}[^,]+", re.IGNORECASE),
 }  # fmt: skip
 
 
 def recognise(source: Path) -> tuple[str, str] | None:
     """The command of ``coordexp data convert`` and the name of the format; ``""`` for one that no converter reads. None
     if nothing is recognised."""
-    for path in islice(_candidates(source), _FILES):
+    files = files_below(source, tuple(_MARKS)) if source.is_dir() else [source]
+    for path in islice((file for file in files if file.is_file() and file.suffix.lower() in _MARKS), _FILES):
         try:
             with path.open("rb") as file:
                 head = file.read(_HEAD).decode("utf-8", "replace")
@@ -74,10 +74,3 @@ def recognise(source: Path) -> tuple[str, str] | None:
             if all(mark in head for mark in marks):
                 return command, name
     return None
-
-
-def _candidates(source: Path) -> Iterator[Path]:
-    if source.is_dir():
-        yield from (path for path in files_below(source, tuple(_MARKS)) if path.is_file())
-    elif source.is_file() and source.suffix.lower() in _MARKS:
-        yield source
