@@ -6,13 +6,13 @@ A set whose numbers say that they are something else is refused as a whole; a pa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
-from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason, SourceImage, SourceShape
+from coordexp.data.convert.report import ConversionReport, Form, LeftOut, Note, SkipReason, SourceImage, SourceShape
 from coordexp.data.convert.shapes import BoxFields, ShapeGeometry, SourceObject, check_choice
 from coordexp.data.images import size_of_image
 from coordexp.data.polygons import Point, shape_area
@@ -71,14 +71,9 @@ def _check_sizes(sources: Sequence[SourceImage], meaning: Meaning) -> None:
     # Boxes of a corner or centre and a size, which are corners: many leave the image, or all of them are small and in
     # the upper left corner, as every width is above its x.
     boxes = leaving = fitting = alike = 0
-    for source in sources:
-        if (size := _size_in_unit(source, meaning)) is None:
-            continue
-        for shape in source.shapes:
-            if shape.form not in ("size", "centre") or _other_unit(shape, meaning) is not None:
-                continue
+    for shape, (x, y, width, height) in _boxes(sources, meaning, "size", "centre"):
+        if _other_unit(shape, meaning) is None:
             boxes += 1
-            x, y, width, height = (value / size[at % 2] for at, value in enumerate(shape.numbers))
             sides = _corners(shape, (x, y, width, height), meaning)
             leaving += not (min(sides) >= -_LEAVING and max(sides) <= 1 + _LEAVING)
             fitting += _fits(x, y, width, height)
@@ -103,15 +98,10 @@ def _check_sizes(sources: Sequence[SourceImage], meaning: Meaning) -> None:
 def _check_corners(sources: Sequence[SourceImage], meaning: Meaning) -> None:
     # Corners which are a corner and a size: many are inverted, and nearly all fit as the latter.
     boxes = inverted = fitting = 0
-    for source in sources:
-        shapes = [shape for shape in source.shapes if shape.form == "corners"]
-        if not shapes or (size := _size_in_unit(source, meaning)) is None:
-            continue
-        for shape in shapes:
-            boxes += 1
-            x, y, width, height = (value / size[at % 2] for at, value in enumerate(shape.numbers))
-            inverted += width < x or height < y
-            fitting += width > 0 and height > 0 and _fits(x, y, x + width, y + height)
+    for _, (x, y, width, height) in _boxes(sources, meaning, "corners"):
+        boxes += 1
+        inverted += width < x or height < y
+        fitting += width > 0 and height > 0 and _fits(x, y, x + width, y + height)
     if boxes >= _ENOUGH and inverted >= _SUSPICIOUS * boxes and fitting >= _FITTING * boxes:
         raise DataError(
             f"{inverted} of {boxes} boxes are inverted if they are [x1, y1, x2, y2], and {fitting} fit as "
@@ -124,10 +114,16 @@ def _fits(x1: float, y1: float, x2: float, y2: float) -> bool:
     return -0.01 <= x1 < x2 <= 1.01 and -0.01 <= y1 < y2 <= 1.01
 
 
-def _size_in_unit(source: SourceImage, meaning: Meaning) -> tuple[float, float] | None:
-    if meaning.unit == "pixels":
-        return source.declared_size or size_of_image(source.path)
-    return (1.0, 1.0) if meaning.unit == "shares" else (100.0, 100.0)
+def _boxes(
+    sources: Sequence[SourceImage], meaning: Meaning, *forms: Form
+) -> Iterator[tuple[SourceShape, tuple[float, ...]]]:
+    # The shapes of these forms, with their numbers in shares of the image's sides; none of an image of unknown size.
+    whole = {"shares": (1.0, 1.0), "percent": (100.0, 100.0)}.get(meaning.unit)
+    for source in sources:
+        shapes = [shape for shape in source.shapes if shape.form in forms]
+        if shapes and (size := whole or source.declared_size or size_of_image(source.path)) is not None:
+            for shape in shapes:
+                yield shape, tuple(value / size[at % 2] for at, value in enumerate(shape.numbers))
 
 
 def _other_unit(shape: SourceShape, meaning: Meaning) -> str | None:
