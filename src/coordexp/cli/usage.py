@@ -56,11 +56,8 @@ class App(typer.Typer):
 
     def add(self, name: str, *examples: str, section: str = "Commands", **settings: Any) -> Callable[..., Any]:
         """Decorate a function to be the command ``name``. ``section``: its heading in the group's help."""
-        return self.command(name, epilog=_examples(examples), rich_help_panel=section, **settings)
-
-
-def _examples(lines: Sequence[str]) -> str:
-    return "\n".join(("\b", "Examples:" if len(lines) > 1 else "Example:", *(f"  {line}" for line in lines)))
+        lines = ("\b", "Examples:" if len(examples) > 1 else "Example:", *(f"  {line}" for line in examples))
+        return self.command(name, epilog="\n".join(lines), rich_help_panel=section, **settings)
 
 
 class Command(TyperCommand):

@@ -77,9 +77,11 @@ def read_table(path: Path, columns: str | Mapping[str, str] | None, with_name: b
     chosen = [shape for shape in complete if any(meaning in given for meaning in SHAPES[shape])]
     shapes = chosen or complete
     if len(shapes) > 1:
+        named = [{meaning: header[column_of[meaning]] for meaning in SHAPES[shape]} for shape in shapes]
+        listed = ", ".join(f"({', '.join(headers.values())})" for headers in named)
+        example = ",".join(f"{meaning}={name}" for meaning, name in named[0].items())
         raise found.problem(
-            f"several columns may be the box: {', '.join(found.shown(SHAPES[one], column_of) for one in shapes)}",
-            f"; choose some with --columns, e.g. --columns {_example(SHAPES[shapes[0]], header, column_of)}",
+            f"several columns may be the box: {listed}", f"; choose some with --columns, e.g. --columns {example}"
         )
     for meaning in ("image", *(("name",) if with_name else ())):
         if meaning not in column_of:
@@ -129,9 +131,6 @@ class _Header:
             )
         return places[0] if places else None
 
-    def shown(self, meanings: tuple[str, ...], column_of: Mapping[str, int]) -> str:
-        return "(" + ", ".join(self.cells[column_of[meaning]] for meaning in meanings) + ")"
-
 
 def _take_sizes(found: _Header, column_of: dict[str, int]) -> None:
     # width and height are those of the box if no other columns can be, and those of the image otherwise. xmin and ymin
@@ -144,10 +143,6 @@ def _take_sizes(found: _Header, column_of: dict[str, int]) -> None:
             column_of.setdefault(size if needs_sizes and size not in column_of else meaning, at)
     if not has_corners and "x1" in column_of and "y1" in column_of and "x" not in column_of:
         column_of["x"], column_of["y"] = column_of.pop("x1"), column_of.pop("y1")
-
-
-def _example(meanings: tuple[str, ...], header: list[str], column_of: Mapping[str, int]) -> str:
-    return ",".join(f"{meaning}={header[column_of[meaning]]}" for meaning in meanings)
 
 
 def _plain(cell: str) -> str:
