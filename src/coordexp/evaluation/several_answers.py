@@ -23,7 +23,7 @@ from rich.text import Text
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject, merged_counts
 from coordexp.evaluation.coco_results import average_precision
-from coordexp.evaluation.detection import IOU_THRESHOLD, assigner, count_image, detection_metrics, sum_counts
+from coordexp.evaluation.detection import IOU_THRESHOLD, count_image, detection_metrics, match_by_desc, sum_counts
 from coordexp.evaluation.summary import FIGURES, figures_table
 
 ONE, UNION, MAJORITY, ORACLE = "one", "union", "majority", "oracle"
@@ -41,9 +41,7 @@ def merge_answers(answers: Sequence[ImageAnswer]) -> ImageAnswer:
         return first
     found: list[list[ScoredObject]] = []  # one list per object: its detections in different answers
     for answer in answers:
-        assign = assigner(answer.pred, [same[0] for same in found], IOU_THRESHOLD)
-        pairs = assign(True)  # only of equal descriptions
-        known = {i: j for i, j, _ in pairs}
+        known = {i: j for i, j, _ in match_by_desc(answer.pred, [same[0] for same in found])}
         for i, obj in enumerate(answer.pred):
             if i in known:
                 found[known[i]].append(obj)

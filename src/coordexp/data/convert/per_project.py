@@ -271,8 +271,8 @@ def _via_shape(index: int, region: dict[str, Any], desc: str) -> SourceShape:
         xs, ys = shape.get("all_points_x"), shape.get("all_points_y")
         points = None
         if isinstance(xs, list) and isinstance(ys, list) and len(xs) == len(ys):
-            points = [list(point) for point in zip(xs, ys, strict=True)]
-        return shape_of(index, desc, "ring", flat(points), shape)
+            points = [value for point in zip(xs, ys, strict=True) for value in point]
+        return shape_of(index, desc, "ring", points, shape)
     if kind == "rect":
         return shape_of(index, desc, "size", [shape.get(name) for name in ("x", "y", "width", "height")], shape)
     if kind in ("circle", "ellipse"):
