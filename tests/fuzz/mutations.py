@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -87,13 +88,13 @@ def change_value(draw: random.Random, value: Any) -> Any:
     """``value`` with one of its parts replaced, removed, repeated, renamed or wrapped."""
     places = list(_places(value))
     if not places or draw.random() < 0.03:
-        return draw.choice(ODD)
+        return copy.deepcopy(draw.choice(ODD))  # later changes must not change the next input
     inside, key = draw.choice(places)
     match draw.choice(("replace", "replace", "replace", "remove", "repeat", "rename", "wrap", "move")):
         case "remove":
             del inside[key]
         case "repeat" if isinstance(inside, list):
-            inside.insert(key, inside[key])
+            inside.insert(key, copy.deepcopy(inside[key]))
         case "rename" if isinstance(inside, dict):
             inside[draw.choice((str(key).upper(), f"{key}s", "", "id", "name"))] = inside.pop(key)
         case "wrap":
@@ -102,7 +103,7 @@ def change_value(draw: random.Random, value: Any) -> Any:
             other, place = draw.choice(places)
             inside[key] = json.loads(json.dumps(other[place])) if _has(other, place) else None
         case _:
-            inside[key] = draw.choice(ODD)
+            inside[key] = copy.deepcopy(draw.choice(ODD))
     return value
 
 

@@ -109,6 +109,16 @@ def test_incomplete_layouts_are_refused(files: dict[str, str], arguments: Any, s
         convert_yolo(folder(tmp_path, files), tmp_path / "out", options=KEEP, **arguments)
 
 
+def test_labels_are_not_looked_for_in_other_data_of_the_user(tmp_path: Path) -> None:
+    folder(tmp_path, {"other/a.txt": LINE})
+    for part in ("mine", "mine/train"):
+        home = folder(tmp_path / "mine", {f"{part.partition('/')[2] or '.'}/a.jpg": "", "classes.txt": CLASSES})
+        with pytest.raises(DataError, match="none of 1 images has a label") as caught:
+            convert_yolo(home, tmp_path / "out", options=KEEP)
+        assert "files of the same names" not in str(caught.value)
+        (tmp_path / part / "a.jpg").unlink()
+
+
 FORMATS = [
     ("a.txt", "Car 0.00 0 -1.57 614.24 181.78 727.31 284.77 1.57 1.73 4.15 1.00 1.75 13.22 -1.62\n", "KITTI"),
     ("a.txt", "Apple 12.5 33.4 200.1 300.2\n", "OIDv4"),

@@ -83,7 +83,7 @@ def convert_yolo(
             wholes |= set(listings[-1].with_suffix(".txt"))
         labels |= {_key(path): path for listing in listings for path in listing.with_suffix(".txt")}
         if unlabelled is None and not layout.skip_unlabelled and found:
-            _refuse_without_labels(place, found, labels, layout.labels)
+            _refuse_without_labels(place, found, labels, layout)
         images += found
     label_of = _labels_of(images, labels, layout.labels)
     images_of: defaultdict[Path, list[Path]] = defaultdict(list)
@@ -143,17 +143,20 @@ def _listed_images(file: Path, base: Path, report: ConversionReport) -> list[tup
 
 
 def _refuse_without_labels(
-    place: Path, images: Sequence[tuple[Path, Path]], labels: Mapping[Path, Path], labels_dir: Path | None
+    place: Path, images: Sequence[tuple[Path, Path]], labels: Mapping[Path, Path], layout: _Layout
 ) -> None:
     # A folder of a split in which no image has a label: most often the labels are elsewhere.
-    if any(label is not None for label in _labels_of(images, labels, labels_dir).values()):
+    if any(label is not None for label in _labels_of(images, labels, layout.labels).values()):
         return
     stems = {image.stem for image, _ in images}
     around = place.parent if place.is_file() or place.name not in ("train", "val", "valid", "test") else (
         place.parent.parent)  # fmt: skip
+    named = layout.file if layout.file.is_dir() else layout.file.parent
+    if around in named.parents:  # other data of the user
+        around = named
     near = [path for path in list_files(around).with_suffix(".txt") if path.stem in stems]
     folders = ", ".join(str(folder) for folder in sorted({path.parent for path in near})[:3])
-    where = f"has a label in {labels_dir or _label_folder(images[0][0])} or next to it"
+    where = f"has a label in {layout.labels or _label_folder(images[0][0])} or next to it"
     cure = "--unlabelled empty reads them so"
     if near:
         cure += f"; files of the same names are in {folders}: name the folders images and labels"
