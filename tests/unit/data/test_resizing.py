@@ -77,6 +77,18 @@ def test_impossible_limits_are_refused(arguments: tuple[int, ...], part: str) ->
 
 # --- rules ---
 
+
+@pytest.mark.parametrize(
+    ("limits", "settled"),
+    [((256**2, 1024**2), True), ((256**2, 2 * 256**2), True), ((256**2, 256**2), False), ((65_536, 80_000), False)],
+)
+def test_limits_closer_than_a_grid_step_resize_some_images_twice(limits: tuple[int, int], settled: bool) -> None:
+    assert ResizeRule(32, *limits).is_settled() == settled
+    if not settled:  # as for a photograph of 101 x 77
+        once = ResizeRule(32, *limits).size(101, 77)
+        assert ResizeRule(32, *limits).size(*once) != once
+
+
 RULE = ResizeRule(32, 32 * 32, 160 * 224)
 
 

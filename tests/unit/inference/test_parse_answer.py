@@ -76,7 +76,9 @@ def test_an_answer_that_is_not_whole_says_so(tmp_path: Path) -> None:
         parse_answer(hidden, (640, 480))
 
 
-def test_a_checkpoint_exported_for_openai_keeps_its_coordinates(tmp_path: Path) -> None:
+def test_a_checkpoint_exported_for_openai_keeps_its_coordinates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Servers decode without special tokens, and resize by the processor's limits alone."""
     folder = export_checkpoint(asset("checkpoints/demo-stage1"), tmp_path / "out", "float32", for_openai=True)
     processor = load_processor(folder)
@@ -86,6 +88,7 @@ def test_a_checkpoint_exported_for_openai_keeps_its_coordinates(tmp_path: Path) 
     text = tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True)
     assert parse_answer(text, (640, 480)).objects == parse_answer(TEXT, (640, 480)).objects
     assert dict(processor.image_processor.size) == {"shortest_edge": 16384, "longest_edge": 16384}
+    assert "its image limits, 16384 and 16384 pixels, are closer than a step of 32 pixels" in caplog.text
 
 
 def test_a_checkpoint_exported_for_openai_has_no_penalty_of_its_base(tmp_path: Path) -> None:
