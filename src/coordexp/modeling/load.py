@@ -341,9 +341,9 @@ def adapt_for_openai(folder: Path, preparation: ImagePreparation) -> None:
         processor.save_pretrained(folder)
         if not rule.is_settled():
             logger.warning(
-                "%s: its image limits, %d and %d pixels, are closer than a step of %d pixels: servers resize as training "
-                "did, but Detector, predict and evaluate would resize some images twice with this folder; give them the "
-                "run's own, or an export without --for",
+                "%s: its image limits, %d and %d pixels, are closer than a step of %d pixels: servers resize as "
+                "training did, but Detector, predict and evaluate would resize some images twice with this folder; "
+                "give them the run's own, or an export without --for",
                 folder, rule.min_pixels, rule.max_pixels, rule.factor,
             )  # fmt: skip
 

@@ -84,9 +84,11 @@ def test_impossible_limits_are_refused(arguments: tuple[int, ...], part: str) ->
 )
 def test_limits_closer_than_a_grid_step_resize_some_images_twice(limits: tuple[int, int], settled: bool) -> None:
     assert ResizeRule(32, *limits).is_settled() == settled
-    if not settled:  # as for a photograph of 101 x 77
-        once = ResizeRule(32, *limits).size(101, 77)
-        assert ResizeRule(32, *limits).size(*once) != once
+
+
+def test_equal_limits_shrink_an_image_a_second_time() -> None:
+    rule = ResizeRule(32, 128**2, 128**2)
+    assert rule.size(101, 77) == (160, 128) and rule.size(160, 128) == (128, 96)
 
 
 RULE = ResizeRule(32, 32 * 32, 160 * 224)
