@@ -36,7 +36,8 @@ def from_coco(tmp_path: Path, annotations: list[Any], **options: Any) -> Convers
 @pytest.mark.parametrize("written", [0, 0.0, "0", "0.0", False, "False", "false", None, "None", ""])
 def test_these_values_mark_a_single_object(tmp_path: Path, written: Any) -> None:
     """Tables of Python and R write text."""
-    report = from_coco(tmp_path, [{"bbox": [10, 6, 20, 12], "iscrowd": written}], options=SMALL)
+    annotation = {"bbox": [10, 6, 20, 12], "iscrowd": written, "ignore": written}
+    report = from_coco(tmp_path, [annotation], options=SMALL)
     assert (report.objects_seen, report.skipped_objects) == (1, {})
 
 
@@ -46,6 +47,7 @@ COCO_OBJECTS = [
     ("bbox missing", {}, "bbox", "malformed_geometry"),
     ("bbox of huge integers", {"bbox": [10**400, 6, 20, 12]}, "bbox", "malformed_geometry"),
     ("crowd", {"bbox": [1, 1, 5, 5], "iscrowd": 1}, "bbox", "crowd"),
+    ("region to ignore", {"bbox": [1, 1, 5, 5], "ignore": 1}, "bbox", "ignored"),
     ("unknown category", {"bbox": [1, 1, 5, 5], "category_id": 99}, "bbox", "unknown_category"),
     ("listed category", {"bbox": [1, 1, 5, 5], "category_id": [1]}, "bbox", "unknown_category"),
     ("unknown image", {"bbox": [1, 1, 5, 5], "image_id": 99}, "bbox", "unknown_image"),

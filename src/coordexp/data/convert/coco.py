@@ -224,9 +224,11 @@ def _convert(
                     SkipReason.UNKNOWN_CATEGORY, f"category_id {annotation.get('category_id')!r} is not in categories"
                 )
             desc = descs[category]
-            is_crowd = str(annotation.get("iscrowd")).strip().lower() not in ("", "none", "false", "0", "0.0")
+            is_crowd = _is_set(annotation, "iscrowd")
             if is_crowd and crowds == "leave_out":
                 raise LeftOut(SkipReason.CROWD, f"{desc}: iscrowd marks a group, not an object")
+            if not is_crowd and _is_set(annotation, "ignore"):
+                raise LeftOut(SkipReason.IGNORED, f"{desc}: marked to be ignored")
             if geometry == "bbox":
                 box = annotation.get("bbox")
                 has_ring = not box and annotation.get("segmentation")
@@ -237,6 +239,11 @@ def _convert(
             if is_crowd:
                 report.note(Note.CROWD_KEPT, source.file, index, f"{desc}: a group, kept as one object")
     return assemble(sorted(usable.values(), key=lambda source: source.file), report, options, meaning)
+
+
+def _is_set(annotation: dict[str, Any], key: str) -> bool:
+    # Tables of Python and R write text.
+    return str(annotation.get(key)).strip().lower() not in ("", "none", "false", "0", "0.0")
 
 
 def _id_of(entry: Any, key: str) -> str | None:
