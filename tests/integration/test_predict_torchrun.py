@@ -36,6 +36,10 @@ def test_two_processes_write_the_same_files_as_one_also_after_a_kill(
     by_two("predict", run, data, "--out", two)
     assert read_answers(two) == whole
     assert not list(two.glob("predictions.rank*.jsonl"))
+    shorter = "rollout_matching.max_new_tokens=9"
+    assert run_cli(capsys, "predict", run, data, "--out", tmp_path / "short", shorter).code == 0
+    by_two("predict", run, data, "--out", two, "--overwrite", shorter)
+    assert read_answers(two) == read_answers(tmp_path / "short")
     killed = tmp_path / "killed"
     killed.mkdir()
     shutil.copy(one / "prediction.json", killed)

@@ -135,11 +135,11 @@ def run_prediction(
     with distributed.raise_on_all_ranks("coordexp predict"):
         if distributed.is_main():
             _claim(output, settings, [*records, *asked], overwrite, fix)
+    with distributed.raise_on_all_ranks("coordexp predict"):  # after the first rank has deleted what is replaced
         known = _answered(output)
         resumed = sum(record.sample_id in known for record in records)
         todo = [at for at, one in enumerate(asked) if known.keys().isdisjoint((one.sample_id, whole_of(one)))]
-    rank = distributed.rank()
-    part = output / (PREDICTIONS if rank == 0 else f"predictions.rank{rank}.jsonl")
+    part = output / (PREDICTIONS if distributed.is_main() else f"predictions.rank{distributed.rank()}.jsonl")
     with (
         open_session(config, path, classes) as session,
         reporting(console, f"predicting with {path}", _counted(tiling), stays=True) as on_progress,
