@@ -19,22 +19,25 @@ class RunLedger:
         self._path = folder / FIRST_EVALUATION
         self._on_note = on_note
         self._first: Sequence[ImageAnswer] | None = None
+        self._problem = f"{self._path} does not have the answers of the run's first evaluation to these images"
+        # What a resumed run finds is read here: at its first evaluation the first rank may have replaced it already.
+        self._found: Sequence[ImageAnswer] | None = None
+        try:
+            self._found = read_answers(self._path) if self._path.is_file() else None
+        except DataError as error:  # damaged, or of an earlier version; training needs none of it
+            self._problem = str(error)
         self.has_other_images = False  # whether the last evaluation's images are not those of the one before a resume
 
     def rates(self, answers: Sequence[ImageAnswer], *, is_first: bool) -> dict[str, float]:
         """The shares of :func:`changed_rates`; none for the first evaluation."""
         self.has_other_images = False
         if self._first is None and not is_first:  # a resumed run
-            problem = f"{self._path} does not have the answers of the run's first evaluation to these images"
-            try:
-                self._first = read_answers(self._path) if self._path.is_file() else None
-            except DataError as error:  # damaged, or of an earlier version; training needs none of it
-                problem = str(error)
-            if self._first is None or _images(self._first) != _images(answers):
-                self.has_other_images = self._first is not None
-                self._first = None
+            if self._found is not None and _images(self._found) == _images(answers):
+                self._first = self._found
+            else:
+                self.has_other_images = self._found is not None
                 best = ", and the best checkpoint is chosen," if self.has_other_images else ""
-                self._on_note(f"{problem}; lost and gained objects are counted{best} from this evaluation on")
+                self._on_note(f"{self._problem}; lost and gained objects are counted{best} from this evaluation on")
         if self._first is None:
             self._first = answers
             if distributed.is_main():

@@ -98,6 +98,13 @@ def test_without_a_first_evaluation_of_these_images_counting_starts_anew(
     assert ("best checkpoint" in note) == (damage is None)
 
 
+def test_ranks_of_a_resumed_run_agree_however_late_one_is(tmp_path: Path, notes: list[str]) -> None:
+    """The first rank writes the file that is missing; a later one must not take it for the run's first evaluation."""
+    first, late = RunLedger(tmp_path, notes.append), RunLedger(tmp_path, notes.append)
+    assert first.rates(answers(DOG), is_first=False) == {} == late.rates(answers(DOG), is_first=False)
+    assert first.has_other_images == late.has_other_images
+
+
 def test_a_new_run_replaces_the_first_evaluation_of_an_older_one(ledger: RunLedger, tmp_path: Path) -> None:
     ledger.rates(answers(CAT), is_first=True)
     RunLedger(tmp_path, print).rates(answers(DOG), is_first=True)
