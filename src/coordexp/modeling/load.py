@@ -376,7 +376,7 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
     return output
 
 
-def _own_dtype(folder: Path, weights: Path) -> str:
+def _own_dtype(folder: Path, weights: Path | Checkpoint) -> str:
     """The number type in which the checkpoint in ``folder`` answers: its run's, or else that of the stored weights."""
     training = read_card(folder).training
     if training is not None:

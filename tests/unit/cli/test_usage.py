@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import coordexp.data.scenes
 import coordexp.inference.prediction
 from coordexp.cli.commands import whole_command
 from coordexp.data.files import asset
