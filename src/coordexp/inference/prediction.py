@@ -140,32 +140,33 @@ def run_prediction(
         resumed = sum(record.sample_id in known for record in records)
         todo = [at for at, one in enumerate(asked) if known.keys().isdisjoint((one.sample_id, whole_of(one)))]
     part = output / (PREDICTIONS if distributed.is_main() else f"predictions.rank{distributed.rank()}.jsonl")
-    with (
-        open_session(config, path, classes) as session,
-        reporting(console, f"predicting with {path}", _counted(tiling), stays=True) as on_progress,
-        temporary_folder("coordexp-tiles-") as cut,
-        distributed.raise_on_all_ranks("coordexp predict"),
-    ):
-        shown = asked if tiling is None else CutTiles(asked, cut, samples_of_batch(session.backend, answers))
-        scorer = session.scorer if isinstance(score, str) else None
-        if scorer is not None and score == "confidence":
-            scorer = replace(scorer, calibration=None)  # fitted on annotations that count as complete
-        # Seeded by the images' positions in the source: an interrupted run answers as a whole one does.
-        for batch in answer_batches(
-            RecordDataset(shown, session.encoder.encode, "file", config.seed),
-            todo,
-            session.backend,
-            session.vocab,
-            seed=config.seed,
-            scorer=scorer,
-            on_progress=on_progress,
-            on_answer=on_progress,
-            count=answers,
+    if todo:  # with all answers there, the model is not loaded
+        with (
+            open_session(config, path, classes) as session,
+            reporting(console, f"predicting with {path}", _counted(tiling), stays=True) as on_progress,
+            temporary_folder("coordexp-tiles-") as cut,
+            distributed.raise_on_all_ranks("coordexp predict"),
         ):
-            merged = merge_all(batch, answers)
-            lines = [to_line(_finished(answer, score, images.annotated)) + "\n" for answer in merged]
-            if lines:
-                append_line(part, "".join(lines).encode("utf-8"))
+            shown = asked if tiling is None else CutTiles(asked, cut, samples_of_batch(session.backend, answers))
+            scorer = session.scorer if isinstance(score, str) else None
+            if scorer is not None and score == "confidence":
+                scorer = replace(scorer, calibration=None)  # fitted on annotations that count as complete
+            # Seeded by the images' positions in the source: an interrupted run answers as a whole one does.
+            for batch in answer_batches(
+                RecordDataset(shown, session.encoder.encode, "file", config.seed),
+                todo,
+                session.backend,
+                session.vocab,
+                seed=config.seed,
+                scorer=scorer,
+                on_progress=on_progress,
+                on_answer=on_progress,
+                count=answers,
+            ):
+                merged = merge_all(batch, answers)
+                lines = [to_line(_finished(answer, score, images.annotated)) + "\n" for answer in merged]
+                if lines:
+                    append_line(part, "".join(lines).encode("utf-8"))
     distributed.barrier()
     if not distributed.is_main():
         return PredictionResult(len(records), resumed, (), images.skipped)

@@ -43,6 +43,23 @@ def test_an_interrupted_prediction_resumes(tmp_path: Path, cli: Cli, model: Path
     assert other.code == 2 and "another score" in other.err
 
 
+def test_with_all_answers_there_no_model_is_loaded(
+    tmp_path: Path, cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, out = write_run(tmp_path, 1, model).parent / "scenes.jsonl", tmp_path / "out"
+    command = ["predict", data, "--model", model, "--out", out]
+    first = cli(*command)
+    assert first.code == 0, first.err
+
+    def loads(*_: object, **__: object) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("coordexp.inference.prediction.open_session", loads)
+    again = cli(*command, "--save-images", "--min-confidence", 0.99)
+    assert again.code == 0 and "4 images answered, 4 of them by an earlier run" in again.out
+    assert len(list((out / "images").iterdir())) == 4
+
+
 def test_a_prediction_that_a_full_disk_ends_says_how_it_continues(tmp_path: Path, cli: Cli, model: Path) -> None:
     run, data, out = write_run(tmp_path, 1, model), tmp_path / "scenes.jsonl", tmp_path / "out"
     asked = ("predict", run, data, "--out", out)
