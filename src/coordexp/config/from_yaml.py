@@ -20,9 +20,9 @@ from coordexp.config.schema import RunConfig
 from coordexp.config.source import (
     Document,
     apply_arguments,
-    beyond_float32,
     dump_value,
     dump_yaml,
+    out_of_range,
     read_document,
 )
 from coordexp.errors import ConfigError
@@ -62,7 +62,7 @@ def parse_config(data: Mapping[str, Any], source: str = "configuration") -> RunC
 def parse_section(section: type[Section], document: Document, source: str) -> Section:
     """Validate a document as ``section`` alone, without rules between keys; raises :class:`ConfigError`, also for
     problems that the document has already."""
-    problems = [*document.problems, *beyond_float32(document.data)]
+    problems = [*document.problems, *out_of_range(document.data)]
     unreadable = {problem.path for problem in problems}
     try:
         parsed = section.model_validate(document.data)
@@ -81,7 +81,7 @@ def resolved_yaml(config: StrictModel) -> str:
 
 def validate(document: Document, source: str) -> RunConfig:
     """The configuration that ``document`` describes; ``source`` names it in errors."""
-    problems = [*document.problems, *take_removed(document.data), *beyond_float32(document.data)]
+    problems = [*document.problems, *take_removed(document.data), *out_of_range(document.data)]
     unreadable = {problem.path for problem in problems}
     # An absent section counts as empty, so that the keys missing from it are reported by name.
     data = {

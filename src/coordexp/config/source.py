@@ -87,13 +87,17 @@ class Document:
         return ""
 
 
-def beyond_float32(value: Any, path: KeyPath = ()) -> Iterator[Problem]:
-    """Numbers in a document's data that would become 0 or infinite in float32, or their squares would."""
+def out_of_range(value: Any, path: KeyPath = ()) -> Iterator[Problem]:
+    """Whole numbers in a document's data of more than 64 bits, and others that would become 0 or infinite in float32,
+    or their squares would."""
     if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from beyond_float32(inner, (*path, key))
+            yield from out_of_range(inner, (*path, key))
     elif isinstance(value, float) and math.isfinite(value) and value and not 1e-30 <= abs(value) <= 1e30:
         yield Problem(path, f"{value:g} is beyond what float32 computes with, 1e-30 to 1e30")
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        shown = str(value)[:40] if value.bit_length() < 10_000 else "a number"  # Python refuses to write longer ones
+        yield Problem(path, f"{shown} has more than 64 bits; no number here is so large")
 
 
 def read_document(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Document:
@@ -292,9 +296,6 @@ class _NodeReader:
             value = self.loader.construct_object(node, deep=True)
         except (ValueError, LookupError):  # PyYAML's constructors raise these for `!!int x`, `!!int ''`, `!!bool x`
             self._problem(here, f"cannot be read as {node.tag.rsplit(':', 1)[-1]}: {node.value[:40]!r}")
-            return None
-        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-            self._problem(here, f"{node.value[:40]} has more than 64 bits; no number here is so large")
             return None
         if value == "None" and not node.style:
             self._problem(here, "None is text in YAML; write null for nothing, or the text in quotes")
