@@ -34,7 +34,8 @@ def test_predict_with_a_colocated_engine(own: Own, tmp_path: Path, capsys: pytes
     out = tmp_path / "jsonl"
     first = run_cli(capsys, "predict", run, own.data, "--out", out, "--limit", 3, "--json")
     assert json.loads(first.out)["resumed"] == 0
-    whole = run_cli(capsys, "predict", run, own.data, "--out", out, "--json")
+    blocks = "rollout_matching.vllm.engine_args={block_size: 32, enable_chunked_prefill: true}"  # change no answer
+    whole = run_cli(capsys, "predict", run, own.data, "--out", out, "--json", blocks)
     assert (json.loads(whole.out)["images"], json.loads(whole.out)["resumed"]) == (IMAGES, 3)
     assert_same(read_answers(out), own.answers)
     assert [a.sample_id for a in read_answers(out)] == [a.sample_id for a in own.answers]

@@ -67,8 +67,7 @@ def _fetched_once(named: hub.HubModel, join: Callable[[], None]) -> Path:
             raise
         raise CheckpointError(
             f"{named}: rank {distributed.rank()} waited in vain for the first process of this machine to fetch it "
-            f"({first_line(error)}); raise training.ddp_timeout, or fetch it before: coordexp "
-            f"model info {named}"
+            f"({first_line(error)}); raise training.ddp_timeout, or fetch it before: coordexp model info {named}"
         ) from error
     folder = folder or hub.cached(pinned)
     if folder is None:

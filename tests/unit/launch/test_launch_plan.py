@@ -47,8 +47,7 @@ def test_the_guard_section_reaches_only_the_server(tmp_path: Path, config: dict[
 
 
 def test_swift_is_started_with_only_the_plugin_and_the_yaml(tmp_path: Path, config: dict[str, Any]) -> None:
-    keys = {"max_num_batched_tokens": 2048, "engine_args": {"block_size": 32}}
-    (first, _) = planned(tmp_path, config, **{f"rollout_matching__vllm__{k}": v for k, v in keys.items()}).servers
+    (first, _) = planned(tmp_path, config, rollout_matching__vllm__max_num_batched_tokens=2048).servers
     assert first.process is not None
     words = first.process.command
     flags = {words[i]: words[i + 1] for i in range(3, len(words), 2)}

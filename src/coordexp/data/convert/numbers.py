@@ -147,13 +147,14 @@ def read_object(
             shown = ", ".join(f"{value:g}" for value in shape.numbers[:8])
             raise LeftOut(SkipReason.OTHER_UNIT, f"{shape.desc}: {shown}: {problem}")
     first, read = parts[0], [_in_pixels(shape, frame, meaning) for shape in parts]
-    kind, points = max(read, key=lambda part: shape_area(*part))
-    if len(read) > 1 and all(kind == "bbox_2d" for kind, _ in read):
-        points = bounds([value for _, numbers in read for value in numbers])
+    if len(read) == 1:
+        return SourceObject(first.index, first.desc, *read[0])
+    if all(kind == "bbox_2d" for kind, _ in read):
+        around = bounds([value for _, numbers in read for value in numbers])
         report.note(Note.JOINED_PARTS, file, first.index, f"{first.desc}: one box around {len(read)} parts")
-    elif len(read) > 1:
-        report.note(Note.MULTIPART_POLYGON, file, first.index, f"{first.desc}: kept the largest of {len(read)} parts")
-    return SourceObject(first.index, first.desc, kind, points)
+        return SourceObject(first.index, first.desc, "bbox_2d", around)
+    report.note(Note.MULTIPART_POLYGON, file, first.index, f"{first.desc}: kept the largest of {len(read)} parts")
+    return SourceObject(first.index, first.desc, *max(read, key=lambda part: shape_area(*part)))
 
 
 def _in_pixels(shape: SourceShape, frame: tuple[int, int], meaning: Meaning) -> _Shape:
