@@ -10,7 +10,7 @@ packed forward passes two arguments to the model (:func:`row_arguments`):
   (L, L) mask of the row, which no kernel would read.
 
 The vision tower gets ``frames`` in the same way (:class:`coordexp.modeling.inputs.VisionTower`). Calls without them
-(generation, padded batches) use transformers' own SDPA.
+(generation, padded batches) use transformers' own SDPA, on CPUs without its copies of keys and values.
 
 Layers that are recomputed for their backward pass may keep their attention's output (:func:`recompute_layers`): it
 takes as much memory as the layer's input, and most time of all that a layer of the vision tower recomputes.
@@ -244,8 +244,25 @@ def attend_packed(
 KERNELS: dict[str, Kernel] = {"packed": attend_packed, "varlen": attend_varlen, "flash": attend_flash}
 
 
-def _transformers_sdpa(*args: Any, **kwargs: Any) -> Tensor:
-    return sdpa_attention_forward(*args, **kwargs)[0]
+def _attend_unpacked(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    **kwargs: Any,
+) -> Tensor:
+    # transformers' own SDPA, which copies all keys and values to each query head if there is a mask: on CPUs, for each
+    # written token, that took up to ten times as long as the attention, and torch's kernel there needs no copies.
+    if attention_mask is None or key.shape[1] == query.shape[1] or query.device.type != "cpu":
+        options = {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
+        return sdpa_attention_forward(module, query, key, value, **options, **kwargs)[0]
+    attended = F.scaled_dot_product_attention(
+        query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=True
+    )
+    return attended.transpose(1, 2).contiguous()
 
 
 def _register(attention: str, kernel: Kernel) -> None:
@@ -262,7 +279,7 @@ def _register(attention: str, kernel: Kernel) -> None:
     ) -> tuple[Tensor, Any]:
         if segments is None:
             assert attention_mask is None or attention_mask.numel(), "a packed row's segments were lost"
-            own = partial(_transformers_sdpa, module)
+            own = partial(_attend_unpacked, module)
             options = {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
             return cpu_products.attention(own, query, key, value, **options, **kwargs), None
         if segments.total != query.shape[2] or key.shape[2] != query.shape[2]:

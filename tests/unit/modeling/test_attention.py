@@ -94,6 +94,22 @@ def test_lost_segments_are_detected() -> None:
         attend(layer, query, key, value, mask, scaling=DIM**-0.5)
 
 
+@pytest.mark.parametrize("new", [1, 5, 40], ids="{} new tokens".format)
+def test_generation_gives_what_transformers_gives(new: int) -> None:
+    """To the last bit, though keys and values are not copied to each query head."""
+    torch.manual_seed(new)
+    query, key, value = (torch.randn(3, heads, length, DIM) for heads, length in ((HEADS, new), (2, 40), (2, 40)))
+    sees = torch.ones(3, 1, new, 40, dtype=torch.bool).tril(40 - new)
+    sees[0, ..., :17] = False  # padding
+    sees[0, ..., 0, 17] = True
+    layer = SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False, layer_idx=0)
+    ours, theirs = (
+        AttentionInterface()[name](layer, query, key, value, sees, scaling=DIM**-0.5)[0]
+        for name in (transformers_name("packed"), "sdpa")
+    )
+    assert ours.shape == (3, new, HEADS, DIM) and ours.equal(theirs)
+
+
 @pytest.mark.parametrize("attention", ["packed", "sdpa"])
 def test_a_cpu_without_instructions_for_bfloat16_attends_in_float32(
     attention: str, monkeypatch: pytest.MonkeyPatch
