@@ -108,7 +108,7 @@ def test_the_quickstart_improves_the_checkpoint(tmp_path: Path) -> None:
     with Image.open(folder / "drawn.png") as drawn:
         assert drawn.size == (384, 288), "the pixels of the image as given, though the model saw a smaller copy"
     rule = read_card(folder / "outputs" / "stage1").preparation.resize
-    assert rule is not None and rule.max_pixels == 128 * 128
+    assert rule is not None and rule.max_pixels == 96 * 96
     # All cells once more, in the same folder, with one step.
     assert "val 32 images" in run_cells(source_of("quickstart").replace("max_steps: 100", "max_steps: 1"), folder)
 
