@@ -172,9 +172,11 @@ def take_removed(data: dict[str, Any]) -> Iterator[Problem]:
     for mapping, key, _ in list(_matches(data, _OLD_SECTION, ())):
         old = mapping.pop(key)
         for tail in _leaves(old, ()):
-            new = dotted((_RM, *tail))
-            message = f"moved; write {new} instead"
-            yield Problem((*_OLD_SECTION, *tail), REMOVED_KEYS.get(dotted((_RM, *tail[:1])), message))
+            # A key that was removed as well, or is in a section that was, has its own guidance.
+            paths = [dotted((_RM, *tail[:length])) for length in range(1, len(tail) + 1)]
+            removed = (REMOVED_KEYS[path] for path in paths if path in REMOVED_KEYS)
+            message = next(removed, f"moved; write {dotted((_RM, *tail))} instead")
+            yield Problem((*_OLD_SECTION, *tail), message)
         if not mapping:
             del data["custom"]["extra"]
     for pattern, message in REMOVED_KEYS.items():

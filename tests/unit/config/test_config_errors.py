@@ -291,6 +291,24 @@ def test_keys_removed_from_the_old_section_do_not_name_the_new_one() -> None:
     assert ["has no replacement" in lines[0], "exactly one answer" in lines[1], len(lines)] == [True, True, 2]
 
 
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("vllm.server.base_url", "rollout_matching.vllm.server.servers[]"),
+        ("vllm.server.group_port", "rollout_matching.vllm.server.servers[]"),
+        ("vllm.server.debug_dump.every_steps", "write rollout_matching.monitor_dump instead"),
+        ("vllm.infer_batch_size", "write rollout_matching.decode_batch_size instead"),
+        ("vllm.kv_cache_dtype", "write it under rollout_matching.vllm.engine_args"),
+        ("eval_detection.strict_parse", "delete the line"),
+        ("rollout_buffer.m_steps", "has no replacement"),
+        ("vllm.server.timeout_s", "write rollout_matching.vllm.server.timeout_s instead"),
+    ],
+)
+def test_old_section_gives_each_key_its_own_guidance(key: str, hint: str) -> None:
+    (line,) = problems(set_key(stage2(), f"custom.extra.rollout_matching.{key}", 1))
+    assert f"custom.extra.rollout_matching.{key}" in line and hint in line
+
+
 def test_keys_in_migration_hints_exist() -> None:
     words = {word.strip(",;.:()") for text in REMOVED_KEYS.values() for word in text.split()}
     named = {word for word in words if word.split(".")[0] in RunConfig.model_fields and "." in word and "[" not in word}
