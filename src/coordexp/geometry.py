@@ -69,6 +69,8 @@ def aabbs(shapes: Sequence[Shape]) -> np.ndarray:
     """:func:`aabb` of each shape: (N, 4), int64 unless some shape has fractions of bins."""
     corners = [shape.bins if shape.kind == "bbox_2d" and len(shape.bins) == 4 else aabb(shape) for shape in shapes]
     corners_N4 = np.array(corners, dtype=None if corners else np.int64).reshape(-1, 4)
+    if corners_N4.dtype.kind in "iu":  # NumPy's narrower and unsigned integers are whole numbers too
+        corners_N4 = corners_N4.astype(np.int64, copy=False)
     corners_N4 = np.minimum(np.maximum(corners_N4, 0), NUM_BINS - 1)  # np.clip is slower: it looks up its bounds' types
     low_N2, high_N2 = corners_N4[:, :2], corners_N4[:, 2:]
     return np.concatenate([np.minimum(low_N2, high_N2), np.maximum(low_N2, high_N2)], axis=1)

@@ -20,6 +20,7 @@ from coordexp.geometry import (
     overlapping_boxes,
     ring,
 )
+from coordexp.matching import match_objects
 from coordexp.records import GTObject
 
 # --- axis-aligned boxes in continuous norm1000 space ---
@@ -229,6 +230,16 @@ def test_shapes_of_one_point_overlap_only_at_that_point():
     here, there = np.full((3, 2), 100), np.full((3, 2), 102)
     assert exact_iou(here, here) == 1.0
     assert exact_iou(here, there) == exact_iou(there, here) == 0.0
+
+
+@pytest.mark.parametrize("integer", [int, np.int16, np.uint16, np.int32, np.uint32, np.int64])
+def test_whole_bins_of_every_integer_type_are_drawn_on_the_canvas(integer):
+    shift = tuple(map(integer, (110, 100, 210, 200)))
+    square = tuple(map(integer, (100, 100, 200, 100, 200, 200, 100, 200)))
+    for shape in (GTObject("a", "bbox_2d", SQUARE), GTObject("a", "poly", square)):
+        assert mask_iou(shape, GTObject("b", "bbox_2d", shift)) == pytest.approx(0.821429, abs=1e-6)
+    (pair,) = match_objects([GTObject("a", "bbox_2d", shift)], [GTObject("b", "bbox_2d", SQUARE)]).pairs
+    assert pair.iou == pytest.approx(0.821429, abs=1e-6)
 
 
 def test_canvas_of_one_pixel_is_refused():
