@@ -150,9 +150,11 @@ class CoordVocab:
         return self.pieces[token_id].decode("utf-8", errors="replace")
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Text of ``token_ids``, special tokens included; equals the tokenizer's own decode without clean-up."""
-        pieces = self.pieces
-        return b"".join([pieces[token_id] for token_id in token_ids]).decode("utf-8", errors="replace")
+        """Text of ``token_ids``, special tokens included; equals the tokenizer's own decode without clean-up. An id
+        that the tokenizer does not have writes nothing."""
+        pieces, size = self.pieces, len(self.pieces)
+        written = [pieces[token_id] for token_id in token_ids if 0 <= token_id < size]
+        return b"".join(written).decode("utf-8", errors="replace")
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text`` with no special tokens added (coordinate literals become coordinate tokens)."""

@@ -219,9 +219,11 @@ def check_prompt(
         return
     limit = min(len(ours), len(reported))
     at = next((i for i in range(limit) if ours[i] != reported[i]), limit)
+    # An id of another tokenizer may have no text here.
+    ids = f" (ids {ours[at]} and {reported[at]})" if at < limit else ""
     raise AlignmentError(
         f"{sample_id}: the rollout's prompt ({len(reported)} tokens) is not the trainer's ({len(ours)}); they part at "
-        f"token {at}: trainer {decode(ours[at : at + 8])!r}, rollout {decode(reported[at : at + 8])!r}. "
+        f"token {at}: trainer {decode(ours[at : at + 8])!r}, rollout {decode(reported[at : at + 8])!r}{ids}. "
         "Both must use one processor, one chat template and images of one size"
     )
 

@@ -78,6 +78,11 @@ def test_control_tokens_exclude_coordinates(make_vocab, make_tokenizer) -> None:
     assert vocab.reserved_ids.isdisjoint(vocab.coord_token_ids)
 
 
+def test_an_id_that_the_tokenizer_lacks_writes_nothing() -> None:
+    vocab = qwen_vocab()
+    assert vocab.decode([*vocab.encode("cat"), 999_999, -1, *vocab.encode(" dog")]) == "cat dog"
+
+
 def test_a_character_of_several_tokens_is_decoded() -> None:
     vocab = qwen_vocab()
     ids = vocab.encode("𓃠")

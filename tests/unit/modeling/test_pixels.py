@@ -143,6 +143,15 @@ def test_prompts_that_differ_are_shown_from_their_first_difference(
         check_prompt("a", (1, 2, 3, 4), reported, decode)
 
 
+def test_a_prompt_of_another_tokenizer_is_shown_with_its_ids() -> None:
+    vocab = load_tiny().vocab
+    ours = tuple(vocab.encode("Detect."))
+    reported = (ours[0], 248_000, *ours[2:])
+    message = rf"part at token 1: trainer .*, rollout .* \(ids {ours[1]} and 248000\)"
+    with pytest.raises(AlignmentError, match=message):
+        check_prompt("a", ours, reported, vocab.decode)
+
+
 @pytest.mark.parametrize(("prompt", "count"), [("Where is <|image_pad|>?", "2"), (None, "0")])
 def test_a_prompt_has_one_placeholder(prompt: str | None, count: str) -> None:
     loaded = load_tiny()
