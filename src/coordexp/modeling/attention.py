@@ -254,15 +254,23 @@ def _attend_unpacked(
     dropout: float,
     **kwargs: Any,
 ) -> Tensor:
-    # transformers' own SDPA, which copies all keys and values to each query head if there is a mask: on CPUs, for each
-    # written token, that took up to ten times as long as the attention, and torch's kernel there needs no copies.
-    if attention_mask is None or key.shape[1] == query.shape[1] or query.device.type != "cpu":
+    # transformers' own SDPA. It copies all keys and values to each query head if there is a mask: on CPUs that took,
+    # for each written token, up to ten times as long as attending, and torch's kernel there needs no copies.
+    groups, (batch, _, length, dim) = query.shape[1] // key.shape[1], query.shape
+    if query.device.type != "cpu" or groups == 1 or (attention_mask is None and length > 1):
         options = {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
         return sdpa_attention_forward(module, query, key, value, **options, **kwargs)[0]
-    attended = F.scaled_dot_product_attention(
-        query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=True
-    )
-    return attended.transpose(1, 2).contiguous()
+    if query.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
+        found = F.scaled_dot_product_attention(
+            query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=True
+        )
+    else:  # of one row at a time, the kernel in half precision is slow: the heads of a group become its rows
+        if attention_mask is not None and length > 1:
+            attention_mask = attention_mask.repeat(1, 1, groups, 1)
+        rows = query.reshape(batch, -1, groups * length, dim)
+        found = F.scaled_dot_product_attention(rows, key, value, attention_mask, dropout, scale=scaling)
+        found = found.view(query.shape)
+    return found.transpose(1, 2).contiguous()
 
 
 def _register(attention: str, kernel: Kernel) -> None:

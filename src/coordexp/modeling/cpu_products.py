@@ -91,8 +91,9 @@ def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor
 
 
 def attention(attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """The output of ``attend(query, key, value, **options)``, torch's SDPA for example."""
-    if not _is_slow(query, key, value):
+    """The output of ``attend(query, key, value, **options)``, torch's SDPA for example. Of it only the backward pass is
+    slow."""
+    if not torch.is_grad_enabled() or not _is_slow(query, key, value):
         return attend(query, key, value, **options)
     with torch.autocast("cpu", enabled=False):
         return attend(_rounded(query), _rounded(key), _rounded(value), **options).to(torch.bfloat16)

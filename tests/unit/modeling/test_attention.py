@@ -94,20 +94,37 @@ def test_lost_segments_are_detected() -> None:
         attend(layer, query, key, value, mask, scaling=DIM**-0.5)
 
 
+def generation(new: int, dtype: torch.dtype, mask: bool = True) -> list[torch.Tensor]:
+    """What a layer gives for ``new`` tokens of each of three sequences, one of which is padded: ours, transformers'."""
+    torch.manual_seed(new)
+    query, key, value = (
+        torch.randn(3, heads, length, DIM).to(dtype) for heads, length in ((HEADS, new), (KV_HEADS, 40), (KV_HEADS, 40))
+    )
+    sees = torch.ones(3, 1, new, 40, dtype=torch.bool).tril(40 - new)
+    sees[0, ..., :17] = False
+    sees[0, ..., 17] = True  # no token sees nothing
+    layer = SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False, layer_idx=0)
+    with torch.no_grad():
+        return [
+            AttentionInterface()[name](layer, query, key, value, sees if mask else None, scaling=DIM**-0.5)[0]
+            for name in (transformers_name("packed"), "sdpa")
+        ]
+
+
 @pytest.mark.parametrize("new", [1, 5, 40], ids="{} new tokens".format)
 def test_generation_gives_what_transformers_gives(new: int) -> None:
     """To the last bit, though keys and values are not copied to each query head."""
-    torch.manual_seed(new)
-    query, key, value = (torch.randn(3, heads, length, DIM) for heads, length in ((HEADS, new), (2, 40), (2, 40)))
-    sees = torch.ones(3, 1, new, 40, dtype=torch.bool).tril(40 - new)
-    sees[0, ..., :17] = False  # padding
-    sees[0, ..., 0, 17] = True
-    layer = SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False, layer_idx=0)
-    ours, theirs = (
-        AttentionInterface()[name](layer, query, key, value, sees, scaling=DIM**-0.5)[0]
-        for name in (transformers_name("packed"), "sdpa")
-    )
+    ours, theirs = generation(new, torch.float32)
     assert ours.shape == (3, new, HEADS, DIM) and ours.equal(theirs)
+
+
+@pytest.mark.parametrize(("new", "mask"), [(1, True), (1, False), (5, True), (40, True), (40, False)])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_generation_in_half_precision(new: int, mask: bool, autocast: bool) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ours, theirs = generation(new, torch.float32 if autocast else torch.bfloat16, mask)
+    assert ours.shape == (3, new, HEADS, DIM) and ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("attention", ["packed", "sdpa"])
