@@ -28,13 +28,29 @@ RENDEZVOUS = "COORDEXP_RENDEZVOUS"
 
 
 def rank() -> int:
-    """This process's rank under torchrun; 0 alone."""
-    return int(os.environ.get("RANK", "0"))
+    """This process's rank under torchrun; 0 alone, whatever ``RANK`` an earlier job left. Raises ConfigError."""
+    count, place = world_size(), _number("RANK", 0)
+    if count > 1 and place >= count:
+        raise errors.ConfigError(f"RANK is {place} and WORLD_SIZE is {count}: {_LEFT_OVER}")
+    return place if count > 1 else 0
 
 
 def world_size() -> int:
-    """Number of trainer processes under torchrun; 1 alone."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Number of trainer processes under torchrun; 1 alone. Raises ConfigError."""
+    return max(1, _number("WORLD_SIZE", 1))
+
+
+_LEFT_OVER = (
+    "start several processes with torchrun or coordexp launch, which set all of these variables; unset them for a "
+    "process alone: env -u RANK -u WORLD_SIZE coordexp …"
+)
+
+
+def _number(variable: str, unset: int) -> int:
+    text = os.environ.get(variable) or str(unset)
+    if not (text.isascii() and text.isdigit()):
+        raise errors.ConfigError(f"the environment variable {variable} is {text!r}, not a number: {_LEFT_OVER}")
+    return int(text)
 
 
 def is_main() -> bool:
@@ -51,17 +67,21 @@ def backend_of(*, on_cpus: bool, chosen: str | None = None) -> str:
 def join(*, use_cpu: bool, backend: str | None = None, timeout_s: float = 1800.0) -> None:
     """Initialise the process group of torchrun's processes; those of ``coordexp launch`` meet in a file. Does nothing
     in a single process, or if there is a group. ``use_cpu``: although there are GPUs. ``backend``: library of the
-    device, None for the usual one."""
+    device, None for the usual one. Raises ConfigError without torchrun's variables."""
     if world_size() == 1:
         return
     import torch
     import torch.distributed as dist
 
     global _has_joined
-    _has_joined = True
     if dist.is_initialized():
+        _has_joined = True
         return
     on_cpus = use_cpu or not torch.cuda.is_available()
+    needed = ["RANK", *([] if RENDEZVOUS in os.environ else ["MASTER_ADDR", "MASTER_PORT"])]
+    if missing := [name for name in (*needed, *([] if on_cpus else ["LOCAL_RANK"])) if not os.environ.get(name)]:
+        raise errors.ConfigError(f"WORLD_SIZE is {world_size()} without {', '.join(missing)}: {_LEFT_OVER}")
+    _has_joined = True
     if not on_cpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     name, timeout = backend_of(on_cpus=on_cpus, chosen=backend), timedelta(seconds=timeout_s)

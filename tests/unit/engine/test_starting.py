@@ -61,6 +61,7 @@ def test_an_engine_that_skips_forced_tokens_names_the_key(capsys: pytest.Capture
 
 
 def test_only_the_first_rank_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with announced_start(CPU, gpu=False):
         pass
