@@ -7,6 +7,7 @@ import errno
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -149,6 +150,11 @@ def run(words: list[str]) -> None:
             stream.reconfigure(errors="backslashreplace")
     debug = "--debug" in words
     try:
+        distributed.rank()
+    except CoordExpError as error:  # apart, as the handlers below ask for the rank
+        echo(f"error: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(USER_ERROR)
+    try:
         with _unwound_by_signals():
             whole_command()(args=[word for word in words if word != "--debug"], prog_name="coordexp")
     except RunStopped as stopped:
@@ -162,9 +168,12 @@ def run(words: list[str]) -> None:
     except Exception as error:
         distributed.first_rank_prints(error)
         shortage = describe(error, distributed.rank() if distributed.world_size() > 1 else None)
-        if debug or (shortage is None and not isinstance(error, (CoordExpError, OSError))):
+        name = _name_without_text(error)
+        if debug or (shortage is None and name is None and not isinstance(error, (CoordExpError, OSError))):
             raise
         text = _system_error(error) if shortage is None and isinstance(error, OSError) else str(shortage or error)
+        if name is not None:
+            text = f"{name}: a name that is not UTF-8, which no file that is written here can hold; rename it"
         echo(f"error: {text}", fg=typer.colors.RED, err=True)
         sys.exit(USER_ERROR)
 
@@ -228,6 +237,14 @@ def _system_error(error: OSError) -> str:
     fix = _FIXES.get(error.errno or 0, "coordexp --debug COMMAND shows where")
     notes = getattr(error, "__notes__", ())  # how to continue
     return (f"{paths}: " if paths else "") + "; ".join([reason, fix, *notes])
+
+
+def _name_without_text(error: Exception) -> str | None:
+    # Python reads bytes of a name that are not UTF-8 as halves of characters, which JSON and YAML cannot hold.
+    if not isinstance(error, UnicodeEncodeError) or not 0xDC80 <= ord(error.object[error.start]) <= 0xDCFF:
+        return None
+    before, after = error.object[: error.start], error.object[error.start :]
+    return re.split(r'["\n]', before)[-1] + re.split(r'["\n]', after)[0]
 
 
 def _is_output_full() -> bool:

@@ -61,6 +61,7 @@ YAMLDumper.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^None$"),
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    text.encode()  # raises UnicodeEncodeError for half a character, of which PyYAML writes a code that it does not read
     # PyYAML's other styles do not bring every control character and line break back.
     return dumper.represent_scalar(_TEXT_TAG, text, style=None if text.isprintable() else '"')
 

@@ -18,6 +18,7 @@ import coordexp
 import coordexp.config.from_yaml
 from coordexp.cli import main
 from coordexp.data import convert
+from coordexp.data.scenes import SPECS, write_scenes
 from coordexp.errors import ConfigError
 from coordexp.evaluation.answers import write_answers
 from support.cli_runs import Cli, small_checkpoint, write_run
@@ -289,3 +290,49 @@ def test_a_full_standard_output_is_named() -> None:
         done = subprocess.run([sys.executable, "-m", "coordexp", "--version"], stdout=full, stderr=-1, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: standard output: No space left on device; free some space on that disk\n"
+
+
+LATIN_1 = "caf\udce9"  # how Python reads the bytes of "café" in Latin-1
+
+
+def test_a_name_that_is_not_utf_8_is_an_error_that_shows_it(tmp_path: Path, model: Path, cli: Cli) -> None:
+    """No JSON or YAML can hold it."""
+    write_scenes(tmp_path / LATIN_1, 2, SPECS["sparse"], 5)
+    data = tmp_path / LATIN_1 / "scenes.jsonl"
+    for argv in (
+        ("export", "coco", data, "--out", tmp_path / "coco"),
+        ("init", data, "--model", model, "--out", tmp_path / "stage1.yaml"),
+        ("predict", data, "--model", model, "--out", tmp_path / "predicted", "rollout_matching.max_new_tokens=8"),
+    ):
+        shown = cli(*argv)
+        assert shown.code == 2 and "error: " in shown.err and "Traceback" not in shown.err
+        assert "/caf\\udce9/" in shown.err and "a name that is not UTF-8" in shown.err
+    assert not (tmp_path / "stage1.yaml").exists()
+
+
+def test_a_rank_that_an_earlier_job_left_is_no_rank(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without WORLD_SIZE a process is alone: as rank 1 it would print nothing, and leave out its answers."""
+    write_answers(random_answers(3, 1), tmp_path / "predictions.jsonl")
+    monkeypatch.setenv("RANK", "1")
+    assert "3 images with" in cli("evaluate", tmp_path).out
+    monkeypatch.setenv("WORLD_SIZE", "")
+    assert "3 images with" in cli("evaluate", tmp_path).out
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORLD_SIZE": "two"}, "the environment variable WORLD_SIZE is 'two', not a number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 without RANK, MASTER_ADDR, MASTER_PORT"),
+    ],
+)
+def test_ranks_without_torchrun_are_refused(
+    variables: dict[str, str], said: str, tmp_path: Path, model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "COORDEXP_RENDEZVOUS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    shown = cli("train", write_run(tmp_path, 1, model))
+    assert shown.code == 2 and said in shown.err and "env -u RANK -u WORLD_SIZE coordexp" in shown.err
