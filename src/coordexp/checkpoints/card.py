@@ -70,7 +70,7 @@ def card_of_run(config: RunConfig, preparation: ImagePreparation, classes: tuple
     """The card of a checkpoint that the run of ``config`` trains on such data."""
     rollout = resolved_rollout(config)
     training = Training(
-        prompt=config.template.prompt or DEFAULT_PROMPT,
+        prompt=DEFAULT_PROMPT if config.template.prompt is None else config.template.prompt,
         system=config.template.system,
         object_field_order=config.custom.object_field_order,
         object_ordering=config.custom.object_ordering,

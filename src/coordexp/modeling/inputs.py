@@ -82,10 +82,8 @@ RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 def build_messages(image: Path, prompt: str | None, system: str | None) -> tuple[dict[str, Any], ...]:
     """Messages up to the user's turn; the chat template adds the assistant's header."""
-    user = {
-        "role": "user",
-        "content": [{"type": "image", "image": str(image)}, {"type": "text", "text": prompt or DEFAULT_PROMPT}],
-    }
+    text = DEFAULT_PROMPT if prompt is None else prompt  # "" is a request of the image alone
+    user = {"role": "user", "content": [{"type": "image", "image": str(image)}, {"type": "text", "text": text}]}
     before = () if system is None else ({"role": "system", "content": [{"type": "text", "text": system}]},)
     return (*before, user)
 

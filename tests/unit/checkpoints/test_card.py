@@ -22,6 +22,7 @@ from coordexp.errors import CheckpointError
 from coordexp.evaluation.answers import ImageAnswer, read_answers
 from coordexp.inference.completion import completion_config
 from coordexp.inference.session import PredictOptions, inference_config
+from coordexp.modeling.inputs import build_messages
 from support.cli_runs import Cli, small_checkpoint, write_run
 from support.config_samples import set_keys, stage2
 
@@ -121,6 +122,12 @@ def test_the_card_of_a_run_has_its_settings() -> None:
     assert card == replace(
         FULL, training=replace(TRAINED, repeat_terminate=card.training.repeat_terminate), calibration=None
     )
+
+
+def test_an_empty_prompt_is_a_prompt() -> None:
+    card = card_of_run(parse_config(set_keys(stage2(), {"template.prompt": ""})), FULL.preparation, ())
+    assert card.training is not None and card.training.prompt == ""
+    assert build_messages(Path("a.png"), "", None)[0]["content"][1] == {"type": "text", "text": ""}
 
 
 def test_a_trained_checkpoint_names_the_hub_model_that_it_comes_from(tmp_path: Path) -> None:
