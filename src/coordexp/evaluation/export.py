@@ -192,14 +192,17 @@ def export_yolo(
 ) -> Exported:
     """``labels/NAME.txt`` (``class cx cy w h`` or ``class x y x y …``; shares of a side), and ``data.yaml`` with the
     names. ``scores`` appends each object's score, which trackers read and trainers refuse. ``rotated``: every object is
-    a rotated box, ``class x1 y1 x2 y2 x3 y3 x4 y4``."""
+    a rotated box, ``class x1 y1 x2 y2 x3 y3 x4 y4``. With a polygon among them all objects are polygons: of a file with
+    one, YOLO's trainers read a box's line as two points."""
+    are_polygons = any(obj.kind == "poly" for answer in answers for obj in answer.pred)
     used = [obj.desc for answer in answers for obj in answer.pred]
     numbers, notes = _numbers(used, terms, 0)
-    files, num_rectangles = [], 0
+    files, num_rectangles, num_boxes = [], 0, 0
     for answer, original, name in _with_paths(answers, ".txt"):
         lines = []
         for detection in answer.pred:
-            if rotated or detection.kind == "poly":
+            num_boxes += detection.kind == "bbox_2d"
+            if rotated or are_polygons:
                 ring = pixel_ring(detection, original.width, original.height)
                 if rotated and len(ring) != 4:
                     ring, num_rectangles = smallest_rectangle(ring), num_rectangles + 1
@@ -216,6 +219,8 @@ def export_yolo(
     by_number = numbers.names(used).items()
     named = "".join(f"  {k}: {printable(json.dumps(name, ensure_ascii=False))}\n" for k, name in by_number)
     files.append(_write(out / "data.yaml", f"path: .\ntrain: images\nval: images\nnames:\n{named}"))
+    if are_polygons and num_boxes and not rotated:
+        notes.append(f"{num_boxes} boxes are written as polygons of four corners, as YOLO reads no mixture of both")
     return Exported(files, [*notes, *_rectangles(num_rectangles)])
 
 

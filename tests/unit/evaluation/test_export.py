@@ -181,7 +181,7 @@ def test_yolo_keeps_the_users_numbers(export: Any, tmp_path: Path) -> None:
     shown = export("yolo", "--classes", tmp_path / "classes.txt", "--scores")
     lines = (tmp_path / "out" / "labels" / "in" / "a.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["2", "3"] and "share number 3" in shown.out
-    assert float(lines[0].split()[-1]) == 0.75 and len(lines[0].split()) == 6
+    assert float(lines[0].split()[-1]) == 0.75 and len(lines[0].split()) == 10  # four corners
     (tmp_path / "data.yaml").write_text("names: {4: dog, 9: cat}\n", encoding="utf-8")
     export("yolo", "--classes", tmp_path / "data.yaml", "--overwrite")
     assert (tmp_path / "out" / "labels" / "b.txt").read_text().startswith("4 ")
@@ -231,7 +231,7 @@ def test_a_dataset_is_exported_and_converted_back(form: str, tmp_path: Path, cli
     objects = (
         GTObject("cat", "bbox_2d", (0, 100, 999, 999)),
         GTObject("dog", "bbox_2d", (333, 17, 501, 600)),
-        *((GTObject("dog", "poly", (10, 10, 800, 20, 400, 900)),) if form != "coco" else ()),
+        *((GTObject("dog", "poly", (10, 10, 800, 20, 400, 900)),) if form not in ("coco", "yolo") else ()),
     )
     Image.new("RGB", (640, 480), "gray").save(tmp_path / "a.png")
     source = {"source": {"file": "in/photo.png", "width": 1280, "height": 960}}
@@ -255,6 +255,25 @@ def test_a_dataset_is_exported_and_converted_back(form: str, tmp_path: Path, cli
         objects = (*objects[:2], GTObject("dog", "bbox_2d", (10, 10, 800, 900)))
     assert back.objects == objects and back.metadata["source"]["file"].endswith("photo.png")
     assert empty.objects == () and empty.metadata["source"]["file"].endswith("zero.png")
+
+
+def test_yolo_writes_boxes_next_to_polygons_as_polygons(tmp_path: Path, cli: Cli) -> None:
+    """YOLO's trainers reshape every line of a file with a polygon to points: ``cx cy w h`` would be two of them."""
+    Image.new("RGB", (200, 100), "gray").save(tmp_path / "a.png")
+    box = GTObject("cat", "bbox_2d", (0, 111, 333, 999))
+    both = ImageRecord(
+        "d.jsonl:1", tmp_path / "a.png", 200, 100, (box, GTObject("dog", "poly", (0, 0, 999, 0, 0, 999)))
+    )
+    write_jsonl([both], tmp_path / "d.jsonl")
+    shown = cli("export", "yolo", tmp_path / "d.jsonl", "--out", tmp_path / "out")
+    cat = "0 0.000000 0.111111 0.333333 0.111111 0.333333 1.000000 0.000000 1.000000\n"
+    dog = "1 0.000000 0.000000 1.000000 0.000000 0.000000 1.000000\n"
+    assert (tmp_path / "out" / "labels" / "a.txt").read_text() == cat + dog
+    assert "note: 1 boxes are written as polygons of four corners, as YOLO reads no mixture of both" in shown.out
+    write_jsonl([replace(both, objects=(box,))], tmp_path / "d.jsonl")
+    shown = cli("export", "yolo", tmp_path / "d.jsonl", "--out", tmp_path / "boxes")
+    assert (tmp_path / "boxes" / "labels" / "a.txt").read_text() == "0 0.166667 0.555556 0.333333 0.888889\n"
+    assert "corners" not in shown.out
 
 
 # Boxes to every border, a quadrilateral, a turned box, and a triangle, which needs a rectangle around it.
