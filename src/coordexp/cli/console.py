@@ -78,7 +78,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def no_bars_in_log_files(*, nor_on_terminals: bool = False) -> None:
     """Disable transformers' progress bars unless stderr is a terminal, or there too."""
-    if nor_on_terminals or not sys.stderr.isatty():
+    if nor_on_terminals or sys.stderr is None or not sys.stderr.isatty():  # None: it was closed
         with heavy_imports():
             from transformers.utils import logging
 

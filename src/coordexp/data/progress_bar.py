@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console, ConsoleOptions
 from rich.progress import (
@@ -25,6 +27,10 @@ LINE_EVERY_S = 30.0
 
 
 class _LiteralConsole(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        # Rich would end the process; a run goes on without its progress, as on a full disk.
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text, lines=True), **options)
 

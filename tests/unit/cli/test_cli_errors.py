@@ -17,6 +17,7 @@ import pytest
 import coordexp
 import coordexp.config.from_yaml
 from coordexp.cli import main
+from coordexp.cli.console import no_bars_in_log_files
 from coordexp.data import convert
 from coordexp.data.scenes import SPECS, write_scenes
 from coordexp.errors import ConfigError
@@ -253,6 +254,7 @@ class Interrupts:
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupts())
 from coordexp.cli import main
+from coordexp.cli.console import no_bars_in_log_files
 main(["--version"])
 """
 
@@ -336,3 +338,19 @@ def test_ranks_without_torchrun_are_refused(
         monkeypatch.setenv(name, value)
     shown = cli("train", write_run(tmp_path, 1, model))
     assert shown.code == 2 and said in shown.err and "env -u RANK -u WORLD_SIZE coordexp" in shown.err
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path: Path, model: Path) -> None:
+    """As on a full disk: `coordexp train … | head` trained until the next line, and saved nothing more."""
+    reader, output = os.pipe()
+    os.close(reader)
+    argv = [sys.executable, "-m", "coordexp", "train", str(write_run(tmp_path, 1, model))]
+    done = subprocess.run(argv, stdout=output, stderr=subprocess.PIPE, text=True)
+    os.close(output)
+    assert "Broken pipe" in done.stderr and "the run continues" in done.stderr
+    assert (tmp_path / "out1" / "model.safetensors").is_file()
+
+
+def test_a_command_needs_no_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)  # Python's value for a stream that was closed
+    no_bars_in_log_files()
