@@ -215,10 +215,11 @@ def export_yolo(
                 values.append(1.0 if detection.score is None else detection.score)
             lines.append(" ".join([str(numbers[detection.desc]), *(f"{value:.6f}" for value in values)]) + "\n")
         files.append(_write(out / "labels" / name, "".join(lines)))
+    # Without `path`, folders start at the file, wherever training is started; `path: .` would be the working directory.
     # JSON's strings are YAML's, but for characters that YAML wants escaped as well.
     by_number = numbers.names(used).items()
     named = "".join(f"  {k}: {printable(json.dumps(name, ensure_ascii=False))}\n" for k, name in by_number)
-    files.append(_write(out / "data.yaml", f"path: .\ntrain: images\nval: images\nnames:\n{named}"))
+    files.append(_write(out / "data.yaml", f"train: images\nval: images\nnames:\n{named}"))
     if are_polygons and num_boxes and not rotated:
         notes.append(f"{num_boxes} boxes are written as polygons of four corners, as YOLO reads no mixture of both")
     return Exported(files, [*notes, *_rectangles(num_rectangles)])

@@ -421,6 +421,13 @@ def test_voc_writes_xml_that_can_be_read(tmp_path: Path, cli: Cli) -> None:
     assert [one.findtext("name") for one in root.iter("object")] == [printable(name) for name in NAMES]
 
 
+def test_yolos_folders_start_at_its_data_yaml(tmp_path: Path, cli: Cli) -> None:
+    """Ultralytics reads ``path: .`` as the working directory, and a missing ``path`` as the folder of the file."""
+    assert cli("export", "yolo", answered(tmp_path, *NAMED), "--out", tmp_path / "out").code == 0
+    data = yaml.safe_load((tmp_path / "out" / "data.yaml").read_text(encoding="utf-8"))
+    assert data["train"] == "images" and data["val"] == "images" and "path" not in data
+
+
 def test_yolos_names_are_valid_yaml(tmp_path: Path, cli: Cli) -> None:
     assert cli("export", "yolo", answered(tmp_path, *NAMED), "--out", tmp_path / "out").code == 0
     found = yaml.safe_load((tmp_path / "out" / "data.yaml").read_text(encoding="utf-8"))["names"]
