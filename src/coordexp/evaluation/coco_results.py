@@ -107,8 +107,10 @@ def to_coco(
             result = {"image_id": image_id, "category_id": numbers[detection.desc], "score": score}
             results.append(result | shape)
     used = (obj.desc for answer in answers for obj in (*(answer.gt or ()), *answer.pred))
-    categories = [{"id": number, "name": name} for number, name in numbers.names(used).items()]
-    return CocoData({"images": images, "annotations": annotations, "categories": categories}, results)
+    categories = [{"id": number, "name": name, "supercategory": ""} for number, name in numbers.names(used).items()]
+    # All sections and fields of the format: pycocotools 2.0.9 and 2.0.10 need `info`, CVAT's reader `licenses`.
+    truth = {"info": {}, "licenses": [], "images": images, "annotations": annotations, "categories": categories}
+    return CocoData(truth, results)
 
 
 def with_scores(answer: ImageAnswer) -> ImageAnswer:

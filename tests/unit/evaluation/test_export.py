@@ -421,6 +421,15 @@ def test_voc_writes_xml_that_can_be_read(tmp_path: Path, cli: Cli) -> None:
     assert [one.findtext("name") for one in root.iter("object")] == [printable(name) for name in NAMES]
 
 
+def test_coco_has_every_section_of_the_format(tmp_path: Path, cli: Cli) -> None:
+    """pycocotools 2.0.9 cannot load results without ``info``, CVAT no dataset without ``licenses``."""
+    assert cli("export", "coco", answered(tmp_path, CAT), "--out", tmp_path / "out").code == 0
+    data = json.loads((tmp_path / "out" / "dataset.json").read_text(encoding="utf-8"))
+    assert list(data) == ["info", "licenses", "images", "annotations", "categories"]
+    assert (data["info"], data["licenses"]) == ({}, [])
+    assert data["categories"] == [{"id": 1, "name": "cat", "supercategory": ""}]
+
+
 def test_yolos_folders_start_at_its_data_yaml(tmp_path: Path, cli: Cli) -> None:
     """Ultralytics reads ``path: .`` as the working directory, and a missing ``path`` as the folder of the file."""
     assert cli("export", "yolo", answered(tmp_path, *NAMED), "--out", tmp_path / "out").code == 0
