@@ -32,6 +32,7 @@ from coordexp.evaluation.detection import (
     ignored_predictions,
     sum_counts,
 )
+from coordexp.evaluation.export import cell_text
 from coordexp.printable import printable
 from coordexp.reading import read_json
 
@@ -241,7 +242,7 @@ def write_summary(
         with whole_file(folder / name) as file:
             writer = csv.DictWriter(file, GroupRow.__dataclass_fields__)
             writer.writeheader()
-            writer.writerows(asdict(row) for row in rows)  # None becomes an empty cell
+            writer.writerows(asdict(row) | {"name": cell_text(row.name)} for row in rows)  # None: an empty cell
     write_answers(answers, folder / PREDICTIONS)
     paths = [folder / METRICS, folder / BY_CLASS, folder / BY_DENSITY, folder / PREDICTIONS]
     with_coco = options.metrics != "f1ish"

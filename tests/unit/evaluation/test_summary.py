@@ -127,6 +127,13 @@ def test_files_contain_metrics_and_answers(tmp_path: Path) -> None:
     assert rows[-1]["recall"] == ""
 
 
+def test_a_table_of_classes_has_no_formula(tmp_path: Path) -> None:
+    """A spreadsheet would compute ``=1+1``: as in `export csv`, a ``'`` is in front."""
+    answers, options = [answered([replace(CAT, desc="=1+1")], [])], EvalDetectionConfig().scored(None)
+    write_summary(tmp_path, summarise(answers, options), answers, {}, options)
+    assert (tmp_path / "per_class.csv").read_text(encoding="utf-8").splitlines()[1].startswith("'=1+1,1,1,0,0,")
+
+
 def test_an_answer_survives_a_round_trip() -> None:
     answer = replace(random_answers(1, 4)[0], gt=None, dropped={"truncated": 1}, text='a "b"\n', truncated=True)
     assert from_line(to_line(answer)) == answer
