@@ -84,9 +84,10 @@ def unknown_names(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_training_environment(config: RunConfig) -> None:
-    """Check that the packages of the optimizer, the loggers and packing are installed, that W&B has a login, and that
-    loader processes can make sockets. Raises ConfigError with all problems."""
-    training, problems = config.training, []
+    """Check that the packages of the optimizer, the loggers and packing are installed, that W&B has a login, that
+    loader processes can make sockets, and that no variable of accelerate contradicts a key. Raises ConfigError with all
+    problems."""
+    training, problems = config.training, list(_overruled(config))
     for name in training.report_to:
         packages = LOGGERS.get(name, ())
         if packages and not any(map(_is_installed, packages)):
@@ -121,6 +122,23 @@ def check_training_environment(config: RunConfig) -> None:
         )
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _overruled(config: RunConfig) -> Iterator[str]:
+    """Variables of accelerate, as ``accelerate launch`` or an image sets them, that would decide in place of keys."""
+    training = config.training
+    precision = "bf16" if training.bf16 else "fp16" if training.fp16 else "no"
+    for variable, key, wanted in (
+        ("ACCELERATE_MIXED_PRECISION", "training.bf16", precision),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "training.effective_batch_size", "1"),
+        ("ACCELERATE_USE_CPU", "training.use_cpu", str(training.use_cpu).lower()),
+        ("ACCELERATE_USE_FSDP", "fsdp.enabled", str(config.fsdp.enabled).lower()),
+        ("ACCELERATE_USE_DEEPSPEED", "deepspeed.enabled", str(config.deepspeed.enabled).lower()),
+        ("ACCELERATE_DYNAMO_BACKEND", "this program, which compiles no model,", "no"),
+    ):
+        value = os.environ.get(variable, "").lower()
+        if value not in ("", "no", "false", "0", wanted, *(["1"] if wanted == "true" else [])):
+            yield f"the environment variable {variable} is {value!r}, and {key} decides that; unset {variable}"
 
 
 def _is_installed(package: str) -> bool:

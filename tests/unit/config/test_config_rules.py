@@ -416,6 +416,33 @@ def test_wandb_needs_a_login(place: str, text: str, tmp_path: Path, monkeypatch:
     check_training_environment(config)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "key"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "training.bf16"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "training.effective_batch_size"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "this program"),
+        ("ACCELERATE_USE_FSDP", "true", "fsdp.enabled"),
+        ("ACCELERATE_USE_DEEPSPEED", "1", "deepspeed.enabled"),
+    ],
+)
+def test_variables_of_accelerate_decide_nothing(
+    variable: str, value: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate reads them where an argument is None: a run computed in bfloat16, or divided its gradients."""
+    config = parse_config(stage1())
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=rf"^the environment variable {variable} is '{value.lower()}', and {key}"):
+        check_training_environment(config)
+    monkeypatch.setenv(variable, "1" if variable.endswith("STEPS") else "no")  # as `accelerate launch` sets them
+    check_training_environment(config)
+
+
+def test_a_variable_of_accelerate_may_say_what_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    check_training_environment(parse_config(set_key(stage1(), "training.bf16", True)))
+
+
 def test_packing_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "binpacking" else find_spec(name))
