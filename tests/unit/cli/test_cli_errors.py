@@ -254,7 +254,6 @@ class Interrupts:
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupts())
 from coordexp.cli import main
-from coordexp.cli.console import no_bars_in_log_files
 main(["--version"])
 """
 
