@@ -1,9 +1,12 @@
-"""How much does attention within segments save over attention under a block mask?
+"""How much does attention within segments save over attention under a block mask, and ours for generated tokens?
 
 One packed row, forward and backward of one layer's attention: each implementation of `coordexp.modeling.attention` that
 runs on this machine against transformers' SDPA under a boolean block-causal mask. The cost of ours grows with the sum
 of squared segment lengths, that of SDPA with the row's squared length. On the CPU in float32; on a GPU in bfloat16,
 with varlen and (if installed) flash. Building that mask is not counted. All must give the same numbers.
+
+Then one layer's attention of newly generated tokens to a cache, in float32 and in bfloat16, without gradients: ours
+against transformers' own, which copies the cache to each query head.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--heads", type=positive, default=4, help="query heads [4]")
     flags.add_argument("--kv-heads", type=positive, default=2, help="key/value heads [2]")
     flags.add_argument("--head-dim", type=positive, default=64, help="[64]")
+    flags.add_argument("--cache", type=positive_list, default=[400, 1200], help="cached tokens [400,1200]")
+    flags.add_argument("--new", type=positive_list, default=[1, 8], help="new tokens of each sequence [1,8]")
+    flags.add_argument("--batch", type=positive, default=8, help="sequences that are generated at once [8]")
     flags.add_argument("--repeats", type=positive, default=5, help="timed calls per figure; the median counts [5]")
     options = flags.parse_args(argv)
     if options.heads % options.kv_heads:
@@ -36,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_machine(console, where, **shown, threads=threads)
     results = [row for count in options.segments for row in compare([options.segment_length] * count, options)]
     console.print(_table(results))
-    write_json(options.json, "attention", where, settings, results)
+    generated = [generate(cache, new, options) for cache in options.cache for new in options.new]
+    console.print(_table_of_generation(generated))
+    write_json(options.json, "attention", where, settings, [*results, *generated])
 
 
 def compare(lengths: list[int], options: Any) -> list[dict[str, Any]]:
@@ -73,7 +81,7 @@ def compare(lengths: list[int], options: Any) -> list[dict[str, Any]]:
         for leaf in (query, key, value):
             leaf.grad = None
         arguments = {"attention_mask": block_11LL} if name == "sdpa" else row_arguments(lengths)
-        attend = AttentionInterface()[transformers_name(name)]
+        attend = AttentionInterface()[name if name == "sdpa" else transformers_name(name)]
         output, _ = attend(layer, query, key, value, scaling=options.head_dim**-0.5, **arguments)
         output.square().sum().backward()
         if device == "cuda":
@@ -100,6 +108,46 @@ def compare(lengths: list[int], options: Any) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def generate(cache: int, new: int, options: Any) -> dict[str, Any]:
+    """Milliseconds of one layer's attention of ``new`` tokens of each sequence to ``cache`` others, and the differences
+    of the outputs."""
+    import torch
+    from transformers import AttentionInterface
+
+    from coordexp.modeling.attention import transformers_name
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    layer = SimpleNamespace(
+        num_key_value_groups=options.heads // options.kv_heads, is_causal=True, training=False, layer_idx=0
+    )
+    length = cache + new
+    sees = torch.ones(options.batch, 1, new, length, dtype=torch.bool).tril(cache)
+    sees[0, ..., : cache // 4] = False  # padding
+    query, key, value = (
+        torch.randn(options.batch, heads, tokens, options.head_dim, generator=generator)
+        for heads, tokens in ((options.heads, new), (options.kv_heads, length), (options.kv_heads, length))
+    )
+    row: dict[str, Any] = {"cached": cache, "new": new, "batch": options.batch}
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [*(part.to(device, dtype) for part in (query, key, value)), sees.to(device)]
+        outputs = []
+        for who, name in (("ours", transformers_name("packed")), ("transformers", "sdpa")):
+            attend = AttentionInterface()[name]
+
+            def run(attend: Any = attend, inputs: list[Any] = inputs) -> Any:
+                with torch.no_grad():
+                    output = attend(layer, *inputs, scaling=options.head_dim**-0.5)[0]
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                return output
+
+            outputs.append(run().float())
+            row[f"{who}_{str(dtype).removeprefix('torch.')}_ms"] = 1000 * median_seconds(run, options.repeats)
+        row[f"max_difference_{str(dtype).removeprefix('torch.')}"] = float((outputs[0] - outputs[1]).abs().max())
+    return row
 
 
 def implementations(device: str) -> list[str]:
@@ -133,6 +181,19 @@ def _table(results: Sequence[dict[str, Any]]) -> Table:
             f"{row['mask_mib']:.1f}",
             f"{row['max_difference']:.0e}",
         )
+    return table
+
+
+def _table_of_generation(results: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="one layer's attention of new tokens (median)", title_justify="left")
+    for name in ("cached", "new", "batch", "float32 ms", "transformers", "gain", "bfloat16 ms", "transformers", "gain"):
+        table.add_column(name, justify="right")
+    for row in results:
+        cells = [f"{row['cached']:,}", f"{row['new']}", f"{row['batch']}"]
+        for dtype in ("float32", "bfloat16"):
+            ours, theirs = row[f"ours_{dtype}_ms"], row[f"transformers_{dtype}_ms"]
+            cells += [f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.1f}x"]
+        table.add_row(*cells)
     return table
 
 
