@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from coordexp.errors import AppendError, VocabError
 from coordexp.records import NUM_BINS, GTObject
@@ -199,6 +199,7 @@ class CoordVocab:
 
 _MARK = re.compile(r'"(?:[^"\\]|\\.)*"|["{}\[\]]', re.DOTALL)
 FieldOrder = Literal["desc_first", "geometry_first"]
+FIELD_ORDERS: tuple[str, ...] = get_args(FieldOrder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +231,7 @@ def serialize_append(
     Raises:
         AppendError: ``prefix_text`` is not append-ready (it ends elsewhere, inside a string, or not at the root's
             depth), or ends with a comma and there is nothing to append.
+        ValueError: another ``field_order``, or a bin outside 0 … 999.
     """
     depth = 0
     for mark in _MARK.findall(prefix_text):
@@ -248,6 +250,8 @@ def append_fragment(
 ) -> Fragment:
     """:func:`serialize_append` with positions, for the prefix of a parsed rollout: only its last character is
     checked. The fragment starts with ``opening``."""
+    if field_order not in FIELD_ORDERS:
+        raise ValueError(f"field_order is {field_order!r}; write {' or '.join(FIELD_ORDERS)}")
     last = prefix_text.rstrip()[-1:]
     if last not in ("{", ",", "}"):
         raise AppendError(
@@ -270,6 +274,8 @@ def append_fragment(
         write(", " if offset or last == "}" else "")
         write(f'"object_{start_index + offset}": {{')
         desc = json.dumps(obj.desc, ensure_ascii=False)
+        if min(obj.bins, default=0) < 0 or max(obj.bins, default=0) >= NUM_BINS:  # -1 would be 999
+            raise ValueError(f"{obj.desc!r} has a bin outside 0 … {NUM_BINS - 1}: {list(obj.bins)}")
         geometry = f'"{obj.kind}": [' + ", ".join([f'"{COORD_TOKENS[k]}"' for k in obj.bins]) + "]"
         if field_order == "geometry_first":
             write(geometry + ", ")

@@ -111,3 +111,12 @@ def test_text_is_json_and_spans_are_its_descriptions(descs, box, order, start) -
 
 def test_non_ascii_is_kept() -> None:
     assert '"desc": "雪豹 🐆"' in serialize_objects([GTObject("雪豹 🐆", "bbox_2d", (1, 2, 3, 4))])
+
+
+def test_what_no_answer_can_hold_is_refused() -> None:
+    """Python would take -1 for the last coordinate token."""
+    for bins in ((-1, 2, 3, 4), (1, 2, 3, 1000)):
+        with pytest.raises(ValueError, match=r"'a' has a bin outside 0 … 999: \[-?1, 2, 3, (4|1000)\]"):
+            serialize_append([GTObject("a", "bbox_2d", bins)], "{", 1)
+    with pytest.raises(ValueError, match=r"field_order is 'desc'; write desc_first or geometry_first"):
+        serialize_append([A], "{", 1, "desc")  # pyright: ignore[reportArgumentType]
