@@ -24,10 +24,10 @@ def missing_calls(model: Any, own: int) -> int:
     return int(distributed.all_reduce([own], "max")[0]) - own if is_sharded(model) else 0
 
 
-def any_rank_continues(model: Any, own: bool) -> bool:
-    """Whether a further forward pass is needed: on this rank (``own``) or, if the model is sharded, on any rank. A
+def any_rank_continues(own: bool, *, sharded: bool) -> bool:
+    """Whether a further forward pass is needed: on this rank (``own``) or, if the model is ``sharded``, on any rank. A
     collective call then, before each further pass and until it returns False."""
-    return distributed.all_reduce([own], "max")[0] > 0 if is_sharded(model) else own
+    return distributed.all_reduce([own], "max")[0] > 0 if sharded else own
 
 
 def smallest_prompt(model: Any) -> dict[str, torch.Tensor]:

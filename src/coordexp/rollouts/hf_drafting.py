@@ -22,7 +22,7 @@ from transformers import LogitsProcessor
 from coordexp.errors import CoordExpError
 from coordexp.rollouts.answer_state import AnswerState
 from coordexp.rollouts.repeat_guard import RepeatGuard
-from coordexp.sharding import any_rank_continues
+from coordexp.sharding import any_rank_continues, is_sharded
 
 MOST_PER_ANSWER = 32  # tokens of one answer
 # Positions of a pass, of all answers: their logits take 0.3 GB in float32 with Qwen's vocabulary.
@@ -150,6 +150,7 @@ class DraftedDecoding:
         first_B = positions_3BS.amax((0, 2))[self._prompt_rows] + 1
         logits_BTV = outputs.logits[self._prompt_rows]
         num_prompt, device, running = visible_BS.shape[1], visible_BS.device, list(self._answers)
+        sharded = is_sharded(model)  # here, as it visits every module
         if are_broken(logits_BTV[..., : self._known]):
             raise self._broken()
         while True:
@@ -165,7 +166,7 @@ class DraftedDecoding:
                 first_B = first_B[rows]
             if not running:
                 break
-            any_rank_continues(model, True)  # for ranks whose answers have ended
+            any_rank_continues(True, sharded=sharded)  # for ranks whose answers have ended
             for answer in running:
                 answer.propose(min(MOST_PER_ANSWER, MOST_POSITIONS // len(running) - 1))
             width = 1 + max(len(answer.draft) for answer in running)
@@ -181,7 +182,7 @@ class DraftedDecoding:
                 use_cache=True,
             ).logits
         token_11, position_311 = visible_BS.new_zeros(1, 1, dtype=torch.int64), positions_3BS.new_zeros(3, 1, 1)
-        while any_rank_continues(model, False):  # a pass like theirs: without an image
+        while any_rank_continues(False, sharded=sharded):  # a pass like theirs: without an image
             model(input_ids=token_11, position_ids=position_311, use_cache=False)
 
 
