@@ -316,7 +316,9 @@ class _NodeReader:
                 f"variable (${{env:NAME:-default}} with a default), or $${{ for the text itself",
             )
             return text
-        value = os.environ.get(name, reference["default"])
+        value = os.environ.get(name)
+        if not value and reference["default"] is not None:  # an empty variable too, as a shell's ${NAME:-default} has it
+            value = reference["default"]
         if value is None:
             self._problem(
                 here, f"the environment variable {name} is not set; set it, or write ${{env:{name}:-default}}"

@@ -70,6 +70,7 @@ ENVIRONMENT = [
     ("${env:N}", "[1, 2]", "[1, 2]"),
     ("${env:N:-7}", None, 7),
     ("${env:N:-7}", "8", 8),
+    ("${env:N:-7}", "", 7),  # as in a shell
     ("${env:N:-}", None, None),
     ("out/${env:N:-a}-${env:N:-b}", None, "out/a-b"),
     ("out/${env:N}", "${env:OTHER}", "out/${env:OTHER}"),  # filled in once
