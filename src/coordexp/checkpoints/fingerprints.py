@@ -29,8 +29,8 @@ def fingerprint(path: Path, *, sealed: bool = True) -> str:
     """A short fingerprint of a file's content, or of a checkpoint's with the models that its adapters are put on. Two
     are compared by :func:`is_same`.
 
-    Weights that a seal lists with their present size are not read, because it has their checksums; ``sealed`` False
-    reads them.
+    Weights that a seal lists with their present size, and that were not touched after it, are not read, because it has
+    their checksums; ``sealed`` False reads them.
     """
     if not path.is_dir():
         return _of([("", path)], sealed)  # without its name: it may be renamed, those of a checkpoint have fixed ones
@@ -89,7 +89,11 @@ def _checksum(files: Sequence[tuple[str, Path]], sealed: bool) -> str:
 def _sums_of(file: Path, sealed: bool) -> Sequence[str]:
     now = file.stat()
     # Only weights take long to read, and an edit of a setting often keeps the size.
-    trusted = sealed and file.suffix == ".safetensors"
+    seal = file.with_name(SEAL)
+    trusted = sealed and file.suffix == ".safetensors" and seal.is_file()
+    # The seal is the last file of a checkpoint. Weights of a later time may be others of the same size, such as those
+    # of another step. Not the time of modification: a copy may keep the original's.
+    trusted = trusted and now.st_ctime_ns <= seal.stat().st_ctime_ns
     listed = read_object(file.parent, SEAL, "seal").get("files") if trusted else None
     entry = listed.get(file.name) if isinstance(listed, dict) else None
     if isinstance(entry, dict) and entry.get("bytes") == now.st_size and isinstance(entry.get("crc32"), list):

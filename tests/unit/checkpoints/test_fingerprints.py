@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,20 @@ def test_sealed_checksums_count_only_for_a_file_of_the_sealed_size(tmp_path: Pat
     sealed["files"]["model.safetensors"]["bytes"] = 5
     (folder / "complete.json").write_text(json.dumps(sealed))
     assert fingerprint(folder) == read
+
+
+def test_sealed_checksums_do_not_count_for_a_file_that_was_replaced_after_the_seal(tmp_path: Path) -> None:
+    """Weights of another step have the same size, and a copy may keep an earlier time of modification."""
+    folder = model(tmp_path / "checkpoint-2", b"aaaa")
+    read = fingerprint(folder)
+    sealed = {"files": {"model.safetensors": {"bytes": 4, "crc32": ["00000000"]}}}
+    (folder / "complete.json").write_text(json.dumps(sealed))
+    assert fingerprint(folder) != read
+    time.sleep(0.05)  # more than a step of the file system's clock
+    (tmp_path / "other.safetensors").write_bytes(b"bbbb")
+    os.utime(tmp_path / "other.safetensors", (0, 0))
+    shutil.copy2(tmp_path / "other.safetensors", folder / "model.safetensors")
+    assert fingerprint(folder) == fingerprint(model(tmp_path / "unsealed", b"bbbb"))
 
 
 def test_a_renamed_data_file_is_the_same_data(tmp_path: Path) -> None:
