@@ -7,6 +7,7 @@ was written early), and bytes without an ``fsync`` are zeros.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -66,7 +67,8 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", flush)
-        train(run_config(folder, 1, training__max_steps=3, training__save_strategy="steps", training__save_steps=1))
+        keys = {"training__max_steps": 3, "training__save_strategy": "steps", "training__save_steps": 1}
+        train(run_config(folder, 1, **keys)).save_model()
     assert len(made.losses) > 20
     yield made
 
@@ -105,3 +107,19 @@ def test_a_seal_written_before_its_files_is_detected(disk: Disk, tmp_path: Path)
     finally:
         disk.losses.pop()
     assert resolve_resume(left, True) == left / "checkpoint-2"
+
+
+@pytest.mark.parametrize("all_names", [False, True], ids=["names without a flush are lost", "names survive first"])
+def test_a_run_that_counts_as_finished_has_its_whole_model(all_names: bool, disk: Disk, tmp_path: Path) -> None:
+    """After each loss: the next start trains on or saves the model again, unless the model is whole."""
+    finished = 0
+    later = [at for at, (_, _, there) in enumerate(disk.losses) if disk.root / "trainer_state.json" in there]
+    for number in later:
+        left = disk.left(number, tmp_path / str(number), all_names)
+        state = left / "trainer_state.json"
+        if state.is_file() and state.read_bytes().strip(b"\0"):
+            finished += 1
+            assert json.loads(state.read_text())["global_step"] == 3
+            for name in ("model.safetensors", "config.json", "tokenizer.json", "coordexp.json"):
+                assert (left / name).read_bytes() == (disk.root / name).read_bytes(), (number, name)
+    assert finished

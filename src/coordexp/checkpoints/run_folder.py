@@ -48,7 +48,11 @@ def checked_changes(config: RunConfig, checkpoint: Path | None) -> tuple[Change,
             raise ConfigError(f"{key}: {folder}: {reason}; name another folder")
     applied = () if checkpoint is None else _checked_changes(config, checkpoint)
     if training.resume_from_checkpoint is True:
-        state = read_object(training.output_dir, STATE, "trainer state")
+        try:
+            state = read_object(training.output_dir, STATE, "trainer state")
+        except CheckpointError as error:
+            fix = "put it back" if checkpoint is None else f"remove it to continue from {checkpoint}, or put it back"
+            raise CheckpointError(f"{training.output_dir / STATE}: cannot be read ({error.__cause__}); {fix}") from error
         if checkpoint is None and state:
             _checked_changes(config, training.output_dir)
         if _is_finished(config, state):

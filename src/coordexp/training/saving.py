@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from coordexp.checkpoints.folder import MODEL_WEIGHTS, RESOLVED_CONFIG, weight_f
 from coordexp.checkpoints.run_folder import model_files_in
 from coordexp.config import RunConfig
 from coordexp.data.dataset import RecordDataset
-from coordexp.data.files import give_ordinary_mode, write_atomically
+from coordexp.data.files import flush_file, give_ordinary_mode, write_atomically
 from coordexp.errors import CheckpointError, DataError
 from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.out_of_memory import phase
@@ -86,6 +87,7 @@ def save_final_model(run: RunState, folder: Path, *, writes: bool, last_saved: s
 
     ``last_saved``: a sentence about the newest checkpoint. Raises CheckpointError on all ranks if the disk is full or
     cannot be written; half a model is removed then, because the run would look finished, and a resumed run writes it.
+    After a power loss, too, the model is whole, or the run is not finished.
     """
     model = run.loaded.model
     trained = [one for one in model.parameters() if one.requires_grad or not has_adapter(model)]
@@ -95,7 +97,11 @@ def save_final_model(run: RunState, folder: Path, *, writes: bool, last_saved: s
         try:
             save_model(run, folder, writes=writes)
             if writes:
-                run.progress.save_to_json(str(folder / TRAINER_STATE_NAME))
+                # By the trainer state the run counts as finished, so it comes after the disk holds all others.
+                for path in (*(one for one in folder.iterdir() if one.is_file()), folder):
+                    flush_file(path)
+                state = json.dumps(asdict(run.progress), indent=2, sort_keys=True)
+                write_atomically(folder / TRAINER_STATE_NAME, state + "\n")
         except BaseException:
             for file in model_files_in(folder) if writes else ():
                 file.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from coordexp.config import RunConfig, load_config, resolved_yaml
-from coordexp.errors import ConfigError, RunFinished
+from coordexp.errors import CheckpointError, ConfigError, RunFinished
 from coordexp.runs.start import decide_start
 from support.cli_runs import Cli, small_checkpoint, write_run
 
@@ -102,6 +102,21 @@ def test_a_run_is_finished_only_if_its_model_is_there(tmp_path: Path, model: Pat
     (output / "model.safetensors").touch()
     with pytest.raises(RunFinished, match="its model is saved"):
         decide_start(config)
+
+
+def test_a_trainer_state_that_is_cut_off_names_the_file_and_what_there_is_to_continue_from(
+    tmp_path: Path, model: Path
+) -> None:
+    config = configured(tmp_path, model, max_steps=2)
+    state = finished(config) / "trainer_state.json"
+    state.write_text('{"global_step": 2')
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json: cannot be read \(Expecting .*\); put it back$"):
+        decide_start(config)
+    checkpoint = trained(config, 2, 2, 1.0)
+    with pytest.raises(CheckpointError, match=rf"; remove it to continue from {checkpoint}, or put it back$"):
+        decide_start(config)
+    state.unlink()
+    assert decide_start(config).checkpoint == checkpoint
 
 
 def test_a_start_from_another_checkpoint_is_decided_again(tmp_path: Path, model: Path) -> None:
