@@ -52,7 +52,9 @@ def checked_changes(config: RunConfig, checkpoint: Path | None) -> tuple[Change,
             state = read_object(training.output_dir, STATE, "trainer state")
         except CheckpointError as error:
             fix = "put it back" if checkpoint is None else f"remove it to continue from {checkpoint}, or put it back"
-            raise CheckpointError(f"{training.output_dir / STATE}: cannot be read ({error.__cause__}); {fix}") from error
+            raise CheckpointError(
+                f"{training.output_dir / STATE}: cannot be read ({error.__cause__}); {fix}"
+            ) from error
         if checkpoint is None and state:
             _checked_changes(config, training.output_dir)
         if _is_finished(config, state):

@@ -317,7 +317,7 @@ class _NodeReader:
             )
             return text
         value = os.environ.get(name)
-        if not value and reference["default"] is not None:  # an empty variable too, as a shell's ${NAME:-default} has it
+        if not value and reference["default"] is not None:  # an empty one too, as in a shell
             value = reference["default"]
         if value is None:
             self._problem(
