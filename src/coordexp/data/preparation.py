@@ -73,6 +73,27 @@ NO_RESIZE = ImagePreparation()
 def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
     """The preparation to store with a model trained on ``records``. Its resize rule is the one that all share, or None.
     Raises DataError for a record whose ``metadata.prepared`` is not a rule."""
+    rules = _rules_of(records)
+    return ImagePreparation(rules.pop() if len(rules) == 1 else None, pixel_areas(records))
+
+
+def several_rules_note(records: Sequence[ImageRecord]) -> str | None:
+    """A sentence if training images were resized by several rules, or only a part of them by one: the model's card has
+    no rule then."""
+    rules = _rules_of(records)
+    if len(rules) < 2:
+        return None
+    shown = sorted(
+        "none" if rule is None else f"factor {rule.factor}, {rule.min_pixels} to {rule.max_pixels} pixels"
+        for rule in rules
+    )
+    return (
+        f"images were resized by {len(rules)} rules (metadata.{PREPARED}: {'; '.join(shown)}), so the checkpoint has "
+        "none, and predict, evaluate and Detector will take images as they are; convert all data with the same options"
+    )
+
+
+def _rules_of(records: Sequence[ImageRecord]) -> set[ResizeRule | None]:
     rules: set[ResizeRule | None] = set()
     for record in distinct_preparations(records):
         written = record.metadata.get(PREPARED)
@@ -83,7 +104,7 @@ def preparation_of(records: Sequence[ImageRecord]) -> ImagePreparation:
                 f"{record.sample_id}: metadata.{PREPARED} is {written!r}: {error}; write them as converters do, or "
                 "remove the key"
             ) from error
-    return ImagePreparation(rules.pop() if len(rules) == 1 else None, pixel_areas(records))
+    return rules
 
 
 def unprepared_note(preparation: ImagePreparation, validation: Sequence[ImageRecord]) -> str | None:

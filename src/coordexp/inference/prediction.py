@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -261,6 +262,8 @@ def _claim(output: Path, settings: dict[str, Any], records: Sequence[ImageRecord
         if not overwrite and any(output.iterdir()):
             raise DataError(f"the folder is not empty and has no {SETTINGS}; {fix}", path=output)
         write_atomically(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        times = [path.stat().st_mtime_ns, *(one.image.stat().st_mtime_ns for one in records if one.image.is_file())]
+        os.utime(path, ns=(max(times), max(times)))  # pictures may be of another clock, or another time zone
         return
     earlier = json.loads(path.read_text(encoding="utf-8"))
     other = sorted(name for name in settings.keys() | earlier.keys() if settings.get(name) != earlier.get(name))

@@ -38,7 +38,7 @@ from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.epochs import describe_epoch, plan_epochs
 from coordexp.data.joined import DataPart, JoinedRecords
-from coordexp.data.preparation import preparation_of, unprepared_note
+from coordexp.data.preparation import preparation_of, several_rules_note, unprepared_note
 from coordexp.engine.trainer.backends import check_backend
 from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.engine.wire.starting import SKIPPING
@@ -168,6 +168,8 @@ def check_run(
     if errors:
         raise errors[0]
     assert start is not None and model is not None
+    if distributed.is_main() and (note := several_rules_note(train)) is not None:
+        logger.warning("custom.train_jsonl: %s: %s", paths, note)
     if distributed.is_main() and (note := unprepared_note(preparation_of(train), val)) is not None:
         logger.warning("custom.val_jsonl: %s: %s", custom.val_jsonl, note)
     return CheckedRun(config, start, model, inputs, rollout, train, val)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from coordexp.data.class_list import names_of_lines
 from coordexp.data.files import asset
 from coordexp.data.image_sources import find_images
 from coordexp.data.images import open_rgb
-from coordexp.data.preparation import ImagePreparation, ResizeRule, unprepared_note
+from coordexp.data.preparation import ImagePreparation, ResizeRule, several_rules_note, unprepared_note
 from coordexp.data.subset import split_records
 from coordexp.data.tiles import Tiling, write_tiles
 from coordexp.errors import DataError
@@ -168,6 +169,32 @@ def test_a_replaced_picture_is_not_the_one_that_was_answered(tmp_path: Path, cli
     os.utime(tmp_path / "1.png", (later, later))
     replaced = cli(*words)
     assert replaced.code == 2 and "or a newer one" in replaced.err
+
+
+def test_pictures_of_a_later_time_do_not_stop_a_prediction_from_continuing(tmp_path: Path, cli: Cli) -> None:
+    """Their times are of another clock, or of an archive from another time zone; a later change is still seen."""
+    data, out = dataset(tmp_path / "d.jsonl", ("1.png", "cat"), ("2.png", "dog")), tmp_path / "out"
+    later = time.time() + 9 * 3600
+    os.utime(tmp_path / "1.png", (later, later))
+    words = ("predict", data, "--model", asset("checkpoints/demo-stage1"), "--out", out)
+    assert cli(*words).code == 0
+    again = cli(*words)
+    assert again.code == 0 and "2 of them by an earlier run" in again.out
+    os.utime(tmp_path / "1.png", (later + 10, later + 10))
+    assert "or a newer one" in cli(*words).err
+
+
+def test_images_that_were_resized_by_several_rules_are_noted() -> None:
+    rules = [{"factor": 16, "min_pixels": 256, "max_pixels": most} for most in (1024, 4096)]
+    one, other = (ImageRecord("a", Path("a"), 32, 32, (), {"prepared": rule}) for rule in rules)
+    unprepared = ImageRecord("b", Path("b"), 32, 32, ())
+    assert several_rules_note([one, one]) is None and several_rules_note([unprepared]) is None
+    assert "by 2 rules (metadata.prepared: factor 16, 256 to 1024 pixels; factor 16, 256 to 4096 pixels)" in str(
+        several_rules_note([one, other])
+    )
+    assert "by 2 rules (metadata.prepared: factor 16, 256 to 1024 pixels; none)" in str(
+        several_rules_note([one, unprepared])
+    )
 
 
 def test_validation_images_without_the_training_images_resizing_are_noted() -> None:
