@@ -136,7 +136,9 @@ def weight_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name in weight_files(folder):
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder}: its weights, {name}, are missing; restore the checkpoint's files")
+            pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+            fix = f"{pickled[0]} is not read; save it as safetensors" if pickled else "restore the checkpoint's files"
+            raise CheckpointError(f"{folder}: its weights, {name}, are missing; {fix}")
         shapes |= _header(folder / name)
     return shapes
 

@@ -196,6 +196,13 @@ def test_refuses_missing_and_damaged_weights_as_model_info_does(
     assert not (tmp_path / "new").exists()
 
 
+def test_weights_that_are_pickled_are_named(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path / "old", spec=TinySpec(**SMALL), coord_tokens=False)
+    (tmp_path / "old" / "model.safetensors").rename(tmp_path / "old" / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"missing; pytorch_model\.bin is not read; save it as safetensors$"):
+        expand_vocab(tmp_path / "old", tmp_path / "new")
+
+
 def test_refuses_a_checkpoint_with_coordinate_tokens(tmp_path: Path, with_tokens: Path) -> None:
     with pytest.raises(CheckpointError, match="already"):
         expand_vocab(with_tokens, tmp_path / "new")
