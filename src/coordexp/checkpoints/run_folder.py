@@ -66,9 +66,10 @@ def checked_changes(config: RunConfig, checkpoint: Path | None) -> tuple[Change,
                     "gone: there is no *.safetensors and no checkpoint. Put the files back, or train again with "
                     "training.overwrite_output_dir: true or into another folder"
                 )
+            length = "max_steps" if training.max_steps > 0 else "num_train_epochs"
             raise RunFinished(
                 f"{training.output_dir}: this run is finished: {state['global_step']} steps are trained and its model "
-                "is saved; nothing was done. Raise training.max_steps to train longer, or name another "
+                f"is saved; nothing was done. Raise training.{length} to train longer, or name another "
                 "training.output_dir to start again"
             )
     if checkpoint is not None and _is_own(checkpoint, training.output_dir):

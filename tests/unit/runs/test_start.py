@@ -100,8 +100,10 @@ def test_a_run_is_finished_only_if_its_model_is_there(tmp_path: Path, model: Pat
     checkpoint = trained(config, 2, 2, 1.0)
     assert decide_start(config).checkpoint == checkpoint, "its model is saved again"
     (output / "model.safetensors").touch()
-    with pytest.raises(RunFinished, match="its model is saved"):
+    with pytest.raises(RunFinished, match=r"its model is saved; nothing was done\. Raise training\.max_steps"):
         decide_start(config)
+    with pytest.raises(RunFinished, match=r"Raise training\.num_train_epochs to train longer"):
+        decide_start(configured(tmp_path, model, num_train_epochs=1))
 
 
 def test_a_trainer_state_that_is_cut_off_names_the_file_and_what_there_is_to_continue_from(
