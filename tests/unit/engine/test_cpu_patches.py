@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,16 @@ def test_each_drafted_position_has_its_requests_temperature() -> None:
     assert torch.equal(expanded, torch.tensor([1.5, 1.5, 1.0]))
     top_k = torch.tensor([20, 0, 5], dtype=torch.int32)
     assert rejection_sampler.expand_batch_to_tokens(top_k, ends, 3).tolist() == [20, 20, 0]
+
+
+def test_a_step_without_drafts_may_have_a_top_k() -> None:
+    temperatures, top_k = torch.tensor([1.0, 0.5]), torch.tensor([1, 3], dtype=torch.int32)
+    metadata: Any = SimpleNamespace(all_greedy=False, temperature=temperatures, top_k=top_k, top_p=None)
+    nothing, ends = torch.empty(0, 8), torch.tensor([0, 0], dtype=torch.int32)
+    assert rejection_sampler.apply_sampling_constraints(nothing, ends, metadata).shape == (0, 8)
+    two, ends = torch.arange(16.0).reshape(2, 8), torch.tensor([1, 2], dtype=torch.int32)
+    kept = rejection_sampler.apply_sampling_constraints(two, ends, metadata)
+    assert kept.isfinite().sum(dim=1).tolist() == [1, 3]
 
 
 def test_padding_of_a_draft_is_rejected() -> None:

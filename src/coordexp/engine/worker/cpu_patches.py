@@ -125,6 +125,15 @@ def _expand_batch_to_tokens(
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
+# A step whose drafts are all empty, as the first of each answer, has no drafted position. vLLM's top_k for CPUs takes
+# the largest k of all positions, of which there is none, and the engine ends.
+_constraints = rejection_sampler.apply_sampling_constraints
+
+
+def _apply_sampling_constraints(logits: torch.Tensor, cu_num_draft_tokens: torch.Tensor, metadata: Any) -> torch.Tensor:
+    return _constraints(logits, cu_num_draft_tokens, metadata) if len(logits) else logits
+
+
 # If a request's cache lacks only its last token, vLLM pads its draft with ids of -1, which must be rejected. The kernel
 # for CPUs takes -1 as an index, and compares a random number with the probability that it finds there. An infinite
 # random number makes it reject the draft.
@@ -192,6 +201,7 @@ if current_platform.is_cpu():
     caching.aot_compile_hash_factors = _hash_factors
     BundledAOTAutogradSerializableCallable.finalize_loading = _finalize_loading  # pyright: ignore[reportAttributeAccessIssue]
     rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+    rejection_sampler.apply_sampling_constraints = _apply_sampling_constraints
     rejection_sampler._rejection_random_sample = _rejection_random_sample  # pyright: ignore[reportAttributeAccessIssue]
     linear_layers.dispatch_cpu_unquantized_gemm = _plain_linear
     shm_broadcast.SpinCondition = _SleepingCondition
