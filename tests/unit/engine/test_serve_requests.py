@@ -134,6 +134,10 @@ def test_decoding_keys_reach_the_engine() -> None:
     assert (arguments["seed"], arguments["stop"]) == (7, ["x"])
 
 
+def test_without_max_tokens_an_answer_may_fill_the_engines_length() -> None:
+    assert RequestConfig().sampling_arguments(0)["max_tokens"] is None  # as in ms-swift; vLLM's own default is 16
+
+
 @pytest.mark.parametrize("seed", [None, 0])
 def test_no_seed_stays_none(seed: int | None) -> None:
     assert RequestConfig(seed=seed).sampling_arguments(3)["seed"] is None

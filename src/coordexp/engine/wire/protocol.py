@@ -279,11 +279,12 @@ class RequestConfig(BaseModel):
 
     def sampling_arguments(self, index: int) -> dict[str, Any]:
         """Arguments of vLLM's ``SamplingParams`` for request ``index`` of a call. As in ms-swift, the index is added to
-        the call's seed; 0 and None mean no seed."""
+        the call's seed; 0 and None mean no seed. ``max_tokens`` None means up to the engine's ``max_model_len``."""
         optional = self.model_dump(
-            include={"max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}, exclude_none=True
+            include={"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}, exclude_none=True
         )
         return {
+            "max_tokens": self.max_tokens,  # vLLM's own default is 16
             "temperature": 1.0,
             **optional,
             "presence_penalty": self.presence_penalty,
