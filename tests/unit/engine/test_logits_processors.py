@@ -170,9 +170,14 @@ def test_the_guard_triggers_at_the_same_step_as_offline(batch: Batch) -> None:
     assert batch.processor.pop_triggers(["a"]) == {"a": trigger}
 
 
-def test_requests_with_ignore_eos_are_refused(processor: RepeatTerminateProcessor) -> None:
-    with pytest.raises(ValueError, match="ignore_eos"):
-        processor.validate_params(SamplingParams(ignore_eos=True))
+@pytest.mark.parametrize(
+    "given", [{"ignore_eos": True}, {"min_tokens": 8}, {"bad_words": ["a"]}, {"allowed_token_ids": [1, 2]}], ids=str
+)
+def test_requests_that_may_forbid_the_end_are_refused(
+    processor: RepeatTerminateProcessor, given: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(given))} and the repeat guard exclude each other"):
+        processor.validate_params(SamplingParams(**given))
     processor.validate_params(SamplingParams())
 
 

@@ -33,6 +33,7 @@ from coordexp.engine.wire.arguments import (
     REQUEST_KEY,
     RESULT,
     activated_config,
+    check_fits_guard,
     executor_on_cpu,
     own_arguments,
     with_image_size,
@@ -112,7 +113,10 @@ class ServedEngine:
         return core.engine_inflight[core.core_engines[rank]] > 0
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncIterator[Any]:
-        """vLLM's outputs for one request, with the pushed adapter if there is one."""
+        """vLLM's outputs for one request, with the pushed adapter if there is one. Raises ValueError for
+        parameters that the repeat guard excludes."""
+        if self.guarded:  # with drafts vLLM is given no processors, and asks none
+            check_fits_guard(sampling_params)
         adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH) if self.adapted else None
         return self.llm.generate(prompt, sampling_params, request_id, lora_request=adapter, **options)
 

@@ -258,6 +258,14 @@ def check_guard(workers: Sequence[Mapping[str, Any]], wanted: RepeatTerminateCon
             )
 
 
+def check_fits_guard(sampling_params: Any) -> None:
+    """Raises ValueError if a request's ``SamplingParams`` may forbid the end token, which is all that the guard can
+    force. With drafts no token would be left then, and vLLM would write the first one of the vocabulary."""
+    for name in ("ignore_eos", "min_tokens", "bad_words", "allowed_token_ids"):
+        if getattr(sampling_params, name):
+            raise ValueError(f"{name} and the repeat guard exclude each other; leave {name} out of the request")
+
+
 def refusal_of_owner(owners: Sequence[str | None], trainer: str) -> str | None:
     """Why ``trainer`` may not push: the owner of a worker's weight group is another one, which is connected. None if it
     may."""

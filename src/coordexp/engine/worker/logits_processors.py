@@ -17,6 +17,7 @@ from coordexp.engine.wire.arguments import (
     CLASS_NAMES_KEY,
     REQUEST_KEY,
     activated_config,
+    check_fits_guard,
 )
 from coordexp.errors import RolloutError
 from coordexp.rollouts.class_names import START, ClassNames, ScanState
@@ -135,8 +136,7 @@ class RepeatTerminateProcessor(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        if sampling_params.ignore_eos:  # the guard can only force the end token
-            raise ValueError("ignore_eos and the repeat guard exclude each other; leave ignore_eos out of the request")
+        check_fits_guard(sampling_params)
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         config = activated_config(os.environ)
