@@ -24,6 +24,8 @@ Findings = Iterator[tuple[str, str]]  # dotted key, message
 # torch's own, which step any tensor that they are given
 OPTIMIZERS_WITH_MASTERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
+_LEAST_OF_VLLM = 0.01  # vLLM raises lower temperatures to this one, with a warning in its own log
+
 _RM = "rollout_matching"
 _VLLM = f"{_RM}.vllm"
 _GUARD = f"{_RM}.repeat_terminate"
@@ -304,6 +306,9 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          "decode_mode: beam needs at least 2"),
     Rule(f"{_RM}.decoding.temperature", lambda c, r: r.decode_mode == "beam" and r.decoding.temperature > 0,
          "decode_mode: beam does not sample; set the temperature to 0"),
+    Rule(f"{_RM}.decoding.temperature",
+         lambda c, r: r.rollout_backend == "vllm" and 0 < r.decoding.temperature < _LEAST_OF_VLLM,
+         f"vLLM samples at {_LEAST_OF_VLLM} instead of less; write 0 for greedy decoding, or at least that"),
     Rule(f"{_RM}.decode_mode", lambda c, r: r.decode_mode == "beam" and r.rollout_backend == "vllm",
          "beam search needs rollout_backend: hf; with vllm write decode_mode: greedy"),
     Rule(f"{_GUARD}.max_consecutive_token_repeats", lambda c, r: r.repeat_terminate.max_consecutive_token_repeats == 1,

@@ -128,6 +128,8 @@ RULES = [
     (stage2(), {f"{RM}.decode_mode": "beam"}, f"{RM}.num_beams", "at least 2"),
     (stage2(decode_mode="beam", num_beams=4), {f"{RM}.decoding.temperature": 0.5}, f"{RM}.decoding.temperature",
      "does not sample"),
+    (stage2(rollout_backend="vllm"), {f"{RM}.decoding.temperature": 0.001}, f"{RM}.decoding.temperature",
+     "vLLM samples at 0.01 instead of less; write 0 for greedy decoding"),
     (stage2(decode_mode="beam", num_beams=4), {f"{RM}.rollout_backend": "vllm"}, f"{RM}.decode_mode", "backend: hf"),
     (stage2(), {f"{RM}.max_new_tokens": 2048}, f"{RM}.max_new_tokens", "raise global_max_length"),
     (vllm(), {f"{VLLM}.max_model_len": 2047}, f"{VLLM}.max_model_len", "less than global_max_length (2048)"),
