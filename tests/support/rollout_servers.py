@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import signal
 import subprocess
@@ -65,11 +66,15 @@ COLOCATED: dict[str, Any] = {
 
 @lru_cache(maxsize=1)
 def served_checkpoint() -> Path:
-    """Random weights, sharpened so that greedy answers are unambiguous; built once per session."""
+    """Random weights, sharpened so that greedy answers are unambiguous; built once per session. Its
+    generation_config.json lists every token as an end token, and only <|im_end|> may end an answer."""
     folder = build_tiny_checkpoint(_session_folder() / "served", seed=5, spec=SPEC)
     loaded = load_model(folder, "float32")
     sharpen(loaded.model)
     loaded.model.save_pretrained(folder)
+    settings = folder / "generation_config.json"
+    every = json.loads(settings.read_text()) | {"eos_token_id": list(range(len(loaded.vocab)))}
+    settings.write_text(json.dumps(every))
     return folder
 
 

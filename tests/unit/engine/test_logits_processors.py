@@ -21,7 +21,7 @@ pytest.importorskip("vllm", reason="the processor is a class of vLLM's interface
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-from coordexp.engine.wire.arguments import check_processors
+from coordexp.engine.wire.arguments import check_processors, end_at_turn_end
 from coordexp.engine.worker.drafting import guard_of_worker, guard_report, processor_of
 from coordexp.engine.worker.logits_processors import KnownTokensProcessor, RepeatTerminateProcessor
 from support.settings import first_trigger
@@ -168,6 +168,18 @@ def test_the_guard_triggers_at_the_same_step_as_offline(batch: Batch) -> None:
     trigger = first_trigger(stream, SETTINGS)
     assert trigger is not None and ended_at == trigger.num_new_tokens
     assert batch.processor.pop_triggers(["a"]) == {"a": trigger}
+
+
+def test_only_the_end_of_turn_ends_an_answer() -> None:
+    """Not the other end tokens of a checkpoint's generation_config.json, 0 to 2 here."""
+    vocab, tokenizer = load_tiny().vocab, SimpleNamespace(convert_tokens_to_ids={"<|im_end|>": 426}.__getitem__)
+    engine = SimpleNamespace(
+        input_processor=SimpleNamespace(generation_config_fields={"eos_token_id": [0, 1, 2, 426]}, tokenizer=tokenizer)
+    )
+    end_at_turn_end(engine)
+    params = SamplingParams()
+    params.update_from_generation_config(engine.input_processor.generation_config_fields, vocab.eos_id)
+    assert vocab.eos_id == 426 and params.stop_token_ids == [] and params.all_stop_token_ids == {426}
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from coordexp.engine.wire.arguments import (
     RESULT,
     activated_config,
     check_fits_guard,
+    end_at_turn_end,
     executor_on_cpu,
     own_arguments,
     with_image_size,
@@ -99,6 +100,7 @@ class ServedEngine:
             ) from error
         finally:
             done.set()
+        end_at_turn_end(llm)
         return cls(llm, options.world_size, guarded, options.takes_class_names)
 
     def render(self, prompt: Mapping[str, Any]) -> Any:

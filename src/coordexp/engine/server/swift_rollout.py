@@ -44,6 +44,7 @@ from coordexp.engine.wire.arguments import (
     LeaveRequest,
     activated_config,
     check_processors,
+    end_at_turn_end,
     executor_on_cpu,
     refusal_of_owner,
     with_image_size,
@@ -98,6 +99,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
             kwargs["distributed_executor_backend"] = executor_on_cpu(kwargs.get("tensor_parallel_size", 1))
         super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
         engine: Any = self.engine
+        end_at_turn_end(engine)
         engine.step = with_heartbeat(engine.step, int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")))
         try:
             check_processors(self.coordexp_status(), self._guard, self._takes_class_names)
@@ -132,6 +134,10 @@ class CoordExpVllmEngine(GRPOVllmEngine):
             fields = {name: getattr(output, name) for name in type(output).model_fields}
             enveloped.append(CoordExpRolloutOutput(**fields, coordexp=envelope))
         return enveloped
+
+    def _add_stop_words(self, generation_config: Any, request_config: Any) -> None:
+        # ms-swift adds those of its template, <|endoftext|> among them, at which answers of transformers go on.
+        generation_config.stop = list(request_config.stop or [])
 
     # The HTTP process calls the next four methods by name, through ms-swift's pipe.
 

@@ -33,6 +33,7 @@ from coordexp.engine.wire.arguments import (
     REQUEST_KEY,
     activation_environment,
     check_processors,
+    end_at_turn_end,
     own_arguments,
     section_arguments,
     with_image_size,
@@ -102,6 +103,7 @@ class InProcessEngine:
         environment = engine_environment(environment, gpu=has_gpu()) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         with settings_kept(), environment_kept(environment), _named("the engine could not be started"):
             self.vllm = _start(arguments)
+        end_at_turn_end(self.vllm)
         self._can_sleep = bool(arguments.get("enable_sleep_mode"))
 
     def commit(self, version: int, *, wants_checksum: bool) -> dict[str, Any]:
@@ -434,7 +436,7 @@ class ColocatedBackend(RolloutBackend):
             repetition_penalty=options.repetition_penalty,
             seed=prompt.seed,
             stop_token_ids=[self._trainer.vocab.eos_id],
-            ignore_eos=not guarded,  # only <|im_end|> ends an answer, not the checkpoint's other end tokens
+            ignore_eos=not guarded,  # only <|im_end|> ends an answer, whatever the tokenizer's end token is
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={REQUEST_KEY: prompt.request_id, **names},

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from coordexp.config.base import dotted, problems_from
 from coordexp.config.rollout import PushSeconds, RepeatTerminateConfig, VLLMConfig
+from coordexp.coords import TURN_END
 from coordexp.errors import CheckpointError, RolloutError
 
 logger = logging.getLogger("coordexp")
@@ -127,6 +128,14 @@ def own_arguments(model: Path, guarded: bool, takes_class_names: bool = False, d
         "speculative_config": speculative,
         "async_scheduling": False,
     }
+
+
+def end_at_turn_end(engine: Any) -> None:
+    """Let an engine end answers at <|im_end|>, as transformers' answers end here, and not at the other end tokens of
+    the checkpoint's generation_config.json (<|endoftext|> in Qwen3-VL's), which vLLM takes whatever its
+    ``generation_config`` is."""
+    inputs = engine.input_processor
+    inputs.generation_config_fields["eos_token_id"] = inputs.tokenizer.convert_tokens_to_ids(TURN_END)
 
 
 def with_processors(arguments: Mapping[str, Any], guarded: bool, takes_class_names: bool = False) -> dict[str, Any]:
