@@ -103,7 +103,6 @@ class InProcessEngine:
         environment = engine_environment(environment, gpu=has_gpu()) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         with settings_kept(), environment_kept(environment), _named("the engine could not be started"):
             self.vllm = _start(arguments)
-        end_at_turn_end(self.vllm)
         self._can_sleep = bool(arguments.get("enable_sleep_mode"))
 
     def commit(self, version: int, *, wants_checksum: bool) -> dict[str, Any]:
@@ -225,7 +224,9 @@ def _start(arguments: Mapping[str, Any]) -> Any:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    end_at_turn_end(engine)
+    return engine
 
 
 def _named(what: str) -> AbstractContextManager[None]:
