@@ -64,7 +64,10 @@ PINNED: dict[str, dict[str, list[str]]] = {
         ],
         "vllm.v1.worker.gpu_model_runner": ["GPUModelRunner._sample", "GPUModelRunner.get_model"],
         "vllm.v1.worker.gpu_input_batch": ["InputBatch: self.spec_token_ids"],
-        "vllm.v1.sample.rejection_sampler": ["expand_batch_to_tokens", "_rejection_random_sample"],
+        "vllm.v1.sample.rejection_sampler": [
+            *("expand_batch_to_tokens", "_rejection_random_sample", "apply_sampling_constraints"),
+        ],
+        "vllm.v1.engine.input_processor": ["InputProcessor: self.generation_config_fields", "InputProcessor.tokenizer"],
         "vllm.v1.spec_decode.metadata": ["SpecDecodeMetadata: num_draft_tokens"],
         "vllm.v1.engine.exceptions": ["EngineDeadError"],
         "vllm.exceptions": ["VLLMValidationError", "VLLMError"],
