@@ -88,7 +88,7 @@ def _checksum(files: Sequence[tuple[str, Path]], sealed: bool) -> str:
 
 def _sums_of(file: Path, sealed: bool) -> Sequence[str]:
     now = file.stat()
-    # Only weights take long to read, and an edit of a setting often keeps the size.
+    # Only weights take long to read; an edit of a setting often keeps the size, and clocks may differ.
     seal = file.with_name(SEAL)
     trusted = sealed and file.suffix == ".safetensors" and seal.is_file()
     # The seal is the last file of a checkpoint. Weights of a later time may be others of the same size, such as those
