@@ -1,12 +1,12 @@
-"""How much does attention within segments save over attention under a block mask, and ours for generated tokens?
+"""How much faster is our attention: within segments against under a block mask, and to a cache against transformers'?
 
 One packed row, forward and backward of one layer's attention: each implementation of `coordexp.modeling.attention` that
 runs on this machine against transformers' SDPA under a boolean block-causal mask. The cost of ours grows with the sum
 of squared segment lengths, that of SDPA with the row's squared length. On the CPU in float32; on a GPU in bfloat16,
 with varlen and (if installed) flash. Building that mask is not counted. All must give the same numbers.
 
-Then one layer's attention of newly generated tokens to a cache, in float32 and in bfloat16, without gradients: ours
-against transformers' own, which copies the cache to each query head.
+Then new tokens attend to a cache, as in generation: one layer, in float32 and in bfloat16, without gradients, against
+transformers' own, which copies the cache to each query head.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_machine(console, where, **shown, threads=threads)
     results = [row for count in options.segments for row in compare([options.segment_length] * count, options)]
     console.print(_table(results))
-    generated = [generate(cache, new, options) for cache in options.cache for new in options.new]
-    console.print(_table_of_generation(generated))
-    write_json(options.json, "attention", where, settings, [*results, *generated])
+    cached = [attend_to_cache(cache, new, options) for cache in options.cache for new in options.new]
+    console.print(_table_of_caches(cached))
+    write_json(options.json, "attention", where, settings, {"packed": results, "cached": cached})
 
 
 def compare(lengths: list[int], options: Any) -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ def compare(lengths: list[int], options: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def generate(cache: int, new: int, options: Any) -> dict[str, Any]:
+def attend_to_cache(cache: int, new: int, options: Any) -> dict[str, Any]:
     """Milliseconds of one layer's attention of ``new`` tokens of each sequence to ``cache`` others, and the differences
     of the outputs."""
     import torch
@@ -131,7 +131,7 @@ def generate(cache: int, new: int, options: Any) -> dict[str, Any]:
         for heads, tokens in ((options.heads, new), (options.kv_heads, length), (options.kv_heads, length))
     )
     row: dict[str, Any] = {"cached": cache, "new": new, "batch": options.batch}
-    for dtype in (torch.float32, torch.bfloat16):
+    for kind, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         inputs = [*(part.to(device, dtype) for part in (query, key, value)), sees.to(device)]
         outputs = []
         for who, name in (("ours", transformers_name("packed")), ("transformers", "sdpa")):
@@ -145,8 +145,8 @@ def generate(cache: int, new: int, options: Any) -> dict[str, Any]:
                 return output
 
             outputs.append(run().float())
-            row[f"{who}_{str(dtype).removeprefix('torch.')}_ms"] = 1000 * median_seconds(run, options.repeats)
-        row[f"max_difference_{str(dtype).removeprefix('torch.')}"] = float((outputs[0] - outputs[1]).abs().max())
+            row[f"{who}_{kind}_ms"] = 1000 * median_seconds(run, options.repeats)
+        row[f"max_difference_{kind}"] = float((outputs[0] - outputs[1]).abs().max())
     return row
 
 
@@ -184,7 +184,7 @@ def _table(results: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _table_of_generation(results: Sequence[dict[str, Any]]) -> Table:
+def _table_of_caches(results: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="one layer's attention of new tokens (median)", title_justify="left")
     for name in ("cached", "new", "batch", "float32 ms", "transformers", "gain", "bfloat16 ms", "transformers", "gain"):
         table.add_column(name, justify="right")

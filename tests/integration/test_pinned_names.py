@@ -106,6 +106,7 @@ PINNED: dict[str, dict[str, list[str]]] = {
         ],
         "swift.infer_engine": [
             *("GRPOVllmEngine._add_request", "GRPOVllmEngine.infer", "GRPOVllmEngine._get_grpo_lora_request"),
+            "GRPOVllmEngine._add_stop_words",
         ],
         "swift.infer_engine.protocol": ["RolloutOutput.model_fields"],
         "swift.arguments.deploy_args": ["get_device_count"],

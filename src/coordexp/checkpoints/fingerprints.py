@@ -87,12 +87,11 @@ def _checksum(files: Sequence[tuple[str, Path]], sealed: bool) -> str:
 
 
 def _sums_of(file: Path, sealed: bool) -> Sequence[str]:
-    now = file.stat()
-    # Only weights take long to read; an edit of a setting often keeps the size, and clocks may differ.
-    seal = file.with_name(SEAL)
+    now, seal = file.stat(), file.with_name(SEAL)
+    # Only weights take long to read; an edit of a setting often keeps the size, and clocks may differ. The seal is
+    # written last, so later weights may be those of another step, of the same size. Their time of modification does not
+    # show that: a copy may keep the original's.
     trusted = sealed and file.suffix == ".safetensors" and seal.is_file()
-    # The seal is the last file of a checkpoint. Weights of a later time may be others of the same size, such as those
-    # of another step. Not the time of modification: a copy may keep the original's.
     trusted = trusted and now.st_ctime_ns <= seal.stat().st_ctime_ns
     listed = read_object(file.parent, SEAL, "seal").get("files") if trusted else None
     entry = listed.get(file.name) if isinstance(listed, dict) else None

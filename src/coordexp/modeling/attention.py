@@ -254,8 +254,8 @@ def _attend_unpacked(
     dropout: float,
     **kwargs: Any,
 ) -> Tensor:
-    # transformers' own SDPA. It copies all keys and values to each query head if there is a mask: on CPUs that took,
-    # for each written token, up to ten times as long as attending, and torch's kernel there needs no copies.
+    # transformers' SDPA copies all keys and values to each query head if there is a mask. For each written token that
+    # took up to ten times as long as the attention on CPUs, where torch's kernel needs no copies.
     groups, (batch, _, length, dim) = query.shape[1] // key.shape[1], query.shape
     if query.device.type != "cpu" or groups == 1 or (attention_mask is None and length > 1):
         options = {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
@@ -264,7 +264,7 @@ def _attend_unpacked(
         found = F.scaled_dot_product_attention(
             query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=True
         )
-    else:  # of one row at a time, the kernel in half precision is slow: the heads of a group become its rows
+    else:  # the kernel for half precision is slow with a single row, so the heads of a group become rows
         if attention_mask is not None and length > 1:
             attention_mask = attention_mask.repeat(1, 1, groups, 1)
         rows = query.reshape(batch, -1, groups * length, dim)

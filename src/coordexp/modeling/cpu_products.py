@@ -91,8 +91,8 @@ def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor
 
 
 def attention(attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """The output of ``attend(query, key, value, **options)``, torch's SDPA for example. Of it only the backward pass is
-    slow."""
+    """The output of ``attend(query, key, value, **options)``, torch's SDPA for example. Only its backward pass needs
+    float32 for its speed."""
     if not torch.is_grad_enabled() or not _is_slow(query, key, value):
         return attend(query, key, value, **options)
     with torch.autocast("cpu", enabled=False):
