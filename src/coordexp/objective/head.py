@@ -1,5 +1,5 @@
 """A packed row's supervision as tensors, and the language head at its supervised positions: the numbers that losses
-need, one chunk of the vocabulary at a time, never all logits.
+need, one chunk of the vocabulary at a time. A GPU never holds all logits; a CPU keeps some for the backward pass.
 
 N supervised positions of a row's L tokens, U of them scored against the whole vocabulary, K coordinate slots, M boxes,
 G text positions of the text gate; V vocabulary, C columns of a chunk, B = 1000 bins, H hidden, T temperatures.
@@ -24,6 +24,8 @@ from coordexp.records import PackedRow
 # Logits in memory at a time: a CPU should keep them in its cache, a GPU needs large matrix products.
 CHUNK_LOGITS_CPU = 2**20
 CHUNK_LOGITS_GPU = 2**25
+# Logits that wait for the backward pass on a CPU, where memory is cheaper than a product: 1 GiB of float32.
+KEPT_LOGITS_CPU = 2**28
 _ALIGNED = 256  # width of a chunk, in rows of the vocabulary
 _VECTOR = 8  # bfloat16 numbers in the 16 bytes that matrix kernels load at once
 
@@ -149,9 +151,10 @@ def score_head(
     dtype = factor_dtype(hidden_NH, weight_VH)
     chunk_logits = chunk_logits or (CHUNK_LOGITS_CPU if device.type == "cpu" else CHUNK_LOGITS_GPU)
     coords = _CoordColumns.on(tuple(coord_ids), device)
+    keep = KEPT_LOGITS_CPU if device.type == "cpu" and torch.is_grad_enabled() and len(query.trained_in_N) else 0
     with torch.autocast(device.type, enabled=False):
         lse_TN, label_logit_N, coord_lse_TN, coord_logit_KB, nonfinite_N, clamped_N = ChunkedHead.apply(
-            hidden_NH, weight_VH, offset_BH, label_N, query, coords, dtype, chunk_logits
+            hidden_NH, weight_VH, offset_BH, label_N, query, coords, dtype, chunk_logits, keep
         )  # pyright: ignore[reportGeneralTypeIssues]
     return HeadScores(
         dict(zip(query.temperatures, lse_TN, strict=True)),
@@ -174,9 +177,9 @@ class ChunkedHead(torch.autograd.Function):
          skip the limit's passes over all logits.
     Backward
       4. Gradients through the coordinate logits of 2: to hidden states and to the 1000 coordinate rows.
-      5. Per chunk: the logits again; their gradient ``Σ_τ g_τ/τ · softmax(z/τ) + g_label · onehot(label)``; to hidden
-         states and to the chunk's rows of the weight. Chunks of the *vocabulary* finish each of these rows in one
-         product, summed in float32 and rounded once.
+      5. Per chunk: the logits, kept or computed again; their gradient ``Σ_τ g_τ/τ · softmax(z/τ) + g_label ·
+         onehot(label)``; to hidden states and to the chunk's rows of the weight. Chunks of the *vocabulary* finish each
+         of these rows in one product, summed in float32 and rounded once.
       6. The coordinate rows of the weight, and the offset, get the sum of 4 and 5, also rounded once.
     """
 
@@ -191,11 +194,14 @@ class ChunkedHead(torch.autograd.Function):
         coords: _CoordColumns,
         dtype: torch.dtype,
         chunk_logits: int,
+        keep: int,
     ) -> Any:
         head = _HeadProducts(weight_VH, offset_BH, coords, dtype, chunk_logits)
         num, in_N = len(hidden_NH), query.vocab_in_N_U
         rows_UH, label_U = hidden_NH[in_N].to(dtype), label_N[in_N]
-        lse_TU, label_logit_U, high_U, low_U = _score_vocabulary(head, rows_UH, label_U, query.temperatures)
+        lse_TU, label_logit_U, high_U, low_U, kept = _score_vocabulary(
+            head, rows_UH, label_U, query.temperatures, keep if any(ctx.needs_input_grad) else 0
+        )
         mass_GB = head.coord_logits(hidden_NH[query.coord_mass_in_N_G].to(dtype))
         slot_KB = None if query.slot_in_N_K is None else head.coord_logits(hidden_NH[query.slot_in_N_K].to(dtype))
 
@@ -209,7 +215,7 @@ class ChunkedHead(torch.autograd.Function):
         clamped_N = ~nonfinite_N & ((high_N > LOGIT_LIMIT) | (low_N < -LOGIT_LIMIT))
         head.limited = read_any(nonfinite_N | clamped_N)
         if head.limited:
-            lse_TU, label_logit_U, _, _ = _score_vocabulary(head, rows_UH, label_U, query.temperatures)
+            lse_TU, label_logit_U, _, _, kept = _score_vocabulary(head, rows_UH, label_U, query.temperatures)
 
         lse_TN = lse_TU.new_zeros(len(query.temperatures), num)
         lse_TN[:, in_N] = lse_TU
@@ -219,7 +225,7 @@ class ChunkedHead(torch.autograd.Function):
         for t, tau in enumerate(query.temperatures):
             coord_lse_TN[t, query.coord_mass_in_N_G] = torch.logsumexp(head.limit(mass_GB) / tau, dim=1)
         coord_logit_KB = None if slot_KB is None else head.limit(slot_KB)
-        ctx.save_for_backward(hidden_NH, weight_VH, offset_BH, label_N, lse_TN, coord_lse_TN)
+        ctx.save_for_backward(hidden_NH, weight_VH, offset_BH, label_N, lse_TN, coord_lse_TN, *kept)
         ctx.query, ctx.coords, ctx.dtype, ctx.chunk_logits = query, coords, dtype, chunk_logits
         ctx.limited = head.limited
         ctx.set_materialize_grads(False)
@@ -234,7 +240,7 @@ class ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, g_lse_TN: Any, g_label_N: Any, g_mass_TN: Any, g_slot_KB: Any) -> Any:
-        hidden_NH, weight_VH, offset_BH, label_N, lse_TN, coord_lse_TN = ctx.saved_tensors
+        hidden_NH, weight_VH, offset_BH, label_N, lse_TN, coord_lse_TN, *kept = ctx.saved_tensors
         query: HeadQuery = ctx.query
         needs_hidden, needs_weight, needs_offset = ctx.needs_input_grad[:3]
         head = _HeadProducts(weight_VH, offset_BH, ctx.coords, ctx.dtype, ctx.chunk_logits, limited=ctx.limited)
@@ -266,8 +272,10 @@ class ChunkedHead(torch.autograd.Function):
             rows_UH, label_U, lse_TU = hidden_NH[in_N].to(head.dtype), label_N[in_N], lse_TN[:, in_N]
             g_lse_TU = torch.zeros_like(lse_TU) if g_lse_TN is None else g_lse_TN[:, in_N]
             finite_UH, d_rows_UH = head.finite(rows_UH), torch.zeros_like(rows_UH, dtype=lse_TN.dtype)
-            for chunk in head.chunks(len(in_N)):
-                z_UC = head.logits(chunk, rows_UH)
+            in_U = torch.searchsorted(query.vocab_in_N_U, in_N)
+            kept = kept if len(in_U) == len(query.vocab_in_N_U) else [z_UC[in_U] for z_UC in kept]
+            for chunk, kept_UC in itertools.zip_longest(head.chunks(len(query.vocab_in_N_U)), kept):
+                z_UC = head.logits(chunk, rows_UH) if kept_UC is None else kept_UC
                 dz_UC = softmax_gradient(head.limit(z_UC), query.temperatures, lse_TU, g_lse_TU)
                 if g_label_N is not None:
                     mine_U, column_U1 = _labels_in(chunk, label_U)
@@ -293,22 +301,23 @@ class ChunkedHead(torch.autograd.Function):
             d_hidden_NH.to(hidden_NH.dtype) if needs_hidden else None,
             d_weight_VH,
             d_coord_BH.to(offset_BH.dtype) if needs_offset else None,
-            *[None] * 5,
+            *[None] * 6,
         )
 
 
 def _score_vocabulary(
-    head: _HeadProducts, rows_UH: torch.Tensor, label_U: torch.Tensor, temperatures: Sequence[float]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logsumexp per temperature (T, U), label logit (U,), and the largest and smallest logit before any limit (U,)."""
+    head: _HeadProducts, rows_UH: torch.Tensor, label_U: torch.Tensor, temperatures: Sequence[float], keep: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Logsumexp per temperature (T, U), label logit, largest and smallest unlimited logit (U,); logits to keep."""
     wide = torch.promote_types(head.dtype, torch.float32)
     lse_TU = rows_UH.new_full((len(temperatures), len(rows_UH)), -torch.inf, dtype=wide)
     label_logit_U = rows_UH.new_zeros(len(rows_UH), dtype=wide)
     high_U, low_U = torch.full_like(label_logit_U, -torch.inf), torch.full_like(label_logit_U, torch.inf)
-    if not len(rows_UH):
-        return lse_TU, label_logit_U, high_U, low_U
-    for chunk in head.chunks(len(rows_UH)):
+    kept: list[torch.Tensor] = []
+    for chunk in head.chunks(len(rows_UH)) if len(rows_UH) else ():
         z_UC = head.logits(chunk, rows_UH)
+        if len(rows_UH) * chunk.stop <= keep:
+            kept.append(z_UC)
         most_U = z_UC.amax(dim=1)
         high_U, low_U = torch.maximum(high_U, most_U), torch.minimum(low_U, z_UC.amin(dim=1))
         z_UC = head.limit(z_UC)
@@ -320,7 +329,7 @@ def _score_vocabulary(
             else:
                 lse_U = torch.logsumexp(z_UC / tau, dim=1)
             lse_TU[t] = torch.logaddexp(lse_TU[t], lse_U)
-    return lse_TU, label_logit_U, high_U, low_U
+    return lse_TU, label_logit_U, high_U, low_U, kept
 
 
 def softmax_gradient(
@@ -386,7 +395,7 @@ class _HeadProducts:
             yield _Chunk(start, stop, rows_CH, *self.coords.within(start, stop))
 
     def logits(self, chunk: _Chunk, rows_UH: torch.Tensor) -> torch.Tensor:
-        # Unlimited: (U, C).
+        """Unlimited: (U, C)."""
         z_UC = product(rows_UH, chunk.rows_CH.t(), self.dtype)
         if self.offset_BH is not None and len(chunk.bins):
             z_UC[:, chunk.columns] += self._offset_logits(rows_UH, chunk.bins)

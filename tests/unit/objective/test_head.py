@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -250,6 +251,31 @@ def test_no_buffer_has_the_size_of_positions_times_vocabulary() -> None:
         torch.autograd.backward(total(scores))
     # The largest are the weight and its gradient; the logits would be larger.
     assert peak.numel == size * hidden_size < 7 * size
+
+
+@pytest.mark.parametrize(("kept", "computed_again"), [(0, 3), (7 * 300, 2), (2**28, 0)], ids=["none", "one", "all"])
+def test_on_a_cpu_the_backward_pass_uses_the_logits_that_were_kept(monkeypatch, kept: int, computed_again: int) -> None:
+    """The first chunk has 256 columns, the second 256, the last 188."""
+    exact, of_logits = head_module.product, []
+
+    def recorded(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if a.shape == (7, H) and b.shape[1] > 100:
+            of_logits.append(b.shape[1])
+        return exact(a, b, *rest)
+
+    def gradients(budget: int) -> tuple[torch.Tensor, ...]:
+        monkeypatch.setattr(head_module, "KEPT_LOGITS_CPU", budget)
+        hidden, weight, _, label = tensors()
+        asked = replace(query(), trained_in_N=query().vocab_in_N_U)
+        loss = score_head(hidden, weight, asked, label, CONTIGUOUS, chunk_logits=7 * 256).cross_entropy_N().sum()
+        of_logits.clear()
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    want = gradients(0)
+    monkeypatch.setattr(head_module, "product", recorded)
+    got = gradients(kept)
+    assert len(of_logits) == computed_again
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_vocabulary_products_have_widths_that_gpus_are_fast_at(monkeypatch: pytest.MonkeyPatch) -> None:
