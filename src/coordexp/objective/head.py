@@ -8,16 +8,15 @@ G text positions of the text gate; V vocabulary, C columns of a chunk, B = 1000 
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from coordexp.modeling.cpu_products import multiplies_bfloat16_faster
+from coordexp.objective.coord_columns import CoordColumns
 from coordexp.objective.coord_math import LOGIT_LIMIT, limit_logits
 from coordexp.records import PackedRow
 
@@ -150,7 +149,7 @@ def score_head(
     device = hidden_NH.device
     dtype = factor_dtype(hidden_NH, weight_VH)
     chunk_logits = chunk_logits or (CHUNK_LOGITS_CPU if device.type == "cpu" else CHUNK_LOGITS_GPU)
-    coords = _CoordColumns.on(tuple(coord_ids), device)
+    coords = CoordColumns.on(tuple(coord_ids), device)
     keep = KEPT_LOGITS_CPU if device.type == "cpu" and torch.is_grad_enabled() and len(query.trained_in_N) else 0
     with torch.autocast(device.type, enabled=False):
         lse_TN, label_logit_N, coord_lse_TN, coord_logit_KB, nonfinite_N, clamped_N = ChunkedHead.apply(
@@ -191,7 +190,7 @@ class ChunkedHead(torch.autograd.Function):
         offset_BH: torch.Tensor | None,
         label_N: torch.Tensor,
         query: HeadQuery,
-        coords: _CoordColumns,
+        coords: CoordColumns,
         dtype: torch.dtype,
         chunk_logits: int,
         keep: int,
@@ -199,9 +198,9 @@ class ChunkedHead(torch.autograd.Function):
         head = _HeadProducts(weight_VH, offset_BH, coords, dtype, chunk_logits)
         num, in_N = len(hidden_NH), query.vocab_in_N_U
         rows_UH, label_U = hidden_NH[in_N].to(dtype), label_N[in_N]
-        lse_TU, label_logit_U, high_U, low_U, kept = _score_vocabulary(
-            head, rows_UH, label_U, query.temperatures, keep if any(ctx.needs_input_grad) else 0
-        )
+        keep = min(keep, len(in_N) * len(weight_VH)) if any(ctx.needs_input_grad) else 0
+        kept = torch.empty(keep, dtype=head.wide)  # one block, which goes back to the system when it is freed
+        lse_TU, label_logit_U, high_U, low_U = _score_vocabulary(head, rows_UH, label_U, query.temperatures, kept)
         mass_GB = head.coord_logits(hidden_NH[query.coord_mass_in_N_G].to(dtype))
         slot_KB = None if query.slot_in_N_K is None else head.coord_logits(hidden_NH[query.slot_in_N_K].to(dtype))
 
@@ -215,7 +214,7 @@ class ChunkedHead(torch.autograd.Function):
         clamped_N = ~nonfinite_N & ((high_N > LOGIT_LIMIT) | (low_N < -LOGIT_LIMIT))
         head.limited = read_any(nonfinite_N | clamped_N)
         if head.limited:
-            lse_TU, label_logit_U, _, _, kept = _score_vocabulary(head, rows_UH, label_U, query.temperatures)
+            lse_TU, label_logit_U, _, _ = _score_vocabulary(head, rows_UH, label_U, query.temperatures, kept)
 
         lse_TN = lse_TU.new_zeros(len(query.temperatures), num)
         lse_TN[:, in_N] = lse_TU
@@ -225,7 +224,7 @@ class ChunkedHead(torch.autograd.Function):
         for t, tau in enumerate(query.temperatures):
             coord_lse_TN[t, query.coord_mass_in_N_G] = torch.logsumexp(head.limit(mass_GB) / tau, dim=1)
         coord_logit_KB = None if slot_KB is None else head.limit(slot_KB)
-        ctx.save_for_backward(hidden_NH, weight_VH, offset_BH, label_N, lse_TN, coord_lse_TN, *kept)
+        ctx.save_for_backward(hidden_NH, weight_VH, offset_BH, label_N, lse_TN, coord_lse_TN, kept)
         ctx.query, ctx.coords, ctx.dtype, ctx.chunk_logits = query, coords, dtype, chunk_logits
         ctx.limited = head.limited
         ctx.set_materialize_grads(False)
@@ -240,7 +239,7 @@ class ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, g_lse_TN: Any, g_label_N: Any, g_mass_TN: Any, g_slot_KB: Any) -> Any:
-        hidden_NH, weight_VH, offset_BH, label_N, lse_TN, coord_lse_TN, *kept = ctx.saved_tensors
+        hidden_NH, weight_VH, offset_BH, label_N, lse_TN, coord_lse_TN, kept = ctx.saved_tensors
         query: HeadQuery = ctx.query
         needs_hidden, needs_weight, needs_offset = ctx.needs_input_grad[:3]
         head = _HeadProducts(weight_VH, offset_BH, ctx.coords, ctx.dtype, ctx.chunk_logits, limited=ctx.limited)
@@ -273,9 +272,9 @@ class ChunkedHead(torch.autograd.Function):
             g_lse_TU = torch.zeros_like(lse_TU) if g_lse_TN is None else g_lse_TN[:, in_N]
             finite_UH, d_rows_UH = head.finite(rows_UH), torch.zeros_like(rows_UH, dtype=lse_TN.dtype)
             in_U = torch.searchsorted(query.vocab_in_N_U, in_N)
-            kept = kept if len(in_U) == len(query.vocab_in_N_U) else [z_UC[in_U] for z_UC in kept]
-            for chunk, kept_UC in itertools.zip_longest(head.chunks(len(query.vocab_in_N_U)), kept):
-                z_UC = head.logits(chunk, rows_UH) if kept_UC is None else kept_UC
+            for chunk in head.chunks(len(query.vocab_in_N_U)):
+                kept_UC = chunk.part_of(kept, len(query.vocab_in_N_U))
+                z_UC = head.logits(chunk, rows_UH) if kept_UC is None else kept_UC[in_U]
                 dz_UC = softmax_gradient(head.limit(z_UC), query.temperatures, lse_TU, g_lse_TU)
                 if g_label_N is not None:
                     mine_U, column_U1 = _labels_in(chunk, label_U)
@@ -306,18 +305,17 @@ class ChunkedHead(torch.autograd.Function):
 
 
 def _score_vocabulary(
-    head: _HeadProducts, rows_UH: torch.Tensor, label_U: torch.Tensor, temperatures: Sequence[float], keep: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Logsumexp per temperature (T, U), label logit, largest and smallest unlimited logit (U,); logits to keep."""
-    wide = torch.promote_types(head.dtype, torch.float32)
-    lse_TU = rows_UH.new_full((len(temperatures), len(rows_UH)), -torch.inf, dtype=wide)
-    label_logit_U = rows_UH.new_zeros(len(rows_UH), dtype=wide)
+    head: _HeadProducts, rows_UH: torch.Tensor, label_U: torch.Tensor, temperatures: Sequence[float], kept: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logsumexp per temperature (T, U), label logit (U,), and the largest and smallest logit before any limit (U,).
+    Logits of the chunks that fit in ``kept`` are written to it."""
+    lse_TU = rows_UH.new_full((len(temperatures), len(rows_UH)), -torch.inf, dtype=head.wide)
+    label_logit_U = rows_UH.new_zeros(len(rows_UH), dtype=head.wide)
     high_U, low_U = torch.full_like(label_logit_U, -torch.inf), torch.full_like(label_logit_U, torch.inf)
-    kept: list[torch.Tensor] = []
     for chunk in head.chunks(len(rows_UH)) if len(rows_UH) else ():
         z_UC = head.logits(chunk, rows_UH)
-        if len(rows_UH) * chunk.stop <= keep:
-            kept.append(z_UC)
+        if (kept_UC := chunk.part_of(kept, len(rows_UH))) is not None:
+            kept_UC.copy_(z_UC)
         most_U = z_UC.amax(dim=1)
         high_U, low_U = torch.maximum(high_U, most_U), torch.minimum(low_U, z_UC.amin(dim=1))
         z_UC = head.limit(z_UC)
@@ -329,7 +327,7 @@ def _score_vocabulary(
             else:
                 lse_U = torch.logsumexp(z_UC / tau, dim=1)
             lse_TU[t] = torch.logaddexp(lse_TU[t], lse_U)
-    return lse_TU, label_logit_U, high_U, low_U, kept
+    return lse_TU, label_logit_U, high_U, low_U
 
 
 def softmax_gradient(
@@ -357,6 +355,11 @@ class _Chunk(NamedTuple):
     columns: torch.Tensor
     bins: torch.Tensor
 
+    def part_of(self, kept: torch.Tensor, positions: int) -> torch.Tensor | None:
+        """Its logits among those kept, (positions, C); None beyond them."""
+        first, end = positions * self.start, positions * self.stop
+        return None if end > len(kept) else kept[first:end].view(positions, -1)
+
 
 def _labels_in(chunk: _Chunk, label_U: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Which positions have their label in the chunk, and its column (any column elsewhere). Without a host read."""
@@ -374,11 +377,15 @@ class _HeadProducts:
 
     weight_VH: torch.Tensor
     offset_BH: torch.Tensor | None
-    coords: _CoordColumns
+    coords: CoordColumns
     dtype: torch.dtype
     chunk_logits: int
     limited: bool = False
     coord_BH: torch.Tensor = field(init=False)
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
 
     def __post_init__(self) -> None:
         self.coord_BH = self.weight_VH[self.coords.ids_B].to(self.dtype)
@@ -435,38 +442,6 @@ class _HeadProducts:
     def _through_offset(self, dz_B: torch.Tensor, bins: Any) -> torch.Tensor:
         assert self.offset_BH is not None
         return dz_B.to(self.offset_BH.dtype) @ self.finite(self.offset_BH[bins])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _CoordColumns:
-    """The coordinate tokens, by bin, and sorted: a chunk's are then a slice, found without a read from a GPU."""
-
-    ids_B: torch.Tensor
-    sorted_ids: tuple[int, ...]
-    sorted_ids_B: torch.Tensor
-    bin_of_sorted_B: torch.Tensor
-
-    @staticmethod
-    @lru_cache(maxsize=8)
-    def on(coord_ids: tuple[int, ...], device: torch.device) -> _CoordColumns:
-        """Cached, because a copy from the host to a GPU blocks."""
-        with torch.inference_mode(False):  # the first caller may need no gradient, and later ones do
-            order = sorted(range(len(coord_ids)), key=coord_ids.__getitem__)
-            in_order = tuple(coord_ids[k] for k in order)
-            ids_B, sorted_ids_B, order_B = (
-                torch.tensor(values, device=device) for values in (coord_ids, in_order, order)
-            )
-            return _CoordColumns(ids_B, in_order, sorted_ids_B, order_B)
-
-    def within(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Coordinate columns of a chunk, counted from its start, and their bins."""
-        low, high = bisect_left(self.sorted_ids, start), bisect_left(self.sorted_ids, stop)
-        return self.sorted_ids_B[low:high] - start, self.bin_of_sorted_B[low:high]
-
-
-def coord_ids_on(coord_ids: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The coordinate tokens by bin: int64 (B,) on ``device``, cached."""
-    return _CoordColumns.on(tuple(coord_ids), device).ids_B
 
 
 def factor_dtype(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> torch.dtype:

@@ -27,8 +27,9 @@ from coordexp.modeling.forward import SelfContext, self_context_states, supervis
 from coordexp.modeling.inputs import to_device
 from coordexp.modeling.trainer_weights import output_head
 from coordexp.objective import coord_math
+from coordexp.objective.coord_columns import coord_ids_on
 from coordexp.objective.coord_math import DecodeMode
-from coordexp.objective.head import HeadQuery, HeadScores, SupervisionTensors, coord_ids_on, factor_dtype, score_head
+from coordexp.objective.head import HeadQuery, HeadScores, SupervisionTensors, factor_dtype, score_head
 from coordexp.records import NUM_BINS, PackedRow
 from coordexp.targets.weights import is_active
 
