@@ -27,6 +27,7 @@ IouType = Literal["bbox", "segm"]
 THRESHOLDS_T = np.linspace(0.5, 0.95, 10)
 RECALLS_R = np.linspace(0.0, 1.0, 101)
 AREAS = {"small": (0.0, 32.0**2), "medium": (32.0**2, 96.0**2), "large": (96.0**2, 1e5**2)}  # pixels, after "all"
+COCO_FILES = ("coco_ground_truth.json", "coco_results_bbox.json", "coco_results_segm.json")
 MAX_DETECTIONS = 100  # of a class in an image, highest scores first
 _THINNEST = 0.5  # of a bin: COCO gives a box without area IoU 0 with everything, itself included
 _THINNEST_FRACTION = 0.001  # in answers of tiles, in which half a bin of the photograph may be an object
@@ -125,18 +126,20 @@ def write_coco(
     segm: bool = False,
     classes: Sequence[str] = (),
 ) -> list[Path]:
-    """``coco_ground_truth.json``, ``coco_results_bbox.json`` and with ``segm`` ``coco_results_segm.json``, as other
-    tools read them. ``classes``: the class list; annotated names that it lacks follow it. Empty: as for
+    """:data:`COCO_FILES`, as other tools read them; the last one, of masks, only with ``segm``, without which an
+    earlier one is removed. ``classes``: the class list; annotated names that it lacks follow it. Empty: as for
     :func:`to_coco`."""
     annotated = {obj.desc for answer in answers for obj in answer.gt or ()}
     listed = (*classes, *sorted(annotated.difference(classes)))
     numbers = ClassNumbers.of(listed, 1) if classes else None
     boxes = to_coco(answers, "bbox", constant_score, numbers)
-    contents: dict[str, object] = {"ground_truth": boxes.ground_truth, "results_bbox": boxes.results}
+    contents: list[object] = [boxes.ground_truth, boxes.results]
     if segm:
-        contents["results_segm"] = to_coco(answers, "segm", constant_score, numbers).results
-    paths = [folder / f"coco_{name}.json" for name in contents]
-    for path, content in zip(paths, contents.values(), strict=True):
+        contents.append(to_coco(answers, "segm", constant_score, numbers).results)
+    else:
+        (folder / COCO_FILES[-1]).unlink(missing_ok=True)
+    paths = [folder / name for name in COCO_FILES[: len(contents)]]
+    for path, content in zip(paths, contents, strict=True):
         write_atomically(path, json.dumps(content, ensure_ascii=False) + "\n")
     return paths
 

@@ -20,7 +20,15 @@ from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.data.files import check_writable, whole_file, write_atomically
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import CLASS_LIST, METRICS, PREDICTIONS, ImageAnswer, write_answers
-from coordexp.evaluation.coco_results import AREAS, RECALLS_R, THRESHOLDS_T, average_precision, coco_shape, write_coco
+from coordexp.evaluation.coco_results import (
+    AREAS,
+    COCO_FILES,
+    RECALLS_R,
+    THRESHOLDS_T,
+    average_precision,
+    coco_shape,
+    write_coco,
+)
 from coordexp.evaluation.confidence import Reliability, Threshold, best_thresholds, reliability
 from coordexp.evaluation.detection import (
     DENSITIES,
@@ -224,7 +232,8 @@ def write_summary(
     classes: Sequence[str] = (),
 ) -> list[Path]:
     """The figures as JSON, CSV and pictures, the answers as JSONL and as COCO's files. ``classes``: the class list of
-    the checkpoint that answered, empty if it has none. Returns the paths."""
+    the checkpoint that answered, empty if it has none. What an earlier evaluation wrote there and this one does not
+    have is removed. Returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         **about,
@@ -248,7 +257,10 @@ def write_summary(
     with_coco = options.metrics != "f1ish"
     if with_coco:
         paths += write_coco(answers, folder, options.fixed_score, options.use_segm, classes)
-    return paths + save_plots(answers, folder, coco=with_coco, constant_score=options.fixed_score)
+    paths += save_plots(answers, folder, coco=with_coco, constant_score=options.fixed_score)
+    for old in {folder / name for name in (*COCO_FILES, CONFUSION, CURVES, SIZES)}.difference(paths):
+        old.unlink(missing_ok=True)
+    return paths
 
 
 # Metric → (label, whether more is better); None where neither is.

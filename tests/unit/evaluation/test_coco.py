@@ -216,6 +216,14 @@ def test_classes_are_those_of_the_annotations_and_each_has_one_number(tmp_path: 
     assert written == [(1, "cat"), (2, "bee"), (3, "dog"), (4, "(not in the class list)")]
 
 
+def test_masks_of_earlier_answers_are_removed_where_there_are_none_now(tmp_path: Path) -> None:
+    answers = random_answers(3, 1)
+    names = ["coco_ground_truth.json", "coco_results_bbox.json", "coco_results_segm.json"]
+    assert [path.name for path in write_coco(answers, tmp_path, None, segm=True)] == names
+    assert [path.name for path in write_coco(answers, tmp_path, None)] == names[:2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names[:2]
+
+
 def test_custom_thresholds() -> None:
     answers = random_answers(20, 4)
     assert_pycocotools(answers, iou_thrs=[0.3, 0.75, 1.0])

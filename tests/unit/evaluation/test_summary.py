@@ -134,6 +134,14 @@ def test_a_table_of_classes_has_no_formula(tmp_path: Path) -> None:
     assert (tmp_path / "per_class.csv").read_text(encoding="utf-8").splitlines()[1].startswith("'=1+1,1,1,0,0,")
 
 
+def test_files_of_an_earlier_evaluation_do_not_stay(tmp_path: Path) -> None:
+    answers, masks = random_answers(4, 1), EvalDetectionConfig(use_segm=True)
+    assert len(write_summary(tmp_path, summarise(answers, masks), answers, {}, masks)) == 10
+    counts = ["confusion_matrix.png", "metrics.json", "per_class.csv", "per_density.csv", "predictions.jsonl"]
+    write_summary(tmp_path, summarise(answers, COUNTS_ONLY), answers, {}, COUNTS_ONLY)
+    assert sorted(path.name for path in tmp_path.iterdir()) == counts
+
+
 def test_an_answer_survives_a_round_trip() -> None:
     answer = replace(random_answers(1, 4)[0], gt=None, dropped={"truncated": 1}, text='a "b"\n', truncated=True)
     assert from_line(to_line(answer)) == answer
