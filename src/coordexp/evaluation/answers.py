@@ -122,8 +122,9 @@ class ImageAnswer:
         if self.dropped and not (several or self.pred or text.startswith("{")):
             return f"not JSON ({reasons}): {text if len(text) <= _SHOWN else text[:_SHOWN] + '…'!r}"
         if self.truncated:
-            end = f"at least one of {several} was cut off" if several else f"cut off after {self.num_tokens} tokens"
-            return f"{end}; allow more with --max-new-tokens or max_new_tokens="
+            length = f" after {self.num_tokens} tokens" if self.num_tokens else ""  # unknown of a server's text
+            end = f"at least one of {several} was cut off" if several else f"cut off{length}"
+            return f"{end}; allow more with --max-new-tokens, max_new_tokens= or a server's max_tokens"
         entries = f"{self.num_dropped} entries of {several}" if several else f"{self.num_dropped} entries"
         return f"{entries} could not be read ({reasons})" if self.dropped else None
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +45,19 @@ def parse_answer(
 
     Raises:
         DataError: text whose coordinates are missing, because the server left out special tokens; an image without
-            pixels, or something else than an image or its size.
+            pixels, or something else than an answer, or than an image or its size.
         ConfigError: token ids without ``checkpoint``.
     """
     width, height = upright_size(image) if isinstance(image, Image.Image) else _size(image)
     if min(width, height) < 1:
         raise DataError(f"image: a size of {width} x {height} has no pixels; give the image's (width, height)")
     if isinstance(answer, str):
-        vocab, token_ids = text_vocab(), text_vocab().encode(answer)
-    elif checkpoint is None:
-        raise ConfigError("token ids need the checkpoint whose tokenizer wrote them: checkpoint='FOLDER'")
+        written, vocab, token_ids = (), text_vocab(), text_vocab().encode(answer)  # how many tokens it had is unknown
     else:
-        vocab, token_ids = vocab_of(str(checkpoint)), list(answer)
+        written = token_ids = _token_ids(answer)
+        if checkpoint is None:
+            raise ConfigError("token ids need the checkpoint whose tokenizer wrote them: checkpoint='FOLDER'")
+        vocab = vocab_of(str(checkpoint))
     text = vocab.decode(token_ids).partition(TURN_END)[0]
     if "<|coord_" not in text and _SHAPE.search(text):
         raise DataError(
@@ -66,10 +68,19 @@ def parse_answer(
     parsed = parse_rollout(token_ids, vocab, ended=ended)
     record = ImageRecord("answer", Path("answer"), width, height, ())
     card = UNTRAINED if checkpoint is None else read_card(checkpoint)
-    rollout = Rollout("answer", (), tuple(token_ids), text, truncated=not ended)
+    rollout = Rollout("answer", (), tuple(written), text, truncated=not ended)
     found = make_answer(record, rollout, parsed)
     shown = image if isinstance(image, Image.Image) else None
     return as_detections(replace(found, gt=None), shown, card.classes)
+
+
+def _token_ids(given: Any) -> list[int]:
+    try:
+        if not isinstance(given, bytes | bytearray | memoryview):
+            return [index(token_id) for token_id in given]
+    except TypeError:
+        pass
+    raise DataError(f"answer: {type(given).__name__}; give the text of the message, or its token ids")
 
 
 def _size(given: Any) -> tuple[int, int]:

@@ -46,6 +46,13 @@ def test_token_ids_need_their_tokenizer() -> None:
         parse_answer(TEXT, (0, 480))
 
 
+@pytest.mark.parametrize(("given", "kind"), [(None, "NoneType"), (b"{}", "bytes"), (["{}"], "list"), (3, "int")])
+def test_something_else_than_an_answer_is_refused(given: Any, kind: str) -> None:
+    """A server's message without content is None; the error spoke of a checkpoint for token ids."""
+    with pytest.raises(DataError, match=f"answer: {kind}; give the text of the message, or its token ids"):
+        parse_answer(given, (640, 480))
+
+
 @pytest.mark.parametrize(
     "given", ["photo.jpg", Path("photo.jpg"), (480, 640, 3), ("640", "480"), 640, None, (640.5, 1)]
 )
@@ -63,7 +70,9 @@ def test_a_size_of_numpy_numbers_is_a_size() -> None:
 
 def test_an_answer_that_is_not_whole_says_so(tmp_path: Path) -> None:
     cut = parse_answer(TEXT[:-30], (640, 480))
-    assert cut.names == ["手提包"] and cut.truncated and "cut off" in (cut.problem or "")
+    assert cut.names == ["手提包"] and cut.truncated
+    # How many tokens a text had is unknown: it said the number of its bytes.
+    assert cut.problem == "cut off; allow more with --max-new-tokens, max_new_tokens= or a server's max_tokens"
     for text in ("There is a cat. {}", "There is a cat.", "```json\n" + TEXT + "\n```", "[1, 2"):
         prose = parse_answer(text, (640, 480))
         assert not prose and "not JSON" in (prose.problem or "")
