@@ -19,7 +19,7 @@ from coordexp.config.schema import RunConfig
 from coordexp.config.source import dump_value
 from coordexp.data.files import check_new_file, is_same_file
 from coordexp.data.progress_bar import literal_console
-from coordexp.errors import ConfigError, DataError
+from coordexp.errors import ConfigError, DataError, whole_number
 from coordexp.heavy_imports import heavy_imports
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ def evaluate(
     from coordexp.checkpoints.fetch import model_folder, with_model_here
     from coordexp.inference.session import checked_class_names, evaluation_config
 
+    answers, limit = whole_number("answers", answers), None if limit is None else whole_number("limit", limit)
     checkpoint, jsonl = (None if path is None else Path(path) for path in (model, data))
     if config is not None:
         run = load_config(config, in_place_of_validation(data) | dict(overrides or {}))
@@ -287,7 +288,7 @@ def complete(
 
     source, completed, picture = Path(data), Path(out), None if sheet is None else Path(sheet)
     check_paths({} if model is None else {"model": model}, {"data": source})
-    check_files(source, completed, picture, sheet_images, overwrite)
+    check_files(source, completed, picture, whole_number("sheet_images", sheet_images), overwrite)
     if rules is not None and not isinstance(rules, CompletionRules):
         raise ConfigError(f"rules: {rules!r}; give coordexp.CompletionRules(threshold=0.5, …)")
     tiling = Tiling.asked(tiles, overlap)
@@ -295,7 +296,7 @@ def complete(
         None if model is None else model_folder(model),
         config=None if config is None else Path(config),
         prompt=prompt,
-        batch_size=batch_size,
+        batch_size=None if batch_size is None else whole_number("batch_size", batch_size),
         arguments=[f"{key}={json.dumps(value, default=str)}" for key, value in (overrides or {}).items()],
     )
     with heavy_imports():

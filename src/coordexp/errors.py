@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import importlib
+import operator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError: a disk takes no more, or a file is too large
 _LONGEST_LINE, _HEAD, _TAIL = 2000, 1500, 400  # characters
@@ -126,6 +128,17 @@ _HOW_TO_INSTALL = {
     "sentence_transformers": "pip install 'coordexp[embedding]'",
     "tensorboard": "pip install tensorboard, or set training.report_to: none",
 }
+
+
+def whole_number(name: str, given: Any) -> int:
+    """``given`` as a plain int, which JSON can hold: callers in Python have NumPy's numbers too. Raises ConfigError for
+    what is not whole."""
+    try:
+        if not isinstance(given, bool):
+            return operator.index(given)
+    except TypeError:
+        pass
+    raise ConfigError(f"{name}: {given!r}; give a whole number")
 
 
 def require(name: str, purpose: str) -> ModuleType:

@@ -22,6 +22,10 @@ from support.cli_runs import small_checkpoint, write_run
 from support.one_scene import as_coco, as_labelme
 
 
+TWO: Any = np.int64(2)
+NOT_WHOLE: tuple[Any, ...] = (2.5, "2", True)
+
+
 class Watching(TrainerCallback):
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -49,7 +53,10 @@ def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pyte
     assert run.config.training.max_steps == 2 and (run.checkpoint / "model.safetensors").is_file()
     quiet = evaluate(config, model=run.checkpoint, limit=2, out=tmp_path / "figures", quiet=True)
     assert quiet.metrics["images"] == len(quiet.answers) == 2 and (tmp_path / "figures" / "metrics.json").is_file()
-    own = evaluate(model=run.checkpoint, limit=2, out=tmp_path / "own", quiet=True)
+    own = evaluate(model=run.checkpoint, limit=TWO, out=tmp_path / "own", quiet=True)
+    for given in NOT_WHOLE:  # 2.5 evaluated three images
+        with pytest.raises(ConfigError, match=f"limit: {given!r}; give a whole number"):
+            evaluate(model=run.checkpoint, limit=given, out=tmp_path / "never")
     assert [a.text for a in own.answers] == [a.text for a in quiet.answers], "with the run's own settings"
     several = evaluate(model=run.checkpoint, limit=2, out=tmp_path / "several", quiet=True, answers=2)
     assert several.answers[0].text == own.answers[0].text and several.answers[0].num_answers == 2

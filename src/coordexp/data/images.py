@@ -22,7 +22,7 @@ from PIL import Image, UnidentifiedImageError
 
 from coordexp.data.files import naming
 from coordexp.data.shards import MemberFile, find_member, shard_of
-from coordexp.errors import DataError
+from coordexp.errors import DataError, whole_number
 from coordexp.reading import LFS_MARK, LFS_POINTER
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class ResizeRule:
     max_pixels: int = 1024 * 1024  # 1024 image tokens at factor 32
 
     def __post_init__(self) -> None:
+        for name in ("factor", "min_pixels", "max_pixels"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         factor, least, most = self.factor, self.min_pixels, self.max_pixels
         if factor < 1:
             raise DataError(

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from numbers import Real
 from operator import index
 from pathlib import Path
 from typing import Any, SupportsIndex, overload
@@ -205,7 +206,7 @@ def write_tiles(
     has another size than its record.
     """
     for name, value in (("min_area_ratio", min_area_ratio), ("negatives", negatives)):
-        if not 0 <= value <= 1:
+        if not (isinstance(value, Real) and 0 <= value <= 1):
             raise ConfigError(f"{name}: {value!r}; give a share, from 0 to 1")
     out.unlink(missing_ok=True)
     counts: Counter[str] = Counter(photographs=len(records))

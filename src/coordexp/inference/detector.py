@@ -21,7 +21,7 @@ from coordexp.data.image_sources import as_path, find_images, is_pattern
 from coordexp.data.images import array_problem, open_rgb, rgb_of, shape_problem
 from coordexp.data.tiles import CutTiles, Tiling, tile_records, whole_of
 from coordexp.engine.trainer.backends import check_backend
-from coordexp.errors import ConfigError, DataError, DetectorClosed
+from coordexp.errors import ConfigError, DataError, DetectorClosed, whole_number
 from coordexp.evaluation.answers import ImageAnswer, answer_samples, samples_of_batch
 from coordexp.evaluation.join_tiles import merge_tiles
 from coordexp.evaluation.several_answers import merge_all
@@ -100,11 +100,14 @@ class Detector:
             MissingDependency: vLLM is not installed.
         """
         device = None if device is None else str(device)
-        if temperature is not None and not 0 < temperature < float("inf"):
-            raise ConfigError(f"temperature: {temperature:g} makes no sampled answers; give a number above 0, or None")
+        answers, batch_size = whole_number("answers", answers), whole_number("batch_size", batch_size)
+        longest = None if max_new_tokens is None else whole_number("max_new_tokens", max_new_tokens)
+        if temperature is not None and not (isinstance(temperature, Real) and 0 < temperature < float("inf")):
+            raise ConfigError(f"temperature: {temperature} makes no sampled answers; give a number above 0, or None")
         if temperature is not None and answers == 1:
             raise ConfigError(f"temperature: {temperature:g}, but a single answer is greedy; give answers= too")
-        options = PredictOptions(backend, batch_size, max_new_tokens, prompt, dtype, device, seed, temperature or 0.0)
+        seed = whole_number("seed", seed)
+        options = PredictOptions(backend, batch_size, longest, prompt, dtype, device, seed, temperature or 0.0)
         model = model_folder(model)
         config = with_several_answers(inference_config(model, options), answers)
         check_device(device, backend)

@@ -252,7 +252,7 @@ def token_counter(checkpoint: Path, sample: ImageRecord) -> Callable[[ImageRecor
     (processor, vocab), image_token = load_processor_and_vocab(opened), read_config(opened).image_token_id
     vision = processor.image_processor
     factor = vision.patch_size * vision.merge_size
-    rule = ResizeRule(factor, vision.size["shortest_edge"], vision.size["longest_edge"])
+    rule = ResizeRule(factor, int(vision.size["shortest_edge"]), int(vision.size["longest_edge"]))
 
     def image_tokens(record: ImageRecord) -> int:
         width, height = rule.size(record.width, record.height)

@@ -341,6 +341,10 @@ def test_shares_are_confidences_without_scores(scenes: Path) -> None:
         ({"answers": 1001}, "answers: 1001 is more than 1000"),
         ({"answers": 2, "temperature": 0}, "temperature: 0 makes no sampled answers"),
         ({"temperature": 0.5}, "a single answer is greedy; give answers="),
+        ({"answers": 1.5}, "answers: 1.5; give a whole number"),
+        ({"answers": 2, "temperature": "1"}, "temperature: 1 makes no sampled answers; give a number above 0"),
+        ({"max_new_tokens": "20"}, "max_new_tokens: '20'; give a whole number"),
+        ({"batch_size": True}, "batch_size: True; give a whole number"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected a number greater than or equal to 1, got 0"),
     ],
 )
