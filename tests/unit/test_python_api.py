@@ -21,7 +21,6 @@ from coordexp.errors import ConfigError, DataError
 from support.cli_runs import small_checkpoint, write_run
 from support.one_scene import as_coco, as_labelme
 
-
 TWO: Any = np.int64(2)
 NOT_WHOLE: tuple[Any, ...] = (2.5, "2", True)
 

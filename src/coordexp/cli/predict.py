@@ -169,6 +169,7 @@ def _configuration(
 
 def _print(console: Console, result: PredictionResult, min_confidence: float | None) -> None:
     from coordexp.geometry import pixel_box
+    from coordexp.printable import printable
 
     for answer in result.answers[:_SHOWN]:
         objects = []
@@ -178,7 +179,7 @@ def _print(console: Console, result: PredictionResult, min_confidence: float | N
             share = "" if obj.answers is None else f" {obj.answers}/{answer.num_answers}"
             objects.append(f"{obj.desc}{'' if number is None else f' {number:.2f}'}{share} ({box})")
         problem = "" if answer.problem is None else f" [{answer.problem}]"
-        say(console, f"{answer.sample_id}: {'; '.join(objects) or 'nothing found'}{problem}")
+        say(console, printable(f"{answer.sample_id}: {'; '.join(objects) or 'nothing found'}{problem}"))
     if len(result.answers) > _SHOWN:
         say(console, f"… and {len(result.answers) - _SHOWN} more images")
     incomplete = sum(answer.problem is not None for answer in result.answers)
