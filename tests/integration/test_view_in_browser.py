@@ -303,6 +303,30 @@ def test_two_runs_next_to_each_other(browser: Browser, tmp_path: Path) -> None:
     assert page.problems() == []
 
 
+def test_runs_differ_where_one_found_what_the_other_missed(browser: Browser, tmp_path: Path) -> None:
+    """Totals of mistakes were compared, which are equal then, and 0 without annotations."""
+    left, right = ((GTObject("cat", "bbox_2d", (x, 0, x + 200, 200))) for x in (0, 500))
+
+    def answer(name: str, gt: tuple[GTObject, ...] | None, *found: GTObject, desc: str = "cat") -> ImageAnswer:
+        pred = tuple(ScoredObject(desc, one.kind, one.bins) for one in found)
+        return ImageAnswer(name, f"{name}.png", 100, 100, gt, pred)
+
+    both = (left, right)
+    runs = {
+        "a": [answer("moved", both, left), answer("same", both, left), answer("photo", None, left)],
+        "b": [answer("moved", both, right), answer("same", both, left), answer("photo", None, left, desc="dog")],
+    }
+    for name, answers in runs.items():
+        write_answers(answers, tmp_path / name / "predictions.jsonl")
+    page = opened(browser, render(compare(collect(tmp_path / "a"), collect(tmp_path / "b"))), tmp_path)
+    page.choose("#filter", "change")
+    assert page.run("return [...document.querySelectorAll('#list .who')].map((who) => who.textContent)") == [
+        "moved.png", "photo.png",
+    ]  # fmt: skip
+    page.choose("#search", "dog")  # which the second run alone wrote
+    assert page.count("#list button") == 1
+
+
 @pytest.mark.parametrize("width", [500, 700, 1000, 1440])
 def test_the_page_never_scrolls_sideways(run_page: Browser, width: int) -> None:
     run_page.resize(width)

@@ -31,6 +31,18 @@ const renamedOf = (record, side, object) => {
   const at = partnerOf(record, side, object);
   return at !== null && record[side === "gt" ? "pred" : "gt"][at].desc !== object.desc ? at : null;
 };
+// Annotated objects that one run alone found, and names that one alone gave to what is not annotated.
+const differences = (one, other) => {
+  const found = (run) => run.gt.map((o) => o.soft === null && partnerOf(run, "gt", o) !== null);
+  const [here, there, surplus] = [found(one), found(other), {}];
+  for (const [run, sign] of [[one, 1], [other, -1]]) {
+    for (const o of run.pred.filter((o) => isKept(o) && o.partner === null)) {
+      surplus[`=${o.desc}`] = (surplus[`=${o.desc}`] ?? 0) + sign;
+    }
+  }
+  return Object.values(surplus).reduce((sum, count) => sum + Math.abs(count),
+    here.filter((isFound, at) => isFound !== (there[at] ?? false)).length);
+};
 const recount = (record) => {
   const kept = record.pred.filter(isKept);
   record.predicted = kept.length;
@@ -38,8 +50,7 @@ const recount = (record) => {
   record.unmatched = record.annotated ? kept.filter((o) => o.partner === null).length : 0;
   record.misnamed = kept.filter((o) => renamedOf(record, "pred", o) !== null).length;
   if (record.other) recount(record.other);
-  record.change = record.other
-    ? Math.abs(record.missed + record.unmatched - record.other.missed - record.other.unmatched) : 0;
+  record.change = record.other ? differences(record, record.other) : 0;
 };
 const completed = (record) => ({
   ...record,
@@ -50,8 +61,8 @@ const records = data.records.map((record, number) => ({
   ...completed(record),
   number,
   other: record.other ? completed(record.other) : null,
-  words: [record.file, record.sample_id, ...record.gt.map((o) => o.desc), ...record.pred.map((o) => o.desc)]
-    .join("\n").toLowerCase(),
+  words: [record.file, record.sample_id,
+    ...[record.gt, record.pred, record.other?.pred ?? []].flat().map((o) => o.desc)].join("\n").toLowerCase(),
 }));
 records.forEach(recount);
 const steps = [...new Set(records.map((record) => record.step).filter((step) => step !== null))]
@@ -96,7 +107,7 @@ const listed = () => {
 const rowOf = (record) => {
   const facts = [
     record.sample_id === record.file ? "" : record.sample_id,
-    record.annotated ? counted(record.gt.length, "object") : `${record.predicted} predicted`,
+    record.annotated ? counted(record.gt.length - record.soft, "object") : `${record.predicted} predicted`,
     record.missed ? `${record.missed} missed` : "",
     record.unmatched ? `${record.unmatched} unmatched` : "",
     record.misnamed ? `${record.misnamed} misnamed` : "",
