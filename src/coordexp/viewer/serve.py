@@ -85,7 +85,10 @@ def make_server(
 
         def do_GET(self) -> None:  # the name that http.server calls
             if not self._from_this_machine():
-                self.send_error(HTTPStatus.FORBIDDEN)
+                port = server.server_port
+                own = f"This page is http://127.0.0.1:{port}/ and nothing else."
+                far = f"From another machine forward the same port: ssh -L {port}:127.0.0.1:{port} HOST"
+                self.send_error(HTTPStatus.FORBIDDEN, explain=f"{own} {far}")
                 return
             try:
                 reply = self._reply(self.path.split("?")[0])

@@ -171,6 +171,8 @@ def test_the_page_answers_to_its_own_address_only(path: str, tmp_path: Path) -> 
             assert client.get(path, headers={"Host": own, "Origin": f"http://{own}"}).status_code == 200
         for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", ""):
             assert client.get(path, headers={"Host": host}).status_code == 403
+        forwarded = client.get(path, headers={"Host": "localhost:1"})  # from another port of the user's machine
+        assert forwarded.status_code == 403 and f"ssh -L {port}:127.0.0.1:{port} HOST" in forwarded.text
         assert client.get(path, headers={"Origin": "http://evil.example"}).status_code == 403
         assert client.get(path, headers={"Origin": "null"}).status_code == 403
 
