@@ -327,6 +327,14 @@ def test_runs_differ_where_one_found_what_the_other_missed(browser: Browser, tmp
     assert page.count("#list button") == 1
 
 
+def test_curves_of_a_very_long_run_are_drawn(browser: Browser, tmp_path: Path) -> None:
+    """Their points were arguments of one call: a browser refused them, and the page showed nothing."""
+    lines = [{"step": step, "loss": 2.0 + step % 3} for step in range(1, 200_001)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": lines}))
+    page = opened(browser, render(collect(tmp_path)), tmp_path)
+    assert page.text("#curves .range") == "steps 1–200000 · 2 … 4" and page.problems() == []
+
+
 @pytest.mark.parametrize("width", [500, 700, 1000, 1440])
 def test_the_page_never_scrolls_sideways(run_page: Browser, width: int) -> None:
     run_page.resize(width)

@@ -16,10 +16,14 @@ const drawCurves = () => {
   byId("curves").replaceChildren(...first.map(curve), ...(rest.length ? [more] : []));
 };
 
+// Not as arguments of Math.min: a browser takes about a hundred thousand.
+const ends = (values) => values
+  .reduce(([low, high], one) => [Math.min(low, one), Math.max(high, one)], [Infinity, -Infinity]);
+
 const curve = (name) => {
   const points = data.curves[name];
   const [xs, ys] = [points.map((point) => point[0]), points.map((point) => point[1])];
-  const [left, right, low, high] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
+  const [left, right, low, high] = [...ends(xs), ...ends(ys)];
   const x = (value) => (100 * (value - left)) / (right - left || 1);
   const y = (value) => 38 - (36 * (value - low)) / (high - low || 1);
   const chart = shape("svg", { viewBox: "0 0 100 40", preserveAspectRatio: "none", "data-curve": name,
