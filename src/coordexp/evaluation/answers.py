@@ -191,7 +191,7 @@ class _Object(msgspec.Struct):
     poly: Annotated[_Bins, msgspec.Meta(min_length=6)] | UnsetType = UNSET
     soft: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     score: float | None = None
-    confidence: float | None = None
+    confidence: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     answers: int | None = None
 
     def shape(self) -> tuple[GeometryKind, _Bins]:

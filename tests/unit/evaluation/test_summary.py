@@ -155,6 +155,7 @@ def test_an_answer_survives_a_round_trip() -> None:
         ('{"sample_id": 1}', "sample_id"),
         (to_line(answered([CAT], [])).replace("[10,20,200,220]", "[10,20,200]"), "bbox_2d"),
         (to_line(answered([], [CAT])).replace("0.5", '"high"'), "score"),
+        (to_line(answered([], [CAT])).replace('"score":0.5', '"confidence":99.5'), "<= 1.0 - at .*confidence"),
     ],
 )
 def test_invalid_lines_are_refused_with_their_place(tmp_path: Path, line: str, complaint: str) -> None:
