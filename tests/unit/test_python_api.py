@@ -39,6 +39,15 @@ def test_editors_and_type_checkers_see_every_public_name() -> None:
     assert names | {"__version__"} == set(dir(coordexp))
 
 
+def test_validation_data_of_the_card_that_are_not_there_are_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error named --data, which nobody gave."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"validation data on its card, outputs/\S+\.jsonl, are not there"):
+        evaluate(model=asset("checkpoints/demo-stage1"))
+
+
 def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"))
     watching = Watching()

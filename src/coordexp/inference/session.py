@@ -119,7 +119,7 @@ def _with_engine(config: AnswerConfig) -> AnswerConfig:
 def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] = ()) -> EvaluationConfig:
     """A configuration that evaluates ``model`` by its own settings, as :func:`inference_config`, on ``data`` or else on
     the validation data of its run. Figures are written below the model's folder; of a model in the hub's cache, below
-    ``outputs``. Raises ConfigError without data."""
+    ``outputs``. Raises ConfigError without data, or if those of its run are not there."""
     own = read_card(model).training
     jsonl = data or (None if own is None else own.val_jsonl)
     if jsonl is None:
@@ -134,7 +134,13 @@ def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] =
         }
     )
     apply_arguments(document, arguments)
-    return parse_section(EvaluationConfig, document, str(model))
+    config = parse_section(EvaluationConfig, document, str(model))
+    if data is None and config.custom.val_jsonl == Path(jsonl) and not Path(jsonl).is_file():
+        raise ConfigError(
+            f"{model}: the validation data on its card, {jsonl}, are not there (working directory: {Path.cwd()}); name "
+            "a JSONL with --data (data=)"
+        )
+    return config
 
 
 def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence[str] = ()) -> AnswerConfig:
