@@ -263,6 +263,10 @@ def test_drawing_marks_the_outlines_and_leaves_the_file(detections: Detections, 
     assert drawn.size == (600, 303)  # small images are enlarged
     with pytest.raises(DataError, match="name another file"):
         detections.save(tmp_path / "a.png")
+    for name in ("drawn", "drawn.jpgg", "drawn.txt"):
+        with pytest.raises(DataError, match=rf"{name}: is no name of a picture; let it end in \.png"):
+            detections.save(tmp_path / "new" / name)
+    assert not (tmp_path / "new").exists()
     assert (tmp_path / "a.png").read_bytes() == before
     with Image.open(tmp_path / "out" / "drawn.png") as saved:
         assert saved.convert("RGB").getpixel((300, 301)) != (255, 255, 255)
