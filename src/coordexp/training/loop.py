@@ -204,7 +204,7 @@ class CoordExpTrainer:
             check_finite(self.model, checkpoint)
         load_optimizer(self.run, checkpoint)
         note_best(state, self.args)
-        is_gone = self.args.load_best_model_at_end and state.best_model_checkpoint is None
+        is_gone = self.args.save_strategy != "no" and state.best_model_checkpoint is None
         if state.best_metric is not None and (self.measures_anew or is_gone):
             self._forget_best()
             why = "the keys of evaluations were changed" if self.measures_anew else "the best checkpoint is gone"
@@ -312,7 +312,7 @@ class CoordExpTrainer:
         if needs_metric(self.run.scheduler):
             self.run.scheduler.step(value)
         is_saved = self.control.should_save or (self._saved is not None and self._saved[0] == state.global_step)
-        if args.load_best_model_at_end and not is_saved:
+        if args.save_strategy != "no" and not is_saved:  # the best of a run without checkpoints is a figure alone
             return
         if state.best_metric is None or sign * value > sign * state.best_metric:
             state.best_metric, state.best_global_step = value, state.global_step

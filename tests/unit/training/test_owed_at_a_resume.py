@@ -102,10 +102,13 @@ def scripted(*f1: float) -> Callable[[Any], None]:
     return install
 
 
-def test_only_a_step_with_a_checkpoint_may_be_the_best(tmp_path: Path) -> None:
-    keys = BEST | {"training__max_steps": 4, "training__save_steps": 2}
-    trainer = train(run_config(tmp_path, 1, "run", **keys), on_built=scripted(0.1, 0.4, 0.9, 0.5))
-    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-4"
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_only_a_step_with_a_checkpoint_may_be_the_best(is_loaded: bool, tmp_path: Path) -> None:
+    keys = BEST | {"training__max_steps": 6, "training__save_steps": 2, "training__save_total_limit": 1}
+    keys["training__load_best_model_at_end"] = is_loaded
+    trainer = train(run_config(tmp_path, 1, "run", **keys), on_built=scripted(0.1, 0.4, 0.9, 0.5, 0.2, 0.3))
+    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-4" and trainer.state.best_metric == 0.5
+    assert sorted(path.name for path in tmp_path.glob("run/checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
 
 
 def test_an_evaluation_without_the_figure_has_no_best_checkpoint(tmp_path: Path) -> None:
@@ -115,10 +118,12 @@ def test_an_evaluation_without_the_figure_has_no_best_checkpoint(tmp_path: Path)
     assert evaluated(trainer) == [1, 2] and Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
 
 
-def test_a_best_checkpoint_that_is_gone_is_forgotten(tmp_path: Path) -> None:
-    train(run_config(tmp_path, 1, "run", **BEST, training__max_steps=2), on_built=scripted(0.9, 0.1))
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_best_checkpoint_that_is_gone_is_forgotten(is_loaded: bool, tmp_path: Path) -> None:
+    keys = BEST | {"training__load_best_model_at_end": is_loaded}
+    train(run_config(tmp_path, 1, "run", **keys, training__max_steps=2), on_built=scripted(0.9, 0.1))
     shutil.rmtree(tmp_path / "run" / "checkpoint-1")
-    keys = BEST | {"training__max_steps": 3, "training__resume_from_checkpoint": True}
+    keys |= {"training__max_steps": 3, "training__resume_from_checkpoint": True}
     resumed = train(run_config(tmp_path, 1, "run", **keys), on_built=scripted(0.2))
     assert Path(resumed.state.best_model_checkpoint).name == "checkpoint-3"
 
