@@ -332,7 +332,8 @@ class TrainingConfig(StrictModel):
     save_steps: Steps = 500.0
     """save every N steps; a number below 1 is a share of all steps"""
     save_total_limit: Count | None = None
-    """keep the newest N checkpoints, and the best one by metric_for_best_model; null keeps all"""
+    """keep N checkpoints: the newest, the best one by metric_for_best_model (with 1, both), then the next newest; null
+    keeps all"""
     save_only_model: bool = False
     """checkpoints without optimizer and scheduler: small, but training cannot resume from them"""
     save_on_each_node: bool = False
