@@ -168,14 +168,14 @@ def last_step_of(folder: Path, state: Mapping[str, Any]) -> float:
     """The optimizer step after which the weights in ``folder`` were saved, by its ``trainer_state.json``: the last, or
     the best checkpoint's in a finished run with ``training.load_best_model_at_end``. Infinite if unknown."""
     best = state.get("best_global_step") if state.get("best_model_checkpoint") else None
-    training = _settings_of_run(folder).get("training") or {}
+    training = settings_of_run(folder).get("training") or {}
     if best and training.get("load_best_model_at_end") and not (folder / SEAL).is_file():
         return float(best)
     return float(state.get("global_step") or math.inf)
 
 
 def _checked_changes(config: RunConfig, source: Path) -> tuple[Change, ...]:
-    earlier = _settings_of_run(source)
+    earlier = settings_of_run(source)
     if not earlier:
         return (Change(RESOLVED_CONFIG, "missing", "no key is compared", harmless=True),)
     manifest = read_manifest(source)
@@ -208,8 +208,8 @@ def _checked_changes(config: RunConfig, source: Path) -> tuple[Change, ...]:
     )
 
 
-def _settings_of_run(folder: Path) -> Mapping[str, Any]:
-    # The configuration of the run that wrote `folder`, there or one folder above; empty without one.
+def settings_of_run(folder: Path) -> Mapping[str, Any]:
+    """The configuration of the run that wrote ``folder``, there or one folder above; empty without one."""
     for place in (folder, folder.absolute().parent):
         if (place / RESOLVED_CONFIG).is_file():
             return read_document(place / RESOLVED_CONFIG).data

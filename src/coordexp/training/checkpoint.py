@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 from coordexp import distributed
 from coordexp.checkpoints.card import CARD
-from coordexp.checkpoints.run_folder import CHECKPOINT, SEAL, checkpoints_in
+from coordexp.checkpoints.run_folder import CHECKPOINT, SEAL, checkpoints_in, settings_of_run
 from coordexp.config.schema import TrainingConfig
 from coordexp.data.files import PIECE_BYTES, checksums, flush_file, write_atomically
 from coordexp.errors import DISK_FULL, CheckpointError, DataError
@@ -31,6 +31,7 @@ from coordexp.records import from_json
 
 # No resume reads the card, and `coordexp evaluate --calibrate` writes it again.
 _UNSEALED = (SEAL, CARD)
+_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps", "effective_batch_size")
 _WRITTEN_BY = re.compile(r"(?:rank|rng_state_|__)(\d+)(?:_\d+)?\.\w+$")
 
 
@@ -200,9 +201,9 @@ def resolve_resume(output_dir: str | Path, resume: bool | str | None) -> Path | 
 
 
 def check_resume(checkpoint: Path, training: TrainingConfig) -> None:
-    """Warn if resuming would change the order of the data, or the samples of a step. Raises CheckpointError if segments
-    that wait in ``checkpoint`` would never be trained on: packing is off now, or another number of processes wrote
-    it."""
+    """Warn if another number of processes resumes: it resets random states, and may change the samples of a step.
+    Raises CheckpointError if segments that wait in ``checkpoint`` would never be trained on: packing is off now, or
+    another number of processes wrote it."""
     packing, written, now = training.packing, read_seal(checkpoint).world_size, distributed.world_size()
     buffered = any(checkpoint.glob("carry_buffer_rank*.json"))
     if not packing and buffered:
@@ -223,14 +224,16 @@ def check_resume(checkpoint: Path, training: TrainingConfig) -> None:
             f"waiting for a packed row. Resume with {written} processes, or start a new run"
         )
     if distributed.is_main():
-        before, after = (training.samples_per_step(processes) for processes in (written, now))
+        earlier = settings_of_run(checkpoint).get("training") or {}
+        own = training.model_copy(update={name: earlier[name] for name in _OF_A_STEP if name in earlier})
+        before, after = own.samples_per_step(written), training.samples_per_step(now)
+        others = f", the order of samples changes, and a step has {after} samples instead of {before}"
         logger.warning(
-            "%s was written by %d processes and is resumed by %d: the order of samples changes, random states and "
-            "the current log line are reset%s",
+            "%s was written by %d processes and is resumed by %d: random states and the current log line are reset%s",
             checkpoint,
             written,
             now,
-            "" if before == after else f", and a step has {after} samples instead of {before}",
+            "" if before == after else others,
         )
 
 

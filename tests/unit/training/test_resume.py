@@ -405,7 +405,19 @@ def test_another_number_of_processes_is_logged_if_allowed(
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_resume(folder, TrainingConfig(output_dir=tmp_path, packing=False, **keys))
     assert "written by 4 processes and is resumed by 2" in caplog.text
-    assert says in caplog.text and bool(says) == ("a step has" in caplog.text)
+    assert says in caplog.text and bool(says) == ("order of samples" in caplog.text)
+
+
+@pytest.mark.parametrize(("size", "says"), [(4, ""), (6, "and a step has 12 samples instead of 8")])
+def test_samples_of_a_step_are_compared_with_those_of_the_checkpoint(
+    size: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another number of processes with another batch size may be the same step."""
+    folder = written_by(tmp_path, 4, buffers=False)
+    (folder / RESOLVED_CONFIG).write_text("training: {per_device_train_batch_size: 2}\n")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_resume(folder, TrainingConfig(output_dir=tmp_path, packing=False, per_device_train_batch_size=size))
+    assert says in caplog.text and bool(says) == ("order of samples" in caplog.text)
 
 
 def test_other_packages_than_those_of_the_start_are_listed(tmp_path: Path) -> None:
