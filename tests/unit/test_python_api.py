@@ -213,10 +213,35 @@ def test_early_stopping_ends_a_run_that_does_not_improve(tmp_path: Path) -> None
     config = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"))
     every_step = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     keys = {**every_step, "max_steps": 9, "learning_rate": 1e-9, "load_best_model_at_end": True}
-    keys["metric_for_best_model"] = "eval_rollout/f1"
+    keys |= {"metric_for_best_model": "eval_rollout/f1", "logging_steps": 5}
     overrides = {f"training.{name}": value for name, value in keys.items()}
     run = train(config, overrides, callbacks=[EarlyStoppingCallback(2)], quiet=True)
     assert max(line["step"] for line in run.history) == 3, "the first evaluation is the best, two more do not improve"
+    (line,) = [line for line in run.history if "loss" in line]  # of the steps since the last line
+    assert line["step"] == 3 and run.history[-1]["train_loss"] == line["loss"] > 0
+
+
+def test_a_resumed_run_stops_early_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
+    config = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"))
+    every_step = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    keys = {**every_step, "max_steps": 2, "learning_rate": 1e-9, "metric_for_best_model": "eval_rollout/f1"}
+    overrides = {f"training.{name}": value for name, value in keys.items()}
+    train(config, overrides, callbacks=[EarlyStoppingCallback(3)], quiet=True)
+    overrides |= {"training.max_steps": 9, "training.resume_from_checkpoint": True}
+    run = train(config, overrides, callbacks=[EarlyStoppingCallback(3)], quiet=True)
+    assert max(line["step"] for line in run.history) == 4, "one evaluation before, and two after, do not improve"
+
+
+class EndsAfterEvaluation(TrainerCallback):
+    def on_evaluate(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        control.should_training_stop = True
+
+
+def test_an_evaluation_before_the_first_step_may_end_the_run(tmp_path: Path) -> None:
+    config = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"))
+    overrides = {"training.eval_strategy": "steps", "training.eval_on_start": True}
+    run = train(config, overrides, callbacks=[EndsAfterEvaluation()], quiet=True)
+    assert {line["step"] for line in run.history} == {0}
 
 
 def test_convert_takes_the_options_of_the_command(tmp_path: Path) -> None:

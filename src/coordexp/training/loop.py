@@ -46,7 +46,7 @@ from coordexp.training.saving import (
     save_checkpoint,
     save_final_model,
 )
-from coordexp.training.state import RunState
+from coordexp.training.state import RunState, callback_states, restore_callbacks
 from coordexp.training.step import TrainStep
 
 logger = logging.getLogger("coordexp")
@@ -139,7 +139,8 @@ class CoordExpTrainer:
         if resume_from_checkpoint is not None:
             load_rank_state(self.run, Path(resume_from_checkpoint))
 
-        for step in range(first, self.state.max_steps):
+        is_ended = self.control.should_training_stop  # by a callback, after the evaluation above
+        for step in range(first, first if is_ended else self.state.max_steps):
             if step % self.batches.steps_per_epoch == 0 or step == first:
                 self._notify("on_epoch_begin")
             with self._saving_on_error(f"step {step + 1}"):
@@ -171,6 +172,8 @@ class CoordExpTrainer:
             if self.control.should_epoch_stop:
                 raise ValueError("a callback set should_epoch_stop, which would skip samples; use should_training_stop")
 
+        if self.stopped_by is None:
+            self._log_steps()  # if a callback ended the run between two lines
         seconds, steps = max(time.perf_counter() - started, 1e-9), self.state.global_step - first
         samples = self.batches.samples_before(self.state.global_step) - self.batches.samples_before(first)
         self._log(
@@ -186,6 +189,7 @@ class CoordExpTrainer:
         if self.args.load_best_model_at_end and self.stopped_by is None:
             if best is not None:
                 load_weights(self.run, Path(best))
+                self.on_note(f"the model is that of {best} (training.load_best_model_at_end)")
             else:
                 self.on_note(
                     "training.load_best_model_at_end: no checkpoint of this run was evaluated by "
@@ -199,6 +203,7 @@ class CoordExpTrainer:
         progress, state = load_progress(checkpoint), self.state
         for name in ("global_step", "epoch", "log_history", "best_metric", "best_model_checkpoint", "best_global_step"):
             setattr(state, name, getattr(progress, name))
+        restore_callbacks(self.callback_handler.callbacks, progress.stateful_callbacks)
         load_weights(self.run, checkpoint)
         with distributed.raise_on_all_ranks(f"loading {checkpoint}"):
             check_finite(self.model, checkpoint)
@@ -225,19 +230,8 @@ class CoordExpTrainer:
 
     def _log_evaluate_save(self) -> None:
         """Log, evaluate and save as the control flags say."""
-        if self.control.should_log and self.run.sums.steps:
-            metrics = self.run.sums.take()  # of the steps since the last line, on all ranks
-            if self._drift is None:
-                self._drift = DriftWatch()
-                self._drift.replay(self.state.log_history)
-            metrics |= self._drift.observe(metrics, self.state.global_step)
-            self._reading.observe(metrics, self.state.global_step)
-            norm, rate = self._last_update["grad_norm"], self._last_update["learning_rate"]
-            payload = MetricsPayload("train", self.state.global_step, metrics).metrics
-            trainer = {} if norm is None else {"grad_norm": float(norm)}
-            if lost := self.failed_writes():
-                trainer[LOG_WRITES_FAILED] = lost
-            self._log({"loss": payload.get("loss", 0.0), **trainer, "learning_rate": rate, **payload})
+        if self.control.should_log:
+            self._log_steps()
         if self.control.should_evaluate:
             self._evaluate_and_note_best()
         if self.control.should_save:
@@ -250,6 +244,23 @@ class CoordExpTrainer:
             self.control = getattr(handler, event)(self.args, self.state, self.control, **details)
 
     # -- logs ----------------------------------------------------------------------------------------------------------
+
+    def _log_steps(self) -> None:
+        """Log the steps since the last line, if there are any. A collective call."""
+        if not self.run.sums.steps:
+            return
+        metrics = self.run.sums.take()
+        if self._drift is None:
+            self._drift = DriftWatch()
+            self._drift.replay(self.state.log_history)
+        metrics |= self._drift.observe(metrics, self.state.global_step)
+        self._reading.observe(metrics, self.state.global_step)
+        norm, rate = self._last_update["grad_norm"], self._last_update["learning_rate"]
+        payload = MetricsPayload("train", self.state.global_step, metrics).metrics
+        trainer = {} if norm is None else {"grad_norm": float(norm)}
+        if lost := self.failed_writes():
+            trainer[LOG_WRITES_FAILED] = lost
+        self._log({"loss": payload.get("loss", 0.0), **trainer, "learning_rate": rate, **payload})
 
     def _log(self, line: dict[str, float]) -> None:
         if self.state.epoch is not None:
@@ -359,6 +370,7 @@ class CoordExpTrainer:
         """Write the checkpoint of the finished steps, and delete old ones. A collective call. Raises TrainingDiverged
         for weights that are NaN or infinite, before a good checkpoint is deleted."""
         self._check_weights("a checkpoint")
+        self.state.stateful_callbacks = callback_states(self.callback_handler.callbacks)
         folder = save_checkpoint(self.run, self.args, self.last_saved())
         self._saved, self._resumable = (self.state.global_step, folder), not self.args.save_only_model
         if self.args.should_save:

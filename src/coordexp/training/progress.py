@@ -228,8 +228,7 @@ class RichProgress(TrainerCallback):
         if self._evaluated:
             self._print(f"last {self._evaluated}")
         if self._best is not None:
-            loaded = args.load_best_model_at_end and state.global_step >= state.max_steps
-            self._print(self._best_line(args, state) + (", loaded" if loaded else ""))
+            self._print(self._best_line(args, state))
 
     def _best_line(self, args: Any, state: TrainerState) -> str:
         return f"best checkpoint: {state.best_model_checkpoint}, {args.metric_for_best_model} {state.best_metric:.3f}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
 
 from coordexp.metrics import MetricSums
 from coordexp.modeling.load import LoadedModel
@@ -97,3 +98,16 @@ def set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def callback_states(callbacks: Iterable[object]) -> Any:
+    """What callbacks say that a checkpoint must keep, by class, such as how often early stopping saw no better
+    evaluation."""
+    return {type(one).__name__: one.state() for one in callbacks if isinstance(one, ExportableState)}
+
+
+def restore_callbacks(callbacks: Iterable[object], states: Any) -> None:
+    """Give callbacks their attributes of :func:`callback_states`; None has none. Their arguments stay."""
+    for one in callbacks:
+        if isinstance(one, ExportableState) and (state := (states or {}).get(type(one).__name__)) is not None:
+            vars(one).update(state["attributes"])
