@@ -165,7 +165,7 @@ def step_of(config: RunConfig, args: Any, model: Any, task: Any, folder: Path) -
         model=wrapped, optimizer=optimizer, scheduler=build_scheduler(optimizer, args, 10),
         accelerator=OneFakeGPU(), shards=False, is_deepspeed=False,
         progress=SimpleNamespace(global_step=0),
-        sums=SimpleNamespace(add=lambda metrics: None, count_step=lambda channel: None),
+        sums=SimpleNamespace(add=lambda metrics: None, count_step=lambda channel, has_slots: None),
     )  # fmt: skip
     tower = VisionTower.from_model(model)
     build_row = RowBuilder(model.model.get_rope_index, tower, IMAGE_TOKEN, "packed", torch.device("cpu"))

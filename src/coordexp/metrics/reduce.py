@@ -57,12 +57,15 @@ class MetricSums:
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
         self._channel_steps: Counter[str] = Counter()
+        self._steps_with_slots: Counter[str] = Counter()  # by channel too
         self.steps = 0
 
-    def count_step(self, channel: str | None = None) -> None:
-        """Count one optimizer step into the current log entry; ``channel``: of two-channel training."""
+    def count_step(self, channel: str | None = None, *, has_slots: bool = True) -> None:
+        """Count one optimizer step into the current log entry. ``channel``: of two-channel training. ``has_slots``:
+        whether any rank has a coordinate slot in it; images without objects have none."""
         self.steps += 1
         self._channel_steps[channel or ""] += 1
+        self._steps_with_slots[channel or ""] += int(has_slots)
 
     def add(self, values: Mapping[str, float]) -> None:
         """Add the values of a micro-step, or of any part of a step. Raises ValueError for an unknown name."""
@@ -70,7 +73,8 @@ class MetricSums:
 
     def state_dict(self) -> dict[str, Any]:
         """State of an unfinished log entry for a checkpoint; bit-exact as JSON."""
-        return {"values": dict(self._values), "channel_steps": dict(self._channel_steps), "steps": self.steps}
+        counts = {"channel_steps": dict(self._channel_steps), "steps_with_slots": dict(self._steps_with_slots)}
+        return {"values": dict(self._values), **counts, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a saved log entry. Raises ValueError for a metric that is no longer in the table."""
@@ -78,6 +82,7 @@ class MetricSums:
             rule_of(name)
         self._values = dict(state["values"])
         self._channel_steps = Counter(state["channel_steps"])
+        self._steps_with_slots = Counter(state.get("steps_with_slots", state["channel_steps"]))  # an earlier version's
         self.steps = state["steps"]
 
     def take(self) -> dict[str, float]:
@@ -88,11 +93,15 @@ class MetricSums:
             Rule.SECONDS: self.steps,
             Rule.SHARE_OF_A: self._channel_steps["A"],
             Rule.SHARE_OF_B: self._channel_steps["B"],
+            Rule.SLOTS: self._steps_with_slots.total(),
+            Rule.SLOTS_OF_A: self._steps_with_slots["A"],
+            Rule.SLOTS_OF_B: self._steps_with_slots["B"],
         }
         for name in metrics:
             metrics[name] /= max(1, steps.get(rule_of(name), 1))
         self._values, self.steps = {}, 0
         self._channel_steps.clear()
+        self._steps_with_slots.clear()
         return metrics
 
 

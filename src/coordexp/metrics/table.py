@@ -21,6 +21,9 @@ class Rule(Enum):
     SHARE = ("sum", "mean", "sum")  # of a mean over the whole step: micro-steps and ranks each hold a part of it
     SHARE_OF_A = ("sum", "mean of A's", "sum")  # the same of Channel-A's or Channel-B's steps alone
     SHARE_OF_B = ("sum", "mean of B's", "sum")
+    SLOTS = ("sum", "mean of steps with slots", "sum")  # a mean over coordinate slots; a step may have none
+    SLOTS_OF_A = ("sum", "mean of A's with slots", "sum")
+    SLOTS_OF_B = ("sum", "mean of B's with slots", "sum")
     SECONDS = ("sum", "mean", "max")
     SCHEDULE = SECONDS  # the same on every rank; the share of a line's steps
     PEAK = ("max", "max", "max")  # percentiles and 0/1 flags
@@ -83,10 +86,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("loss/bbox_geo/ciou", "0..2 and above", SHARE, "1 − CIoU of decoded boxes, per box"),
     ),
     "coord_diag": (
-        Metric("coord_diag/acc_top5", "0..1", SHARE, "share of slots with the target bin among the five likeliest"),
-        Metric("coord_diag/p_target", "0..1", SHARE, "probability of the target bin among the bins"),
-        Metric("coord_diag/expected_bin_mae", "bins", SHARE, "diagnostic: distance of the expectation over bins to the target, without gradient; no loss reads it"),
-        Metric("coord_diag/coord_mass", "0..1", SHARE, "probability of any coordinate token"),
+        Metric("coord_diag/acc_top5", "0..1", Rule.SLOTS, "share of slots with the target bin among the five likeliest"),
+        Metric("coord_diag/p_target", "0..1", Rule.SLOTS, "probability of the target bin among the bins"),
+        Metric("coord_diag/expected_bin_mae", "bins", Rule.SLOTS, "diagnostic: distance of the expectation over bins to the target, without gradient; no loss reads it"),
+        Metric("coord_diag/coord_mass", "0..1", Rule.SLOTS, "probability of any coordinate token"),
     ),
     "rollout": (
         Metric("rollout/samples_total", "samples", COUNT, "answers generated"),
@@ -133,8 +136,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("stage2/closure_dropped_total", "samples", COUNT, "Channel-B answers that cannot be followed by a closing brace; left out of the step"),
         Metric("loss/A/<module>/<term>", "as above", Rule.SHARE_OF_A, "a term of Channel-A's objective"),
         Metric("loss/B/<module>/<term>", "as above", Rule.SHARE_OF_B, "a term of Channel-B's objective"),
-        Metric("coord_diag/A/<name>", "as above", Rule.SHARE_OF_A, "Channel-A's coordinate diagnostics, from its last forward"),
-        Metric("coord_diag/B/<name>", "as above", Rule.SHARE_OF_B, "Channel-B's coordinate diagnostics"),
+        Metric("coord_diag/A/<name>", "as above", Rule.SLOTS_OF_A, "Channel-A's coordinate diagnostics, from its last forward"),
+        Metric("coord_diag/B/<name>", "as above", Rule.SLOTS_OF_B, "Channel-B's coordinate diagnostics"),
     ),
     "safeguard": (
         Metric("safeguard/truncated_rate", "0..1", LEVEL, "truncated answers among the last 128"),

@@ -176,7 +176,7 @@ class TrainStep:
                     metrics |= self.recorder.take_counters()
             metrics["time/window_prepare_s"] = time.perf_counter() - started
             run.sums.add({**metrics, **self._channel_metrics(task, step)})
-            run.sums.count_step(task.channel)
+            run.sums.count_step(task.channel, has_slots=prepared.totals["coord"] > 0)
             self.notify("on_step_begin")
 
             # Forward and backward, row by row.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -217,6 +218,20 @@ def test_losses_of_a_channel_are_means_over_its_own_steps():
     sums.count_step("B")
     sums.add({"loss/B/token_ce/struct_ce": 4.0})
     assert sums.take() == {"loss/B/token_ce/struct_ce": 4.0}
+
+
+@pytest.mark.parametrize("channel", [None, "A", "B"])
+def test_coordinate_diagnostics_are_means_over_steps_with_coordinates(channel):
+    """A step of images without objects has an error of no bins, not one of 0 bins; its loss is a loss."""
+    name, sums = f"coord_diag/{channel}/expected_bin_mae" if channel else "coord_diag/expected_bin_mae", MetricSums()
+    for error, loss in ((6.0, 3.0), (None, 1.0), (4.0, 2.0)):
+        sums.count_step(channel, has_slots=error is not None)
+        sums.add({"loss": loss} | ({} if error is None else {name: error}))
+    saved = json.loads(json.dumps(sums.state_dict()))
+    assert sums.take() == {"loss": 2.0, name: 5.0}
+    resumed = MetricSums()
+    resumed.load_state_dict(saved)
+    assert resumed.take() == {"loss": 2.0, name: 5.0}
 
 
 def test_schedule_metrics_are_the_same_on_every_rank(monkeypatch):
