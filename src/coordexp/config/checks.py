@@ -414,7 +414,8 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
     if training.effective_batch_size is not None and training.effective_batch_size % samples:
         problems.append(
             f"training.effective_batch_size: {training.effective_batch_size} is not a multiple of "
-            f"per_device_train_batch_size x processes = {training.per_device_train_batch_size} x {world_size}"
+            f"per_device_train_batch_size x processes = {training.per_device_train_batch_size} x {world_size}; write a "
+            f"multiple of {training.per_device_train_batch_size * world_size}, or start another number of processes"
         )
     vllm = rollout.vllm if rollout is not None and rollout.rollout_backend == "vllm" else None
     if vllm is not None and vllm.mode == "colocate" and world_size % vllm.tensor_parallel_size:
