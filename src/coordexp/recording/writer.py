@@ -29,7 +29,7 @@ from coordexp.data.images import open_rgb
 from coordexp.evaluation.drawing import draw_objects
 from coordexp.objective import HeadQuery, HeadScores, SupervisionTensors
 from coordexp.recording.rollout_record import LossRecord, Settings, WhereInTraining, loss_path, make_record
-from coordexp.records import NUM_BINS, ImageRecord, PackedRow, Segment, to_json
+from coordexp.records import NUM_BINS, ImageRecord, PackedRow, Segment, TrainingTarget, to_json
 from coordexp.targets import SampleOutcome
 
 logger = logging.getLogger("coordexp")
@@ -63,7 +63,8 @@ class RolloutRecorder:
         self._rank = rank
         self._settings = settings
         self._config = config
-        self._untrained: dict[str, WhereInTraining] = {}  # recorded, but its loss is not known yet
+        # Recorded, but the loss is not known yet. By target: a sample may be in a step twice, or wait more than once.
+        self._untrained: dict[TrainingTarget, WhereInTraining] = {}
         self._counters = Counter({name: 0 for name in COUNTERS})
         self._warned: set[str] = set()
 
@@ -83,22 +84,19 @@ class RolloutRecorder:
                 return
             where = WhereInTraining(global_step, micro_step, self._rank, idx, len(samples))
             if outcome.target.token_ids:  # an answer that cannot be closed is dropped, and never trained on
-                self._untrained[sample.record.sample_id] = where
+                self._untrained[outcome.target] = where
             self._write(self.path, partial(make_record, sample.record, outcome, where, self._settings))
 
     def wants_losses(self, segments: Sequence[Segment]) -> bool:
-        """Whether one of ``segments`` is of a recorded sample, so that its tokens' losses are needed."""
-        return any(segment.sample_id in self._untrained for segment in segments)
+        """Whether one of ``segments`` is of a recorded answer, so that its tokens' losses are needed."""
+        return any(segment.target in self._untrained for segment in segments)
 
     def offer_losses(
         self, global_step: int, segments: Sequence[Segment], losses: Sequence[Sequence[tuple[int, float]]]
     ) -> None:
         """Record the :func:`token_losses` of recorded ones among the ``segments`` of the step after ``global_step``."""
         for segment, loss in zip(segments, losses, strict=True):
-            if not segment.target.token_ids:
-                continue  # a blank row, which borrows its prompt from a sample that may be recorded
-            where = self._untrained.pop(segment.sample_id, None)
-            if where is not None and segment.target.context == "rollout":
+            if (where := self._untrained.pop(segment.target, None)) is not None:
                 self._write(loss_path(self.path), partial(LossRecord.from_segment, segment, where, global_step, loss))
 
     def take_counters(self) -> Counter[str]:

@@ -73,13 +73,29 @@ def test_records_of_due_steps_are_written_with_their_place(tmp_path: Path) -> No
 def test_a_blank_row_is_not_recorded_as_a_sample(tmp_path: Path) -> None:
     recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
     (sample,) = samples(1)
-    offer(recorder, 0, [sample])
-    target = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab()).target
+    outcome = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab())
+    recorder.offer(0, 1, [[sample]], [outcome])
+    target = outcome.target
     eos = len(target.token_ids) - 1
     recorder.offer_losses(0, blank_row([[sample]]).segments, [()])
     trained = Segment(sample.record.sample_id, sample.request.prompt_token_ids, target, {})
     recorder.offer_losses(0, [trained], [((eos, 0.5),)])
     assert [found.token_loss for found in read_records(tmp_path)] == [((eos, 0.5),)]
+
+
+def test_each_of_two_answers_to_one_sample_gets_its_own_losses(tmp_path: Path) -> None:
+    """A sample may be in a step twice (a weight, another rank's padding), or again before a waiting one is trained."""
+    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
+    (sample,) = samples(1)
+    outcomes = [outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab()) for _ in range(3)]
+    recorder.offer(0, 1, [[sample], [sample]], outcomes[:2])
+    first, second, later = (
+        Segment(sample.record.sample_id, sample.request.prompt_token_ids, one.target, {}) for one in outcomes
+    )
+    recorder.offer_losses(0, [second], [((0, 0.25),)])
+    assert not recorder.wants_losses([later]) and recorder.wants_losses([later, first])
+    recorder.offer_losses(3, [later, first], [((0, 9.0),), ((0, 0.5),)])
+    assert [found.token_loss for found in read_records(tmp_path)] == [((0, 0.5),), ((0, 0.25),)]
 
 
 def test_a_dropped_answer_does_not_get_losses_of_a_later_one(tmp_path: Path) -> None:
