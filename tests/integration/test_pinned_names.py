@@ -135,7 +135,7 @@ PINNED: dict[str, dict[str, list[str]]] = {
         "accelerate.state": ["PartialState._shared_state"],
         "transformers.training_args": ["TrainingArguments: _n_gpu"],
         "transformers.trainer": ["OPTIMIZER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "TRAINER_STATE_NAME"],
-        "transformers.trainer_callback": ["CallbackHandler", "DefaultFlowCallback"],
+        "transformers.trainer_callback": ["CallbackHandler", "DefaultFlowCallback", "ExportableState"],
         "transformers.trainer_pt_utils": ["get_parameter_names"],
         "transformers.trainer_utils": ["PREFIX_CHECKPOINT_DIR", "align_special_tokens"],
     },

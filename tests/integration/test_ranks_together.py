@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from rich.console import Console
+from transformers import TrainerCallback
 
 from coordexp import distributed
 from coordexp.config import load_config
@@ -230,6 +231,25 @@ class Guard:
 guard = Guard()
 """
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "coordexp", "train")
+
+
+class EndsOnOneRank(TrainerCallback):
+    """As a limit of time does, if the clocks of two ranks differ."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        control.should_save = control.should_training_stop = distributed.rank() == 1 and state.global_step == 2
+
+
+def train_with_a_limit(yaml: Path) -> None:
+    trainer = run_training(load_config(yaml), Console(quiet=True), callbacks=[EndsOnOneRank()])
+    (yaml.parent / f"rank{distributed.rank()}.json").write_text(str(trainer.state.global_step), encoding="utf-8")
+
+
+def test_what_a_callback_asks_for_on_one_rank_is_done_on_both(tmp_path: Path) -> None:
+    keys = {"training__max_steps": 5, "training__save_strategy": "steps", "training__ddp_timeout": 60}
+    config = run_config(tmp_path, 1, **keys)
+    assert results_of_two(tmp_path, train_with_a_limit, yaml_of(config)) == [2, 2]
+    assert is_complete(tmp_path / "run" / "checkpoint-2")
 
 
 def test_a_rank_ends_before_its_interpreter_is_taken_down(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from coordexp.training.saving import (
     save_checkpoint,
     save_final_model,
 )
-from coordexp.training.state import RunState, callback_states, restore_callbacks
+from coordexp.training.state import RunState, act_together, callback_states, restore_callbacks
 from coordexp.training.step import TrainStep
 
 logger = logging.getLogger("coordexp")
@@ -242,6 +242,7 @@ class CoordExpTrainer:
         handler: Any = self.callback_handler
         with distributed.raise_on_all_ranks(f"callbacks of {event} after step {self.state.global_step}"):
             self.control = getattr(handler, event)(self.args, self.state, self.control, **details)
+        act_together(self.control)
 
     # -- logs ----------------------------------------------------------------------------------------------------------
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerState
+from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
+from coordexp import distributed
 from coordexp.metrics import MetricSums
 from coordexp.modeling.load import LoadedModel
 from coordexp.packing import CarryBuffer
@@ -111,3 +112,12 @@ def restore_callbacks(callbacks: Iterable[object], states: Any) -> None:
     for one in callbacks:
         if isinstance(one, ExportableState) and (state := (states or {}).get(type(one).__name__)) is not None:
             vars(one).update(state["attributes"])
+
+
+def act_together(control: TrainerControl) -> None:
+    """Set what a callback asks for on any rank, which may see another time of its clock, on all ranks. A collective
+    call."""
+    names = [one.name for one in fields(control)]
+    asked = distributed.all_reduce([float(getattr(control, name)) for name in names], "max")
+    for name, value in zip(names, asked, strict=True):
+        setattr(control, name, bool(value))
