@@ -13,6 +13,10 @@ from coordexp.records import PackedRow, Segment
 
 # Segments times capacity that the exact search accepts: 512 segments at 64k tokens.
 _EXACT_LIMIT = 2**25
+_CURE = (
+    "raise global_max_length; where the model's own answer makes it long, lower rollout_matching.max_new_tokens; or "
+    "set training.packing: false"
+)
 
 
 def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
@@ -38,8 +42,7 @@ def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
         raise ValueError(f"segment {lengths.index(min(lengths))} has {min(lengths)} tokens; a segment has at least 1")
     if max(lengths) > capacity:
         raise SegmentTooLong(
-            f"segment {lengths.index(max(lengths))}: {max(lengths):,} tokens > row capacity {capacity:,}; "
-            "raise global_max_length, lower rollout_matching.max_new_tokens, or set training.packing: false"
+            f"segment {lengths.index(max(lengths))}: {max(lengths):,} tokens > row capacity {capacity:,}; {_CURE}"
         )
     if sum(lengths) <= capacity:
         return list(range(len(lengths)))
@@ -126,7 +129,7 @@ class CarryBuffer:
             if segment.length > self.capacity:
                 raise SegmentTooLong(
                     f"sample {segment.sample_id}: {segment.length:,} tokens > global_max_length {self.capacity:,}; "
-                    "raise global_max_length, lower rollout_matching.max_new_tokens, or set training.packing: false"
+                    f"{_CURE}"
                 )
         if len(self._segments) + len(segments) > self.max_segments:
             raise CarryBufferOverflow(

@@ -193,8 +193,8 @@ def test_an_oversized_segment_is_refused_and_not_inserted():
     with pytest.raises(SegmentTooLong) as error:
         buffer.insert(make_segment("fits", 5), make_segment("17", 12_410))
     assert str(error.value) == (
-        "sample 17: 12,410 tokens > global_max_length 12,000; raise global_max_length, lower "
-        "rollout_matching.max_new_tokens, or set training.packing: false"
+        "sample 17: 12,410 tokens > global_max_length 12,000; raise global_max_length; where the model's "
+        "own answer makes it long, lower rollout_matching.max_new_tokens; or set training.packing: false"
     )
     assert len(buffer) == 0
 
