@@ -1,7 +1,14 @@
-"""How ``coordexp serve`` ends."""
+"""How ``coordexp serve`` takes its address, and how it ends."""
 
+import socket
 import subprocess
 import sys
+
+import pytest
+
+from coordexp.engine.server.serving import take_address
+from coordexp.errors import RolloutError
+from coordexp.launch.plan import can_listen
 
 TWICE = """
 import asyncio, logging, os, signal, socket, sys
@@ -31,3 +38,15 @@ asyncio.run(serve_to_the_end(uvicorn.Config(FastAPI(lifespan=lifespan), log_conf
 def test_two_ctrl_c_at_once_end_a_server_without_a_traceback() -> None:
     ended = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr, ended.returncode) == ("closed\n", "", 130)
+
+
+def test_the_address_of_a_server_that_is_still_starting_is_taken() -> None:
+    """Two launches with the same ports would otherwise both start, and the second one train with the first's server."""
+    with take_address("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(RolloutError, match="this address cannot be taken"):
+            take_address("127.0.0.1", port)
+        assert not can_listen("127.0.0.1", port)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+    assert can_listen("127.0.0.1", port)

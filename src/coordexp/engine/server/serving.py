@@ -63,7 +63,7 @@ def prepare_environment(repeat_terminate: RepeatTerminateConfig, *, gpu: bool) -
 def run_server(options: ServeOptions, *, gpu: bool) -> None:
     """Serve until SIGTERM or SIGINT. Raises RolloutError: a taken port, or an engine unlike the configuration;
     CheckpointError: a weight that is NaN or infinite."""
-    listener = _listener(options.host, options.port)  # before the engine starts, so a port in use is reported at once
+    listener = take_address(options.host, options.port)  # first, so a port in use is reported at once
     require("vllm", "coordexp serve")
     # Nothing else handles signals while the engine starts. SystemExit runs the clean-up that ends it.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -117,6 +117,7 @@ async def _serve(server: RolloutServer, listener: socket.socket) -> None:
     options = server.options
     logger.info("serving %s at %s:%d (%d devices)", options.model, options.host, options.port, options.world_size)
     config = bounded_config(app, timeout_graceful_shutdown=DRAIN_S)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ended connections then hold no port
     await serve_to_the_end(config, listener)
 
 
@@ -134,13 +135,16 @@ async def serve_to_the_end(config: uvicorn.Config, listener: socket.socket) -> N
     await Server(config).serve(sockets=[listener])
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def take_address(host: str, port: int) -> socket.socket:
+    """A socket that holds an address from now on, and listens later. Raises RolloutError if it cannot be taken."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # asyncio disables Nagle's algorithm only if the protocol is given; otherwise each reply is 40 ms late.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)  # connections are refused until the engine is ready
+        # Two sockets with this option may have one port until one of them listens, here minutes later.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         raise RolloutError(
             f"{host}:{port}: this address cannot be taken ({error}). If another server runs there, stop it; if the "
