@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -104,10 +105,13 @@ def render(job: ClusterJob, scheduler: Scheduler, image: str = "", accelerator: 
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["json"] = json.dumps
+    environment.filters["json"] = partial(json.dumps, ensure_ascii=False)  # YAML has no pairs of surrogates
+    run = shlex.join((job.config, *job.arguments))
+    if scheduler == "kubernetes":
+        run = run.replace("$", "$$")  # which it reads as $; it would expand $(NAME) itself
     text = environment.get_template(TEMPLATES[scheduler]).render(
         job=job,
-        run=shlex.join((job.config, *job.arguments)),
+        run=run,
         host_variables=[HOST_VARIABLE.format(index=index) for index in range(job.servers)],
         rendezvous_port=RENDEZVOUS_PORT,
         restarts=RESTARTS,

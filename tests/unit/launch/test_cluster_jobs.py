@@ -311,8 +311,29 @@ def test_any_argument_reaches_the_trainer_as_it_is(scheduler: cluster.Scheduler,
         pods = [one["template"]["spec"]["template"]["spec"] for one in document["spec"]["replicatedJobs"]]
         scripts = [container["command"][2] for pod in pods for container in pod["containers"]]
     for script in scripts:
-        assert shlex.quote(argument) in script
+        quoted = shlex.quote(argument)
+        assert (quoted.replace("$", "$$") if scheduler == "kubernetes" else quoted) in script
         assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=20).returncode == 0
+
+
+def test_kubernetes_expands_no_dollar_of_an_argument_and_reads_every_character() -> None:
+    """Kubernetes replaces $(NAME) and reads $$ as $; a YAML escape cannot hold half a character."""
+    job = replace(JOB, arguments=("a=$(POD_IP) $$ \U0001f600",))
+    (document,) = yaml.safe_load_all(render(job, "kubernetes", image="i"))
+    for one in document["spec"]["replicatedJobs"]:
+        command = one["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+        assert "'a=$$(POD_IP) $$$$ \U0001f600'" in command[2]
+
+
+def test_the_name_of_a_tokens_variable_is_text() -> None:
+    """NO is a boolean in YAML 1.1, in which schedulers read."""
+    job = replace(JOB, token_variable="NO")
+    (document,) = yaml.safe_load_all(render(job, "kubernetes", image="i"))
+    for one in document["spec"]["replicatedJobs"]:
+        names = [entry["name"] for entry in one["template"]["spec"]["template"]["spec"]["containers"][0]["env"]]
+        assert names[-1] == "NO"
+    (document,) = yaml.safe_load_all(render(job, "skypilot", accelerator="H100"))
+    assert document["secrets"] == {"NO": None}
 
 
 @pytest.mark.parametrize("name", ["H100: x", "A\nsetup: y", "{", "#", "H100"])
