@@ -204,6 +204,12 @@ def _devices_of_servers(config: RunConfig, local: Sequence[bool]) -> list[tuple[
     for index, (one, here) in enumerate(zip(devices, local, strict=True)):
         if owner and here and not one:
             problems.append(f"launch.server_devices[{index}]: missing, while others have devices; name this server's")
+        size = config.rollout_matching.vllm.tensor_parallel_size if config.rollout_matching is not None else 1
+        if here and len(one) % size:
+            problems.append(
+                f"launch.server_devices[{index}]: {', '.join(map(str, one))} cannot be shared out to engines of "
+                f"rollout_matching.vllm.tensor_parallel_size {size} devices; name a multiple of {size}"
+            )
     if problems:
         raise ConfigError("\n".join(problems))
     return devices
