@@ -94,9 +94,9 @@ def launch(
             title = Text.assemble((process.name, "bold"), f" on {process.device_names()}, log {process.log}")
             console.print(title, soft_wrap=True)
             for name, value in process.environment.items():
-                say(console, f"  {name}={shlex.quote(value)}")
+                say(console, f"  {name}={shlex.quote(value)} \\")  # continued, so that a shell passes it on
             for name, variable in process.secrets.items():
-                say(console, f"  {name}=${{{variable}}}")
+                say(console, f"  {name}=${{{variable}}} \\")
             say(console, f"  {shlex.join(process.command)}")
     if preflight.problems:
         raise ConfigError("\n".join(preflight.problems))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,6 +203,7 @@ def test_variables_of_the_shell_stay_those_of_the_servers(
         ([[0], [1]], [], 1, "launch.learner_devices: missing"),
         ([[0], []], [1], 1, r"server_devices\[1\]: missing"),
         ([[0], [1]], [2], 2, "tensor_parallel_size 2"),
+        ([[0, 1, 2], [3, 4]], [5], 2, r"server_devices\[0\]: 0, 1, 2 cannot be shared out.*name a multiple of 2"),
     ],
 )
 def test_devices_that_do_not_fit_are_refused(
@@ -319,6 +322,18 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path, config: dict
         assert word in result.out
     assert "ok memory: " in result.out
     assert not Path(config["training"]["output_dir"]).exists()
+
+
+def test_a_printed_plan_can_be_pasted_into_a_shell(tmp_path: Path, config: dict[str, Any], cli: Cli) -> None:
+    """Each command with its variables; a variable on a line of its own would not reach the program."""
+    config = set_key(config, "training.output_dir", str(tmp_path / "it's $HOME"))
+    result = cli("launch", "--config", write_yaml(tmp_path, config), "--dry-run", "template.prompt=a $HOME")
+    assert result.code == 0, result.err
+    block = result.out.split("trainer on the CPU")[1].split("\n", 1)[1]
+    shows = "import os, sys; print(os.environ['OMP_WAIT_POLICY'], sys.argv[-1])"
+    pasted = block.replace(" -m torch.distributed.run", f" -c {shlex.quote(shows)}")
+    ran = subprocess.run(["bash"], input=pasted, capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "passive template.prompt=a $HOME\n", ran.stderr
 
 
 def test_launch_passes_the_listen_hosts_to_servers(tmp_path: Path, config: dict[str, Any], cli: Cli) -> None:
