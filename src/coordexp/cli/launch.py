@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated, Literal
@@ -44,6 +45,8 @@ def launch(
     """
     from coordexp.config import load_config
 
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)  # of an earlier job or this pod: no rank of ours, whose later ones print nothing
     given = tuple(arguments or ())
     if job is not None:
         from coordexp.launch.cluster import plan_job, render

@@ -336,6 +336,16 @@ def test_a_printed_plan_can_be_pasted_into_a_shell(tmp_path: Path, config: dict[
     assert ran.stdout == "passive template.prompt=a $HOME\n", ran.stderr
 
 
+def test_a_rank_left_by_an_earlier_job_hides_no_plan(
+    tmp_path: Path, config: dict[str, Any], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pods of Kubeflow have these variables too; later ranks print nothing."""
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    result = cli("launch", "--config", write_yaml(tmp_path, config), "--dry-run")
+    assert result.code == 0 and "torch.distributed.run" in result.out
+
+
 def test_launch_passes_the_listen_hosts_to_servers(tmp_path: Path, config: dict[str, Any], cli: Cli) -> None:
     path = write_yaml(tmp_path, set_key(config, "launch.server", "coordexp"))
     result = cli("launch", "--config", path, "--dry-run", "--host", "127.0.0.2")
