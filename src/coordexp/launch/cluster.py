@@ -35,6 +35,7 @@ RENDEZVOUS_PORT = 29500
 RESTARTS = 5  # of a whole job whose machine died
 _NO_TEXT = ("true", "false", "yes", "no", "on", "off", "y", "n", "null")  # in YAML 1.1
 _MOST_HOSTS = 256
+_LONGEST_SIGNAL_S = 65535  # of sbatch --signal
 _UNKNOWN_HOST = "rollout-host-{index}.invalid"  # placeholder of a host while the configuration is only read
 
 
@@ -58,6 +59,11 @@ class ClusterJob:
     @property
     def nodes(self) -> int:
         return self.servers + self.trainer_nodes
+
+    @property
+    def signal_s(self) -> int:
+        """Seconds before SLURM's time limit at which a job is to save: it may signal a minute early."""
+        return self.grace_s + 60
 
 
 def plan_job(config: Path, arguments: Sequence[str], trainer_nodes: int, gpus: int, time_limit: str) -> ClusterJob:
@@ -98,6 +104,8 @@ def render(job: ClusterJob, scheduler: Scheduler, image: str = "", accelerator: 
         raise ConfigError("--image: missing; name a container image in which coordexp is installed")
     if scheduler == "skypilot" and job.gpus and not accelerator:
         raise ConfigError("--accelerator: missing; name the GPUs as SkyPilot does, for example H200")
+    if scheduler == "slurm":
+        _check_time_to_train(job)
     environment = Environment(
         loader=PackageLoader("coordexp.launch"),
         undefined=StrictUndefined,
@@ -120,6 +128,18 @@ def render(job: ClusterJob, scheduler: Scheduler, image: str = "", accelerator: 
     )
     _check_readable(text, scheduler)
     return text
+
+
+def _check_time_to_train(job: ClusterJob) -> None:
+    """Raise ConfigError if SLURM would tell a job to save as soon as it has started, after each restart again."""
+    days, _, clock = job.time_limit.rpartition("-")
+    hours, minutes, seconds = map(int, clock.split(":"))
+    limit = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if job.signal_s >= min(limit, _LONGEST_SIGNAL_S):
+        raise ConfigError(
+            f"--time {job.time_limit}: the job would save {job.signal_s} s before its end, and so at once, and be "
+            f"queued again; give more time, or lower training.stop_within_s (SLURM takes at most {_LONGEST_SIGNAL_S} s)"
+        )
 
 
 def _check_readable(text: str, scheduler: Scheduler) -> None:

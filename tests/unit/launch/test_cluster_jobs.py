@@ -295,6 +295,21 @@ def test_missing_scheduler_options_are_named(scheduler: Any, flag: str) -> None:
         render(JOB, scheduler)
 
 
+@pytest.mark.parametrize(
+    ("limit", "grace_s", "is_refused"),
+    [("00:02:00", 60, True), ("0-00:02:01", 60, False), ("0-00:00:00", 60, True), ("30-00:00:00", 65475, True)],
+)
+def test_a_slurm_job_has_time_to_train_before_it_has_to_save(limit: str, grace_s: int, is_refused: bool) -> None:
+    """USR1 arrives grace_s + 60 seconds before the limit; SLURM counts at most 65535. Too early, the job would only
+    ever save and queue again."""
+    job = replace(JOB, time_limit=limit, grace_s=grace_s)
+    if is_refused:
+        with pytest.raises(ConfigError, match=f"--time {limit}: .*training.stop_within_s"):
+            render(job, "slurm")
+    else:
+        assert "#SBATCH --signal=B:USR1@120\n" in render(job, "slurm")
+
+
 @pytest.mark.parametrize("scheduler", ["slurm", "kubernetes", "skypilot"])
 @pytest.mark.parametrize("argument", ["a=x\nsetup: rm -rf /", "a=it's", "a=b: {c", "a=\n\n  d", 'a="#$(e)'])
 def test_any_argument_reaches_the_trainer_as_it_is(scheduler: cluster.Scheduler, argument: str) -> None:
