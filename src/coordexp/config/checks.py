@@ -7,6 +7,7 @@ others still run (see :mod:`coordexp.config.from_yaml`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -410,12 +411,14 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
     """Rules that depend on the number of trainer processes. Raises ConfigError with all that are broken."""
     training, rollout = config.training, config.rollout_matching
     problems = []
-    samples = training.per_device_train_batch_size * world_size
-    if training.effective_batch_size is not None and training.effective_batch_size % samples:
+    total, each = training.effective_batch_size, training.per_device_train_batch_size
+    if total is not None and total % (each * world_size):
+        cure = f"training.effective_batch_size: {(total // (each * world_size) + 1) * each * world_size}"
+        if total % world_size == 0:  # a smaller micro-step computes the same
+            cure = f"training.per_device_train_batch_size: {math.gcd(each, total // world_size)}"
         problems.append(
-            f"training.effective_batch_size: {training.effective_batch_size} is not a multiple of "
-            f"per_device_train_batch_size x processes = {training.per_device_train_batch_size} x {world_size}; write a "
-            f"multiple of {training.per_device_train_batch_size * world_size}, or start another number of processes"
+            f"training.effective_batch_size: {total} is not a multiple of per_device_train_batch_size x processes = "
+            f"{each} x {world_size} samples; write {cure}"
         )
     vllm = rollout.vllm if rollout is not None and rollout.rollout_backend == "vllm" else None
     if vllm is not None and vllm.mode == "colocate" and world_size % vllm.tensor_parallel_size:

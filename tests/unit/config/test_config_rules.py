@@ -254,6 +254,18 @@ WORLDS = [
     (stage1(), 8, None, ""),
     (set_keys(stage1(), {"training.effective_batch_size": 8}), 4, None, ""),
     (set_keys(stage1(), {"training.effective_batch_size": 6}), 4, "training.effective_batch_size", "1 x 4"),
+    (
+        set_keys(stage1(), {"training.effective_batch_size": 6}),
+        4,
+        "training.effective_batch_size",
+        "; write training.effective_batch_size: 8",
+    ),
+    (
+        set_keys(stage1(), {"training.effective_batch_size": 36, "training.per_device_train_batch_size": 6}),
+        4,
+        "training.effective_batch_size",
+        "= 6 x 4 samples; write training.per_device_train_batch_size: 3",
+    ),
     (vllm(**SERVER), 2, None, ""),
     (vllm(), 4, None, ""),
     (vllm(), 8, None, ""),
