@@ -74,6 +74,11 @@ def serve_options(
     port = url.port or (443 if url.scheme == "https" else 80)
     if url.path.strip("/"):
         raise ConfigError(f"{where}: {entry.base_url} has a path; coordexp serve answers at the root of its port only")
+    if url.scheme == "https" and host == advertised_host:
+        raise ConfigError(
+            f"{where}: {entry.base_url} is encrypted, which a rollout server is not; write http://, or name the "
+            "address that it has behind a proxy in listen_host"
+        )
     api_key = api_key_from_environment(vllm.server.api_key_env)
     open_host = next((name for name in (host, advertised_host) if not is_loopback(name)), None)
     if open_host is not None and api_key is None:
