@@ -29,7 +29,7 @@ WAITS = {
     "step": {
         "coordexp/objective/head.py read_any": "once a row: whether any logit is broken, before gradients are computed",
         "coordexp/training/rows.py sync": "once a step: its numbers, after the last backward",
-        "coordexp/training/loop.py _log_evaluate_save": "once a log line: the norm of the gradient",
+        "coordexp/training/loop.py _log_steps": "once a log line: the norm of the gradient",
         "coordexp/recording/writer.py token_losses": "once a recorded row",
     },
     "answers": {
