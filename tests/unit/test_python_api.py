@@ -18,6 +18,7 @@ from coordexp.data.files import asset
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.errors import ConfigError, DataError
+from coordexp.training.state import callback_states, restore_callbacks
 from support.cli_runs import small_checkpoint, write_run
 from support.one_scene import as_coco, as_labelme
 
@@ -230,6 +231,14 @@ def test_a_resumed_run_stops_early_where_an_uninterrupted_one_does(tmp_path: Pat
     overrides |= {"training.max_steps": 9, "training.resume_from_checkpoint": True}
     run = train(config, overrides, callbacks=[EarlyStoppingCallback(3)], quiet=True)
     assert max(line["step"] for line in run.history) == 4, "one evaluation before, and two after, do not improve"
+
+
+def test_two_callbacks_of_a_class_keep_their_own_states() -> None:
+    before, after = ([EarlyStoppingCallback(3), EarlyStoppingCallback(5)] for _ in range(2))
+    before[0].early_stopping_patience_counter, before[1].early_stopping_patience_counter = 1, 2
+    restore_callbacks(after, callback_states(before))
+    assert [one.early_stopping_patience_counter for one in after] == [1, 2]
+    assert [one.early_stopping_patience for one in after] == [3, 5]
 
 
 class EndsAfterEvaluation(TrainerCallback):

@@ -97,7 +97,7 @@ def predict(
     names, arguments = split_words(words)
     config = Path(names.pop(0)) if names and is_config(names[0]) else None
     if late := next(filter(is_config, names), None):
-        raise ConfigError(f"{late}: a configuration is the first word, before the images, and there is one")
+        raise ConfigError(f"{late}: is a configuration, not an image; give one, as the first word")
     from coordexp.data.image_sources import as_path, is_pattern
 
     images = [as_path(name) for name in names]

@@ -131,7 +131,7 @@ class Detections:
         """As :meth:`plot`, also written to ``path``. Raises DataError if that is the image itself, or no picture's
         name."""
         if path is not None and Image.registered_extensions().get(Path(path).suffix.lower()) not in Image.SAVE:
-            raise DataError("is no name of a picture; let it end in .png, .jpg or .webp", path=path)
+            raise DataError("is not the name of a picture; end it in .png, .jpg or .webp", path=path)
         if path is not None and self.image is None and is_same_file(Path(path), Path(self.answer.image)):
             raise DataError("is the image that was answered; name another file for the drawn one", path=Path(path))
         drawn = self.plot()

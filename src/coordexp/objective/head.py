@@ -150,7 +150,9 @@ def score_head(
     dtype = factor_dtype(hidden_NH, weight_VH)
     chunk_logits = chunk_logits or (CHUNK_LOGITS_CPU if device.type == "cpu" else CHUNK_LOGITS_GPU)
     coords = CoordColumns.on(tuple(coord_ids), device)
-    keep = KEPT_LOGITS_CPU if device.type == "cpu" and torch.is_grad_enabled() and len(query.trained_in_N) else 0
+    keep = 0
+    if device.type == "cpu" and torch.is_grad_enabled() and len(query.trained_in_N):
+        keep = min(KEPT_LOGITS_CPU, len(query.vocab_in_N_U) * len(weight_VH))
     with torch.autocast(device.type, enabled=False):
         lse_TN, label_logit_N, coord_lse_TN, coord_logit_KB, nonfinite_N, clamped_N = ChunkedHead.apply(
             hidden_NH, weight_VH, offset_BH, label_N, query, coords, dtype, chunk_logits, keep
@@ -198,7 +200,6 @@ class ChunkedHead(torch.autograd.Function):
         head = _HeadProducts(weight_VH, offset_BH, coords, dtype, chunk_logits)
         num, in_N = len(hidden_NH), query.vocab_in_N_U
         rows_UH, label_U = hidden_NH[in_N].to(dtype), label_N[in_N]
-        keep = min(keep, len(in_N) * len(weight_VH)) if any(ctx.needs_input_grad) else 0
         kept = torch.empty(keep, dtype=head.wide)  # one block, which goes back to the system when it is freed
         lse_TU, label_logit_U, high_U, low_U = _score_vocabulary(head, rows_UH, label_U, query.temperatures, kept)
         mass_GB = head.coord_logits(hidden_NH[query.coord_mass_in_N_G].to(dtype))

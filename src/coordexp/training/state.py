@@ -102,21 +102,25 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def callback_states(callbacks: Iterable[object]) -> Any:
-    """What callbacks say that a checkpoint must keep, by class, such as how often early stopping saw no better
-    evaluation."""
-    return {type(one).__name__: one.state() for one in callbacks if isinstance(one, ExportableState)}
+    """States that callbacks want in a checkpoint, by class and in their order: of early stopping, how often no
+    evaluation was better."""
+    states: dict[str, list[Any]] = {}
+    for one in callbacks:
+        if isinstance(one, ExportableState):
+            states.setdefault(type(one).__name__, []).append(one.state())
+    return states
 
 
 def restore_callbacks(callbacks: Iterable[object], states: Any) -> None:
-    """Give callbacks their attributes of :func:`callback_states`; None has none. Their arguments stay."""
+    """Give callbacks their attributes of :func:`callback_states`; an older checkpoint has none. Arguments stay."""
+    saved = {name: list(of_class) for name, of_class in (states or {}).items()}
     for one in callbacks:
-        if isinstance(one, ExportableState) and (state := (states or {}).get(type(one).__name__)) is not None:
-            vars(one).update(state["attributes"])
+        if isinstance(one, ExportableState) and (of_class := saved.get(type(one).__name__)):
+            vars(one).update(of_class.pop(0)["attributes"])
 
 
 def act_together(control: TrainerControl) -> None:
-    """Set what a callback asks for on any rank, which may see another time of its clock, on all ranks. A collective
-    call."""
+    """Set each flag that a callback set on any rank on all ranks: their clocks may differ. A collective call."""
     names = [one.name for one in fields(control)]
     asked = distributed.all_reduce([float(getattr(control, name)) for name in names], "max")
     for name, value in zip(names, asked, strict=True):

@@ -250,7 +250,7 @@ def test_two_runs_are_compared(tmp_path: Path, cli: Cli) -> None:
         ),
         (("evaluate", "--compare", "saved", "saved", "--limit", "3"), "--limit has no use here"),
         (("evaluate", "--compare", "saved", "saved", "--segm"), "--segm has no use here"),
-        (("predict", "saved", "run.yaml", "--model", "saved"), "run.yaml: a configuration is the first word"),
+        (("predict", "saved", "run.yaml", "--model", "saved"), "run.yaml: is a configuration, not an image"),
     ],
 )
 def test_missing_arguments_and_options_without_effect_are_refused(

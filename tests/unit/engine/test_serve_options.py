@@ -143,9 +143,7 @@ def test_an_open_address_needs_a_token(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_encrypted_address_is_that_of_a_proxy(tmp_path: Path) -> None:
     """The server has no TLS; a launch would otherwise wait for it until launch.wait_s."""
     entry = {"base_url": "https://127.0.0.1:8000", "group_port": 51216}
-    with pytest.raises(
-        ConfigError, match=r"servers\[0\]\.base_url: https://127.0.0.1:8000 is encrypted.*write http://"
-    ):
+    with pytest.raises(ConfigError, match=r"servers\[0\]\.base_url: https://127.0.0.1:8000 needs TLS.*write http://"):
         options_of(tmp_path, server__servers=[entry])
     options = options_of(tmp_path, server__servers=[{**entry, "listen_host": "127.0.0.2"}])
     assert (options.host, options.port) == ("127.0.0.2", 8000)

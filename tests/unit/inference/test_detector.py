@@ -264,7 +264,7 @@ def test_drawing_marks_the_outlines_and_leaves_the_file(detections: Detections, 
     with pytest.raises(DataError, match="name another file"):
         detections.save(tmp_path / "a.png")
     for name in ("drawn", "drawn.jpgg", "drawn.txt"):
-        with pytest.raises(DataError, match=rf"{name}: is no name of a picture; let it end in \.png"):
+        with pytest.raises(DataError, match=rf"{name}: is not the name of a picture; end it in \.png"):
             detections.save(tmp_path / "new" / name)
     assert not (tmp_path / "new").exists()
     assert (tmp_path / "a.png").read_bytes() == before

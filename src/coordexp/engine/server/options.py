@@ -76,8 +76,8 @@ def serve_options(
         raise ConfigError(f"{where}: {entry.base_url} has a path; coordexp serve answers at the root of its port only")
     if url.scheme == "https" and host == advertised_host:
         raise ConfigError(
-            f"{where}: {entry.base_url} is encrypted, which a rollout server is not; write http://, or name the "
-            "address that it has behind a proxy in listen_host"
+            f"{where}: {entry.base_url} needs TLS, which a rollout server does not have; write http://, or, if a "
+            "proxy is in front of it, name its own address in listen_host"
         )
     api_key = api_key_from_environment(vllm.server.api_key_env)
     open_host = next((name for name in (host, advertised_host) if not is_loopback(name)), None)
