@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from coordexp.data.convert import ConversionReport
     from coordexp.data.tiles import TileCounts
     from coordexp.inference.completion import CompletionCounts, CompletionRules
-    from coordexp.inference.prediction import EvaluationResult
+    from coordexp.inference.evaluation import EvaluationResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +147,15 @@ def evaluate(
         run = with_model_here(run)
     with heavy_imports():
         from coordexp.data.tiles import Tiling
-        from coordexp.inference.prediction import run_evaluation
+        from coordexp.inference.asking import Asking
+        from coordexp.inference.evaluation import run_evaluation
         from coordexp.modeling.load import no_progress_bars
 
+    names = checked_class_names(classes, checkpoint or run.model.model)
     with no_progress_bars():
         return run_evaluation(
             run, _console(quiet), model=checkpoint, data=jsonl, limit=limit, output=None if out is None else Path(out),
-            classes=checked_class_names(classes, checkpoint or run.model.model), calibrate=calibrate, answers=answers,
-            tiling=Tiling.asked(tiles, overlap), overwrite=overwrite,
+            calibrate=calibrate, overwrite=overwrite, asking=Asking(names, answers, Tiling.asked(tiles, overlap)),
         )  # fmt: skip
 
 

@@ -181,7 +181,7 @@ def evaluate(
     precision, and CPU seconds."""
     from stopping import stop_threshold
 
-    from coordexp.inference.prediction import run_evaluation
+    from coordexp.inference.evaluation import run_evaluation
     from coordexp.inference.session import evaluation_config
 
     base = yaml.safe_load((HERE / "configs" / "base.yaml").read_text())

@@ -45,6 +45,7 @@ TRAINER = Behind(
         "transformers.models.qwen3_vl.processing_qwen3_vl",
         "transformers.trainer",
         "coordexp.cli.commands",
+        "coordexp.inference.evaluation",
         "coordexp.inference.prediction",
         "coordexp.training.run",
         "coordexp.training.loop",

@@ -44,6 +44,8 @@ PLACES = (
         ("data/", "inference/", "evaluation/export.py", "recording/", "viewer/"),
         (("data/convert/assemble.py", "removes the folders that it made; never overwrites a source"),
          ("data/scenes.py", "names files of its own"),
+         ("inference/answer_folder.py", "is a folder empty"),
+         ("inference/evaluation.py", "is a model the run's own"),
          ("inference/prediction.py", "compares settings of two runs"),
          ("inference/replay.py", "looks for a run's folder")),
     ),

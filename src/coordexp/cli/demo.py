@@ -63,7 +63,7 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
     from coordexp.data.scenes import SCENES_VERSION
     from coordexp.evaluation.drawing import draw_comparison
     from coordexp.evaluation.summary import COUNTS_ONLY, figures_table, summarise
-    from coordexp.inference.prediction import answer_jsonl
+    from coordexp.inference.evaluation import answer_jsonl
     from coordexp.viewer.collect import collect
     from coordexp.viewer.render import render
 
@@ -79,7 +79,7 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
     stage2 = configs["stage2"]
     results: dict[str, Any] = {}
     pictures: dict[str, list[Any]] = {}
-    _, before, *_ = answer_jsonl(stage2, console, "evaluating: before", Path(stage2.model.model))
+    before = answer_jsonl(stage2, console, "evaluating: before", Path(stage2.model.model)).answers
     results["before"], pictures["before"] = summarise(before, COUNTS_ONLY).figures, before
     for way in WAYS:
         config, spent = configs[way.run], 0.0
@@ -92,7 +92,7 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
         (folder / "log_history.json").write_text(json.dumps(history, indent=1))
         steps = [line for line in history if "loss" in line]
         learning = sum(line["time/window_prepare_s"] + line["time/learner_s"] for line in steps)
-        _, pictures[way.label], *_ = answer_jsonl(config, console, f"evaluating: {way.label}", folder)
+        pictures[way.label] = answer_jsonl(config, console, f"evaluating: {way.label}", folder).answers
         results[way.key] = summarise(pictures[way.label], COUNTS_ONLY).figures | {
             "seconds_per_step": round(learning / max(1, len(steps)), 3),
             "seconds": round(spent + learning, 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -132,42 +132,24 @@ def evaluate(
             "name what to evaluate: a checkpoint with --model and --data, a configuration, predictions, or two runs "
             "with --compare A B"
         )
-    if options.data is not None and any(word.startswith("custom.val_jsonl=") for word in arguments):
-        raise ConfigError("--data and custom.val_jsonl both name the dataset to evaluate on; give one of them")
     for path in (source, *(options.compare or ())):
         if path is not None and not path.exists():
             raise DataError("no such file or folder; name a configuration, or saved predictions", path=path)
-    run = None
-    if source is None and options.compare is None:
-        from coordexp.config.checks import check_paths
-        from coordexp.inference.session import evaluation_config
+    is_saved = source is not None and not is_config(source.name)
+    _check_options(options, _RUNS if options.compare is not None else _SAVED if is_saved else _CONFIG, arguments)
+    if options.compare is not None:
+        _compare(options.compare, options, _renaming(options))
+    elif source is not None and is_saved:
+        _evaluate_saved(source, options, _renaming(options))
+    elif options.print:
+        _print_run(source, options, arguments)
+    else:
+        run, model = _run_of(source, options, arguments)  # before heavy imports: mistakes show at once
+        _evaluate_model(run, model, options, _renaming(options), arguments)
 
-        assert options.model is not None
-        options = replace(options, model=check_checkpoint(options.model))
-        assert options.model is not None
-        run = evaluation_config(options.model, options.data, arguments)
-        check_paths({}, {"--data": run.custom.val_jsonl})
-        if options.print:
-            from coordexp.config.from_yaml import resolved_yaml
 
-            echo(resolved_yaml(run), nl=False)
-            return
-    elif source is not None and is_config(source.name):
-        from coordexp.config import load_config
-        from coordexp.config.checks import check_paths
-        from coordexp.config.resolved import in_place_of_validation
-
-        overrides = in_place_of_validation(options.data)
-        if options.print:
-            print_config(source, arguments, overrides=overrides)
-            return
-        run = load_config(source, overrides, arguments)  # before heavy imports: mistakes show at once
-        check_paths(
-            {"--model": options.model} if options.model is not None else {"model.model": run.model.model},
-            {"--data": options.data} if options.data is not None else {"custom.val_jsonl": run.custom.val_jsonl},
-        )
+def _check_options(options: EvaluationOptions, kind: str, arguments: Sequence[str]) -> None:
     # An option without effect is a misunderstanding.
-    kind = _RUNS if options.compare is not None else _SAVED if run is None else _CONFIG
     unused = [
         f"--{name}"
         for name, users in _USED_BY.items()
@@ -176,39 +158,68 @@ def evaluate(
     if unused or (arguments and kind != _CONFIG):
         users = _USED_BY[unused[0][2:]] if unused else (_CONFIG,)
         raise ConfigError(f"{[*unused, 'KEY=VALUE'][0]} has no use here; it belongs to {' or '.join(users)}")
+    if options.data is not None and any(word.startswith("custom.val_jsonl=") for word in arguments):
+        raise ConfigError("--data and custom.val_jsonl both name the dataset to evaluate on; give one of them")
     if options.calibrate and options.tiles is not None:
         raise ConfigError("--calibrate fits answers for whole images; leave out --tiles")
     if options.calibrate and options.answers > 1:
         raise ConfigError("--calibrate fits single answers; leave out --answers")
     if options.calibrate and options.constant_score is not None:
         raise ConfigError("--calibrate needs the predictions' own confidences; leave out --constant-score")
-    threshold = _THRESHOLD if options.embedding_threshold is None else options.embedding_threshold
-    if options.embedder is not None:
-        no_bars_in_log_files()
-    elif options.embedding_threshold is not None:
+    if options.embedder is None and options.embedding_threshold is not None:
         raise ConfigError("--embedding-threshold has no use here; it belongs to --embedder")
-    from coordexp.config import RunConfig
+
+
+def _renaming(options: EvaluationOptions) -> Renaming:
     from coordexp.evaluation.renaming import Renaming
 
-    rename = Renaming.from_files(options.aliases, options.embedder, threshold)
-    if options.model is not None:
-        options = replace(options, model=check_checkpoint(options.model))
-    elif isinstance(run, RunConfig):
+    if options.embedder is not None:
+        no_bars_in_log_files()
+    threshold = _THRESHOLD if options.embedding_threshold is None else options.embedding_threshold
+    return Renaming.from_files(options.aliases, options.embedder, threshold)
+
+
+def _print_run(source: Path | None, options: EvaluationOptions, arguments: Sequence[str]) -> None:
+    from coordexp.config.from_yaml import resolved_yaml
+    from coordexp.config.resolved import in_place_of_validation
+
+    if source is None:
+        echo(resolved_yaml(_run_of(source, options, arguments)[0]), nl=False)
+    else:
+        print_config(source, arguments, overrides=in_place_of_validation(options.data))
+
+
+def _run_of(
+    source: Path | None, options: EvaluationOptions, arguments: Sequence[str]
+) -> tuple[RunConfig | EvaluationConfig, Path | None]:
+    # The configuration, and the checkpoint in place of its own.
+    from coordexp.config import load_config
+    from coordexp.config.checks import check_paths
+    from coordexp.config.resolved import in_place_of_validation
+
+    if source is None:
+        from coordexp.inference.session import evaluation_config
+
+        assert options.model is not None
+        model = check_checkpoint(options.model)
+        config = evaluation_config(model, options.data, arguments)
+        check_paths({}, {"--data": config.custom.val_jsonl})
+        return config, model
+    run = load_config(source, in_place_of_validation(options.data), arguments)
+    check_paths(
+        {"--model": options.model} if options.model is not None else {"model.model": run.model.model},
+        {"--data": options.data} if options.data is not None else {"custom.val_jsonl": run.custom.val_jsonl},
+    )
+    if options.model is None:
         from coordexp.checkpoints.fetch import with_model_here
 
-        run = with_model_here(run)
-    console = open_console(stderr=options.as_json)
-    if options.compare is not None:
-        _compare(console, options.compare, options, rename)
-    elif run is not None:
-        _evaluate_model(console, run, options, rename, arguments)
-    elif source is not None:
-        _evaluate_saved(console, source, options, rename)
+        return with_model_here(run), None
+    return run, check_checkpoint(options.model)
 
 
 def _evaluate_model(
-    console: Console,
     run: RunConfig | EvaluationConfig,
+    model: Path | None,
     options: EvaluationOptions,
     rename: Renaming,
     arguments: Sequence[str],
@@ -217,26 +228,28 @@ def _evaluate_model(
     from coordexp.data.tiles import Tiling
     from coordexp.inference.session import read_class_names, with_several_answers
 
-    classes = read_class_names(options.classes, options.model or run.model.model)
+    classes = read_class_names(options.classes, model or run.model.model)
     tiling = Tiling.asked(options.tiles, options.overlap)
     with_several_answers(AnswerConfig.of_run(run), options.answers, arguments)  # mistakes show at once
     from coordexp import distributed
 
     if distributed.world_size() == 1:
         limit = run.custom.val_sample_limit if options.limit is None else options.limit
-        checked_inputs(options.model or run.model.model, [(options.data or run.custom.val_jsonl, limit)])
-    from coordexp.inference.prediction import run_evaluation
+        checked_inputs(model or run.model.model, [(options.data or run.custom.val_jsonl, limit)])
+    from coordexp.inference.asking import Asking
+    from coordexp.inference.evaluation import run_evaluation
 
+    console = open_console(stderr=options.as_json)
     no_bars_in_log_files()
     with on_interrupt("the evaluation is not finished; the same command starts it again"):
         result = run_evaluation(
-            run, console, model=options.model, data=options.data, limit=options.limit, output=options.out,
-            constant_score=options.constant_score, rename=rename, segm=options.segm, classes=classes,
-            calibrate=options.calibrate, overwrite=options.overwrite, answers=options.answers,
-            tiling=tiling,
+            run, console, model=model, data=options.data, limit=options.limit, output=options.out,
+            constant_score=options.constant_score, rename=rename, segm=options.segm,
+            calibrate=options.calibrate, overwrite=options.overwrite,
+            asking=Asking(classes, options.answers, tiling),
         )  # fmt: skip
     if not options.as_json:
-        title = f"{options.model or run.model.model} on {result.data}"
+        title = f"{model or run.model.model} on {result.data}"
         _show(console, result.summary, title, result.files, result.by_answers)
     elif not console.quiet:
         echo(result.metrics_json.read_text(encoding="utf-8"), nl=False)
@@ -244,11 +257,12 @@ def _evaluate_model(
         _draw(console, options.sheet, {"prediction": result.answers})
 
 
-def _evaluate_saved(console: Console, source: Path, options: EvaluationOptions, rename: Renaming) -> None:
+def _evaluate_saved(source: Path, options: EvaluationOptions, rename: Renaming) -> None:
     from coordexp.config.rollout import EvalDetectionConfig
     from coordexp.evaluation.answers import class_list_of, read_answers
     from coordexp.evaluation.summary import check_replaced, summarise, write_summary
 
+    console = open_console(stderr=options.as_json)
     about = {"predictions": str(source), "limit": options.limit, **rename.about}
     if options.out is not None:
         check_replaced(options.out, about, options.overwrite)
@@ -292,10 +306,11 @@ def _show(
     say_written(console, files)
 
 
-def _compare(console: Console, runs: tuple[Path, Path], options: EvaluationOptions, rename: Renaming) -> None:
+def _compare(runs: tuple[Path, Path], options: EvaluationOptions, rename: Renaming) -> None:
     from coordexp.evaluation.answers import read_answers
     from coordexp.evaluation.compare import RESAMPLES, compare, comparison_json, comparison_tables, paired
 
+    console = open_console(stderr=options.as_json)
     names = str(runs[0]), str(runs[1])
     saved = [read_answers(run) for run in runs]
     a, b = (rename(run) for run in saved)

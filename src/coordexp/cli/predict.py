@@ -129,14 +129,15 @@ def predict(
     console = open_console(stderr=as_json)
     continues = f"answers so far are in {folder}; the same command with --out {folder} continues"
     with on_interrupt(lambda: continues if folder.exists() else "nothing is answered yet"):
+        from coordexp.inference.asking import Asking
         from coordexp.inference.prediction import run_prediction
 
         no_bars_in_log_files()
         result = run_prediction(
             run, console, source=images if len(images) > 1 else images[0], output=folder, model=model, limit=limit,
             score="token_probability" if constant_score is None else constant_score,
-            skip_broken=True, save_images=save_images, classes=class_names, min_confidence=min_confidence,
-            overwrite=overwrite, answers=answers, tiling=tiling,
+            skip_broken=True, save_images=save_images, min_confidence=min_confidence,
+            overwrite=overwrite, asking=Asking(class_names, answers, tiling),
         )  # fmt: skip
     if not as_json:
         _print(console, result, min_confidence)

@@ -9,6 +9,7 @@ are followed for reading, never for naming.
 from __future__ import annotations
 
 import os
+import posixpath
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -230,7 +231,7 @@ class _Names:
         self._by_last: defaultdict[str, list[str]] = defaultdict(list)
         self._by_stem: defaultdict[str, list[str]] = defaultdict(list)
         for file in self._files:
-            last = PurePosixPath(_spelling(file)).name
+            last = posixpath.basename(_spelling(file))
             self._by_last[last].append(file)
             self._by_stem[_stem(last)].append(file)
 
@@ -298,11 +299,11 @@ def _spelling(name: str) -> str:
 
 
 def _stem(name: str) -> str:
-    return str(PurePosixPath(name).with_suffix("")) if _has_suffix(name) else name
+    return posixpath.splitext(name)[0] if _has_suffix(name) else name
 
 
 def _has_suffix(name: str) -> bool:
-    return PurePosixPath(name).suffix.lower() in SEEN_SUFFIXES
+    return posixpath.splitext(name)[1].lower() in SEEN_SUFFIXES
 
 
 def _shared_folders(file: str, parts: Sequence[str]) -> int:

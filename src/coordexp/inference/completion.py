@@ -175,11 +175,12 @@ def run_completion(
     Raises as :func:`~coordexp.inference.prediction.run_prediction` and
     :func:`complete_records`.
     """
-    from coordexp.inference.prediction import run_prediction  # imports torch
+    from coordexp.inference.asking import Asking  # imports torch
+    from coordexp.inference.prediction import run_prediction
 
     folder = answers_folder(out)
     run_prediction(
-        run, console, source=source, output=folder, score="confidence", tiling=tiling,
+        run, console, source=source, output=folder, score="confidence", asking=Asking(tiling=tiling),
         fix="delete that folder of answers, or name another file with --out",
     )  # fmt: skip
     result = None

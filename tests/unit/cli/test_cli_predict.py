@@ -54,7 +54,7 @@ def test_with_all_answers_there_no_model_is_loaded(
     def loads(*_: object, **__: object) -> None:
         raise AssertionError("the model is loaded")
 
-    monkeypatch.setattr("coordexp.inference.prediction.open_session", loads)
+    monkeypatch.setattr("coordexp.inference.asking.open_session", loads)
     again = cli(*command, "--save-images", "--min-confidence", 0.99)
     assert again.code == 0 and "4 images answered, 4 of them by an earlier run" in again.out
     assert len(list((out / "images").iterdir())) == 4

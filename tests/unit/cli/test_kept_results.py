@@ -20,8 +20,8 @@ from coordexp.data.preparation import NO_RESIZE
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.errors import ConfigError
 from coordexp.evaluation.answers import read_answers, write_answers
-from coordexp.inference import prediction
-from coordexp.inference.prediction import evaluation_folder
+from coordexp.inference import evaluation
+from coordexp.inference.evaluation import evaluation_folder
 from coordexp.records import GTObject
 from support.cli_runs import Cli, Outcome, files_of_at_most, write_run
 from support.scored_answers import random_answers
@@ -151,7 +151,7 @@ def test_nothing_is_computed_for_a_folder_that_cannot_be_written(
     shutil.copytree(model, tmp_path / "closed" / "model")
     # Not by the mode of a folder, which does not keep root from writing.
     monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK and "closed" in str(path)))
-    monkeypatch.setattr(prediction, "answer_jsonl", None)
+    monkeypatch.setattr(evaluation, "answer_jsonl", None)
     run = write_run(tmp_path, 1, model)
     refused = cli(*(str(run) if word == "RUN" else word for word in argv))
     assert refused.code == 2 and says in refused.err, refused.err

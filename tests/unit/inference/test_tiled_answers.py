@@ -98,7 +98,7 @@ def test_predict_continues_within_a_photograph(
     assert json.loads((out / "prediction.json").read_text())["tiles"] == {"width": 128, "height": 128, "overlap": 0.1}
     again = cli(*command, "--json")
     assert json.loads(again.out)["resumed"] == 1 and answer_of(out) == whole
-    from coordexp.inference import prediction
+    from coordexp.inference import answer_folder
 
     written: list[bytes] = []
 
@@ -109,7 +109,7 @@ def test_predict_continues_within_a_photograph(
         append_line(path, line)
 
     with monkeypatch.context() as patched:
-        patched.setattr(prediction, "append_line", stopped)
+        patched.setattr(answer_folder, "append_line", stopped)
         interrupted = cli(*command[:-1], tmp_path / "two")
     assert interrupted.code == 130 and written[0].count(b"\n") == 8  # of 9 tiles
     continued = cli(*command[:-1], tmp_path / "two")

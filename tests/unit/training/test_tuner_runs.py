@@ -12,7 +12,7 @@ from rich.console import Console
 
 from coordexp.errors import CheckpointError, ConfigError
 from coordexp.evaluation.summary import COUNTS_ONLY, summarise
-from coordexp.inference.prediction import answer_jsonl
+from coordexp.inference.evaluation import answer_jsonl
 from coordexp.modeling.load import load_model
 from coordexp.training.run import check_run, run_training
 from support.tiny_run import forget_configuration, load_tiny, run_config, step_lines, tiny_checkpoint, train, weights
@@ -80,7 +80,7 @@ def test_the_final_folder_can_be_loaded_evaluated_and_trained(tmp_path: Path) ->
     folder = tmp_path / "first"
     loaded = load_model(folder, "float32")
     assert all(torch.equal(loaded.model.get_parameter(name), value) for name, value in pushed(trainer.model).items())
-    _, predictions, *_ = answer_jsonl(config, Console(quiet=True), "evaluating", Path(folder))
+    predictions = answer_jsonl(config, Console(quiet=True), "evaluating", Path(folder)).answers
     figures = summarise(predictions, COUNTS_ONLY).figures
     assert len(predictions) == figures["images"] == 5
     second = train(run_config(tmp_path, 1, "second", model__model=str(folder), training__max_steps=1))
