@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
-import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,28 +19,26 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from coordexp import distributed
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.data.dataset import RecordDataset
-from coordexp.errors import ConfigError, RunStopped, TrainingDiverged
+from coordexp.errors import RunStopped, TrainingDiverged
 from coordexp.evaluation.answers import LAST_EVALUATION, ImageAnswer, answer_dataset, write_answers
 from coordexp.evaluation.summary import COUNTS_ONLY, summarise, unknown_names
 from coordexp.metrics import MetricsPayload
-from coordexp.metrics.table import SECTIONS
 from coordexp.modeling.finite import broken_weight, check_finite
 from coordexp.modeling.scores import TokenScorer
 from coordexp.out_of_memory import is_out_of_memory, phase
 from coordexp.rollouts import RolloutBackend, rollout_session
 from coordexp.training.batches import StepBatches
+from coordexp.training.best import BestStep, note_best
 from coordexp.training.checkpoint import delete_old, read_seal
 from coordexp.training.drift import DriftWatch
 from coordexp.training.ledger import RunLedger
 from coordexp.training.loader_speed import ReadingWatch
 from coordexp.training.loggers import LOG_WRITES_FAILED
-from coordexp.training.optimizer import needs_metric
 from coordexp.training.saving import (
     load_optimizer,
     load_progress,
     load_rank_state,
     load_weights,
-    note_best,
     save_checkpoint,
     save_final_model,
 )
@@ -101,7 +97,7 @@ class CoordExpTrainer:
         self.state.max_steps = max_steps
         self.state.num_train_epochs = math.ceil(max_steps / batches.steps_per_epoch)
         self.state.compute_steps(self.args, max_steps)
-        _check_best(self.args, self.state, self.measured)
+        self._best = BestStep(run, self.args, self.measured, lambda note: self.on_note(note))
         step.logging_steps = int(self.state.logging_steps or 1)
         self._notify("on_init_end")
 
@@ -185,16 +181,10 @@ class CoordExpTrainer:
             }
         )
         note_best(self.state, self.args)  # also if the last evaluation came after its checkpoint
-        best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and self.stopped_by is None:
-            if best is not None:
+            if (best := self.state.best_model_checkpoint) is not None:
                 load_weights(self.run, Path(best))
-                self.on_note(f"the model is that of {best} (training.load_best_model_at_end)")
-            else:
-                self.on_note(
-                    "training.load_best_model_at_end: no checkpoint of this run was evaluated by "
-                    f"{self.args.metric_for_best_model}, so the model is that of the last step"
-                )
+            self._best.say_loaded()
         self._notify("on_train_end")
 
     def _resume(self, checkpoint: Path) -> int:
@@ -208,12 +198,7 @@ class CoordExpTrainer:
         with distributed.raise_on_all_ranks(f"loading {checkpoint}"):
             check_finite(self.model, checkpoint)
         load_optimizer(self.run, checkpoint)
-        note_best(state, self.args)
-        is_gone = self.args.save_strategy != "no" and state.best_model_checkpoint is None
-        if state.best_metric is not None and (self.measures_anew or is_gone):
-            self._forget_best()
-            why = "the keys of evaluations were changed" if self.measures_anew else "the best checkpoint is gone"
-            self.on_note(f"{why}; the best checkpoint is chosen from the next evaluation on")
+        self._best.resume(measures_anew=self.measures_anew)
         return state.global_step
 
     def _owes_evaluation(self, step: int) -> bool:
@@ -301,7 +286,7 @@ class CoordExpTrainer:
                 is_first = not any("eval_rollout/f1" in line for line in self.state.log_history)
                 figures |= self._ledger.rates(answers, is_first=is_first)
                 if self._ledger.has_other_images:  # figures of other images compare with nothing
-                    self._forget_best()
+                    self._best.forget()
                 if self.args.should_save:
                     write_answers(answers, Path(str(self.args.output_dir)) / LAST_EVALUATION)
         metrics = {f"eval_rollout/{name}": value for name, value in figures.items()}
@@ -313,28 +298,10 @@ class CoordExpTrainer:
         return metrics
 
     def _evaluate_and_note_best(self) -> None:
-        metrics, args, state = self.evaluate(), self.args, self.state
-        if args.metric_for_best_model is None or not state.global_step:  # the start is not a checkpoint of the run
-            return
-        name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
-        if name not in metrics:  # objects lost since the first evaluation, or large ones in a set without any
-            self.on_note(f"no step is the best by this evaluation: it has no {name} (training.metric_for_best_model)")
-            return
-        value, sign = metrics[name], 1 if args.greater_is_better else -1
-        if needs_metric(self.run.scheduler):
-            self.run.scheduler.step(value)
-        is_saved = self.control.should_save or (self._saved is not None and self._saved[0] == state.global_step)
-        if args.save_strategy != "no" and not is_saved:  # the best of a run without checkpoints is a figure alone
-            return
-        if state.best_metric is None or sign * value > sign * state.best_metric:
-            state.best_metric, state.best_global_step = value, state.global_step
-
-    def _forget_best(self) -> None:
-        self.state.best_metric = self.state.best_model_checkpoint = None
-        self.state.best_global_step = 0
-        scheduler = self.run.scheduler
-        if needs_metric(scheduler):  # it lowers the rate if a figure is no better than its own best one
-            scheduler.best = math.inf if scheduler.mode == "min" else -math.inf
+        metrics, step = self.evaluate(), self.state.global_step
+        is_saved = self.control.should_save or (self._saved is not None and self._saved[0] == step)
+        if step:  # the start is not a checkpoint of the run
+            self._best.observe(metrics, is_saved)
 
     def _end_evaluation_on_signal(self, done: int, total: int) -> None:
         """Between two batches of an evaluation, which changes nothing. In one process only: ranks must leave it
@@ -436,45 +403,6 @@ class CoordExpTrainer:
         """End the loader processes and release the rollout engine."""
         self.batches.close()
         self.backend.close()
-
-
-def _check_best(args: TrainingArguments, state: TrainerState, measured: EvalDetectionConfig | None) -> None:
-    """Raises ConfigError for a best model by a figure that no evaluation has, or that a checkpoint would lack.
-    Intervals may be shares of a run, so its steps must be known."""
-    if args.metric_for_best_model is not None and args.eval_strategy != "no":
-        name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
-        known = [metric.name for metric in SECTIONS["evaluation"]]
-        if not any(re.fullmatch(re.sub("<[^>]*>", "[^/]+", one), name) for one in known):
-            near = difflib.get_close_matches(name, known, 1)
-            raise ConfigError(
-                f"training.metric_for_best_model: no evaluation has a figure {name}"
-                + (f"; did you mean {near[0]}?" if near else "; docs/metrics.md lists them")
-            )
-        if (setting := _left_out(name, measured)) is not None:
-            raise ConfigError(f"training.metric_for_best_model: {name} needs rollout_matching.eval_detection.{setting}")
-    if args.load_best_model_at_end and args.eval_strategy == "steps" and state.save_steps % int(state.eval_steps or 1):
-        raise ConfigError(
-            f"training.save_steps: {args.save_steps:g} is every {state.save_steps} of {state.max_steps} steps, and "
-            f"eval_steps every {state.eval_steps}: no multiple, so load_best_model_at_end would find checkpoints "
-            "without figures"
-        )
-
-
-def _left_out(name: str, measured: EvalDetectionConfig | None) -> str | None:
-    """The setting of ``rollout_matching.eval_detection`` without which evaluations have no figure ``name``."""
-    section, _, figure = name.partition("/")
-    if section != "eval_rollout":
-        return None
-    if measured is None:
-        return "enabled: true"
-    if measured.metrics == "f1ish" and figure.startswith(("AP", "AR", "segm_")):
-        return "metrics: both"
-    if figure.startswith("segm_") and not measured.use_segm:
-        return "use_segm: true"
-    _, _, threshold = figure.partition("@")
-    if threshold and threshold not in [f"{one:g}" for one in measured.f1ish_iou_thrs[1:]]:
-        return f"f1ish_iou_thrs with {threshold} after its first"
-    return None
 
 
 def _mean_loss(state: TrainerState) -> float:

@@ -32,7 +32,8 @@ from coordexp.modeling.adapter import has_adapter, load_adapter, save_adapter
 from coordexp.out_of_memory import phase
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment, TrainingTarget, from_json, to_json
-from coordexp.training.checkpoint import checkpoint_folder, is_complete, read_seal, readable, seal_checkpoint, writing
+from coordexp.training.best import note_best
+from coordexp.training.checkpoint import checkpoint_folder, read_seal, readable, seal_checkpoint, writing
 from coordexp.training.offload import held_by
 from coordexp.training.state import RunState, random_states, set_random_states
 from coordexp.training.step_answers import RolloutQueue, SavedAnswers
@@ -246,14 +247,6 @@ def _save_optimizer(run: RunState, folder: Path, args: TrainingArguments) -> Non
         torch.save(run.scheduler.state_dict(), folder / SCHEDULER_NAME)
         if run.accelerator.scaler is not None:
             torch.save(run.accelerator.scaler.state_dict(), folder / SCALER_NAME)
-
-
-def note_best(progress: TrainerState, args: TrainingArguments, folder: Path | None = None) -> None:
-    """Name the best checkpoint by the step of the best figure, if it is complete or is ``folder``, which is written."""
-    if progress.best_global_step:
-        best = checkpoint_folder(str(args.output_dir), progress.best_global_step)
-        if best == folder or is_complete(best):
-            progress.best_model_checkpoint = str(best)
 
 
 def _answers_on_all_ranks(run: RunState) -> SavedAnswers | None:
