@@ -21,9 +21,10 @@ from coordexp.modeling.load import load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.modeling.widen import Width, widened
 from coordexp.records import PackedRow
+from coordexp.training.check import check_run
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.parallel import join_processes, set_allocator
-from coordexp.training.run import build_trainer, check_run
+from coordexp.training.run import build_trainer
 
 SMALL = TinySpec(layers=2, vision_depth=2)
 # Qwen3-VL-2B's widths and vocabulary in a few layers.

@@ -1,13 +1,11 @@
-"""RunConfig → a trainer that is ready to run, with everything cheap checked before the model is loaded."""
+"""A checked configuration → the model and its trainer; and a whole run, from the checks to the saved model."""
 
 from __future__ import annotations
 
-import logging
 import math
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,51 +20,43 @@ from transformers.trainer_utils import align_special_tokens
 from coordexp import distributed
 from coordexp.checkpoints.card import card_of_run
 from coordexp.checkpoints.describe import weight_shapes
-from coordexp.checkpoints.disk import checked_disk
 from coordexp.checkpoints.fingerprints import fingerprint
-from coordexp.checkpoints.folder import Checkpoint, check_lengths, length_advice
-from coordexp.checkpoints.memory import advising, check_memory, recomputed_every
+from coordexp.checkpoints.memory import advising, recomputed_every
 from coordexp.checkpoints.run_folder import RECORDS, clear_results
-from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout, rollout_contract
-from coordexp.config.datasets import TrainFile
-from coordexp.config.environment import check_training_environment
+from coordexp.config import RunConfig, rollout_contract
 from coordexp.config.resume import changes_figures
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import TrainingConfig
 from coordexp.data.class_list import choose_list
 from coordexp.data.dataset import RecordDataset
-from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.epochs import describe_epoch, plan_epochs
-from coordexp.data.joined import DataPart, JoinedRecords
-from coordexp.data.preparation import preparation_of, several_rules_note, unprepared_note
-from coordexp.engine.trainer.backends import check_backend
+from coordexp.data.preparation import preparation_of
 from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.engine.wire.starting import SKIPPING
-from coordexp.errors import ConfigError, CoordExpError, DataError, ProcessesLost, RunFinished, RunStopped, first_line
+from coordexp.errors import ProcessesLost, RunStopped, first_line
 from coordexp.modeling.adapter import tune
-from coordexp.modeling.attention import check_attention, recompute_layers
+from coordexp.modeling.attention import recompute_layers
 from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.kernels import fuse_layers, liger_kernels, unfused_note, wants_fused
-from coordexp.modeling.load import LoadedModel, ProcessorAndVocab, load_model, load_processor_and_vocab
+from coordexp.modeling.load import LoadedModel, load_model
 from coordexp.modeling.scores import TokenScorer
 from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.out_of_memory import is_out_of_memory, phase
 from coordexp.recording.rollout_record import Settings
 from coordexp.recording.writer import RolloutLog, RolloutPictures, RolloutRecorder
-from coordexp.records import ImageRecord
 from coordexp.rollouts import RolloutBackend, build_backend
 from coordexp.rollouts.backend import TrainerParts
-from coordexp.runs.start import Start, decide_start
+from coordexp.runs.start import Start
 from coordexp.training.agreement import check_agreement
 from coordexp.training.batches import StepBatches
+from coordexp.training.check import CheckedRun, check_run
 from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
 from coordexp.training.loggers import FailedWrites
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.offload import TrainerOffload, build_offload
-from coordexp.training.optimizer import LearningRates, build_optimizer, build_scheduler, check_optimizer, check_schedule
+from coordexp.training.optimizer import LearningRates, build_optimizer, build_scheduler
 from coordexp.training.parallel import (
     build_accelerator,
-    check_parallel,
     join_processes,
     lost_each_other,
     only_run_in,
@@ -81,106 +71,6 @@ from coordexp.training.state import RunState
 from coordexp.training.step import Task, TrainStep
 from coordexp.training.stopping import StopSignals
 from coordexp.training.tasks import build_tasks
-
-logger = logging.getLogger("coordexp")
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedRun:
-    """A configuration with checked data, processor and backend. Nothing heavy is loaded."""
-
-    config: RunConfig
-    start: Start
-    model: Checkpoint
-    inputs: ProcessorAndVocab
-    rollout: RolloutMatchingConfig
-    train: Sequence[ImageRecord]
-    val: Sequence[ImageRecord]
-
-
-def check_run(
-    config: RunConfig, *, trainers: int | None = None, servers_are_up: bool = True, start: Start | None = None
-) -> CheckedRun:
-    """Read data and processor, query the rollout servers: report every mistake that can be found before the model
-    loads.
-
-    Args:
-        trainers: number of trainer processes; None for this process's own world.
-        servers_are_up: false before a launch, when no server runs yet.
-        start: the run's start, if it is decided already.
-
-    Raises: ConfigError, DataError, CheckpointError, VocabError, MissingDependency: a single mistake. ConfigError:
-    several, one per line. RunFinished: nothing is left to do.
-    """
-    trainers = distributed.world_size() if trainers is None else trainers
-    errors: list[CoordExpError] = []
-
-    def attempt(act: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return act(*arguments)
-        except RunFinished:
-            raise
-        except CoordExpError as error:
-            errors.append(error)
-
-    start = start or attempt(decide_start, config)
-    config = config if start is None else start.config
-    rollout = resolved_rollout(config)
-    attempt(check_world_size, config, trainers)
-    if servers_are_up and not errors:
-        check_backend(rollout)
-    model = (None if start is None else start.model) or attempt(Checkpoint.open, config.model.model)
-    if distributed.is_main():
-        for sentence in (*advice(config), *(() if model is None else length_advice(config, model))):
-            logger.warning(sentence)
-    attempt(_check_device, config, trainers, model)
-    attempt(check_parallel, config, trainers)
-    attempt(check_training_environment, config)
-    attempt(check_optimizer, config.training)
-    attempt(check_schedule, config.training)
-    inputs: Any = None
-    if model is not None:
-        inputs = attempt(load_processor_and_vocab, model)
-        attempt(check_lengths, config, model)
-        attempt(checked_disk, config, model)
-    custom, wait_s = config.custom, config.training.ddp_timeout
-    read = partial(open_records, wait_s=wait_s)
-    known = {} if start is None else start.records
-
-    def opened_from(path: Path, limit: int | None) -> Any:
-        return known[path, limit] if (path, limit) in known else attempt(partial(read, limit=limit), path)
-
-    opened = [opened_from(file.path, custom.train_sample_limit) for file in custom.train_jsonl]
-    train: Any = None if None in opened else _joined(custom.train_jsonl, opened)
-    val: Any = []
-    if custom.val_jsonl is not None:
-        val = opened_from(custom.val_jsonl, custom.val_sample_limit)
-    seen = {id(records) for records in known.values()}
-    unseen = [records for records in (*opened, val) if records and id(records) not in seen]
-    attempt(partial(check_images, wait_s=wait_s), *unseen)
-    paths = ", ".join(str(file.path) for file in custom.train_jsonl)
-    for key, path, records in (("train_jsonl", paths, train), ("val_jsonl", custom.val_jsonl, val)):
-        if records and not any(record.objects for record in records):
-            errors.append(DataError(f"custom.{key}: {path}: no image has an object; convert the annotations again"))
-    messages = dict.fromkeys(map(str, errors))  # one broken checkpoint may fail several checks with the same message
-    if len(messages) > 1:
-        raise ConfigError("\n".join(messages))
-    if errors:
-        raise errors[0]
-    assert start is not None and model is not None
-    if distributed.is_main() and (note := several_rules_note(train)) is not None:
-        logger.warning("custom.train_jsonl: %s: %s", paths, note)
-    if distributed.is_main() and (note := unprepared_note(preparation_of(train), val)) is not None:
-        logger.warning("custom.val_jsonl: %s: %s", custom.val_jsonl, note)
-    return CheckedRun(config, start, model, inputs, rollout, train, val)
-
-
-def _joined(files: Sequence[TrainFile], opened: Sequence[Sequence[ImageRecord]]) -> Sequence[ImageRecord]:
-    if len(files) == 1 and files[0].weight == 1:
-        return opened[0]
-    return JoinedRecords(
-        [DataPart(file.path, records, file.weight) for file, records in zip(files, opened, strict=True)]
-    )
 
 
 def build_trainer(
@@ -459,31 +349,3 @@ def _train(trainer: CoordExpTrainer, resume: Path | None, stop_within_s: float) 
             f"{trainer.state.max_steps}. {trainer.last_saved()}. To continue, {trainer.to_continue()}",
             stopped_by,
         )
-
-
-def check_driver() -> None:
-    """Raises ConfigError if there are GPUs that torch cannot use, which would otherwise be a silent run on the CPU."""
-    # NVML counts devices without initialising CUDA, which an older driver refuses.
-    if (visible := torch.cuda.device_count()) and not torch.cuda.is_available():
-        raise ConfigError(
-            f"training.use_cpu: {visible} GPUs are visible, but torch {torch.__version__} (CUDA {torch.version.cuda}) "
-            "cannot use them; update the NVIDIA driver (CUDA 13 needs 580 or newer), or set training.use_cpu: true"
-        )
-
-
-def _check_device(config: RunConfig, trainers: int, model: Checkpoint | None) -> None:
-    """Raises ConfigError if training would silently take the CPU, or the GPU lacks the attention kernel or memory."""
-    training = config.training
-    on_cpu = training.use_cpu or not torch.cuda.is_available()
-    if not training.use_cpu:
-        check_driver()
-    if on_cpu and training.bf16 and not training.use_cpu and distributed.is_main():  # as configured for a GPU
-        logger.warning("no GPU is visible: this run trains on the CPU; write training.use_cpu: true if that is meant")
-    if on_cpu and (key := next((key for key in ("fp16", "tf32") if getattr(training, key)), None)):
-        raise ConfigError(f"training.{key}: needs a GPU, and this machine has none; remove it (bf16 works on CPUs)")
-    if not on_cpu and model is not None:
-        check_memory(config, trainers, torch.cuda.get_device_properties(0).total_memory, model)
-    half = training.bf16 or training.fp16 or config.model.dtype != "float32"
-    device = "cpu" if on_cpu else "cuda"
-    check_attention(config.model.attn_implementation, device, half)
-    wants_fused(config.model, device)

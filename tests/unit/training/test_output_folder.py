@@ -18,7 +18,8 @@ from coordexp.config.resume import HARMLESS
 from coordexp.config.schema import RunConfig
 from coordexp.data.jsonl import read_jsonl, write_jsonl
 from coordexp.errors import ConfigError, RunFinished
-from coordexp.training.run import check_run, run_training
+from coordexp.training.check import check_run
+from coordexp.training.run import run_training
 from support.tiny_run import run_config, tiny_checkpoint, tiny_scenes
 
 SAVING: dict[str, Any] = {"training__save_strategy": "steps", "training__save_steps": 1}

@@ -26,6 +26,7 @@ from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment
 from coordexp.runs.start import decide_start
 from coordexp.training import saving
+from coordexp.training.check import check_run
 from coordexp.training.checkpoint import (
     SEAL,
     check_resume,
@@ -36,7 +37,7 @@ from coordexp.training.checkpoint import (
 )
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.progress import MANIFEST
-from coordexp.training.run import build_trainer, check_run
+from coordexp.training.run import build_trainer
 from coordexp.training.saving import load_carry_buffer, segment_from_json, segment_to_json
 from support.tiny_run import (
     Killed,
