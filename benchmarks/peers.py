@@ -216,7 +216,7 @@ def ours(options: argparse.Namespace, output: Path, group: int) -> list[tuple[fl
     """Stage 1 or 2 by CoordExp, as its demo trains, without coordinate losses in stage 1, which peers do not have."""
     from coordexp.config import load_config
     from coordexp.data.files import asset
-    from coordexp.training.check import check_run
+    from coordexp.training.checked_run import check_run
     from coordexp.training.run import build_trainer
 
     stage_2 = output.name.endswith("stage2")

@@ -146,7 +146,7 @@ def coordexp(spec: dict[str, Any]) -> dict[str, Any]:
 
     from coordexp.config import load_config
     from coordexp.data.files import asset
-    from coordexp.training.check import check_run
+    from coordexp.training.checked_run import check_run
     from coordexp.training.run import build_trainer
 
     stage_2, lora = spec["kind"] == "own", spec["tuner"] == "lora"

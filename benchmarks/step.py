@@ -137,7 +137,7 @@ def dense_run(
 
 def timed_steps(config: RunConfig) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Train; per step what was logged, and the seconds of ``data``, ``optimizer`` and the whole ``step``."""
-    from coordexp.training.check import check_run
+    from coordexp.training.checked_run import check_run
     from coordexp.training.run import build_trainer
 
     trainer, _ = build_trainer(check_run(config), Console(stderr=True), "benchmark")

@@ -11,7 +11,7 @@ from PIL import Image
 
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import read_answers
-from coordexp.training.check import check_run
+from coordexp.training.checked_run import check_run
 from support.cli_runs import run_cli
 from support.tiny_run import encoder_of, load_tiny, run_config
 

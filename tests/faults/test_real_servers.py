@@ -56,7 +56,7 @@ def behind(
 ) -> Iterator[Proxied]:
     from rich.console import Console
 
-    from coordexp.training.check import check_run
+    from coordexp.training.checked_run import check_run
     from coordexp.training.run import build_trainer
 
     folder = tmp_path_factory.mktemp("server")

@@ -18,7 +18,7 @@ from coordexp.engine.wire.arguments import CONFIG_JSON, CONFIG_JSON_PATH, ENABLE
 from coordexp.errors import MissingDependency
 from coordexp.launch.plan import plan_launch
 from coordexp.rollouts.backend import TrainerParts, decoding_options
-from coordexp.training.check import check_run
+from coordexp.training.checked_run import check_run
 from coordexp.training.run import build_trainer
 from support.config_samples import set_key, stage2, write_yaml
 from support.rollout_servers import server_config

@@ -149,7 +149,7 @@ def train(config: RunConfig, backend: Any = None, on_built: Callable[[Any], None
     """Train as ``coordexp train`` does; ``backend`` answers in place of the configuration's. Returns the trainer, which
     has left its servers; after an error it is closed."""
     from coordexp.engine.trainer.server_backend import ServerBackend
-    from coordexp.training.check import check_run
+    from coordexp.training.checked_run import check_run
     from coordexp.training.run import build_trainer
 
     trainer, resume = build_trainer(check_run(config), Console(quiet=True), backend=backend)

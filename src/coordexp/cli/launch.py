@@ -76,7 +76,7 @@ def launch(
     from coordexp.launch.supervisor import run_plan
 
     with heavy_imports():
-        from coordexp.training.check import check_run
+        from coordexp.training.checked_run import check_run
 
     def trainers_checks(trainers: int) -> object:
         # Without devices its process sees no GPU, unlike this one. Devices that are missing are reported already.

@@ -18,7 +18,7 @@ from torch.cuda import nccl
 from coordexp.doctor.check import Row, Settings, judged, measured
 from coordexp.engine.wire.versions import TESTED_VERSIONS, versions
 from coordexp.errors import ConfigError
-from coordexp.training.check import check_driver
+from coordexp.training.checked_run import check_driver
 
 GB = 1e9
 FREE_SHARE = 0.8  # of a GPU's memory: less means that another program uses it

@@ -21,7 +21,7 @@ from coordexp.modeling.load import load_model
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.modeling.widen import Width, widened
 from coordexp.records import PackedRow
-from coordexp.training.check import check_run
+from coordexp.training.checked_run import check_run
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.parallel import join_processes, set_allocator
 from coordexp.training.run import build_trainer

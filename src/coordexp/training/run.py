@@ -49,7 +49,7 @@ from coordexp.rollouts.backend import TrainerParts
 from coordexp.runs.start import Start
 from coordexp.training.agreement import check_agreement
 from coordexp.training.batches import StepBatches
-from coordexp.training.check import CheckedRun, check_run
+from coordexp.training.checked_run import CheckedRun, check_run
 from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
 from coordexp.training.loggers import FailedWrites
 from coordexp.training.loop import CoordExpTrainer

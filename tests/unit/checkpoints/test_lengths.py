@@ -11,7 +11,7 @@ import pytest
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, length_advice, num_positions
 from coordexp.config import RunConfig, parse_config
 from coordexp.errors import ConfigError
-from coordexp.training.check import check_run
+from coordexp.training.checked_run import check_run
 from support.config_samples import set_key, stage2
 from support.tiny_run import run_config
 

@@ -21,7 +21,7 @@ from coordexp.errors import AlignmentError, ConfigError, MissingDependency, Roll
 from coordexp.matching import MatchingConfig
 from coordexp.recording.writer import RolloutLog
 from coordexp.rollouts import RolloutRound, SeedContext
-from coordexp.training.check import check_run
+from coordexp.training.checked_run import check_run
 from coordexp.training.step_answers import AnswerReader, RolloutQueue
 from support.fake_servers import FakeRolloutServer
 from support.lying_server import lying

@@ -102,7 +102,7 @@ def test_matched_and_missed_objects_have_their_colours(tmp_path: Path) -> None:
 def test_nothing_is_drawn_by_default(tmp_path: Path, keys: dict, has_board: bool) -> None:
     from rich.console import Console
 
-    from coordexp.training.check import check_run
+    from coordexp.training.checked_run import check_run
     from coordexp.training.run import build_trainer
 
     trainer, _ = build_trainer(check_run(run_config(tmp_path, 2, **keys)), Console(quiet=True))

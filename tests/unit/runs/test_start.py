@@ -148,7 +148,7 @@ def test_the_start_of_a_run_is_decided_and_its_model_and_data_are_opened_once(
 
         return call
 
-    import coordexp.training.check as training
+    import coordexp.training.checked_run as training
 
     monkeypatch.setattr(start, "checked_changes", counting("start", run_folder.checked_changes))
     reading = counting("data", dataset_cache.open_records)

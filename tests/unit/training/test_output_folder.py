@@ -18,7 +18,7 @@ from coordexp.config.resume import HARMLESS
 from coordexp.config.schema import RunConfig
 from coordexp.data.jsonl import read_jsonl, write_jsonl
 from coordexp.errors import ConfigError, RunFinished
-from coordexp.training.check import check_run
+from coordexp.training.checked_run import check_run
 from coordexp.training.run import run_training
 from support.tiny_run import run_config, tiny_checkpoint, tiny_scenes
 

@@ -15,7 +15,7 @@ from coordexp.checkpoints.template import with_own_template
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.errors import ConfigError, RunStopped
 from coordexp.inference.session import PredictOptions, inference_config
-from coordexp.training.check import check_run
+from coordexp.training.checked_run import check_run
 from coordexp.training.run import build_trainer, run_training
 from support.tiny_run import run_config, tiny_scenes, train
 

@@ -26,7 +26,7 @@ from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment
 from coordexp.runs.start import decide_start
 from coordexp.training import saving
-from coordexp.training.check import check_run
+from coordexp.training.checked_run import check_run
 from coordexp.training.checkpoint import (
     SEAL,
     check_resume,

@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from coordexp.coords import TURN_END
 from coordexp.errors import AlignmentError, ConfigError, SegmentTooLong, TrainingDiverged
 from coordexp.records import Rollout
-from coordexp.training.check import check_run
+from coordexp.training.checked_run import check_run
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.rows import DeviceMetrics
 from coordexp.training.run import build_trainer, run_training

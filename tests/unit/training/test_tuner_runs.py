@@ -14,7 +14,7 @@ from coordexp.errors import CheckpointError, ConfigError
 from coordexp.evaluation.summary import COUNTS_ONLY, summarise
 from coordexp.inference.evaluation import answer_jsonl
 from coordexp.modeling.load import load_model
-from coordexp.training.check import check_run
+from coordexp.training.checked_run import check_run
 from coordexp.training.run import run_training
 from support.tiny_run import forget_configuration, load_tiny, run_config, step_lines, tiny_checkpoint, train, weights
 from support.tuned_models import pushed, trained
