@@ -43,7 +43,6 @@ PLACES = (
         (".rglob", "os.walk", "os.scandir", ".iterdir", ".resolve", "os.path.realpath"),
         ("data/", "inference/", "evaluation/export.py", "recording/", "viewer/"),
         (("data/convert/assemble.py", "removes the folders that it made; never overwrites a source"),
-         ("data/scenes.py", "names files of its own"),
          ("inference/answer_folder.py", "is a folder empty"),
          ("inference/evaluation.py", "is a model the run's own"),
          ("inference/prediction.py", "compares settings of two runs"),

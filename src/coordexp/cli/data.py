@@ -204,10 +204,13 @@ def scenes_command(
     count: Annotated[int, typer.Option(min=1, help="Number of scenes.")],
     spec: Annotated[SceneFamily, typer.Option(help="How crowded they are.")] = "sparse",
     seed: Annotated[int, typer.Option(min=0, help="Scenes of different seeds differ.")] = 0,
+    overwrite: Overwrite = False,
 ) -> None:
     """Draw example scenes of coloured shapes."""
-    from coordexp.data.scenes import SPECS, write_scenes
+    from coordexp.data.files import check_new_file
+    from coordexp.data.scenes import JSONL, SPECS, write_scenes
 
+    check_new_file(out / JSONL, overwrite, "name another folder, or say --overwrite")
     echo(f"wrote {write_scenes(out, count, SPECS[spec], seed)}: {count} images")
 
 

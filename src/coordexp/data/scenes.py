@@ -16,6 +16,7 @@ from coordexp.data.jsonl import write_jsonl
 from coordexp.geometry import to_bin
 from coordexp.records import GTObject, ImageRecord
 
+JSONL = "scenes.jsonl"
 SCENES_VERSION = 2  # in version 1 the boxes of the same objects were up to a pixel off
 
 COLOURS: dict[str, tuple[int, int, int]] = {
@@ -121,14 +122,16 @@ def make_scene(spec: SceneSpec, seed: int, index: int) -> tuple[Image.Image, tup
 
 
 def write_scenes(folder: Path, count: int, spec: SceneSpec, seed: int) -> Path:
-    """Write scenes 0..count−1 as ``images/*.png`` and ``scenes.jsonl`` below ``folder``; return the JSONL's path."""
+    """Write scenes 0..count−1 as ``images/*.png`` and ``scenes.jsonl`` below ``folder``; return the JSONL's path. An
+    older JSONL is removed first: its images are replaced."""
+    jsonl = folder / JSONL
     (folder / "images").mkdir(parents=True, exist_ok=True)
+    jsonl.unlink(missing_ok=True)
     records = []
     for index in range(count):
         image, objects = make_scene(spec, seed, index)
         path = folder / "images" / f"{index:06d}.png"
         image.save(path, compress_level=1)
-        records.append(ImageRecord(f"scene-{seed}-{index}", path.resolve(), spec.size, spec.size, objects))
-    jsonl = folder / "scenes.jsonl"
+        records.append(ImageRecord(f"scene-{seed}-{index}", path, spec.size, spec.size, objects))
     write_jsonl(records, jsonl)
     return jsonl

@@ -4,6 +4,7 @@ random for experiments on incomplete sets, and shards. A seed gives the same dat
 from __future__ import annotations
 
 import difflib
+import glob
 import hashlib
 import io
 import os
@@ -161,17 +162,31 @@ def rename_classes(
                 raise ValueError("it is empty, or has spaces around it or characters of another form")
         except ValueError as error:
             raise DataError(f"{old}={new}: the new name cannot be used: {error}") from error
+    olds: defaultdict[str, set[str]] = defaultdict(set)  # by new name
+    for old in [*known, *(name for record in records for names in _image_labels(record).values() for name in names)]:
+        olds[renames.get(old, old)].add(old)
     renamed = []
     for record in records:
         objects = tuple(replace(obj, desc=renames.get(obj.desc, obj.desc)) for obj in record.objects)
         metadata = dict(record.metadata)
-        if isinstance(labels := metadata.get(IMAGE_LABELS), dict):  # classes that people saw in the image, or did not
-            metadata[IMAGE_LABELS] = {
-                key: [renames.get(name, name) for name in names] if isinstance(names, list) else names
-                for key, names in labels.items()
-            }
+        if labels := _image_labels(record):
+            new = {key: list(dict.fromkeys(renames.get(name, name) for name in labels[key])) for key in labels}
+            if "absent" in new:  # a joined class is absent if people looked for all of its parts, and saw none
+                absent, present = set(labels["absent"]), new.get("present", ())
+                new["absent"] = [name for name in new["absent"] if olds[name] <= absent and name not in present]
+            metadata[IMAGE_LABELS] = {**metadata[IMAGE_LABELS], **new}
         renamed.append(replace(record, objects=objects, metadata=metadata))
     return renamed, Counter({old: known[old] for old in renames})
+
+
+def _image_labels(record: ImageRecord) -> dict[str, list[str]]:
+    """The lists of classes that people saw in the image (``present``), or did not (``absent``). Empty without any, and
+    for metadata of the user's own."""
+    labels = record.metadata.get(IMAGE_LABELS)
+    if not isinstance(labels, dict):
+        return {}
+    lists = {key: names for key, names in labels.items() if isinstance(names, list)}
+    return lists if all(isinstance(name, str) for names in lists.values() for name in names) else {}
 
 
 def split_records(records: Sequence[ImageRecord], shares: Sequence[float], seed: int) -> list[list[ImageRecord]]:
@@ -225,7 +240,8 @@ def pack(
     JSONL appears last, after all shards. ``progress(done, total)`` counts packed records. Raises DataError if ``out``
     or a shard exists, an image cannot be read, or a record cannot be written.
     """
-    for path in (out, *out.parent.glob(f"{out.stem}-[0-9]*{SHARD_SUFFIX}")):
+    # All digits: set-1-00000.tar is a shard of set-1.jsonl.
+    for path in (out, *out.parent.glob(f"{glob.escape(out.stem)}-{'[0-9]' * 5}{SHARD_SUFFIX}")):
         check_new_file(path, fix="name another file, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []

@@ -259,22 +259,31 @@ def write_tiles(
 
 
 def photograph_of(record: ImageRecord) -> str | None:
-    """The path of the photograph that a tile of :func:`write_tiles` was cut from; None for other records."""
-    tile = record.metadata.get(TILE)
-    image = tile.get("image") if isinstance(tile, Mapping) else None
-    if not isinstance(image, str):
+    """The path of the photograph that a tile of :func:`write_tiles` was cut from, of a tile of a tile too; None for
+    other records."""
+    photograph, metadata = None, record.metadata
+    while (found := _cut_from(Path(photograph or record.image), metadata)) is not None:
+        photograph, metadata = found, metadata[TILE].get("metadata")
+    return photograph
+
+
+def _cut_from(image: Path, metadata: Any) -> str | None:
+    """The path of what the tile ``image`` with ``metadata`` was cut from: a photograph, or a larger tile."""
+    tile = metadata.get(TILE) if isinstance(metadata, Mapping) else None
+    source = tile.get("image") if isinstance(tile, Mapping) else None
+    if not isinstance(source, str):
         return None  # or metadata of the user's own
     # The path is given from the JSONL. Tiles are in images/STEM next to it; packed ones in a shard next to it.
-    shard = shard_of(str(record.image))
-    return os.path.normpath((Path(shard).parent if shard else record.image.parent.parent.parent) / image)
+    shard = shard_of(str(image))
+    return os.path.normpath((Path(shard).parent if shard else image.parent.parent.parent) / source)
 
 
 def packed_tile(record: ImageRecord, out: Path) -> ImageRecord:
     """The record for a JSONL ``out`` with shards: a tile's photograph is given from there; others are unchanged."""
-    photograph = photograph_of(record)
-    if photograph is None:
+    source = _cut_from(record.image, record.metadata)
+    if source is None:
         return record
-    tile = {**record.metadata[TILE], "image": _from(out, photograph)}
+    tile = {**record.metadata[TILE], "image": _from(out, source)}
     return replace(record, metadata={**record.metadata, TILE: tile})
 
 

@@ -103,6 +103,17 @@ def test_scenes_and_check(tmp_path: Path, cli: Cli) -> None:
     assert f"{desc} {count} " in checked
 
 
+def test_scenes_replace_others_only_on_request(tmp_path: Path, cli: Cli) -> None:
+    cli("data", "scenes", "--out", tmp_path, "--count", 2, "--seed", 7)
+    files = [tmp_path / "scenes.jsonl", *sorted((tmp_path / "images").iterdir())]
+    before = [path.read_bytes() for path in files]
+    refused = cli("data", "scenes", "--out", tmp_path, "--count", 3, "--seed", 8)
+    assert refused.code == 2 and "scenes.jsonl: exists already" in unwrapped(refused.err)
+    assert [path.read_bytes() for path in files] == before
+    assert cli("data", "scenes", "--out", tmp_path, "--count", 3, "--seed", 8, "--overwrite").code == 0
+    assert len(read_jsonl(tmp_path / "scenes.jsonl", check_images=True)) == 3
+
+
 def test_check_reports_all_errors_at_once(tmp_path: Path, cli: Cli) -> None:
     cli("data", "scenes", "--out", tmp_path, "--count", 3)
     jsonl = tmp_path / "scenes.jsonl"

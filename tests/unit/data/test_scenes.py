@@ -1,12 +1,14 @@
 """Generated scenes: pure functions of (spec, seed, index), with annotations that fit the drawn shapes."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from coordexp.data import scenes
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.scenes import COLOURS, DENSE, SHAPES, SPARSE, SPECS, SceneSpec, make_scene, write_scenes
 
@@ -28,6 +30,28 @@ def test_a_scene_depends_only_on_seed_and_index(spec):
         assert objects == backward[i][1]
     streams = {make_scene(spec, seed, index)[0].tobytes() for seed in (5, 6) for index in range(6)}
     assert len(streams) == 12
+
+
+def test_interrupted_scenes_leave_no_dataset_of_others(tmp_path, monkeypatch):
+    """The images of an older dataset are replaced one by one, so its objects are no longer theirs."""
+    write_scenes(tmp_path, 3, SPARSE, 1)
+
+    def interrupted(spec, seed, index):
+        if index == 1:
+            raise KeyboardInterrupt
+        return make_scene(spec, seed, index)
+
+    monkeypatch.setattr(scenes, "make_scene", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_scenes(tmp_path, 3, SPARSE, 2)
+    assert not (tmp_path / "scenes.jsonl").exists()
+
+
+def test_images_are_named_below_a_linked_folder(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    jsonl = write_scenes(tmp_path / "link", 1, SPARSE, 1)
+    assert json.loads(jsonl.read_text())["images"] == ["images/000000.png"]
 
 
 @specs

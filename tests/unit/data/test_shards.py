@@ -75,6 +75,18 @@ def test_packed_records_have_the_same_contents_and_pack_again(scenes: Path, tmp_
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
 
 
+def test_shards_of_another_dataset_in_the_folder_are_not_in_the_way(scenes: Path, tmp_path: Path) -> None:
+    records = read_jsonl(scenes)
+    for name in ("set-1", "set-00001", "set", "set[1]"):
+        pack(records, tmp_path / "all" / f"{name}.jsonl", 1 << 20)
+    assert sorted(path.name for path in (tmp_path / "all").glob("*.tar")) == [
+        "set-00000.tar", "set-00001-00000.tar", "set-1-00000.tar", "set[1]-00000.tar",
+    ]  # fmt: skip
+    (tmp_path / "all" / "set[1].jsonl").unlink()
+    with pytest.raises(DataError, match=r"set\[1\]-00000.tar: exists already"):
+        pack(records, tmp_path / "all" / "set[1].jsonl", 1 << 20)
+
+
 def test_webdataset_reads_a_shard(scenes: Path, tmp_path: Path) -> None:
     out = packed(scenes)
     lines = []

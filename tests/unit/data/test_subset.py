@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -177,6 +178,30 @@ def test_a_photograph_its_copy_and_its_tiles_stay_on_one_side(tmp_path: Path, pa
         assert len(first) == len(second) == 2 and not first & second
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_tiles_of_tiles_stay_on_the_side_of_their_photograph(tmp_path: Path, packed: bool) -> None:
+    for k in range(4):
+        Image.new("RGB", (16, 16), (10 * k, 0, 0)).save(tmp_path / f"{k}.png")
+    whole = [ImageRecord(f"{k}", tmp_path / f"{k}.png", 16, 16, ()) for k in range(4)]
+    write_tiles(whole, tmp_path / "a" / "tiles.jsonl", Tiling(10, 16))
+    tiles = read_jsonl(tmp_path / "a" / "tiles.jsonl")
+    if packed:
+        pack(tiles, tmp_path / "packed" / "tiles.jsonl", 4096)
+        tiles = read_jsonl(tmp_path / "packed" / "tiles.jsonl")
+    write_tiles(tiles, tmp_path / "b" / "c" / "small.jsonl", Tiling(6, 16))
+    small = read_jsonl(tmp_path / "b" / "c" / "small.jsonl")
+    assert len(small) == 16
+    if packed:
+        pack(small, tmp_path / "small.jsonl", 4096)
+        small = read_jsonl(tmp_path / "small.jsonl")
+    for seed in range(4):
+        first, second = (
+            {open_rgb(record.image).getpixel((0, 0)) for record in part}
+            for part in split_records([*whole, *small], [0.5, 0.5], seed)
+        )
+        assert len(first) == len(second) == 2 and not first & second
+
+
 def named(*descs: str) -> list[ImageRecord]:
     objects = tuple(GTObject(desc, "bbox_2d", (0, 0, 10 + k, 10)) for k, desc in enumerate(descs))
     metadata = {"image_labels": {"present": ["Cat"], "absent": ["dog"]}}
@@ -196,6 +221,25 @@ def test_classes_are_renamed_all_at_once(renames: dict[str, str], descs: list[st
     assert [obj.desc for obj in record.objects] == descs and counts == dict.fromkeys(renames, 1)
     assert [obj.bins[2] for obj in record.objects] == [10, 11, 12]
     assert record.metadata["image_labels"]["present"] == present
+
+
+@pytest.mark.parametrize(
+    ("labels", "joined"),
+    [
+        ({"present": ["cat", "lynx"], "absent": ["dog"]}, {"present": ["feline"], "absent": ["dog"]}),
+        ({"present": ["cat"], "absent": ["lynx"]}, {"present": ["feline"], "absent": []}),
+        ({"absent": ["cat", "lynx", "puma"]}, {"absent": ["feline"]}),
+        ({"absent": ["cat", "lynx"]}, {"absent": []}),  # nobody looked for a puma, which is a feline too
+        ({"absent": [{"name": "cat"}]}, {"absent": [{"name": "cat"}]}),  # the user's own
+    ],
+)
+def test_joined_classes_are_absent_only_if_people_looked_for_all(
+    labels: dict[str, Any], joined: dict[str, Any]
+) -> None:
+    record = replace(named("cat", "lynx", "puma", "dog")[0], metadata={"image_labels": labels})
+    renames = {"cat": "feline", "lynx": "feline", "puma": "feline"}
+    (renamed,), _ = rename_classes([record], renames)
+    assert renamed.metadata == {"image_labels": joined}
 
 
 @pytest.mark.parametrize(
