@@ -28,6 +28,7 @@ from coordexp.config import parse_config
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.config.source import dump_value
 from coordexp.coords import serialize_objects
+from coordexp.data.dataset_check import objects_problem
 from coordexp.data.files import asset
 from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import check_dataset, read_jsonl
@@ -105,8 +106,8 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
     records = read_jsonl(train)
     check_dataset(records)
     for path, found in ((train, records), *([] if val is None else [(val, read_jsonl(val))])):
-        if not any(record.objects for record in found):  # training would refuse it
-            raise DataError("no image has an object; convert the annotations again", path=path)
+        if (problem := objects_problem(found)) is not None:  # training would refuse it
+            raise DataError(f"{problem}; convert the annotations again", path=path)
     # Tokens of the longest answer, and of the end of its turn.
     texts = sorted((serialize_objects(record.objects) for record in records), key=len, reverse=True)
     answer = max((len(vocab.encode_answer(text)) for text in texts[:_COUNTED]), default=0) + 1

@@ -7,7 +7,7 @@ import json
 import os
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -30,7 +30,7 @@ from coordexp.data.jsonl import NO_RECORDS, RefusedLine, numbered_lines, parse_l
 from coordexp.data.polygons import shape_area
 from coordexp.errors import DataError
 from coordexp.geometry import pixel_box
-from coordexp.records import NUM_BINS, ImageRecord
+from coordexp.records import NUM_BINS, GTObject, ImageRecord
 
 _ICON = 100  # pixels of the longer side
 _FIRST_PIXEL = 1.7  # in pixels: a share of 1, and half a bin of a large photo
@@ -147,7 +147,6 @@ def check_jsonl(
         raise DataError(NO_RECORDS, path=path)
     digests: defaultdict[bytes, list[str]] = defaultdict(list)
     paths: defaultdict[Path, list[str]] = defaultdict(list)
-    outside_first_pixel = False
     with _open_cache() as cache:
         for done, (number, text) in enumerate(lines, start=1):
             check.lines += 1
@@ -175,7 +174,7 @@ def check_jsonl(
                 digests[digest].append(record.sample_id)
             if not record.objects:
                 check.add(Finding.EMPTY_IMAGE, record.sample_id, "no objects")
-            outside_first_pixel |= _add_objects(check, record)
+            _add_objects(check, record)
             if count_tokens is not None:
                 length = count_tokens(record)
                 check.token_lengths.append(length)
@@ -191,12 +190,8 @@ def check_jsonl(
                 check.add(Finding.DUPLICATE_IMAGE, records[-1], detail)
     if limit is None and check.records and not any(record.objects for record in check.records):
         check.add(Finding.NO_OBJECTS, path.name, f"no object in {len(check.records)} images")
-    elif not outside_first_pixel and check.counts()[Finding.SUBPIXEL]:
-        count = sum(len(record.objects) for record in check.records)
-        detail = (
-            f"all {count} objects are within the first pixel of their image, as shares are that were read as pixels"
-        )
-        check.add(Finding.SHARES_LOOKING, path.name, detail)
+    elif (problem := shares_problem(check.records)) is not None:
+        check.add(Finding.SHARES_LOOKING, path.name, problem)
     _compare_spellings(check)
     report = path.with_name(f"{path.stem}.conversion_report.json")  # only it lists what the conversion left out
     if not report.is_file():
@@ -214,25 +209,47 @@ def check_jsonl(
     return check
 
 
-def _add_objects(check: DatasetCheck, record: ImageRecord) -> bool:
-    # Returns whether an object reaches out of the image's first pixel.
+def objects_problem(records: Iterable[ImageRecord]) -> str | None:
+    """Why training refuses the objects of a dataset as a whole; None if it does not."""
+    return shares_problem(records) if any(record.objects for record in records) else "no image has an object"
+
+
+def shares_problem(records: Iterable[ImageRecord]) -> str | None:
+    """A sentence if all objects are within the first pixel of their image, as shares are that were read as pixels.
+    Reads up to the first object that is not."""
+    count, has_subpixel = 0, False
+    for record in records:
+        for obj in record.objects:
+            _, _, x2, y2 = pixel_box(obj, record.width, record.height)
+            # On an icon, a pixel may be the size of an object.
+            if max(x2, y2) > _FIRST_PIXEL or max(record.width, record.height) < _ICON:
+                return None
+            count += 1
+            has_subpixel |= _is_subpixel(obj, record)
+    if not has_subpixel:
+        return None
+    return f"all {count} objects are within the first pixel of their image, as shares are that were read as pixels"
+
+
+def _is_subpixel(obj: GTObject, record: ImageRecord) -> bool:
+    x1, y1, x2, y2 = pixel_box(obj, record.width, record.height)
+    return shape_area(obj.kind, obj.bins) > 0 and max(x2 - x1, y2 - y1) < 1
+
+
+def _add_objects(check: DatasetCheck, record: ImageRecord) -> None:
     seen: set[tuple[str, str, tuple[int, ...]]] = set()
-    reaches_out = False
     for index, obj in enumerate(record.objects):
         shown = f"objects[{index}] {obj.desc!r} {obj.kind} {list(obj.bins)}"
-        x1, y1, x2, y2 = pixel_box(obj, record.width, record.height)
         if shape_area(obj.kind, obj.bins) == 0:
             check.add(Finding.DEGENERATE, record.sample_id, shown)
-        elif max(x2 - x1, y2 - y1) < 1:
+        elif _is_subpixel(obj, record):
+            x1, y1, x2, y2 = pixel_box(obj, record.width, record.height)
             size = f"{x2 - x1:.2g}x{y2 - y1:.2g} pixels of {record.width}x{record.height}"
             check.add(Finding.SUBPIXEL, record.sample_id, f"{shown}: {size}")
-        # On an icon, a pixel may be the size of an object.
-        reaches_out |= max(x2, y2) > _FIRST_PIXEL or max(record.width, record.height) < _ICON
         identity = obj.desc, obj.kind, obj.bins
         if identity in seen:
             check.add(Finding.DUPLICATE_OBJECT, record.sample_id, shown)
         seen.add(identity)
-    return reaches_out
 
 
 def _compare_spellings(check: DatasetCheck) -> None:

@@ -20,6 +20,7 @@ from coordexp.config.datasets import TrainFile
 from coordexp.config.environment import check_training_environment
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.dataset_cache import check_images, open_records
+from coordexp.data.dataset_check import objects_problem
 from coordexp.data.joined import DataPart, JoinedRecords
 from coordexp.data.preparation import preparation_of, several_rules_note, unprepared_note
 from coordexp.engine.trainer.backends import check_backend
@@ -110,8 +111,8 @@ def check_run(
     attempt(partial(check_images, wait_s=wait_s), *unseen)
     paths = ", ".join(str(file.path) for file in custom.train_jsonl)
     for key, path, records in (("train_jsonl", paths, train), ("val_jsonl", custom.val_jsonl, val)):
-        if records and not any(record.objects for record in records):
-            errors.append(DataError(f"custom.{key}: {path}: no image has an object; convert the annotations again"))
+        if records and (problem := objects_problem(records)) is not None:
+            errors.append(DataError(f"custom.{key}: {path}: {problem}; convert the annotations again"))
     messages = dict.fromkeys(map(str, errors))  # one broken checkpoint may fail several checks with the same message
     if len(messages) > 1:
         raise ConfigError("\n".join(messages))

@@ -34,6 +34,7 @@ from coordexp.training.drift import DriftWatch
 from coordexp.training.ledger import RunLedger
 from coordexp.training.loader_speed import ReadingWatch
 from coordexp.training.loggers import LOG_WRITES_FAILED
+from coordexp.training.rows import untrained_note
 from coordexp.training.saving import (
     load_optimizer,
     load_progress,
@@ -180,6 +181,9 @@ class CoordExpTrainer:
                 "train_loss": _mean_loss(self.state),
             }
         )
+        read = self.batches.samples_before(self.state.global_step)
+        if self.stopped_by is None and (note := untrained_note(self.run.buffer, read)) is not None:
+            self.on_note(note)
         note_best(self.state, self.args)  # also if the last evaluation came after its checkpoint
         if self.args.load_best_model_at_end and self.stopped_by is None:
             if (best := self.state.best_model_checkpoint) is not None:

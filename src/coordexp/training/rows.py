@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from coordexp import distributed
 from coordexp.background import Prefetcher
 from coordexp.data.dataset import Sample
 from coordexp.errors import RowLate
@@ -105,6 +106,20 @@ class RowPlanner:
             f"{most:,}",
             f"{steps:,}",
         )
+
+
+def untrained_note(buffer: CarryBuffer | None, samples: int) -> str | None:
+    """A sentence on the samples that the end of a run leaves in the carry buffers, of ``samples`` that it read; None
+    without any. A collective call."""
+    waiting = 0 if buffer is None else len(buffer)
+    waiting = int(distributed.all_reduce([float(waiting)], "sum")[0])
+    if not waiting:
+        return None
+    return (
+        f"{waiting:,} of {samples:,} samples were not trained on: they still wait for a packed row "
+        "(packing/buffer_segments); to train on more of them, raise global_max_length, lower "
+        "training.per_device_train_batch_size, or set training.packing: false"
+    )
 
 
 def blank_row(batches: Sequence[Sequence[Sample]]) -> PackedRow:

@@ -11,10 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 from rich.console import Console
 
+from coordexp.data.dataset_check import check_jsonl
+from coordexp.data.jsonl import write_jsonl
+from coordexp.errors import DataError
 from coordexp.evaluation.answers import LAST_EVALUATION, read_answers
+from coordexp.records import GTObject, ImageRecord
 from coordexp.training.progress import RichProgress
+from coordexp.training.run import check_run
 from coordexp.viewer.collect import collect
 from support.answers import CAT, answer, entry
 from support.tiny_run import InMemoryBackend, load_tiny, run_config, step_lines, train
@@ -42,6 +48,32 @@ def test_samples_per_second_count_what_a_short_epoch_has(tmp_path: Path) -> None
     trainer = train(run_config(tmp_path, 1, **keys))
     (end,) = [line for line in trainer.state.log_history if "train_loss" in line]
     assert end["train_samples_per_second"] * end["train_runtime"] == pytest.approx(24)
+
+
+@pytest.mark.parametrize("key", ["train_jsonl", "val_jsonl"])
+def test_shares_that_were_read_as_pixels_are_refused_as_data_check_does(key: str, tmp_path: Path) -> None:
+    Image.new("RGB", (640, 480)).save(tmp_path / "a.png")
+    shares = GTObject("crack", "bbox_2d", (0, 0, 1, 2))
+    write_jsonl([ImageRecord("d:1", tmp_path / "a.png", 640, 480, (shares,))], tmp_path / "d.jsonl")
+    assert check_jsonl(tmp_path / "d.jsonl").errors == 1
+    with pytest.raises(DataError, match=rf"custom.{key}: .*d.jsonl: all 1 objects are within the first pixel"):
+        check_run(run_config(tmp_path, 1, **{f"custom__{key}": str(tmp_path / "d.jsonl")}))
+
+
+@pytest.mark.parametrize(("batch", "notes"), [(1, []), (2, ["2 of 4 samples were not trained on"])])
+def test_a_run_says_how_many_samples_it_left_untrained(batch: int, notes: list[str], tmp_path: Path) -> None:
+    """A row has room for one sample, so of each micro-step of two, one waits for a later row."""
+    said: list[str] = []
+
+    def listen(trainer: Any) -> None:
+        trainer.on_note = said.append
+
+    keys = {"training__packing": True, "training__per_device_train_batch_size": batch, "global_max_length": 80}
+    trainer = train(run_config(tmp_path, 1, **keys), on_built=listen)
+    assert [note.partition(":")[0] for note in said] == notes
+    read = sum(line["train/samples_total"] for line in step_lines(trainer))
+    trained = sum(line["packing/segments_total"] for line in step_lines(trainer))
+    assert (read, trained) == (2 * batch, 2)
 
 
 def test_an_evaluation_says_which_names_are_annotated_nowhere_and_keeps_its_answers(tmp_path: Path) -> None:
