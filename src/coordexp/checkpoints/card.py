@@ -17,6 +17,7 @@ import msgspec
 from coordexp.checkpoints.calibration import Calibration
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.schema import DEFAULT_PROMPT
+from coordexp.coords import FieldOrder
 from coordexp.data.files import write_atomically
 from coordexp.data.preparation import NO_RESIZE, ImagePreparation
 from coordexp.errors import CheckpointError, DataError
@@ -36,7 +37,7 @@ class Training:
 
     prompt: str
     system: str | None
-    object_field_order: str
+    object_field_order: FieldOrder
     object_ordering: str
     train_type: Literal["full", "lora"]
     dtype: str

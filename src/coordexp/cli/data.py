@@ -44,7 +44,8 @@ def check_command(
     jsonl: Dataset,
     limit: Annotated[int | None, typer.Option(min=1, help="Check only the first N records.")] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint whose tokenizer and processor count tokens and draw the sheet.")
+        Path | None,
+        typer.Option(help="Checkpoint whose prompt, tokenizer and processor count tokens and draw the sheet."),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Find samples of more tokens: the run's global_max_length. Needs --model.")

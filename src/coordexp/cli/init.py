@@ -108,13 +108,15 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
     for path, found in ((train, records), *([] if val is None else [(val, read_jsonl(val))])):
         if (problem := objects_problem(found)) is not None:  # training would refuse it
             raise DataError(f"{problem}; convert the annotations again", path=path)
+    card = read_card(model)
     # Tokens of the longest answer, and of the end of its turn.
     texts = sorted((serialize_objects(record.objects) for record in records), key=len, reverse=True)
     answer = max((len(vocab.encode_answer(text)) for text in texts[:_COUNTED]), default=0) + 1
     # Tokens of the largest image, as the checkpoint's image processor resizes it.
     rule = processor_rule(checkpoint.base)
     images = [math.prod(rule.size(record.width, record.height)) // rule.factor**2 for record in records]
-    prompt = len(vocab.encode(DEFAULT_PROMPT)) + _CHAT_TOKENS
+    asked = (DEFAULT_PROMPT,) if card.training is None else (card.training.prompt, card.training.system or "")
+    prompt = sum(len(vocab.encode(text)) for text in asked) + _CHAT_TOKENS
     sample = prompt + max(images, default=0) + answer
     some = records[:: max(1, len(records) // _TYPICAL)]
     lengths = [len(vocab.encode_answer(serialize_objects(record.objects))) + 1 for record in some]
@@ -127,7 +129,7 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
             "data with a smaller --max-pixels, or take another model"
         )
     labels = [obj.desc for record in records for obj in record.objects]
-    notes = _misfits(records, set(labels), read_card(model), model)
+    notes = _misfits(records, set(labels), card, model)
     few = records[:: max(1, len(records) // _TIMED)][:_TIMED]
     photos = tuple((record.image, rule.size(record.width, record.height)) for record in few)
     return DataAtHand(

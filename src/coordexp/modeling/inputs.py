@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
+from coordexp.checkpoints.card import read_card, settings_for_answers
 from coordexp.checkpoints.folder import Checkpoint
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import serialize_objects
@@ -245,8 +246,9 @@ def to_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]
 def token_counter(checkpoint: Path, sample: ImageRecord) -> Callable[[ImageRecord], int]:
     """A function from a record to the number of tokens of its prompt and answer in training, without opening its image.
 
-    The prompt's text is the same for all records and is measured on ``sample``; the number of image tokens follows from
-    an image's size. Raises CheckpointError or VocabError, and DataError for the image of ``sample``.
+    Prompt and order of fields are the checkpoint's own, or else the built-in ones. The prompt's text is the same for
+    all records and is measured on ``sample``; the number of image tokens follows from an image's size. Raises
+    CheckpointError or VocabError, and DataError for the image of ``sample``.
     """
     opened = Checkpoint.open(checkpoint)
     (processor, vocab), image_token = load_processor_and_vocab(opened), read_config(opened).image_token_id
@@ -258,13 +260,18 @@ def token_counter(checkpoint: Path, sample: ImageRecord) -> Callable[[ImageRecor
         width, height = rule.size(record.width, record.height)
         return (height // factor) * (width // factor)
 
-    prompt_ids = PromptEncoder(processor, None, None).encode(sample).prompt_token_ids
+    own = read_card(checkpoint).training
+    order = "desc_first" if own is None else own.object_field_order
+    template = settings_for_answers(own)
+    prompt_ids = (
+        PromptEncoder(processor, template.get("prompt"), template.get("system")).encode(sample).prompt_token_ids
+    )
     counted = sum(1 for token_id in prompt_ids if token_id == image_token)
     assert counted == image_tokens(sample), "image tokens follow from the size; the processor disagrees"
     text_tokens = len(prompt_ids) - counted
 
     def count(record: ImageRecord) -> int:
-        answer = len(vocab.encode_answer(serialize_objects(record.objects))) + 1  # and the end of the turn
+        answer = len(vocab.encode_answer(serialize_objects(record.objects, order))) + 1  # and the end of the turn
         return text_tokens + image_tokens(record) + answer
 
     return count

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from coordexp.checkpoints.card import read_card, write_card
 from coordexp.data import read_jsonl
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
@@ -31,19 +33,30 @@ def test_check_json(scenes: Path, cli: Cli) -> None:
     assert sum(found["density"].values()) == 20 and sum(found["classes"].values()) == found["objects"]
 
 
-def test_check_counts_tokens_as_training_does(scenes: Path, tmp_path: Path, cli: Cli) -> None:
+@pytest.mark.parametrize(
+    ("own", "order"), [(None, "desc_first"), (("Find the shapes.", "You look closely."), "geometry_first")]
+)
+def test_check_counts_tokens_as_training_does(
+    own: tuple[str, str] | None, order: Any, scenes: Path, tmp_path: Path, cli: Cli
+) -> None:
+    """With the prompt that the checkpoint was trained with, if it was."""
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import load_processor, load_vocab
     from coordexp.targets import build_gt_target
 
     model = small_checkpoint(tmp_path / "model")
+    if own is not None:
+        card = read_card(asset("checkpoints/demo-stage1"))
+        assert card.training is not None
+        trained = replace(card.training, prompt=own[0], system=own[1], object_field_order=order)
+        write_card(replace(card, training=trained), model)
     outcome = cli("data", "check", scenes, "--model", model, "--max-tokens", 150, "--json")
     found = json.loads(outcome.out)
     records = read_jsonl(scenes)
-    encoder, vocab = PromptEncoder(load_processor(model), None, None), load_vocab(model)
+    encoder, vocab = PromptEncoder(load_processor(model), *(own or (None, None))), load_vocab(model)
     lengths = [
         len(encoder.encode(r).prompt_token_ids)
-        + len(build_gt_target(r.objects, vocab, sample_id="s", field_order="desc_first").token_ids)
+        + len(build_gt_target(r.objects, vocab, sample_id="s", field_order=order).token_ids)
         for r in records
     ]
     assert (found["tokens"]["min"], found["tokens"]["max"]) == (min(lengths), max(lengths))

@@ -67,7 +67,7 @@ def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
     write_card(replace(card, training=replace(card.training, train_type="lora")), lora_run)
     tool = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    for mebibytes, model, train_type in ((64, DEMO, "lora"), (81559, DEMO, "full"), (81559, lora_run, "lora")):
+    for mebibytes, model, train_type in ((48, DEMO, "lora"), (81559, DEMO, "full"), (81559, lora_run, "lora")):
         tool.write_text(f"#!/bin/sh\necho 81559\necho {mebibytes}\n")
         tool.chmod(0o755)
         for stage, rate in ((1, 5e-4), (2, 2e-4)):
@@ -77,7 +77,7 @@ def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
             assert run.tuner.train_type == train_type and run.training.use_cpu is False
             assert run.training.learning_rate == pytest.approx(rate * (5 if train_type == "lora" else 1))
             assert (run.tuner.lora_rank == 32) == (train_type == "lora")  # lora.yaml's
-            assert (run.global_max_length < 1600) == (mebibytes == 64), "rows are halved until they fit"
+            assert (run.global_max_length < 1000) == (mebibytes == 48), "rows are halved until they fit"
     tool.write_text("#!/bin/sh\necho no driver >&2\nexit 9\n")
     done = cli("init", data, "--model", DEMO, "--overwrite")
     assert done.code == 2 and "nvidia-smi fails: no driver" in done.err
@@ -266,6 +266,8 @@ def test_small_data_gets_the_epochs_and_the_row_that_fit_it(images: int, epochs:
         next(line for line in (tmp_path / "s.yaml").read_text().splitlines() if "tokens. All keys" in line).split()[1]
     )
     assert longest <= run.global_max_length <= 2 * longest + 256, "two samples of a step fill a row"
+    counted = json.loads(cli("data", "check", scenes, "--model", DEMO, "--json").out)["tokens"]["max"]
+    assert counted <= longest < counted + 32, "with the checkpoint's own, short prompt"
 
 
 def test_images_and_classes_that_the_model_has_not_seen_are_named(tmp_path: Path, cli: Cli) -> None:
@@ -354,7 +356,8 @@ def test_the_samples_of_a_micro_step_fill_a_row_and_do_not_wait_for_one(
         words = (tmp_path / "train.jsonl", "--model", DEMO, "--stage", stage, where, "--out", tmp_path / "s.yaml")
         assert cli("init", *words, "--overwrite").code == 0
         run = load_config(tmp_path / "s.yaml")
-        assert 0.65 < run.training.per_device_train_batch_size * mean / run.global_max_length < 1
+        least = 0.65 if stage == 1 else 0.6  # answers of stage 2 may be longer than annotations
+        assert least < run.training.per_device_train_batch_size * mean / run.global_max_length < 1
 
 
 def test_loader_processes_are_chosen_by_the_time_that_photos_take(
