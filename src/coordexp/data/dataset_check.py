@@ -28,6 +28,7 @@ from coordexp.data.images import (
 )
 from coordexp.data.jsonl import NO_RECORDS, RefusedLine, numbered_lines, parse_line
 from coordexp.data.polygons import shape_area
+from coordexp.data.preparation import resize_rule_of
 from coordexp.errors import DataError
 from coordexp.geometry import pixel_box
 from coordexp.records import NUM_BINS, GTObject, ImageRecord
@@ -172,6 +173,10 @@ def check_jsonl(
             digest = _check_image(check, record, cache, deep and first)
             if digest is not None and first:
                 digests[digest].append(record.sample_id)
+            try:
+                resize_rule_of(record)
+            except DataError as error:
+                check.add(Finding.SCHEMA, record.sample_id, str(error))
             if not record.objects:
                 check.add(Finding.EMPTY_IMAGE, record.sample_id, "no objects")
             _add_objects(check, record)

@@ -96,15 +96,23 @@ def several_rules_note(records: Sequence[ImageRecord]) -> str | None:
 def _rules_of(records: Sequence[ImageRecord]) -> set[ResizeRule | None]:
     rules: set[ResizeRule | None] = set()
     for record in distinct_preparations(records):
-        written = record.metadata.get(PREPARED)
         try:
-            rules.add(None if written is None else _read_rule(written))
-        except (TypeError, ValueError, DataError) as error:
-            raise DataError(
-                f"{record.sample_id}: metadata.{PREPARED} is {written!r}: {error}; write them as converters do, or "
-                "remove the key"
-            ) from error
+            rules.add(resize_rule_of(record))
+        except DataError as error:
+            raise DataError(f"{record.sample_id}: {error}") from error
     return rules
+
+
+def resize_rule_of(record: ImageRecord) -> ResizeRule | None:
+    """The rule by which the record's image was resized; None if it was not. Raises DataError if its
+    ``metadata.prepared`` is not a rule."""
+    written = record.metadata.get(PREPARED)
+    try:
+        return None if written is None else _read_rule(written)
+    except (TypeError, ValueError, DataError) as error:
+        raise DataError(
+            f"metadata.{PREPARED} is {written!r}: {error}; write them as converters do, or remove the key"
+        ) from error
 
 
 def unprepared_note(preparation: ImagePreparation, validation: Sequence[ImageRecord]) -> str | None:

@@ -206,3 +206,25 @@ def test_objects_below_a_pixel_are_found(boxes: list[list[int]], found: list[Fin
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps(fields) + "\n")
     assert [problem.finding for problem in check_jsonl(path).problems] == found
+
+
+@pytest.mark.parametrize(
+    ("prepared", "says"),
+    [
+        ({"factor": 32}, "expected the whole numbers factor, min_pixels and max_pixels"),
+        ({"factor": 0, "min_pixels": 1, "max_pixels": 2}, "resize factor is 0"),
+        ({"factor": 32, "min_pixels": 1024, "max_pixels": 4096}, None),
+    ],
+)
+def test_a_resize_rule_that_training_would_refuse_is_found(
+    prepared: dict[str, int], says: str | None, tmp_path: Path
+) -> None:
+    paint(tmp_path / "a.png", (64, 64))
+    objects = [{"desc": "cat", "bbox_2d": [0, 0, 500, 500]}]
+    fields = {"images": ["a.png"], "width": 64, "height": 64, "objects": objects, "metadata": {"prepared": prepared}}
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(fields) + "\n")
+    check = check_jsonl(path)
+    found = [(problem.finding, problem.where) for problem in check.problems]
+    assert found == ([] if says is None else [(Finding.SCHEMA, "d.jsonl:1")])
+    assert check.errors == len(found) and (says is None or says in check.problems[0].detail)
