@@ -371,9 +371,11 @@ def _histograms(check: DatasetCheck) -> Table:
 
     found = check.to_json()
     soft = f" ({found['soft_objects']} of them soft)" if found["soft_objects"] else ""
+    classes = found["classes"]
+    most = f": the {_SHOWN} most frequent of {len(classes)}, all with --json" if len(classes) > _SHOWN else ""
     rows: dict[str, Mapping[str, int]] = {
         f"{found['objects']} objects{soft} in {found['images']} images, by geometry": found["kinds"],
-        "objects by class": dict(list(found["classes"].items())[:_SHOWN]),
+        f"objects by class{most}": dict(list(classes.items())[:_SHOWN]),
         "images by number of objects": found["density"],
     }
     if check.token_lengths:

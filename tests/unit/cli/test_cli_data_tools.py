@@ -11,11 +11,12 @@ import pytest
 from PIL import Image
 
 from coordexp.checkpoints.card import read_card, write_card
-from coordexp.data import read_jsonl
+from coordexp.data import read_jsonl, write_jsonl
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation.answers import ScoredObject
 from coordexp.evaluation.detection import match_by_desc
+from coordexp.records import GTObject, ImageRecord
 from support.cli_runs import Cli, small_checkpoint
 from support.config_samples import stage1, write_yaml
 from support.one_scene import as_coco, as_labelme, as_yolo
@@ -85,6 +86,17 @@ def test_stats(scenes: Path, cli: Cli) -> None:
     assert "objects by size" in cli("data", "stats", scenes).out
     found = json.loads(cli("data", "stats", scenes, "--json").out)
     assert sum(found["size_percent"].values()) == found["objects"]
+
+
+@pytest.mark.parametrize(("classes", "said"), [(20, False), (25, True)])
+def test_stats_say_that_there_are_more_classes_than_are_shown(
+    classes: int, said: bool, tmp_path: Path, cli: Cli
+) -> None:
+    objects = tuple(GTObject(f"class-{k:02d}", "bbox_2d", (0, 0, 500, 500)) for k in range(classes))
+    write_jsonl([ImageRecord("d:1", tmp_path / "a.png", 64, 64, objects)], tmp_path / "d.jsonl")
+    shown = " ".join(cli("data", "stats", tmp_path / "d.jsonl").out.split())
+    assert ("objects by class: the 20 most frequent of 25, all with --json" in shown) == said
+    assert shown.count("class-") == 20
 
 
 def test_split_and_sample(scenes: Path, tmp_path: Path, cli: Cli) -> None:
