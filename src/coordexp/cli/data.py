@@ -107,7 +107,8 @@ def check_command(
             noted = sum(check.counts().values())
             notes = f"; {noted} finding{'s' * (noted != 1)} above to look at" if noted else ""
             how = "" if deep else "; of images, headers only were read: --deep decodes them"
-            console.print(f"sound: training accepts {check.path}{notes}{how}", soft_wrap=True)
+            part = f"the first {check.lines} records of " if check.lines == limit else ""
+            console.print(f"sound: training accepts {part}{check.path}{notes}{how}", soft_wrap=True)
     if check.errors:
         first = next(problem for problem in check.problems if problem.finding in ERRORS)
         count = f"{check.errors} finding{'s' * (check.errors != 1)}"

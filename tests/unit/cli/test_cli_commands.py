@@ -103,6 +103,14 @@ def test_scenes_and_check(tmp_path: Path, cli: Cli) -> None:
     assert f"{desc} {count} " in checked
 
 
+@pytest.mark.parametrize(
+    ("limit", "part"), [((), ""), (("--limit", 3), ""), (("--limit", 2), "the first 2 records of ")]
+)
+def test_the_verdict_is_about_what_was_checked(limit: tuple[object, ...], part: str, tmp_path: Path, cli: Cli) -> None:
+    cli("data", "scenes", "--out", tmp_path, "--count", 2, "--seed", 7)
+    assert f"sound: training accepts {part}{tmp_path}" in cli("data", "check", tmp_path / "scenes.jsonl", *limit).out
+
+
 def test_scenes_replace_others_only_on_request(tmp_path: Path, cli: Cli) -> None:
     cli("data", "scenes", "--out", tmp_path, "--count", 2, "--seed", 7)
     files = [tmp_path / "scenes.jsonl", *sorted((tmp_path / "images").iterdir())]
