@@ -69,6 +69,14 @@ def test_a_lower_rate_keeps_a_subset(allow_empty: bool) -> None:
             assert set(small.objects) <= set(large.objects)
 
 
+def test_class_rates_keep_a_subset_where_images_may_lose_all() -> None:
+    everything = records(200, CUP, TREE)
+    low, high = (
+        drop_annotations(everything, DropRates(keep, {"tree": 0.1}, allow_empty=True), seed=0)[0] for keep in (0.3, 0.5)
+    )
+    assert all(set(few.objects) <= set(more.objects) for few, more in zip(low, high, strict=True)) and low != high
+
+
 def test_every_image_keeps_an_object() -> None:
     left, counts = drop_annotations(records(40, CUP, TREE), DropRates(0.0), 0)
     assert {len(record.objects) for record in left} == {1} and counts.spared == 40 and counts.emptied == 0
