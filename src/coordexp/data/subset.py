@@ -90,8 +90,8 @@ def drop_annotations(
     """The records with fewer annotations, in the same order.
 
     Each draw depends on ``seed``, the record's sample id and the object's place in it only. A higher probability keeps
-    every annotation that a lower one keeps, except those that were spared by rates that differ. Raises DataError for a class that no record has, or a soft object, which is
-    not an annotation.
+    every annotation that a lower one keeps, except those that were spared by rates that differ. Raises DataError for a
+    class that no record has, or a soft object, which is not an annotation.
     """
     known = {obj.desc for record in records for obj in record.objects}
     unknown = sorted(rates.per_class.keys() - known)
