@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -209,6 +209,11 @@ def part_of(name: str) -> Part:
     if ".visual." not in path:
         return "llm"
     return "aligner" if ".visual.merger." in path or ".visual.deepstack_merger_list." in path else "vit"
+
+
+def is_named(module: str, ends: Iterable[str]) -> bool:
+    """Whether one of ``ends``, as ``tuner.target_modules`` and ``modules_to_save`` have them, means a module."""
+    return any(module == end or module.endswith(f".{end}") for end in ends)
 
 
 _ANSWERS_DEPEND_ON = ("*.safetensors", "*config.json", "tokenizer.json", "chat_template.*")

@@ -23,7 +23,7 @@ from typing import Any
 
 from coordexp import distributed
 from coordexp.checkpoints.describe import TABLES, weight_shapes
-from coordexp.checkpoints.folder import Checkpoint, part_of
+from coordexp.checkpoints.folder import Checkpoint, is_named, part_of
 from coordexp.config import RunConfig
 from coordexp.config.checks import cross_checks
 from coordexp.config.resolved import AnswerConfig
@@ -172,7 +172,7 @@ def estimate_memory(
 
 
 def trained_numbers(config: RunConfig, model: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> int:
-    """How many numbers the run trains: weights, or those of adapters and coordinate rows."""
+    """How many numbers the run trains: weights, or those of adapters, modules trained whole and coordinate rows."""
     tuner, trained = config.tuner, 0
     frozen = {part for part in ("vit", "aligner", "llm") if getattr(tuner, f"freeze_{part}")}
     tied = bool(model.get("tie_word_embeddings"))
@@ -180,13 +180,18 @@ def trained_numbers(config: RunConfig, model: Mapping[str, Any], shapes: Mapping
     if tuner.train_type != "lora":
         return sum(size for name, size in sizes.items() if part_of(name) not in frozen)
     if tuner.train_coord_rows:
-        trained = NUM_BINS * int(model["text_config"]["hidden_size"])
-    for name in sizes:
+        trained = NUM_BINS * int(model["text_config"]["hidden_size"]) * (1 if tied else 2)
+    for name, size in sizes.items():
+        if part_of(name) in frozen:
+            continue
         module, _, kind = name.rpartition(".")
-        is_linear = kind == "weight" and len(shapes[name]) == 2 and module.rpartition(".")[2] not in TABLES
-        is_target = "all-linear" in tuner.target_modules or module.endswith(tuple(tuner.target_modules))
-        if is_linear and is_target and part_of(name) not in frozen:
-            trained += tuner.lora_rank * sum(shapes[name])
+        parts = module.split(".")
+        if any(is_named(".".join(parts[: k + 1]), tuner.modules_to_save) for k in range(len(parts))):
+            trained += size
+            continue
+        is_linear = kind == "weight" and len(shapes[name]) == 2 and parts[-1] not in TABLES
+        if is_linear and ("all-linear" in tuner.target_modules or is_named(module, tuner.target_modules)):
+            trained += tuner.lora_rank * sum(shapes[name]) + (shapes[name][0] if tuner.use_dora else 0)
     return trained
 
 

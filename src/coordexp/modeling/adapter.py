@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from coordexp.checkpoints.folder import BASE_KEY, CONFIG, COORD_IDS, OFFSETS, WEIGHTS, part_of
+from coordexp.checkpoints.folder import BASE_KEY, CONFIG, COORD_IDS, OFFSETS, WEIGHTS, is_named, part_of
 from coordexp.config.schema import TunerConfig
 from coordexp.data.files import give_ordinary_mode
 from coordexp.errors import CheckpointError, ConfigError
@@ -175,8 +175,14 @@ def tune(model: Any, config: TunerConfig, coord_ids: Sequence[int]) -> None:
 
         model.requires_grad_(False)
         targets = _targets(model, config.target_modules, frozen)
-        saved = _matching(model, config.modules_to_save, "tuner.modules_to_save", frozen)
-        if targets or saved:
+        saved = _trained_whole(model, config.modules_to_save, frozen)
+        targets = [name for name in targets if not _is_within(name, saved)]
+        if saved and not targets:  # peft attaches nothing without an adapter
+            raise ConfigError(
+                "tuner.target_modules: every module that these names mean is trained whole, by tuner.modules_to_save; "
+                "name another one, or set tuner.train_type: full"
+            )
+        if targets:
             lora = LoraConfig(
                 r=config.lora_rank,
                 lora_alpha=config.lora_alpha,  # pyright: ignore[reportArgumentType]  # peft only divides by the rank
@@ -233,12 +239,39 @@ def _targets(model: Any, names: Sequence[str], frozen: set[str]) -> list[str]:
     return targets
 
 
+def _trained_whole(model: Any, ends: Sequence[str], frozen: set[str]) -> list[str]:
+    key = "tuner.modules_to_save"
+    names = _matching(model, ends, key, frozen)
+    for name in names:
+        module = model.get_submodule(name)
+        if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
+            entry = f"{name}.{next(iter(dict(module.named_children())), 0)}"
+            raise ConfigError(f"{key}: {name} is a list of modules; name those to train, such as {entry}")
+        inside = [inner for inner, _ in module.named_parameters(prefix=name)]
+        if not inside:
+            raise ConfigError(f"{key}: {name} has no weights; remove it")
+        # A copy of the embedding would leave a tied head on the table that is not trained.
+        if (table := next((one for one in inside if one.split(".")[-2] in _TABLES), None)) is not None:
+            raise ConfigError(
+                f"{key}: {name} has {table}, which cannot be trained next to adapters; name the layers in it, such as "
+                "language_model.layers.0, or set tuner.train_type: full"
+            )
+        if parts := sorted({part_of(one) for one in inside} & frozen):
+            keys = " and ".join(f"tuner.freeze_{part}" for part in parts)
+            raise ConfigError(f"{key}: {name} has weights that {keys} freezes; set it to false, or name the others")
+    return [name for name in names if not _is_within(name, set(names) - {name})]
+
+
+def _is_within(name: str, modules: Collection[str]) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in modules)
+
+
 def _matching(model: Any, ends: Sequence[str], key: str, frozen: set[str]) -> list[str]:
     # Modules outside frozen parts that have one of `ends` as the end of their dotted name.
     names = [name for name, _ in model.named_modules() if name]
     found: list[str] = []
     for end in ends:
-        matching = [name for name in names if name == end or name.endswith(f".{end}")]
+        matching = [name for name in names if is_named(name, (end,))]
         if not matching:
             raise ConfigError(
                 f"{key}: no module of the model has a name that ends in {end!r}; see `coordexp model info`"

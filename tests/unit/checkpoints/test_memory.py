@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from coordexp.checkpoints.memory import check_memory, estimate_memory, recompute
 from coordexp.config import RunConfig, parse_config
 from coordexp.config.schema import DeepSpeedConfig
 from coordexp.errors import ConfigError
+from coordexp.modeling.adapter import tune
+from coordexp.modeling.load import load_model
 from support.config_samples import stage1, stage2, two_channel
 from support.qwen_sizes import qwen3_vl_config
 from support.tiny_run import tiny_checkpoint
+from support.tuned_models import untied_checkpoint
 
 
 @cache
@@ -80,6 +84,30 @@ def run(
 def test_the_estimate_is_within_ten_percent(size: str, config: RunConfig, world_size: int, traced_gb: float) -> None:
     estimate = estimate_memory(config, *model(size), world_size)
     assert estimate.total / 1e9 == pytest.approx(traced_gb, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "checkpoint", "numbers"),
+    [
+        ({"train_coord_rows": False}, tiny_checkpoint, 14_080),
+        ({}, tiny_checkpoint, 78_080),
+        ({}, untied_checkpoint, 142_080),  # one table of 1000 x 64 more
+        ({"use_dora": True}, tiny_checkpoint, 79_808),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["visual.merger"]}, tiny_checkpoint, 89_856),
+        ({"modules_to_save": ["merger"]}, tiny_checkpoint, 101_120),  # which gets no adapters then
+    ],
+    ids=str,
+)
+def test_adapters_rows_and_modules_trained_whole_are_all_counted(
+    keys: dict[str, Any], checkpoint: Callable[[], Path], numbers: int
+) -> None:
+    content = stage1()
+    content["model"] |= {"model": str(checkpoint()), "dtype": "bfloat16"}
+    config = parse_config({**content, "tuner": {"train_type": "lora", "lora_rank": 4, **keys}})
+    loaded = load_model(checkpoint())
+    tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
+    assert sum(one.numel() for one in loaded.model.parameters() if one.requires_grad) == numbers
+    assert check_memory(config).gradients == 4 * numbers
 
 
 def test_fsdp_shares_weights_gradients_and_optimizer() -> None:

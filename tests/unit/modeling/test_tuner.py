@@ -115,6 +115,11 @@ REFUSED = [
     ({"target_modules": ["all-linear", "q_proj"]}, "all-linear"),
     ({"target_modules": ["q_proj"], "freeze_llm": True, "train_coord_rows": False}, "tuner.freeze_llm freezes"),
     ({"modules_to_save": ["visual.posembed"]}, "tuner.modules_to_save: .*'visual.posembed'"),
+    ({"modules_to_save": ["language_model"]}, "language_model has model.language_model.embed_tokens.weight"),
+    ({"modules_to_save": ["visual"], "freeze_aligner": True}, "model.visual has weights that tuner.freeze_aligner"),
+    ({"modules_to_save": ["language_model.layers"]}, r"such as model\.language_model\.layers\.0"),
+    ({"modules_to_save": ["rotary_emb"]}, "rotary_emb has no weights"),
+    ({"modules_to_save": ["mlp"], "target_modules": ["gate_proj"]}, "target_modules: every module .* trained whole"),
 ]
 
 
@@ -122,6 +127,14 @@ REFUSED = [
 def test_invalid_target_modules_are_refused(keys: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         tune_tiny(lora(**keys))
+
+
+def test_a_module_inside_one_that_is_trained_whole_is_trained_with_it() -> None:
+    model = tune_tiny(lora(modules_to_save=["visual.merger", "visual.merger.linear_fc1"])).model
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad and ".visual.merger." in name}
+    start = "model.visual.merger.modules_to_save.default"
+    layers = ("linear_fc1", "linear_fc2", "norm")
+    assert trained == {f"{start}.{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
 
 
 def test_nothing_left_to_train_is_refused() -> None:
