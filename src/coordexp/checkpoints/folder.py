@@ -100,6 +100,14 @@ class Checkpoint:
         except (ValueError, KeyError, AttributeError, TypeError):
             return None
 
+    @property
+    def quantised_by(self) -> str | None:
+        """How the weights are quantised, such as "fp8"; None if they are ordinary numbers."""
+        for section in (self.config, self.config.get("text_config") or {}):
+            if settings := section.get("quantization_config"):
+                return str(settings.get("quant_method"))
+        return None
+
     def read_vocab(self) -> CoordVocab:
         """The coordinate vocabulary, from ``tokenizer.json`` alone. Raises CheckpointError, VocabError."""
         try:

@@ -97,9 +97,16 @@ def another_head(folder: Path) -> None:
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def quantised(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
-    [(cut_weights, "weights cannot be read"),
+    [(quantised, r"its weights are quantised \(fp8\), which only vLLM reads"),
+     (cut_weights, "weights cannot be read"),
      (another_head, "lm_head.weight of other values; set tie_word_embeddings to false"),
      (no_weights, "weights cannot be read"),
      (weights_as_pickle, "weights cannot be read .*model.safetensors"),
