@@ -113,24 +113,9 @@ def merge_adapter(model: Any, folder: Path) -> None:
             )
         return weight
 
+    rank, scaling, use_dora = _settings(folder) if saved else (1.0, 1.0, False)
+    _check_tables(model, saved, offsets, folder)
     modules = [name.removesuffix(_LORA_A) for name in sorted(saved) if name.endswith(_LORA_A)]
-    rank = scaling = 1.0
-    if modules:
-        try:
-            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            rank = float(config["r"])
-            scaling = float(config["lora_alpha"]) / rank
-        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-            raise CheckpointError(f"{folder / CONFIG}: not a LoRA configuration ({error!r}); restore it") from error
-        unknown = [key for key in _NOT_SUPPORTED if config.get(key)]
-        unknown += ["bias"] if config.get("bias", "none") != "none" else []
-        if (start := config.get("init_lora_weights")) not in _STARTS:
-            unknown.append(f"init_lora_weights: {start}")
-        if unknown:
-            raise CheckpointError(
-                f"{folder / CONFIG}: sets {', '.join(unknown)}, which CoordExp cannot merge; merge it with "
-                "peft (PeftModel.merge_and_unload)"
-            )
     for module in modules:
         a_RI, b_OR = saved.pop(module + _LORA_A), saved.pop(f"{module}.lora_B.weight", None)
         if b_OR is None or not rank == a_RI.shape[0] == b_OR.shape[1]:  # the scale depends on the rank
@@ -139,6 +124,11 @@ def merge_adapter(model: Any, folder: Path) -> None:
                 "files"
             )
         magnitude_O = saved.pop(f"{module}.lora_magnitude_vector", None)
+        if (magnitude_O is None) == use_dora:
+            raise CheckpointError(
+                f"{folder}: {CONFIG} has use_dora: {str(use_dora).lower()}, and {WEIGHTS} has "
+                f"{'no ' if use_dora else ''}magnitudes for {module}; restore both files"
+            )
         weight_OI = target(f"{module}.weight", (b_OR.shape[0], a_RI.shape[1]))
         weight_OI.copy_(merge_lora(weight_OI, a_RI, b_OR, scaling, magnitude_O))
     for name, tensor in saved.items():  # modules trained whole
@@ -148,6 +138,48 @@ def merge_adapter(model: Any, folder: Path) -> None:
         for name, offset_BH in offsets.items():
             weight_VH = target(name.rpartition(".")[0] + ".weight", (rows, offset_BH.shape[1]))
             weight_VH.copy_(add_offset(weight_VH, ids_B, offset_BH))
+
+
+def _settings(folder: Path) -> tuple[float, float, bool]:
+    """Rank, scale and ``use_dora`` of the adapters in ``folder``. Raises CheckpointError for settings that cannot be
+    merged."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        kind = config.get("peft_type", "LORA")
+        if kind != "LORA":
+            raise CheckpointError(
+                f"{folder / CONFIG}: peft_type is {kind}, and CoordExp reads LORA; merge it with peft, if it can be"
+            )
+        rank = float(config["r"])
+        scaling = float(config["lora_alpha"]) / rank
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{folder / CONFIG}: not a LoRA configuration ({error!r}); restore it") from error
+    unknown = [key for key in _NOT_SUPPORTED if config.get(key)]
+    unknown += ["bias"] if config.get("bias", "none") != "none" else []
+    if (start := config.get("init_lora_weights")) not in _STARTS:
+        unknown.append(f"init_lora_weights: {start}")
+    if unknown:
+        raise CheckpointError(
+            f"{folder / CONFIG}: sets {', '.join(unknown)}, which CoordExp cannot merge; merge it with "
+            "peft (PeftModel.merge_and_unload)"
+        )
+    return rank, scaling, bool(config.get("use_dora"))
+
+
+def _check_tables(model: Any, saved: Mapping[str, Any], offsets: Mapping[str, Any], folder: Path) -> None:
+    """A tied head is the embedding: what changes one of them alone has no place in it."""
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    own = next((name for name in sorted(saved) if not set(_TABLES).isdisjoint(name.split("."))), None)
+    if tied and own is not None:
+        raise CheckpointError(
+            f"{folder}: {own} is of the embedding or the head alone, which are one matrix in the base model; merge it "
+            "with peft, into a model with tie_word_embeddings: false"
+        )
+    if not tied and 0 < len(offsets.keys() - {COORD_IDS}) < len(_TABLES):
+        raise CheckpointError(
+            f"{folder}: its coordinate rows are of a model whose head is the embedding, and this base has a head of "
+            "its own; put back the model that it was trained on"
+        )
 
 
 def _is_ours(name: str) -> bool:

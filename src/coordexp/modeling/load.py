@@ -205,8 +205,8 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -
     path = checkpoint.path
     if (method := checkpoint.quantised_by) is not None:  # their scales are neither merged, resized nor written
         raise CheckpointError(
-            f"{path}: its weights are quantised ({method}), which only vLLM reads; take the checkpoint that it was made "
-            "from, whose weights are float32, bfloat16 or float16"
+            f"{path}: its weights are quantised ({method}), which only vLLM reads; take the checkpoint that it was "
+            "made from, whose weights are float32, bfloat16 or float16"
         )
     if checkpoint.parent is not None:
         if (problem := base_problem(path, checkpoint.parent.path)) is not None:

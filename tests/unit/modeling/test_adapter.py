@@ -126,9 +126,20 @@ def other_layers(folder: Path) -> None:
     save_file({name.replace("layers.1.", "layers.9."): tensor for name, tensor in tensors.items()}, folder / WEIGHTS)
 
 
+def own_embedding(folder: Path) -> None:
+    """As peft writes it for ``modules_to_save: [embed_tokens]``; with a tied head it leaves that as it was."""
+    model: Any = load_tiny().model
+    table = model.get_input_embeddings().weight.detach()
+    name = "base_model.model.model.language_model.embed_tokens.weight"
+    save_file(load_file(folder / WEIGHTS) | {name: table + 1}, folder / WEIGHTS)
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
-    [(lambda folder: cut(folder, WEIGHTS), "cannot be read"),
+    [(own_embedding, "embed_tokens.weight is of the embedding or the head alone, which are one matrix"),
+     (lambda folder: configured(folder, use_dora=True), "use_dora: true, and adapter_model.* has no magnitudes"),
+     (lambda folder: configured(folder, peft_type="IA3"), "peft_type is IA3, and CoordExp reads LORA"),
+     (lambda folder: cut(folder, WEIGHTS), "cannot be read"),
      (lambda folder: cut(folder, OFFSETS), "cannot be read"),
      (lambda folder: (folder / WEIGHTS).unlink(), f"has {CONFIG} but no {WEIGHTS}"),
      (lambda folder: configured(folder, rank_pattern={"q_proj": 2}), "sets rank_pattern, which CoordExp cannot merge"),
@@ -148,6 +159,12 @@ def test_a_failed_merge_is_one_clear_error(damage: Callable[[Path], None], says:
     with pytest.raises(CheckpointError, match=says) as caught:
         load_model(tmp_path, "float32")
     assert str(tmp_path) in str(caught.value)
+
+
+def test_rows_of_a_tied_head_do_not_fit_a_head_of_its_own(tmp_path: Path) -> None:
+    save_adapter(tuned(lora()).model, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="rows are of a model whose head is the embedding"):
+        merge_checkpoint(tmp_path / "run", tmp_path / "out", base=untied_checkpoint())
 
 
 @pytest.mark.parametrize(
