@@ -105,12 +105,13 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
     vocab = checkpoint.read_vocab()
     records = read_jsonl(train)
     check_dataset(records)
-    for path, found in ((train, records), *([] if val is None else [(val, read_jsonl(val))])):
+    evaluated = [] if val is None else read_jsonl(val)
+    for path, found in ((train, records), *([] if val is None else [(val, evaluated)])):
         if (problem := objects_problem(found)) is not None:  # training would refuse it
             raise DataError(f"{problem}; convert the annotations again", path=path)
     card = read_card(model)
-    # Tokens of the longest answer, and of the end of its turn.
-    texts = sorted((serialize_objects(record.objects) for record in records), key=len, reverse=True)
+    # Tokens of the longest answer, of training or evaluation, and of the end of its turn.
+    texts = sorted((serialize_objects(one.objects) for one in (*records, *evaluated)), key=len, reverse=True)
     answer = max((len(vocab.encode_answer(text)) for text in texts[:_COUNTED]), default=0) + 1
     # Tokens of the largest image, as the checkpoint's image processor resizes it.
     rule = processor_rule(checkpoint.base)
@@ -290,8 +291,7 @@ def decide(
     # If all weights do not fit, adapters; if these do not, shorter rows.
     if estimate(decision).total > _USABLE * gpu_bytes:
         decision = replace(decision, lora=True)
-    shortest = _rounded_up(at_hand.longest_sample, 64)
-    while decision.row > shortest and estimate(decision).total > _USABLE * gpu_bytes:
+    while decision.row > _shortest_row(at_hand, stage) and estimate(decision).total > _USABLE * gpu_bytes:
         samples, row = _fit(at_hand, stage, batch, most, decision.row // 2)
         decision = replace(decision, samples=samples, row=row)
     if stage == 2 and importlib.util.find_spec("vllm") is not None:
@@ -312,7 +312,7 @@ def _fit(at_hand: DataAtHand, stage: Stage, batch: int, most: int, longest_row: 
     more of them. ``most``: samples, where one long sample does not need a row for more."""
     # The model's answers may be longer than the annotations.
     typical = at_hand.mean_sample + (at_hand.mean_answer / 2 if stage == 2 else 0)
-    shortest = min(at_hand.positions, _rounded_up(at_hand.longest_sample, 64))
+    shortest = _shortest_row(at_hand, stage)
     longest_row = min(at_hand.positions, max(shortest, longest_row))
     most = max(most, math.floor(2 * _FILLED * shortest / typical))  # one of these numbers divides the batch
     for samples in range(min(most, batch), 0, -1):
@@ -320,6 +320,19 @@ def _fit(at_hand: DataAtHand, stage: Stage, batch: int, most: int, longest_row: 
         if batch % samples == 0 and row <= longest_row:
             return samples, row
     return 1, shortest
+
+
+def _shortest_row(at_hand: DataAtHand, stage: Stage) -> int:
+    """Tokens of a row for one sample. In stage 2 it has the model's answer, and may have all annotations after it."""
+    longest = at_hand.longest_sample + (at_hand.longest_answer if stage == 2 else 0)
+    return min(at_hand.positions, _rounded_up(longest, 64))
+
+
+def _longest_answer(at_hand: DataAtHand, stage: Stage, row: int) -> int:
+    """Tokens that an answer may have: twice the longest annotated one, if they fit into a row of ``row`` tokens with
+    the prompt and, in stage 2, with all annotations after them."""
+    room = row - at_hand.longest_sample + (at_hand.longest_answer if stage == 1 else 0)
+    return max(at_hand.longest_answer, min(_rounded_up(2 * at_hand.longest_answer, 64), room))
 
 
 def _largest_engine(decision: Decision, estimate: Estimate, gpu_bytes: int, parameters: int) -> Engine | None:
@@ -367,7 +380,7 @@ def render(decision: Decision, at_hand: DataAtHand, model: Path, output: Path) -
         "engine_share": engine and engine.share,
         "offload": engine and engine.offload,
         "answers": 4 if decision.cpu else 8 if engine is None else 32,  # with an engine as in colocate.yaml
-        "longest_answer": max(1, min(decision.row // 2, _rounded_up(2 * at_hand.longest_answer, 64))),
+        "longest_answer": _longest_answer(at_hand, stage, decision.row),
     }
     comments = {
         "schema": asset(_SCHEMA),

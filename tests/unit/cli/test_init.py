@@ -77,7 +77,7 @@ def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
             assert run.tuner.train_type == train_type and run.training.use_cpu is False
             assert run.training.learning_rate == pytest.approx(rate * (5 if train_type == "lora" else 1))
             assert (run.tuner.lora_rank == 32) == (train_type == "lora")  # lora.yaml's
-            assert (run.global_max_length < 1000) == (mebibytes == 48), "rows are halved until they fit"
+            assert (run.global_max_length < 900) == (mebibytes == 48), "rows are halved until they fit"
     tool.write_text("#!/bin/sh\necho no driver >&2\nexit 9\n")
     done = cli("init", data, "--model", DEMO, "--overwrite")
     assert done.code == 2 and "nvidia-smi fails: no driver" in done.err
@@ -233,6 +233,38 @@ def test_a_sample_longer_than_a_row_is_refused(tmp_path: Path, cli: Cli) -> None
     assert refused.code == 2 and not (tmp_path / "x.yaml").exists()
 
 
+@pytest.mark.parametrize("objects", [1, 6, 40, 120])
+@pytest.mark.parametrize("of", ["train", "val"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_answer_has_room_for_every_annotation(stage: int, of: str, objects: int, tmp_path: Path, cli: Cli) -> None:
+    """A shorter one would be cut off in every evaluation. In stage 2 all annotations may follow an answer."""
+    (record,) = read_jsonl(write_scenes(tmp_path / "scenes", 1, SPARSE, 1))
+    many = (GTObject("red circle", "bbox_2d", (10, 20, 300, 400)),) * objects
+    crowded, sparse = (replace(record, objects=some) for some in (many, many[:1]))
+    write_jsonl([sparse, *([crowded] if of == "train" else [])], tmp_path / "train.jsonl")
+    write_jsonl([crowded], tmp_path / "val.jsonl")
+    at_hand = look_at(tmp_path / "train.jsonl", DEMO)
+    answer = at_hand.longest_answer
+    assert answer >= 14 * objects
+    done = cli("init", tmp_path, "--model", DEMO, "--cpu", "--stage", stage, "--out", tmp_path / "s.yaml")
+    run = load_config(tmp_path / "s.yaml")
+    assert done.code == 0 and run.rollout_matching is not None
+    appended = answer if stage == 2 else 0
+    longest = at_hand.longest_sample - answer + run.rollout_matching.max_new_tokens + appended
+    assert run.rollout_matching.max_new_tokens >= answer and longest <= run.global_max_length
+
+
+def test_a_long_prompt_of_a_run_counts_in_every_sample(data: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(DEMO, tmp_path / "run")
+    card = read_card(run)
+    assert card.training is not None
+    long = replace(card.training, prompt="find " * 100, system="You see cells. " * 100)
+    write_card(replace(card, training=long), run)
+    short, with_long = look_at(data, DEMO), look_at(data, run)
+    assert with_long.longest_sample - short.longest_sample > 500
+    assert with_long.longest_answer == short.longest_answer
+
+
 @pytest.mark.parametrize("prompt", ["no", "a b: #c [x].jsonl", "ü", "$model ${row} {row}", "two\nlines\n", "a\u2028b"])
 def test_any_prompt_of_a_run_is_written(prompt: str, data: Path, tmp_path: Path, cli: Cli) -> None:
     run = shutil.copytree(DEMO, tmp_path / "run")
@@ -351,7 +383,8 @@ def test_the_samples_of_a_micro_step_fill_a_row_and_do_not_wait_for_one(
     (record,) = read_jsonl(write_scenes(tmp_path / "scenes", 1, SPARSE, 1))
     few, many = ((GTObject("red circle", "bbox_2d", (10, 20, 300, 400)),) * count for count in (1, 40))
     write_jsonl([replace(record, objects=many if k < long else few) for k in range(48)], tmp_path / "train.jsonl")
-    mean = look_at(tmp_path / "train.jsonl", DEMO).mean_sample
+    at_hand = look_at(tmp_path / "train.jsonl", DEMO)
+    mean = at_hand.mean_sample + (at_hand.mean_answer / 2 if stage == 2 else 0)  # answers are longer than annotations
     for where in ("--cpu", "--gpu"):
         words = (tmp_path / "train.jsonl", "--model", DEMO, "--stage", stage, where, "--out", tmp_path / "s.yaml")
         assert cli("init", *words, "--overwrite").code == 0
