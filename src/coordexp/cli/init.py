@@ -270,7 +270,7 @@ def decide(
     epochs = _EPOCHS[stage]
     if stage == 1 and epochs * images < _SEEN:
         epochs = min(_MOST_EPOCHS, round(_SEEN / images))
-    steps = max(1, images // batch)  # of an epoch
+    steps = math.ceil(images / batch)  # of an epoch; the last one may have fewer samples
     decision = Decision(
         stage=stage,
         cpu=cpu,
@@ -282,7 +282,7 @@ def decide(
         row=row,
         epochs=epochs,
         # Once an epoch, but at most four times in a run: an evaluation answers every image of the validation data.
-        interval=min(500 if stage == 1 else 200, max(steps, steps * epochs // 4)),
+        interval=min(500 if stage == 1 else 200, max(steps, math.ceil(steps * epochs / 4))),
         logging_steps=1 if stage == 2 or steps < 10 else 10,
         recompute_every=0 if cpu and parameters <= _LARGE else 1,
     )

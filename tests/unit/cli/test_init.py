@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 from dataclasses import replace
@@ -112,11 +113,15 @@ def test_stage_2_gets_an_engine_if_vllm_is_installed_and_fits(
         assert run.model.dtype == "bfloat16" and run.training.master_weights == "float32"
 
 
-def test_a_run_is_evaluated_at_most_four_times(data: Path, cli: Cli) -> None:
-    assert cli("init", data, "--model", DEMO, "--gpu").code == 0
-    training = load_config("stage1.yaml").training
-    steps = 9 // (training.effective_batch_size or 1) * training.num_train_epochs
-    assert (training.eval_steps or 0) >= steps / 4 and training.save_steps == training.eval_steps
+@pytest.mark.parametrize(("images", "interval"), [(1, 50), (7, 100), (10, 100), (65, 70), (4000, 500)])
+def test_a_run_is_evaluated_at_most_four_times(images: int, interval: int, tmp_path: Path, cli: Cli) -> None:
+    """An epoch of 10 images in steps of 8 has two steps."""
+    scenes = write_scenes(tmp_path / "scenes", 1, SPARSE, 1)
+    scenes.write_text(scenes.read_text(encoding="utf-8") * images, encoding="utf-8")
+    assert cli("init", scenes, "--model", DEMO, "--cpu", "--out", tmp_path / "s.yaml").code == 0
+    training = load_config(tmp_path / "s.yaml").training
+    steps = math.ceil(images / (training.effective_batch_size or 1)) * training.num_train_epochs
+    assert training.eval_steps == training.save_steps == interval >= steps / 4
 
 
 def recipe(path: str | Path) -> dict[str, object]:
