@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coordexp.addresses import split_url
-from coordexp.config.base import Problem, parse_dotted
+from coordexp.config.base import Problem, default_of, parse_dotted
 from coordexp.config.environment import SCHEDULES_BY_METRIC, SCHEDULES_WITHOUT_WARMUP, unknown_names
 from coordexp.config.rollout import ADAPTER_RANKS
-from coordexp.config.schema import RunConfig
+from coordexp.config.schema import RunConfig, TunerConfig
 from coordexp.errors import ConfigError
 from coordexp.hub import hub_model, no_such_folder
 
@@ -375,6 +375,9 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
 )  # fmt: skip
 
 
+_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "target_modules", "modules_to_save")
+
+
 def advice(config: RunConfig) -> Iterator[str]:
     """Valid but rarely intended settings, one sentence each; printed and logged, never an error."""
     shards = config.deepspeed.enabled or config.fsdp.enabled  # these keep float32 copies of the weights
@@ -394,6 +397,12 @@ def advice(config: RunConfig) -> Iterator[str]:
     ):  # fmt: skip
         if getattr(config.training, key) is not None and not learns:
             yield f"training.{key} is ignored: {without}"
+    unread = [key for key in _OF_ADAPTERS if getattr(tuner, key) != default_of(TunerConfig, key)]
+    if unread and tuner.train_type == "full":
+        yield (
+            f"tuner.{', tuner.'.join(unread)} {'is' if len(unread) == 1 else 'are'} ignored: tuner.train_type: full "
+            "trains the weights themselves; write train_type: lora for adapters"
+        )
     schedule = config.training.lr_scheduler_type
     if config.training.warmup_steps and schedule in SCHEDULES_WITHOUT_WARMUP:
         instead = "; write constant_with_warmup" if schedule == "constant" else ""

@@ -205,6 +205,17 @@ def test_offload_that_is_off_or_works_does_not_warn(config: dict[str, Any]) -> N
     assert not any("offload" in sentence for sentence in advice(parse_config(config)))
 
 
+def test_settings_of_adapters_warn_where_all_weights_are_trained() -> None:
+    keys = {"lora_rank": 32, "target_modules": ["q_proj"]}
+
+    def ignored(**tuner: Any) -> list[str]:
+        return [one for one in advice(parse_config(stage1() | {"tuner": tuner})) if " ignored" in one]
+
+    (sentence,) = ignored(**keys)
+    assert sentence.startswith("tuner.lora_rank, tuner.target_modules are ignored: tuner.train_type: full")
+    assert ignored(train_type="lora", **keys) == ignored(freeze_vit=True) == []
+
+
 @pytest.mark.parametrize(
     ("schedule", "steps", "warned"),
     [("constant", 10, True), ("constant", 0, False), ("constant_with_warmup", 10, False), ("linear", 10, False)],
