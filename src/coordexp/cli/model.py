@@ -75,6 +75,8 @@ def export_command(
 
         training = read_card(checkpoint).training
         echo(f"the text of a request, after its image: {DEFAULT_PROMPT if training is None else training.prompt}")
+        if training is not None and training.system is not None:
+            echo(f"its system message: {training.system}")
 
 
 @model_app.add("merge", "coordexp model merge outputs/stage1_lora checkpoints/stage1")

@@ -62,6 +62,18 @@ def test_an_export_that_is_refused_after_writing_leaves_nothing(tmp_path: Path, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("system", "line"), [("You see cells.", "its system message: You see cells.\n"), (None, "")])
+def test_an_export_for_a_server_prints_the_whole_prompt(
+    system: str | None, line: str, run: Path, tmp_path: Path, cli: Cli
+) -> None:
+    card = read_card(run)
+    assert card.training is not None
+    write_card(replace(card, training=replace(card.training, prompt="Find cells.", system=system)), run)
+    done = cli("model", "export", run, tmp_path / "out", "--for", "openai")
+    write_card(card, run)
+    assert done.out == f"wrote {tmp_path / 'out'}\nthe text of a request, after its image: Find cells.\n{line}"
+
+
 def test_transformers_loads_a_merged_model(run: Path, tmp_path: Path, cli: Cli) -> None:
     outcome = cli("model", "merge", run, tmp_path / "merged")
     assert outcome.code == 0 and f"wrote {tmp_path / 'merged'}" in outcome.out
