@@ -199,8 +199,9 @@ def processor_rule(folder: Path) -> ResizeRule:
     settings = read_object(folder, "processor_config.json", "processor").get("image_processor")
     settings = settings or read_object(folder, "preprocessor_config.json", "image processor")
     size = settings.get("size") or {}
-    least = size.get("shortest_edge") or settings.get("min_pixels")
-    most = size.get("longest_edge") or settings.get("max_pixels")
+    # The older keys win, as in transformers, for folders that have both.
+    least = settings.get("min_pixels") or size.get("shortest_edge")
+    most = settings.get("max_pixels") or size.get("longest_edge")
     if not (least and most and settings.get("patch_size") and settings.get("merge_size")):
         raise CheckpointError(f"{folder}: no image processor's sizes; restore processor_config.json")
     return ResizeRule(settings["patch_size"] * settings["merge_size"], int(least), int(most))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer
 
 from coordexp.checkpoints.describe import describe
-from coordexp.checkpoints.folder import Checkpoint, part_of
+from coordexp.checkpoints.folder import Checkpoint, part_of, processor_rule
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.files import asset
 from coordexp.errors import CheckpointError, VocabError
@@ -48,6 +48,22 @@ def test_the_vocabulary_equals_transformers(which: str, tmp_path: Path) -> None:
         expected.eos_id, expected.control_ids, expected.reserved_ids
     )  # fmt: skip
     assert found.encode(ANSWER) == expected.encode(ANSWER) == found.encode_answer(ANSWER)
+
+
+@pytest.mark.parametrize(
+    ("older", "limits"),
+    [({}, (4096, 200704)), ({"max_pixels": 65536}, (4096, 65536)), ({"min_pixels": 8192}, (8192, 200704))],
+)
+def test_the_limits_of_images_equal_the_processors(
+    older: dict[str, int], limits: tuple[int, int], tmp_path: Path
+) -> None:
+    """``max_pixels`` next to ``size``, as for earlier Qwen models, overrides it."""
+    folder = shutil.copytree(asset("checkpoints/demo-stage1"), tmp_path / "model")
+    settings = json.loads((folder / "processor_config.json").read_text())
+    settings["image_processor"] |= older
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    rule, size = processor_rule(folder), AutoProcessor.from_pretrained(folder).image_processor.size
+    assert (rule.min_pixels, rule.max_pixels) == limits == (size["shortest_edge"], size["longest_edge"])
 
 
 @pytest.mark.parametrize("tied", [True, False])
