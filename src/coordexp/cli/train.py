@@ -164,7 +164,8 @@ def init(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
     config = load_config(path)
-    adapters, needed = config.tuner.train_type == "lora", check_memory(config, checkpoint=Checkpoint.open(model))
+    start = Checkpoint.open(model)
+    adapters, needed = config.tuner.train_type == "lora", check_memory(config, checkpoint=start)
     console = open_console()
     say(
         console,
@@ -174,6 +175,10 @@ def init(
     )
     for note in at_hand.notes:
         say(console, f"note: {note}")
+    try:
+        check_memory(config, gpu_bytes=memory, checkpoint=start)  # warns if it is tight
+    except ConfigError as error:
+        say(console, f"note: training on that GPU would be refused: {error}")
     if stage == 2:
         say(console, f"note: {advice_on_stage_2(model)}")
     if at_hand.val is None:

@@ -88,6 +88,18 @@ def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
         assert done.code == 2 and f"nvidia-smi fails: {said}; add --cpu" in done.err
 
 
+@pytest.mark.parametrize(("mebibytes", "refused"), [(16, True), (81559, False)])
+def test_a_gpu_on_which_nothing_fits_is_named(
+    mebibytes: int, refused: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho {mebibytes}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    done = cli("init", data, "--model", DEMO)
+    assert done.code == 0 and ("note: training on that GPU would be refused: model.model" in done.out) == refused
+
+
 @pytest.mark.parametrize(
     ("mebibytes", "has_vllm", "engine"), [(81559, True, True), (81559, False, False), (8192, True, False)]
 )
