@@ -74,6 +74,8 @@ def describe(path: Path) -> ModelInfo:
     tied = _HEAD not in shapes or bool(config.get("tie_word_embeddings"))
     parameters: Counter[str] = Counter()
     linear: dict[str, set[str]] = {}
+    # Last parts of names that other modules have too, such as the patch embedding's proj: an adapter needs more of it.
+    shared = {name.split(".")[-2] for name, shape in shapes.items() if len(shape) > 2}
     for name, shape in shapes.items():
         if name == _HEAD and tied:
             continue
@@ -81,7 +83,8 @@ def describe(path: Path) -> ModelInfo:
         module, _, kind = name.rpartition(".")
         last = module.rpartition(".")[2]
         if kind == "weight" and len(shape) == 2 and last not in TABLES:
-            linear.setdefault(part_of(name), set()).add(last)
+            own = ".".join(module.split(".")[-2:]) if last in shared else last
+            linear.setdefault(part_of(name), set()).add(own)
     if not checkpoint.has_tokenizer_file:
         coord_tokens = f"unknown: {path} has no tokenizer.json; save its tokenizer with transformers' save_pretrained"
     else:

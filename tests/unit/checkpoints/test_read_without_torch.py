@@ -16,12 +16,13 @@ from coordexp.checkpoints.folder import Checkpoint, part_of, processor_rule
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.files import asset
 from coordexp.errors import CheckpointError, VocabError
+from coordexp.modeling.adapter import tune
 from coordexp.modeling.cpu_products import is_linear
 from coordexp.modeling.load import load_model
 from coordexp.records import GTObject
 from support.qwen_tokenizer import qwen_tokenizer
 from support.tiny_run import tiny_checkpoint
-from support.tuned_models import untied_checkpoint
+from support.tuned_models import lora, untied_checkpoint
 
 ANSWER = serialize_objects(
     [GTObject("Übergröße 3 🙂 cat", "bbox_2d", (0, 7, 42, 999)), GTObject("x", "poly", (1,) * 6)]
@@ -74,7 +75,7 @@ def test_sizes_and_parts_equal_the_models(tied: bool) -> None:
     for name, parameter in model.named_parameters():
         parameters[part_of(name)] = parameters.get(part_of(name), 0) + parameter.numel()
     linear = {
-        (part_of(name), name.rpartition(".")[2])
+        (part_of(name), "attn.proj" if name.endswith(".proj") else name.rpartition(".")[2])
         for name, module in model.named_modules()
         if is_linear(module) and name != "lm_head"
     }
@@ -83,6 +84,14 @@ def test_sizes_and_parts_equal_the_models(tied: bool) -> None:
     assert {(part, name) for part, names in info.linear_modules.items() for name in names} == linear
     assert (info.layers, info.hidden, info.vocab_rows) == (text.num_hidden_layers, text.hidden_size, text.vocab_size)
     assert info.tied_head is tied and info.coord_tokens == "yes"
+
+
+def test_every_linear_layer_that_is_listed_can_get_an_adapter() -> None:
+    """``proj`` alone is also the patch embedding's, which cannot."""
+    listed = sorted({name for names in describe(tiny_checkpoint()).linear_modules.values() for name in names})
+    assert listed[0] == "attn.proj" and len(listed) == 11
+    loaded = load_model(tiny_checkpoint(), "float32")
+    tune(loaded.model, lora(target_modules=listed), loaded.vocab.coord_token_ids)
 
 
 def in_shards(folder: Path) -> None:
