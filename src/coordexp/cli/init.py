@@ -51,6 +51,7 @@ _ADAPTER_RATE = 5  # learning rate of adapters, by that of all weights
 _EPOCHS: Mapping[Stage, int] = {1: 3, 2: 1}
 _SEEN = 2000  # photos times epochs from which small data is learned (docs/quickstart.md)
 _MOST_EPOCHS = 200
+_TRAINED_PER_ANSWER = 4  # images between two evaluations, by those that an evaluation answers
 _MISSES_MOST = 0.5  # recall below which stage 2 is not recommended
 _FILLED = 0.95  # of a row, on average, by the samples of a micro-step
 _TYPICAL = 200  # samples whose answers are counted for their mean
@@ -66,12 +67,13 @@ _LEFT_OUT = "\0"  # ends a line that is not written; YAML has no such character
 
 @dataclass(frozen=True, slots=True)
 class DataAtHand:
-    """The dataset of a run. Samples and answers: approximate numbers of tokens. ``photos``: a few, with the
-    size to which the processor resizes them. ``notes``: data that does not fit the model."""
+    """The dataset of a run; ``evaluated``: images of ``val``. Samples and answers: approximate numbers of tokens.
+    ``photos``: a few, with the size to which the processor resizes them. ``notes``: data that does not fit the model."""
 
     train: Path
     val: Path | None
     images: int
+    evaluated: int
     objects: int
     classes: int
     longest_sample: int
@@ -134,7 +136,7 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
     few = records[:: max(1, len(records) // _TIMED)][:_TIMED]
     photos = tuple((record.image, rule.size(record.width, record.height)) for record in few)
     return DataAtHand(
-        train, val, len(records), len(labels), len(set(labels)), sample, answer, mean_sample, mean_answer, positions,
+        train, val, len(records), len(evaluated), len(labels), len(set(labels)), sample, answer, mean_sample, mean_answer, positions,
         photos, notes,
     )  # fmt: skip
 
@@ -215,8 +217,8 @@ class Decision:
     """The choices of ``init``; the templates contain the rest.
 
     ``run``: the run that trained the checkpoint, whose prompt and orders are kept; ``small``: the model is; ``batch``:
-    samples of an optimizer step, ``samples``: of a micro-step; ``row``: tokens; ``interval``: steps between evaluations
-    and between checkpoints; ``recompute_every``: activations are recomputed in one layer of this many, 0: in none.
+    samples of an optimizer step, ``samples``: of a micro-step; ``row``: tokens; ``interval``: steps between checkpoints,
+    ``evaluated_every``: between evaluations, a multiple of it; ``recompute_every``: activations are recomputed in one layer of this many, 0: in none.
     """
 
     stage: Stage
@@ -229,6 +231,7 @@ class Decision:
     row: int
     epochs: int
     interval: int
+    evaluated_every: int
     logging_steps: int
     recompute_every: int
     memory: str = "a small model needs little memory"
@@ -271,6 +274,8 @@ def decide(
     if stage == 1 and epochs * images < _SEEN:
         epochs = min(_MOST_EPOCHS, round(_SEEN / images))
     steps = math.ceil(images / batch)  # of an epoch; the last one may have fewer samples
+    # Once an epoch, but at most four times in a run; in long runs more often, for what an interruption costs.
+    interval = min(500 if stage == 1 else 200, max(steps, math.ceil(steps * epochs / 4)))
     decision = Decision(
         stage=stage,
         cpu=cpu,
@@ -281,8 +286,9 @@ def decide(
         samples=samples,
         row=row,
         epochs=epochs,
-        # Once an epoch, but at most four times in a run: an evaluation answers every image of the validation data.
-        interval=min(500 if stage == 1 else 200, max(steps, math.ceil(steps * epochs / 4))),
+        interval=interval,
+        # An evaluation answers every image of the validation data: at most one for four that are trained on.
+        evaluated_every=interval * math.ceil(_TRAINED_PER_ANSWER * at_hand.evaluated / (batch * interval) or 1),
         logging_steps=1 if stage == 2 or steps < 10 else 10,
         recompute_every=0 if cpu and parameters <= _LARGE else 1,
     )
@@ -376,6 +382,7 @@ def render(decision: Decision, at_hand: DataAtHand, model: Path, output: Path) -
         "every": decision.recompute_every,
         "logging_steps": decision.logging_steps,
         "interval": decision.interval,
+        "evaluated_every": decision.evaluated_every,
         "row": decision.row,
         "engine_share": engine and engine.share,
         "offload": engine and engine.offload,

@@ -136,6 +136,19 @@ def test_a_run_is_evaluated_at_most_four_times(images: int, interval: int, tmp_p
     assert training.eval_steps == training.save_steps == interval >= steps / 4
 
 
+@pytest.mark.parametrize(("validation", "every"), [(1, 500), (1000, 500), (1001, 1000), (5000, 2500)])
+def test_large_validation_data_is_answered_more_rarely(validation: int, every: int, tmp_path: Path, cli: Cli) -> None:
+    """At most one image is answered for four that are trained on: 500 steps of 8 samples pay for 1,000 answers."""
+    scenes = write_scenes(tmp_path / "scenes", 1, SPARSE, 1)
+    line = scenes.read_text(encoding="utf-8")
+    scenes.write_text(line * 8000, encoding="utf-8")
+    (val := scenes.with_name("val.jsonl")).write_text(line * validation, encoding="utf-8")
+    out = tmp_path / "s.yaml"
+    assert cli("init", scenes, "--val", val, "--model", DEMO, "--cpu", "--out", out).code == 0
+    training = load_config(out).training
+    assert (training.save_steps, training.eval_steps) == (500, every)
+
+
 def recipe(path: str | Path) -> dict[str, object]:
     rollout = load_config(path).rollout_matching
     assert rollout is not None
