@@ -68,7 +68,8 @@ _LEFT_OUT = "\0"  # ends a line that is not written; YAML has no such character
 @dataclass(frozen=True, slots=True)
 class DataAtHand:
     """The dataset of a run; ``evaluated``: images of ``val``. Samples and answers: approximate numbers of tokens.
-    ``photos``: a few, with the size to which the processor resizes them. ``notes``: data that does not fit the model."""
+    ``photos``: a few, with the size to which the processor resizes them. ``notes``: data that does not fit the
+    model."""
 
     train: Path
     val: Path | None
@@ -136,8 +137,8 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
     few = records[:: max(1, len(records) // _TIMED)][:_TIMED]
     photos = tuple((record.image, rule.size(record.width, record.height)) for record in few)
     return DataAtHand(
-        train, val, len(records), len(evaluated), len(labels), len(set(labels)), sample, answer, mean_sample, mean_answer, positions,
-        photos, notes,
+        train, val, len(records), len(evaluated), len(labels), len(set(labels)), sample, answer,
+        mean_sample, mean_answer, positions, photos, notes,
     )  # fmt: skip
 
 
@@ -217,8 +218,9 @@ class Decision:
     """The choices of ``init``; the templates contain the rest.
 
     ``run``: the run that trained the checkpoint, whose prompt and orders are kept; ``small``: the model is; ``batch``:
-    samples of an optimizer step, ``samples``: of a micro-step; ``row``: tokens; ``interval``: steps between checkpoints,
-    ``evaluated_every``: between evaluations, a multiple of it; ``recompute_every``: activations are recomputed in one layer of this many, 0: in none.
+    samples of an optimizer step, ``samples``: of a micro-step; ``row``: tokens; ``interval``: steps between
+    checkpoints, ``evaluated_every``: between evaluations, a multiple of it; ``recompute_every``: activations are
+    recomputed in one layer of this many, 0: in none.
     """
 
     stage: Stage
