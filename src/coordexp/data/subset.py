@@ -172,8 +172,7 @@ def rename_classes(
         if labels := _image_labels(record):
             new = {key: list(dict.fromkeys(renames.get(name, name) for name in labels[key])) for key in labels}
             if "absent" in new:  # a joined class is absent if people looked for all of its parts, and saw none
-                absent, present = set(labels["absent"]), new.get("present", ())
-                new["absent"] = [name for name in new["absent"] if olds[name] <= absent and name not in present]
+                new["absent"] = [name for name in new["absent"] if olds[name] <= set(labels["absent"])]
             metadata[IMAGE_LABELS] = {**metadata[IMAGE_LABELS], **new}
         renamed.append(replace(record, objects=objects, metadata=metadata))
     return renamed, Counter({old: known[old] for old in renames})
