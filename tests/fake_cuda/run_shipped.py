@@ -31,7 +31,7 @@ from server_without_vllm import servers_without_vllm
 from shipped_rows import ROWS, Row
 
 from coordexp.config import load_config
-from coordexp.training import offload, run
+from coordexp.training import checked_run, offload, run
 from support.tiny_run import tiny_checkpoint, tiny_scenes
 
 HERE = Path(__file__).parent
@@ -93,7 +93,7 @@ def train(machine: Machine, row: Row, output_dir: Path, resume: Path | None) -> 
         if servers:
             urls = [{"base_url": one.url, "group_port": one.group_port} for one in servers]
             changes["rollout_matching.vllm.server.servers"] = urls
-        checked = run.check_run(load_config(CONFIGS / row.config, changes), servers_are_up=False)
+        checked = checked_run.check_run(load_config(CONFIGS / row.config, changes), servers_are_up=False)
         for one in servers:
             one.guarded = checked.rollout.repeat_terminate.enabled
         trainer, checkpoint = run.build_trainer(checked, Console(quiet=True))
@@ -133,7 +133,10 @@ def one_process_of_torchrun() -> Iterator[None]:
     """A process group of one, in which FSDP runs although :func:`check_parallel` refuses it."""
     variables = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    with patch.dict(os.environ, variables), patch.object(run, "check_parallel", lambda config, world_size: None):
+    with (
+        patch.dict(os.environ, variables),
+        patch.object(checked_run, "check_parallel", lambda config, world_size: None),
+    ):
         yield
     torch.distributed.destroy_process_group()
 
