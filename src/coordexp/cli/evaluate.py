@@ -192,7 +192,7 @@ def _print_run(source: Path | None, options: EvaluationOptions, arguments: Seque
 def _run_of(
     source: Path | None, options: EvaluationOptions, arguments: Sequence[str]
 ) -> tuple[RunConfig | EvaluationConfig, Path | None]:
-    # The configuration, and the checkpoint in place of its own.
+    # The configuration, and the checkpoint in place of its own. No model is fetched from the hub, except for its card.
     from coordexp.config import load_config
     from coordexp.config.checks import check_paths
     from coordexp.config.resolved import in_place_of_validation
@@ -210,11 +210,7 @@ def _run_of(
         {"--model": options.model} if options.model is not None else {"model.model": run.model.model},
         {"--data": options.data} if options.data is not None else {"custom.val_jsonl": run.custom.val_jsonl},
     )
-    if options.model is None:
-        from coordexp.checkpoints.fetch import with_model_here
-
-        return with_model_here(run), None
-    return run, check_checkpoint(options.model)
+    return run, options.model
 
 
 def _evaluate_model(
@@ -224,12 +220,18 @@ def _evaluate_model(
     rename: Renaming,
     arguments: Sequence[str],
 ) -> None:
+    from coordexp.checkpoints.fetch import with_model_here
+    from coordexp.config import RunConfig
     from coordexp.config.resolved import AnswerConfig
     from coordexp.data.tiles import Tiling
     from coordexp.inference.session import read_class_names, with_several_answers
 
-    classes = read_class_names(options.classes, model or run.model.model)
     tiling = Tiling.asked(options.tiles, options.overlap)
+    if model is not None:
+        model = check_checkpoint(model)
+    elif isinstance(run, RunConfig):
+        run = with_model_here(run)
+    classes = read_class_names(options.classes, model or run.model.model)
     with_several_answers(AnswerConfig.of_run(run), options.answers, arguments)  # mistakes show at once
     from coordexp import distributed
 

@@ -130,6 +130,22 @@ def test_evaluate_a_checkpoint_by_its_own_settings(tmp_path: Path, cli: Cli, mod
     assert refused.code == 2 and "training.max_steps" in refused.err, "an evaluation does not read it"
 
 
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (("--aliases", "missing.yaml"), "missing.yaml: not readable"),
+        (("--overlap", "0.3"), "overlap has no use here; it belongs to tiles (--tiles)"),
+        (("--limit", "1"), "nobody/nothing: no such folder here"),
+    ],
+)
+@pytest.mark.parametrize("by", ["--model nobody/nothing", "model.model=nobody/nothing"])
+def test_mistakes_in_options_show_before_a_model_of_the_hub_is_fetched(
+    by: str, words: tuple[str, ...], answer: str, tmp_path: Path, cli: Cli, model: Path
+) -> None:
+    outcome = cli("evaluate", write_run(tmp_path, 1, model), *by.split(), *words)
+    assert outcome.code == 2 and answer in outcome.err
+
+
 def test_keys_for_a_prediction_by_a_checkpoint_alone(
     tmp_path: Path, cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
