@@ -61,14 +61,14 @@ class BestStep:
             scheduler.best = math.inf if scheduler.mode == "min" else -math.inf
 
     def resume(self, measures_anew: bool) -> None:
-        """Go on from the figure of a loaded checkpoint, unless its step is gone or ``measures_anew``: figures do not
-        compare."""
+        """Go on from the figure of a loaded checkpoint, unless that of the best step is gone or incomplete, or
+        ``measures_anew``: figures do not compare."""
         state = self._run.progress
         note_best(state, self._args)
         is_gone = self._args.save_strategy != "no" and state.best_model_checkpoint is None
         if state.best_metric is not None and (measures_anew or is_gone):
             self.forget()
-            why = "the keys of evaluations were changed" if measures_anew else "the best checkpoint is gone"
+            why = "the keys of evaluations were changed" if measures_anew else "the best checkpoint is gone or incomplete"
             self._note(f"{why}; the best checkpoint is chosen from the next evaluation on")
 
     def say_loaded(self) -> None:

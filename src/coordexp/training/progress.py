@@ -234,7 +234,7 @@ class RichProgress(TrainerCallback):
         return f"best checkpoint: {state.best_model_checkpoint}, {args.metric_for_best_model} {state.best_metric:.3f}"
 
     def _print(self, text: str) -> None:
-        if self._lines is not None:  # the first rank's
+        if distributed.is_main():  # also before the training begins, of what a resumed run goes on from
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def stop(self) -> None:

@@ -33,7 +33,7 @@ from coordexp.out_of_memory import phase
 from coordexp.packing import CarryBuffer
 from coordexp.records import RolloutRequest, Segment, TrainingTarget, from_json, to_json
 from coordexp.training.best import note_best
-from coordexp.training.checkpoint import checkpoint_folder, read_seal, readable, seal_checkpoint, writing
+from coordexp.training.checkpoint import checkpoint_folder, is_complete, read_seal, readable, seal_checkpoint, writing
 from coordexp.training.offload import held_by
 from coordexp.training.state import RunState, random_states, set_random_states
 from coordexp.training.step_answers import RolloutQueue, SavedAnswers
@@ -167,11 +167,11 @@ def load_weights(run: RunState, folder: Path) -> None:
 
 
 def load_progress(folder: Path) -> TrainerState:
-    """Steps, log history and best metric of a checkpoint."""
+    """Steps, log history and best metric of a checkpoint, without a best checkpoint that is gone or incomplete."""
     with readable(folder, TRAINER_STATE_NAME):
         progress = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
     best = progress.best_model_checkpoint
-    if best is not None and not Path(best).is_dir():
+    if best is not None and not is_complete(Path(best)):
         progress.best_model_checkpoint = None
     return progress
 

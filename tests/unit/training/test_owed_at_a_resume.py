@@ -3,6 +3,7 @@ measured; and figures that no evaluation has."""
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -119,14 +120,21 @@ def test_an_evaluation_without_the_figure_has_no_best_checkpoint(tmp_path: Path)
     assert evaluated(trainer) == [1, 2] and Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
 
 
+@pytest.mark.parametrize("lost", ["checkpoint-1", "checkpoint-1/model.safetensors"])
 @pytest.mark.parametrize("is_loaded", [True, False])
-def test_a_best_checkpoint_that_is_gone_is_forgotten(is_loaded: bool, tmp_path: Path) -> None:
+def test_a_best_checkpoint_that_is_gone_or_incomplete_is_forgotten(is_loaded: bool, lost: str, tmp_path: Path) -> None:
     keys = BEST | {"training__load_best_model_at_end": is_loaded}
     train(run_config(tmp_path, 1, "run", **keys, training__max_steps=2), on_built=scripted(0.9, 0.1))
-    shutil.rmtree(tmp_path / "run" / "checkpoint-1")
+    path = tmp_path / "run" / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
     keys |= {"training__max_steps": 3, "training__resume_from_checkpoint": True}
-    resumed = train(run_config(tmp_path, 1, "run", **keys), on_built=scripted(0.2))
+    said = io.StringIO()
+    resumed, checkpoint = build_trainer(check_run(run_config(tmp_path, 1, "run", **keys)), Console(file=said))
+    scripted(0.2)(resumed)
+    resumed.train(str(checkpoint))
     assert Path(resumed.state.best_model_checkpoint).name == "checkpoint-3"
+    why = "the best checkpoint is gone or incomplete"
+    assert f"note: {why}; the best checkpoint is chosen from the next evaluation on\n" in said.getvalue()
 
 
 def test_the_start_is_no_checkpoint_that_could_be_the_best(tmp_path: Path) -> None:
