@@ -78,7 +78,7 @@ def complete_command(
 
     names, arguments = split_words(words)
     config, jsonl = separate_config(names, "DATA.jsonl")
-    check_paths({}, {"DATA.jsonl": jsonl})
+    check_paths({} if model is None else {"--model": model}, {"CONFIG.yaml": config, "DATA.jsonl": jsonl})
     check_files(jsonl, out, sheet, sheet_images, overwrite)
     model = None if model is None else check_checkpoint(model)
     run = completion_config(model, config=config, prompt=prompt, batch_size=batch_size, arguments=arguments)

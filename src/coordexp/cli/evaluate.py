@@ -201,6 +201,7 @@ def _run_of(
         from coordexp.inference.session import evaluation_config
 
         assert options.model is not None
+        check_paths({"--model": options.model}, {"--data": options.data})
         model = check_checkpoint(options.model)
         config = evaluation_config(model, options.data, arguments)
         check_paths({}, {"--data": config.custom.val_jsonl})

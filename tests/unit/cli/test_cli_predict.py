@@ -262,6 +262,24 @@ def test_missing_arguments_and_options_without_effect_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("argv", "missing"),
+    [
+        ("predict no.yaml no.png --model no", ["no such image, folder or dataset: no.png", "no.yaml: file not found",
+                                               "--model: no: no such folder"]),
+        ("evaluate --model no --data no.jsonl", ["--model: no: no such folder", "--data: no.jsonl: file not found"]),
+        ("data complete no.yaml no.jsonl --model no --out o.jsonl",
+         ["--model: no: no such folder", "CONFIG.yaml: no.yaml: file not found", "DATA.jsonl: no.jsonl: file not found"]),
+    ],
+)  # fmt: skip
+def test_all_that_is_missing_is_reported_at_once(
+    argv: str, missing: list[str], tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = cli(*argv.split())
+    assert outcome.code == 2 and [line for line in missing if line not in outcome.err] == []
+
+
+@pytest.mark.parametrize(
     ("fields", "part"),
     [
         ({"text": "{}"}, None),
