@@ -110,8 +110,8 @@ def predict(
     # Report everything that is missing at once, before anything heavy is imported.
     missing = [str(path) for path in images if not path.exists() and not is_pattern(path)]
     problems = [f"no such image, folder or dataset: {', '.join(missing)}"] if missing else []
-    if config is not None and not config.is_file():
-        problems.append(f"{config}: {'is a folder, not a file' if config.exists() else 'file not found'}")
+    if config is not None and not config.exists():
+        problems.append(f"{config}: no such file (working directory: {Path.cwd()})")
     if model is not None and hub_model(model) is None and not model.is_dir():
         problems.append(f"--model: {model}: {no_such_folder(model)}")
     if out is not None and out.exists() and not out.is_dir():

@@ -68,7 +68,8 @@ class BestStep:
         is_gone = self._args.save_strategy != "no" and state.best_model_checkpoint is None
         if state.best_metric is not None and (measures_anew or is_gone):
             self.forget()
-            why = "the keys of evaluations were changed" if measures_anew else "the best checkpoint is gone or incomplete"
+            lost = "the best checkpoint is gone or incomplete"
+            why = "the keys of evaluations were changed" if measures_anew else lost
             self._note(f"{why}; the best checkpoint is chosen from the next evaluation on")
 
     def say_loaded(self) -> None:

@@ -240,6 +240,9 @@ def test_two_runs_are_compared(tmp_path: Path, cli: Cli) -> None:
         (("evaluate", "--model", "m", "--data", "d.jsonl", "custom.val_jsonl=e.jsonl"), "both name the dataset"),
         (("evaluate", "saved", "--resamples", "10"), "--resamples has no use here; it belongs to --compare"),
         (("evaluate", "--compare", "saved", "saved", "--resamples", "99999999999999999999"), "equal to 1000000"),
+        (("evaluate", "--model", "m", "--print", "--resamples", "10"), "--resamples has no use here"),
+        (("evaluate", "--model", "m", "--print", "--calibrate", "--tiles", "64"), "leave out --tiles"),
+        (("evaluate", "--model", "m", "--print", "--embedding-threshold", "0.5"), "it belongs to --embedder"),
         (("doctor", "--timeout", "inf"), "equal to 1000000"),
         (("model", "tiny", "saved/tiny", "--seed", "4294967296"), "equal to 4294967295"),
         (("doctor", "--timeout", "3e6"), "equal to 1000000"),
@@ -264,11 +267,12 @@ def test_missing_arguments_and_options_without_effect_are_refused(
 @pytest.mark.parametrize(
     ("argv", "missing"),
     [
-        ("predict no.yaml no.png --model no", ["no such image, folder or dataset: no.png", "no.yaml: file not found",
+        ("predict no.yaml no.png --model no", ["no such image, folder or dataset: no.png", "no.yaml: no such file",
                                                "--model: no: no such folder"]),
         ("evaluate --model no --data no.jsonl", ["--model: no: no such folder", "--data: no.jsonl: file not found"]),
         ("data complete no.yaml no.jsonl --model no --out o.jsonl",
-         ["--model: no: no such folder", "CONFIG.yaml: no.yaml: file not found", "DATA.jsonl: no.jsonl: file not found"]),
+         ["--model: no: no such folder", "CONFIG.yaml: no.yaml: file not found",
+          "DATA.jsonl: no.jsonl: file not found"]),
     ],
 )  # fmt: skip
 def test_all_that_is_missing_is_reported_at_once(
