@@ -16,7 +16,7 @@ from coordexp.config import load_config
 from coordexp.config.checks import check_paths
 from coordexp.config.resolved import in_place_of_validation
 from coordexp.config.schema import RunConfig
-from coordexp.config.source import dump_value
+from coordexp.config.source import checked_overrides, dump_value
 from coordexp.data.files import check_new_file, is_same_file
 from coordexp.data.progress_bar import literal_console
 from coordexp.errors import ConfigError, DataError, whole_number
@@ -132,7 +132,7 @@ def evaluate(
     answers, limit = whole_number("answers", answers), None if limit is None else whole_number("limit", limit)
     checkpoint, jsonl = (None if path is None else Path(path) for path in (model, data))
     if config is not None:
-        run = load_config(config, in_place_of_validation(data) | dict(overrides or {}))
+        run = load_config(config, in_place_of_validation(data) | checked_overrides(overrides))
     elif checkpoint is None:
         raise ConfigError("name a configuration or model= to evaluate")
     elif overrides:
@@ -298,7 +298,7 @@ def complete(
         config=None if config is None else Path(config),
         prompt=prompt,
         batch_size=None if batch_size is None else whole_number("batch_size", batch_size),
-        arguments=[f"{key}={json.dumps(value, default=str)}" for key, value in (overrides or {}).items()],
+        arguments=[f"{key}={json.dumps(value, default=str)}" for key, value in checked_overrides(overrides).items()],
     )
     with heavy_imports():
         from coordexp.modeling.load import no_progress_bars

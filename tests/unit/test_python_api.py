@@ -87,8 +87,11 @@ def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pyte
         with pytest.raises(ConfigError):
             evaluate(**wrong)
     words: Any = ["training.max_steps=3"]  # as on a command line
+    for call in (train, evaluate):
+        with pytest.raises(ConfigError, match="is not a mapping of keys to values"):
+            call(config, words)
     with pytest.raises(ConfigError, match="is not a mapping of keys to values"):
-        train(config, words)
+        complete(load_config(config).custom.train_jsonl[0].path, tmp_path / "out.jsonl", config=config, overrides=words)
 
 
 def test_an_evaluation_is_replaced_if_asked(tmp_path: Path) -> None:

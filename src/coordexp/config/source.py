@@ -104,16 +104,23 @@ def out_of_range(value: Any, path: KeyPath = ()) -> Iterator[Problem]:
 def read_document(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Document:
     """Read ``path`` with all that it extends, and put ``overrides`` (dotted key → value) on top. Raises ConfigError if
     it is unreadable as a whole; single mistakes are the document's ``problems``."""
+    keys = checked_overrides(overrides)
+    document = _read(Path(path), ())
+    for key, value in keys.items():
+        _put(document, parse_dotted(key), value, "override")
+    return document
+
+
+def checked_overrides(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``overrides`` of the Python interface. Raises ConfigError for anything else than dotted keys with values."""
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ConfigError(
             f'overrides: {overrides!r} is not a mapping of keys to values, as {{"training.max_steps": 100}}'
         )
-    document = _read(Path(path), ())
-    for key, value in (overrides or {}).items():
+    for key in overrides or {}:
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise ConfigError(f'overrides: {key!r} is no key, such as "training.max_steps"')
-        _put(document, parse_dotted(key), value, "override")
-    return document
+    return dict(overrides or {})
 
 
 def _put(document: Document, path: KeyPath, value: Any, origin: str) -> None:

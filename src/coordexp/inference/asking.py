@@ -52,7 +52,7 @@ class Asking:
         return records if self.tiling is None else tile_records(records, self.tiling)
 
     @contextmanager
-    def of(
+    def loaded(
         self,
         samples: Sequence[ImageRecord],
         config: AnswerConfig,
@@ -61,8 +61,7 @@ class Asking:
         console: Console,
         description: str,
     ) -> Iterator[Asked]:
-        """Load ``model`` to answer ``samples``, which tiles are cut for as they are asked for, and show how far it
-        is."""
+        """Load ``model`` to answer ``samples``, of which tiles are cut when they are read, and show its progress."""
         counted = "images" if self.tiling is None else "tiles"
         with (
             open_session(config, model, self.classes) as session,
@@ -74,7 +73,7 @@ class Asking:
             yield Asked(session, RecordDataset(samples, session.encoder.encode, ordering, config.seed), on_progress)
 
 
-PLAIN = Asking()  # one answer to each whole image, with any description
+ONE_ANSWER = Asking()  # one answer to each whole image, with any description
 
 
 def decoding_settings(config: AnswerConfig) -> dict[str, Any]:

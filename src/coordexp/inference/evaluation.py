@@ -27,8 +27,8 @@ from coordexp.evaluation.renaming import Renaming
 from coordexp.evaluation.several_answers import merge_all, side_by_side
 from coordexp.evaluation.summary import Summary, check_replaced, summarise, write_summary
 from coordexp.hub import name_of
-from coordexp.inference.asking import PLAIN, Asking, decoding_settings
-from coordexp.inference.session import checked_model
+from coordexp.inference.asking import ONE_ANSWER, Asking, decoding_settings
+from coordexp.inference.session import checked_model, with_several_answers
 from coordexp.records import ImageRecord
 
 
@@ -67,7 +67,7 @@ def run_evaluation(
     segm: bool = False,
     calibrate: bool = False,
     overwrite: bool = False,
-    asking: Asking = PLAIN,
+    asking: Asking = ONE_ANSWER,
 ) -> EvaluationResult:
     """Evaluate, and write figures and answers to ``output`` (None: :func:`evaluation_folder`).
 
@@ -97,7 +97,7 @@ def run_evaluation(
         "prompt": config.template.prompt,
         "system": config.template.system,
         "score": "token_probability" if constant_score is None else "constant",
-        "answering": decoding_settings(asking.checked(AnswerConfig.of_run(config))),
+        "answering": decoding_settings(with_several_answers(AnswerConfig.of_run(config), asking.answers)),
         **({"classes": list(asking.classes)} if asking.classes else {}),
         **({} if asking.answers == 1 else {"answers": asking.answers}),
         **({} if tiling is None else {"tiles": [tiling.width, tiling.height, tiling.overlap]}),
@@ -153,8 +153,9 @@ def evaluation_folder(output_dir: Path, model: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class DatasetAnswers:
-    """All ranks' ``answers`` for ``jsonl``, of each image in a row; ``skipped``: by sample, why images that cannot be
-    decoded were left out. Those of tiles are followed by their ``photographs``', which are empty without tiles."""
+    """All ranks' ``answers`` to the images of ``jsonl``; several answers of an image follow each other. With tiles they
+    are answers to tiles, in the order of ``photographs``, which is empty otherwise. ``skipped``: by sample, why images
+    that cannot be decoded were left out."""
 
     jsonl: Path
     answers: list[ImageAnswer]
@@ -172,7 +173,7 @@ def answer_jsonl(
     *,
     scored: bool = False,
     calibrates: bool = False,
-    asking: Asking = PLAIN,
+    asking: Asking = ONE_ANSWER,
 ) -> DatasetAnswers:
     """Answers for a dataset (None: ``custom.val_jsonl``). Everything cheap is checked before weights are loaded.
     ``calibrates``: with raw confidences."""
@@ -193,7 +194,7 @@ def answer_jsonl(
         console.print(f"skipped {sample}: {problem}", highlight=False, markup=False, soft_wrap=True)
     whole = [] if asking.tiling is None else [record for at, record in enumerate(records) if at not in broken]
     samples = records if asking.tiling is None else asking.samples(whole)
-    with asking.of(samples, answering, model, config.custom.object_ordering, console, description) as asked:
+    with asking.loaded(samples, answering, model, config.custom.object_ordering, console, description) as asked:
         scorer = replace(asked.session.scorer, calibration=None) if calibrates else asked.session.scorer
         answered = answer_dataset(
             asked.dataset,

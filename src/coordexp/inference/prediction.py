@@ -25,7 +25,7 @@ from coordexp.evaluation.drawing import save_drawings
 from coordexp.evaluation.join_tiles import merge_tiles
 from coordexp.evaluation.several_answers import merge_all
 from coordexp.inference.answer_folder import DRAWINGS, AnswerFolder
-from coordexp.inference.asking import PLAIN, Asking, decoding_settings
+from coordexp.inference.asking import ONE_ANSWER, Asking, decoding_settings
 from coordexp.inference.session import checked_model, size_note
 from coordexp.printable import printable
 from coordexp.records import ImageRecord
@@ -60,7 +60,7 @@ def run_prediction(
     save_images: bool = False,
     min_confidence: float | None = None,
     overwrite: bool = False,
-    asking: Asking = PLAIN,
+    asking: Asking = ONE_ANSWER,
     fix: str = "name another folder with --out, or add --overwrite",
 ) -> PredictionResult:
     """Answer every image of ``source`` (:func:`~coordexp.data.image_sources.find_images`) and write
@@ -103,7 +103,7 @@ def run_prediction(
         todo = [at for at, one in enumerate(samples) if known.keys().isdisjoint((one.sample_id, whole_of(one)))]
     if todo:  # with all answers there, the model is not loaded
         with (
-            asking.of(samples, config, path, "file", console, f"predicting with {path}") as asked,
+            asking.loaded(samples, config, path, "file", console, f"predicting with {path}") as asked,
             distributed.raise_on_all_ranks("coordexp predict"),
         ):
             scorer = asked.session.scorer if isinstance(score, str) else None
