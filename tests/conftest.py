@@ -87,6 +87,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         late = [item for item in items if item.get_closest_marker("campaign") is not None]
         items[:] = [item for item in items if item.get_closest_marker("campaign") is None]
         config.hook.pytest_deselected(items=late)
+    if unsteady := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"ids with addresses differ between pytest's processes; give ids=[…]: {unsteady[0]}")
     place = {file: number for number, file in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(file_of(item.nodeid), len(place)))
 

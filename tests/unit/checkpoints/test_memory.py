@@ -96,7 +96,7 @@ def test_the_estimate_is_within_ten_percent(size: str, config: RunConfig, world_
         ({"target_modules": ["q_proj"], "modules_to_save": ["visual.merger"]}, tiny_checkpoint, 89_856),
         ({"modules_to_save": ["merger"]}, tiny_checkpoint, 101_120),  # which gets no adapters then
     ],
-    ids=str,
+    ids=["no rows", "rows", "rows, untied", "DoRA", "a part of another module", "the module itself"],
 )
 def test_adapters_rows_and_modules_trained_whole_are_all_counted(
     keys: dict[str, Any], checkpoint: Callable[[], Path], numbers: int
