@@ -192,7 +192,8 @@ def _print_run(source: Path | None, options: EvaluationOptions, arguments: Seque
 def _run_of(
     source: Path | None, options: EvaluationOptions, arguments: Sequence[str]
 ) -> tuple[RunConfig | EvaluationConfig, Path | None]:
-    # The configuration, and the checkpoint in place of its own. No model is fetched from the hub, except for its card.
+    # The configuration, and the checkpoint in place of its own. Without a YAML that checkpoint is fetched from the hub
+    # here, because its card has the settings; with one, after all other mistakes have shown.
     from coordexp.config import load_config
     from coordexp.config.checks import check_paths
     from coordexp.config.resolved import in_place_of_validation

@@ -51,7 +51,7 @@ _ADAPTER_RATE = 5  # learning rate of adapters, by that of all weights
 _EPOCHS: Mapping[Stage, int] = {1: 3, 2: 1}
 _SEEN = 2000  # photos times epochs from which small data is learned (docs/quickstart.md)
 _MOST_EPOCHS = 200
-_TRAINED_PER_ANSWER = 4  # images between two evaluations, by those that an evaluation answers
+_TRAINED_PER_ANSWER = 4  # least number of images trained on for each one that evaluations answer
 _MISSES_MOST = 0.5  # recall below which stage 2 is not recommended
 _FILLED = 0.95  # of a row, on average, by the samples of a micro-step
 _TYPICAL = 200  # samples whose answers are counted for their mean
@@ -276,7 +276,7 @@ def decide(
     if stage == 1 and epochs * images < _SEEN:
         epochs = min(_MOST_EPOCHS, round(_SEEN / images))
     steps = math.ceil(images / batch)  # of an epoch; the last one may have fewer samples
-    # Once an epoch, but at most four times in a run; in long runs more often, for what an interruption costs.
+    # A checkpoint each epoch, but at most four in a run; long runs have more, so that an interruption loses little.
     interval = min(500 if stage == 1 else 200, max(steps, math.ceil(steps * epochs / 4)))
     decision = Decision(
         stage=stage,
@@ -289,7 +289,7 @@ def decide(
         row=row,
         epochs=epochs,
         interval=interval,
-        # An evaluation answers every image of the validation data: at most one for four that are trained on.
+        # An evaluation answers every image of the validation data: one at most for _TRAINED_PER_ANSWER trained on.
         evaluated_every=interval * math.ceil(_TRAINED_PER_ANSWER * at_hand.evaluated / (batch * interval) or 1),
         logging_steps=1 if stage == 2 or steps < 10 else 10,
         recompute_every=0 if cpu and parameters <= _LARGE else 1,
