@@ -293,8 +293,8 @@ def run_of(row: Row, folder: Path, servers: Any = None, more: Mapping[str, Any] 
 
 
 def check_row(row: Row, folder: Path, servers: Any = None) -> None:
-    """Start a row to its end, use its model, and start it again. Then interrupt another run of it as
-    :func:`interruption` says; after SIGKILL, continue it to the same weights."""
+    """Start a row to its end, use its model, and start it again. Then interrupt another run of it, if
+    :func:`interruption` says so; after SIGKILL, continue it to the same weights."""
     whole = run_of(row, folder, servers=servers)
     whole.to_the_end()
     config = whole.resolved()
@@ -304,7 +304,8 @@ def check_row(row: Row, folder: Path, servers: Any = None) -> None:
     whole.answers()
     whole.says_that_it_is_finished()
     number = interruption(row)
-    interrupt_and_continue(whole, [number], continues=number == signal.SIGKILL, servers=servers)
+    if number is not None:
+        interrupt_and_continue(whole, [number], continues=number == signal.SIGKILL, servers=servers)
 
 
 def interrupt_and_continue(

@@ -8,7 +8,7 @@ Replacements are in two parts: ``short`` makes the run short, on every machine; 
 GPU. Everything else is as shipped: number types, loader processes, packing, saving, evaluation, logs, resuming.
 
 A row is started to its end, its model answers, the same command says that the run is finished, and a run of its own is
-ended by the signal of :func:`interruption`. Rows of documented commands are in :mod:`documented`.
+ended by the signal of :func:`interruption`, if it has one. Rows of documented commands are in :mod:`documented`.
 
 This module imports neither torch nor coordexp.
 """
@@ -125,6 +125,11 @@ class Row:
         return CONFIGS / f"{self.name}.yaml"
 
     @property
+    def is_small(self) -> bool:
+        """Whether the file is the demo's or a study's, for a model of 4 million parameters."""
+        return self.name.startswith(("bccd/", "crowd/", "demo/"))
+
+    @property
     def uses_vllm(self) -> bool:
         return any(key.startswith("rollout_matching.vllm.") for key in self.on_cpu)
 
@@ -197,7 +202,7 @@ ROWS: tuple[Row, ...] = (
     Row("demo/stage2", TINY_SAVES, _OWN),
     Row("demo/two_channel", TINY, _OWN, interrupted_with=SAVES_STEPS),
 )  # fmt: skip
-STARTED = [one for one in ROWS if one.same_as is None]  # and interrupted
+STARTED = [one for one in ROWS if one.same_as is None]
 
 # YAML files that are parts of configurations: the row that uses each.
 FRAGMENTS: dict[str, str] = {
@@ -210,12 +215,15 @@ def row(name: str) -> Row:
     return found
 
 
-def interruption(of: Row) -> signal.Signals:
+def interruption(of: Row) -> signal.Signals | None:
     """The signal that ends this row in every test run; the fault campaign tries all. In each kind, rows take the four
-    in turns, in a random order."""
-    rows = [one.name for one in STARTED if one.kind == of.kind]
+    in turns, in a random order, files for users' models before those of the demo and the studies. Of the latter, rows
+    beyond the fourth of their kind are not interrupted."""
+    rows = [one for one in STARTED if one.kind == of.kind]
     random.Random(f"rows of {of.kind}").shuffle(rows)
-    return INTERRUPTIONS[rows.index(of.name) % len(INTERRUPTIONS)]
+    rows.sort(key=lambda one: one.is_small)
+    place = rows.index(of)
+    return None if of.is_small and place >= len(INTERRUPTIONS) else INTERRUPTIONS[place % len(INTERRUPTIONS)]
 
 
 def interrupted_step(of: Row, number: signal.Signals, steps: int) -> int:

@@ -48,9 +48,11 @@ def test_a_row_that_is_not_interrupted_is_the_same_run_as_one_that_is(same: Row,
     assert runs[0] == runs[1]
 
 
-def test_each_signal_ends_a_row_of_each_kind() -> None:
+def test_each_signal_ends_a_row_of_each_kind_and_every_file_for_users_models_is_interrupted() -> None:
     kinds = {one.kind for one in STARTED}
-    assert {(one.kind, interruption(one)) for one in STARTED} == {(kind, by) for kind in kinds for by in INTERRUPTIONS}
+    by_kind = {(one.kind, number) for one in STARTED if (number := interruption(one)) is not None}
+    assert by_kind == {(kind, by) for kind in kinds for by in INTERRUPTIONS}
+    assert [one.name for one in STARTED if interruption(one) is None and not one.is_small] == []
 
 
 def test_runs_end_within_and_after_epochs_with_several_numbers_of_loader_processes_and_ranks(tmp_path: Path) -> None:
