@@ -149,6 +149,7 @@ def split_command(
 
     The parts are written next to it; records of one image stay together.
     """
+    from coordexp.data.class_list import unseen_note
     from coordexp.data.files import check_new_file
     from coordexp.data.jsonl import read_jsonl, write_jsonl
     from coordexp.data.subset import split_records
@@ -160,8 +161,11 @@ def split_command(
     paths = [jsonl.with_name(f"{jsonl.stem}.{name}.jsonl") for name in wanted]
     for path in paths:
         check_new_file(path, fix="remove or rename it")
-    for path, part in zip(paths, parts, strict=True):
+    by_name = dict(zip(wanted, parts, strict=True))
+    for path, (name, part) in zip(paths, by_name.items(), strict=True):
         echo(f"wrote {path}: {write_jsonl(part, path)} records")
+        if name != "train" and "train" in by_name and (note := unseen_note(by_name["train"], part)) is not None:
+            echo(f"note: {path}: {note}", fg=typer.colors.YELLOW, err=True)
 
 
 @data_app.add("sample", "coordexp data sample data/mine/train.jsonl --count 100 --out data/mine/small.jsonl")

@@ -28,6 +28,7 @@ from coordexp.config import parse_config
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.config.source import dump_value
 from coordexp.coords import serialize_objects
+from coordexp.data.class_list import unseen_note
 from coordexp.data.dataset_check import objects_problem
 from coordexp.data.files import asset
 from coordexp.data.images import open_rgb
@@ -134,6 +135,8 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
         )
     labels = [obj.desc for record in records for obj in record.objects]
     notes = _misfits(records, set(labels), card, model)
+    if (unseen := unseen_note(records, evaluated)) is not None:
+        notes += (f"{val}: {unseen}",)
     few = records[:: max(1, len(records) // _TIMED)][:_TIMED]
     photos = tuple((record.image, rule.size(record.width, record.height)) for record in few)
     return DataAtHand(

@@ -180,6 +180,25 @@ def class_list(records: Sequence[ImageRecord]) -> tuple[str, ...]:
     return tuple(sorted(names)) if len(names) <= MOST else ()
 
 
+def unseen_note(train: Sequence[ImageRecord], others: Sequence[ImageRecord]) -> str | None:
+    """A sentence about names of ``others`` that no annotation of ``train`` has, such as ``Car`` next to ``car``: a
+    model hardly writes what it was never shown. None if there is none, or if descriptions are free text."""
+    known, names = distinct_descs(train), distinct_descs(others)
+    unseen = sorted(names - known)
+    if not unseen or not known or max(len(known), len(names)) > MOST:
+        return None
+    by_folded = {name.casefold(): name for name in sorted(known)}
+    shown = []
+    for name in unseen[:_SHOWN]:
+        near = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.8)
+        shown.append(f"{name!r}" + (f" (training has {by_folded[near[0]]!r})" if near else ""))
+    more = f" and {len(unseen) - _SHOWN} more" if len(unseen) > _SHOWN else ""
+    return (
+        f"{len(unseen)} of {len(names)} class names are in no training annotation: {', '.join(shown)}{more}; a model "
+        "hardly writes them, and the figures count their objects as missed"
+    )
+
+
 def check_known(names: Iterable[str], listed: Sequence[str], whose: object) -> None:
     """Raise ConfigError for a name that is not in the class list of ``whose``, with the nearest one. An empty list has
     every name."""

@@ -19,6 +19,7 @@ from coordexp.config import RunConfig, advice, check_world_size, resolved_rollou
 from coordexp.config.datasets import TrainFile
 from coordexp.config.environment import check_training_environment
 from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.data.class_list import unseen_note
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.dataset_check import objects_problem
 from coordexp.data.joined import DataPart, JoinedRecords
@@ -122,6 +123,8 @@ def check_run(
     if distributed.is_main() and (note := several_rules_note(train)) is not None:
         logger.warning("custom.train_jsonl: %s: %s", paths, note)
     if distributed.is_main() and (note := unprepared_note(preparation_of(train), val)) is not None:
+        logger.warning("custom.val_jsonl: %s: %s", custom.val_jsonl, note)
+    if distributed.is_main() and (note := unseen_note(train, val)) is not None:
         logger.warning("custom.val_jsonl: %s: %s", custom.val_jsonl, note)
     return CheckedRun(config, start, model, inputs, rollout, train, val)
 

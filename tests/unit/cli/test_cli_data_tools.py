@@ -114,6 +114,23 @@ def test_split_and_sample(scenes: Path, tmp_path: Path, cli: Cli) -> None:
     assert cli("data", "sample", scenes, "--count", 99, "--out", tmp_path / "x.jsonl").code == 2
 
 
+def test_split_says_which_classes_no_training_image_has(tmp_path: Path, cli: Cli) -> None:
+    def record(number: int, name: str) -> ImageRecord:
+        Image.new("RGB", (64, 64), (number, 0, 0)).save(tmp_path / f"{number}.png")
+        box = GTObject(name, "bbox_2d", (0, 0, 500, 500))
+        return ImageRecord(f"d:{number}", tmp_path / f"{number}.png", 64, 64, (box,))
+
+    write_jsonl([record(k, f"class {k}") for k in range(4)], tmp_path / "d.jsonl")
+    shares = ("--shares", "train=0.5,val=0.25,test=0.25")
+    err = cli("data", "split", tmp_path / "d.jsonl", *shares).err
+    for part in ("val", "test"):
+        (only,) = read_jsonl(tmp_path / f"d.{part}.jsonl")
+        note = f"d.{part}.jsonl: 1 of 1 class names are in no training annotation: {only.objects[0].desc!r}"
+        assert note in " ".join(err.split())
+    write_jsonl([record(k, "cat") for k in range(4)], tmp_path / "e.jsonl")
+    assert cli("data", "split", tmp_path / "e.jsonl", *shares).err == ""
+
+
 def with_underscores(annotations: Path, images: Path) -> tuple[Path, Path]:
     """LVIS writes ``traffic_light``."""
     annotations.write_text(annotations.read_text(encoding="utf-8").replace("traffic light", "traffic_light"))

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from coordexp.data import read_jsonl, write_jsonl
-from coordexp.data.class_list import names_of_lines
+from coordexp.data.class_list import names_of_lines, unseen_note
 from coordexp.data.files import asset
 from coordexp.data.image_sources import find_images
 from coordexp.data.images import open_rgb
@@ -203,3 +203,20 @@ def test_validation_images_without_the_training_images_resizing_are_noted() -> N
     assert unprepared_note(trained, [small]) is None
     assert unprepared_note(ImagePreparation(), [large]) is None
     assert (unprepared_note(trained, [small, large]) or "").startswith("1 of 2 images")
+
+
+def named(*names: str) -> ImageRecord:
+    return ImageRecord("d:1", Path("a"), 32, 32, tuple(GTObject(name, "bbox_2d", (0, 0, 9, 9)) for name in names))
+
+
+def test_validation_names_that_training_never_shows_are_noted_with_the_name_that_was_meant() -> None:
+    train = [named("car", "red light"), named("person")]
+    assert unseen_note(train, [named("car"), named("person", "red light")]) is None
+    assert unseen_note([named()], [named("car")]) is None, "training without any object has no names to differ from"
+    note = str(unseen_note(train, [named("Car", "red lights", "lorry", "person"), named("lorry")]))
+    assert note.startswith("3 of 4 class names are in no training annotation: ")
+    assert "'Car' (training has 'car'), 'lorry', 'red lights' (training has 'red light');" in note
+    many = str(unseen_note(train, [named(*(f"{k:02d}" for k in range(11)))]))
+    assert "'07' and 3 more;" in many and "'08'" not in many
+    captions = [named(f"caption {k}") for k in range(10_001)]
+    assert unseen_note(captions, [named("another")]) is None and unseen_note(train, captions) is None, "free text"

@@ -60,6 +60,21 @@ def test_shares_that_were_read_as_pixels_are_refused_as_data_check_does(key: str
         check_run(run_config(tmp_path, 1, **{f"custom__{key}": str(tmp_path / "d.jsonl")}))
 
 
+def test_a_run_names_classes_of_validation_that_no_training_annotation_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    for file, name in (("train", "cat"), ("val", "Cat")):
+        one = ImageRecord("d:1", tmp_path / "a.png", 64, 64, (GTObject(name, "bbox_2d", (0, 0, 500, 500)),))
+        write_jsonl([one], tmp_path / f"{file}.jsonl")
+    keys = {f"custom__{file}_jsonl": str(tmp_path / f"{file}.jsonl") for file in ("train", "val")}
+    check_run(run_config(tmp_path, 1, **keys))
+    assert "val.jsonl: 1 of 1 class names are in no training annotation: 'Cat' (training has 'cat')" in caplog.text
+    caplog.clear()
+    check_run(run_config(tmp_path, 1, **keys | {"custom__val_jsonl": keys["custom__train_jsonl"]}))
+    assert "in no training annotation" not in caplog.text
+
+
 @pytest.mark.parametrize(("batch", "notes"), [(1, []), (2, ["2 of 4 samples were not trained on"])])
 def test_a_run_says_how_many_samples_it_left_untrained(batch: int, notes: list[str], tmp_path: Path) -> None:
     """A row has room for one sample, so of each micro-step of two, one waits for a later row."""
