@@ -318,9 +318,14 @@ def class_list_of(predictions: Path) -> tuple[str, ...]:
         return read_card(file.parent).classes
     content = read_json(kept)
     listed = content.get(CLASS_LIST, []) if isinstance(content, dict) else None
-    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+    if not isinstance(listed, list) or not all(isinstance(one, str) and _is_text(one) for one in listed):
         raise DataError(f"{CLASS_LIST} is not a list of names", path=kept)
     return tuple(listed)
+
+
+def _is_text(text: str) -> bool:
+    # Half a character, which JSON can write ("\\ud800"), cannot be written to any file again.
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def write_answers(answers: Iterable[ImageAnswer], path: Path) -> None:

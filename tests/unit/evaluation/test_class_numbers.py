@@ -141,9 +141,10 @@ def test_the_list_that_is_kept_next_to_the_answers_is_theirs(tmp_path: Path) -> 
     write_card(replace(UNTRAINED, classes=("bee", "cow")), run)
     (run / "predictions.jsonl").rename(run / "last_evaluation.jsonl")
     assert class_list_of(run / "last_evaluation.jsonl") == ("bee", "cow") and class_list_of(run) == LIST
-    (run / "evaluation" / "prediction.json").write_text('{"class_list": "cow"}')
-    with pytest.raises(DataError, match="class_list is not a list of names"):
-        class_list_of(run)
+    for broken in ('"cow"', '["cow", 1]', r'["cow", "\ud800"]'):  # the last is half a character, which no file can hold
+        (run / "evaluation" / "prediction.json").write_text(f'{{"class_list": {broken}}}')
+        with pytest.raises(DataError, match="class_list is not a list of names"):
+            class_list_of(run)
 
 
 RECORDS = [ImageRecord("a", Path("a.png"), 50, 40, tuple(GTObject(name, "bbox_2d", BOX) for name in ("yak", "gnu")))]
