@@ -14,6 +14,7 @@ from rich.console import Console
 from coordexp.cli.demo import START, WAYS, DemoSize, run_demo
 from coordexp.data.files import asset
 from coordexp.data.jsonl import read_jsonl
+from coordexp.errors import DataError
 from support.forked import Handle, coordexp, forked
 
 SMALL = DemoSize(train_scenes=32, val_scenes=4, max_steps=2, pictures=2)
@@ -75,6 +76,17 @@ def test_all_runs_used_the_same_images_and_changed_the_weights(demo):
     assert totals["stage2"] == totals["sft"] == totals["completed"]
     start = (asset(START) / "model.safetensors").read_bytes()
     assert (output / "stage2" / "model.safetensors").read_bytes() != start
+
+
+def test_files_of_others_in_its_folder_are_refused_and_left_as_they_are(tmp_path: Path):
+    mine = {"stage2.yaml": "model: {model: checkpoints/mine}\n", "stage2/notes.txt": "mine\n"}
+    for name, text in mine.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match="has files that no coordexp demo wrote; name a new folder with --out"):
+        run_demo(tmp_path, Console(quiet=True), SMALL)
+    assert {name: (tmp_path / name).read_text() for name in mine} == mine
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["stage2", "stage2.yaml"]
 
 
 def test_a_second_demo_has_the_same_results(demo):

@@ -22,13 +22,14 @@ from rich.console import Console
 from coordexp.checkpoints.run_folder import STATE
 from coordexp.cli.console import no_bars_in_log_files
 from coordexp.config import RunConfig, load_config
-from coordexp.data.files import asset, write_atomically
-from coordexp.errors import RunFinished
+from coordexp.data.files import asset, check_writable, write_atomically
+from coordexp.errors import DataError, RunFinished
 from coordexp.heavy_imports import heavy_imports
 
 START = "checkpoints/demo-incomplete"
 COMPLETION_THRESHOLD = 0.3  # least confidence of an added object
 KEPT = 0.5  # share of the training annotations that are there
+_MARK = "# Written by coordexp demo."  # begins the configurations that a demo writes before anything else
 _SCENES = {"train": 31, "val": 23}  # split → seed; the starting checkpoint was trained on the first one
 
 
@@ -59,7 +60,9 @@ class DemoSize:
 
 
 def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> dict[str, Any]:
-    """Run everything. Returns the content of ``summary.json``."""
+    """Run everything. Returns the content of ``summary.json``. Raises DataError for a folder with files that no demo
+    wrote, before anything is written."""
+    _check_folder(output)
     from coordexp.data.scenes import SCENES_VERSION
     from coordexp.evaluation.drawing import draw_comparison
     from coordexp.evaluation.summary import COUNTS_ONLY, figures_table, summarise
@@ -74,8 +77,9 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
     no_bars_in_log_files(nor_on_terminals=True)  # a dozen models are loaded and saved
     size = size or DemoSize()
     started = time.monotonic()
-    data = _write_data(output, size, console)
+    data = _paths(output)
     configs = {way.run: _config(output, way.run, data, size) for way in WAYS}
+    _write_data(data, size, console)
     stage2 = configs["stage2"]
     results: dict[str, Any] = {}
     pictures: dict[str, list[Any]] = {}
@@ -129,25 +133,36 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
     return results
 
 
-def _write_data(output: Path, size: DemoSize, console: Console) -> dict[str, Path]:
+def _check_folder(output: Path) -> None:
+    check_writable(output)
+    if not output.is_dir() or not any(output.iterdir()):
+        return
+    written = [path for way in WAYS if (path := output / f"{way.run}.yaml").exists()]
+    if not written or not all(path.read_bytes().startswith(_MARK.encode()) for path in written):
+        raise DataError("has files that no coordexp demo wrote; name a new folder with --out", path=output)
+
+
+def _paths(output: Path) -> dict[str, Path]:
+    train, val = (output / "data" / split for split in _SCENES)
+    return {
+        "whole": train / "scenes.jsonl", "train": train / "incomplete.jsonl", "completed": train / "completed.jsonl",
+        "val": val / "scenes.jsonl",
+    }  # fmt: skip
+
+
+def _write_data(paths: dict[str, Path], size: DemoSize, console: Console) -> None:
     """Write the scenes: ``val`` complete, ``train`` with half of its annotations. ``completed`` is only a path."""
     from coordexp.data.jsonl import read_jsonl, write_jsonl
     from coordexp.data.scenes import MODERATE, write_scenes
     from coordexp.data.subset import DropRates, drop_annotations
 
-    paths = {}
     for split, seed in _SCENES.items():
-        folder = output / "data" / split
-        paths[split] = folder / "scenes.jsonl"
-        count = size.train_scenes if split == "train" else size.val_scenes
+        path, count = (paths["whole"], size.train_scenes) if split == "train" else (paths["val"], size.val_scenes)
         # The JSONL is written last and in one piece: if it is there, and long enough, so is everything else.
-        if not paths[split].is_file() or sum(1 for _ in paths[split].open(encoding="utf-8")) != count:
+        if not path.is_file() or sum(1 for _ in path.open(encoding="utf-8")) != count:
             with console.status(f"drawing {count} {split} scenes"):
-                write_scenes(folder, count, MODERATE, seed)
-    whole = paths["train"]
-    paths["train"], paths["completed"] = whole.with_name("incomplete.jsonl"), whole.with_name("completed.jsonl")
-    write_jsonl(drop_annotations(read_jsonl(whole), DropRates(KEPT), 0)[0], paths["train"])
-    return paths
+                write_scenes(path.parent, count, MODERATE, seed)
+    write_jsonl(drop_annotations(read_jsonl(paths["whole"]), DropRates(KEPT), 0)[0], paths["train"])
 
 
 def _complete(config: RunConfig, source: Path, out: Path, console: Console) -> float:
@@ -180,5 +195,5 @@ def _config(output: Path, name: str, data: dict[str, Path], size: DemoSize) -> R
         values["rollout_matching"] = {"monitor_dump": {"enabled": True, "every_steps": 20, "max_samples": 4}}
     path = output / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"# Written by coordexp demo. Run it by hand: coordexp train {path}\n" + yaml.safe_dump(values))
+    path.write_text(f"{_MARK} Run it by hand: coordexp train {path}\n" + yaml.safe_dump(values))
     return load_config(path)

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp.cli.console import check_checkpoint, open_console, say, vocabulary_of, written_file
+from coordexp.errors import DataError
 
 if TYPE_CHECKING:
     from coordexp.doctor import Row
 
 FAILED = 1
 WIDTH = 140  # of the table outside of a terminal
+MARK_FILE = "doctor.txt"  # marks a folder of --keep, so that a later doctor may replace what is there
 STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim"}
 
 
@@ -37,7 +39,10 @@ def doctor(
         Path | None, typer.Option("--json", metavar="FILE", callback=written_file, help="Write the rows as JSON.")
     ] = None,
     keep: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep models, configurations and logs in this folder.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keep models, configurations and logs in this folder: new, or an earlier --keep."
+        ),
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, max=1e6, help="Seconds that one check may take.")] = 600.0,
 ) -> None:
@@ -56,6 +61,8 @@ def doctor(
     if model is not None:
         model = check_checkpoint(model)
         vocabulary_of(model)
+    if keep is not None:
+        _claim(keep)
     multiprocessing.set_forkserver_preload(list(HEAVY))
     started = time.monotonic()
     progress = open_console(stderr=True)
@@ -95,6 +102,20 @@ def doctor(
     say(console, f"{count['ok']} ok, {count['failed']} failed, {count['skipped']} skipped in {seconds:.0f} s")
     if count["failed"]:
         raise typer.Exit(FAILED)
+
+
+def _claim(folder: Path) -> None:
+    """Mark the folder as a doctor's. Raises DataError if it has other files: checks write folders such as ``model`` and
+    ``scenes``, and replace what is there."""
+    from coordexp.data.files import check_writable, write_atomically
+    from coordexp.reading import OWN_MARK, is_own
+
+    check_writable(folder)
+    mark = folder / MARK_FILE
+    if folder.is_dir() and any(folder.iterdir()) and not (mark.is_file() and is_own(mark)):
+        raise DataError("--keep: has files that no coordexp doctor wrote; name a new folder", path=folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(mark, f"{OWN_MARK}: coordexp doctor --keep replaces the models, scenes and logs of this folder.\n")
 
 
 def _write(file: Path, rows: Sequence[Row], seconds: float) -> None:

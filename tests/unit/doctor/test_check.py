@@ -116,6 +116,17 @@ def test_a_failed_row_is_exit_code_1_and_shows_its_advice(
     assert "unused" not in failed.out
 
 
+def test_a_folder_to_keep_is_new_or_a_doctors(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks replace its folders ``model``, ``scenes`` and others."""
+    monkeypatch.setattr("coordexp.doctor.diagnose", lambda *_: iter([Row("python", "ok", "3.11", section="machine")]))
+    (mine := tmp_path / "mine" / "model").mkdir(parents=True)
+    refused = cli("doctor", "--keep", str(mine.parent))
+    assert refused.code == 2 and "has files that no coordexp doctor wrote; name a new folder" in refused.err
+    for _ in range(2):  # as the advice of a failed row says, again and again
+        assert cli("doctor", "--keep", str(tmp_path / "doctor")).code == 0
+    assert [path.name for path in mine.parent.iterdir()] == ["model"] and not [*mine.iterdir()]
+
+
 def test_nccl_that_cannot_be_loaded_hides_nothing_of_the_machine() -> None:
     """They are checks of their own."""
     names = {row: check.name for check in CHECKS for row in check.rows}
