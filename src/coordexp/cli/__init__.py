@@ -19,6 +19,7 @@ def main(argv: list[str] | None = None) -> None:
     folder, a port in use) and memory that ran out, whichever library reports it, are the user's to cure. Any other
     exception is a bug and leaves with its traceback."""
     code = _UNEXPECTED
+    _open_standard_streams()
     try:
         from coordexp.cli.commands import run
         from coordexp.heavy_imports import process_is_a_command
@@ -34,6 +35,16 @@ def main(argv: list[str] | None = None) -> None:
         raise
     finally:
         _ended.append(code)
+
+
+def _open_standard_streams() -> None:
+    """Point those of descriptors 0 to 2 that the caller closed (``>&-``) to ``/dev/null``: the next file or pipe would
+    get the number, and what libraries and other processes print would be written into it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
 
 
 @atexit.register  # before any other module's function, so it runs after all of them

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -56,6 +55,7 @@ def doctor(
 
     from coordexp.doctor import CHECKS, Settings, diagnose, select
     from coordexp.doctor.check import HEAVY
+    from coordexp.temporary import temporary_folder
 
     checks = select(CHECKS, only or [])
     if model is not None:
@@ -67,7 +67,7 @@ def doctor(
     started = time.monotonic()
     progress = open_console(stderr=True)
     with ExitStack() as stack:
-        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="coordexp-doctor-")))
+        folder = keep or stack.enter_context(temporary_folder("coordexp-doctor-"))
         settings = Settings(folder.absolute(), gpus, None if model is None else model.absolute(), timeout)
         rows: list[Row] = []
         for row in diagnose(
@@ -81,19 +81,23 @@ def doctor(
                 _write(json_file, rows, time.monotonic() - started)
     seconds = time.monotonic() - started
 
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     from coordexp.doctor import SECTIONS
 
-    table = Table("check", "result", "figure", "advice", box=None, pad_edge=False)
+    advised = any(row.advice and row.result != "ok" for row in rows)
+    columns = ["check", "result", "figure", *(["advice"] if advised else [])]
+    # Fold: in a narrow terminal, a path or a version that is cut off is of no use.
+    table = Table(*(Column(name, overflow="fold") for name in columns), box=None, pad_edge=False)
     for section in SECTIONS:
         inside = [row for row in rows if row.section == section]
         if inside:
             table.add_row(Text(section.upper(), style="bold"))
         for row in inside:
             advice = row.advice if row.result != "ok" else ""
-            table.add_row(Text(row.check), Text(row.result, style=STYLES[row.result]), Text(row.figure), Text(advice))
+            cells = (Text(row.check), Text(row.result, style=STYLES[row.result]), Text(row.figure), Text(advice))
+            table.add_row(*cells[: len(columns)])
     console = open_console()
     if not console.is_terminal:
         console.width = WIDTH

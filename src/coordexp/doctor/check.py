@@ -31,8 +31,8 @@ from coordexp.engine.wire.versions import versions
 from coordexp.errors import ConfigError, CoordExpError
 
 Result = Literal["ok", "failed", "skipped"]
-# Modules that the server imports before it forks.
-HEAVY = ("coordexp.doctor.gradients", "coordexp.doctor.throughput")
+# Modules that the server imports before it forks; the first one lets Ctrl-C end it meanwhile.
+HEAVY = ("coordexp.doctor.interrupts", "coordexp.doctor.gradients", "coordexp.doctor.throughput")
 PEER_GRACE_S = 5.0  # for ranks whose peer has failed
 EXIT_S = 10.0
 # With it, torch.cuda.is_available() asks NVML: the runtime's answer would leave forked processes without CUDA.

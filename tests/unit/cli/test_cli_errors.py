@@ -353,3 +353,17 @@ def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path: Path, model: Path)
 def test_a_command_needs_no_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)  # Python's value for a stream that was closed
     no_bars_in_log_files()
+
+
+def test_descriptors_that_the_caller_closed_are_given_to_no_file(tmp_path: Path) -> None:
+    """``coordexp … >&-``: what libraries print to descriptor 1 or 2 went into the file or pipe that was opened next."""
+    code = (
+        "from coordexp.cli import main\n"
+        "try:\n    main(['--version'])\n"
+        "except SystemExit as end:\n    print(end.code, file=(out := open('out', 'w')), end=' ')\n"
+        "print(out.fileno() > 2, file=out, end=' ', flush=True)\n"
+        "import subprocess; print(subprocess.run('echo from a child; echo and; cat').returncode, file=out)\n"
+    ).replace("subprocess.run(", "subprocess.run(shell=True, args=")
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    assert subprocess.run(command, cwd=tmp_path, timeout=60).returncode == 0
+    assert (tmp_path / "out").read_text() == "0 True 0\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -64,6 +66,33 @@ list(diagnose([{check}], Settings(Path({str(tmp_path)!r}), gpus=0)))
     assert all_gone([int(pid.read_text())])
 
 
+def test_ctrl_c_while_the_server_imports_shows_no_traceback(tmp_path: Path) -> None:
+    code = f"""
+import multiprocessing, sys
+from pathlib import Path
+sys.path[:] = {sys.path!r}
+from coordexp.doctor import CHECKS, Settings, diagnose
+from coordexp.doctor.check import HEAVY
+multiprocessing.set_forkserver_preload([HEAVY[0], "support.slow_to_import"])
+try:
+    list(diagnose(CHECKS[:1], Settings(Path({str(tmp_path)!r}), gpus=0)))
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    began, log = tmp_path / "began", tmp_path / "log"
+    with log.open("w") as output:
+        doctor = subprocess.Popen(
+            [sys.executable, "-c", code], env={**os.environ, "IMPORT_BEGAN": str(began)}, stdout=output, stderr=output,
+            start_new_session=True,
+        )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not began.exists():
+        assert doctor.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    os.killpg(doctor.pid, signal.SIGINT)  # as a terminal does
+    assert doctor.wait(60) == 130 and log.read_text() == ""
+
+
 def test_an_error_of_one_row_leaves_the_rows_after_it(tmp_path: Path) -> None:
     rows = list(diagnose([broken("goes_on")], Settings(tmp_path, gpus=0)))
     assert [row.result for row in rows] == ["ok", "failed", "ok"]
@@ -114,6 +143,20 @@ def test_a_failed_row_is_exit_code_1_and_shows_its_advice(
     failed = cli("doctor", "--keep", str(tmp_path))
     assert failed.code == 1 and "see nvidia-smi" in failed.out and "1 ok, 1 failed" in failed.out
     assert "unused" not in failed.out
+
+
+def test_the_table_cuts_no_text_off_and_has_a_column_for_advice_only_with_some(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine, path = Row("python", "ok", "3.11", "unused", section="machine"), "/".join(["folder"] * 60)
+    monkeypatch.setattr("coordexp.doctor.diagnose", lambda *_: iter([fine]))
+    assert cli("doctor").out.splitlines()[0].split() == ["check", "result", "figure"]
+    monkeypatch.setattr(
+        "coordexp.doctor.diagnose", lambda *_: iter([fine, Row("GPUs", "failed", path, path, section="machine")])
+    )
+    shown = cli("doctor").out
+    assert shown.splitlines()[0].split() == ["check", "result", "figure", "advice"] and "…" not in shown
+    assert shown.count("f") - shown.count("failed") >= 2 * 60, "every folder of both paths"
 
 
 def test_a_folder_to_keep_is_new_or_a_doctors(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
