@@ -67,7 +67,8 @@ def backend_of(*, on_cpus: bool, chosen: str | None = None) -> str:
 def join(*, use_cpu: bool, backend: str | None = None, timeout_s: float = 1800.0) -> None:
     """Initialise the process group of torchrun's processes; those of ``coordexp launch`` meet in a file. Does nothing
     in a single process, or if there is a group. ``use_cpu``: although there are GPUs. ``backend``: library of the
-    device, None for the usual one. Raises ConfigError without torchrun's variables."""
+    device, None for the usual one. Raises ConfigError without torchrun's variables, or with threads that are no
+    number."""
     if world_size() == 1:
         return
     import torch
@@ -81,6 +82,14 @@ def join(*, use_cpu: bool, backend: str | None = None, timeout_s: float = 1800.0
     needed = ["RANK", *([] if RENDEZVOUS in os.environ else ["MASTER_ADDR", "MASTER_PORT"])]
     if missing := [name for name in (*needed, *([] if on_cpus else ["LOCAL_RANK"])) if not os.environ.get(name)]:
         raise errors.ConfigError(f"WORLD_SIZE is {world_size()} without {', '.join(missing)}: {_LEFT_OVER}")
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    if on_cpus and not (
+        threads.isascii() and threads.strip().isdigit()
+    ):  # OpenMP itself takes lists; accelerate does not
+        raise errors.ConfigError(
+            f"the environment variable OMP_NUM_THREADS is {threads!r}; for several processes on a CPU write one number "
+            "(OMP_NUM_THREADS=1), or unset it"
+        )
     _has_joined = True
     if not on_cpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -233,10 +233,20 @@ def _system_error(error: OSError) -> str:
     paths = " -> ".join(shortened(str(path)) for path in (error.filename, error.filename2) if path is not None)
     if not paths and error.errno in (*DISK_FULL, errno.EIO) and _is_output_full():
         paths = "standard output"
+    if error.errno == errno.ENOENT and not _folder_is_there():
+        return "the folder in which this command was started is gone; cd to another one"
     reason = " ".join((error.strerror or str(error) or type(error).__name__).split())
     fix = _FIXES.get(error.errno or 0, "coordexp --debug COMMAND shows where")
     notes = getattr(error, "__notes__", ())  # how to continue
     return (f"{paths}: " if paths else "") + "; ".join([reason, fix, *notes])
+
+
+def _folder_is_there() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _name_without_text(error: Exception) -> str | None:

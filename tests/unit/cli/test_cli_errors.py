@@ -339,6 +339,19 @@ def test_ranks_without_torchrun_are_refused(
     assert shown.code == 2 and said in shown.err and "env -u RANK -u WORLD_SIZE coordexp" in shown.err
 
 
+@pytest.mark.parametrize("threads", ["", "4,2", "all"])
+def test_threads_that_accelerate_cannot_read_are_refused(
+    threads: str, tmp_path: Path, model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was its ValueError, in the middle of joining the other processes."""
+    alone = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**alone, "OMP_NUM_THREADS": threads}.items():
+        monkeypatch.setenv(name, value)
+    shown = cli("train", write_run(tmp_path, 1, model))
+    assert shown.code == 2
+    assert f"OMP_NUM_THREADS is {threads!r}; for several processes on a CPU write one number" in shown.err
+
+
 def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path: Path, model: Path) -> None:
     """As on a full disk: `coordexp train … | head` trained until the next line, and saved nothing more."""
     reader, output = os.pipe()
@@ -367,3 +380,11 @@ def test_descriptors_that_the_caller_closed_are_given_to_no_file(tmp_path: Path)
     command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
     assert subprocess.run(command, cwd=tmp_path, timeout=60).returncode == 0
     assert (tmp_path / "out").read_text() == "0 True 0\n"
+
+
+def test_a_command_in_a_folder_that_is_gone_says_so(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    shown = cli("data", "scenes", "--out", "scenes", "--count", "1")
+    assert shown.code == 2 and "the folder in which this command was started is gone; cd to another one" in shown.err
