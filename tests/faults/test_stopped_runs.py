@@ -94,8 +94,9 @@ def test_a_model_alone_is_not_said_to_be_resumable(
 
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_forward(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGTERM))
-    run_training(run_config(tmp_path, 1), Console(quiet=True))
+    trainer = run_training(run_config(tmp_path, 1), Console(quiet=True))
     assert (tmp_path / "run" / "model.safetensors").exists()
+    assert (trainer.stopped_by, trainer.asked_to_end) == (None, signal.SIGTERM), "a caller with more to do is told"
 
 
 def test_a_signal_during_an_evaluation_does_not_wait_for_its_end(

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,7 +15,7 @@ from rich.console import Console
 from coordexp.cli.demo import START, WAYS, DemoSize, run_demo
 from coordexp.data.files import asset
 from coordexp.data.jsonl import read_jsonl
-from coordexp.errors import DataError
+from coordexp.errors import DataError, RunStopped
 from support.forked import Handle, coordexp, forked
 
 SMALL = DemoSize(train_scenes=32, val_scenes=4, max_steps=2, pictures=2)
@@ -94,6 +95,23 @@ def test_a_second_demo_has_the_same_results(demo):
     again = run_demo(output, Console(quiet=True), SMALL)
     for name in results.keys() - {"settings"}:
         assert again[name]["f1"] == results[name]["f1"]
+
+
+def ends_in_a_step(*_: object):
+    raise RunStopped("stopped by SIGINT after step 1 of 2", signal.SIGINT)
+
+
+@pytest.mark.parametrize("run", [ends_in_a_step, lambda *_: SimpleNamespace(asked_to_end=signal.SIGINT)])
+def test_ctrl_c_ends_the_demo_also_in_the_last_step_of_a_run(demo, monkeypatch: pytest.MonkeyPatch, run):
+    """That run is finished, and the demo went on with the next one."""
+    monkeypatch.setattr("coordexp.training.run.run_training", run)
+    with pytest.raises(RunStopped) as ended:
+        run_demo(demo[0], Console(quiet=True), SMALL)
+    assert str(ended.value) == (
+        "stopped by SIGINT in the run plain SFT, with everything saved; to continue, start it again: coordexp demo "
+        f"--out {demo[0]}"
+    )
+    assert ended.value.signal == signal.SIGINT
 
 
 def test_a_killed_training_resumes_from_the_newest_checkpoint(demo, tmp_path: Path):

@@ -10,8 +10,8 @@ command continues.
 from __future__ import annotations
 
 import json
+import signal
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from coordexp.checkpoints.run_folder import STATE
 from coordexp.cli.console import no_bars_in_log_files
 from coordexp.config import RunConfig, load_config
 from coordexp.data.files import asset, check_writable, write_atomically
-from coordexp.errors import DataError, RunFinished
+from coordexp.errors import DataError, RunFinished, RunStopped
 from coordexp.heavy_imports import heavy_imports
 
 START = "checkpoints/demo-incomplete"
@@ -72,7 +72,6 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
 
     with heavy_imports():
         from coordexp.modeling.load import load_vocab
-        from coordexp.training.run import run_training
 
     no_bars_in_log_files(nor_on_terminals=True)  # a dozen models are loaded and saved
     size = size or DemoSize()
@@ -90,8 +89,7 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
         if way.run == "completed":
             spent = _complete(config, data["train"], data["completed"], console)
         folder = Path(config.training.output_dir)
-        with suppress(RunFinished):  # by an earlier demo in this folder
-            run_training(config, console, way.label, output / f"{way.run}.yaml")
+        _train(config, way, output, console)
         history = json.loads((folder / STATE).read_text(encoding="utf-8"))["log_history"]
         (folder / "log_history.json").write_text(json.dumps(history, indent=1))
         steps = [line for line in history if "loss" in line]
@@ -163,6 +161,24 @@ def _write_data(paths: dict[str, Path], size: DemoSize, console: Console) -> Non
             with console.status(f"drawing {count} {split} scenes"):
                 write_scenes(path.parent, count, MODERATE, seed)
     write_jsonl(drop_annotations(read_jsonl(paths["whole"]), DropRates(KEPT), 0)[0], paths["train"])
+
+
+def _train(config: RunConfig, way: Way, output: Path, console: Console) -> None:
+    """Train, unless an earlier demo in this folder did. Raises RunStopped after a signal, also one in the last step,
+    which the run finishes."""
+    with heavy_imports():
+        from coordexp.training.run import run_training
+
+    try:
+        asked = run_training(config, console, way.label, output / f"{way.run}.yaml").asked_to_end
+    except RunFinished:
+        return
+    except RunStopped as stopped:
+        asked = stopped.signal
+    if asked is not None:
+        name = signal.Signals(asked).name
+        again = f"to continue, start it again: coordexp demo --out {output}"
+        raise RunStopped(f"stopped by {name} in the run {way.label}, with everything saved; {again}", asked)
 
 
 def _complete(config: RunConfig, source: Path, out: Path, console: Console) -> float:

@@ -59,6 +59,7 @@ class CoordExpTrainer:
     all. ``on_answer``: gets the number of answers of an evaluation so far, and of all. ``failed_writes``: how often
     a logger could not write. ``on_note``: gets a sentence
     about an evaluation's answers. ``measures_anew``: the figures of a resumed run do not compare with earlier ones.
+    ``asked_to_end``: number of a stop signal; ``stopped_by``: of one that ended the run before its last step.
     """
 
     run: RunState
@@ -78,6 +79,7 @@ class CoordExpTrainer:
     on_note: Callable[[str], None] = lambda note: None
     measures_anew: bool = False
     stopped_by: int | None = field(default=None, init=False)
+    asked_to_end: int | None = field(default=None, init=False)
 
     def __post_init__(self, max_steps: int, callbacks: list[TrainerCallback]) -> None:
         run, step, batches = self.run, self.step, self.batches

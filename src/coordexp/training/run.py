@@ -300,7 +300,8 @@ def run_training(
 
     ``config_path`` and ``overrides`` (``key.path=value``) say in the manifest what ``config`` was loaded from;
     ``start``: its start, if that is decided already. Raises
-    RunStopped if a signal ended the run, with everything saved, ProcessesLost if another process of torchrun is gone,
+    RunStopped if a signal ended the run, with everything saved (the trainer's ``asked_to_end`` has one that came in the
+    last step), ProcessesLost if another process of torchrun is gone,
     RunFinished if all steps were trained before.
     """
     trainer: CoordExpTrainer | None = None
@@ -343,6 +344,7 @@ def _train(trainer: CoordExpTrainer, resume: Path | None, stop_within_s: float) 
                 if isinstance(callback, RichProgress):
                     callback.stop()
             trainer.close()
+    trainer.asked_to_end = signals.asked
     if stopped_by is not None:
         raise RunStopped(
             f"stopped by {signal.Signals(stopped_by).name} after step {trainer.state.global_step} of "
