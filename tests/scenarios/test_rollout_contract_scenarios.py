@@ -21,6 +21,7 @@ from coordexp.rollouts.backend import TrainerParts, decoding_options
 from coordexp.training.checked_run import check_run
 from coordexp.training.run import build_trainer
 from support.config_samples import set_key, stage2, write_yaml
+from support.installed import needs
 from support.rollout_servers import server_config
 from support.tiny_run import run_config, tiny_checkpoint
 
@@ -166,6 +167,7 @@ def engine_arguments(run: Any) -> dict[str, Any]:
     return ColocatedBackend(rollout, trainer, decoding_options(rollout)).engine_arguments
 
 
+@needs("vllm")
 @pytest.mark.scenario("Non-server vLLM paths are unchanged by this delta")
 def test_a_colocated_engine_needs_no_server_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine inside the trainer needs no plugin, variables or status; without the guard it has the arguments of an
@@ -178,7 +180,6 @@ def test_a_colocated_engine_needs_no_server_activation(tmp_path: Path, monkeypat
         check_backend(run.rollout_matching)  # sends no request
         plan = plan_launch(run, tmp_path / "run.yaml", local=())
         assert plan.servers == () and not {ENABLE, CONFIG_JSON} & set(plan.trainer.environment)
-    pytest.importorskip("vllm", reason="the engine's worker extension is a class of vLLM's interface")
     arguments = engine_arguments(plain)
     assert GUARD_PROCESSOR not in arguments["logits_processors"]
     disabled = colocated(tmp_path, **{**GUARD, "enabled": False})

@@ -19,6 +19,7 @@ from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext, rollout_session
 from coordexp.rollouts.backend import AdapterWeights, TrainerParts
 from coordexp.weight_sync.buckets import combined, tensor_hashes
+from support.installed import needs
 from support.settings import decoding
 
 SEEDS = SeedContext(1, 2, 3, 0)
@@ -114,6 +115,7 @@ def backend_of(
     return ColocatedBackend(RolloutMatchingConfig.model_validate(section), parts, decoding())
 
 
+@needs("vllm")
 @pytest.mark.scenario("Offload context does not break the training step")
 @pytest.mark.parametrize("mode", ["full", "adapter"])
 def test_the_trainer_is_offloaded_until_the_engine_sleeps(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +146,7 @@ def test_if_the_engine_does_not_start_the_trainer_is_restored(monkeypatch: pytes
     assert trainer.seen == [("start", True)] * 2
 
 
+@needs("vllm")
 @pytest.mark.parametrize(
     ("every", "compared"),
     [(0, [True, False, False, False, False]), (1, [True] * 5), (2, [True, False, True, False, True])],
@@ -161,6 +164,7 @@ def test_pushes_are_read_back_at_the_configured_interval(
     assert engine.compared == compared
 
 
+@needs("vllm")
 def test_a_failed_adapter_push_is_logged_once_and_pushes_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer()
     engine = FakeEngine(trainer, takes_adapters=False)

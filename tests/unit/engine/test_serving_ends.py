@@ -9,6 +9,7 @@ import pytest
 from coordexp.engine.server.serving import take_address
 from coordexp.errors import RolloutError
 from coordexp.launch.plan import can_listen
+from support.installed import needs
 
 TWICE = """
 import asyncio, logging, os, signal, socket, sys
@@ -35,6 +36,7 @@ asyncio.run(serve_to_the_end(uvicorn.Config(FastAPI(lifespan=lifespan), log_conf
 """
 
 
+@needs("fastapi", "uvicorn")
 def test_two_ctrl_c_at_once_end_a_server_without_a_traceback() -> None:
     ended = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr, ended.returncode) == ("closed\n", "", 130)

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("vllm", reason="its endpoints are locked too")
+
 from vllm.exceptions import GracefulHTTPError
 
 from coordexp.engine.server.app import WeightLock

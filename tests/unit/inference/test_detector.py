@@ -27,6 +27,7 @@ from coordexp.errors import CheckpointError, ConfigError, DataError, DetectorClo
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.inference.detections import Detections, as_detections
 from coordexp.inference.detector import Detector
+from support.installed import needs
 
 
 @pytest.fixture(scope="module")
@@ -236,11 +237,15 @@ def test_detections_are_indexed_sliced_and_filtered(detections: Detections) -> N
     assert not detections[[]] and "1 cat" in repr(sure) and "kite" not in repr(sure)
 
 
-def test_detections_as_json_and_table(detections: Detections) -> None:
+def test_detections_as_json(detections: Detections) -> None:
     written = json.loads(detections.to_json())
     assert written["objects"][0] == {
         "name": "cat", "confidence": 0.5, "score": 0.75, "box": list(detections[0].box), "polygon": None
     }  # fmt: skip
+
+
+@needs("pandas")
+def test_detections_as_a_table(detections: Detections) -> None:
     table = detections.to_pandas()
     assert table["name"].tolist() == ["cat", "kite"] and table["x2"].tolist() == detections.boxes[:, 2].tolist()
 

@@ -20,6 +20,7 @@ from coordexp.errors import ConfigError
 from coordexp.launch.plan import PLAN_JSON, Check, LaunchPlan, plan_launch, run_checks
 from support.cli_runs import Cli
 from support.config_samples import set_key, write_yaml
+from support.installed import needs
 from support.rollout_servers import GUARD, guarded_config
 from support.tiny_run import tiny_checkpoint
 
@@ -312,6 +313,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_a_size_that_fits(
     assert memory_check() == Check("memory", estimate)
 
 
+@needs("vllm", "swift")
 def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path, config: dict[str, Any], cli: Cli) -> None:
     path = write_yaml(tmp_path, config)
     result = cli("launch", "--config", path, "--dry-run")
@@ -324,6 +326,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path, config: dict
     assert not Path(config["training"]["output_dir"]).exists()
 
 
+@needs("vllm", "swift")
 def test_a_printed_plan_can_be_pasted_into_a_shell(tmp_path: Path, config: dict[str, Any], cli: Cli) -> None:
     """Each command with its variables; a variable on a line of its own would not reach the program."""
     config = set_key(config, "training.output_dir", str(tmp_path / "it's $HOME"))
@@ -336,6 +339,7 @@ def test_a_printed_plan_can_be_pasted_into_a_shell(tmp_path: Path, config: dict[
     assert ran.stdout == "passive template.prompt=a $HOME\n", ran.stderr
 
 
+@needs("vllm", "swift")
 def test_a_rank_left_by_an_earlier_job_hides_no_plan(
     tmp_path: Path, config: dict[str, Any], cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +350,7 @@ def test_a_rank_left_by_an_earlier_job_hides_no_plan(
     assert result.code == 0 and "torch.distributed.run" in result.out
 
 
+@needs("vllm")
 def test_launch_passes_the_listen_hosts_to_servers(tmp_path: Path, config: dict[str, Any], cli: Cli) -> None:
     path = write_yaml(tmp_path, set_key(config, "launch.server", "coordexp"))
     result = cli("launch", "--config", path, "--dry-run", "--host", "127.0.0.2")

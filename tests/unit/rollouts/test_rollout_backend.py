@@ -37,6 +37,7 @@ from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, TrainerPa
 from coordexp.rollouts.hf import HFBackend
 from support.config_samples import stage2
 from support.fake_servers import FakeRolloutServer
+from support.installed import needs
 from support.tiny_run import tiny_checkpoint
 
 
@@ -113,6 +114,7 @@ def test_server_that_applies_weights_otherwise_is_refused(
             build_backend(config, parts(loaded))
 
 
+@needs("vllm")
 @pytest.mark.parametrize("by_option", [True, False])
 def test_an_engine_per_process_for_a_checkpoint_alone(by_option: bool) -> None:
     options = PredictOptions(backend="vllm" if by_option else "hf")
