@@ -12,7 +12,7 @@ from coordexp.checkpoints.memory import check_memory
 from coordexp.doctor.check import Row, Settings, judged, measured
 from coordexp.doctor.runs import ShippedRun, matrix_flops, train_shipped
 from coordexp.doctor.samples import answering_model, keys_of, model_of
-from coordexp.training.loader_speed import loaders_needed
+from coordexp.training.loader_speed import free_cores, loader_advice
 
 WARM_UP, TIMED = 2, 4  # steps
 MEMORY_RATIO = (0.75, 1.15)  # of the measured peak to the estimate; below, runs that fit are refused
@@ -75,9 +75,10 @@ def _rates(row: str, run: ShippedRun) -> Row:
 
 
 def _loaders(run: ShippedRun) -> Row:
-    """Whether loader processes are fast enough, and how many would be."""
+    """Whether loader processes are fast enough, and how many would be, of those that have a core."""
     workers, share = run.config.data.num_workers, run.parts["reading"] / run.step_s
     figure = f"a step waits {share:.1%} for {workers} of them"
-    if (needed := loaders_needed(workers, share, 1.0)) is not None:
-        figure += f"; set data.num_workers: {needed}"
+    cores = free_cores(0 if torch.cuda.is_available() else torch.get_num_threads())
+    if (advice := loader_advice(workers, share, 1.0, cores)) is not None:
+        figure += f"; {advice}"
     return measured("loader processes", figure, share=share, workers=workers)

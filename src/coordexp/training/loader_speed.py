@@ -28,6 +28,26 @@ def loaders_needed(workers: int, waited_s: float, step_s: float) -> int | None:
     return math.ceil(round(reading_s / max(step_s - waited_s, 0.01 * step_s), 6))  # not 5 for 4.0000001
 
 
+def free_cores(busy: int) -> int:
+    """Cores of this process that loader processes can have. ``busy``: those that the trainer itself computes on."""
+    return len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - busy
+
+
+def loader_advice(workers: int, waited_s: float, step_s: float, cores: int) -> str | None:
+    """What to set if a step waits for images; None if it hardly does, or if more processes would have no core.
+    ``cores``: :func:`free_cores`."""
+    needed = loaders_needed(workers, waited_s, step_s)
+    if needed is None or cores <= workers:
+        return None
+    advice = f"set data.num_workers: {min(needed, cores)}"
+    if needed > cores:
+        advice += (
+            f" ({needed} would be needed, and there are {cores} cores for them), or convert the images to the size "
+            "that the model sees, by coordexp data convert with --max-pixels"
+        )
+    return advice
+
+
 class ReadingWatch:
     """Warns once if training waits for images. Call :meth:`observe` with each log line.
 
@@ -36,7 +56,7 @@ class ReadingWatch:
 
     def __init__(self, workers: int, busy_cores: int) -> None:
         self._workers = workers
-        self._cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - busy_cores
+        self._cores = free_cores(busy_cores)
         self._lines = 0
         self._warned = False
 
@@ -46,16 +66,10 @@ class ReadingWatch:
         if self._lines == 1 or self._warned or not distributed.is_main():  # the first contains the start
             return
         waited_s, step_s = line.get(_STEP[0], 0.0), sum(line.get(name, 0.0) for name in _STEP)
-        needed = loaders_needed(self._workers, waited_s, step_s)
-        if needed is None or self._cores <= self._workers:
+        advice = loader_advice(self._workers, waited_s, step_s, self._cores)
+        if advice is None:
             return
         self._warned = True
-        advice = f"set data.num_workers: {min(needed, self._cores)}"
-        if needed > self._cores:
-            advice += (
-                f" ({needed} would be needed, and there are {self._cores} cores for them), or convert the images to "
-                "the size that the model sees, by coordexp data convert with --max-pixels"
-            )
         logger.warning("step %d: %.0f%% of a step waits for images (time/data_wait_s), which %s; %s", step,
                        100 * waited_s / step_s, f"{self._workers} loader processes read" if self._workers else
                        "the trainer's own process reads", advice)  # fmt: skip
