@@ -40,6 +40,13 @@ def world_size() -> int:
     return max(1, _number("WORLD_SIZE", 1))
 
 
+def be_alone() -> None:
+    """For a command that starts its own ranks, or has none: drop the variables that an earlier job or this pod left. A
+    later rank prints nothing, and any rank waits for the others."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
 _LEFT_OVER = (
     "start several processes with torchrun or coordexp launch, which set all of these variables; unset them for a "
     "process alone: env -u RANK -u WORLD_SIZE coordexp …"

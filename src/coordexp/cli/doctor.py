@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from coordexp import distributed
 from coordexp.cli.console import check_checkpoint, open_console, say, vocabulary_of, written_file
 from coordexp.errors import DataError
 
@@ -53,6 +54,7 @@ def doctor(
     """
     import multiprocessing
 
+    distributed.be_alone()
     from coordexp.doctor import CHECKS, Settings, diagnose, select
     from coordexp.doctor.check import HEAVY
     from coordexp.temporary import temporary_folder

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from coordexp import distributed
 from coordexp.cli.console import echo, open_console, say
 from coordexp.cli.train import Arguments, ConfigFile, Print, print_config
 from coordexp.errors import ConfigError
@@ -45,8 +45,7 @@ def launch(
     """
     from coordexp.config import load_config
 
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)  # of an earlier job or this pod: no rank of ours, whose later ones print nothing
+    distributed.be_alone()
     given = tuple(arguments or ())
     if job is not None:
         from coordexp.launch.cluster import plan_job, render

@@ -118,6 +118,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder of the figures, pictures and checkpoints.")] = Path("outputs/demo"),
 ) -> None:
     """Train a tiny detector on this CPU and show the result."""
+    distributed.be_alone()
     from coordexp.cli.demo import run_demo
 
     run_demo(out, open_console())

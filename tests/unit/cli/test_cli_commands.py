@@ -153,7 +153,9 @@ def test_demo_is_given_its_folder(tmp_path: Path, cli: Cli, monkeypatch: pytest.
 
     calls = []
     monkeypatch.setattr(coordexp.cli.demo, "run_demo", lambda output, console: calls.append((output, console)))
+    monkeypatch.setenv("RANK", "1")  # of an earlier job
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli("demo", "--out", tmp_path / "demo").code == 0
     assert cli("demo").code == 0
     assert [output for output, _ in calls] == [tmp_path / "demo", Path("outputs/demo")]
-    assert all(isinstance(console, Console) for _, console in calls)
+    assert all(isinstance(console, Console) and not console.quiet for _, console in calls)

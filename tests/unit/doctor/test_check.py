@@ -159,6 +159,20 @@ def test_the_table_cuts_no_text_off_and_has_a_column_for_advice_only_with_some(
     assert shown.count("f") - shown.count("failed") >= 2 * 60, "every folder of both paths"
 
 
+def test_a_rank_of_an_earlier_job_hides_no_table(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods of Kubeflow have these variables: later ranks printed nothing, and each check waited for others."""
+    seen: list[str | None] = []
+
+    def rows(*_: object) -> Iterator[Row]:
+        seen.append(os.environ.get("WORLD_SIZE"))
+        yield Row("python", "ok", "3.11", section="machine")
+
+    monkeypatch.setattr("coordexp.doctor.diagnose", rows)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert "1 ok, 0 failed, 0 skipped" in cli("doctor").out and seen == [None]
+
+
 def test_a_folder_to_keep_is_new_or_a_doctors(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks replace its folders ``model``, ``scenes`` and others."""
     monkeypatch.setattr("coordexp.doctor.diagnose", lambda *_: iter([Row("python", "ok", "3.11", section="machine")]))
