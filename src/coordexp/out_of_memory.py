@@ -67,7 +67,7 @@ def facts_of(error: BaseException) -> str:
     # A GPU's error without numbers and a killed process leave only the library's own message.
     own = "" if asked is not None or not text else f" ({text[:_LONGEST]})"
     on_gpu = "CUDA" in text or "cuda" in text
-    return f"{wanted}{own}" + ("" if on_gpu else f", and {_main_memory()}")
+    return f"{wanted}{own}" + ("" if on_gpu else f", and {_free_memory()}")
 
 
 @contextmanager
@@ -106,33 +106,44 @@ def describe(error: BaseException, rank: int | None = None) -> OutOfMemory | Non
     return OutOfMemory(f"out of memory in {shortage.phase}: {facts}{saved}. What helps, in this order: {tried}")
 
 
-def _main_memory() -> str:
-    """How much memory this process could still get, by its tightest limit."""
-    limits: list[tuple[int, int, str]] = []  # free, all, whose
+THIS_MACHINES = "this machine's"
+CGROUP = Path("/sys/fs/cgroup")  # a container's own group
+
+
+def main_memory() -> tuple[int, int, str] | None:
+    """Bytes that this process could still get, and bytes in all, by its tightest limit, and whose that is; None if
+    nothing is known."""
+    limits: list[tuple[int, int, str]] = []
     status = _fields(Path("/proc/meminfo"))
     if "MemAvailable" in status and "MemTotal" in status:
-        limits.append((status["MemAvailable"], status["MemTotal"], "this machine's"))
+        limits.append((status["MemAvailable"], status["MemTotal"], THIS_MACHINES))
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     used = _fields(Path("/proc/self/status")).get("VmSize")
     if soft != resource.RLIM_INFINITY and used is not None:
         limits.append((max(0, soft - used), soft, "the process's (ulimit -v)"))
-    group = Path("/sys/fs/cgroup")
-    most, now = _number(group / "memory.max"), _number(group / "memory.current")
+    most, now = _number(CGROUP / "memory.max"), _number(CGROUP / "memory.current")
     if most is not None and now is not None:
-        limits.append((max(0, most - now), most, "the container's"))
-    if not limits:
+        # Cached files count too, and are dropped when memory is needed.
+        cached = _fields(CGROUP / "memory.stat", r"^(inactive_file) (\d+)$", 1).get("inactive_file", 0)
+        limits.append((max(0, most - now + cached), most, "the container's"))
+    return min(limits, default=None)
+
+
+def _free_memory() -> str:
+    found = main_memory()
+    if found is None:
         return "how much is free is unknown"
-    free, total, whose = min(limits)
+    free, total, whose = found
     return f"{_size(free)} of {whose} {_size(total)} are free"
 
 
-def _fields(path: Path) -> dict[str, int]:
+def _fields(path: Path, line: str = r"^(\w+):\s+(\d+) kB$", unit: int = 1024) -> dict[str, int]:
     """Sizes in bytes from a file of lines such as ``MemTotal: 16 kB``; empty without such a file."""
     try:
         text = path.read_text(encoding="ascii", errors="replace")
     except OSError:  # another system than Linux
         return {}
-    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    return {name: int(count) * unit for name, count in re.findall(line, text, re.MULTILINE)}
 
 
 def _number(path: Path) -> int | None:

@@ -11,13 +11,13 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import torch
 from torch.cuda import nccl
 
 from coordexp.doctor.check import Row, Settings, judged, measured
 from coordexp.engine.wire.versions import TESTED_VERSIONS, versions
 from coordexp.errors import ConfigError
+from coordexp.out_of_memory import THIS_MACHINES, main_memory
 from coordexp.training.checked_run import check_driver
 
 GB = 1e9
@@ -62,11 +62,18 @@ def machine(settings: Settings) -> Iterator[Row]:
 
 def host(settings: Settings) -> Iterator[Row]:
     """Memory around the GPUs."""
-    gpus, memory = settings.gpus or 0, psutil.virtual_memory()
+    gpus = settings.gpus or 0
     needed = HOST_GB + HOST_GB_PER_GPU * gpus
-    figure = f"{memory.available / GB:.1f} of {memory.total / GB:.1f} GB free, {needed} needed"
-    is_enough = memory.available >= needed * GB
-    yield judged("host memory", is_enough, figure, "end other programs, or use fewer GPUs")
+    found = main_memory()
+    assert found is not None, "Linux says how much memory there is"
+    free, total, whose = found
+    advice = "end other programs, or use fewer GPUs"
+    if whose == THIS_MACHINES:
+        figure = f"{free / GB:.1f} of {total / GB:.1f} GB free, {needed} needed"
+    else:
+        figure = f"{free / GB:.1f} of {whose} {total / GB:.1f} GB free, {needed} needed"
+        advice = f"raise {whose} limit, {advice}"
+    yield judged("host memory", free >= needed * GB, figure, advice)
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     is_limited = limit != resource.RLIM_INFINITY
     matters = gpus > 1 and Path("/sys/class/infiniband").is_dir()

@@ -8,7 +8,7 @@ import pytest
 
 from coordexp.doctor import Row, Settings
 from coordexp.doctor import machine as machine_module
-from coordexp.doctor.machine import machine
+from coordexp.doctor.machine import host, machine
 
 GB = 1_000_000_000
 
@@ -66,3 +66,20 @@ def test_missing_packages_are_rows_with_advice(tmp_path: Path, monkeypatch: pyte
     assert (found["flashinfer"].result, found["flashinfer"].advice) == ("ok", "")
     on_cpu = {row.check: row for row in machine_module.packages(Settings(tmp_path, gpus=0))}
     assert {row.result for row in on_cpu.values()} == {"skipped"} and not any(row.advice for row in on_cpu.values())
+
+
+def test_main_memory_is_what_a_container_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``docker run --memory 2g``: the machine's own memory was reported. What files fill in the cache can be had."""
+    for name, text in {
+        "memory.max": "2000000000\n",
+        "memory.current": "1500000000\n",
+        "memory.stat": "anon 800000000\nfile 700000000\ninactive_file 500000000\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("coordexp.out_of_memory.CGROUP", tmp_path)
+    row = next(row for row in host(Settings(tmp_path, 0)) if row.check == "host memory")
+    assert (row.result, row.figure) == ("failed", "1.0 of the container's 2.0 GB free, 4 needed")
+    assert row.advice == "raise the container's limit, end other programs, or use fewer GPUs"
+    (tmp_path / "memory.max").write_text("max\n")
+    row = next(row for row in host(Settings(tmp_path, 0)) if row.check == "host memory")
+    assert "container" not in row.figure and row.figure.endswith(" GB free, 4 needed")
