@@ -60,15 +60,16 @@ def parse_config(data: Mapping[str, Any], source: str = "configuration") -> RunC
 
 
 def parse_section(section: type[Section], document: Document, source: str) -> Section:
-    """Validate a document as ``section`` alone, without rules between keys; raises :class:`ConfigError`, also for
-    problems that the document has already."""
+    """Validate a document as ``section`` alone, with those rules between keys that read nothing else; raises
+    :class:`ConfigError`, also for problems that the document has already."""
     problems = [*document.problems, *out_of_range(document.data)]
     unreadable = {problem.path for problem in problems}
     try:
-        parsed = section.model_validate(document.data)
+        parsed: Any = section.model_validate(document.data)
     except ValidationError as error:
         problems += [problem for problem in problems_from(error, section) if problem.path not in unreadable]
     else:
+        problems = problems or list(cross_checks(parsed, partial=True))
         if not problems:
             return parsed
     raise _error(source, document, problems) from None
