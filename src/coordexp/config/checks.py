@@ -25,7 +25,8 @@ Findings = Iterator[tuple[str, str]]  # dotted key, message
 # torch's own, which step any tensor that they are given
 OPTIMIZERS_WITH_MASTERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
-_LEAST_OF_VLLM = 0.01  # vLLM raises lower temperatures to this one, with a warning in its own log
+# Temperatures of vLLM: it raises lower ones to the first, with a warning in its own log, and refuses higher ones.
+_LEAST_OF_VLLM, _MOST_OF_VLLM = 0.01, 2
 
 _RM = "rollout_matching"
 _VLLM = f"{_RM}.vllm"
@@ -188,6 +189,11 @@ def _adapter_pushes_carry_everything(config: RunConfig) -> Findings:
             if getattr(tuner, key):
                 what = f"pushes adapters only, which would leave out what tuner.{key} trains"
                 yield mode, f"{what}; write sync.mode: full, or turn tuner.{key} off"
+        parts = [key for key in ("freeze_vit", "freeze_aligner") if not getattr(tuner, key)]
+        if parts and "all-linear" in tuner.target_modules and not rollout.vllm.sync.fallback_to_full:
+            what = "pushes adapters only, and vLLM would ignore those of the vision tower and the mergers"
+            keys = " and ".join(f"tuner.{key}: true" for key in parts)
+            yield mode, f"{what}; write {keys}, sync.mode: full, or sync.fallback_to_full: true"
 
 
 def _engine_takes_the_adapter(config: RunConfig) -> Findings:
@@ -310,6 +316,9 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
     Rule(f"{_RM}.decoding.temperature",
          lambda c, r: r.rollout_backend == "vllm" and 0 < r.decoding.temperature < _LEAST_OF_VLLM,
          f"vLLM samples at {_LEAST_OF_VLLM} instead of less; write 0 for greedy decoding, or at least that"),
+    Rule(f"{_RM}.decoding.temperature",
+         lambda c, r: r.rollout_backend == "vllm" and r.decoding.temperature > _MOST_OF_VLLM,
+         f"vLLM refuses more than {_MOST_OF_VLLM}; write at most that, or rollout_backend: hf"),
     Rule(f"{_RM}.decode_mode", lambda c, r: r.decode_mode == "beam" and r.rollout_backend == "vllm",
          "beam search needs rollout_backend: hf; with vllm write decode_mode: greedy"),
     Rule(f"{_GUARD}.max_consecutive_token_repeats", lambda c, r: r.repeat_terminate.max_consecutive_token_repeats == 1,

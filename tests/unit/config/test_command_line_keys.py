@@ -39,6 +39,27 @@ def test_words_for_a_checkpoint_alone_are_read_like_those_for_a_file(word: str, 
 
 
 @pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["decode_mode=beam", "num_beams=3", "rollout_backend=vllm"], "decode_mode (command line): beam search needs"),
+        (["num_beams=3"], "num_beams (command line): needs decode_mode: beam"),
+        (["decoding.temperature=2.5", "rollout_backend=vllm"], "decoding.temperature (command line): vLLM refuses"),
+        (["max_new_tokens=4096"], "max_new_tokens (command line): 4096 leaves no room for the prompt"),
+        (["repeat_terminate={enabled: true, ngram_size: 0}"], "repeat_terminate.ngram_size (command line): is 0"),
+    ],
+)
+def test_rules_between_keys_hold_for_a_checkpoint_alone(words: list[str], says: str) -> None:
+    demo, given = asset("checkpoints/demo-stage1"), [f"rollout_matching.{word}" for word in words]
+    for read in (
+        lambda: inference_config(demo, PredictOptions(), given),
+        lambda: evaluation_config(demo, Path("val.jsonl"), given),
+    ):
+        with pytest.raises(ConfigError, match=": 1 problem\n") as refused:
+            read()
+        assert f"rollout_matching.{says}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("key", "value", "says"),
     [
         ("training.learning_rate", 1e38, r"1e\+38 is beyond what float32 computes with"),

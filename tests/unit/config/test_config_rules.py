@@ -33,8 +33,6 @@ BEST = {"training.load_best_model_at_end": True, "training.metric_for_best_model
         "custom.val_jsonl": "data/val.jsonl", "training.eval_strategy": "steps", "training.eval_steps": 100,
         "training.save_steps": 300}  # fmt: skip
 ADAPTERS = {"train_type": "lora", "train_coord_rows": False}
-
-
 OFFLOAD = {"enabled": True, "offload_model": True}
 
 
@@ -130,6 +128,7 @@ RULES = [
      "does not sample"),
     (stage2(rollout_backend="vllm"), {f"{RM}.decoding.temperature": 0.001}, f"{RM}.decoding.temperature",
      "vLLM samples at 0.01 instead of less; write 0 for greedy decoding"),
+    (vllm(), {f"{RM}.decoding.temperature": 2.5}, f"{RM}.decoding.temperature", "vLLM refuses more than 2; write"),
     (stage2(decode_mode="beam", num_beams=4), {f"{RM}.rollout_backend": "vllm"}, f"{RM}.decode_mode", "backend: hf"),
     (stage2(), {f"{RM}.max_new_tokens": 2048}, f"{RM}.max_new_tokens", "raise global_max_length"),
     (vllm(), {f"{VLLM}.max_model_len": 2047}, f"{VLLM}.max_model_len", "less than global_max_length (2048)"),
@@ -159,15 +158,16 @@ RULES = [
     (vllm(enable_lora=True, sync={"mode": "adapter"}), {"tuner": {"train_type": "lora"}}, f"{VLLM}.sync.mode",
      "tuner.train_coord_rows"),
     (vllm(enable_lora=True, sync={"mode": "adapter"}), {"tuner": ADAPTERS | {"use_dora": True}}, f"{VLLM}.sync.mode",
-     "tuner.use_dora"),
+     "use_dora"),
     (vllm(enable_lora=True, sync={"mode": "adapter"}), {"tuner": ADAPTERS | {"modules_to_save": ["lm_head"]}},
      f"{VLLM}.sync.mode", "tuner.modules_to_save"),
+    (vllm(enable_lora=True, sync={"mode": "auto", "fallback_to_full": False}), {"tuner": ADAPTERS}, f"{VLLM}.sync.mode",
+     "vLLM would ignore those of the vision tower and the mergers; write tuner.freeze_vit: true and"),
     (vllm(enable_lora=True), {"tuner": {"train_type": "lora", "lora_rank": 16}, f"{VLLM}.max_lora_rank": 8},
      f"{VLLM}.max_lora_rank", "less than tuner.lora_rank (16)"),
     (vllm(enable_lora=True), {"tuner": {"train_type": "lora", "lora_rank": 16}, f"{VLLM}.max_lora_rank": 24},
      f"{VLLM}.max_lora_rank", "512, not 24"),
-    (vllm(enable_lora=True), {"tuner": {"train_type": "lora", "lora_rank": 600}}, f"{VLLM}.max_lora_rank",
-     "512, not 600"),
+    (vllm(enable_lora=True), {"tuner": ADAPTERS | {"lora_rank": 600}}, f"{VLLM}.max_lora_rank", "512, not 600"),
 ]  # fmt: skip
 
 

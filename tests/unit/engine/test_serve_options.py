@@ -72,6 +72,15 @@ def test_adapter_engines_get_the_lora_rank(tmp_path: Path) -> None:
     assert (engine["enable_lora"], engine["max_loras"], engine["max_lora_rank"]) == (True, 1, 16)
 
 
+def test_adapters_in_float32_are_refused_on_gpus(tmp_path: Path) -> None:
+    """vLLM's kernels assert half precision, without a message."""
+    one: dict[str, Any] = {"gpus": 1, "tensor_parallel_size": 1, "enable_lora": True}
+    with pytest.raises(ConfigError, match=r"vllm\.dtype: float32 .* adapters on GPUs; write bfloat16"):
+        options_of(tmp_path, **one, dtype="float32")
+    assert options_of(tmp_path, **one, dtype="bfloat16").engine["enable_lora"]
+    assert options_of(tmp_path, **one | {"gpus": 0}, dtype="float32").engine["enable_lora"]
+
+
 @pytest.mark.parametrize(
     ("gpus", "drafts", "keys", "sequences"),
     [

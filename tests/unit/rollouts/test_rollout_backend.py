@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coordexp.config import parse_config, resolved_rollout
-from coordexp.config.rollout import RolloutMatchingConfig
+from coordexp.config.rollout import RolloutMatchingConfig, SyncConfig
 from coordexp.data.files import asset
 from coordexp.data.images import open_rgb
 from coordexp.engine.trainer.backends import check_backend
@@ -33,10 +34,18 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.records import Rollout
 from coordexp.rollouts import build_backend
-from coordexp.rollouts.backend import DecodingOptions, IndexedRollout, TrainerParts, collect_in_order, decoding_options
+from coordexp.rollouts.backend import (
+    AdapterWeights,
+    DecodingOptions,
+    IndexedRollout,
+    TrainerParts,
+    collect_in_order,
+    decoding_options,
+)
 from coordexp.rollouts.hf import HFBackend
 from support.config_samples import stage2
 from support.fake_servers import FakeRolloutServer
+from support.fused_model import FakeWeights
 from support.installed import needs
 from support.tiny_run import tiny_checkpoint
 
@@ -124,6 +133,19 @@ def test_an_engine_per_process_for_a_checkpoint_alone(by_option: bool) -> None:
     check_backend(config.rollout_matching)
     assert (engine.tensor_parallel_size, engine.max_model_len, engine.dtype) == (1, 512, config.model.dtype)
     assert section_arguments(engine, gpu=False)["max_model_len"] == 512
+
+
+@pytest.mark.parametrize("falls_back", [False, True])
+def test_an_adapter_that_engines_would_ignore_is_refused_before_one_starts(
+    loaded: LoadedModel, falls_back: bool
+) -> None:
+    config = resolved(rollout_backend="vllm", vllm={"enable_lora": True})
+    sync = SyncConfig(mode="adapter", fallback_to_full=falls_back)
+    config = config.model_copy(update={"vllm": config.vllm.model_copy(update={"sync": sync})})
+    adapter = AdapterWeights({"r": 4}, (("a", torch.zeros(2)),), tiny_checkpoint(), outside_llm=True)
+    trainer = replace(parts(loaded), weights=FakeWeights(adapter))
+    with nullcontext() if falls_back else pytest.raises(RolloutError, match="reaches the vision tower"):
+        build_backend(config, trainer)
 
 
 def section(**keys: Any) -> RolloutMatchingConfig:

@@ -51,7 +51,8 @@ def build_backend(
     config: RolloutMatchingConfig, trainer: TrainerParts, class_names: Sequence[str] = ()
 ) -> RolloutBackend:
     """Build the backend of the resolved ``config``. Engines start with the first weight push. ``class_names``: those
-    that answers may use; empty for any."""
+    that answers may use; empty for any. Raises RolloutError for an adapter that engines would not apply, if
+    ``sync.fallback_to_full`` is off."""
     options = decoding_options(config)
     if config.rollout_backend == "hf":
         from coordexp.rollouts.hf import HFBackend
@@ -71,6 +72,12 @@ def build_backend(
             "rollout_matching.decoding.skip_forced_tokens: answers are sampled from the same distribution as without "
             "it, but a seed gives other samples"
         )
+    sync = config.vllm.sync
+    if sync.settled_mode == "adapter" and not sync.fallback_to_full:  # else the first push becomes a full one
+        from coordexp.engine.trainer.push import pushable
+
+        with distributed.raise_on_all_ranks("rollout_matching.vllm.sync.mode"):
+            pushable(trainer.weights)
     if config.vllm.mode == "server":
         from coordexp.engine.trainer.server_backend import ServerBackend
 

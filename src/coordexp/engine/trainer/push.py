@@ -30,7 +30,7 @@ from coordexp.engine.trainer.client import ServerClient
 from coordexp.engine.wire.arguments import FINGERPRINT, NAME_CHARACTERS
 from coordexp.errors import CoordExpError, RolloutError
 from coordexp.printable import printable
-from coordexp.rollouts.backend import WeightSource
+from coordexp.rollouts.backend import AdapterWeights, WeightSource
 from coordexp.weight_sync import WeightVersion
 from coordexp.weight_sync.buckets import (
     combined,
@@ -149,22 +149,7 @@ class WeightPusher(ABC):
 
     def _push_adapter(self, weights: WeightVersion) -> PushReport:
         started = time.monotonic()
-        adapter = self._source.adapter()
-        if adapter is None:
-            raise RolloutError(
-                "rollout_matching.vllm.sync.mode is adapter, but the trainer trains no adapter (tuner.train_type is "
-                "full); write sync.mode: full"
-            )
-        if adapter.outside_llm:
-            raise RolloutError(
-                "the adapter reaches the vision tower or the aligner, where vLLM would ignore it; freeze them "
-                "(tuner.freeze_vit, tuner.freeze_aligner)"
-            )
-        if is_adapter_folder(adapter.base):
-            raise RolloutError(
-                "model.model has adapters of its own, which the engine would lack: it loads their base model; merge "
-                "them (coordexp model merge), and train from the merged checkpoint"
-            )
+        adapter = pushable(self._source)
         with self._aborting():
             dtype = self._begin(adapter.base)
             for bucket in in_buckets(adapter.changed, self._config.bucket_mb << 20):
@@ -195,6 +180,27 @@ class WeightPusher(ABC):
         except BaseException:
             self._abort()
             raise
+
+
+def pushable(source: WeightSource) -> AdapterWeights:
+    """The adapter of ``source``. Raises RolloutError if it has none, or one that no engine would apply whole."""
+    adapter = source.adapter()
+    if adapter is None:
+        raise RolloutError(
+            "rollout_matching.vllm.sync.mode is adapter, but the trainer trains no adapter (tuner.train_type is "
+            "full); write sync.mode: full"
+        )
+    if adapter.outside_llm:
+        raise RolloutError(
+            "the adapter reaches the vision tower or the aligner, where vLLM would ignore it; freeze them "
+            "(tuner.freeze_vit, tuner.freeze_aligner)"
+        )
+    if is_adapter_folder(adapter.base):
+        raise RolloutError(
+            "model.model has adapters of its own, which the engine would lack: it loads their base model; merge "
+            "them (coordexp model merge), and train from the merged checkpoint"
+        )
+    return adapter
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from coordexp.config.base import dotted, problems_from
 from coordexp.config.rollout import PushSeconds, RepeatTerminateConfig, VLLMConfig
 from coordexp.coords import TURN_END
-from coordexp.errors import CheckpointError, RolloutError
+from coordexp.errors import CheckpointError, ConfigError, RolloutError
 
 logger = logging.getLogger("coordexp")
 
@@ -96,8 +96,14 @@ class CommitRequest(BaseModel):
 
 
 def section_arguments(vllm: VLLMConfig, *, gpu: bool) -> dict[str, Any]:
-    """The resolved section ``rollout_matching.vllm`` as vLLM's ``EngineArgs``; null keys take vLLM's defaults."""
+    """The resolved section ``rollout_matching.vllm`` as vLLM's ``EngineArgs``; null keys take vLLM's defaults. Raises
+    ConfigError for adapters in a number type that vLLM's kernels for them do not have."""
     assert vllm.dtype is not None and vllm.max_model_len is not None, "resolved_rollout() replaces every null"
+    if gpu and vllm.enable_lora and vllm.dtype == "float32":  # an assertion of vLLM's, without a message
+        raise ConfigError(
+            "rollout_matching.vllm.dtype: float32 (null means model.dtype), in which vLLM does not compute adapters on "
+            "GPUs; write bfloat16, float16, or enable_lora: false"
+        )
     # All other keys have vLLM's names.
     ours = {"mode", "sleep_level", "enable_lora", "max_lora_rank", "server", "sync", "engine_args"}
     arguments = vllm.model_dump(exclude=ours, exclude_none=True) | vllm.given_args
@@ -270,9 +276,17 @@ def check_guard(workers: Sequence[Mapping[str, Any]], wanted: RepeatTerminateCon
 def check_fits_guard(sampling_params: Any) -> None:
     """Raises ValueError if a request's ``SamplingParams`` may forbid the end token, which is all that the guard can
     force. With drafts no token would be left then, and vLLM would write the first one of the vocabulary."""
-    for name in ("ignore_eos", "min_tokens", "bad_words", "allowed_token_ids"):
+    for name in ("ignore_eos", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs"):
         if getattr(sampling_params, name):
-            raise ValueError(f"{name} and the repeat guard exclude each other; leave {name} out of the request")
+            left_out = "response_format and structured_outputs" if name == "structured_outputs" else name
+            raise ValueError(f"{name} and the repeat guard exclude each other; leave {left_out} out of the request")
+
+
+def check_fits_drafts(sampling_params: Any) -> None:
+    """Raises ValueError if a request's ``SamplingParams`` ask for what vLLM 0.32 does not compute for drafted tokens,
+    beyond what it refuses itself: its answer would be an IndexError."""
+    if sampling_params.logprob_token_ids is not None:
+        raise ValueError("logprob_token_ids and skipped forced tokens exclude each other; leave logprob_token_ids out")
 
 
 def refusal_of_owner(owners: Sequence[str | None], trainer: str) -> str | None:
