@@ -19,8 +19,10 @@ from support.tiny_run import load_tiny, tiny_checkpoint
 pytest.importorskip("vllm", reason="the processor is a class of vLLM's interface")
 
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
+from coordexp.engine.server.served_engine import ServedEngine
 from coordexp.engine.wire.arguments import check_processors, end_at_turn_end
 from coordexp.engine.worker.drafting import guard_of_worker, guard_report, processor_of
 from coordexp.engine.worker.logits_processors import KnownTokensProcessor, RepeatTerminateProcessor
@@ -183,14 +185,28 @@ def test_only_the_end_of_turn_ends_an_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"ignore_eos": True}, {"min_tokens": 8}, {"bad_words": ["a"]}, {"allowed_token_ids": [1, 2]}], ids=str
-)
+    "given",
+    [
+        {"ignore_eos": True}, {"min_tokens": 8}, {"bad_words": ["a"]}, {"allowed_token_ids": [1, 2]},
+        {"structured_outputs": StructuredOutputsParams(regex="a+")},
+    ],
+    ids=lambda given: next(iter(given)),
+)  # fmt: skip
 def test_requests_that_may_forbid_the_end_are_refused(
     processor: RepeatTerminateProcessor, given: dict[str, Any]
 ) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(given))} and the repeat guard exclude each other"):
         processor.validate_params(SamplingParams(**given))
     processor.validate_params(SamplingParams())
+
+
+def test_log_probabilities_of_chosen_tokens_are_refused_where_forced_tokens_are_skipped() -> None:
+    engine = SimpleNamespace(generate=lambda *args, **options: "answers")
+    asked = SamplingParams(logprobs=2, logprob_token_ids=[5, 6])
+    with pytest.raises(ValueError, match="leave logprob_token_ids out"):
+        ServedEngine(engine, 1, guarded=False, drafts=True).generate("prompt", asked, "id")
+    for drafts, params in ((False, asked), (True, SamplingParams(logprobs=2))):
+        assert ServedEngine(engine, 1, guarded=False, drafts=drafts).generate("prompt", params, "id") == "answers"
 
 
 def test_the_guard_does_not_load_without_a_configuration() -> None:

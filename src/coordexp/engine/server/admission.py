@@ -194,14 +194,15 @@ async def reply_to_http(_: Request, error: Exception) -> JSONResponse:
 
 async def reply_to_error(request: Request, error: Exception) -> JSONResponse:
     ours = isinstance(error, CoordExpError)
-    path, message = printable(request.scope["path"])[:200], printable(error)[:1000]
-    logger.warning("%s: %s: %s", path, type(error).__name__, message, exc_info=None if ours else error)
     if isinstance(error, RequestRefused):
         status = error.status
     elif isinstance(error, VLLMValidationError):
         status = 400  # so that the trainer does not retry
     else:
         status = 503 if isinstance(error, EngineDeadError) else 500
+    path, message = printable(request.scope["path"])[:200], printable(error)[:1000]
+    trace = None if ours or status == 400 else error  # of a client's mistake the message says all
+    logger.warning("%s: %s: %s", path, type(error).__name__, message, exc_info=trace)
     return refusal(status, str(error) if ours else f"{type(error).__name__}: {error}")
 
 

@@ -33,6 +33,7 @@ from coordexp.engine.wire.arguments import (
     REQUEST_KEY,
     RESULT,
     activated_config,
+    check_fits_drafts,
     check_fits_guard,
     end_at_turn_end,
     executor_on_cpu,
@@ -59,6 +60,7 @@ class ServedEngine:
     world_size: int  # workers of all ranks
     guarded: bool
     takes_class_names: bool = False
+    drafts: bool = False  # whether forced tokens are skipped
     adapted: bool = False  # whether answers use the pushed LoRA adapter
 
     @classmethod
@@ -101,7 +103,7 @@ class ServedEngine:
         finally:
             done.set()
         end_at_turn_end(llm)
-        return cls(llm, options.world_size, guarded, options.takes_class_names)
+        return cls(llm, options.world_size, guarded, options.takes_class_names, options.skip_forced_tokens)
 
     def render(self, prompt: Mapping[str, Any]) -> Any:
         """Process a prompt and its images for the engines. Thread-safe."""
@@ -116,9 +118,11 @@ class ServedEngine:
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncIterator[Any]:
         """vLLM's outputs for one request, with the pushed adapter if there is one. Raises ValueError for
-        parameters that the repeat guard excludes."""
+        parameters that the repeat guard or drafts exclude."""
         if self.guarded:  # with drafts vLLM is given no processors, and asks none
             check_fits_guard(sampling_params)
+        if self.drafts:
+            check_fits_drafts(sampling_params)
         adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH) if self.adapted else None
         return self.llm.generate(prompt, sampling_params, request_id, lora_request=adapter, **options)
 
