@@ -80,6 +80,7 @@ def decoding_settings(config: AnswerConfig) -> dict[str, Any]:
     """What answers depend on besides model, prompt and images."""
     rollout = config.rollout_matching
     return {
+        **(_engine_types(config) if rollout.rollout_backend == "vllm" else {}),
         "dtype": config.model.dtype,
         "seed": config.seed,
         "backend": rollout.rollout_backend,
@@ -89,3 +90,11 @@ def decoding_settings(config: AnswerConfig) -> dict[str, Any]:
         "repetition_penalty": rollout.repetition_penalty,
         "repeat_terminate": rollout.repeat_terminate.model_dump(mode="json"),
     }
+
+
+def _engine_types(config: AnswerConfig) -> dict[str, Any]:
+    # Number types of an engine, if they are not the model's.
+    vllm = config.rollout_matching.vllm
+    types = {"vllm.dtype": (vllm.dtype, config.model.dtype)}
+    types["vllm.engine_args.kv_cache_dtype"] = (vllm.given_args.get("kv_cache_dtype", "auto"), "auto")
+    return {name: chosen for name, (chosen, usual) in types.items() if chosen != usual}

@@ -29,6 +29,7 @@ from coordexp.engine.wire.arguments import (
 )
 from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.errors import RolloutError
+from coordexp.inference.asking import decoding_settings
 from coordexp.inference.session import PredictOptions, inference_config
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.trainer_weights import TrainerWeights
@@ -133,6 +134,19 @@ def test_an_engine_per_process_for_a_checkpoint_alone(by_option: bool) -> None:
     check_backend(config.rollout_matching)
     assert (engine.tensor_parallel_size, engine.max_model_len, engine.dtype) == (1, 512, config.model.dtype)
     assert section_arguments(engine, gpu=False)["max_model_len"] == 512
+
+
+def test_answers_depend_on_the_number_types_of_their_engine() -> None:
+    """So a resumed prediction with others is refused."""
+
+    def settings(*words: str) -> dict[str, Any]:
+        keys = [f"rollout_matching.vllm.{word}" for word in words]
+        return decoding_settings(inference_config(asset("checkpoints/demo-stage1"), PredictOptions("vllm"), keys))
+
+    own = settings()
+    assert settings("dtype=float32", "engine_args={kv_cache_dtype: auto}") == own
+    assert settings("dtype=bfloat16") == own | {"vllm.dtype": "bfloat16"}
+    assert settings("engine_args={kv_cache_dtype: fp8}") == own | {"vllm.engine_args.kv_cache_dtype": "fp8"}
 
 
 @pytest.mark.parametrize("falls_back", [False, True])
