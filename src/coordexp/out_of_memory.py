@@ -23,7 +23,7 @@ Kind = Literal["start", "reading", "engine", "rollouts", "evaluation", "training
 
 _TEXTS = re.compile(
     r"out of memory|can(?:'|no)t allocate memory|not enough memory|std::bad_alloc|failed to map segment"
-    r"|No available memory for the cache blocks|less than desired GPU memory utilization"
+    r"|less than desired GPU memory utilization"
     r"|DataLoader worker .* killed by signal: (?:Killed|Bus error)",
     re.IGNORECASE,
 )

@@ -11,8 +11,9 @@ import pytest
 
 from coordexp.engine.wire.arguments import with_image_size
 from coordexp.engine.wire.engine_process import engines_import_quickly
-from coordexp.engine.wire.starting import DURATIONS, announced_start, engine_errors
+from coordexp.engine.wire.starting import DURATIONS, START_ADVICE, announced_start, engine_errors
 from coordexp.errors import CheckpointError, RolloutError
+from coordexp.out_of_memory import is_out_of_memory
 
 CPU = {"model": "checkpoints/start", "dtype": "float32", "tensor_parallel_size": 1}
 
@@ -79,15 +80,18 @@ def test_a_checkpoint_without_architectures_is_refused_before_the_engine_starts(
 @pytest.mark.parametrize(
     ("error", "advice"),
     [
-        (ValueError("cache_dtype: input should be 'auto'"), "rollout_backend: hf"),
-        (RuntimeError("No available memory for the cache blocks"), "gpu_memory_utilization"),
+        (ValueError("No common block size for 7"), "correct what it names in rollout_matching.vllm"),
+        (ValueError("Free memory on device is less than desired GPU memory utilization"), "lower .*utilization"),
+        (ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when"), "raise"),
+        (ValueError("KV cache is needed. Try increasing `gpu_memory_utilization` or decreasing"), "raise .*max_model"),
     ],
 )
 def test_an_error_of_the_engine_is_one_of_ours(error: Exception, advice: str) -> None:
     pytest.importorskip("vllm")
-    shown = rf"the engine could not be started: .*{error}; .*{advice}"
-    with pytest.raises(RolloutError, match=shown), engine_errors("the engine could not be started"):
+    shown = rf"could not be started: ValueError: {error}; .*{advice}"
+    with pytest.raises(RolloutError, match=shown) as caught, engine_errors("could not be started", START_ADVICE):
         raise error
+    assert is_out_of_memory(caught.value) == ("less than desired" in str(error))  # then "lower" is the cure
 
 
 def test_an_engine_process_imports_without_what_it_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,15 @@ ENGINE_AT_FAULT = (
     "the engine does not work as requested: write rollout_matching.rollout_backend: hf, or install a version of vLLM "
     "that this one was tested with"
 )
+# Of an error that a start ends with: most of vLLM's checks of its arguments come only then.
+START_ADVICE = (
+    "correct what it names in rollout_matching.vllm or vllm.engine_args; if nothing is wrong there, write "
+    "rollout_matching.rollout_backend: hf, or install a version of vLLM that this one was tested with"
+)
+SHARE_ADVICE = (
+    "the engine's share of the device is too small for its weights and one answer: raise "
+    "rollout_matching.vllm.gpu_memory_utilization, or lower vllm.max_model_len (null means global_max_length)"
+)
 _SETTINGS = ("dtype", "tensor_parallel_size", "data_parallel_size", "max_model_len", "enforce_eager", "enable_lora")
 
 
@@ -54,15 +63,20 @@ def announced_start(arguments: Mapping[str, Any], *, gpu: bool) -> Iterator[None
 
 
 @contextmanager
-def engine_errors(what: str) -> Iterator[None]:
-    """Turn vLLM's errors (bad input, too little memory, a broken engine) into RolloutErrors that name ``what``."""
+def engine_errors(what: str, advice: str = ENGINE_AT_FAULT) -> Iterator[None]:
+    """Turn vLLM's errors (bad input, too little memory, a broken engine) into RolloutErrors that name ``what``, with
+    ``advice`` for those that are not about memory."""
     from vllm.exceptions import VLLMError
 
     try:
         yield
     except (VLLMError, ValueError, RuntimeError, AssertionError, OSError) as error:
-        advice = MEMORY_ADVICE if re.search(r"memory|kv cache", str(error), re.IGNORECASE) else ENGINE_AT_FAULT
-        raise RolloutError(f"{what}: {type(error).__name__}: {error}; {advice}") from error
+        text = " ".join(str(error).split())
+        if "increasing `gpu_memory_utilization`" in text:
+            advice = SHARE_ADVICE
+        elif re.search(r"memory|kv cache", text, re.IGNORECASE):
+            advice = MEMORY_ADVICE
+        raise RolloutError(f"{what}: {type(error).__name__}: {text}; {advice}") from error
 
 
 def _durations(file: Path) -> dict[str, float]:
