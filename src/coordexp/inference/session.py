@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from coordexp import distributed
 from coordexp.checkpoints.card import read_card, settings_for_answers, training_of
@@ -45,6 +45,7 @@ _MOST_ANSWERS = 1000  # per image
 SAMPLING_TEMPERATURE = 0.7  # of further answers, if the configuration decodes greedily
 _TEMPERATURE_KEY = "rollout_matching.decoding.temperature"
 Backend = Literal["hf", "vllm"]
+Settings = TypeVar("Settings", AnswerConfig, EvaluationConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def inference_config(model: str | Path, options: PredictOptions, arguments: Sequ
     return _with_engine(parse_section(AnswerConfig, document, str(folder)))
 
 
-def _with_engine(config: AnswerConfig) -> AnswerConfig:
+def _with_engine(config: Settings) -> Settings:
     rollout = config.rollout_matching
     if rollout.rollout_backend != "vllm":
         return config
@@ -125,6 +126,7 @@ def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] =
     if jsonl is None:
         raise ConfigError(f"{model} has no validation data on its card; name a JSONL with --data")
     answering = inference_config(model, PredictOptions()).model_dump(mode="json")
+    del answering["rollout_matching"]["vllm"]  # all defaults, which must not look like given ones
     kept = {} if own is None else {key: getattr(own, key) for key in ("object_field_order", "object_ordering")}
     document = Document(
         {
@@ -134,7 +136,7 @@ def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] =
         }
     )
     apply_arguments(document, arguments)
-    config = parse_section(EvaluationConfig, document, str(model))
+    config = _with_engine(parse_section(EvaluationConfig, document, str(model)))
     if data is None and config.custom.val_jsonl == Path(jsonl) and not Path(jsonl).is_file():
         raise ConfigError(
             f"{model}: the validation data on its card, {jsonl}, are not there (working directory: {Path.cwd()}); name "

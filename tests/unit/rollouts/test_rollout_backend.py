@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordexp.config import parse_config, resolved_rollout
+from coordexp.config.resolved import AnswerConfig
 from coordexp.config.rollout import RolloutMatchingConfig, SyncConfig
 from coordexp.data.files import asset
 from coordexp.data.images import open_rgb
@@ -30,7 +32,7 @@ from coordexp.engine.wire.arguments import (
 from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.errors import RolloutError
 from coordexp.inference.asking import decoding_settings
-from coordexp.inference.session import PredictOptions, inference_config
+from coordexp.inference.session import PredictOptions, evaluation_config, inference_config
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.records import Rollout
@@ -134,6 +136,15 @@ def test_an_engine_per_process_for_a_checkpoint_alone(by_option: bool) -> None:
     check_backend(config.rollout_matching)
     assert (engine.tensor_parallel_size, engine.max_model_len, engine.dtype) == (1, 512, config.model.dtype)
     assert section_arguments(engine, gpu=False)["max_model_len"] == 512
+
+
+def test_an_engine_per_process_evaluates_a_checkpoint_alone() -> None:
+    keys = ["global_max_length=512", "rollout_matching.rollout_backend=vllm", "rollout_matching.vllm.max_num_seqs=3"]
+    config = AnswerConfig.of_run(evaluation_config(asset("checkpoints/demo-stage1"), Path("val.jsonl"), keys))
+    engine = config.rollout_matching.vllm
+    check_backend(config.rollout_matching)
+    assert (engine.tensor_parallel_size, engine.max_model_len, engine.dtype) == (1, 512, "float32")
+    assert (engine.enforce_eager, engine.max_num_seqs) == (not has_gpu(), 3)
 
 
 def test_answers_depend_on_the_number_types_of_their_engine() -> None:
