@@ -1,12 +1,16 @@
 """How ``coordexp serve`` takes its address, and how it ends."""
 
+import json
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from coordexp.engine.server.serving import take_address
+from coordexp.checkpoints.folder import Checkpoint
+from coordexp.data.files import asset
+from coordexp.engine.server.serving import note_without_adapters, take_address
 from coordexp.errors import RolloutError
 from coordexp.launch.plan import can_listen
 from support.installed import needs
@@ -52,3 +56,11 @@ def test_the_address_of_a_server_that_is_still_starting_is_taken() -> None:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=5)
     assert can_listen("127.0.0.1", port)
+
+
+def test_a_folder_with_adapters_is_said_to_answer_without_them(tmp_path: Path) -> None:
+    base = asset("checkpoints/demo-stage1")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}), encoding="utf-8")
+    note = note_without_adapters(Checkpoint.open(tmp_path))
+    assert note is not None and f"until then answers are those of {base}, without them" in note
+    assert note_without_adapters(Checkpoint.open(base)) is None

@@ -33,6 +33,7 @@ from coordexp.temporary import temporary_folder
 if TYPE_CHECKING:
     import uvicorn
 
+    from coordexp.checkpoints.folder import Checkpoint
     from coordexp.engine.server.app import RolloutServer
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
         from coordexp.modeling.load import load_processor
 
     checkpoint = Checkpoint.open(options.model)
+    if (note := note_without_adapters(checkpoint)) is not None:
+        logger.warning(note)
     # Adapters arrive with the trainer's first push, which compares the model below them with its own.
     base = checkpoint.base
     options = replace(options, model=base, fingerprint=fingerprint(base) if options.engine.get("enable_lora") else None)
@@ -86,6 +89,16 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
             asyncio.run(_serve(RolloutServer(options, engine, prompts), listener))
         finally:
             engine.shutdown()
+
+
+def note_without_adapters(checkpoint: Checkpoint) -> str | None:
+    """A warning about a run's folder with adapters, which an engine does not load; None for a plain model."""
+    if checkpoint.base == checkpoint.path:
+        return None
+    return (
+        f"{checkpoint.path} has adapters, which arrive with a trainer's first push; until then answers are those of "
+        f"{checkpoint.base}, without them. To serve the whole model, name a merged one (coordexp model merge)"
+    )
 
 
 @contextmanager
