@@ -89,10 +89,8 @@ def join(*, use_cpu: bool, backend: str | None = None, timeout_s: float = 1800.0
     needed = ["RANK", *([] if RENDEZVOUS in os.environ else ["MASTER_ADDR", "MASTER_PORT"])]
     if missing := [name for name in (*needed, *([] if on_cpus else ["LOCAL_RANK"])) if not os.environ.get(name)]:
         raise errors.ConfigError(f"WORLD_SIZE is {world_size()} without {', '.join(missing)}: {_LEFT_OVER}")
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    if on_cpus and not (
-        threads.isascii() and threads.strip().isdigit()
-    ):  # OpenMP itself takes lists; accelerate does not
+    threads = os.environ.get("OMP_NUM_THREADS", "1")  # OpenMP itself takes lists; accelerate does not
+    if on_cpus and not (threads.isascii() and threads.strip().isdigit()):
         raise errors.ConfigError(
             f"the environment variable OMP_NUM_THREADS is {threads!r}; for several processes on a CPU write one number "
             "(OMP_NUM_THREADS=1), or unset it"
