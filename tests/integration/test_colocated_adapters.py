@@ -63,7 +63,9 @@ def expected(trainer: LoadedModel) -> list[list[int]]:
 def test_answers_after_an_adapter_push_are_the_trainers(tmp_path: Path) -> None:
     config = lora(train_coord_rows=False, freeze_vit=True, freeze_aligner=True)
     trainer = tuned(config, checkpoint=served_checkpoint())
-    with backend_of(trainer, tmp_path, **ADAPTERS, rollout_matching__vllm__sync__fallback_to_full=False) as backend:
+    strict = {"rollout_matching__vllm__sync__fallback_to_full": False}
+    frozen = {"tuner__freeze_vit": True, "tuner__freeze_aligner": True}
+    with backend_of(trainer, tmp_path, **ADAPTERS, **strict, **frozen) as backend:
         own = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
         before = answers(backend, trainer, 1)
         assert all(torch.equal(parameter, own[name]) for name, parameter in trainer.model.named_parameters())
