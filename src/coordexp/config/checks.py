@@ -276,7 +276,7 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          lambda c, _: c.training.load_best_model_at_end and c.training.metric_for_best_model is None,
          "missing; load_best_model_at_end needs the figure that decides"),
     Rule("tuner.freeze_llm", lambda c, _: (c.tuner.freeze_vit and c.tuner.freeze_aligner and c.tuner.freeze_llm
-             and c.tuner.train_type == "full"),
+             and (c.tuner.train_type == "full" or not c.tuner.train_coord_rows)),
          "the whole model is frozen; leave one of freeze_vit, freeze_aligner, freeze_llm false"),
     Rule(_MASTERS, lambda c, _: c.training.master_weights is not None and c.tuner.train_type != "full",
          "tuner.train_type: {c.tuner.train_type} trains adapters, which are float32 already; remove this key, or write "

@@ -29,8 +29,8 @@ from coordexp.printable import printable
 RESAMPLES = 1000
 CONFIDENCE = 0.95  # of every interval
 _MOST_WEIGHTS = 4 << 20  # resamples times images that training's evaluation draws at once
-_COUNTS = ("images", "gt", "pred", "matched", "matched_any_desc", "matched_iou_sum", "dropped", "duplicates", "giants",
-           "truncated", "repeat_terminated", "empty", "tokens")  # fmt: skip
+_COUNTS = ("images", "gt", "pred", "matched", "matched_any_desc", "matched_iou_sum", "valid", "dropped", "duplicates",
+           "giants", "truncated", "repeat_terminated", "empty", "tokens")  # fmt: skip
 COMPARED = ("f1", "precision", "recall", "mean_matched_iou", "duplicate_rate", "giant_rate", "invalid_rate",
             "truncated_rate", "empty_rate", "pred_per_image")  # fmt: skip
 

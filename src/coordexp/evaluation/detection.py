@@ -113,12 +113,13 @@ def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageC
         pred=len(objects),
         matched=len(matched),
         matched_any_desc=len(assign(False)),
+        valid=sum(obj.answers or 1 for obj in answer.pred),  # entries of all answers that were merged, as dropped are
         dropped=answer.num_dropped,
         duplicates=len(duplicate_indices(objects)),
         giants=int((area_N >= GIANT * (NUM_BINS - 1) ** 2).sum()),
         truncated=int(answer.truncated),
         repeat_terminated=int(answer.repeat_terminated),
-        empty=int(not objects),
+        empty=int(not answer.pred),
         tokens=answer.num_tokens,
     )
     counts["matched_iou_sum"] = sum(iou for _, _, iou in matched)  # pyright: ignore[reportArgumentType]
@@ -145,7 +146,7 @@ def detection_metrics(counts: Mapping[str, float]) -> dict[str, float]:
 
     ``duplicate_rate``: predictions that overlap an earlier one of the same description with IoU ≥ 0.5.
     ``giant_rate``: unmatched predictions with a box of at least 80 % of the image. ``invalid_rate``: share of entries
-    that the strict parser dropped. A rate without a denominator is 0, also precision without predictions and recall
+    that the strict parser dropped; entries that found a soft object are valid ones. A rate without a denominator is 0, also precision without predictions and recall
     without ground truth; without both, precision, recall and F1 are 1. ``pred_objects`` and ``gt_objects`` distinguish
     these cases.
     """
@@ -163,7 +164,7 @@ def detection_metrics(counts: Mapping[str, float]) -> dict[str, float]:
         "mean_matched_iou": ratio("matched_iou_sum", counts.get("matched", 0)),
         "duplicate_rate": ratio("duplicates", pred),
         "giant_rate": ratio("giants", pred),
-        "invalid_rate": ratio("dropped", pred + counts.get("dropped", 0)),
+        "invalid_rate": ratio("dropped", counts.get("valid", 0) + counts.get("dropped", 0)),
         "truncated_rate": ratio("truncated", images),
         "repeat_terminated_rate": ratio("repeat_terminated", images),
         "empty_rate": ratio("empty", images),

@@ -112,6 +112,8 @@ RULES = [
     (vllm(), {f"{RM}.offload": OFFLOAD, "fsdp.enabled": True}, f"{RM}.offload.enabled", "FSDP owns"),
     (stage1(), {"tuner": {"freeze_vit": True, "freeze_aligner": True, "freeze_llm": True}}, "tuner.freeze_llm",
      "the whole model is frozen"),
+    (stage1(), {"tuner": {"freeze_vit": True, "freeze_aligner": True, "freeze_llm": True, "train_type": "lora",
+                          "train_coord_rows": False}}, "tuner.freeze_llm", "the whole model is frozen"),
     (stage1(), {"model.dtype": "float16", "training.fp16": True}, "model.dtype", "write model.dtype: float32"),
     # decoding and lengths
     (stage1(), {f"{RM}.target.answer": "rewritten"}, f"{RM}.target.answer", "only stage 2 trains on answers"),

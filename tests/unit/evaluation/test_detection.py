@@ -13,6 +13,7 @@ from coordexp.evaluation.detection import (
     match_answer,
     match_by_desc,
 )
+from coordexp.evaluation.several_answers import merge_answers
 from coordexp.matching import MatchingConfig, match_objects
 from coordexp.parsing import parse_rollout
 from coordexp.records import GTObject, Rollout
@@ -86,6 +87,12 @@ def test_no_images_do_not_divide_by_zero():
     assert all(value in (0, 1) for value in got.values())
 
 
+def test_entries_of_merged_answers_are_counted_in_each_of_them() -> None:
+    one = predicted(answer(entry(1), '"object_2": {"desc": "x"}'), [CAT])
+    merged = merge_answers([one, one, one, one])
+    assert (len(merged.pred), detection_metrics(count_image(merged).counts)["invalid_rate"]) == (1, 0.5)
+
+
 def test_soft_objects_and_their_matches_are_not_counted() -> None:
     soft_dog = replace(DOG, soft=0.7)
     alone = figures(serialize_objects([CAT]), [CAT, LEAF])
@@ -94,6 +101,8 @@ def test_soft_objects_and_their_matches_are_not_counted() -> None:
             **alone, "tokens_per_image": found["tokens_per_image"]
         }  # fmt: skip
     assert figures(serialize_objects([CAT, DOG, DOG]), [CAT, soft_dog])["precision"] == 0.5  # it is there once at most
+    found = figures(answer(entry(1, DOG), '"object_2": {"desc": "x"}'), [soft_dog])
+    assert (found["pred_objects"], found["empty_rate"], found["invalid_rate"]) == (0, 0, 0.5)  # a valid object, still
     both = predicted(serialize_objects([CAT]), [replace(CAT, soft=0.9), CAT])
     assert match_answer(both) == [(0, 1, 1.0)] and ignored_predictions(both) == set()  # annotated ones first
 
