@@ -146,9 +146,9 @@ def detection_metrics(counts: Mapping[str, float]) -> dict[str, float]:
 
     ``duplicate_rate``: predictions that overlap an earlier one of the same description with IoU ≥ 0.5.
     ``giant_rate``: unmatched predictions with a box of at least 80 % of the image. ``invalid_rate``: share of entries
-    that the strict parser dropped; entries that found a soft object are valid ones. A rate without a denominator is 0, also precision without predictions and recall
-    without ground truth; without both, precision, recall and F1 are 1. ``pred_objects`` and ``gt_objects`` distinguish
-    these cases.
+    that the strict parser dropped; one that found a soft object is valid. A rate without a denominator is 0, also
+    precision without predictions and recall without ground truth; without both, precision, recall and F1 are 1.
+    ``pred_objects`` and ``gt_objects`` distinguish these cases.
     """
 
     def ratio(above: str, below: float, nothing: float = 0.0) -> float:

@@ -83,9 +83,9 @@ class RolloutRecorder:
             if idx >= self._config.max_samples:
                 return
             where = WhereInTraining(global_step, micro_step, self._rank, idx, len(samples))
-            if outcome.target.token_ids:  # an answer that cannot be closed is dropped, and never trained on
+            written = self._write(self.path, partial(make_record, sample.record, outcome, where, self._settings))
+            if written and outcome.target.token_ids:  # an answer that cannot be closed is dropped, and never trained on
                 self._untrained[outcome.target] = where
-            self._write(self.path, partial(make_record, sample.record, outcome, where, self._settings))
 
     def wants_losses(self, segments: Sequence[Segment]) -> bool:
         """Whether one of ``segments`` is of a recorded answer, so that its tokens' losses are needed."""
@@ -103,7 +103,8 @@ class RolloutRecorder:
         taken, self._counters = self._counters, Counter({name: 0 for name in COUNTERS})
         return taken
 
-    def _write(self, path: Path, make: Callable[[], object]) -> None:
+    def _write(self, path: Path, make: Callable[[], object]) -> bool:
+        # Whether it was written: a lost record is counted once, so it gets no losses either.
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             free_gb = shutil.disk_usage(self.path.parent).free / 1e9
@@ -113,13 +114,14 @@ class RolloutRecorder:
                     f"{self.path.parent}: {free_gb:.1f} GB free, less than rollout_matching.monitor_dump.min_free_gb; "
                     "no rollout records until there is more",
                 )
-                return
+                return False
             append_line(path, to_json(make()) + b"\n")
         except (OSError, UnicodeEncodeError) as error:
             self._lose(RECORDS_FAILED, f"{path}: a rollout record was not written: {error}")
-            return
+            return False
         if path == self.path:
             self._counters[WRITTEN] += 1
+        return True
 
     def _lose(self, counter: str, message: str) -> None:
         self._counters[counter] += 1

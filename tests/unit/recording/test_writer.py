@@ -130,7 +130,10 @@ def test_lost_records_are_counted_and_warn_once(
         (tmp_path / "rollouts_rank0.jsonl").mkdir()
     recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=min_free_gb))
     image = record([CAT], image=Path(name))
-    offer(recorder, 0, [Sample(image, request(image))] * 3)
+    answered = [outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab()) for _ in range(3)]
+    recorder.offer(0, 1, [[Sample(image, request(image))] * 3], answered)
+    trained = [Segment(image.sample_id, (7, 8, 9), one.target, {}) for one in answered]
+    recorder.offer_losses(0, trained, [((0, 0.5),)] * 3)  # of records that are counted already
     assert totals(recorder) == lost and caplog.text.count(warning) == 1
     assert not recorder.path.is_file()
 
