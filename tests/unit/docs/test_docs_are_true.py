@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +19,7 @@ from typer import _click as click  # the base of its commands
 
 from coordexp.cli.commands import whole_command
 from coordexp.config import RunConfig
+from coordexp.data.convert.report import Note, SkipReason
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -134,6 +136,12 @@ def test_every_guarantee_names_tests_that_exist() -> None:
     named = set(re.findall(r"`((?:tests/)?[\w/]*test_\w+\.py)`", (DOCS / "reliability.md").read_text()))
     missing = [name for name in named if not (ROOT / ("" if "/" in name else "tests/faults") / name).is_file()]
     assert len(named) > 20 and not missing, missing
+
+
+@pytest.mark.parametrize("kind", [SkipReason, Note])
+def test_every_reason_of_a_conversion_report_is_described(kind: type[StrEnum]) -> None:
+    page = (DOCS / "data.md").read_text(encoding="utf-8")
+    assert [reason.value for reason in kind if f"`{reason.value}`" not in page] == []
 
 
 def test_make_targets_exist() -> None:
