@@ -110,8 +110,10 @@ def replay(
     config, records = separate_config(names, "RECORDS")
     run = load_config(config or config_beside(records), arguments=arguments)
     check_keys(arguments, with_losses=model is not None)
-    run = with_model_here(run)
-    model = None if model is None else check_checkpoint(model)
+    if model is None:
+        run = with_model_here(run)
+    else:  # has a tokenizer of its own: the run's start may be gone
+        model = check_checkpoint(model)
     no_bars_in_log_files()
     console = open_console(stderr=as_json)
     seen = changed = 0
