@@ -27,8 +27,8 @@ def replay_records(
     source: Path, config: RunConfig, *, model: Path | None = None, limit: int | None = None
 ) -> Iterator[Replayed]:
     """Build every target of ``source`` (a file or folder of records) again, and compare it with the record. ``model``:
-    checkpoint for the losses; None computes none, and reads the tokenizer of ``model.model``. Raises DataError, CheckpointError or VocabError if records, images or
-    tokenizer are not those of the run of ``config``."""
+    checkpoint for the losses; None computes none, and reads the tokenizer of ``model.model``. Raises DataError,
+    CheckpointError or VocabError if records, images or tokenizer are not those of the run of ``config``."""
     from coordexp.modeling.load import load_vocab
 
     records = read_records(source)[:limit]
