@@ -13,7 +13,8 @@ from coordexp.evaluation.detection import (
     match_answer,
     match_by_desc,
 )
-from coordexp.evaluation.several_answers import merge_answers
+from coordexp.evaluation.several_answers import merge_answers, side_by_side
+from coordexp.evaluation.summary import COUNTS_ONLY
 from coordexp.matching import MatchingConfig, match_objects
 from coordexp.parsing import parse_rollout
 from coordexp.records import GTObject, Rollout
@@ -91,6 +92,11 @@ def test_entries_of_merged_answers_are_counted_in_each_of_them() -> None:
     one = predicted(answer(entry(1), '"object_2": {"desc": "x"}'), [CAT])
     merged = merge_answers([one, one, one, one])
     assert (len(merged.pred), detection_metrics(count_image(merged).counts)["invalid_rate"]) == (1, 0.5)
+    several = [one, predicted(serialize_objects([CAT, DOG]), [CAT]), predicted(serialize_objects([CAT, LEAF]), [CAT])]
+    found = side_by_side(several, [merge_answers(several)], COUNTS_ONLY)
+    assert {name: figures["invalid_rate"] for name, figures in found.items()} == {
+        "one": 0.5, "union": 1 / 6, "majority": 1 / 6, "oracle": 0.5
+    }  # fmt: skip
 
 
 def test_soft_objects_and_their_matches_are_not_counted() -> None:
