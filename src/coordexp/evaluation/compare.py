@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
@@ -260,7 +260,8 @@ def _group(
 
 
 def paired(a: Sequence[ImageAnswer], b: Sequence[ImageAnswer]) -> list[ImageAnswer]:
-    """``b`` in the order of ``a``. Raises DataError for other images, or other annotations."""
+    """``b`` in the order of ``a``, also its annotations: an evaluation has them in the run's order, a prediction in
+    that of the file. Raises DataError for other images, or other annotations."""
     by_id = {answer.sample_id: answer for answer in b}
     lone = sorted({answer.sample_id for answer in a} ^ by_id.keys())
     if lone:
@@ -275,9 +276,9 @@ def paired(a: Sequence[ImageAnswer], b: Sequence[ImageAnswer]) -> list[ImageAnsw
                 f"{answer.sample_id}: the two runs answered other pictures ({answer.image}, {other.image}); predict "
                 "both from one JSONL"
             )
-        if other.gt != answer.gt or answer.gt is None:
+        if answer.gt is None or other.gt is None or Counter(other.gt) != Counter(answer.gt):
             raise DataError(f"{answer.sample_id}: the two runs have other annotations; predict both from one JSONL")
-    return [by_id[answer.sample_id] for answer in a]
+    return [replace(by_id[answer.sample_id], gt=answer.gt) for answer in a]
 
 
 def _interval(values_R: np.ndarray) -> tuple[float, float]:

@@ -289,6 +289,13 @@ def test_soft_objects_are_not_in_the_ledger() -> None:
     assert (ledger.false_lost.part, ledger.false_gained.part) == (0, 0)
 
 
+def test_the_order_of_annotations_does_not_matter_to_a_comparison() -> None:
+    ledger = compare([answered([CAT, DOG], [CAT])], [answered([DOG, CAT], [CAT])], resamples=10).ledger
+    assert (ledger.kept.part, ledger.lost.part, ledger.gained.part) == (1, 0, 0)
+    with pytest.raises(DataError, match="other annotations"):
+        compare([answered([CAT, DOG], [CAT])], [answered([CAT, CAT], [CAT])], resamples=10)
+
+
 def test_the_evaluation_of_an_earlier_version_may_be_repeated(tmp_path: Path) -> None:
     (tmp_path / "metrics.json").write_text(json.dumps({"fingerprints": ["0a-6-whole", "0b-7-whole"]}))
     check_replaced(tmp_path, {"fingerprints": ["0a-6-whole-0c", "0b-7-whole"]}, False)
