@@ -314,7 +314,7 @@ def test_runs_differ_where_one_found_what_the_other_missed(browser: Browser, tmp
     both = (left, right)
     runs = {
         "a": [answer("moved", both, left), answer("same", both, left), answer("photo", None, left)],
-        "b": [answer("moved", both, right), answer("same", both, left), answer("photo", None, left, desc="dog")],
+        "b": [answer("moved", both, right), answer("same", both[::-1], left), answer("photo", None, left, desc="dog")],
     }
     for name, answers in runs.items():
         write_answers(answers, tmp_path / name / "predictions.jsonl")

@@ -32,16 +32,17 @@ const renamedOf = (record, side, object) => {
   return at !== null && record[side === "gt" ? "pred" : "gt"][at].desc !== object.desc ? at : null;
 };
 // Annotated objects that one run alone found, and names that one alone gave to what is not annotated.
+// Annotations are counted by what they say: runs may have them in another order.
 const differences = (one, other) => {
-  const found = (run) => run.gt.map((o) => o.soft === null && partnerOf(run, "gt", o) !== null);
-  const [here, there, surplus] = [found(one), found(other), {}];
+  const surplus = {};
   for (const [run, sign] of [[one, 1], [other, -1]]) {
-    for (const o of run.pred.filter((o) => isKept(o) && o.partner === null)) {
-      surplus[`=${o.desc}`] = (surplus[`=${o.desc}`] ?? 0) + sign;
+    const found = run.gt.filter((o) => o.soft === null && partnerOf(run, "gt", o) !== null);
+    const wrong = run.pred.filter((o) => isKept(o) && o.partner === null);
+    for (const name of [...found.map((o) => `${o.bins}=${o.desc}`), ...wrong.map((o) => `=${o.desc}`)]) {
+      surplus[name] = (surplus[name] ?? 0) + sign;
     }
   }
-  return Object.values(surplus).reduce((sum, count) => sum + Math.abs(count),
-    here.filter((isFound, at) => isFound !== (there[at] ?? false)).length);
+  return Object.values(surplus).reduce((sum, count) => sum + Math.abs(count), 0);
 };
 const recount = (record) => {
   const kept = record.pred.filter(isKept);
