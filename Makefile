@@ -43,7 +43,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed; choose one with: make PYTHON=/path/to/python setup"; exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) $(TORCH) uv $(if $(findstring +cpu,$(TORCH)),2>/dev/null || $(FROM_CPU_TORCH) || $(NO_CPU_TORCH))
+	@echo "$(TORCH) and uv, by pip"
+	@$(PIP_INSTALL) $(TORCH) uv $(if $(findstring +cpu,$(TORCH)),2>/dev/null || $(FROM_CPU_TORCH) || $(NO_CPU_TORCH))
 	$(UV_INSTALL) --build-constraint constraints.txt --editable '.[$(EXTRAS)]'
 	$(UV_INSTALL) --no-deps dashscope
 	$(BIN)/python tools/cpu_wheels.py --install
