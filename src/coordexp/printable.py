@@ -22,6 +22,11 @@ def printable(text: object, *, lines: bool = False) -> str:
     return unsafe.sub(lambda found: f"\\u{ord(found[0]):04x}", str(text))
 
 
+def has_half_characters(text: str) -> bool:
+    r"""Whether ``text`` has lone surrogates, as JSON (``"\ud800"``) and file names can: UTF-8 cannot write them."""
+    return any("\ud800" <= char <= "\udfff" for char in text)
+
+
 class PrintableFilter(logging.Filter):
     """Lets a logger write its messages as :func:`printable`."""
 

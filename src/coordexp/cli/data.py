@@ -161,10 +161,10 @@ def split_command(
     paths = [jsonl.with_name(f"{jsonl.stem}.{name}.jsonl") for name in wanted]
     for path in paths:
         check_new_file(path, fix="remove or rename it")
-    by_name = dict(zip(wanted, parts, strict=True))
-    for path, (name, part) in zip(paths, by_name.items(), strict=True):
+    train = dict(zip(wanted, parts, strict=True)).get("train", [])
+    for path, part in zip(paths, parts, strict=True):
         echo(f"wrote {path}: {write_jsonl(part, path)} records")
-        if name != "train" and "train" in by_name and (note := unseen_note(by_name["train"], part)) is not None:
+        if (note := unseen_note(train, part)) is not None:
             echo(f"note: {path}: {note}", fg=typer.colors.YELLOW, err=True)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from coordexp.data.images import SEEN_SUFFIXES
 from coordexp.errors import DataError
-from coordexp.printable import printable
+from coordexp.printable import has_half_characters, printable
 
 _OF_TOOLS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "__pycache__")
 _SHOWN = 3
@@ -91,7 +91,7 @@ def _entries(folder: Path) -> list[tuple[str, str]]:
         for entry in entries:
             if is_hidden(entry.name):
                 kind = "a tool's own folder" if entry.name in _OF_TOOLS else "hidden"
-            elif any("\ud800" <= char <= "\udfff" for char in entry.name):
+            elif has_half_characters(entry.name):
                 kind = "a name that is not UTF-8; rename it"
             else:
                 try:

@@ -25,6 +25,7 @@ from coordexp.data.preparation import OriginalImage, Side, original_image
 from coordexp.data.tiles import Tiling
 from coordexp.errors import DataError
 from coordexp.parsing import parse_rollout
+from coordexp.printable import has_half_characters
 from coordexp.reading import read_bytes, read_json
 from coordexp.records import (
     GEOMETRY_KINDS,
@@ -318,14 +319,9 @@ def class_list_of(predictions: Path) -> tuple[str, ...]:
         return read_card(file.parent).classes
     content = read_json(kept)
     listed = content.get(CLASS_LIST, []) if isinstance(content, dict) else None
-    if not isinstance(listed, list) or not all(isinstance(one, str) and _is_text(one) for one in listed):
+    if not isinstance(listed, list) or not all(isinstance(one, str) and not has_half_characters(one) for one in listed):
         raise DataError(f"{CLASS_LIST} is not a list of names", path=kept)
     return tuple(listed)
-
-
-def _is_text(text: str) -> bool:
-    # Half a character, which JSON can write ("\\ud800"), cannot be written to any file again.
-    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def write_answers(answers: Iterable[ImageAnswer], path: Path) -> None:

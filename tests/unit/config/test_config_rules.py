@@ -160,7 +160,7 @@ RULES = [
     (vllm(enable_lora=True, sync={"mode": "adapter"}), {"tuner": {"train_type": "lora"}}, f"{VLLM}.sync.mode",
      "tuner.train_coord_rows"),
     (vllm(enable_lora=True, sync={"mode": "adapter"}), {"tuner": ADAPTERS | {"use_dora": True}}, f"{VLLM}.sync.mode",
-     "use_dora"),
+     "tuner.use_dora"),
     (vllm(enable_lora=True, sync={"mode": "adapter"}), {"tuner": ADAPTERS | {"modules_to_save": ["lm_head"]}},
      f"{VLLM}.sync.mode", "tuner.modules_to_save"),
     (vllm(enable_lora=True, sync={"mode": "auto", "fallback_to_full": False}), {"tuner": ADAPTERS}, f"{VLLM}.sync.mode",
@@ -169,7 +169,8 @@ RULES = [
      f"{VLLM}.max_lora_rank", "less than tuner.lora_rank (16)"),
     (vllm(enable_lora=True), {"tuner": {"train_type": "lora", "lora_rank": 16}, f"{VLLM}.max_lora_rank": 24},
      f"{VLLM}.max_lora_rank", "512, not 24"),
-    (vllm(enable_lora=True), {"tuner": ADAPTERS | {"lora_rank": 600}}, f"{VLLM}.max_lora_rank", "512, not 600"),
+    (vllm(enable_lora=True), {"tuner": {"train_type": "lora", "lora_rank": 600}}, f"{VLLM}.max_lora_rank",
+     "512, not 600"),
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from coordexp.data.preparation import ImagePreparation
 from coordexp.data.shards import shard_of
 from coordexp.engine.wire.arguments import CLASS_NAMES_KEY
 from coordexp.errors import DataError, RolloutError
+from coordexp.printable import has_half_characters
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts.backend import DecodingOptions, response_tokens
 from coordexp.rollouts.class_names import are_class_names
@@ -318,7 +319,7 @@ class PromptBuilder:
                 400, f"{num_images} images in one prompt; vllm.limit_mm_per_prompt allows {self.max_images}"
             )
         texts = [*(message["role"] for message in messages), *(part.get("text", "") for part in parts)]
-        if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
+        if any(has_half_characters(text) for text in texts):
             raise RequestRefused(
                 400, "a message contains a lone surrogate, which is not a valid character; send valid Unicode"
             )
