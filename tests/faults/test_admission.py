@@ -256,6 +256,26 @@ def test_a_body_is_not_read_before_its_token(path: str) -> None:
     assert replies[0]["status"] == 401
 
 
+@pytest.mark.parametrize(
+    ("authorization", "status"),
+    [("Bearer secret", 200), ("bearer secret", 200), ("Bearer Secret", 401), ("Basic secret", 401), ("secret", 401)],
+)
+def test_the_scheme_of_a_token_is_read_in_any_case(authorization: str, status: int) -> None:
+    """RFC 9110, 11.1."""
+    replies: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        replies.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/get_world_size/", "query_string": b"", "scheme": "http",
+             "headers": [(b"authorization", authorization.encode())], "server": ("127.0.0.1", 80)}  # fmt: skip
+    asyncio.run(Admission(app, "secret", "localhost", 30.0)(scope, None, send))
+    assert replies[0]["status"] == status
+
+
 def test_bodies_of_all_connections_share_one_budget() -> None:
     """Two of 2 GiB fit; the third is refused until one is answered."""
     statuses: list[int] = []

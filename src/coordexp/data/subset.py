@@ -150,9 +150,11 @@ def rename_classes(
     records: Sequence[ImageRecord], renames: Mapping[str, str]
 ) -> tuple[list[ImageRecord], Counter[str]]:
     """Records whose objects have the new names, and the number of renamed objects by old name. All names change at
-    once, so two can be exchanged; a name that exists already is joined. Raises DataError for a name that no object has,
-    and for one that is not allowed."""
+    once, so two can be exchanged; a name that exists already is joined. Raises DataError for a name that neither objects
+    nor labels of images have, and for one that is not allowed."""
+    labelled = {name for record in records for names in _image_labels(record).values() for name in names}
     known = Counter(obj.desc for record in records for obj in record.objects)
+    known.update(dict.fromkeys(labelled, 0))
     for old, new in renames.items():
         if old not in known:
             near = difflib.get_close_matches(old, known, 1, 0.5)
@@ -163,7 +165,7 @@ def rename_classes(
         except ValueError as error:
             raise DataError(f"{old}={new}: the new name cannot be used: {error}") from error
     olds: defaultdict[str, set[str]] = defaultdict(set)  # by new name
-    for old in [*known, *(name for record in records for names in _image_labels(record).values() for name in names)]:
+    for old in known:
         olds[renames.get(old, old)].add(old)
     renamed = []
     for record in records:

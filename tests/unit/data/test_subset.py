@@ -250,6 +250,11 @@ def test_joined_classes_are_absent_only_if_people_looked_for_all(
     assert renamed.metadata == {"image_labels": joined}
 
 
+def test_a_class_that_only_labels_of_images_have_is_renamed() -> None:
+    (record,), counts = rename_classes(named("cat"), {"dog": "hound"})
+    assert record.metadata["image_labels"] == {"present": ["Cat"], "absent": ["hound"]} and counts == {"dog": 0}
+
+
 @pytest.mark.parametrize(
     ("renames", "says"),
     [({"catt": "x"}, "did you mean 'cat'"), ({"zebra": "x"}, "no object is called 'zebra'$"), ({"cat": " "}, "empty"),

@@ -108,7 +108,7 @@ class Admission:
     def _check_sender(self, request: Request) -> None:
         if self._api_key is not None:
             scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-            if scheme != "Bearer" or not secrets.compare_digest(token.encode(), self._api_key.encode()):
+            if scheme.lower() != "bearer" or not secrets.compare_digest(token.encode(), self._api_key.encode()):
                 raise RequestRefused(401, "a bearer token is required: Authorization: Bearer …")
             return
         advice = "set rollout_matching.vllm.server.api_key_env"
