@@ -69,8 +69,10 @@ def aabbs(shapes: Sequence[Shape]) -> np.ndarray:
     """:func:`aabb` of each shape: (N, 4), int64 unless some shape has fractions of bins."""
     corners = [shape.bins if shape.kind == "bbox_2d" and len(shape.bins) == 4 else aabb(shape) for shape in shapes]
     corners_N4 = np.array(corners, dtype=None if corners else np.int64).reshape(-1, 4)
-    if corners_N4.dtype.kind in "iu":  # NumPy's narrower and unsigned integers are whole numbers too
-        corners_N4 = corners_N4.astype(np.int64, copy=False)
+    # NumPy's narrower and unsigned integers are whole numbers too; a polygon's fractions may be inside its box.
+    inside = (k for shape in shapes if shape.kind == "poly" for k in shape.bins)
+    is_whole = corners_N4.dtype.kind in "iu" and not any(isinstance(k, float | np.floating) for k in inside)
+    corners_N4 = corners_N4.astype(np.int64 if is_whole else np.float64, copy=False)
     corners_N4 = np.minimum(np.maximum(corners_N4, 0), NUM_BINS - 1)  # np.clip is slower: it looks up its bounds' types
     low_N2, high_N2 = corners_N4[:, :2], corners_N4[:, 2:]
     return np.concatenate([np.minimum(low_N2, high_N2), np.maximum(low_N2, high_N2)], axis=1)
@@ -269,7 +271,7 @@ def _box_pairs(a_K4: np.ndarray, b_K4: np.ndarray, resolution: int) -> np.ndarra
     return iou_K
 
 
-# Rings have integer vertices, so a real area is far larger; this is only rounding of crossing points.
+# The vertices of rings are bins, or thousandths of one, so a real area is far larger; this is only rounding.
 _NO_AREA = 1e-9
 
 
@@ -314,8 +316,8 @@ def exact_iou(a_V2: np.ndarray, b_W2: np.ndarray) -> float:
 
 
 def _outline_covers(outline_V2: np.ndarray, other_W2: np.ndarray) -> bool:
-    """Whether ``outline`` contains every point of ``other``'s outline. Exact: integer arithmetic."""
-    (points, others) = ([(int(x), int(y)) for x, y in ring_V2] for ring_V2 in (outline_V2, other_W2))
+    """Whether ``outline`` contains every point of ``other``'s outline. Exact, in integers: thousandths of a bin."""
+    (points, others) = (np.rint(1000 * ring_V2).astype(np.int64).tolist() for ring_V2 in (outline_V2, other_W2))
     edges = list(zip(points, points[1:] + points[:1], strict=True))
     for (px, py), (qx, qy) in zip(others, others[1:] + others[:1], strict=True):
         # Which part of p → q does each edge cover? If p = q, an edge covers it or not.
