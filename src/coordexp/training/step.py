@@ -180,14 +180,13 @@ class TrainStep:
             self.notify("on_step_begin")
 
             # Forward and backward, row by row.
-            started, forward_s, on_device, positions = time.perf_counter(), 0.0, DeviceMetrics(), 0
+            started, forward_s, on_device = time.perf_counter(), 0.0, DeviceMetrics()
             run.model.train()
             # Sharded ranks communicate in every forward, so a rank that fails alone has already lost contact.
             computing = nullcontext(lambda: None) if run.shards else distributed.raise_on_all_ranks(where)
             with phase("training", f"forward and backward of {where}"), computing as agree:
                 for number, row in enumerate(self._on_device(rows, where), start=1):
                     is_last = number == len(prepared.rows)
-                    positions += len(row.supervision.position_N)
                     run.accelerator.sync_gradients = is_last
                     with nullcontext() if is_last or run.shards else run.accelerator.no_sync(run.model):
                         begun = time.perf_counter()
@@ -207,7 +206,6 @@ class TrainStep:
         run.sums.add(
             {
                 "train/micro_steps": len(prepared.rows),
-                "train/supervised_total": positions,
                 "time/forward_s": forward_s,
                 "time/learner_s": time.perf_counter() - started,
                 "time/row_wait_s": rows.wait_s,
@@ -270,7 +268,11 @@ class TrainStep:
     def _take_metrics(self, on_device: DeviceMetrics, step: int) -> None:
         for row in on_device.sync():
             self.run.sums.add(
-                {"train/nonfinite_positions_total": row.nonfinite, "train/clamped_positions_total": row.clamped}
+                {
+                    "train/supervised_total": row.num_scored,
+                    "train/nonfinite_positions_total": row.nonfinite,
+                    "train/clamped_positions_total": row.clamped,
+                }
             )
             # The objective replaces NaN and infinity, so that one broken logit cannot erase a step. That must not hide
             # a diverged model, whose loss would look finite.

@@ -19,6 +19,8 @@ from coordexp.training.checked_run import check_run
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.rows import DeviceMetrics
 from coordexp.training.run import build_trainer, run_training
+from coordexp.training.step import PreparedStep
+from support.config_samples import pipeline
 from support.tiny_run import (
     InMemoryBackend,
     figures,
@@ -28,6 +30,7 @@ from support.tiny_run import (
     same_weights,
     step_lines,
     train,
+    watch_steps,
     weights,
 )
 
@@ -68,6 +71,19 @@ def test_every_step_of_stage_2_logs_the_contracts_metrics(tmp_path: Path) -> Non
         assert not [name for name in line if "iou" in name.lower() and not name.startswith("loss/")]
     assert sum(line["rollout/matched_total"] for line in step_lines(trainer)) > 0
     assert sum(line["rollout/prefix_coord_targets_total"] for line in step_lines(trainer)) > 0
+
+
+def test_only_positions_that_the_head_computes_count_as_supervised(tmp_path: Path) -> None:
+    declared = pipeline() | {"diagnostics": []}
+    declared["objective"] = [one for one in declared["objective"] if one["name"] == "token_ce"]  # no coordinates
+    prepared: list[list[PreparedStep]] = []
+    config = run_config(tmp_path, 2, rollout_matching__pipeline=declared)
+    trainer = train(config, finder(), lambda built: prepared.append(watch_steps(built)))
+    totals = [step.totals for step in prepared[0]]
+    assert all(one["coord"] for one in totals)
+    assert [line["train/supervised_total"] for line in step_lines(trainer)] == [
+        one["struct_ce"] + one["desc_ce"] for one in totals
+    ]
 
 
 def test_the_same_yaml_twice_gives_the_same_run(tmp_path: Path) -> None:
