@@ -40,6 +40,14 @@ def world_size() -> int:
     return max(1, _number("WORLD_SIZE", 1))
 
 
+def on_this_machine() -> tuple[int, int]:
+    """Place and number of torchrun's processes on this machine; (0, 1) alone, whatever an earlier job left. Raises
+    ConfigError."""
+    if world_size() == 1:
+        return 0, 1
+    return _number("LOCAL_RANK", 0), max(1, _number("LOCAL_WORLD_SIZE", 1))
+
+
 def be_alone() -> None:
     """For a command that starts its own ranks, or has none: drop the variables that an earlier job or this pod left. A
     later rank prints nothing, and any rank waits for the others."""

@@ -23,6 +23,7 @@ from coordexp.modeling.tiny import build_tiny_checkpoint
 from coordexp.training import loop
 from coordexp.training.checkpoint import check_contents, is_complete
 from faults.test_lying_servers import CALLS, DEADLINE_S, client_of
+from faults.test_stopped_runs import in_forward
 from support.cli_runs import files_of_at_most, run_cli
 from support.lying_server import lying
 from support.tiny_run import SPEC, run_config, same_weights, tiny_checkpoint, train, weights
@@ -96,6 +97,17 @@ def test_a_save_to_a_full_disk_raises_and_keeps_the_last_checkpoint(
     assert "MB free; a checkpoint takes about" in said and "checkpoint-1" in said
     assert is_complete(tmp_path / "run" / "checkpoint-1") and not is_complete(tmp_path / "run" / "checkpoint-2")
     seen(refused.value)
+
+
+def test_an_error_is_not_lost_behind_the_full_disk_of_the_save_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_forward(monkeypatch, 3, lambda: 1 // 0)  # in step 3
+    keys = SAVING | {"training__save_steps": 3}
+    with pytest.raises(ZeroDivisionError):
+        train(run_config(tmp_path, 1, **keys), on_built=limited_from_step_2(lambda: files_of_at_most(0)))
+    assert "step 3 failed, and the 2 steps before it cannot be saved: " in caplog.text
+    assert "checkpoint-2 cannot be written" in caplog.text and "Nothing of this run is saved" in caplog.text
 
 
 @pytest.mark.parametrize("command", ["export", "expand-vocab"])

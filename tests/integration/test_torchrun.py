@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import modeling_utils
 
+from coordexp import distributed
 from coordexp.config import RunConfig
 from coordexp.errors import AppendError
 from coordexp.modeling.load import load_model
+from coordexp.training import saving
 from coordexp.training import step_answers as training_answers
+from coordexp.training.checkpoint import check_contents
 from support.tiny_run import run_config, step_lines, tiny_checkpoint, train
 from support.torchrun import SGD, assert_same_training, assert_same_weights, train_by_two, train_rank
 
@@ -120,6 +125,33 @@ def test_a_sharded_run_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
     assert loaded.card.training is not None and loaded.processor.chat_template
     ours, theirs = saved(resumed), saved(whole)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def save_slowly(yaml: Path) -> None:
+    """Rank 0 writes its weights under another name for a while, in which rank 1 is done."""
+    write, note = modeling_utils.safe_save_file, saving.note_best
+
+    def written_late(tensors: Any, path: str, **options: Any) -> None:
+        part = Path(path).with_name(".tmp-part")
+        part.touch()
+        time.sleep(2.0)
+        part.unlink()
+        write(tensors, path, **options)
+
+    def noted_late(*arguments: Any) -> None:
+        if distributed.rank():
+            time.sleep(1.0)
+        note(*arguments)
+
+    modeling_utils.safe_save_file, saving.note_best = written_late, noted_late  # type: ignore[attr-defined]
+    train_rank(yaml)
+
+
+def test_a_rank_does_not_seal_what_another_one_writes(tmp_path: Path) -> None:
+    keys = {"training__max_steps": 1, "training__save_strategy": "steps", "training__save_only_model": True}
+    config = run_config(tmp_path, 1, **keys, fsdp__enabled=True)
+    train_by_two(config, by=save_slowly)
+    check_contents(folder_of(config) / "checkpoint-1")
 
 
 def test_sharded_bfloat16_trains_like_unsharded_bfloat16(tmp_path: Path) -> None:

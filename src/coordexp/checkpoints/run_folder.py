@@ -25,6 +25,8 @@ from coordexp.errors import CheckpointError, ConfigError, RunFinished
 MANIFEST = "run_manifest.json"
 STATE = "trainer_state.json"  # next to a final model: the steps of a finished run
 CURVES, RECORDS = "runs", "rollout_records"  # folders of TensorBoard's files and of rollout records
+# The answers of the first and of the last evaluation while a run trained.
+FIRST_EVALUATION, LAST_EVALUATION = "first_evaluation.jsonl", "last_evaluation.jsonl"
 CHECKPOINT = "checkpoint"  # N steps are in checkpoint-N, as transformers names it
 _MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", STATE)
 _WEIGHT = re.compile(r" x [^ ]+")  # of a file, after its fingerprint
@@ -127,16 +129,16 @@ def model_files_in(output_dir: Path) -> list[Path]:
 
 
 def clear_results(config: RunConfig, checkpoint: Path | None) -> None:
-    """With ``training.overwrite_output_dir``, delete the results of an earlier run, with its curves and records, before
-    a run writes its own: never before the run's own ``checkpoint``."""
+    """With ``training.overwrite_output_dir``, delete the results of an earlier run, with its curves, records and
+    evaluations, before a run writes its own: never before the run's own ``checkpoint``."""
     output_dir = config.training.output_dir
     if not config.training.overwrite_output_dir or (checkpoint is not None and _is_own(checkpoint, output_dir)):
         return
     for folder in (*checkpoints_in(output_dir), *(output_dir / name for name in (CURVES, RECORDS))):
         if folder.is_dir():
             shutil.rmtree(folder)
-    for path in results_in(output_dir):
-        path.unlink()
+    for path in (*results_in(output_dir), output_dir / FIRST_EVALUATION, output_dir / LAST_EVALUATION):
+        path.unlink(missing_ok=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -251,6 +251,12 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          "0 trains nothing; write -1 to train for num_train_epochs, or a number from 1 on"),
     Rule("training.eval_strategy", lambda c, _: c.training.eval_strategy != "no" and c.custom.val_jsonl is None,
          "'{c.training.eval_strategy}' evaluates, but custom.val_jsonl is null; give a file there, or write 'no'"),
+    Rule("training.eval_on_start", lambda c, _: c.training.eval_on_start and c.custom.val_jsonl is None,
+         "true evaluates, but custom.val_jsonl is null; give a file there, or write false"),
+    Rule("training.save_only_model", lambda c, _: (c.training.save_only_model and c.training.load_best_model_at_end
+             and (c.fsdp.enabled or c.deepspeed.enabled)),
+         "load_best_model_at_end loads sharded weights from a whole checkpoint, and these hold the model alone; write "
+         "false, or load_best_model_at_end: false"),
     Rule("training.fp16", lambda c, _: c.training.fp16 and c.training.use_cpu,
          "float16 needs a GPU; write bf16: true, or use_cpu: false"),
     Rule("training.fp16", lambda c, _: c.training.fp16 and c.training.bf16,

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 PREDICTIONS = "predictions.jsonl"
 SETTINGS, METRICS = "prediction.json", "metrics.json"  # next to it: of coordexp predict, of coordexp evaluate
-# In a run's folder: the answers of its first and of its last evaluation while it trained.
-FIRST_EVALUATION, LAST_EVALUATION = "first_evaluation.jsonl", "last_evaluation.jsonl"
 CLASS_LIST = "class_list"  # their key with the class list of the checkpoint that answered
 _SHOWN = 60  # characters of an answer that is not JSON
 

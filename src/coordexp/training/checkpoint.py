@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,8 +62,7 @@ def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool, s
     mine = sorted(sizes) if writes else []
     if shared:
         # On a network file system a rank may see the files of other ranks late.
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        gathered = distributed.gather_json([sizes, local])
+        gathered = distributed.gather_json([sizes, distributed.on_this_machine()[1]])
         seen = [part for part, _ in gathered]
         sizes = {name: max(part.get(name, 0) for part in seen) for part in seen for name in part}
         mine = _readers(seen, sizes, gathered[0][1])[distributed.rank()]
@@ -192,7 +190,7 @@ def resolve_resume(output_dir: str | Path, resume: bool | str | None) -> Path | 
     if resume is True:
         return _newest_whole(Path(output_dir))
     with distributed.raise_on_all_ranks("training.resume_from_checkpoint"):
-        if problem := _problem_with(Path(resume), _local_share()):
+        if problem := _problem_with(Path(resume), distributed.on_this_machine()):
             older = (folder for folder in checkpoints_in(Path(resume).parent) if folder != Path(resume))
             whole = next((one for one in older if _problem_with(one, (0, 1)) is None), None)
             fix = "name a complete checkpoint-N folder" if whole is None else f"name {whole}, which is complete"
@@ -304,7 +302,7 @@ def _newest_whole(output_dir: Path) -> Path | None:
         seen = [report.get(name, absent) for report in reports]
         if all(problem is None for problem, _ in seen):
             with distributed.raise_on_all_ranks(f"reading {output_dir / name}"):
-                damage = _problem_with(output_dir / name, _local_share())
+                damage = _problem_with(output_dir / name, distributed.on_this_machine())
             seen = [(problem, True) for problem in distributed.gather_json(damage)]
         rank, problem = next(((rank, problem) for rank, (problem, _) in enumerate(seen) if problem), (0, None))
         if problem is None:
@@ -334,11 +332,6 @@ def _problem_with(folder: Path, share: tuple[int, int] | None = None) -> str | N
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def _local_share() -> tuple[int, int]:
-    # The ranks of a machine share the reading: (this process's part, number of parts).
-    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _step_of(folder: Path) -> int:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from coordexp import distributed
+from coordexp.checkpoints.run_folder import FIRST_EVALUATION
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import FIRST_EVALUATION, ImageAnswer, picture_of, read_answers, write_answers
+from coordexp.evaluation.answers import ImageAnswer, picture_of, read_answers, write_answers
 from coordexp.evaluation.compare import changed_rates
 
 

@@ -30,7 +30,7 @@ def loaders_needed(workers: int, waited_s: float, step_s: float) -> int | None:
 
 def free_cores(busy: int) -> int:
     """Cores of this process that loader processes can have. ``busy``: those that the trainer itself computes on."""
-    return len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - busy
+    return len(os.sched_getaffinity(0)) // distributed.on_this_machine()[1] - busy
 
 
 def loader_advice(workers: int, waited_s: float, step_s: float, cores: int) -> str | None:

@@ -17,10 +17,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from coordexp import distributed
+from coordexp.checkpoints.run_folder import LAST_EVALUATION
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.errors import RunStopped, TrainingDiverged
-from coordexp.evaluation.answers import LAST_EVALUATION, ImageAnswer, answer_dataset, write_answers
+from coordexp.evaluation.answers import ImageAnswer, answer_dataset, write_answers
 from coordexp.evaluation.summary import COUNTS_ONLY, summarise, unknown_names
 from coordexp.metrics import MetricsPayload
 from coordexp.modeling.finite import broken_weight, check_finite
@@ -247,12 +248,12 @@ class CoordExpTrainer:
             self._drift.replay(self.state.log_history)
         metrics |= self._drift.observe(metrics, self.state.global_step)
         self._reading.observe(metrics, self.state.global_step)
-        norm, rate = self._last_update["grad_norm"], self._last_update["learning_rate"]
         payload = MetricsPayload("train", self.state.global_step, metrics).metrics
-        trainer = {} if norm is None else {"grad_norm": float(norm)}
+        # Nothing if a callback ended a resumed run at once: these steps are of the process before.
+        trainer = {name: float(value) for name, value in self._last_update.items() if value is not None}
         if lost := self.failed_writes():
             trainer[LOG_WRITES_FAILED] = lost
-        self._log({"loss": payload.get("loss", 0.0), **trainer, "learning_rate": rate, **payload})
+        self._log({"loss": payload.get("loss", 0.0), **trainer, **payload})
 
     def _log(self, line: dict[str, float]) -> None:
         if self.state.epoch is not None:
@@ -386,7 +387,10 @@ class CoordExpTrainer:
         if not together:
             logger.error("rank %d: the other processes cannot be reached, so nothing more is saved", distributed.rank())
         elif self._saved is None or self._saved[0] != step:
-            self.save_checkpoint()
+            try:
+                self.save_checkpoint()
+            except Exception as unsaved:  # a further problem: `error` ends the run
+                logger.error("%s failed, and the %d steps before it cannot be saved: %s", what, step, unsaved)
         # The line on memory that ran out says where the checkpoint is.
         if self._saved is not None and distributed.is_main() and not is_out_of_memory(error):
             logger.error(

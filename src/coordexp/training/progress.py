@@ -227,7 +227,7 @@ class RichProgress(TrainerCallback):
         self.stop()
         if self._evaluated:
             self._print(f"last {self._evaluated}")
-        if self._best is not None:
+        if state.best_model_checkpoint is not None:
             self._print(self._best_line(args, state))
 
     def _best_line(self, args: Any, state: TrainerState) -> str:

@@ -73,6 +73,8 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
                 run.progress.save_to_json(str(folder / TRAINER_STATE_NAME))
                 if (settings := folder.parent / RESOLVED_CONFIG).is_file():  # for a resume
                     shutil.copyfile(settings, folder / RESOLVED_CONFIG)
+        if run.shards:
+            distributed.barrier()  # a rank that is not done has files under temporary names, which no seal may list
         seal_checkpoint(
             folder,
             step,

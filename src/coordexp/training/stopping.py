@@ -85,13 +85,15 @@ class StopSignals:
             for number in data:
                 if number not in _SIGNALS or (asked is not None and number not in _ENDING):
                     continue
-                if asked is None:
+                if asked not in _ENDING:  # none, or a batch system's SIGUSR1, whose time goes on
                     _say(
                         f"{_name(number)}: the step under way is finished and saved, then the run ends (at most "
-                        f"{self._within_s:g} s, training.stop_within_s). Once more ends it at once"
+                        f"{self._within_s:g} s, training.stop_within_s)"
+                        + (". Once more ends it at once" if number in _ENDING else "")
                     )
-                    self._end_in(self._within_s, f"the step was not finished {self._within_s:g} s after", number)
-                elif asked in _ENDING:
+                    if asked is None:
+                        self._end_in(self._within_s, f"the step was not finished {self._within_s:g} s after", number)
+                else:
                     _say(f"{_name(number)} again: ending at once. {self._last_saved()}")
                     self._end_in(_AT_ONCE_S, "ended after a second", number)
                 asked = number

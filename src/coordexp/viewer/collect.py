@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
+from coordexp.checkpoints.run_folder import LAST_EVALUATION
 from coordexp.config.source import read_document
 from coordexp.coords import CoordVocab
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import (
-    LAST_EVALUATION,
     PREDICTIONS,
     ImageAnswer,
     ScoredObject,

@@ -73,6 +73,7 @@ RULES = [
      "stage2_ab.schedule.b_ratio: 0"),
     # training
     (stage1(), {"training.eval_strategy": "epoch"}, "training.eval_strategy", "custom.val_jsonl is null"),
+    (stage1(), {"training.eval_on_start": True}, "training.eval_on_start", "custom.val_jsonl is null"),
     (stage1(), {"training.bf16": True, "training.fp16": True}, "training.fp16", "exclude each other"),
     (stage1(), MASTERS | {"model.dtype": "float32"}, MASTER, "model.dtype is float32; write model.dtype: bfloat16"),
     (stage1(), MASTERS | {"tuner.train_type": "lora"}, MASTER, "trains adapters, which are float32 already"),
@@ -92,6 +93,9 @@ RULES = [
     (stage1(), {"training.load_best_model_at_end": True, "training.metric_for_best_model": "rollout/f1"},
      "training.load_best_model_at_end", "eval_strategy is 'no'"),
     (stage1(), BEST | {"training.eval_steps": 200}, "training.save_steps", "eval_steps (200)"),
+    *((set_keys(stage1(), BEST), {"training.save_only_model": True, **sharded}, "training.save_only_model",
+       "load_best_model_at_end loads sharded weights from a whole checkpoint")
+      for sharded in ({"fsdp.enabled": True}, {"deepspeed": {"enabled": True, "config": {}}})),
     (stage1(), BEST | {"training.metric_for_best_model": None}, "training.metric_for_best_model",
      "load_best_model_at_end"),
     (stage1(), {"training.gradient_checkpointing_every": 2}, "training.gradient_checkpointing_every",

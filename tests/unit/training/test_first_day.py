@@ -14,10 +14,11 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from coordexp.checkpoints.run_folder import LAST_EVALUATION
 from coordexp.data.dataset_check import check_jsonl
 from coordexp.data.jsonl import write_jsonl
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import LAST_EVALUATION, read_answers
+from coordexp.evaluation.answers import read_answers
 from coordexp.records import GTObject, ImageRecord
 from coordexp.training.progress import RichProgress
 from coordexp.training.run import check_run

@@ -150,13 +150,15 @@ def test_changes_on_purpose_are_recorded(finished: Path, tmp_path: Path) -> None
 
 def test_overwriting_deletes_the_earlier_results(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished / "run", tmp_path / "run")
-    (tmp_path / "run" / "adapter_config.json").write_text("{}")
+    earlier = ["adapter_config.json", "first_evaluation.jsonl", "last_evaluation.jsonl"]
+    for name in earlier:
+        (tmp_path / "run" / name).write_text("{}")
     keys = {"training__resume_from_checkpoint": None, "training__overwrite_output_dir": True, "training__seed": 7,
             "training__max_steps": 1}  # fmt: skip
     trainer = run_training(again(tmp_path, finished, **keys), Console(quiet=True))
     assert trainer.state.global_step == 1
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
-    assert not (tmp_path / "run" / "adapter_config.json").exists()
+    assert not any((tmp_path / "run" / name).exists() for name in earlier)
     keys |= {"model__model": str(tmp_path / "run" / "checkpoint-1")}
     with pytest.raises(ConfigError, match=r"overwrite_output_dir: would delete model\.model"):
         check_run(again(tmp_path, finished, **keys))

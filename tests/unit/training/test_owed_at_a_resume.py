@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import TrainerCallback
 
 from coordexp.checkpoints.template import with_own_template
 from coordexp.data import read_jsonl, write_jsonl
@@ -65,6 +66,26 @@ def test_a_signal_at_an_evaluation_postpones_it(tmp_path: Path) -> None:
     resumed = train(run_config(tmp_path, 1, "stopped", **BEST, training__resume_from_checkpoint=True))
     assert evaluated(resumed) == evaluated(whole) == [1, 2]
     assert Path(resumed.state.best_model_checkpoint).name == Path(whole.state.best_model_checkpoint).name
+
+
+def test_a_callback_may_end_a_resumed_run_at_the_evaluation_that_it_owes(tmp_path: Path) -> None:
+    """As early stopping does, between two log lines: the loss of the process before is logged."""
+
+    class Enough(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = True
+
+    keys = BEST | {"training__logging_steps": 5, "training__max_steps": 4}
+    stopped, _ = build_trainer(check_run(run_config(tmp_path, 1, "run", **keys)), Console(quiet=True))
+    stopped.train(signal=lambda: 15)
+    loss = stopped.run.sums.state_dict()["values"]["loss"]
+    resumed = train(
+        run_config(tmp_path, 1, "run", **keys, training__resume_from_checkpoint=True),
+        on_built=lambda trainer: trainer.add_callback(Enough()),
+    )
+    assert resumed.state.global_step == 1 and evaluated(resumed) == [1]
+    assert [line["loss"] for line in resumed.state.log_history if "loss" in line] == [loss]
+    assert resumed.state.log_history[-1]["train_loss"] == loss
 
 
 def test_larger_batches_do_not_end_a_run_before_what_it_has_trained(tmp_path: Path) -> None:

@@ -59,6 +59,19 @@ def test_evaluations_show_their_progress_and_figures(terminal: bool, monkeypatch
     assert text.count("run/checkpoint-20, rollout/f1 0.416") == 2
 
 
+def test_a_best_checkpoint_that_no_longer_counts_is_not_named_at_the_end() -> None:
+    """A resumed run has other validation images: its earlier figures compare with nothing."""
+    file = io.StringIO()
+    progress = RichProgress(Console(file=file, width=200), "stage 1")
+    state: Any = SimpleNamespace(global_step=20, max_steps=20, is_world_process_zero=True, best_metric=0.5,
+                                 best_model_checkpoint="run/checkpoint-10")  # fmt: skip
+    args: Any = SimpleNamespace(metric_for_best_model="rollout/f1")
+    progress.on_save(args, state, None)
+    state.best_metric = state.best_model_checkpoint = None
+    progress.on_train_end(args, state, None)
+    assert file.getvalue() == "best checkpoint: run/checkpoint-10, rollout/f1 0.500\n"
+
+
 def test_coordinate_errors_have_a_unit() -> None:
     file = io.StringIO()
     progress = RichProgress(Console(file=file, width=200), "stage 1")

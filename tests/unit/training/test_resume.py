@@ -244,6 +244,17 @@ def test_an_incomplete_checkpoint_is_skipped_and_refused_by_name(
         resolve_resume("elsewhere", str(bad))
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_process_alone_reads_the_whole_checkpoint(rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier job of two processes left its variables."""
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for step, name in ((1, "rng_state_0.pth"), (2, "rng_state_1.pth"), (3, "trainer_state.json")):
+        (checkpoint(tmp_path, step) / name).write_text("[]")
+        with pytest.raises(CheckpointError, match=f"is damaged: {name} is not what was saved"):
+            resolve_resume("elsewhere", str(tmp_path / f"checkpoint-{step}"))
+
+
 @pytest.mark.parametrize(("resume", "sealed"), [(True, False), (False, True), (None, True)])
 def test_without_the_key_or_a_complete_checkpoint_a_run_starts_from_the_beginning(
     resume: bool | None, sealed: bool, tmp_path: Path
