@@ -208,6 +208,7 @@ class PushState:
     weights: WeightVersion = field(default_factory=WeightVersion)
     pushes: int = 0
     base_overwritten: bool = False  # by full weights: an adapter for the checkpoint no longer fits
+    overwritten: set[Place] = field(default_factory=set)  # since the start, by pushes that failed too
     checksum: str | None = None
     failure: str | None = None
     received_bytes: int = 0
@@ -250,7 +251,7 @@ class WeightReceiver:
         if self._group is not None:
             self._group.close()
         self._group = None
-        self._loading, self._buffers = [], []
+        self._loading, self._buffers = [], []  # what is still being loaded precedes what is loaded later
         if self.state.open:
             self.state.failure = "the trainer disconnected during a push"
         self.state.open = False
@@ -336,11 +337,13 @@ class WeightReceiver:
         gone too."""
         state = self.state
         with self.recording_failures():
-            if not state.open:
+            if not state.open or state.failure is not None:
                 raise RolloutError(state.failure or "no push is under way")
             self._finish_loading(keep=0)
             if not state.adapter_names:
                 self.layout.check_complete(state.shapes)
+            elif trainer_id is not None:  # ms-swift's trainers push the model below their adapter first
+                self._check_base()
             finish()
             state.checksum = None
             if wants_checksum and self._sharded:
@@ -352,8 +355,18 @@ class WeightReceiver:
             state.pushes += 1
             state.base_overwritten |= not state.adapter_names
             state.open = False
-            state.failure = None
             return self.report()
+
+    def _check_base(self) -> None:
+        # CoordExp's adapters are trained on the checkpoint's weights, but for those that come with them.
+        changed = self.state.overwritten - {self.layout.place(name) for name in self.state.shapes}
+        if changed:
+            shown = sorted({place.parameter for place in changed})
+            raise RolloutError(
+                f"an earlier push changed {', '.join(shown[:_SHOWN])}{', …' if len(shown) > _SHOWN else ''} of the "
+                "engine's model, on whose own weights this adapter was trained; restart the server, or push with "
+                "sync.mode: full"
+            )
 
     def report(self) -> dict[str, Any]:
         """State of this worker's weights, for the trainer to check; JSON can hold it."""
@@ -383,6 +396,7 @@ class WeightReceiver:
             if name in self.state.shapes:
                 raise RolloutError(f"the trainer sent {name!r} twice in one push")
             self.state.shapes[name] = shape
+            self.state.overwritten.add(self.layout.place(name))
         self._finish_loading(keep=1)  # at most one bucket is still being loaded while another arrives
         self._loading.append([])
 
@@ -393,13 +407,15 @@ class WeightReceiver:
             self._loading.pop(0)
 
     def begin(self) -> None:
-        """Open a push, if none is open."""
-        if self.state.open:
+        """Open a push, if none is open. One with an error ends with this: no part of it counts for the next."""
+        if self.state.open and self.state.failure is None:
             return
+        if self._loading:
+            self._loading, self._buffers = [], []
         if not self.layout.describes(self.model):
             self.layout = WeightLayout.from_model(self.model)
             self.in_place = InPlaceTargets(self.layout, enabled=not self._sharded)
-        kept = {name: getattr(self.state, name) for name in ("weights", "pushes", "base_overwritten", "failure")}
+        kept = {name: getattr(self.state, name) for name in ("weights", "pushes", "base_overwritten", "overwritten")}
         self.state = PushState(open=True, **kept)
 
     def _load(self, tensors: Sequence[tuple[str, torch.Tensor]], ready: torch.cuda.Event | None = None) -> None:

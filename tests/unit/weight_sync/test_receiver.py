@@ -45,6 +45,79 @@ def test_full_weights_replace_the_base_of_adapters_and_adapters_do_not() -> None
     assert worker.commit(8, False, nothing)["base_overwritten"] is True, "it stays so"
 
 
+EMBED, NORM = "model.language.embed.weight", "model.language.layer.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "comes_with_it", "refused"),
+    [
+        ([EMBED], [], "changed language.model.embed.weight of"),
+        ([EMBED], [EMBED], None),
+        ([EMBED, NORM], [EMBED], "changed language.model.layer.norm.weight of"),
+        ([], [EMBED], None),
+    ],
+)
+@pytest.mark.parametrize("was_committed", [True, False])
+def test_an_adapter_is_refused_on_weights_that_an_earlier_push_changed(
+    earlier: list[str], comes_with_it: list[str], refused: str | None, was_committed: bool
+) -> None:
+    worker, sent = receiver(), dict(weights())
+
+    def push(names: list[str]) -> None:
+        worker.begin()
+        if names:
+            worker.take([(name, sent[name]) for name in names])
+        worker.state.adapter_names = ["a"]
+
+    push(earlier)
+    if was_committed:
+        worker.commit(3, False, nothing, "the trainer before")
+    worker.close()
+    push(comes_with_it)
+    if refused is None:
+        assert worker.commit(0, False, nothing, "this trainer")["weight_version"] == 0
+        return
+    with pytest.raises(RolloutError, match=refused):
+        worker.commit(0, False, nothing, "this trainer")
+
+
+def test_a_full_push_that_failed_half_way_leaves_no_base_for_adapters() -> None:
+    worker = receiver()
+    worker.take(weights()[:2])
+    worker.close()
+    worker.begin()
+    worker.state.adapter_names = ["a"]
+    with pytest.raises(RolloutError, match="an earlier push changed"):
+        worker.commit(0, False, nothing, "another trainer")
+
+
+def test_a_push_with_an_error_is_not_committed_even_if_later_parts_arrive() -> None:
+    class Failing(FusedModel):
+        fails = True
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            if self.fails and any(name == EMBED for name, _ in weights):
+                raise RuntimeError("no memory")
+            super().load_weights(weights)
+
+    model = Failing()
+    worker, sent = receiver(model), dict(weights())
+    worker.take([(EMBED, sent.pop(EMBED))])
+    (first, *_), rest = sent.items(), dict(sent)
+    rest.pop(first[0])
+    worker.take([first])
+    with pytest.raises(RolloutError, match=r"embed\.weight .*no memory"):
+        worker.take([*rest.items()])  # swift rollout replies 200 all the same
+    with pytest.raises(RolloutError, match="no memory"):
+        worker.commit(1, False, nothing)
+    worker.take([*rest.items()])
+    with pytest.raises(RolloutError, match="2 of the engine's weights were not sent"):
+        worker.commit(1, False, nothing)
+    model.fails = False
+    worker.take(weights())
+    assert worker.commit(1, False, nothing)["failure"] is None
+
+
 def test_a_trainer_that_leaves_during_a_push_is_named_by_the_next_call() -> None:
     worker = receiver()
     worker.close()
