@@ -147,6 +147,28 @@ def test_if_the_engine_does_not_start_the_trainer_is_restored(monkeypatch: pytes
 
 
 @needs("vllm")
+@pytest.mark.parametrize("failing", ["push", "wake kv_cache", None])
+def test_no_answers_after_a_push_that_failed_or_in_an_engine_that_sleeps(
+    failing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer()
+    backend = backend_of(monkeypatch, trainer, FakeEngine(trainer))
+    with rollout_session(backend, 0):
+        assert backend.generate([], SEEDS) == []
+
+    def note(what: str) -> None:
+        if what == failing:
+            raise RolloutError(f"no {what}")
+
+    monkeypatch.setattr(trainer, "note", note)
+    if failing is not None:
+        with pytest.raises(RolloutError, match=f"no {failing}"):
+            backend.sync_weights(1)
+    with pytest.raises(RolloutError, match="call sync_weights before"):
+        backend.generate([], SEEDS)
+
+
+@needs("vllm")
 @pytest.mark.parametrize(
     ("every", "compared"),
     [(0, [True, False, False, False, False]), (1, [True] * 5), (2, [True, False, True, False, True])],

@@ -298,6 +298,7 @@ class ColocatedBackend(RolloutBackend):
         self._num_fallbacks = 0  # since the metrics were last taken
         self._offloaded = ExitStack()  # open while the trainer's state is off the device
         self._version = 0
+        self._needs_push = False  # since a push began that has not succeeded, or the engine was released
         self._seeds: dict[str, list[int]] = {}
 
     def start_engine(self) -> InProcessEngine:
@@ -318,7 +319,7 @@ class ColocatedBackend(RolloutBackend):
 
     def generate_rounds(self, rounds: Sequence[RolloutRound]) -> Iterator[IndexedRollout]:
         """Submits each request separately, with its own seed. A collective call if T > 1."""
-        if self.engine is None:
+        if self.engine is None or self._needs_push:
             raise RolloutError("the colocated engine has no weights yet; call sync_weights before generate_rounds")
         requests = {
             f"{distributed.rank()}-{r}-{i}": (r, i, request)
@@ -375,6 +376,7 @@ class ColocatedBackend(RolloutBackend):
         return self._decode_batch_size
 
     def sync_weights(self, version: int) -> None:
+        self._needs_push = True
         try:
             self._offloaded.enter_context(self._trainer.offload())
             with distributed.raise_on_all_ranks("starting the colocated engine"):
@@ -389,9 +391,10 @@ class ColocatedBackend(RolloutBackend):
         except BaseException:
             self.release()
             raise
-        self._version = version
+        self._version, self._needs_push = version, False
 
     def release(self) -> None:
+        self._needs_push = True
         try:
             if self.engine is not None:
                 self.engine.sleep(self._config.sleep_level)
