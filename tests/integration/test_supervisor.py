@@ -157,6 +157,16 @@ def test_a_launch_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     assert (tmp_path / "launch.log").read_text() == ""
 
 
+def test_a_launch_outlives_characters_that_its_terminal_cannot_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    trainer = r"import os, time; os.write(1, 'step 1 \u2501 \u2026\n'.encode()); time.sleep(1)"
+    with launched(tmp_path, plan(tmp_path, trainer)) as running:
+        assert running.process.wait(DEADLINE_S) == 0
+    assert r"step 1 \u2501 \u2026" in (tmp_path / "launch.log").read_text()
+
+
 def test_a_launch_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun removes neither its rendezvous nor its folder of logs."""
     temporary = tmp_path / "tmp"

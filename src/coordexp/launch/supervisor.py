@@ -11,6 +11,7 @@ and supervisor are *subreapers*: orphans below them become their children, so no
 from __future__ import annotations
 
 import ctypes
+import io
 import itertools
 import os
 import select
@@ -368,6 +369,8 @@ def main() -> None:
         line = pipe.readline()
     if not line.endswith(b"\n"):
         sys.exit(FAILED)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # of a terminal that cannot show every character of the logs
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(Supervisor(PLAN_JSON.validate_json(line), LaunchView(sys.stdout), 0).run())
 
 
