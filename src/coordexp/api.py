@@ -14,7 +14,7 @@ from pydantic_core import to_jsonable_python
 
 from coordexp.config import load_config
 from coordexp.config.checks import check_paths
-from coordexp.config.resolved import in_place_of_validation
+from coordexp.config.resolved import AnswerConfig, in_place_of_validation
 from coordexp.config.schema import RunConfig
 from coordexp.config.source import checked_overrides, dump_value
 from coordexp.data.files import check_new_file, is_same_file
@@ -127,7 +127,7 @@ def evaluate(
         CoordExpError: as the command.
     """
     from coordexp.checkpoints.fetch import model_folder, with_model_here
-    from coordexp.inference.session import checked_class_names, evaluation_config
+    from coordexp.inference.session import checked_class_names, evaluation_config, with_several_answers
 
     answers, limit = whole_number("answers", answers), None if limit is None else whole_number("limit", limit)
     checkpoint, jsonl = (None if path is None else Path(path) for path in (model, data))
@@ -152,6 +152,7 @@ def evaluate(
         from coordexp.modeling.load import no_progress_bars
 
     names = checked_class_names(classes, checkpoint or run.model.model)
+    with_several_answers(AnswerConfig.of_run(run), answers, _arguments(overrides))
     with no_progress_bars():
         return run_evaluation(
             run, _console(quiet), model=checkpoint, data=jsonl, limit=limit, output=None if out is None else Path(out),
@@ -298,7 +299,7 @@ def complete(
         config=None if config is None else Path(config),
         prompt=prompt,
         batch_size=None if batch_size is None else whole_number("batch_size", batch_size),
-        arguments=[f"{key}={json.dumps(value, default=str)}" for key, value in checked_overrides(overrides).items()],
+        arguments=_arguments(overrides),
     )
     with heavy_imports():
         from coordexp.modeling.load import no_progress_bars
@@ -308,6 +309,11 @@ def complete(
             sheet=picture, sheet_images=sheet_images, tiling=tiling,
         )  # fmt: skip
     return None if done is None else done[0]
+
+
+def _arguments(overrides: Mapping[str, Any] | None) -> list[str]:
+    # As words of a command line.
+    return [f"{key}={json.dumps(value, default=str)}" for key, value in checked_overrides(overrides).items()]
 
 
 def _console(quiet: bool) -> Console:

@@ -83,8 +83,13 @@ def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pyte
     with pytest.raises(DataError, match=r"another max_new_tokens \(\d+, now 7\)"):
         evaluate(config, shorter, model=run.checkpoint, limit=2, out=tmp_path / "figures")
     assert "Loading weights" not in capsys.readouterr().err
-    for wrong in ({}, {"model": run.checkpoint, "overrides": {"training.seed": 1}}):
-        with pytest.raises(ConfigError):
+    for wrong, says in (
+        ({}, "name a configuration or model="),
+        ({"model": run.checkpoint, "overrides": {"training.seed": 1}}, "overrides belong to a configuration"),
+        ({"config": config, "overrides": {"rollout_matching.decoding.temperature": 0}, "answers": 2},
+         "0 makes all 2 answers the same"),  # they were sampled at 0.7
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=says):
             evaluate(**wrong)
     words: Any = ["training.max_steps=3"]  # as on a command line
     for call in (train, evaluate):

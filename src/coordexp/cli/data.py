@@ -85,16 +85,14 @@ def check_command(
     count_tokens = None
     if model is not None:
         with heavy_imports():
-            from coordexp.data.jsonl import read_jsonl
             from coordexp.modeling.inputs import token_counter
 
-        count_tokens = token_counter(model, read_jsonl(jsonl, limit=1, check_images=True)[0])
+        count_tokens = token_counter(model)
     with counting("checking") as progress:
         check = check_jsonl(
             jsonl, limit=limit, count_tokens=count_tokens, max_tokens=max_tokens, deep=deep, progress=progress
         )
-    if sheet is not None:
-        _draw_sheet(check, model, sheet, sheet_images, run)
+    drawn = sheet is not None and _draw_sheet(check, model, sheet, sheet_images, run)
     if as_json:
         echo(json.dumps(check.to_json(), ensure_ascii=False))
     else:
@@ -102,7 +100,8 @@ def check_command(
         console.print(_findings(check))
         console.print(_histograms(check))
         if sheet is not None:
-            console.print(f"wrote {sheet}", soft_wrap=True)
+            said = f"wrote {sheet}" if drawn else f"note: {sheet} is not written: no record is valid"
+            console.print(said, soft_wrap=True)
         if not check.errors:
             noted = sum(check.counts().values())
             notes = f"; {noted} finding{'s' * (noted != 1)} above to look at" if noted else ""
@@ -317,9 +316,9 @@ data_app.add(
 )(complete_command)
 
 
-def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int, run: RunConfig | None) -> None:
+def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int, run: RunConfig | None) -> bool:
     """Draw objects after a round trip through tokens, and report records that it changes. With ``run``, draw records
-    as its first epochs see them."""
+    as its first epochs see them. False if no record is valid, so that nothing is drawn."""
     from coordexp.cli.console import vocabulary_of
     from coordexp.data.dataset_check import ERRORS, Finding
     from coordexp.data.files import asset
@@ -332,12 +331,12 @@ def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int
     broken = {problem.where for problem in check.problems if problem.finding in ERRORS}
     valid = [record for record in check.records if record.sample_id not in broken]
     if not valid:
-        raise DataError("no valid record to draw", path=check.path)
+        return False
     rows = count if run is None else max(1, count // _EPOCHS)
     chosen = list(range(0, len(valid), max(1, len(valid) // rows)))[:rows]
     if run is None:
         draw_contact_sheet([valid[index] for index in chosen], vocab, sheet)
-        return
+        return True
     from coordexp.data.dataset import RecordDataset
 
     def without_prompt(record: ImageRecord) -> RolloutRequest:
@@ -346,6 +345,7 @@ def _draw_sheet(check: DatasetCheck, model: Path | None, sheet: Path, count: int
     seen = RecordDataset(valid, without_prompt, run.custom.object_ordering, run.training.seed, run.data.augment)
     views = [seen.view(index, epoch) for index in chosen for epoch in range(_EPOCHS)]
     draw_contact_sheet([record for record, _ in views], vocab, sheet, _EPOCHS, [image for _, image in views])
+    return True
 
 
 def _findings(check: DatasetCheck) -> Table:

@@ -136,7 +136,8 @@ def check_jsonl(
         limit: check the first ``limit`` lines only.
         deep: decode every image too, instead of reading its header alone. Later checks skip sound images
             if their files have not changed.
-        count_tokens: tokens of a record's prompt and answer; with it, those above ``max_tokens`` are found.
+        count_tokens: tokens of a record's prompt and answer; with it, those above ``max_tokens`` are found. Not called
+            for a shape that processors refuse.
 
     Raises:
         DataError: no such file, or no line in it.
@@ -180,7 +181,7 @@ def check_jsonl(
             if not record.objects:
                 check.add(Finding.EMPTY_IMAGE, record.sample_id, "no objects")
             _add_objects(check, record)
-            if count_tokens is not None:
+            if count_tokens is not None and shape_problem(record.width, record.height) is None:
                 length = count_tokens(record)
                 check.token_lengths.append(length)
                 if max_tokens is not None and length > max_tokens:

@@ -11,7 +11,7 @@ import os
 import random
 import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -133,7 +133,7 @@ def read_renames(texts: Sequence[str], records: Sequence[ImageRecord]) -> dict[s
     """New names by old ones, as datasets contain them, of texts ``OLD=NEW``. A name may contain ``=`` itself: the part
     that is a class decides.
     Raises DataError for other texts, and for an old name that is given twice."""
-    known = {obj.desc for record in records for obj in record.objects}
+    known = {obj.desc for record in records for obj in record.objects} | _labelled(records)
     renames: dict[str, str] = {}
     for text in texts:
         parts = [(as_written(text[:at]), as_written(text[at + 1 :])) for at, char in enumerate(text) if char == "="]
@@ -150,11 +150,10 @@ def rename_classes(
     records: Sequence[ImageRecord], renames: Mapping[str, str]
 ) -> tuple[list[ImageRecord], Counter[str]]:
     """Records whose objects have the new names, and the number of renamed objects by old name. All names change at
-    once, so two can be exchanged; a name that exists already is joined. Raises DataError for a name that neither objects
-    nor labels of images have, and for one that is not allowed."""
-    labelled = {name for record in records for names in _image_labels(record).values() for name in names}
+    once, so two can be exchanged; a name that exists already is joined. Raises DataError for a name that neither
+    objects nor labels of images have, and for one that is not allowed."""
     known = Counter(obj.desc for record in records for obj in record.objects)
-    known.update(dict.fromkeys(labelled, 0))
+    known.update(dict.fromkeys(_labelled(records), 0))
     for old, new in renames.items():
         if old not in known:
             near = difflib.get_close_matches(old, known, 1, 0.5)
@@ -178,6 +177,10 @@ def rename_classes(
             metadata[IMAGE_LABELS] = {**metadata[IMAGE_LABELS], **new}
         renamed.append(replace(record, objects=objects, metadata=metadata))
     return renamed, Counter({old: known[old] for old in renames})
+
+
+def _labelled(records: Iterable[ImageRecord]) -> set[str]:
+    return {name for record in records for names in _image_labels(record).values() for name in names}
 
 
 def _image_labels(record: ImageRecord) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ from coordexp.checkpoints.fingerprints import is_same
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.data.files import check_writable, whole_file, write_atomically
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import CLASS_LIST, METRICS, PREDICTIONS, ImageAnswer, write_answers
+from coordexp.evaluation.answers import CLASS_LIST, METRICS, PREDICTIONS, SETTINGS, ImageAnswer, write_answers
 from coordexp.evaluation.coco_results import (
     AREAS,
     COCO_FILES,
@@ -233,8 +233,9 @@ def write_summary(
 ) -> list[Path]:
     """The figures as JSON, CSV and pictures, the answers as JSONL and as COCO's files. ``classes``: the class list of
     the checkpoint that answered, empty if it has none. What an earlier evaluation wrote there and this one does not
-    have is removed. Returns the paths."""
+    have is removed, and so are the settings of a prediction, whose answers are replaced. Returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / SETTINGS).unlink(missing_ok=True)
     content = {
         **about,
         CLASS_LIST: list(classes),

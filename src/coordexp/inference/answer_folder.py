@@ -14,7 +14,16 @@ from coordexp import distributed
 from coordexp.data.files import append_line, write_atomically
 from coordexp.data.tiles import whole_of
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import PREDICTIONS, SETTINGS, ImageAnswer, from_line, is_of, to_line, write_answers
+from coordexp.evaluation.answers import (
+    METRICS,
+    PREDICTIONS,
+    SETTINGS,
+    ImageAnswer,
+    from_line,
+    is_of,
+    to_line,
+    write_answers,
+)
 from coordexp.records import ImageRecord, read_lines
 
 DRAWINGS = "images"
@@ -28,14 +37,20 @@ class AnswerFolder:
     path: Path
 
     def claim(self, settings: dict[str, Any], records: Sequence[ImageRecord], overwrite: bool, fix: str) -> None:
-        """Make the folder that of ``settings`` and ``records``; ``overwrite`` deletes its answers first. Raises
-        DataError, with ``fix``, if it has answers of other settings, or for other pictures."""
+        """Make the folder that of ``settings`` and ``records``; ``overwrite`` deletes its answers first, also those of
+        an evaluation. Raises DataError, with ``fix``, if it has answers of other settings, or for other pictures; and
+        if its drawings would replace pictures of ``records``."""
+        drawings = (self.path / DRAWINGS).resolve()
+        if any(one.resolve().is_relative_to(drawings) for one in {record.image.parent for record in records}):
+            detail = f"its folder {DRAWINGS} is for drawings, which would replace the images to answer in it"
+            raise DataError(f"{detail}; name another folder", path=self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         path = self.path / SETTINGS
-        if path.is_file() and overwrite:
-            for old in (*self._parts(), path):
-                old.unlink()
-            shutil.rmtree(self.path / DRAWINGS, ignore_errors=True)
+        if overwrite:
+            if path.is_file():
+                shutil.rmtree(self.path / DRAWINGS, ignore_errors=True)
+            for old in (*self._parts(), self.path / METRICS, path):
+                old.unlink(missing_ok=True)
         if path.is_file():
             self._check_settings(settings, fix)
             self._check_pictures(records, fix)

@@ -243,12 +243,12 @@ def to_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     return for_device(inputs, lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
 
 
-def token_counter(checkpoint: Path, sample: ImageRecord) -> Callable[[ImageRecord], int]:
+def token_counter(checkpoint: Path) -> Callable[[ImageRecord], int]:
     """A function from a record to the number of tokens of its prompt and answer in training, without opening its image.
 
     Prompt and order of fields are the checkpoint's own, or else the built-in ones. The prompt's text is the same for
-    all records and is measured on ``sample``; the number of image tokens follows from an image's size. Raises
-    CheckpointError or VocabError, and DataError for the image of ``sample``.
+    all records and is measured once; the number of image tokens follows from an image's size. Raises CheckpointError
+    or VocabError; the function raises DataError for an image that no processor takes.
     """
     opened = Checkpoint.open(checkpoint)
     (processor, vocab), image_token = load_processor_and_vocab(opened), read_config(opened).image_token_id
@@ -263,9 +263,9 @@ def token_counter(checkpoint: Path, sample: ImageRecord) -> Callable[[ImageRecor
     own = read_card(checkpoint).training
     order = "desc_first" if own is None else own.object_field_order
     template = settings_for_answers(own)
-    prompt_ids = (
-        PromptEncoder(processor, template.get("prompt"), template.get("system")).encode(sample).prompt_token_ids
-    )
+    encoder = PromptEncoder(processor, template.get("prompt"), template.get("system"))
+    sample = ImageRecord("blank", Path("blank"), 64, 64, ())
+    prompt_ids = encoder.encode(sample, Image.new("RGB", (64, 64))).prompt_token_ids
     counted = sum(1 for token_id in prompt_ids if token_id == image_token)
     assert counted == image_tokens(sample), "image tokens follow from the size; the processor disagrees"
     text_tokens = len(prompt_ids) - counted

@@ -67,6 +67,28 @@ def test_check_counts_tokens_as_training_does(
     assert cli("data", "check", scenes, "--max-tokens", 150).code == 2  # the tokenizer is not given
 
 
+@pytest.mark.parametrize(
+    ("first", "size", "findings"),
+    [("{", (64, 64), {"schema": 1, "missing_image": 1}), ("", (4020, 20), {"extreme_shape": 1, "missing_image": 1}),
+     ("{", None, {"schema": 1, "missing_image": 2})],
+)  # fmt: skip
+def test_counting_and_drawing_do_not_end_a_check(
+    first: str, size: tuple[int, int] | None, findings: dict[str, int], tmp_path: Path, cli: Cli
+) -> None:
+    """A broken first line, an image that no processor takes, no valid record at all: all findings are shown."""
+    width, height = size or (64, 64)
+    if size is not None:
+        Image.new("RGB", size).save(tmp_path / "a.png")
+    lines = [
+        {"images": [name], "width": width, "height": height, "objects": [{"desc": "x", "bbox_2d": [0, 0, 500, 500]}]}
+        for name in ("a.png", "gone.png")
+    ]
+    (tmp_path / "d.jsonl").write_text("\n".join([first, *map(json.dumps, lines)]) + "\n")
+    found = cli("data", "check", tmp_path / "d.jsonl", "--model", DEMO, "--sheet", tmp_path / "s.png", "--json")
+    assert found.code == 2 and json.loads(found.out)["findings"] == findings
+    assert (tmp_path / "s.png").exists() == (size == (64, 64))
+
+
 def test_the_sheet_shows_augmented_images(scenes: Path, tmp_path: Path, cli: Cli) -> None:
     config = stage1() | {"data": {"augment": {"horizontal_flip": 0.5, "scale": [0.5, 2.0]}}}
     run, sheet = write_yaml(tmp_path, config), tmp_path / "views.png"

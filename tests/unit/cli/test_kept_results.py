@@ -18,9 +18,10 @@ from coordexp.config import RunConfig, load_config
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.data.preparation import NO_RESIZE
 from coordexp.data.scenes import SPARSE, write_scenes
-from coordexp.errors import ConfigError
-from coordexp.evaluation.answers import read_answers, write_answers
+from coordexp.errors import ConfigError, DataError
+from coordexp.evaluation.answers import class_list_of, read_answers, write_answers
 from coordexp.inference import evaluation
+from coordexp.inference.answer_folder import AnswerFolder
 from coordexp.inference.evaluation import evaluation_folder
 from coordexp.records import GTObject
 from support.cli_runs import Cli, Outcome, files_of_at_most, write_run
@@ -129,6 +130,28 @@ def test_a_folder_with_other_results_needs_overwrite(
     assert refused.code == 2 and refused.err.startswith("error: filled: ") and "--overwrite" in refused.err
     assert files_of(tmp_path / "filled") == before
     assert cli(*argv, "--overwrite").code == 0
+
+
+def test_a_folder_that_is_taken_over_has_answers_of_one_command(tmp_path: Path, cli: Cli) -> None:
+    """``--overwrite`` in the other command's folder: its answers were taken for this command's, and its settings for
+    those of the new answers."""
+    saved, folder = tmp_path / "saved.jsonl", AnswerFolder(tmp_path / "out")
+    write_answers(random_answers(4, 1), saved)
+    assert cli("evaluate", saved, "--out", folder.path).code == 0 and len(folder.answers()) == 4
+    folder.claim({"class_list": ["b"]}, [], True, "")
+    assert folder.answers() == {} and not (folder.path / "metrics.json").exists()
+    folder.append(random_answers(4, 2))
+    assert class_list_of(folder.path) == ("b",)
+    assert cli("evaluate", saved, "--out", folder.path, "--overwrite").code == 0
+    assert class_list_of(folder.path) == () and not (folder.path / "prediction.json").exists()
+
+
+def test_drawings_never_replace_the_images_to_answer(tmp_path: Path) -> None:
+    records = read_jsonl(write_scenes(tmp_path, 1, SPARSE, 5))
+    before = files_of(tmp_path)
+    with pytest.raises(DataError, match="images is for drawings, which would replace the images to answer"):
+        AnswerFolder(tmp_path).claim({}, records, True, "")
+    assert files_of(tmp_path) == before
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,8 @@ def test_names_with_equals_signs_are_split_where_a_class_ends() -> None:
     records = named("a=b", "c")
     assert read_renames(["a=b=x", "c=d=e"], records) == {"a=b": "x", "c": "d=e"}
     assert read_renames(["cafe\u0301=the\u0301 "], named("caf\xe9")) == {"caf\xe9": "th\xe9"}, "decomposed accents"
+    labelled = [replace(named("c")[0], metadata={"image_labels": {"absent": ["a=b"]}})]
+    assert read_renames(["a=b=x"], labelled) == {"a=b": "x"}
     for texts, says in ((["c"], "OLD=NEW"), (["c=d", "c=e"], "twice")):
         with pytest.raises(DataError, match=says):
             read_renames(texts, records)

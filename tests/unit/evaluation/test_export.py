@@ -342,6 +342,9 @@ def test_completed_objects_keep_their_provenance_in_coco(tmp_path: Path, cli: Cl
     assert "completion" not in cat and "completion" not in cup
     shown = cli("export", "yolo", data, "--out", tmp_path / "yolo")
     assert "note: yolo cannot say which model added 1 completed objects; coco can" in shown.out
+    for form, option in (("coco", "--min-score"), ("coco", "--min-confidence"), ("csv", "--min-confidence")):
+        refused = cli("export", form, data, "--out", tmp_path / "refused", option, 0.9)
+        assert refused.code == 2 and f"{option} has no use here; it belongs to predictions" in refused.err
 
 
 def test_a_dataset_is_exported_in_pixels_of_the_originals(tmp_path: Path, cli: Cli) -> None:
