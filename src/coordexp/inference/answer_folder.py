@@ -54,10 +54,11 @@ class AnswerFolder:
         if path.is_file():
             self._check_settings(settings, fix)
             self._check_pictures(records, fix)
-            return
-        if not overwrite and any(self.path.iterdir()):
+            path.touch()  # pictures that are answered from now on may be newer than the first ones
+        elif not overwrite and any(self.path.iterdir()):
             raise DataError(f"the folder is not empty and has no {SETTINGS}; {fix}", path=self.path)
-        write_atomically(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        else:
+            write_atomically(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
         times = [path.stat().st_mtime_ns, *(one.image.stat().st_mtime_ns for one in records if one.image.is_file())]
         os.utime(path, ns=(max(times), max(times)))  # pictures may be of another clock, or another time zone
 

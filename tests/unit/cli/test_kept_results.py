@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from coordexp.data import read_jsonl, write_jsonl
 from coordexp.data.preparation import NO_RESIZE
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.errors import ConfigError, DataError
-from coordexp.evaluation.answers import class_list_of, read_answers, write_answers
+from coordexp.evaluation.answers import ImageAnswer, class_list_of, read_answers, write_answers
 from coordexp.inference import evaluation
 from coordexp.inference.answer_folder import AnswerFolder
 from coordexp.inference.evaluation import evaluation_folder
@@ -144,6 +145,20 @@ def test_a_folder_that_is_taken_over_has_answers_of_one_command(tmp_path: Path, 
     assert class_list_of(folder.path) == ("b",)
     assert cli("evaluate", saved, "--out", folder.path, "--overwrite").code == 0
     assert class_list_of(folder.path) == () and not (folder.path / "prediction.json").exists()
+
+
+def test_pictures_that_came_later_are_answered_once(tmp_path: Path) -> None:
+    """A photo that was put into the folder after its first answers was a newer one than was answered, for ever."""
+    (first, later), folder = read_jsonl(write_scenes(tmp_path / "data", 2, SPARSE, 5)), AnswerFolder(tmp_path / "out")
+    folder.claim({}, [first], False, "")
+    for file, age_s in ((first.image, 30), (folder.path / "prediction.json", 20), (later.image, 10)):
+        os.utime(file, (time.time() - age_s,) * 2)
+    for record in (first, later):
+        folder.append([ImageAnswer.of(record, ())])
+        folder.claim({}, [first, later], False, "")
+    os.utime(later.image, (time.time() + 9,) * 2)
+    with pytest.raises(DataError, match="another picture now"):
+        folder.claim({}, [first, later], False, "")
 
 
 def test_drawings_never_replace_the_images_to_answer(tmp_path: Path) -> None:

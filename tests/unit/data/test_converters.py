@@ -264,6 +264,20 @@ def test_a_full_disk_leaves_nothing_new(tmp_path: Path, writable: int, existing:
     assert len(objects_of(convert_voc(root, out, options=SMALL))) == 60
 
 
+@pytest.mark.parametrize("resize", [True, False])
+def test_an_interrupted_conversion_leaves_no_dataset_with_images_of_another(tmp_path: Path, resize: bool) -> None:
+    """Its images were replaced one by one by others of the same names, and its JSONL stayed."""
+    options = replace(SMALL if resize else KEEP, overwrite=True)
+    convert_voc(voc(tmp_path / "voc", voc_object("cat", 1, 1, 9, 9)), tmp_path / "out", options=options)
+
+    def interrupted(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_voc(tmp_path / "voc", tmp_path / "out", options=replace(options, progress=interrupted))
+    assert (tmp_path / "out" / "data.jsonl").exists() is not resize
+
+
 def test_an_object_of_several_boxes_is_an_object_of_each(tmp_path: Path) -> None:
     """ybat writes all boxes of a class into one <object>; boxes of its parts (head, hand) are not objects."""
     second, part = voc_object("", 20, 4, 30, 16), voc_object("head", 2, 3, 4, 5).replace("object>", "part>")

@@ -177,9 +177,9 @@ def assemble(
     ``sources``) and the report next to it.
 
     Images that lost all their objects are left out, unless ``options`` keep them. If the conversion fails, the images
-    and folders that it made are removed; the report stays, except after an error in writing. Raises DataError if no
-    image or none of the objects can be used, an image would overwrite its source, or the dataset exists and
-    ``options`` do not allow to replace it."""
+    and folders that it made are removed, and the JSONL that it was to replace, if its images were; the report stays,
+    except after an error in writing. Raises DataError if no image or none of the objects can be used, an image would
+    overwrite its source, or the dataset exists and ``options`` do not allow to replace it."""
     check_numbers(sources, meaning)
     out_dir = report.jsonl.parent
     if out_dir.exists() and not out_dir.is_dir():
@@ -207,6 +207,8 @@ def assemble(
     new_folders = [folder for folder in (out_dir, *out_dir.parents) if not folder.exists()]
     had_report = report.path.exists()
     try:
+        if options.resize:  # its images are replaced one by one, so its objects would be no longer theirs
+            report.jsonl.unlink(missing_ok=True)
         records = _prepare_records(targets, report, options, meaning)
         report.images = len(records)
         report.objects = sum(len(record.objects) for record in records)
