@@ -23,7 +23,6 @@ RESULTS = HERE / "results.jsonl"
 ORDERS = ("sorted", "sorted_x")
 SCENES = {"train": (16384, 1), "test": (512, 82)}  # images, seed
 FIGURES = ("f1", "AP", "AP50", "precision", "recall", "mean_matched_iou", "pred_per_image")
-T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # by number of seeds
 
 
 def coordexp(*words: str | Path) -> str:
@@ -34,12 +33,14 @@ def coordexp(*words: str | Path) -> str:
 
 def run(work: Path, seeds: Sequence[int], steps: int) -> None:
     """Run what results.jsonl does not have."""
+    from rows import read_rows
+
     work = work.resolve()
     for split, (count, seed) in SCENES.items():
         if not (work / split / "scenes.jsonl").exists():
             coordexp("data", "scenes", "--out", work / split, "--count", str(count), "--spec", "sparse",
                      "--seed", str(seed))  # fmt: skip
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    rows = read_rows(RESULTS)
     finished = {(row["order"], row["seed"], row["steps"]) for row in rows}
     for seed, order in ((seed, order) for seed in seeds for order in ORDERS):
         if (order, seed, steps) in finished:
@@ -71,7 +72,11 @@ def run(work: Path, seeds: Sequence[int], steps: int) -> None:
 
 def table() -> None:
     """Print each order's mean with its seeds' values, and the differences seed by seed with a 95 % t interval."""
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    from rows import read_rows
+
+    rows = read_rows(RESULTS)
+    if not rows:
+        sys.exit(f"{RESULTS}: no results yet; `python study.py run` writes them")
     for steps in sorted({row["steps"] for row in rows}):
         of = {(row["order"], row["seed"]): row for row in rows if row["steps"] == steps}
         seeds = sorted(seed for order, seed in of if order == ORDERS[0] and (ORDERS[1], seed) in of)
@@ -80,12 +85,22 @@ def table() -> None:
         for figure in FIGURES:
             one, other = ([of[order, seed][figure] for seed in seeds] for order in ORDERS)
             less = [b - a for a, b in zip(one, other, strict=True)]
-            reach = T_975[len(seeds)] * stdev(less) / len(seeds) ** 0.5
-            interval = f"{mean(less) - reach:+.3f} to {mean(less) + reach:+.3f}"
-            print(f"| {figure} | {cell(one, '')} | {cell(other, '')} | {cell(less, '+')} | {interval} |")
+            print(f"| {figure} | {cell(one, '')} | {cell(other, '')} | {cell(less, '+')} | {interval(less)} |")
+
+
+def interval(less: Sequence[float]) -> str:
+    """The 95 % t interval of differences; one seed has none."""
+    if len(less) < 2:
+        return ""
+    from scipy.stats import t
+
+    reach = float(t.ppf(0.975, len(less) - 1)) * stdev(less) / len(less) ** 0.5
+    return f"{mean(less) - reach:+.3f} to {mean(less) + reach:+.3f}"
 
 
 def cell(values: Sequence[float], sign: str) -> str:
+    if not values:  # no seed has run with both orders yet
+        return ""
     return f"{mean(values):{sign}.3f} ({', '.join(f'{value:{sign}.3f}' for value in values)})"
 
 
@@ -105,4 +120,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parent))
     main()

@@ -173,12 +173,13 @@ def run_one(start: Path, name: str, seed: int, split: str, data: dict[str, Path]
 
 def whole(options: argparse.Namespace, data: dict[str, Path]) -> None:
     """Answer the test split's photographs by tiles, merged, with and without overlap; trains variants that are not."""
+    from rows import read_rows
     from tables import figures
 
     from coordexp.evaluation.answers import read_answers
 
     start = HERE / "starts" / options.start
-    done = [json.loads(line) for line in WHOLE.read_text().splitlines()] if WHOLE.exists() else []
+    done = read_rows(WHOLE)
     known = {(row["start"], row["variant"], row["overlap"]) for row in done}
     for name in options.variants or ["start"]:
         for overlap in (0.0, 0.25):
@@ -205,7 +206,9 @@ def store(path: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    from rows import read_rows
+
+    return read_rows(RESULTS)
 
 
 def main() -> None:
@@ -260,4 +263,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parent))
     main()

@@ -121,7 +121,7 @@ def markdown(rows: Sequence[dict[str, Any]], against: str, full: str) -> str:
     for row in rows:
         by_variant[row["variant"]][row["seed"]] = row
     if against not in by_variant:
-        raise SystemExit(f"no results of {against!r} here; there are {', '.join(by_variant)}")
+        raise SystemExit(f"no results of {against!r} here; there are {', '.join(by_variant) or 'none'}")
     names = (
         "f1",
         "f1_inside",

@@ -33,6 +33,10 @@ ARMS = ("one", "three", "three-third", "one-wide", "one-long", "three-only")
 EQUAL_DECODING = (("three-third", "one"), ("three-only", "one"), ("three", "one-wide"), ("three", "one-long"))
 
 
+def declared_regimes() -> list[str]:
+    return list(yaml.safe_load((HERE / "study.yaml").read_text())["regimes"])
+
+
 class Cell:
     """A regime in the folder of its data, models and answers."""
 
@@ -49,8 +53,9 @@ class Cell:
         return {**training, "set": {**training.get("set", {}), **self.keys.get("set", {})}}
 
     def known(self, kind: str) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in self.results.read_text().splitlines()] if self.results.is_file() else []
-        return [line for line in lines if line["kind"] == kind]
+        from rows import read_rows
+
+        return [line for line in read_rows(self.results) if line["kind"] == kind]
 
     def note(self, **line: Any) -> None:
         machine = f"{os.cpu_count()} cores, {platform.machine()}"
@@ -294,8 +299,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def table(options: argparse.Namespace) -> None:
-    for path in sorted((HERE / "results").glob("*.jsonl")):
-        cell = Cell(path.stem, Path())
+    for regime in sorted(declared_regimes()):
+        cell = Cell(regime, Path())
         print(f"\n{cell.name}: completion of validation scenes\n")
         print_rows(
             ["answers", "stop", "threshold", "added", "precision", "recall", "F1 of annotations", "tokens", "CPU s"],
@@ -400,18 +405,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     running = commands.add_parser("run", help="run everything of study.yaml that results/ lacks")
-    running.add_argument("regimes", nargs="+")
+    running.add_argument("regimes", nargs="+", choices=declared_regimes())
     running.add_argument("--work", type=Path, required=True, help="folder of data, models and answers")
     running.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     running.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS, help="only these [all]")
     running.set_defaults(do=run)
     showing = commands.add_parser("table", help="figures with intervals, as Markdown")
-    showing.add_argument("--against", default="one", help="the arm that differences are taken to")
+    showing.add_argument("--against", choices=ARMS, default="one", help="the arm that differences are taken to")
     showing.set_defaults(do=table)
     options = parser.parse_args()
     options.do(options)
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(HERE), str(STAGE_2)]
+    sys.path[:0] = [str(HERE), str(STAGE_2), str(HERE.parent)]
     main()

@@ -91,6 +91,8 @@ def train(model: Path, data: Path, output: Path, seed: int, steps: int, rate: fl
 
 def run(work: Path, seeds: Sequence[int], scale: float) -> None:
     """Run what results.jsonl does not have at this scale."""
+    from rows import read_rows
+
     work = work.resolve() / f"scale-{scale:g}"
     data = {}
     for split, count in IMAGES.items():
@@ -107,7 +109,7 @@ def run(work: Path, seeds: Sequence[int], scale: float) -> None:
     train(
         ROOT / "checkpoints" / "demo-stage1", data["train"], start, 0, max(2, round(scale * START_STEPS)), 4e-4, *as_sft
     )
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    rows = read_rows(RESULTS)
     finished = {(row["variant"], row["seed"], row["scale"]) for row in rows}
     wanted = [("start", seeds[0]), *((variant, seed) for seed in seeds for variant in VARIANTS)]
     for variant, seed in wanted:
@@ -134,7 +136,11 @@ def run(work: Path, seeds: Sequence[int], scale: float) -> None:
 
 def table() -> None:
     """Print means over seeds with each seed's value, and the differences of the variants seed by seed."""
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    from rows import read_rows
+
+    rows = read_rows(RESULTS)
+    if not rows:
+        sys.exit(f"{RESULTS}: no results yet; `python study.py run` writes them")
     for scale in sorted({row["scale"] for row in rows}, reverse=True):
         of = {(row["variant"], row["seed"]): row for row in rows if row["scale"] == scale}
         old, new = VARIANTS
@@ -151,7 +157,7 @@ def table() -> None:
 
 def _cell(values: Sequence[float], sign: str) -> str:
     shown = ", ".join(f"{value:{sign}.3f}" for value in values)
-    return shown if len(values) == 1 else f"{mean(values):{sign}.3f} ({shown})"
+    return shown if len(values) < 2 else f"{mean(values):{sign}.3f} ({shown})"
 
 
 def main() -> None:
@@ -170,4 +176,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parent))
     main()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rows import read_rows
 from tables import difference, figures
 
 START, CONTROL, OURS = "#8c959f", "#d9822b", "#0b5cad"
@@ -35,7 +35,7 @@ class Compared:
 def compare(declared: dict[str, str], results: Path) -> Compared:
     """``declared``: an entry of ``compared`` in arms.yaml."""
     regime, split = declared["regime"], declared["split"]
-    lines = [json.loads(line) for line in (results / f"{regime}.jsonl").read_text().splitlines()]
+    lines = read_rows(results / f"{regime}.jsonl")
     of_arm: list[dict[int, Any]] = [
         {line["seed"]: line["counts"]["as_answered"] for line in lines if (line["arm"], line["split"]) == (arm, split)}
         for arm in ("start", declared["control"], declared["ours"])

@@ -313,6 +313,7 @@ def progress() -> Any:
 
 def run(options: argparse.Namespace) -> None:
     import torch
+    from rows import read_rows
 
     torch.set_num_threads(1)
     declared = yaml.safe_load((HERE / "arms.yaml").read_text())["arms"][options.regime]
@@ -323,15 +324,16 @@ def run(options: argparse.Namespace) -> None:
     results.parent.mkdir(exist_ok=True)
     for seed in options.seeds:
         for arm in options.arms or declared:
-            known = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
-            if not any((line["arm"], line["seed"], line["split"]) == (arm, seed, options.split) for line in known):
+            known = [(line["arm"], line["seed"], line["split"]) for line in read_rows(results)]
+            if (arm, seed, options.split) not in known:
                 run_arm(options.regime, arm, seed, options.split, options.work.resolve(), results)
 
 
 def table(options: argparse.Namespace) -> None:
+    from rows import read_rows
     from tables import markdown
 
-    lines = [json.loads(line) for line in (HERE / "results" / f"{options.regime}.jsonl").read_text().splitlines()]
+    lines = read_rows(HERE / "results" / f"{options.regime}.jsonl")
     wanted = set(options.seeds or (line["seed"] for line in lines))
     shown = [line for line in lines if line["split"] == options.split and line["seed"] in wanted]
     print(markdown(shown, options.against))
@@ -340,22 +342,25 @@ def table(options: argparse.Namespace) -> None:
 def picture(options: argparse.Namespace) -> None:
     from picture import compare, draw
 
+    if options.out.suffix not in (".svg", ".png") or not options.out.parent.is_dir():
+        sys.exit(f"{options.out}: give an .svg or .png file in a folder that is there")
     rows = [compare(entry, HERE / "results") for entry in yaml.safe_load((HERE / "arms.yaml").read_text())["compared"]]
     print("\n".join(map(str, rows)))
     draw(rows, options.out)
 
 
 def main() -> None:
+    regimes = list(yaml.safe_load((HERE / "arms.yaml").read_text())["regimes"])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     running = commands.add_parser("run", help="train and evaluate what is not in results/ yet")
-    running.add_argument("regime")
+    running.add_argument("regime", choices=regimes, metavar="regime")
     running.add_argument("--work", type=Path, required=True, help="folder of data, models and answers")
     running.add_argument("--arms", nargs="+", help="only these [all]")
     running.add_argument("--seeds", nargs="+", type=int, default=[0])
     running.set_defaults(do=run)
     showing = commands.add_parser("table", help="figures with intervals, as Markdown")
-    showing.add_argument("regime")
+    showing.add_argument("regime", choices=regimes, metavar="regime")
     showing.add_argument("--against", required=True, help="the arm that differences are taken to")
     showing.add_argument("--seeds", nargs="+", type=int, help="only these [all]")
     showing.set_defaults(do=table)
@@ -369,5 +374,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(HERE), str(ROOT / "benchmarks")]
+    sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT / "benchmarks")]
     main()

@@ -72,7 +72,7 @@ def markdown(lines: Sequence[dict[str, Any]], against: str) -> str:
     for line in lines:
         by_arm[line["arm"]][line["seed"]] = line
     if against not in by_arm:
-        raise SystemExit(f"no results of {against!r} here; there are {', '.join(by_arm)}")
+        raise SystemExit(f"no results of {against!r} here; there are {', '.join(by_arm) or 'none'}")
     rows: list[list[str]] = []
     names: list[str] = []
     for arm, of_seed in by_arm.items():
