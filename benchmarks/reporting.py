@@ -12,6 +12,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -46,12 +47,29 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument(
         "--json",
-        type=Path,
+        type=json_target,
         metavar="PATH",
         help="write the figures too: FILE.json, or a folder",
     )
     result.add_argument("--threads", type=positive, default=None, help="torch's CPU threads")
     return result
+
+
+def json_target(text: str) -> Path:
+    """An argparse type: where :func:`write_json` can write. What it would say after the measurements is said before."""
+    path = Path(text)
+    folder = path.parent if path.suffix == ".json" else path
+    try:
+        if folder != path and path.is_dir():
+            raise argparse.ArgumentTypeError(f"{text} is a folder; name a FILE.json in it, or another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except FileExistsError:
+        raise argparse.ArgumentTypeError(f"{folder} is a file; name a FILE.json, or a folder") from None
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
+    return path
 
 
 def positive(text: str) -> int:
