@@ -19,6 +19,7 @@ from coordexp.modeling.cpu_products import multiplies_bfloat16_faster
 from coordexp.objective.coord_columns import CoordColumns
 from coordexp.objective.coord_math import LOGIT_LIMIT, limit_logits
 from coordexp.records import PackedRow
+from coordexp.targets.weights import TERMS
 
 # Logits in memory at a time: a CPU should keep them in its cache, a GPU needs large matrix products.
 CHUNK_LOGITS_CPU = 2**20
@@ -78,6 +79,8 @@ class SupervisionTensors:
 
     def weight_N(self, term: str) -> torch.Tensor:
         """Weights of ``term``, zeros if the row has none of it: (N,)."""
+        # A misspelt term would be a loss of 0.
+        assert term in self.weights or term in TERMS, f"{term!r} is none of TERMS of coordexp.targets.weights: {TERMS}"
         weight_N = self.weights.get(term)
         return torch.zeros_like(self.position_N, dtype=torch.float32) if weight_N is None else weight_N
 

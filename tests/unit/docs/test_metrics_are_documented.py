@@ -40,16 +40,14 @@ def put_together_by_the_code() -> set[str]:
     config = parse_config(stage2()).rollout_matching
     assert config is not None and config.pipeline is not None
     pipeline = build_pipeline(config.pipeline)
-    assert {entry.name for entry in (*pipeline.objective, *pipeline.diagnostics)} == MODULES.keys()
-    modules = (*pipeline.objective, *pipeline.diagnostics)
+    declared = {entry.name for entry in (*pipeline.objective, *pipeline.diagnostics)}
+    assert declared == MODULES.keys(), "declare every module in tests/support/config_samples.py"
     everything = EvalDetectionConfig(f1ish_iou_thrs=(0.5, 0.75), use_segm=True).scored(None)
-    terms = [(entry.name, term) for entry in modules for term in entry.module.means_over]
+    terms = [("loss", f"{one.name}/{term}") for one in pipeline.objective for term in one.module.means_over]
+    terms += [(one.name, term) for one in pipeline.diagnostics for term in one.module.means_over]
     return {
         *RATES,
-        *(f"loss/{channel}/{name}/{term}" for channel in "AB" for name, term in terms if name != "coord_diag"),
-        *(f"coord_diag/{channel}/{term}" for channel in "AB" for name, term in terms if name == "coord_diag"),
-        *(f"loss/{entry.name}/{term}" for entry in pipeline.objective for term in entry.module.means_over),
-        *(f"{entry.name}/{term}" for entry in pipeline.diagnostics for term in entry.module.means_over),
+        *(f"{family}/{channel}{term}" for family, term in terms for channel in ("", "A/", "B/")),
         *(f"rollout/dropped/{reason.value}" for reason in DropReason),
         *writer.COUNTERS,
         *(f"eval_rollout/{name}" for name in summarise(random_answers(30, 1), everything).figures),

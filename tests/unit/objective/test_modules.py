@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from coordexp.config.objective import PipelineConfig
 from coordexp.config.schema import CoordSoftCEW1Config
+from coordexp.metrics.table import find_metric
 from coordexp.objective import (
     MODULES,
     HeadScores,
@@ -38,6 +40,8 @@ from support.objective_rows import (
     scores_of,
     segments,
 )
+
+STAGE_1 = SupervisionWeights.for_sft(None)
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -105,6 +109,46 @@ def naive_ciou(p: list[float], t: list[float]) -> float:
     return 1 - iou + shift / hull + v * v / (1 - iou + v + eps)
 
 
+def test_every_kind_of_entry_has_its_module() -> None:
+    """Those of the sample pipeline: tests/support/config_samples.py declares every module."""
+    schema = PipelineConfig.model_json_schema()
+    assert set(schema["properties"]["objective"]["items"]["discriminator"]["mapping"]) <= set(MODULES)
+    assert {spec.name for spec in (*config().objective, *config().diagnostics)} == set(MODULES)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_keeps_the_contract(name: str) -> None:
+    """That of docs/add-a-module.md."""
+    declared, pipeline = config(**EVERYTHING), build_pipeline(config(**EVERYTHING))
+    (spec,) = [spec for spec in (*declared.objective, *declared.diagnostics) if spec.name == name]
+    (module,) = [one.module for one in (*pipeline.objective, *pipeline.diagnostics) if one.name == name]
+    is_trained = spec in declared.objective
+    keys, fields_of_keys = set(type(spec.config).model_fields), {field.name for field in fields(module)} - {"decode"}
+    assert keys == fields_of_keys or name == "token_ce", "a key is a field of its module, without a default"
+    assert not is_trained or any(key.endswith("_weight") for key in keys), "PipelineConfig.trains reads these"
+    requested = module.required_logits()
+    assert {*requested.vocab, *requested.coord_mass, *itertools.chain(*module.means_over.values())} <= set(TERMS)
+    sums = module.sums(*scores_of(segments(EVERYTHING_WEIGHTS), Trigram(), pipeline))
+    assert sums and set(sums) <= set(module.means_over), "every loss says what it is a mean over"
+    assert {loss: value.shape for loss, value in sums.items()} == dict.fromkeys(sums, ()), "sums, not values"
+    assert {value.requires_grad for value in sums.values()} == {is_trained}
+    family = f"loss/{name}" if is_trained else name
+    assert [loss for loss in module.means_over if find_metric(f"{family}/{loss}") is None] == [], "see metrics/table.py"
+
+
+def test_every_term_has_positions() -> None:
+    """A term without a role in the table of weights would never be trained; stage 1 alone has coord_token_ce."""
+    counts = count_terms(one.target for weights in (EVERYTHING_WEIGHTS, STAGE_1) for one in segments(weights))
+    assert [term for term, count in counts.items() if count == 0] == []
+
+
+@pytest.mark.parametrize("read", ["weight_N", "mask_N"])
+def test_a_misspelt_term_is_no_loss_of_0(read: str) -> None:
+    found = supervision()
+    with pytest.raises(AssertionError, match=r"'struct' is none of TERMS .*'struct_ce'"):
+        found.weight_N("struct") if read == "weight_N" else found.mask_N(["struct"])
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("make_step", [segments, rewritten_and_soft_segments], ids=lambda make: make.__name__)
 def test_every_term_equals_the_loop(make_step: Callable[..., tuple[Segment, ...]], seed: int) -> None:
@@ -115,7 +159,7 @@ def test_every_term_equals_the_loop(make_step: Callable[..., tuple[Segment, ...]
     assert result.loss.item() == pytest.approx(sum(got.values()), rel=1e-12)
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(len(config().objective)))))
 def test_order_never_changes_a_value(order: tuple[int, ...]) -> None:
     declared = config(**EVERYTHING)
     shuffled = declared.model_copy(update={"objective": tuple(declared.objective[i] for i in order)})
