@@ -193,7 +193,7 @@ def mask_iou_pairs(
     if drawn_D.size:
         drawn_D = drawn_D[box_iou_pairs(aabb_1[drawn_D], aabb_2[drawn_D]) > 0]
     if drawn_D.size and fractions:
-        iou_K[drawn_D] = [exact_iou(ring(first[i]), ring(second[j])) for i, j in pairs_K2[drawn_D].tolist()]
+        iou_K[drawn_D] = _exact_pairs(first, second, pairs_K2[drawn_D])
     elif drawn_D.size:
         iou_K[drawn_D] = _drawn_pairs(first, second, pairs_K2[drawn_D], resolution)
     return iou_K
@@ -222,9 +222,22 @@ def _drawn_pairs(first: Sequence[Shape], second: Sequence[Shape], pairs_D2: np.n
         others = [rles[column] for column in columns.tolist()]
         iou_RC = np.asarray(coco_mask.iou([rles[row] for row in rows.tolist()], others, [0] * len(others)))
         iou_D[of_rows] = iou_RC[row_R, column_R]
-    for d in np.flatnonzero(is_empty[rows_D] | is_empty[columns_D]).tolist():  # too small for the raster
-        iou_D[d] = exact_iou(ring(first[int(pairs_D2[d, 0])]), ring(second[int(pairs_D2[d, 1])]))
+    small_E = np.flatnonzero(is_empty[rows_D] | is_empty[columns_D])  # too small for the raster
+    iou_D[small_E] = _exact_pairs(first, second, pairs_D2[small_E])
     return iou_D
+
+
+def _exact_pairs(first: Sequence[Shape], second: Sequence[Shape], pairs_E2: np.ndarray) -> list[float]:
+    # Of equal pairs once: a model that repeats itself writes the same small shape a hundred times.
+    known: dict[Any, float] = {}
+    found = []
+    for i, j in pairs_E2.tolist():
+        a, b = first[i], second[j]
+        key = a.kind, tuple(a.bins), b.kind, tuple(b.bins)
+        if key not in known:
+            known[key] = exact_iou(ring(a), ring(b))
+        found.append(known[key])
+    return found
 
 
 def _outline(shape: Shape, resolution: int) -> list[float]:

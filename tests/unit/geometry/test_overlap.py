@@ -20,7 +20,7 @@ from coordexp.geometry import (
     overlapping_boxes,
     ring,
 )
-from coordexp.matching import match_objects
+from coordexp.matching import duplicate_indices, match_objects
 from coordexp.records import GTObject
 
 # --- axis-aligned boxes in continuous norm1000 space ---
@@ -243,6 +243,14 @@ def test_whole_bins_of_every_integer_type_are_drawn_on_the_canvas(integer):
         assert mask_iou(shape, GTObject("b", "bbox_2d", shift)) == pytest.approx(0.821429, abs=1e-6)
     (pair,) = match_objects([GTObject("a", "bbox_2d", shift)], [GTObject("b", "bbox_2d", SQUARE)]).pairs
     assert pair.iou == pytest.approx(0.821429, abs=1e-6)
+
+
+def test_a_small_shape_that_is_written_again_and_again_is_compared_once(monkeypatch):
+    compared = []
+    monkeypatch.setattr("coordexp.geometry.exact_iou", lambda *rings: compared.append(rings) or exact_iou(*rings))
+    again = [poly(500, 500, 501, 500, 501, 501)] * 100
+    assert duplicate_indices([*again, poly(500, 500, 501, 500, 500, 501)]) == list(range(1, 100))
+    assert len(compared) == 2
 
 
 def test_canvas_of_one_pixel_is_refused():
