@@ -27,6 +27,7 @@ from coordexp.data.files import PIECE_BYTES, checksums, flush_file, write_atomic
 from coordexp.errors import DISK_FULL, CheckpointError, DataError
 from coordexp.out_of_memory import is_out_of_memory
 from coordexp.records import from_json
+from coordexp.training.parallel import lost_each_other
 
 # No resume reads the card, and `coordexp evaluate --calibrate` writes it again.
 _UNSEALED = (SEAL, CARD)
@@ -242,7 +243,7 @@ def readable(checkpoint: Path, *files: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, MemoryError,
             UnpicklingError, SafetensorError) as error:  # fmt: skip
-        if is_out_of_memory(error):  # nothing is wrong with the file
+        if is_out_of_memory(error) or lost_each_other(error):  # nothing is wrong with the file
             raise
         raise CheckpointError(
             f"{checkpoint}: {' or '.join(files)} cannot be read ({type(error).__name__}: {str(error).strip()[:200]}); "

@@ -31,6 +31,7 @@ from coordexp.training.checkpoint import (
     SEAL,
     check_resume,
     delete_old,
+    readable,
     resolve_resume,
     seal_checkpoint,
     warn_of_checkpoints_ahead,
@@ -242,6 +243,13 @@ def test_an_incomplete_checkpoint_is_skipped_and_refused_by_name(
     assert f"checkpoint-10 {says}" in caplog.text and "skipping it" in caplog.text
     with pytest.raises(CheckpointError, match=rf"resume_from_checkpoint: .*checkpoint-10 {says}.*name {good}"):
         resolve_resume("elsewhere", str(bad))
+
+
+def test_a_process_that_is_gone_is_not_a_damaged_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of FSDP read a checkpoint together."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="reset by peer"), readable(Path("checkpoint-1"), "model.safetensors"):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:5535: Connection reset by peer")
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
