@@ -88,6 +88,15 @@ def test_a_callback_may_end_a_resumed_run_at_the_evaluation_that_it_owes(tmp_pat
     assert resumed.state.log_history[-1]["train_loss"] == loss
 
 
+@pytest.mark.parametrize(("evaluated", "saved"), [(1, 0.5), (0.3, 0.5), (0.5, 2)])
+def test_intervals_of_the_best_model_may_be_shares_of_the_run(evaluated: float, saved: float, tmp_path: Path) -> None:
+    """Of four steps all are evaluated, or every second one; every second one is saved."""
+    keys = BEST | {"training__max_steps": 4, "training__eval_steps": evaluated, "training__save_steps": saved}
+    trainer = train(run_config(tmp_path, 1, "run", **keys))
+    assert Path(trainer.state.best_model_checkpoint).name in ("checkpoint-2", "checkpoint-4")
+    assert trainer.args.load_best_model_at_end is True
+
+
 def test_larger_batches_do_not_end_a_run_before_what_it_has_trained(tmp_path: Path) -> None:
     """Four of six steps are trained; with batches of four samples, an epoch has three."""
     epoch = {"training__max_steps": -1, "training__num_train_epochs": 1, "training__resume_from_checkpoint": True}
