@@ -400,12 +400,13 @@ class TrainingConfig(StrictModel):
         """Of ``metric_for_best_model``; None without one."""
         if self.metric_for_best_model is None or self.greater_is_better is not None:
             return self.greater_is_better
-        return not self.metric_for_best_model.endswith(LESS_IS_BETTER)
+        of_interval = self.metric_for_best_model.removesuffix("_low").removesuffix("_high")
+        return not of_interval.endswith(LESS_IS_BETTER)
 
 
-# How the names of figures end of which less is better.
+# How the names of figures end of which less is better; so do those of their intervals, before _low or _high.
 LESS_IS_BETTER = (
-    *("loss", "lost_rate", "duplicate_rate", "giant_rate"),
+    *("loss", "lost_rate", "false_gained_rate", "duplicate_rate", "giant_rate"),
     *("invalid_rate", "truncated_rate", "terminated_rate", "empty_rate"),
 )
 # Keys that transformers does not know. resume_from_checkpoint is one of its fields, but Trainer.train takes it.

@@ -131,7 +131,8 @@ def test_override_of_a_missing_list_entry_is_an_error(path: str, tmp_path: Path)
     [
         (None, None, None), ("rollout/f1", None, True), ("eval_loss", None, False), ("rollout/lost_rate", None, False),
         ("rollout/gained_rate", None, True), ("rollout/duplicate_rate", None, False),
-        ("rollout/duplicate_rate", True, True),
+        ("rollout/duplicate_rate", True, True), ("rollout/false_gained_rate", None, False),
+        ("rollout/lost_rate_high", None, False), ("rollout/gained_rate_low", None, True),
     ],
 )  # fmt: skip
 def test_less_is_better_of_losses_and_faults(metric: str | None, given: bool | None, is_more_better: bool) -> None:
