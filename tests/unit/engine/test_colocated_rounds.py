@@ -13,7 +13,7 @@ import torch
 
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.engine.trainer import colocated
-from coordexp.engine.trainer.colocated import ColocatedBackend, InProcessEngine
+from coordexp.engine.trainer.colocated import ColocatedBackend, InProcessEngine, Prompt
 from coordexp.engine.wire.engine_process import settings_kept
 from coordexp.errors import RolloutError
 from coordexp.rollouts import SeedContext, rollout_session
@@ -291,3 +291,19 @@ def test_a_push_fails_if_a_cache_is_not_emptied(started: Any) -> None:
     """vLLM keeps the prefixes of running requests; only its return value shows that."""
     with pytest.raises(RolloutError, match="prefix cache"):
         started(Engine(worker(), free=False)).commit(3, wants_checksum=False)
+
+
+def test_decoding_leaves_the_trainers_random_numbers(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Drawing(Engine):
+        def add_request(self, *_: Any, **__: Any) -> None: ...
+
+        def step(self) -> list[Any]:
+            torch.rand(7)
+            return [SimpleNamespace(finished=True, request_id="0-0-0")]
+
+    monkeypatch.setattr(InProcessEngine, "render", lambda *_, **__: None)
+    prompt = Prompt("0-0-0", 1, "a", "a.png", None, [])
+    engine: InProcessEngine = started(Drawing(worker()))
+    before = torch.get_rng_state()
+    assert [output.request_id for output in engine.run([prompt], lambda _: None, lambda _: None)] == ["0-0-0"]
+    assert torch.equal(torch.get_rng_state(), before)

@@ -142,6 +142,7 @@ class InProcessEngine:
             threads=image_threads(),
         )
         decoding: set[str] = set()
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         try:
             with waiting:
                 while waiting or decoding:
@@ -151,7 +152,8 @@ class InProcessEngine:
                             sampling = sampling_of(prompt)
                             self.vllm.add_request(prompt.request_id, rendered, sampling, lora_request=lora_request)
                         decoding.add(prompt.request_id)
-                    with _named("decoding failed"):
+                    # Verifying drafts draws from the trainer's streams too, and drops what it draws there.
+                    with _named("decoding failed"), torch.random.fork_rng(devices):
                         outputs = self.vllm.step()
                     for output in outputs:
                         if output.finished:
