@@ -15,7 +15,7 @@ from coordexp.data.dataset import RecordDataset
 from coordexp.engine.trainer import server_backend as vllm_server
 from coordexp.engine.trainer.client import ServerClient
 from coordexp.engine.trainer.server_backend import check_servers
-from coordexp.errors import RolloutError, ServerRefused, ServerTimeout
+from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from coordexp.evaluation.answers import answer_dataset
 from coordexp.records import GTObject, ImageRecord
 from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext
@@ -259,6 +259,32 @@ def test_calls_are_retried_unless_refused(
             assert backend.take_metrics()["rollout/server_retries_total"] == retries
             assert backend.take_metrics()["rollout/server_retries_total"] == 0
     assert sum("retry 1 of 1" in record.getMessage() for record in caplog.records) == retries
+
+
+@pytest.mark.parametrize(("outages", "retries"), [(2, 3), (2, 2)])
+def test_a_server_that_is_not_reached_for_a_while_gets_all_retries(
+    outages: int, retries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "RETRY_WAIT_S", 0.01)
+    with FakeRolloutServer(1, OURS) as fake:
+        fake.infer = failing_first(1, 503)
+        with backend_of([fake], vllm__server__retries=retries) as backend:
+            backend.sync_weights(0)
+            status, left = ServerClient.status, [outages]
+
+            def unreachable(client: ServerClient) -> Any:
+                left[0] -= 1
+                if left[0] >= 0:
+                    raise ServerUnreachable("no route")
+                return status(client)
+
+            monkeypatch.setattr(ServerClient, "status", unreachable)
+            if outages < retries:
+                assert len(backend.generate(requests_(2), SEEDS)) == 2
+            else:
+                with pytest.raises(ServerUnreachable, match="no route"):
+                    backend.generate(requests_(2), SEEDS)
+            assert backend.take_metrics()["rollout/server_retries_total"] == retries
 
 
 def test_an_unresponsive_server_ends_the_run_even_without_a_timeout(

@@ -438,6 +438,13 @@ class ServerBackend(RolloutBackend):
         attempt = 0
         while True:
             try:
+                # The server may have restarted, with the weights of its folder instead of the pushed ones. Answers that
+                # report their weight version reveal that; those of a plain ms-swift do not.
+                if attempt and client.status() is None:
+                    raise ServerRefused(
+                        f"{client.base_url}: the connection broke, and this server does not report which weights it "
+                        "has; restart it and resume from the last checkpoint, or use coordexp serve, which can"
+                    )
                 return client.infer(payload)
             except (ServerUnreachable, ServerRefused) as error:
                 # A dropped connection or an error inside the server may be temporary; a refusal (4xx) is final.
@@ -449,13 +456,6 @@ class ServerBackend(RolloutBackend):
                 with self._lock:
                     self._metrics["rollout/server_retries_total"] += 1
             time.sleep(RETRY_WAIT_S)
-            # The server may have restarted, with the weights of its folder instead of the pushed ones. Answers that
-            # report their weight version reveal that; those of a plain ms-swift do not.
-            if client.status() is None:
-                raise ServerRefused(
-                    f"{client.base_url}: the connection broke, and this server does not report which weights it has; "
-                    "restart it and resume from the last checkpoint, or use coordexp serve, which can"
-                )
 
 
 def _places(post: Post) -> list[tuple[int, int]]:
