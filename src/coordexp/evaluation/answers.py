@@ -70,7 +70,8 @@ class ImageAnswer:
     """``gt`` is None for an image without annotations; ``dropped`` counts unusable entries by reason; ``original`` is
     None if the image is the user's own. ``further_texts``: of the other answers, if several are merged
     (:func:`~coordexp.evaluation.several_answers.merge_answers`). ``tiling``: the tiles whose answers are merged
-    (:func:`~coordexp.evaluation.join_tiles.merge_tiles`), None for an image answered whole."""
+    (:func:`~coordexp.evaluation.join_tiles.merge_tiles`), None for an image answered whole. ``valid``: usable entries
+    of all answers that are merged, of which several may be one object; None for a single one, whose are ``pred``."""
 
     sample_id: str
     image: str
@@ -86,6 +87,7 @@ class ImageAnswer:
     original: OriginalImage | None = None
     further_texts: tuple[str, ...] = ()
     tiling: Tiling | None = None
+    valid: int | None = None
 
     @classmethod
     def of(cls, record: ImageRecord, pred: Iterable[ScoredObject], **answered: Any) -> ImageAnswer:
@@ -103,6 +105,10 @@ class ImageAnswer:
     @property
     def num_answers(self) -> int:
         return 1 + len(self.further_texts)
+
+    @property
+    def num_valid(self) -> int:
+        return sum(obj.answers or 1 for obj in self.pred) if self.valid is None else self.valid
 
     @property
     def num_dropped(self) -> int:
@@ -174,6 +180,7 @@ def merged_counts(answers: Sequence[ImageAnswer]) -> dict[str, Any]:
         "truncated": any(answer.truncated for answer in answers),
         "repeat_terminated": any(answer.repeat_terminated for answer in answers),
         "num_tokens": sum(answer.num_tokens for answer in answers),
+        "valid": sum(answer.num_valid for answer in answers),
     }
 
 
@@ -254,8 +261,8 @@ def to_line(answer: ImageAnswer) -> str:
         | ({} if obj.answers is None else {"answers": obj.answers})
         for obj in answer.pred
     ]
-    for name in ("original", "further_texts", "tiling"):
-        if not line[name]:
+    for name in ("original", "further_texts", "tiling", "valid"):
+        if line[name] in (None, ()):
             del line[name]
     return to_json(line).decode()
 

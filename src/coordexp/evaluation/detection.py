@@ -113,7 +113,7 @@ def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageC
         pred=len(objects),
         matched=len(matched),
         matched_any_desc=len(assign(False)),
-        valid=sum(obj.answers or 1 for obj in answer.pred),  # entries of all answers that were merged, as dropped are
+        valid=answer.num_valid,
         dropped=answer.num_dropped,
         duplicates=len(duplicate_indices(objects)),
         giants=int((area_N >= GIANT * (NUM_BINS - 1) ** 2).sum()),

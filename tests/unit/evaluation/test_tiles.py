@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from coordexp.evaluation.answers import ImageAnswer, ScoredObject, from_line, to
 from coordexp.evaluation.coco_results import average_precision
 from coordexp.evaluation.detection import count_image
 from coordexp.evaluation.join_tiles import merge_tiles
+from coordexp.evaluation.several_answers import merge_answers
 from coordexp.geometry import mask_iou, pixel_box, pixel_ring, to_bin
 from coordexp.records import GeometryKind, GTObject, ImageRecord
 
@@ -107,6 +109,17 @@ def test_predictions_of_one_tile_are_not_joined() -> None:
     twice = (ScoredObject("cell", "bbox_2d", (10, 10, 50, 50)), ScoredObject("cell", "bbox_2d", (10, 10, 50, 50)))
     answers = [ImageAnswer("t", "t", 512, 512, None, twice)]
     assert len(merge_tiles(photograph((512, 512)), Tiling(512, 512), answers).pred) == 2
+
+
+@pytest.mark.parametrize("of_tile", [1, 3])
+def test_entries_of_tiles_are_counted_in_each_of_them(of_tile: int) -> None:
+    """Half of the entries are bad; the object that both tiles see counted as one good entry of three."""
+    truth: list[Truth] = [("cell", "bbox_2d", (450, 100, 500, 160))]
+    tiles = oracle_answers((922, 512), truth, Tiling(512, 512, 0.2), 0.0)
+    tiles = [merge_answers([replace(one, dropped={"bad": 1})] * of_tile) for one in tiles]
+    answer = merge_tiles(photograph((922, 512)), Tiling(512, 512, 0.2), tiles)
+    assert (len(answer.pred), answer.num_valid, answer.num_dropped) == (1, 2 * of_tile, 2 * of_tile)
+    assert from_line(to_line(answer)).num_valid == 2 * of_tile
 
 
 def test_a_polygon_cut_by_a_border_is_one_polygon_of_the_same_area() -> None:
