@@ -15,6 +15,8 @@ from coordexp.errors import ConfigError
 from coordexp.heavy_imports import heavy_imports
 from coordexp.hub import hub_model, name_of
 
+_TIME = "1-00:00:00"
+
 
 def launch(
     config: ConfigFile,
@@ -33,7 +35,7 @@ def launch(
     ] = None,
     learner_nodes: Annotated[int, typer.Option(help="With --for: machines of the trainer.")] = 1,
     gpus: Annotated[int, typer.Option(help="With --for: GPUs of each machine; 0 for CPUs.")] = 8,
-    time: Annotated[str, typer.Option(help="With --for slurm: the time limit.")] = "1-00:00:00",
+    time: Annotated[str, typer.Option(help="With --for slurm: the time limit.")] = _TIME,
     image: Annotated[str, typer.Option(help="With --for kubernetes: the container's image.")] = "",
     accelerator: Annotated[str, typer.Option(help="With --for skypilot: the kind of GPU, e.g. H200.")] = "",
 ) -> None:
@@ -47,6 +49,19 @@ def launch(
 
     distributed.be_alone()
     given = tuple(arguments or ())
+    jobs = ("slurm", "kubernetes", "skypilot")
+    for option, is_given, used_by in (
+        ("--learner-nodes", learner_nodes != 1, jobs),
+        ("--gpus", gpus != 8, jobs),
+        ("--time", time != _TIME, jobs[:1]),
+        ("--image", image, jobs[1:2]),
+        ("--accelerator", accelerator, jobs[2:]),
+        ("--print", print_only, (None,)),
+        ("--host", host, (None,)),
+    ):
+        if is_given and job not in used_by:
+            belongs = f"belongs to --for {' or '.join(map(str, used_by))}" if used_by[0] else f"is not for --for {job}"
+            raise ConfigError(f"{option} has no use here; it {belongs}")
     if job is not None:
         from coordexp.launch.cluster import plan_job, render
 

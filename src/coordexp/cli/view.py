@@ -20,6 +20,7 @@ from coordexp.cli.console import (
     written_file,
 )
 from coordexp.cli.train import separate_config, split_words
+from coordexp.errors import ConfigError
 
 
 def view(
@@ -55,6 +56,8 @@ def view(
     if len(sources) > 2:
         raise typer.BadParameter(f"{len(sources)} runs; the page shows at most two next to each other")
 
+    if port and not (serve or follow):
+        raise ConfigError("--port has no use here; it belongs to --serve and --follow")
     model = None if model is None else check_checkpoint(model)
 
     def collected() -> ViewData:

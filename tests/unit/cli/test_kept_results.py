@@ -282,3 +282,5 @@ def test_a_served_page_writes_no_file(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(serve, "make_server", make_server)
     outcome = CliRunner().invoke(app, ["view", str(answers), "--serve"])
     assert isinstance(outcome.exception, Served)
+    written = CliRunner().invoke(app, ["view", str(answers), "--port", "8000"])
+    assert "--port has no use here; it belongs to --serve" in str(written.exception)

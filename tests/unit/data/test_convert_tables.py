@@ -164,11 +164,13 @@ def test_columns_that_differ_in_a_single_line_are_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("columns", "says"), [("colour=x", "unknown meaning; use image, name"), ("image=imag", "no column 'imag'")]
-)
-def test_a_wrong_choice_of_columns_is_refused(columns: str, says: str, tmp_path: Path) -> None:
+    ("columns", "desc", "says"),
+    [("colour=x", None, "unknown meaning; use image, name"), ("image=imag", None, "no column 'imag'"),
+     ("name=label", "wheat", "--desc names all objects, and --columns name=… a column of names; give one")],
+)  # fmt: skip
+def test_a_wrong_choice_of_columns_is_refused(columns: str, desc: str | None, says: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=says):
-        converted(tmp_path, "image,label,x,y,w,h", "a,cat,10,6,20,12", columns=columns)
+        converted(tmp_path, "image,label,x,y,w,h", "a,cat,10,6,20,12", columns=columns, desc=desc)
 
 
 # -- Open Images -------------------------------------------------------------------------------------------------------

@@ -235,6 +235,17 @@ def test_the_shipped_configuration_gives_a_job_of_each_kind(tmp_path: Path, cli:
     assert subprocess.run(["bash", "-n", str(tmp_path / "slurm")]).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(("--gpus", "4"), "--gpus has no use here; it belongs to --for slurm or kubernetes or skypilot"),
+     (("--for", "kubernetes", "--image", "i", "--time", "4:00"), "--time has no use here; it belongs to --for slurm"),
+     (("--for", "slurm", "--host", "::1"), "--host has no use here; it is not for --for slurm")],
+)  # fmt: skip
+def test_an_option_of_another_job_is_refused(words: tuple[str, ...], says: str, cli: Cli) -> None:
+    refused = cli("launch", "--config", CONFIG, *words, RESUME)
+    assert refused.code == 2 and says in refused.err and not refused.out
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     # keys of the YAML, options of the command, error
     "a restarted job would not resume": ({RESUME_KEY: None}, {}, RESUME_KEY),

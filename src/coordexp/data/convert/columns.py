@@ -68,6 +68,8 @@ def read_table(path: Path, columns: str | Mapping[str, str] | None, with_name: b
     rows = [[_unquoted(cell) for cell in row] for row in rows if any(cell.strip() for cell in row)]
     found = _Header(path, header, rows)
     given = found.given(columns)
+    if not with_name and "name" in given:
+        raise DataError("--desc names all objects, and --columns name=… a column of names; give one", path=path)
     column_of = {meaning: at for meaning in NAMES if (at := found.column(meaning, given)) is not None}
     if {"x0", "y0", "x1", "y1"} <= found.at.keys() and not {"x1", "y1", "x2", "y2"} & given.keys():
         for meaning, name in zip(SHAPES["corners"], ("x0", "y0", "x1", "y1"), strict=True):
