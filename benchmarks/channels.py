@@ -75,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="only cases with names that begin with it, such as 'A' or 'B, hf'",
     )
     options = flags.parse_args(argv)
+    if not any(case.name.startswith(options.only) for case in CASES):
+        flags.error(f"--only {options.only!r}: no case begins with it; there are {[one.name for one in CASES]}")
     console = Console()
     threads = set_threads(options.threads)
     where = machine()

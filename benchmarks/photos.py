@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--side", type=positive, default=768, help="pixels along a side, a multiple of 32 [768]")
     flags.add_argument("--repeats", type=positive, default=21, help="photographs of each median [21]")
     options = flags.parse_args(argv)
+    if options.side % 32:
+        flags.error(f"--side {options.side} is not a multiple of 32: the processor would change the size")
     console = Console()
     threads = set_threads(options.threads or 1)
     where = machine()

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reporting import machine, parser, positive, print_machine, write_json
+from reporting import above_zero, machine, parser, positive, print_machine, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -30,29 +30,42 @@ SPLITS = {8: (6, 2, 64), 64: (5, 3, 512), 512: (48, 16, 4096)}
 
 def main(argv: Sequence[str] | None = None) -> None:
     flags = parser(__doc__)
-    flags.add_argument("--parameters", type=float, default=2.1e9, help="of the model, 2 bytes each [2.1e9]")
+    flags.add_argument("--parameters", type=above_zero, default=2.1e9, help="of the model, 2 bytes each [2.1e9]")
     flags.add_argument("--answer", type=positive, default=500, help="tokens of an answer [500]")
     flags.add_argument("--context", type=positive, default=1200, help="tokens of image and prompt [1200]")
-    flags.add_argument("--sequence-speed", type=float, default=120.0, help="tokens/s of one answer [120, assumed]")
+    flags.add_argument("--sequence-speed", type=above_zero, default=120.0, help="tokens/s of one answer [120, assumed]")
     flags.add_argument(
-        "--passes", type=float, default=0.24, help="forward passes per token with skip_forced_tokens [0.24, decode.py]"
+        "--passes",
+        type=above_zero,
+        default=0.24,
+        help="forward passes per token with skip_forced_tokens [0.24, decode.py]",
     )
     flags.add_argument(
         "--decoded", type=Path, help="result of decode.py --objects: a step with answers as measured there"
     )
-    flags.add_argument("--gpu-speed", type=float, default=8000.0, help="tokens/s of a GPU, full [8000, assumed]")
-    flags.add_argument("--flops", type=float, default=4e14, help="FLOP/s of a trainer's GPU [4e14, assumed]")
-    flags.add_argument("--network", type=float, default=40e9, help="bytes/s of a machine's network [40e9, assumed]")
-    flags.add_argument("--nvlink", type=float, default=300e9, help="bytes/s inside a machine [300e9, assumed]")
-    flags.add_argument("--image", type=float, default=2e5, help="bytes of an image [2e5]")
+    flags.add_argument("--gpu-speed", type=above_zero, default=8000.0, help="tokens/s of a GPU, full [8000, assumed]")
+    flags.add_argument("--flops", type=above_zero, default=4e14, help="FLOP/s of a trainer's GPU [4e14, assumed]")
+    flags.add_argument(
+        "--network", type=above_zero, default=40e9, help="bytes/s of a machine's network [40e9, assumed]"
+    )
+    flags.add_argument("--nvlink", type=above_zero, default=300e9, help="bytes/s inside a machine [300e9, assumed]")
+    flags.add_argument("--image", type=above_zero, default=2e5, help="bytes of an image [2e5]")
     options = flags.parse_args(argv)
+    try:
+        measured = decoded_answers(options) if options.decoded else {}
+    except OSError as error:
+        flags.error(f"--decoded {options.decoded}: {error.strerror}")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        flags.error(f"--decoded {options.decoded}: not a result of decode.py --objects")
+    if options.decoded and not measured:
+        flags.error(f"--decoded {options.decoded} has no answers with skipped tokens, as decode.py --objects measures")
     console = Console()
     where = machine()
     print_machine(console, where, on="paper")
     results = {str(gpus): step(gpus, options) for gpus in SPLITS}
     console.print(table({f"{gpus} GPUs": row for gpus, row in results.items()}))
-    if options.decoded:
-        decoded = {f"8 GPUs, {n} objects": step(8, one) for n, one in decoded_answers(options).items()}
+    if measured:
+        decoded = {f"8 GPUs, {n} objects": step(8, one) for n, one in measured.items()}
         console.print(table(decoded))
         results |= decoded
     write_json(options.json, "scale", where, {**vars(options), "threads": 1}, results)

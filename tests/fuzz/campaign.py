@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import random
 import signal
@@ -128,6 +129,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1 << 60, help="inputs of a kind")
     parser.add_argument("--out", type=Path, default=Path("outputs/fuzz"), help="folder for inputs that fail")
     given = parser.parse_args()
+    if not 0 < given.minutes < math.inf:
+        parser.error(f"--minutes {given.minutes}: not a finite number above 0 (MINUTES= of `make fuzz`)")
     warnings.simplefilter("ignore")
     from fuzz.kinds import KINDS, Bench
     from fuzz.served import served_requests

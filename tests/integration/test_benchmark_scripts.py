@@ -145,6 +145,33 @@ def test_scale_takes_answers_and_passes_from_decode(tmp_path: Path, monkeypatch:
     assert results["8"]["answer_tokens"] == 500, "the first table keeps its assumption"
 
 
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        ("scale", "--flops -1", "argument --flops: -1 is no finite number above 0"),
+        ("scale", "--decoded other.json", "--decoded other.json has no answers with skipped tokens"),
+        ("scale", "--decoded cut.json", "--decoded cut.json: not a result of decode.py --objects"),
+        ("photos", "--side 33", "--side 33 is not a multiple of 32"),
+        ("channels", "--only ZZ", "--only 'ZZ': no case begins with it; there are ['A, 1 forward'"),
+    ],
+)
+def test_an_option_that_would_measure_nothing_or_something_else_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    script: str,
+    words: str,
+    message: str,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.chdir(tmp_path)
+    Path("other.json").write_text('{"results": [{"ranks": 1}]}')
+    Path("cut.json").write_text('{"results": [')
+    with pytest.raises(SystemExit):
+        importlib.import_module(script).main(words.split())
+    assert message in capsys.readouterr().err
+
+
 def test_fixed_boxes_are_the_commonest_places_of_each_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     left, near, right = (100, 100, 300, 300), (110, 100, 310, 300), (600, 600, 900, 900)
