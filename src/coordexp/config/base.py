@@ -234,6 +234,7 @@ _EXPECTED = {
     "greater_than_equal": "a number greater than or equal to {ge}",
     "less_than": "a number less than {lt}",
     "less_than_equal": "a number less than or equal to {le}",
+    "string_pattern_mismatch": "text that matches {pattern}",
     "string_too_short": "text of at least {min_length} {characters}",
     "too_short": "a list of at least {min_length} {items}",
     "too_long": "a list of at most {max_length} {items}",
@@ -282,7 +283,7 @@ def _type_hint(kind: str, value: object) -> str:
             return ": write true or false, without quotes"
         if kind in ("tuple_type", "list_type"):
             return f": write a list, [{value}]"
-    if kind == "string_type" and value is not None and not isinstance(value, Mapping | list | tuple):
+    if kind in ("string_type", "is_instance_of") and isinstance(value, int | float):  # is_instance_of: of Path
         return ": put it in quotes to make it text"
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f": write {int(value)}"

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, create_model
 
 from coordexp.config.base import KeyPath, Problem, StrictModel, dotted, problems_from, section_of
 from coordexp.config.checks import cross_checks
+from coordexp.config.environment import LOGGERS, OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULES
 from coordexp.config.removed_keys import take_removed
 from coordexp.config.schema import RunConfig
 from coordexp.config.source import (
@@ -242,10 +243,11 @@ def json_schema_text() -> str:
     for name, definition in definitions.items():
         if name not in whole:
             definition.pop("required", None)
-    required = schema.pop("required")
+    _name_what_transformers_has(definitions["TrainingConfig"]["properties"])
+    del schema["required"]
     for node in (*definitions.values(), schema):
         _adapt(node)
-    schema["anyOf"] = [{"required": ["extends"]}, {"required": required}]
+    schema["anyOf"] = [{"required": ["extends"]}, _whole_file(RunConfig)]
     schema["properties"] = {
         "extends": {
             "description": "file or files to start from, relative to this one; later ones win, this file wins over all",
@@ -278,8 +280,24 @@ def _inside_lists(schema: dict[str, Any], definitions: dict[str, Any]) -> set[st
     return names
 
 
+def _name_what_transformers_has(training: dict[str, Any]) -> None:
+    training["optim"]["enum"] = sorted(OPTIMIZERS.keys() - REFUSED_OPTIMIZERS.keys())
+    training["lr_scheduler_type"]["enum"] = list(SCHEDULES)
+    one, several = training["report_to"]["anyOf"]
+    one["enum"] = several["items"]["enum"] = ["none", *LOGGERS]
+
+
+def _whole_file(section: type[StrictModel]) -> dict[str, Any]:
+    """What a file that extends none must contain, at every depth."""
+    required = [name for name, field in section.model_fields.items() if field.is_required()]
+    sections = {name: section_of(field.annotation) for name, field in section.model_fields.items()}
+    below = {name: whole for name, inner in sections.items() if inner is not None and (whole := _whole_file(inner))}
+    return ({"required": required} if required else {}) | ({"properties": below} if below else {})
+
+
 def _adapt(node: Any) -> None:
-    """Allow ``${env:NAME}`` where a number or a truth value is expected; drop what editors would show twice."""
+    """Allow ``${env:NAME}`` where a number, a truth value or one of several words is expected; refuse a path of blanks;
+    drop what editors would show twice, and the source's line breaks, which they show as paragraphs."""
     if isinstance(node, list):
         for item in node:
             _adapt(item)
@@ -291,5 +309,12 @@ def _adapt(node: Any) -> None:
         if node.get("type") in ("integer", "number", "boolean") and "const" not in node and "enum" not in node:
             node["type"] = [node["type"], "string"]
             node["pattern"] = _ENVIRONMENT
+        if isinstance(node.get("description"), str):
+            node["description"] = " ".join(node["description"].split())
+        if node.get("format") == "path":
+            node["pattern"] = r"\S"
         for value in node.values():
             _adapt(value)
+        if isinstance(node.get("enum"), list):
+            words = {key: node.pop(key) for key in ("enum", "type", "minLength") if key in node}
+            node["anyOf"] = [words, {"type": "string", "pattern": _ENVIRONMENT}]

@@ -67,7 +67,7 @@ class ModuleSpec(StrictModel):
     """run this module"""
     weight: NonNegative
     """factor on the module's whole loss"""
-    channels: Annotated[ListOf[Channel], Field(min_length=1)]
+    channels: Annotated[ListOf[Channel], Field(min_length=1, json_schema_extra={"uniqueItems": True})]
     """training channels the module acts in: a list of 'A' and 'B'"""
     config: StrictModel
     """the module's own keys"""

@@ -247,6 +247,8 @@ def _parse(path: Path) -> Document:
         problem = getattr(error, "problem", None) or error
         if mark is not None and re.match(r" *\t", "".join(text.splitlines()[mark.line : mark.line + 1])):
             problem = "the line starts with a tab; indent with spaces"
+        elif mark is not None and re.search(r"[{\[][^#]*\$\{", "".join(text.splitlines()[mark.line : mark.line + 1])):
+            problem = f"{problem}; ${{…}} inside of {{…}} or […] needs quotes, which make it text, or a line of its own"
         raise ConfigError(f"{where}: not valid YAML: {problem}") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,23 @@ SCHEMA_CASES: list[tuple[dict[str, Any], bool]] = [
     (set_key(stage1(), "training.report_to", "wandb"), True),
     (set_key(stage1(), "training.resume_from_checkpoint", True), True),
     (set_key(stage1(), "training.resume_from_checkpoint", 3), False),
+    *[(drop_key(stage1(), key), False) for key in ("model.model", "custom.train_jsonl", "training.output_dir")],
+    ({"extends": "x.yaml", **drop_key(stage1(), "model.model")}, True),
+    (stage1() | {"stage2_ab": {"schedule": {"b_ratio": 0.5}}}, False),
+    (set_key(stage1(), "model.dtype", "${env:DTYPE:-float32}"), True),
+    (set_key(stage1(), "custom.trainer_variant", "${env:VARIANT:-null}"), True),
+    (set_key(stage1(), "model.dtype", "bf16"), False),
+    (set_key(stage1(), "training.output_dir", " "), False),
+    *[
+        (set_key(stage1(), f"training.{key}", value), valid)
+        for key, right, wrong in (
+            ("optim", "adamw_torch_fused", "adamw"),
+            ("lr_scheduler_type", "cosine", "cosin"),
+            ("report_to", ["tensorboard", "none"], ["tensorbord"]),
+        )
+        for value, valid in ((right, True), (wrong, False))
+    ],
+    (set_key(stage2(), "rollout_matching.pipeline.objective[0].channels", ["B", "B"]), False),
     (drop_key(stage2(), "rollout_matching.pipeline.objective[0].weight"), False),
     (set_key(stage2(), "rollout_matching.pipeline.objective[0].config.foo", 1), False),
 ]
@@ -158,6 +176,11 @@ def _valid(data: Any) -> bool:
 @pytest.mark.parametrize(("data", "valid"), SCHEMA_CASES)
 def test_schema_agrees_with_the_loader(data: dict[str, Any], valid: bool) -> None:
     assert _valid(data) is valid
+
+
+def test_no_meaning_is_broken_into_paragraphs() -> None:
+    """Editors show a line break of a description as a new paragraph."""
+    assert re.findall(r'"description": "[^"]*\\n.*', json_schema_text()) == []
 
 
 def test_shipped_files_are_valid_under_their_schema() -> None:

@@ -61,6 +61,7 @@ WRONG = [
     ("custom.coord_soft_ce_w1", {"sigma": 1}, "custom.coord_soft_ce_w1.sigma", "unknown key"),
     ("custom.extra", {"x": 1}, "custom.extra", "never from a free mapping"),
     ("training.output_dir", 3, "training.output_dir", "folder of checkpoints"),
+    ("training.output_dir", 20261201, "training.output_dir", "a path as text, got 20261201: put it in quotes"),
     ("training.learning_rate", "3e-4", "training.learning_rate", "without quotes"),
     ("training.learning_rate", float("nan"), "training.learning_rate", "finite number"),
     *[("training.learning_rate", value, "training.learning_rate", "beyond what float32 computes with")
@@ -92,7 +93,8 @@ WRONG = [
     (f"{RM}.vllm.server", {"servers": [{"group_port": 1}]}, f"{RM}.vllm.server.servers[0].base_url", "missing"),
     (f"{RM}.vllm.server", {"servers": [{"base_url": "http://a"}]}, f"{RM}.vllm.server.servers[0].group_port",
      "missing"),
-    (f"{RM}.vllm.server", servers("a:80", 1), f"{RM}.vllm.server.servers[0].base_url", "URL prefix"),
+    (f"{RM}.vllm.server", servers("a:80", 1), f"{RM}.vllm.server.servers[0].base_url",
+     "expected text that matches ^https?://\\S+$, got 'a:80' (URL prefix"),
     *[(f"{RM}.vllm.server", servers(url, 1), f"{RM}.vllm.server.servers[0].base_url", "HOST:PORT")
       for url in ("http://[::1", "http://[", "http://[1]:80", "http://a:99999", "http://a:b", "http://:80", "http:///x")],
     (f"{OBJ}", [], f"{OBJ}", "at least 1 item"),

@@ -217,6 +217,7 @@ def test_an_error_in_a_base_names_the_base(tmp_path: Path) -> None:
 BROKEN_FILES = [
     ({}, "no such file"),
     ({"run.yaml": "a: [1,"}, ": not valid YAML: "),
+    ({"run.yaml": "a: {b: ${env:B:-1}}"}, "${…} inside of {…} or […] needs quotes, which make it text, or a line"),
     ({"run.yaml": "- a\n- b\n"}, "expected a mapping"),
     ({"run.yaml": "training: {}\n---\nmodel: {}"}, "another document"),
     ({"run.yaml": "training: \0"}, "control characters are not allowed"),
