@@ -24,7 +24,8 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=prefix) as name:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with suppress(OSError):  # of a file system without locks, where nobody can remove it by its lock either
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield Path(name)
         finally:
             os.close(descriptor)

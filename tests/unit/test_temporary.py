@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -52,3 +54,20 @@ def test_a_folder_that_was_just_made_is_kept(tmp_path: Path, monkeypatch: pytest
     young.mkdir()
     with temporary_folder("coordexp-test-"):
         assert young.is_dir()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_will_do(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre's noflock, NFS without its lock daemon."""
+
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", flock)
+    old = tmp_path / "coordexp-test-1"
+    old.mkdir()
+    os.utime(old, (1, 1))
+    with temporary_folder("coordexp-test-") as folder:
+        assert folder.is_dir() and old.is_dir(), "whose process may live"
+    assert not folder.exists()

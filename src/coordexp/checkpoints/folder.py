@@ -21,7 +21,7 @@ from coordexp.config.resolved import AnswerConfig
 from coordexp.config.schema import RunConfig
 from coordexp.coords import CoordVocab
 from coordexp.data.images import ResizeRule
-from coordexp.errors import CheckpointError, ConfigError, VocabError
+from coordexp.errors import CheckpointError, ConfigError, DataError, VocabError
 from coordexp.reading import LFS_POINTER, is_lfs_pointer
 
 MODEL_TYPE = "qwen3_vl"
@@ -45,10 +45,10 @@ class Checkpoint:
     config: Mapping[str, Any]
 
     @classmethod
-    def open(cls, path: str | Path | Checkpoint) -> Checkpoint:
+    def open(cls, path: str | Path | Checkpoint, _above: tuple[Path, ...] = ()) -> Checkpoint:
         """Read a folder's small files; a :class:`Checkpoint` is returned as it is. Raises CheckpointError for no such
         folder, no readable configuration, another model family, no tokenizer, adapters without their base, and as
-        :func:`weight_files`."""
+        :func:`weight_files`. ``_above``: the folders whose adapters are put on this one."""
         if isinstance(path, Checkpoint):
             return path
         folder = Path(path)
@@ -58,7 +58,12 @@ class Checkpoint:
             if file.is_file() and is_lfs_pointer(file):
                 raise CheckpointError(f"{file}: is {LFS_POINTER}")
         if is_adapter_folder(folder):
-            parent = cls.open(base_of(folder))
+            if folder.resolve() in _above:
+                raise CheckpointError(
+                    f"{folder}: its adapters belong, by way of {_above[-1]}, to its own folder; correct {BASE_KEY} "
+                    f"in one {CONFIG}"
+                )
+            parent = cls.open(base_of(folder), (*_above, folder.resolve()))
             return cls(folder, parent, parent.config)
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder}: no config.json; model.model must be a Qwen3-VL checkpoint folder")
@@ -97,7 +102,7 @@ class Checkpoint:
             if rope.get("rope_type") == "yarn":  # its factor applies to the length before stretching
                 positions = int(rope.get("original_max_position_embeddings") or positions)
             return int(positions * float(rope.get("factor") or 1.0))
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError):
             return None
 
     @property
@@ -151,7 +156,7 @@ def base_name(folder: Path) -> str | None:
             return base
         with safe_open(folder / OFFSETS, "np") as file:  # coordinate offsets without LoRA have no adapter_config.json
             return (file.metadata() or {}).get(BASE_KEY)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: its adapter files cannot be read ({error}); restore them") from error
 
 
@@ -178,7 +183,7 @@ def read_object(folder: Path, name: str, what: str) -> dict[str, Any]:
         content = json.loads((folder / name).read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("no JSON object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{folder}: its {what} cannot be read ({error}); restore the checkpoint's files"
         ) from error
@@ -198,13 +203,18 @@ def processor_rule(folder: Path) -> ResizeRule:
     """How the image processor in a checkpoint's folder resizes. Raises CheckpointError if the folder has none."""
     settings = read_object(folder, "processor_config.json", "processor").get("image_processor")
     settings = settings or read_object(folder, "preprocessor_config.json", "image processor")
-    size = settings.get("size") or {}
-    # The older keys win, as in transformers, for folders that have both.
-    least = settings.get("min_pixels") or size.get("shortest_edge")
-    most = settings.get("max_pixels") or size.get("longest_edge")
-    if not (least and most and settings.get("patch_size") and settings.get("merge_size")):
-        raise CheckpointError(f"{folder}: no image processor's sizes; restore processor_config.json")
-    return ResizeRule(settings["patch_size"] * settings["merge_size"], int(least), int(most))
+    try:
+        size = settings.get("size") or {}
+        # The older keys win, as in transformers, for folders that have both.
+        least = settings.get("min_pixels") or size.get("shortest_edge")
+        most = settings.get("max_pixels") or size.get("longest_edge")
+        if least and most and settings.get("patch_size") and settings.get("merge_size"):
+            return ResizeRule(settings["patch_size"] * settings["merge_size"], int(least), int(most))
+    except (AttributeError, TypeError, ValueError, OverflowError, DataError) as error:
+        raise CheckpointError(
+            f"{folder}: its image processor's sizes cannot be used ({error}); restore processor_config.json"
+        ) from error
+    raise CheckpointError(f"{folder}: no image processor's sizes; restore processor_config.json")
 
 
 Part = Literal["vit", "aligner", "llm", "coord"]

@@ -8,6 +8,7 @@ import logging
 import os
 import stat
 import tempfile
+import uuid
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -130,12 +131,18 @@ def whole_file(path: Path) -> Iterator[TextIO]:
             file.detach()  # writes what is buffered
 
 
+def temporary_beside(path: Path, kind: str) -> Path:
+    """A name for a file next to ``path`` that is there for a moment: another one each time, because processes of two
+    containers can have one number, and somebody else can put a link where the name is known; and never too long."""
+    return path.with_name(f".{path.name[:40]}.{os.getpid()}-{uuid.uuid4().hex[:8]}.{kind}")
+
+
 @contextmanager
 def whole_binary_file(path: Path, *, flush: bool = True) -> Iterator[BinaryIO]:
     """As :func:`whole_file`. Without ``flush`` it does not wait for the disk, so a power loss may leave it empty."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    temporary = temporary_beside(path, "partial")
     try:
-        with naming(path, instead_of=temporary), temporary.open("wb") as file:
+        with naming(path, instead_of=temporary), temporary.open("xb") as file:
             yield file
             # Before it gets its name: otherwise a power loss may leave the name without content.
             file.flush()
@@ -218,8 +225,11 @@ def cache_folder() -> Path:
     for folder in candidates:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if folder.parent == Path(tempfile.gettempdir()) and folder.stat().st_uid != os.getuid():
-                raise PermissionError(None, "another user's")  # who could put files there that we would train on
+            if folder.parent == Path(tempfile.gettempdir()):
+                status = folder.lstat()
+                if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+                    # Somebody else could put files there that we would train on, or have us write to any folder.
+                    raise PermissionError(None, "another user's, or a link")
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:

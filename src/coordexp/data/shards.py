@@ -157,6 +157,6 @@ def _index(shard: str, size: int, mtime_ns: int) -> tuple[np.ndarray, np.ndarray
         for old in kept.parent.glob(f"{place}-*.npy"):
             if old != kept:
                 old.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:  # EOFError: an empty file
         raise DataError(f"cannot be read ({error}); delete the file and start again", path=kept) from error
     return np.ascontiguousarray(table_N["name"]), np.stack([table_N["offset"], table_N["size"]], axis=1)

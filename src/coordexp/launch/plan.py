@@ -11,6 +11,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ from coordexp.engine.wire.engine_process import (
     engine_environment,
     names_of_gpus,
 )
-from coordexp.errors import WITH_VLLM, CheckpointError, ConfigError, CoordExpError
+from coordexp.errors import WITH_VLLM, CheckpointError, ConfigError, CoordExpError, DataError
+from coordexp.reading import read_json
 from coordexp.rollouts.chunking import chunk_size
 
 LOOPBACK = "127.0.0.1"
@@ -395,7 +397,7 @@ def _model_check(config: RunConfig) -> Check:
     folder = Path(config.model.model)
     try:
         model_type = str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         problem = f"{folder} is not a checkpoint ({error}); name a folder with config.json"
         return Check("model.model", f"{folder} (no checkpoint)", problem)
     problem = None
@@ -404,7 +406,23 @@ def _model_check(config: RunConfig) -> Check:
             f"its config.json has model_type {model_type!r}, and swift rollout is started for {SWIFT_MODEL_TYPE} only; "
             "write launch.server: coordexp"
         )
+    elif config.launch.server == "swift" and (names := _naming_code(folder)):
+        problem = (
+            f"{', '.join(names)} there name Python code (auto_map), which swift rollout runs; remove this key, or "
+            "write launch.server: coordexp, which runs no code of a checkpoint"
+        )
     return Check("model.model", f"{folder} ({model_type})", problem)
+
+
+def _naming_code(folder: Path) -> list[str]:
+    """The files of a checkpoint by which transformers finds Python code in it, if it is told to trust it."""
+    named = []
+    for path in sorted(folder.glob("*config.json")):
+        with suppress(DataError):  # not readable, which the trainer's own checks report
+            content = read_json(path)
+            parts = (content, *content.values()) if isinstance(content, dict) else ()
+            named += [path.name] if any(isinstance(part, dict) and "auto_map" in part for part in parts) else []
+    return named
 
 
 def _memory_check(config: RunConfig, num_gpus: int) -> Iterator[Check]:

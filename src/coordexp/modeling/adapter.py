@@ -152,7 +152,7 @@ def _settings(folder: Path) -> tuple[float, float, bool]:
             )
         rank = float(config["r"])
         scaling = float(config["lora_alpha"]) / rank
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{folder / CONFIG}: not a LoRA configuration ({error!r}); restore it") from error
     unknown = [key for key in _NOT_SUPPORTED if config.get(key)]
     unknown += ["bias"] if config.get("bias", "none") != "none" else []

@@ -221,9 +221,16 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -
     try:
         with _LOADING:
             loaded: Any = Qwen3VLForConditionalGeneration.from_pretrained(
-                path, dtype=dtype, use_safetensors=True, output_loading_info=True
+                path,
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                # Else config.json may name one that is not installed, or code of the hub, which would be fetched.
+                attn_implementation="sdpa",
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except ImportError:
+        raise
+    except Exception as error:  # of damaged files, the libraries raise anything
         if is_out_of_memory(error):
             raise
         raise CheckpointError(
@@ -283,12 +290,17 @@ def _token_ids_of(settings: GenerationConfig) -> GenerationConfig:
 
 def _read(source: Any, path: str | Path, what: str) -> Any:
     try:
-        return source.from_pretrained(path)
+        # Unless it is refused, transformers asks at the terminal whether to run Python code of the folder.
+        return source.from_pretrained(path, trust_remote_code=False)
     except ImportError:
         raise
     except Exception as error:  # of a damaged file, the libraries raise anything
         if is_out_of_memory(error):
             raise
+        if "custom code" in str(error):
+            raise CheckpointError(
+                f"{path}: its {what} is Python code (auto_map), which is not run; take a Qwen3-VL checkpoint's files"
+            ) from error
         raise CheckpointError(f"{path}: its {what} cannot be read ({error}); restore the checkpoint's files") from error
 
 

@@ -131,3 +131,35 @@ def test_a_broken_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="tokenizer"):
         Checkpoint.open(folder).read_vocab()
+
+
+@pytest.mark.parametrize(
+    ("processor", "says"),
+    [([1], "no attribute 'get'"), ({"size": 3}, "no attribute 'get'"),
+     ({"patch_size": "8", "merge_size": "2", "min_pixels": 1, "max_pixels": 2}, "can't multiply"),
+     ({"patch_size": 8, "merge_size": 2, "min_pixels": 1, "max_pixels": "many"}, "'many'"),
+     ({"patch_size": 8, "merge_size": 2, "min_pixels": 9, "max_pixels": 2}, "min_pixels=9")],
+)  # fmt: skip
+def test_sizes_of_images_that_cannot_be_used_name_their_file(processor: Any, says: str, tmp_path: Path) -> None:
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": processor}))
+    with pytest.raises(CheckpointError, match=rf"sizes cannot be used \(.*{says}.*restore processor_config.json"):
+        processor_rule(tmp_path)
+
+
+def test_adapters_that_belong_to_each_other_are_refused(tmp_path: Path) -> None:
+    for own, other in (("a", "b"), ("b", "a")):
+        (tmp_path / own).mkdir()
+        settings = {"base_model_name_or_path": str(tmp_path / other)}
+        (tmp_path / own / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        CheckpointError, match=rf"{tmp_path}/a: its adapters belong, by way of {tmp_path}/b, to its own"
+    ):
+        Checkpoint.open(tmp_path / "a")
+
+
+def test_a_length_that_no_number_holds_is_unknown(tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["text_config"]["max_position_embeddings"] = 10**400
+    (folder / "config.json").write_text(json.dumps(settings))
+    assert Checkpoint.open(folder).num_positions is None

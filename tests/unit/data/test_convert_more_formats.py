@@ -157,15 +157,17 @@ def test_labelme_images_inside_their_annotations(tmp_path: Path, options: ImageO
     folder = labelme(tmp_path / "in", shape("rectangle", [10, 6], [30, 18]))
     data = base64.b64encode((folder / "a.jpg").read_bytes()).decode()
     (folder / "a.jpg").unlink()
-    for name, embedded in (("b", data), ("c", "no base64!"), ("d", None)):
+    longest = "l" * 251
+    for name, embedded in (("b", data), ("c", "no base64!"), ("d", None), (longest, data)):
         content = json.loads((folder / "a.json").read_text()) | {"imagePath": f"{name}.jpg", "imageData": embedded}
-        (folder / f"{name}.json").write_text(json.dumps(content))
+        (folder / f"{name[:200]}.json").write_text(json.dumps(content))
     (folder / "a.json").unlink()
     report = convert_labelme(folder, tmp_path / "out", options=options)
-    assert objects_of(report) == (CAT_BOX,)
+    record, other = read_jsonl(report.jsonl)
+    assert record.objects == other.objects == (CAT_BOX,)
     assert report.skipped_images == {"unreadable_image": 1, "missing_image": 1}
-    assert report.notes == {"embedded_image": 1}
-    (record,) = read_jsonl(report.jsonl)
+    assert report.notes == {"embedded_image": 2}
+    assert other.image.name == f"{longest}.jpg"
     assert record.image == (tmp_path / "out" / "images" / "in" / "b.jpg").resolve()
     assert not list((tmp_path / "out").rglob(".*")), "nothing is left behind"
 

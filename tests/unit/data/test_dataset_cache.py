@@ -169,11 +169,12 @@ def test_a_new_version_validates_again_and_small_files_are_not_cached(
     assert len(files("*.arrow")) == 1 and files("*.arrow") != before
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"no array", b""], ids=["other", "empty"])
+def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
     path = write(tmp_path, line())
     check_images(cached(path))
     (states,) = cache_folder().rglob("*.npy")
-    states.write_bytes(b"no array")
+    states.write_bytes(content)
     assert states.name in message(lambda: check_images(cached(path)))
     (records,) = cache_folder().rglob("*.arrow")
     other = records.with_name("other.arrow")
@@ -193,6 +194,18 @@ def test_unwritable_cache_folders_are_skipped_and_named(
     assert cache_folder().parent == Path(tempfile.gettempdir())
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
     assert VARIABLE in message(cache_folder)
+
+
+def test_a_link_among_temporary_files_is_not_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is known, so another user can put one there that leads to any folder of ours."""
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "ours").mkdir()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"coordexp-{os.getuid()}").symlink_to(tmp_path / "ours")
+    assert "another user's, or a link" in message(cache_folder)
+    assert not list((tmp_path / "ours").iterdir())
 
 
 OPEN = """

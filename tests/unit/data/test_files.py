@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from coordexp.data.files import append_line, write_atomically
+from coordexp.data.files import append_line, whole_file, write_atomically
 from coordexp.data.images import save_image
 from support.cli_runs import files_of_at_most
 
@@ -34,3 +34,20 @@ def test_an_error_names_no_temporary_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as raised:
         write_atomically(path, "a: 1")
     assert raised.value.filename == str(path)
+
+
+def test_a_file_can_have_the_longest_name(tmp_path: Path) -> None:
+    path = tmp_path / ("é" * 127 + "a")  # 255 bytes
+    write_atomically(path, "whole")
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["whole"]
+
+
+def test_two_writers_with_one_process_number_do_not_mix(tmp_path: Path) -> None:
+    """Processes of two containers on one disk."""
+    path = tmp_path / "a.txt"
+    with whole_file(path) as first:
+        first.write("first")
+        with whole_file(path) as second:
+            second.write("2")
+        assert path.read_text() == "2"
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]

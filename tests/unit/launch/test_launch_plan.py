@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import socket
 import subprocess
 from dataclasses import replace
@@ -244,6 +245,22 @@ def test_another_family_is_refused_for_swift(tmp_path: Path, config: dict[str, A
     foreign = run.model_copy(update={"model": run.model.model_copy(update={"model": str(folder)})})
     (check,) = [one for one in run_checks(foreign, plan_launch(run, path), 0) if one.name == "model.model"]
     assert "launch.server: coordexp" in str(check.problem)
+
+
+@pytest.mark.parametrize("file", ["config.json", "processor_config.json"])
+@pytest.mark.parametrize(("server", "refused"), [("swift", True), ("coordexp", False)])
+def test_swift_is_not_started_for_a_checkpoint_whose_code_it_would_run(
+    file: str, server: str, refused: bool, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(content | {"auto_map": {"AutoConfig": "evil.Evil"}}))
+    config["launch"] = {"server": server}
+    path = write_yaml(tmp_path, config)
+    run = load_config(path)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"model": str(folder)})})
+    (check,) = [one for one in run_checks(run, plan_launch(run, path), 0) if one.name == "model.model"]
+    assert (f"{file} there name Python code (auto_map)" in str(check.problem)) == refused
 
 
 def test_a_token_is_never_part_of_a_plan(

@@ -146,6 +146,7 @@ def own_embedding(folder: Path) -> None:
      (lambda folder: configured(folder, init_lora_weights="pissa"), "init_lora_weights: pissa, which CoordExp cannot"),
      (lambda folder: configured(folder, bias="all", init_lora_weights="olora"), "sets bias, init_lora_weights: olora"),
      (lambda folder: cut(folder, CONFIG), "adapter files cannot be read"),
+     (lambda folder: (folder / CONFIG).write_text("[" * 100_000), "adapter files cannot be read .*recursion"),
      (lambda folder: (folder / CONFIG).write_text('{"base_model_name_or_path": ["a"]}'), f"in {CONFIG} is not text"),
      (lambda folder: (folder / CONFIG).write_text("[]"), f"in {CONFIG} is not text"),
      (lambda folder: configured(folder, r=9), "no two matrices of rank 9"),

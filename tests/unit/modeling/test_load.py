@@ -29,6 +29,10 @@ def broken_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
 
+def deep_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
+
+
 def other_family(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen2_vl"}))
@@ -48,6 +52,7 @@ CHEAP: list[tuple[Callable[[Path], None], type[CoordExpError], str]] = [
     (shutil.rmtree, CheckpointError, "no such folder"),
     (no_config, CheckpointError, "no config.json"),
     (broken_config, CheckpointError, "configuration cannot be read"),
+    (deep_config, CheckpointError, "configuration cannot be read .*recursion"),
     (other_family, CheckpointError, "'qwen2_vl'"),
     (no_tokenizer, CheckpointError, "no tokenizer.json"),
     (too_few_rows, VocabError, "600 embedding rows"),
@@ -116,6 +121,41 @@ def test_incomplete_weights_are_refused(folder: Path, damage: Callable[[Path], N
     """transformers would start a missing weight at random, with a line in the log."""
     damage(folder)
     with pytest.raises(CheckpointError, match=says):
+        load_model(folder, "float32")
+
+
+def changed(folder: Path, file: str, *, part: str | None = None, **values: Any) -> None:
+    content = json.loads((folder / file).read_text())
+    (content if part is None else content[part]).update(values)
+    (folder / file).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("part", [None, "image_processor"])
+def test_python_code_of_a_checkpoint_is_neither_run_nor_asked_about(
+    part: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = "AutoProcessor" if part is None else "AutoImageProcessor"
+    key = "processor_class" if part is None else "image_processor_type"
+    changed(folder, "processor_config.json", part=part, **{key: "Evil", "auto_map": {kind: "evil.Evil"}})
+    (folder / "evil.py").write_text(f"from pathlib import Path\nPath({str(folder / 'ran')!r}).touch()\n")
+    monkeypatch.setattr("builtins.input", lambda _: "yes")
+    with pytest.raises(CheckpointError, match=r"its processor is Python code \(auto_map\), which is not run"):
+        load_processor(folder)
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["evil/kernel", "flash_attention_2"])
+def test_attention_is_not_a_checkpoints_choice(name: str, folder: Path) -> None:
+    """transformers fetches and runs code of the hub by such a name, or fails without a package."""
+    for part in (None, "text_config", "vision_config"):
+        changed(folder, "config.json", part=part, _attn_implementation=name, attn_implementation=name)
+    model: Any = load_model(folder, "float32").model
+    assert model.config.text_config._attn_implementation == "coordexp_packed"
+
+
+def test_sizes_that_no_machine_counts_are_refused(folder: Path) -> None:
+    changed(folder, "config.json", part="text_config", vocab_size=10**4000)
+    with pytest.raises(CheckpointError, match="its weights cannot be read"):
         load_model(folder, "float32")
 
 

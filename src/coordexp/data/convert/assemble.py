@@ -17,7 +17,7 @@ from coordexp.data.convert.numbers import Meaning, check_numbers, read_object
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason, SourceImage
 from coordexp.data.convert.shapes import quantise
 from coordexp.data.dataset_cache import PREPARED
-from coordexp.data.files import check_new_file, write_atomically
+from coordexp.data.files import check_new_file, temporary_beside, write_atomically
 from coordexp.data.find_images import can_be_file
 from coordexp.data.images import (
     JPEG_SUFFIXES,
@@ -98,7 +98,7 @@ def _prepare_image(
             return _write_image(source, source.path, target, options, unclear)
         # As for a file with these bytes; without resizing they become that file.
         target.parent.mkdir(parents=True, exist_ok=True)
-        written = target.with_name(f".{target.name}.embedded")
+        written = temporary_beside(target, "embedded")
         try:
             written.write_bytes(source.embedded())
             prepared = _write_image(source, written, target, options, unclear)
