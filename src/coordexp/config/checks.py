@@ -293,7 +293,8 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
     Rule(_MASTERS, lambda c, _: c.training.master_weights is not None and c.deepspeed.enabled,
          "deepspeed keeps float32 copies of its own; remove this key, or write deepspeed.enabled: false"),
     Rule(_MASTERS, lambda c, _: c.training.master_weights is not None and c.fsdp.enabled,
-         "fsdp keeps float32 copies of its own; remove this key, or write fsdp.enabled: false"),
+         "fsdp keeps float32 copies of its own with training.bf16: true; remove this key, or write fsdp.enabled: "
+         "false"),
     Rule(_MASTERS, lambda c, _: (c.training.master_weights is not None
              and c.training.optim not in OPTIMIZERS_WITH_MASTERS),
          f"works with training.optim: {', '.join(OPTIMIZERS_WITH_MASTERS)}, and it is {{c.training.optim}}; write one "
@@ -395,13 +396,15 @@ _OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "target_m
 
 def advice(config: RunConfig) -> Iterator[str]:
     """Valid but rarely intended settings, one sentence each; printed and logged, never an error."""
-    shards = config.deepspeed.enabled or config.fsdp.enabled  # these keep float32 copies of the weights
-    has_masters = config.training.master_weights is not None or shards
+    training, fsdp = config.training, config.fsdp.enabled
+    has_masters = training.master_weights is not None or config.deepspeed.enabled
+    has_masters = has_masters or (fsdp and (training.bf16 or training.fp16))  # accelerate then shards float32 copies
     if config.model.dtype != "float32" and config.tuner.train_type == "full" and not has_masters:
+        copies = "training.bf16: true" if fsdp else "training.master_weights: float32 with model.dtype: bfloat16"
         yield (
             f"model.dtype: {config.model.dtype} with tuner.train_type: full stores the trained weights themselves in "
-            f"{config.model.dtype}, so small updates are rounded away. Write training.master_weights: float32 with "
-            "model.dtype: bfloat16, or model.dtype: float32 with training.bf16: true"
+            f"{config.model.dtype}, so small updates are rounded away. Write {copies}, or model.dtype: float32 with "
+            "training.bf16: true"
         )
     tuner = config.tuner
     for key, learns, without in (

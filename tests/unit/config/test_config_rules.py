@@ -311,7 +311,9 @@ def test_rules_of_the_number_of_processes(raw: dict[str, Any], world_size: int, 
         ({"model.dtype": "bfloat16"}, True),
         ({"model.dtype": "float16"}, True),
         ({"model.dtype": "bfloat16", "training.bf16": True}, True),  # autocast computes; it does not store
-        ({"model.dtype": "bfloat16", "fsdp.enabled": True}, False),
+        ({"model.dtype": "bfloat16", "fsdp.enabled": True}, True),  # its copies are float32 with autocast alone
+        ({"model.dtype": "bfloat16", "fsdp.enabled": True, "training.bf16": True}, False),
+        ({"model.dtype": "bfloat16", "deepspeed": {"enabled": True, "config": {}}}, False),
         ({"model.dtype": "bfloat16", "tuner.train_type": "lora"}, False),
         ({"model.dtype": "float32"}, False),
         (MASTERS, False),
