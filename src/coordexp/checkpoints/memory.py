@@ -127,10 +127,8 @@ def estimate_memory(
     head = int(text.get("head_dim") or hidden // int(text["num_attention_heads"]))
     queries, keys = head * int(text["num_attention_heads"]), head * int(text["num_key_value_heads"])
     tower = int(vision["hidden_size"]), int(vision["intermediate_size"]), 0, 0
-    recomputed = 1.0 if config.fsdp.activation_checkpointing else 0.0  # share of the layers
     every = 1 if training.gradient_checkpointing_every == "auto" else training.gradient_checkpointing_every
-    if training.gradient_checkpointing:
-        recomputed = 1 / every
+    recomputed = 1 / every if config.recomputes else 0.0  # share of the layers
     for tokens, sizes_of_layer, attention, kept, dropout, layers in (
         (length, (hidden, intermediate, queries, keys), queries * (every > 1), _KEPT[tuner.train_type, fused],
          _KEPT_DROPOUT[0], int(text["num_hidden_layers"])),
@@ -141,7 +139,7 @@ def estimate_memory(
         if lora and tuner.lora_dropout:
             numbers += sum(map(operator.mul, dropout, sizes_of_layer))
         # A recomputed layer keeps its input and maybe, on a GPU, the output of its attention.
-        own = sizes_of_layer[0] + attention * training.gradient_checkpointing
+        own = sizes_of_layer[0] + attention * config.recomputes
         row += 2 * tokens * layers * (recomputed * own + (1 - recomputed) * numbers)
     row += 2 * length * (_RUNNING[0] * hidden + _RUNNING[1] * intermediate)
     if not lora and not tuner.freeze_llm:
@@ -232,13 +230,14 @@ def recomputed_every(
     world_size: int,
     gpu_bytes: float | None,
 ) -> int:
-    """With ``gradient_checkpointing``, in which layers activations are recomputed on a GPU of ``gpu_bytes``: in every
-    N-th, 0: in none. For ``auto`` the fewest whose estimate fits comfortably; in all on a CPU (None), and in
-    two-channel training, whose rows have several forwards that the estimate does not count."""
+    """If activations are recomputed, in which layers on a GPU of ``gpu_bytes``: in every N-th, 0: in none. For ``auto``
+    the fewest whose estimate fits comfortably; in all on a CPU (None), and in two-channel training, whose rows have
+    several forwards that the estimate does not count."""
     every = config.training.gradient_checkpointing_every
     if every != "auto":
         return every
-    if gpu_bytes is None or config.custom.trainer_variant == "stage2_two_channel":
+    shards = config.fsdp.enabled and config.fsdp.activation_checkpointing  # in all, without a key for others
+    if gpu_bytes is None or shards or config.custom.trainer_variant == "stage2_two_channel":
         return 1
     for candidate in (0, 4, 3, 2):
         changed = _with(config, "training.gradient_checkpointing", candidate > 0)
@@ -337,7 +336,6 @@ def _training_keys(config: RunConfig) -> dict[Kind, dict[str, bool]]:
     batch = {f"lower training.per_device_train_batch_size (now {size})": size == 1}
     row = {f"lower global_max_length (now {config.global_max_length})": False} if training.packing else batch
     gathers = config.fsdp.enabled and config.fsdp.state_dict_type == "FULL_STATE_DICT"
-    recomputes = training.gradient_checkpointing or config.fsdp.activation_checkpointing
     workers = config.data.num_workers
     return {
         "start": {"model.dtype: bfloat16": config.model.dtype != "float32", **lora, **sharded},
@@ -346,7 +344,7 @@ def _training_keys(config: RunConfig) -> dict[Kind, dict[str, bool]]:
         "rollouts": {},
         "evaluation": {},
         "training": {
-            "training.gradient_checkpointing: true": recomputes,
+            "training.gradient_checkpointing: true": config.recomputes,
             "training.gradient_checkpointing_every: 1": training.gradient_checkpointing_every == 1,
             **row,
             **lora,

@@ -486,3 +486,8 @@ class RunConfig(StrictModel):
     """two-channel training"""
     launch: LaunchConfig = LaunchConfig()
     """the processes that coordexp launch starts"""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations are recomputed in the backward pass."""
+        return self.training.gradient_checkpointing or (self.fsdp.enabled and self.fsdp.activation_checkpointing)

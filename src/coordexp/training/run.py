@@ -113,7 +113,7 @@ def build_trainer(
     build_row = RowBuilder.from_model(loaded, accelerator.device)
     offload = build_offload(loaded.model, rollout)
     with phase("start", "placing the model and its optimizer"):
-        every = _recomputed_every(run, console) if args.gradient_checkpointing else 0
+        every = _recomputed_every(run, console) if config.recomputes else 0
         state = _prepared_state(training, args, accelerator, loaded, max_steps, every)
     if offload is not None:
         owner = "DeepSpeed" if state.is_deepspeed else "FSDP" if state.is_fsdp else None

@@ -30,7 +30,8 @@ def test_without_either_section_nothing_is_passed(tmp_path: Path) -> None:
 
 
 def test_fsdp_reaches_accelerate_as_version_2(tmp_path: Path) -> None:
-    keys = {"fsdp__enabled": True, "fsdp__reshard_after_forward": False, "fsdp__cpu_offload": True}
+    keys = {"fsdp__enabled": True, "fsdp__reshard_after_forward": False, "fsdp__cpu_offload": True,
+            "fsdp__activation_checkpointing": True}  # fmt: skip
     config = configured(tmp_path, **keys, fsdp__transformer_layer_cls_to_wrap=["Qwen3VLTextDecoderLayer"])
     assert parallel_arguments(config) == {
         "fsdp": True,
@@ -44,6 +45,19 @@ def test_fsdp_reaches_accelerate_as_version_2(tmp_path: Path) -> None:
             "transformer_layer_cls_to_wrap": ["Qwen3VLTextDecoderLayer"],
         },
     }
+
+
+@pytest.mark.parametrize(
+    ("keys", "recomputes"),
+    [
+        ({}, False),
+        ({"training__gradient_checkpointing": True}, True),
+        ({"fsdp__enabled": True, "fsdp__activation_checkpointing": True}, True),
+        ({"fsdp__enabled": False, "fsdp__activation_checkpointing": True}, False),
+    ],
+)
+def test_activations_are_recomputed_by_either_key(keys: dict[str, bool], recomputes: bool, tmp_path: Path) -> None:
+    assert configured(tmp_path, **keys).recomputes is recomputes
 
 
 def test_fsdp_over_one_process_is_refused(tmp_path: Path) -> None:
