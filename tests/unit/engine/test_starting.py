@@ -50,6 +50,11 @@ def test_other_engines_have_durations_of_their_own(capsys: pytest.CaptureFixture
         assert "ETA" not in capsys.readouterr().err
 
 
+def test_a_duration_that_cannot_be_written_ends_no_run(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    (cache / DURATIONS / "taken").mkdir(parents=True)
+    assert "ready" in lines_of_a_start(capsys)[-1]
+
+
 def test_a_failed_start_has_no_duration(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
     with pytest.raises(RuntimeError), announced_start(CPU, gpu=False):
         raise RuntimeError("no memory")

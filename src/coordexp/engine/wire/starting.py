@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,9 @@ def announced_start(arguments: Mapping[str, Any], *, gpu: bool) -> Iterator[None
     yield
     seconds = time.monotonic() - started
     console.print(f"the vLLM engine is ready after {seconds:.0f} s", soft_wrap=True)
-    # Read again: another run may have started an engine meanwhile.
-    write_atomically(file, json.dumps({**_durations(file), kind: round(seconds, 1)}, indent=1))
+    # Read again: another run may have started an engine meanwhile. A full disk must not end a run for an ETA.
+    with suppress(OSError):
+        write_atomically(file, json.dumps({**_durations(file), kind: round(seconds, 1)}, indent=1))
 
 
 @contextmanager
