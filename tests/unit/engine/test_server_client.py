@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordexp.engine.trainer.client import ServerClient
+from coordexp.engine.trainer.client import IDLE_S, ServerClient
 from coordexp.engine.wire.engine_process import api_key_from_environment
 from coordexp.errors import ConfigError, RolloutError, ServerRefused, ServerTimeout, ServerUnreachable
 from support.fake_servers import JsonServer, Reply
@@ -176,3 +176,9 @@ def test_the_token_comes_from_the_named_variable(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="printable") as refused:
         api_key_from_environment("SERVERS_TOKEN")
     assert "secret" not in str(refused.value)
+
+
+def test_idle_connections_are_not_used_for_as_long_as_servers_keep_them() -> None:
+    """A push would end where a server closes a connection while the next call is on its way."""
+    uvicorn = pytest.importorskip("uvicorn")
+    assert uvicorn.Config("server:app").timeout_keep_alive - IDLE_S >= 2

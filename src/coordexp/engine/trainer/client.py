@@ -18,6 +18,8 @@ from coordexp.errors import RolloutError, ServerRefused, ServerTimeout, ServerUn
 from coordexp.weight_sync import WeightVersion
 
 CONNECT_S = 10.0
+# An idle connection is used again for less time than servers keep it (uvicorn: 5 s), however long a packet takes.
+IDLE_S = 2.0
 _POLL_S = 0.5
 EXCERPT = 600
 MAX_ANSWER_BYTES = 16 << 20
@@ -292,7 +294,7 @@ class DeadlineTransport(httpx.HTTPTransport):
         self._pool = httpcore.ConnectionPool(
             ssl_context=httpx.create_ssl_context(trust_env=False),
             max_connections=None,
-            keepalive_expiry=5.0,
+            keepalive_expiry=IDLE_S,
             socket_options=KEEPALIVE,
             network_backend=_Backend(),
         )
