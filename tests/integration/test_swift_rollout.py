@@ -134,6 +134,8 @@ def test_a_missing_weight_is_named_although_ms_swift_hides_errors(client: Server
         pytest.raises(RolloutError, match=r"not sent: \S+qkv_proj\.weight \(k_proj\)"),
     ):
         sync.push(7)
+    with pytest.raises(ServerRefused, match=r"failed half-way \(.*push them again first"):
+        served_tokens(client, requests_of(trainer, 2 * WORKERS))
     with pushing(client, trainer) as whole:
         whole.push(8)
         assert_answers_as(client, trainer, 8)

@@ -240,6 +240,13 @@ class WeightReceiver:
         """The trainer whose weight group this is, while it is connected; None also where another worker knows it."""
         return self._trainer if self._group is not None and self._group.is_whole() else None
 
+    @property
+    def problem(self) -> str | None:
+        """Why the weights may be neither the old nor the new ones; None if they are sound."""
+        if self.state.failure is None and self.state.open and self.state.shapes:
+            return "weights are being pushed"  # or the trainer is gone; ms-swift's never commit an adapter alone
+        return self.state.failure
+
     def open(self, address: GroupAddress, trainer: str = "") -> None:
         """Join a weight group, where the last rank sends; leave that of an earlier trainer."""
         self.close()

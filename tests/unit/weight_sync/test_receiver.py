@@ -118,6 +118,20 @@ def test_a_push_with_an_error_is_not_committed_even_if_later_parts_arrive() -> N
     assert worker.commit(1, False, nothing)["failure"] is None
 
 
+def test_weights_of_a_push_that_is_not_committed_are_not_sound() -> None:
+    worker = receiver()
+    assert worker.problem is None
+    worker.begin()
+    assert worker.problem is None, "an adapter alone, which ms-swift's trainers do not commit"
+    worker.take(weights())
+    assert worker.problem == "weights are being pushed"
+    worker.commit(1, False, nothing)
+    assert worker.problem is None
+    worker.take(weights()[:1])
+    worker.close()
+    assert worker.problem == "the trainer disconnected during a push"
+
+
 def test_a_trainer_that_leaves_during_a_push_is_named_by_the_next_call() -> None:
     worker = receiver()
     worker.close()

@@ -121,6 +121,9 @@ class CoordExpVllmEngine(GRPOVllmEngine):
                 f"this server does not accept a list of class names; start it with {CLASS_NAMES_ENABLE}=1"
             )
         self._class_names = list(class_names)
+        problem = next((one for one in self._workers("coordexp_problem") if one is not None), None)
+        if problem is not None:
+            raise RolloutError(f"the last push of weights failed half-way ({problem}); push them again first")
         outputs = super().infer(infer_requests, *args, **kwargs)
         ids = [str(one.response.id) for one in outputs]
         ended: set[str] = set()

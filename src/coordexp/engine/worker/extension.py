@@ -94,6 +94,9 @@ class WeightSyncExtension:
     def coordexp_owner(self) -> str | None:
         return self.receiver.owner
 
+    def coordexp_problem(self) -> str | None:
+        return self.receiver.problem
+
     def update_flattened_params(self, metadatas: list[dict[str, Any]]) -> None:
         """Receive one bucket of full weights, under the checkpoint's tensor names."""
         self.receiver.receive(metadatas)
