@@ -268,6 +268,7 @@ def _evaluate_saved(source: Path, options: EvaluationOptions, rename: Renaming) 
 
     console = open_console(stderr=options.as_json)
     about = {"predictions": str(source), "limit": options.limit, **rename.about}
+    about |= {} if options.constant_score is None else {"score": "constant"}
     if options.out is not None:
         check_replaced(options.out, about, options.overwrite)
     saved = read_answers(source)[: options.limit]

@@ -191,9 +191,13 @@ def _row(name: str, counts: Mapping[str, float], ap: float | None) -> GroupRow:
     )
 
 
+# Settings that an evaluation without them does not name.
+_OPTIONAL = ("classes", "answers", "tiles", "aliases", "embedder", "embedding_threshold", "score")
+
+
 def check_replaced(folder: Path, about: Mapping[str, object], overwrite: bool) -> None:
     """Raise DataError if :func:`write_summary` would replace other answers or an evaluation of something else in
-    ``folder``; ``overwrite`` allows it; or could not write there. Mappings in ``about`` are compared by their keys,
+    ``folder``; ``overwrite`` allows it; or could not write there. Mappings in ``about`` are compared key by key,
     unless the earlier evaluation has none of that name: an earlier version of CoordExp did not write them."""
     check_writable(folder, "name another folder with --out")
     if overwrite or not folder.exists():
@@ -205,12 +209,13 @@ def check_replaced(folder: Path, about: Mapping[str, object], overwrite: bool) -
                 path=folder,
             )
         return
-    earlier, now = read_json(folder / METRICS), json.loads(json.dumps(about))
+    earlier, now = read_json(folder / METRICS), json.loads(json.dumps(dict(about)))
+    now |= dict.fromkeys(name for name in _OPTIONAL if name not in now)
     for name in [name for name, value in now.items() if isinstance(value, dict)]:
         settings, before = now.pop(name), earlier.get(name)
         if isinstance(before, dict):
-            now |= settings
-            earlier |= {key: before.get(key) for key in settings}
+            now |= dict.fromkeys(before) | settings
+            earlier |= dict.fromkeys(settings) | before
     before, prints = earlier.get("fingerprints"), now.get("fingerprints") or []
     if isinstance(before, list) and len(before) == len(prints) and all(map(is_same, before, prints)):
         earlier["fingerprints"] = prints

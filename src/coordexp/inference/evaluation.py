@@ -105,7 +105,7 @@ def run_evaluation(
     }
     if calibrate:
         check_writable(path)
-    check_replaced(folder, {"classes": None, "answers": None, "tiles": None, **about}, overwrite)
+    check_replaced(folder, about, overwrite)
     answered = answer_jsonl(
         config, console, f"evaluating {path}", path, data, limit,
         scored=constant_score is None, calibrates=calibrate, asking=asking,

@@ -302,3 +302,18 @@ def test_the_evaluation_of_an_earlier_version_may_be_repeated(tmp_path: Path) ->
     for other in (["0a-6-whole-0c", "0b-8-whole"], ["0a-6-whole-0c"]):
         with pytest.raises(DataError, match="another fingerprints"):
             check_replaced(tmp_path, {"fingerprints": other}, False)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [({"aliases": "a.yaml"}, {}), ({}, {"aliases": "a.yaml"}), ({}, {"score": "constant"}),
+     ({"tiles": [9, 9, 0.2]}, {}), ({"answering": {"vllm.dtype": "float16", "seed": 1}}, {"answering": {"seed": 1}})],
+)  # fmt: skip
+def test_an_evaluation_with_other_settings_is_not_replaced(
+    earlier: dict[str, Any], now: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.json").write_text(json.dumps({"predictions": "p.jsonl", **earlier}))
+    with pytest.raises(DataError, match=r"holds an evaluation with another (aliases|score|tiles|vllm\.dtype)"):
+        check_replaced(tmp_path, {"predictions": "p.jsonl", **now}, False)
+    check_replaced(tmp_path, {"predictions": "p.jsonl", **earlier}, False)
+    check_replaced(tmp_path, {"predictions": "p.jsonl", **now}, True)
