@@ -16,6 +16,7 @@ from coordexp.cli.demo import START, WAYS, DemoSize, run_demo
 from coordexp.data.files import asset
 from coordexp.data.jsonl import read_jsonl
 from coordexp.errors import DataError, RunStopped
+from support.cli_runs import files_of_at_most
 from support.forked import Handle, coordexp, forked
 
 SMALL = DemoSize(train_scenes=32, val_scenes=4, max_steps=2, pictures=2)
@@ -88,6 +89,13 @@ def test_files_of_others_in_its_folder_are_refused_and_left_as_they_are(tmp_path
         run_demo(tmp_path, Console(quiet=True), SMALL)
     assert {name: (tmp_path / name).read_text() for name in mine} == mine
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stage2", "stage2.yaml"]
+
+
+def test_a_full_disk_leaves_no_folder_that_the_next_demo_refuses(tmp_path: Path):
+    for _ in range(2):
+        with files_of_at_most(10), pytest.raises(OSError, match="File too large"):
+            run_demo(tmp_path, Console(quiet=True), SMALL)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_second_demo_has_the_same_results(demo):

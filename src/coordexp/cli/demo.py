@@ -91,7 +91,7 @@ def run_demo(output: Path, console: Console, size: DemoSize | None = None) -> di
         folder = Path(config.training.output_dir)
         _train(config, way, output, console)
         history = json.loads((folder / STATE).read_text(encoding="utf-8"))["log_history"]
-        (folder / "log_history.json").write_text(json.dumps(history, indent=1))
+        write_atomically(folder / "log_history.json", json.dumps(history, indent=1))
         steps = [line for line in history if "loss" in line]
         learning = sum(line["time/window_prepare_s"] + line["time/learner_s"] for line in steps)
         pictures[way.label] = answer_jsonl(config, console, f"evaluating: {way.label}", folder).answers
@@ -211,5 +211,5 @@ def _config(output: Path, name: str, data: dict[str, Path], size: DemoSize) -> R
         values["rollout_matching"] = {"monitor_dump": {"enabled": True, "every_steps": 20, "max_samples": 4}}
     path = output / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{_MARK} Run it by hand: coordexp train {path}\n" + yaml.safe_dump(values))
+    write_atomically(path, f"{_MARK} Run it by hand: coordexp train {path}\n" + yaml.safe_dump(values))
     return load_config(path)
