@@ -476,5 +476,5 @@ def _draw_sizes(figures: Mapping[str, float], areas: Sequence[float]) -> Figure:
         axes.text(place, (value or 0.0) + 0.01, "none annotated" if value is None else f"{value:.3f}", ha="center")
     labels = [f"{label}\n{objects[name]} objects" for name, label in ranges.items()]
     axes.set_xticks(range(len(labels)), labels, fontsize=8)
-    axes.set(ylabel="AP @ IoU 0.50:0.95", ylim=(0, 1.08), title="average precision by size of the annotated box")
+    axes.set(ylabel="AP @ IoU 0.50:0.95", ylim=(0, 1.08), title="average precision by area of the annotated object")
     return figure
