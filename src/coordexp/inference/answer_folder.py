@@ -49,7 +49,8 @@ class AnswerFolder:
         if overwrite:
             if path.is_file():
                 shutil.rmtree(self.path / DRAWINGS, ignore_errors=True)
-            for old in (*self._parts(), self.path / METRICS, path):
+            figures = [self.path / METRICS] if (self.path / PREDICTIONS).is_file() else []  # of these answers
+            for old in (*figures, *self._parts(), path):
                 old.unlink(missing_ok=True)
         if path.is_file():
             self._check_settings(settings, fix)
