@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from coordexp.cli import convert, data, model, view
 from coordexp.config import RunConfig
@@ -46,6 +47,19 @@ def test_every_key_is_read_by_the_program() -> None:
     assert len(keys) > 150
     unread = {(section, key) for section, key in keys if key not in read} - handed_over
     assert sorted(".".join(pair) for pair in unread) == []
+
+
+def test_every_key_says_what_it_means() -> None:
+    """By the string below it, in the reference and in editors."""
+    silent = {f"{section.__name__}.{key}" for section, key, field in fields_below(RunConfig) if not field.description}
+    assert sorted(silent) == []
+
+
+def fields_below(section: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str, FieldInfo]]:
+    for key, field in section.model_fields.items():
+        yield section, key, field
+        for inner in sections_of(field.annotation):
+            yield from fields_below(inner)
 
 
 def leaves(section: type[BaseModel]) -> Iterator[tuple[str, str]]:
