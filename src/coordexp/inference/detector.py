@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, NoReturn, TypedDict, Unpack, overload
 
 import numpy as np
 from PIL import Image
@@ -224,6 +224,9 @@ class Detector:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Detector holds a loaded model, so no process can have a copy; make one there")
 
     def _answer(
         self,

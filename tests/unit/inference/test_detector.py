@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+import pickle
 import shutil
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -166,6 +168,12 @@ def test_class_names_number_the_classes_of_a_checkpoint_without_a_list(scenes: P
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     with pytest.raises(ConfigError, match=device):
         Detector(asset("checkpoints/demo-stage1"), device=device)
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
+def test_a_detector_is_not_sent_to_another_process(copied: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match="make one there"):
+        copied(Detector.__new__(Detector))
 
 
 def test_loading_is_quiet_and_closed_means_closed(scenes: Path, capfd: pytest.CaptureFixture[str]) -> None:
