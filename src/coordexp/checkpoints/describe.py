@@ -103,8 +103,8 @@ def describe(path: Path) -> ModelInfo:
             rank=lora.get("r"),
             alpha=lora.get("lora_alpha"),
             dora=bool(lora.get("use_dora")),
-            target_modules=tuple(lora.get("target_modules") or ()),
-            modules_to_save=tuple(lora.get("modules_to_save") or ()),
+            target_modules=_names(lora.get("target_modules")),
+            modules_to_save=_names(lora.get("modules_to_save")),
             coordinate_rows=(checkpoint.path / OFFSETS).is_file(),
             parameters=sum(map(math.prod, trained)),
         )
@@ -123,6 +123,11 @@ def describe(path: Path) -> ModelInfo:
         adapter=adapter,
         source=read_card(checkpoint.path).source,
     )
+
+
+def _names(value: object) -> tuple[str, ...]:
+    # peft also takes one text, such as all-linear or a pattern.
+    return tuple(map(str, value)) if isinstance(value, list) else () if value is None else (str(value),)
 
 
 def too_few_rows(path: str | Path, highest: int, rows: int) -> str:

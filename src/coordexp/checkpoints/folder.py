@@ -22,6 +22,7 @@ from coordexp.config.schema import RunConfig
 from coordexp.coords import CoordVocab
 from coordexp.data.images import ResizeRule
 from coordexp.errors import CheckpointError, ConfigError, DataError, VocabError
+from coordexp.printable import has_half_characters
 from coordexp.reading import LFS_POINTER, is_lfs_pointer
 
 MODEL_TYPE = "qwen3_vl"
@@ -72,6 +73,12 @@ class Checkpoint:
             raise CheckpointError(
                 f"{folder}: {broken} in its config.json is not a finite number; restore the checkpoint's files"
             )
+        for part in (config, config.get("text_config") or {}):
+            if not isinstance(part, dict) or not isinstance(part.get("quantization_config") or {}, dict):
+                raise CheckpointError(
+                    f"{folder}: text_config or quantization_config in its config.json is not an object; restore the "
+                    "checkpoint's files"
+                )
         model_type = config.get("model_type")
         if model_type != MODEL_TYPE:
             raise CheckpointError(f"{folder}: model type {model_type!r}; CoordExp trains {MODEL_TYPE!r} checkpoints")
@@ -294,7 +301,9 @@ class _FileTokenizer:
     def _id(self, token: Any) -> int | None:
         """``token`` as ``tokenizer_config.json`` has it: its text, or an object with it."""
         content = token.get("content") if isinstance(token, dict) else token
-        return self._tokenizer.token_to_id(content) if isinstance(content, str) else None
+        if not isinstance(content, str) or has_half_characters(content):  # the library takes none of these
+            return None
+        return self._tokenizer.token_to_id(content)
 
 
 def num_positions(checkpoint: str | Path | Checkpoint) -> int | None:

@@ -163,3 +163,34 @@ def test_a_length_that_no_number_holds_is_unknown(tmp_path: Path) -> None:
     settings["text_config"]["max_position_embeddings"] = 10**400
     (folder / "config.json").write_text(json.dumps(settings))
     assert Checkpoint.open(folder).num_positions is None
+
+
+@pytest.mark.parametrize("part", [{"text_config": 1.5}, {"quantization_config": "fp8"},
+                                  {"text_config": {"quantization_config": [1]}}])  # fmt: skip
+def test_settings_that_are_no_objects_are_refused(part: dict[str, Any], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | part))
+    with pytest.raises(CheckpointError, match=r"in its config\.json is not an object"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("named", "shown"),
+    [("all-linear", ("all-linear",)), (["q_proj", "v_proj"], ("q_proj", "v_proj")), (None, ()), (3, ("3",))],
+)
+def test_modules_of_adapters_are_listed_as_peft_names_them(named: Any, shown: tuple[str, ...], tmp_path: Path) -> None:
+    settings = {"base_model_name_or_path": str(tiny_checkpoint()), "target_modules": named, "modules_to_save": named}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    adapter = describe(tmp_path).adapter
+    assert adapter is not None and adapter.target_modules == adapter.modules_to_save == shown
+
+
+def test_a_special_token_of_half_a_character_is_none(tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["extra_special_tokens"] = ["\ud800"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert (
+        Checkpoint.open(folder).read_vocab().control_ids == Checkpoint.open(tiny_checkpoint()).read_vocab().control_ids
+    )
