@@ -92,7 +92,7 @@ def parallel_arguments(config: RunConfig) -> dict[str, Any]:
     if config.fsdp.enabled:
         options = config.fsdp.model_dump(mode="json", exclude={"enabled"}, exclude_none=True)
         options |= {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-        # accelerate's renames weights, and recomputes with other random numbers (dropout): RunConfig.recomputes is ours.
+        # accelerate's renames weights, and recomputes with other random numbers (dropout); RunConfig.recomputes is ours
         options["activation_checkpointing"] = False
         return {"fsdp": True, "fsdp_config": options}
     if config.deepspeed.enabled:
