@@ -390,7 +390,8 @@ class CoordExpTrainer:
             try:
                 self.save_checkpoint()
             except Exception as unsaved:  # a further problem: `error` ends the run
-                logger.error("%s failed, and the %d steps before it cannot be saved: %s", what, step, unsaved)
+                if distributed.is_main() or not distributed.is_every_ranks(unsaved):
+                    logger.error("%s failed, and the %d steps before it cannot be saved: %s", what, step, unsaved)
         # The line on memory that ran out says where the checkpoint is.
         if self._saved is not None and distributed.is_main() and not is_out_of_memory(error):
             logger.error(
