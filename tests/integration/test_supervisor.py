@@ -208,6 +208,21 @@ def test_a_signal_is_passed_on_and_everything_ends(tmp_path: Path, number: signa
         assert all_gone(everything, DEADLINE_S)
 
 
+def test_a_second_signal_ends_a_launch_at_once_whatever_came_in_between(tmp_path: Path) -> None:
+    deaf = (
+        "import signal, time\nfor n in (10, 15): signal.signal(n, signal.SIG_IGN)\nprint('up', flush=True)\n"
+        "time.sleep(600)"
+    )
+    with launched(tmp_path, plan(tmp_path, deaf, grace_s=300.0)) as running:
+        running.wait_for("up", "trainer.log")
+        running.process.send_signal(signal.SIGTERM)
+        running.wait_for("SIGTERM: the trainer has 300 s", "launch.log")
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            running.process.send_signal(number)
+            time.sleep(1.0)
+        assert running.process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+
+
 def test_a_launch_that_a_signal_ends_says_so_whatever_torchrun_ends_with(tmp_path: Path) -> None:
     trainer = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); print('up', flush=True); "

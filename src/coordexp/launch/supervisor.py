@@ -285,8 +285,10 @@ class Supervisor:
             raise _Signalled(self._signal)
 
     def _note_signal(self, number: int, _: object) -> None:
-        self._at_once = self._signal in ENDING and number in ENDING
-        self._signal = number
+        if self._signal not in ENDING:
+            self._signal = number
+        elif number in ENDING:
+            self._at_once = True
 
 
 def _log_tail(server: ServerPlan) -> str:
