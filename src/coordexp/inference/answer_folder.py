@@ -40,12 +40,13 @@ class AnswerFolder:
         """Make the folder that of ``settings`` and ``records``; ``overwrite`` deletes its answers first, also those of
         an evaluation. Raises DataError, with ``fix``, if it has answers of other settings, or for other pictures; and
         if its drawings would replace pictures of ``records``."""
-        drawings = (self.path / DRAWINGS).resolve()
+        self.path.mkdir(parents=True, exist_ok=True)
+        path, drawings = self.path / SETTINGS, (self.path / DRAWINGS).resolve()
+        if not overwrite and not path.is_file() and any(self.path.iterdir()):
+            raise DataError(f"the folder is not empty and has no {SETTINGS}; {fix}", path=self.path)
         if any(one.resolve().is_relative_to(drawings) for one in {record.image.parent for record in records}):
             detail = f"its folder {DRAWINGS} is for drawings, which would replace the images to answer in it"
             raise DataError(f"{detail}; name another folder", path=self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        path = self.path / SETTINGS
         if overwrite:
             if path.is_file():
                 shutil.rmtree(self.path / DRAWINGS, ignore_errors=True)
@@ -56,8 +57,6 @@ class AnswerFolder:
             self._check_settings(settings, fix)
             self._check_pictures(records, fix)
             path.touch()  # pictures that are answered from now on may be newer than the first ones
-        elif not overwrite and any(self.path.iterdir()):
-            raise DataError(f"the folder is not empty and has no {SETTINGS}; {fix}", path=self.path)
         else:
             write_atomically(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
         times = [path.stat().st_mtime_ns, *(one.image.stat().st_mtime_ns for one in records if one.image.is_file())]
