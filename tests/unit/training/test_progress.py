@@ -17,7 +17,8 @@ from coordexp.training.progress import RichProgress
 
 def run(console: Console, steps: int = 3, first: int = 0, main: bool = True) -> RichProgress:
     progress = RichProgress(console, "stage 2")
-    state: Any = SimpleNamespace(global_step=first, max_steps=first + steps, is_world_process_zero=main)
+    state: Any = SimpleNamespace(global_step=first, max_steps=first + steps, is_world_process_zero=main,
+                                 best_model_checkpoint=None)  # fmt: skip
     nothing: Any = None
     progress.on_train_begin(nothing, state, nothing)
     for step in range(steps):
