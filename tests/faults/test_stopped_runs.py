@@ -42,7 +42,7 @@ KEYS: dict[str, Any] = {
 }
 
 
-def in_forward(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> None:
+def in_forward(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
     """Do ``act`` before the ``number``-th forward of the run: the even ones are a step's second."""
     to, seen = RowTensors.to, 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import modeling_utils
 
 from coordexp import distributed
 from coordexp.config import RunConfig
@@ -129,6 +129,7 @@ def test_a_sharded_run_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
 
 def save_slowly(yaml: Path) -> None:
     """Rank 0 writes its weights under another name for a while, in which rank 1 is done."""
+    modeling_utils: Any = importlib.import_module("transformers.modeling_utils")
     write, note = modeling_utils.safe_save_file, saving.note_best
 
     def written_late(tensors: Any, path: str, **options: Any) -> None:
@@ -143,7 +144,7 @@ def save_slowly(yaml: Path) -> None:
             time.sleep(1.0)
         note(*arguments)
 
-    modeling_utils.safe_save_file, saving.note_best = written_late, noted_late  # type: ignore[attr-defined]
+    modeling_utils.safe_save_file, saving.note_best = written_late, noted_late
     train_rank(yaml)
 
 

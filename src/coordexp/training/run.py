@@ -91,8 +91,9 @@ def build_trainer(
     # transformers refuses bf16 on a machine without a GPU unless use_cpu is set.
     given = training.hf_arguments(distributed.world_size()) | parallel_arguments(config)
     given["use_cpu"] = training.use_cpu or not torch.cuda.is_available()
-    # They would compare shares of the run with steps; BestStep compares both when the run's length is known.
-    args: Any = TrainingArguments(**given | {"load_best_model_at_end": False})
+    # It would compare shares of the run with steps; BestStep compares both when the run's length is known.
+    given["load_best_model_at_end"] = False
+    args: Any = TrainingArguments(**given)
     args.load_best_model_at_end = training.load_best_model_at_end
     accelerator = build_accelerator(args)
     start = _resume_point(run.start)

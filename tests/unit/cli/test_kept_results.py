@@ -152,11 +152,11 @@ def test_pictures_that_came_later_are_answered_once(tmp_path: Path) -> None:
     (first, later), folder = read_jsonl(write_scenes(tmp_path / "data", 2, SPARSE, 5)), AnswerFolder(tmp_path / "out")
     folder.claim({}, [first], False, "")
     for file, age_s in ((first.image, 30), (folder.path / "prediction.json", 20), (later.image, 10)):
-        os.utime(file, (time.time() - age_s,) * 2)
+        os.utime(file, (time.time() - age_s, time.time() - age_s))
     for record in (first, later):
         folder.append([ImageAnswer.of(record, ())])
         folder.claim({}, [first, later], False, "")
-    os.utime(later.image, (time.time() + 9,) * 2)
+    os.utime(later.image, (time.time() + 9, time.time() + 9))
     with pytest.raises(DataError, match="another picture now"):
         folder.claim({}, [first, later], False, "")
 
