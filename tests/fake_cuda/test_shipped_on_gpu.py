@@ -67,7 +67,8 @@ LARGE = 64 * 1024  # bytes; a larger copy to the device in a step is from page-l
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder into which two processes write the results of the selected rows, on the GPU and on the CPU."""
-    selected: list[Any] = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    here = [item for item in request.session.items if item.path == request.path]
+    selected: list[Any] = [item for item in here if isinstance(item, pytest.Function)]
     rows: list[Row] = [item.callspec.params["row"] for item in selected if "results" in item.fixturenames]
     folder = tmp_path_factory.mktemp("rows")
     paths = [str(path) for path in (HERE, HERE.parent, HERE.parents[1] / "src")]

@@ -70,11 +70,12 @@ list(diagnose([{check}], Settings(Path({str(tmp_path)!r}), gpus=0)))
 
 def test_ctrl_c_while_the_server_imports_shows_no_traceback(tmp_path: Path) -> None:
     code = f"""
-import multiprocessing, sys
+import multiprocessing, signal, sys
 from pathlib import Path
 from coordexp.doctor import CHECKS, Settings, diagnose
 from coordexp.doctor.check import HEAVY
 multiprocessing.set_forkserver_preload([HEAVY[0], "support.slow_to_import"])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore it
 try:
     list(diagnose(CHECKS[:1], Settings(Path({str(tmp_path)!r}), gpus=0)))
 except KeyboardInterrupt:
