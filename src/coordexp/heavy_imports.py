@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import os
+import resource
 import sys
 import threading
 from collections import defaultdict
@@ -18,6 +19,8 @@ from typing import Any
 # decoding, for a kind of data set that its Trainer takes, and for Mistral's tokenizers. No command needs them.
 _UNUSED = ("sklearn", "datasets", "mistral_common")
 _MANY_MODULES = 300
+# libtorch_cpu.so alone has 0.4 GiB. With less to map, NumPy's OpenBLAS waits for its buffers for ever.
+_LEAST_BYTES = 1 << 29
 # OpenMP's threads spin while they wait for one another: 300,000 times by default, then they sleep. On two cores beside
 # one busy process, a step of `coordexp doctor --only training` took 26 times as long, with this count 3 times; on a
 # quiet machine 1.02 times.
@@ -38,13 +41,17 @@ def process_is_a_command() -> None:
 def heavy_imports() -> Iterator[None]:
     """Import without garbage collection, which would look through thousands of growing modules again and again. A
     command also imports without what it does not need, its later collections pass over modules, and its threads on a
-    CPU spin for a short time, unless the environment says how long."""
+    CPU spin for a short time, unless the environment says how long. Raises MemoryError in a command that may not map
+    (``ulimit -v``) what they need at least."""
     with _one_at_a_time, _without_collection(), _as_a_command() if _is_command else nullcontext():
         yield
 
 
 @contextmanager
 def _as_a_command() -> Iterator[None]:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if resource.RLIM_INFINITY != limit < _LEAST_BYTES:
+        raise MemoryError("libraries of torch and NumPy map more than 0.5 GiB")
     with _spinning_briefly(), _without_unused():
         yield
 
