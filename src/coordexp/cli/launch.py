@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +17,25 @@ from coordexp.heavy_imports import heavy_imports
 from coordexp.hub import hub_model, name_of
 
 _TIME = "1-00:00:00"
+_JOBS = ("slurm", "kubernetes", "skypilot")
+# What each option belongs to: jobs of --for; None: a launch from here.
+_USED_BY: dict[str, tuple[str | None, ...]] = {
+    "--learner-nodes": _JOBS,
+    "--gpus": _JOBS,
+    "--time": ("slurm",),
+    "--image": ("kubernetes",),
+    "--accelerator": ("skypilot",),
+    "--print": (None,),
+    "--host": (None,),
+}
+
+
+def _check_used(job: str | None, given: Mapping[str, object]) -> None:
+    """Raises ConfigError for an option that is given and does nothing for ``job``, the scheduler of --for."""
+    for option in (name for name, value in given.items() if value and job not in _USED_BY[name]):
+        jobs = " or ".join(filter(None, _USED_BY[option]))
+        belongs = f"belongs to --for {jobs}" if jobs else f"is not for --for {job}"
+        raise ConfigError(f"{option} has no use here; it {belongs}")
 
 
 def launch(
@@ -49,19 +69,8 @@ def launch(
 
     distributed.be_alone()
     given = tuple(arguments or ())
-    jobs = ("slurm", "kubernetes", "skypilot")
-    for option, is_given, used_by in (
-        ("--learner-nodes", learner_nodes != 1, jobs),
-        ("--gpus", gpus != 8, jobs),
-        ("--time", time != _TIME, jobs[:1]),
-        ("--image", image, jobs[1:2]),
-        ("--accelerator", accelerator, jobs[2:]),
-        ("--print", print_only, (None,)),
-        ("--host", host, (None,)),
-    ):
-        if is_given and job not in used_by:
-            belongs = f"belongs to --for {' or '.join(map(str, used_by))}" if used_by[0] else f"is not for --for {job}"
-            raise ConfigError(f"{option} has no use here; it {belongs}")
+    of_jobs = {"--learner-nodes": learner_nodes != 1, "--gpus": gpus != 8, "--time": time != _TIME, "--image": image}
+    _check_used(job, {**of_jobs, "--accelerator": accelerator, "--print": print_only, "--host": host})
     if job is not None:
         from coordexp.launch.cluster import plan_job, render
 

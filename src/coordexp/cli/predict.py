@@ -283,12 +283,9 @@ def export(
     terms = read_terms(annotations, classes, first=1 if form == "coco" else 0)
     of_dataset = is_dataset(predictions)
     annotated = of_dataset and form == "coco"  # other formats have one list of objects
-    for option, is_idle in (
-        ("--min-confidence", of_dataset and min_confidence is not None),
-        ("--min-score", annotated and min_score is not None),
-    ):
-        if is_idle:
-            raise ConfigError(f"{option} has no use here; it belongs to predictions, and {predictions} is a dataset")
+    idle = "--min-confidence" if of_dataset and min_confidence is not None else "--min-score"
+    if of_dataset and (min_confidence is not None or (annotated and min_score is not None)):
+        raise ConfigError(f"{idle} has no use here; it belongs to predictions, and {predictions} is a dataset")
     records = read_jsonl(predictions) if of_dataset else []
     answers = dataset_answers(records, annotations=annotated) if of_dataset else read_answers(predictions)
     completed = completed_objects(records)

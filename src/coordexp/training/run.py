@@ -88,11 +88,10 @@ def build_trainer(
     Returns: the trainer, and the checkpoint folder to resume from (None for a new run).
     """
     config, rollout, training = run.config, run.rollout, run.config.training
-    # transformers refuses bf16 on a machine without a GPU unless use_cpu is set.
     given = training.hf_arguments(distributed.world_size()) | parallel_arguments(config)
-    given["use_cpu"] = training.use_cpu or not torch.cuda.is_available()
-    # It would compare shares of the run with steps; BestStep compares both when the run's length is known.
-    given["load_best_model_at_end"] = False
+    # transformers refuses bf16 on a machine without a GPU unless use_cpu is set, and would compare shares of the
+    # run with steps for the best model, which BestStep does when the run's length is known.
+    given |= {"use_cpu": training.use_cpu or not torch.cuda.is_available(), "load_best_model_at_end": False}
     args: Any = TrainingArguments(**given)
     args.load_best_model_at_end = training.load_best_model_at_end
     accelerator = build_accelerator(args)
