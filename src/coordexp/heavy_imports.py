@@ -19,8 +19,9 @@ from typing import Any
 # decoding, for a kind of data set that its Trainer takes, and for Mistral's tokenizers. No command needs them.
 _UNUSED = ("sklearn", "datasets", "mistral_common")
 _MANY_MODULES = 300
-# libtorch_cpu.so alone has 0.4 GiB. With less to map, NumPy's OpenBLAS waits for its buffers for ever.
-_LEAST_BYTES = 1 << 29
+# What imports map at least: libraries (libtorch_cpu.so alone has 0.4 GiB), and for each thread of the two OpenBLAS, of
+# NumPy and of SciPy, a stack and a buffer. With less, OpenBLAS waits for its buffers for ever, or C++ aborts.
+_LIBRARIES_BYTES, _THREAD_BYTES, _MOST_THREADS = 1200 << 20, 80 << 20, 64
 # OpenMP's threads spin while they wait for one another: 300,000 times by default, then they sleep. On two cores beside
 # one busy process, a step of `coordexp doctor --only training` took 26 times as long, with this count 3 times; on a
 # quiet machine 1.02 times.
@@ -49,11 +50,17 @@ def heavy_imports() -> Iterator[None]:
 
 @contextmanager
 def _as_a_command() -> Iterator[None]:
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if resource.RLIM_INFINITY != limit < _LEAST_BYTES:
-        raise MemoryError("libraries of torch and NumPy map more than 0.5 GiB")
+    limit, needed = resource.getrlimit(resource.RLIMIT_AS)[0], _least_mapped()
+    if resource.RLIM_INFINITY != limit < needed:
+        raise MemoryError(f"the libraries map about {needed / 2**30:.1f} GiB")
     with _spinning_briefly(), _without_unused():
         yield
+
+
+def _least_mapped() -> int:
+    asked = [os.environ.get(name, "") for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")]
+    threads = next((int(number) for number in asked if number.isdecimal() and int(number)), _MOST_THREADS)
+    return _LIBRARIES_BYTES + min(threads, len(os.sched_getaffinity(0)), _MOST_THREADS) * _THREAD_BYTES
 
 
 @contextmanager
