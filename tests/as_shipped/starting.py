@@ -38,6 +38,7 @@ from coordexp.checkpoints.run_lock import LOCK, check_not_running
 from coordexp.config import RunConfig, load_config
 from coordexp.data.scenes import SPARSE, write_scenes
 from support.busy import busyness
+from support.forked import Handle, coordexp_in, forked
 from support.ports import free_ports
 
 START_S = 900.0  # imports, model, engine and all steps
@@ -51,14 +52,20 @@ TOKEN = {"COORDEXP_API_KEY": "as-shipped"}
 MODULES = {"coordexp": "coordexp", "torchrun": "torch.distributed.run"}
 SERVERS = "rollout_matching.vllm.server.servers"
 _MARK = "COORDEXP_TEST_START"
+_QUIET = {
+    "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+}  # fmt: skip
 CHECKPOINT = ROOT / "checkpoints" / "demo-stage1"
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A command that was started. ``mark``: in the environment of all its processes."""
+    """A command that was started, in a session of its own. ``mark``: in the environment of all its processes, unless it
+    was :func:`repeated`."""
 
-    process: subprocess.Popen[bytes]
+    words: Sequence[str]
+    process: subprocess.Popen[bytes] | Handle
     log: Path
     scratch: Path
     mark: str
@@ -80,8 +87,7 @@ class Started:
 
     def trainers(self) -> list[psutil.Process]:
         """The command's own process, or the ranks under torchrun."""
-        words: Any = self.process.args
-        if not any(Path(word).name in ("torchrun", MODULES["torchrun"]) for word in words):
+        if not any(Path(word).name in ("torchrun", MODULES["torchrun"]) for word in self.words):
             return [psutil.Process(self.process.pid)]
         return [one for one in psutil.Process(self.process.pid).children() if "coordexp" in one.cmdline()]
 
@@ -92,7 +98,7 @@ class Started:
 
     def processes(self) -> list[psutil.Process]:
         """All living processes of this start, whatever their parents and sessions are."""
-        return [one for one in psutil.process_iter() if _has_mark(one, self.mark)]
+        return [one for one in psutil.process_iter() if _is_of(one, self.mark, self.process.pid)]
 
     def nothing_is_left(self, limit_s: float = 60.0, sockets: bool = True) -> None:
         """Assert that every process ends within ``limit_s``, more on a busy machine, and that no shared memory is left
@@ -119,19 +125,17 @@ class Started:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def _has_mark(process: psutil.Process, mark: str) -> bool:
+def _is_of(process: psutil.Process, mark: str, session: int) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == mark
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        marked = process.environ().get(_MARK) == mark or os.getsid(process.pid) == session
+        return marked and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
         return False
 
 
 def started(command: Sequence[str], cwd: Path, **environment: str) -> Started:
     """Start ``command``, whose first word is a program of this environment, in a session of its own."""
-    mark = uuid.uuid4().hex
-    scratch = Path(tempfile.mkdtemp(prefix="as-shipped-"))  # a short name, because it holds sockets
-    cwd.mkdir(parents=True, exist_ok=True)
-    log = cwd / f"output-{mark[:6]}.log"
+    mark, scratch, log = _places(cwd)
     program = Path(sys.executable).with_name(command[0])
     if program.is_file():
         words = [str(program), *command[1:]]
@@ -140,17 +144,30 @@ def started(command: Sequence[str], cwd: Path, **environment: str) -> Started:
     else:
         words = list(command)
     source = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    given = {
-        **os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1", "PYTHONPATH": source, "PYTHONUNBUFFERED": "1", "TMPDIR": str(scratch), _MARK: mark,
-        **environment,
-    }  # fmt: skip
+    given = {**os.environ, **_QUIET, "PYTHONPATH": source, "TMPDIR": str(scratch), _MARK: mark, **environment}
     with log.open("wb") as output:
         process = subprocess.Popen(
             words, cwd=cwd, env=given, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-    return Started(process, log, scratch, mark)
+    return Started(words, process, log, scratch, mark)
+
+
+def repeated(command: Sequence[str], cwd: Path, **environment: str) -> Started:
+    """Start again what :func:`started` has started before, a ``coordexp`` command without a colocated engine. A fork of
+    a process that has made its imports takes the place of a new Python, which would take half of the CPU time."""
+    mark, scratch, log = _places(cwd)
+    given = {**_QUIET, "TMPDIR": str(scratch), **environment}
+    process = forked(coordexp_in, str(cwd), list(command[1:]), log=log, environment=given)
+    return Started(command, Handle(process), log, scratch, mark)
+
+
+def _places(cwd: Path) -> tuple[str, Path, Path]:
+    """Mark, scratch folder and log of a start."""
+    mark = uuid.uuid4().hex
+    cwd.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="as-shipped-"))  # a short name, because it holds sockets
+    return mark, scratch, cwd / f"output-{mark[:6]}.log"
 
 
 def finished(command: Sequence[str], cwd: Path, limit_s: float = START_S, **environment: str) -> str:
@@ -174,10 +191,11 @@ def scenes(folder: Path, count: int = SCENES) -> Path:
 class RowRun:
     """The starts of one row, in a folder."""
 
-    def __init__(self, row: Row, folder: Path, on_gpu: bool = False, **more: Any) -> None:
-        """``more``: replacements on top."""
+    def __init__(self, row: Row, folder: Path, on_gpu: bool = False, forks: bool = True, **more: Any) -> None:
+        """``forks``: whether later starts of its command are :func:`repeated`. ``more``: replacements on top."""
         self.row = row
         self.folder = folder
+        self.forks = forks and not on_gpu and not (row.uses_vllm and row.server is None)  # a colocated engine
         self.run = folder / "run"
         self.data = scenes(folder / "data")
         ports = free_ports(2)
@@ -210,15 +228,20 @@ class RowRun:
         """``options``: of the command's first word."""
         return started([self.command[0], *options, *self.command[1:]], self.folder, **self.environment)
 
+    def start_again(self) -> Started:
+        """After :meth:`start` of the same command."""
+        start = repeated if self.forks and self.command[:2] == ["coordexp", "train"] else started
+        return start(self.command, self.folder, **self.environment)
+
     def steps_saved(self) -> int:
         """Steps in the newest whole checkpoint."""
         whole = [path for path in checkpoints_in(self.run) if (path / SEAL).is_file()]
         return int(whole[0].name.rpartition("-")[2]) if whole else 0
 
-    def to_the_end(self) -> str:
-        """Start and wait for the end; the output. Asserts exit code 0 within a limit after the last step, and that
-        nothing is left behind."""
-        one = self.start()
+    def to_the_end(self, again: bool = False) -> str:
+        """Start, or start ``again``, and wait for the end; the output. Asserts exit code 0 within a limit after the
+        last step, and that nothing is left behind."""
+        one = self.start_again() if again else self.start()
         try:
             ended = one.process.poll  # at once, if a signal came in the last step
             one.until(lambda: _last_step(one.output) or ended() is not None, START_S, f"{self.row.name}: its last step")
@@ -252,12 +275,12 @@ class RowRun:
         assert {path for path in before if before[path] != after.get(path)} <= {self.run / LOCK}
 
     def interrupt(self, number: signal.Signals, after_step: int) -> None:
-        """Start, and send ``number`` when a checkpoint of ``after_step`` or of a later step is whole. Asserts that a
+        """Start again, and send ``number`` when a checkpoint of ``after_step`` or a later step is whole. Asserts that a
         stop signal ends the run within 10 s with a checkpoint, and that nothing of it is left."""
         step = max(after_step, self.steps_saved() + 1)  # of this start, not of the one before
         launched = "launch" in self.command
         to_torchrun = number == signal.SIGUSR1 and self.row.ranks > 1
-        one = self.start(*([PASSES_USR1] if to_torchrun else []))
+        one = self.start(PASSES_USR1) if to_torchrun else self.start_again()
         try:
             one.until(lambda: self.steps_saved() >= step, START_S, f"{self.row.name}: a checkpoint of step {step}")
             limit_s = AFTER_SIGNAL_S + (SERVERS_END_S if launched else 0.0)
@@ -284,9 +307,11 @@ class RowRun:
         assert not any(self.run.glob("*.safetensors")), "an unfinished run must not look finished"
 
 
-def run_of(row: Row, folder: Path, servers: Any = None, more: Mapping[str, Any] | None = None) -> RowRun:
+def run_of(
+    row: Row, folder: Path, servers: Any = None, more: Mapping[str, Any] | None = None, forks: bool = True
+) -> RowRun:
     """A run of ``row``. ``servers``: running ones, in place of the row's. ``more``: replacements on top."""
-    run = RowRun(row, folder, **({} if servers is None else {SERVERS: servers}), **(more or {}))
+    run = RowRun(row, folder, forks=forks, **({} if servers is None else {SERVERS: servers}), **(more or {}))
     if row.server is not None:
         run.environment = TOKEN
     return run
@@ -309,17 +334,17 @@ def check_row(row: Row, folder: Path, servers: Any = None) -> None:
 
 
 def interrupt_and_continue(
-    whole: RowRun, numbers: Sequence[signal.Signals], continues: bool = True, servers: Any = None
+    whole: RowRun, numbers: Sequence[signal.Signals], continues: bool = True, servers: Any = None, forks: bool = True
 ) -> None:
     """Interrupt a second run of the row of ``whole`` by each of ``numbers``. ``continues``: then to its end, where its
     weights equal those of ``whole`` in every bit."""
     row, steps = whole.row, whole.resolved().training.max_steps
     names = "-".join(number.name for number in numbers)
-    again = run_of(row, whole.folder / names, servers=servers, more=row.interrupted_with)
+    again = run_of(row, whole.folder / names, servers=servers, more=row.interrupted_with, forks=forks)
     for number in numbers:
         again.interrupt(number, interrupted_step(row, number, steps))
     if continues:
-        assert "resuming from" in again.to_the_end()
+        assert "resuming from" in again.to_the_end(again=True)
         assert same_weights(again.run, whole.run), f"{row.name}: interrupted by {names} and continued, weights differ"
 
 

@@ -32,4 +32,4 @@ def test_a_run_ends_in_time_and_continues_to_the_same_weights(
         whole = run_of(row, tmp_path_factory.mktemp("whole"), servers=servers)
         whole.to_the_end()
         uninterrupted[row.name] = whole
-    interrupt_and_continue(uninterrupted[row.name], [number], servers=servers)
+    interrupt_and_continue(uninterrupted[row.name], [number], servers=servers, forks=False)

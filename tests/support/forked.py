@@ -18,6 +18,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -139,6 +140,12 @@ def coordexp(command: list[str]) -> None:
     from coordexp.cli import main
 
     main(command)
+
+
+def coordexp_in(folder: str, command: list[str]) -> None:
+    os.chdir(folder)
+    tempfile.tempdir = None  # imports have asked for it
+    coordexp(command)
 
 
 def swift_rollout(arguments: list[str]) -> None:
