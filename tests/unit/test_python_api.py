@@ -17,7 +17,7 @@ from coordexp.config import load_config
 from coordexp.data.files import asset
 from coordexp.data.jsonl import read_jsonl
 from coordexp.data.scenes import SPARSE, write_scenes
-from coordexp.errors import ConfigError, DataError
+from coordexp.errors import ConfigError, DataError, RunFinished
 from coordexp.training.state import callback_states, restore_callbacks
 from support.cli_runs import small_checkpoint, write_run
 from support.one_scene import as_coco, as_labelme
@@ -228,6 +228,8 @@ def test_early_stopping_ends_a_run_that_does_not_improve(tmp_path: Path) -> None
     assert max(line["step"] for line in run.history) == 3, "the first evaluation is the best, two more do not improve"
     (line,) = [line for line in run.history if "loss" in line]  # of the steps since the last line
     assert line["step"] == 3 and run.history[-1]["train_loss"] == line["loss"] > 0
+    with pytest.raises(RunFinished, match=r"a callback ended it after step 3 of 9 .*checkpoint-3 to train longer"):
+        train(config, {**overrides, "training.resume_from_checkpoint": True}, quiet=True)
 
 
 def test_a_resumed_run_stops_early_where_an_uninterrupted_one_does(tmp_path: Path) -> None:

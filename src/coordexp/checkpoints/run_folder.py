@@ -69,10 +69,13 @@ def checked_changes(config: RunConfig, checkpoint: Path | None) -> tuple[Change,
                     "training.overwrite_output_dir: true or into another folder"
                 )
             length = "max_steps" if training.max_steps > 0 else "num_train_epochs"
+            trained, longer = f"{state['global_step']} steps are trained", f"Raise training.{length}"
+            if _ended_by_callback(state):
+                trained = f"a callback ended it after step {state['global_step']} of {state['max_steps']}"
+                longer = f"Set training.resume_from_checkpoint to {checkpoint or 'the folder of a checkpoint'}"
             raise RunFinished(
-                f"{training.output_dir}: this run is finished: {state['global_step']} steps are trained and its model "
-                f"is saved; nothing was done. Raise training.{length} to train longer, or name another "
-                "training.output_dir to start again"
+                f"{training.output_dir}: this run is finished: {trained} and its model is saved; nothing was done. "
+                f"{longer} to train longer, or name another training.output_dir to start again"
             )
     if checkpoint is not None and _is_own(checkpoint, training.output_dir):
         return applied
@@ -263,12 +266,17 @@ def _other_packages(manifest: Mapping[str, Any]) -> Iterator[Change]:
 
 
 def _is_finished(config: RunConfig, state: Mapping[str, Any]) -> bool:
-    if not state:
-        return False
+    if not state or _ended_by_callback(state):
+        return bool(state)
     training = config.training
     if training.max_steps > 0:
         return state["global_step"] >= training.max_steps
     return (state.get("epoch") or 0) >= training.num_train_epochs
+
+
+def _ended_by_callback(state: Mapping[str, Any]) -> bool:
+    """Whether the state next to a final model is of a run that ended before its last step, e.g. by early stopping."""
+    return state["global_step"] < state.get("max_steps", 0)
 
 
 def _listed(found: list[Path], most: int = 3) -> str:
