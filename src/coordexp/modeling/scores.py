@@ -98,7 +98,9 @@ class TokenScorer:
         )
         device = next(self.model.parameters()).device
         position_N = torch.tensor(positions, device=device) + len(request.prompt_token_ids)
-        logits_NV = logits_of_answer(self.model, self.image_token_id, request, response_ids, position_N - 1)
+        # What follows the last object cannot change its score, and may be an image's placeholder without an image.
+        read = response_ids[: positions[-1]]
+        logits_NV = logits_of_answer(self.model, self.image_token_id, request, read, position_N - 1)
         log_all_N = torch.logsumexp(logits_NV.float(), dim=-1)
         if not bool(log_all_N.isfinite().all()):
             raise broken_logits(self.model.name_or_path, int(self.trains))

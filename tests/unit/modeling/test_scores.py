@@ -9,11 +9,12 @@ import torch
 
 from coordexp.checkpoints.calibration import Calibration
 from coordexp.coords import serialize_objects
-from coordexp.modeling.scores import COORD_WEIGHT, NEIGHBOURS, WIDE_NEIGHBOURS, TokenScorer
+from coordexp.modeling.scores import COORD_WEIGHT, NEIGHBOURS, WIDE_NEIGHBOURS, ObjectScore, TokenScorer
 from coordexp.parsing import parse_rollout
 from coordexp.records import ImageRecord, ParsedRollout, Rollout, RolloutRequest
 from support.answers import CAT, DOG, request
 from support.qwen_tokenizer import qwen_vocab
+from support.tiny_run import load_tiny, tiny_samples
 
 
 class FakeModel(torch.nn.Module):
@@ -83,10 +84,10 @@ def test_only_needed_positions_are_computed_and_the_mode_is_kept() -> None:
     asked, (rollout,), (parsed,) = answered([CAT])
     TokenScorer(model, qwen_vocab(), 5).score(asked, [rollout], [parsed])
     ids, kept, inputs, training = model.asked
-    assert ids.tolist() == [[1, 2, 3, *rollout.response_token_ids]]
     obj = parsed.objects[0]
     wanted = sorted({*obj.coord_token_idx, *range(*obj.desc_token_span)})
     assert kept.tolist() == [3 + at - 1 for at in wanted]  # the token at p is predicted from position p - 1
+    assert ids.tolist() == [[1, 2, 3, *rollout.response_token_ids[: wanted[-1]]]]
     assert inputs["use_cache"] is False and training is False and model.training is True
 
 
@@ -94,3 +95,19 @@ def test_an_answer_without_objects_needs_no_forward() -> None:
     model = FakeModel({})
     assert TokenScorer(model, qwen_vocab(), 5).score(*answered([])) == [()]
     assert not hasattr(model, "asked")
+
+
+def test_a_placeholder_of_an_image_after_the_objects_is_not_read() -> None:
+    """The model may write one, and its own forward refuses a placeholder without an image."""
+    loaded = load_tiny()
+    (sample,) = tiny_samples(loaded, 1)
+    vocab, scorer = loaded.vocab, TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id)
+    whole = vocab.encode(serialize_objects(sample.record.objects))
+
+    def scores(*token_ids: int) -> list[tuple[ObjectScore, ...]]:
+        rollout = Rollout("s", sample.request.prompt_token_ids, token_ids, vocab.decode(token_ids), truncated=True)
+        return scorer.score([sample.request], [rollout], [parse_rollout(token_ids, vocab)])
+
+    (found,) = scores(*whole, loaded.image_token_id)
+    assert len(found) == len(sample.record.objects) > 0
+    assert [found] == scores(*whole)
