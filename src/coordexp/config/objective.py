@@ -19,9 +19,9 @@ class TokenCEConfig(StrictModel):
     struct_ce_weight: NonNegative
     """weight of structure tokens: braces, quotes, keys, commas, EOS"""
     desc_ce_weight: NonNegative
-    """weight of description tokens in answers written from ground truth"""
+    """weight of description tokens in answers written from ground truth, and of matched objects in rewritten answers"""
     rollout_fn_desc_weight: NonNegative
-    """weight of description tokens of missed objects appended to a rollout; 0 masks them"""
+    """weight of description tokens of missed objects in targets of rollouts; 0 masks them"""
 
 
 class CoordRegConfig(StrictModel):

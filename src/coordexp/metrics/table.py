@@ -74,7 +74,7 @@ COUNT, SHARE, SECONDS, PEAK, STATE, LEVEL, SCHEDULE, EVALUATION = (
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "losses": (
         Metric("loss", "mixed", SHARE, "the step's total loss: the sum of the terms below"),
-        Metric("loss/token_ce/struct_ce", "nats", SHARE, "cross-entropy of tail structure, closing brace and end of turn; divided by all text positions of positive weight"),
+        Metric("loss/token_ce/struct_ce", "nats", SHARE, "cross-entropy of the structure that is trained, closing brace and end of turn included; divided by all text positions of positive weight"),
         Metric("loss/token_ce/desc_ce", "nats", SHARE, "cross-entropy of descriptions; divided by the same number, so both add up to one mean"),
         Metric("loss/token_ce/coord_ce", "nats", SHARE, "stage 1 without a coordinate loss: cross-entropy of coordinate tokens over the whole vocabulary, in the same mean"),
         Metric("loss/coord_reg/coord_ce", "nats", SHARE, "hard cross-entropy over the 1000 bins, per coordinate"),
@@ -98,7 +98,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/matched_total", "objects", COUNT, "matched pairs"),
         Metric("rollout/fp_total", "objects", COUNT, "valid predictions without a match"),
         Metric("rollout/left_out_total", "objects", COUNT, "unmatched predictions that a rewritten answer leaves out"),
-        Metric("rollout/fn_appended_total", "objects", COUNT, "annotated objects without a match, appended in the tail"),
+        Metric("rollout/fn_appended_total", "objects", COUNT, "annotated objects without a match, which the target writes"),
         Metric("rollout/taken_as_complete_total", "samples", COUNT, "answers of steps with annotations assumed to be complete (``target.complete_above``)"),
         rate("rollout/taken_as_complete_rate", "0..1", "taken_as_complete_total", "samples_total"),
         rate("rollout/match_rate", "0..1", "matched_total", "gt_objects_total"),
@@ -107,7 +107,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         rate("rollout/duplicate_rate", "0..1", "duplicates_total", "valid_pred_objects_total"),
         Metric("rollout/gating_rejections_total", "pairs", COUNT, "candidate pairs with overlapping boxes, but a mask IoU under the gate"),
         Metric("match/mixed_kind_total", "pairs", COUNT, "matched pairs of a box and a polygon; [their coordinates](rollout-matching.md#matching) are trained by `coord_reg` alone"),
-        Metric("rollout/prefix_coord_targets_total", "tokens", COUNT, "coordinates of matched objects supervised in prefixes"),
+        Metric("rollout/prefix_coord_targets_total", "tokens", COUNT, "supervised coordinates of matched objects, as the model wrote them"),
         Metric("rollout/parse_dropped_invalid", "entries", COUNT, "entries of answers that are not usable objects, all reasons"),
         Metric("rollout/dropped/<reason>", "entries", COUNT, "`parse_dropped_invalid` by [reason](#reasons); absent while 0"),
         Metric("rollout/excluded_ambiguous_total", "entries", COUNT, "dropped entries of reason `ambiguous_coords`"),

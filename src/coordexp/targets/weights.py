@@ -33,8 +33,9 @@ class SupervisionWeights:
     """Token weights of one pipeline and channel. 0 leaves the tokens out of sums and denominators.
 
     ``struct_ce``: structure that the target writes. ``matched_struct_ce``: structure of matched objects in the model's
-    own prefix. ``desc_ce``: annotated descriptions. ``rollout_fn_desc_ce``: descriptions of missed objects appended to
-    the model's prefix. ``coord_token_ce``: coordinate tokens as ordinary tokens.
+    own prefix. ``desc_ce``: descriptions in answers written from ground truth, and of matched objects in rewritten
+    answers. ``rollout_fn_desc_ce``: descriptions of missed objects in targets of rollouts. ``coord_token_ce``:
+    coordinate tokens as ordinary tokens.
     """
 
     struct_ce: float = 1.0
