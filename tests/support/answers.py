@@ -68,12 +68,18 @@ class Pairs(list[tuple[str, Any]]):
     """A JSON object as it is written: ordered, duplicates kept."""
 
 
-def read_json(text: str) -> Pairs:
-    """``text`` as one JSON object, bare coordinate literals read as strings; anything else raises."""
-    quoted = re.sub(r'("(?:[^"\\]|\\.)*")|(<\|coord_\d+\|>)', lambda m: m[1] or f'"{m[2]}"', text, flags=re.DOTALL)
-    root = json.loads(quoted, object_pairs_hook=Pairs)
+def read_json(text: str, bare: str = "") -> Pairs:
+    """``text`` as one JSON object; bare coordinate literals are read as strings that begin with ``bare``. Anything else
+    raises."""
+    values = re.compile(r'("(?:[^"\\]|\\.)*")|(<\|coord_\d+\|>)', re.DOTALL)
+    quoted = values.sub(lambda m: m[1] or f'"{bare}{m[2]}"', text)
+    root = json.loads(quoted, object_pairs_hook=Pairs, parse_constant=_refuse)
     assert isinstance(root, Pairs)
     return root
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def taught_text(outcome: SampleOutcome, vocab: CoordVocab) -> str:

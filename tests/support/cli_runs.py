@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,10 +56,18 @@ def files_of_at_most(size: int) -> Iterator[None]:
         sys.dont_write_bytecode = compiled
 
 
-def small_checkpoint(folder: Path, **options: Any) -> Path:
-    from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
+def small_checkpoint(folder: Path, coord_tokens: bool = True) -> Path:
+    """A copy of a checkpoint with random weights, which is built once per session."""
+    return shutil.copytree(_small_checkpoint(coord_tokens), folder, dirs_exist_ok=True)
 
-    return build_tiny_checkpoint(folder, spec=TinySpec(**SMALL), **options)
+
+@lru_cache(maxsize=2)
+def _small_checkpoint(coord_tokens: bool) -> Path:
+    from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
+    from support.tiny_run import _session_folder
+
+    folder = _session_folder() / ("small" if coord_tokens else "small, without coordinates")
+    return build_tiny_checkpoint(folder, spec=TinySpec(**SMALL), coord_tokens=coord_tokens)
 
 
 def write_run(folder: Path, stage: int, model: Path, **keys: Any) -> Path:

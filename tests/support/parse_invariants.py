@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ import pytest
 from coordexp.coords import COORD_TOKENS, TURN_END, CoordVocab, serialize_append
 from coordexp.parsing import parse_rollout
 from coordexp.records import NUM_BINS, GTObject, ParsedRollout, PredictedObject
-from support.answers import Pairs, tiny_vocab
+from support.answers import Pairs, read_json, tiny_vocab
 from support.qwen_tokenizer import qwen_vocab
 
 FUSED = [
@@ -53,19 +52,6 @@ all_vocabs = pytest.mark.parametrize("make_vocab", VOCABS, ids=lambda make: make
 
 
 BARE = r"\u0000"  # before a coordinate without quotes
-
-
-def refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def read_json(text: str) -> Pairs:
-    """One JSON object, bare coordinate literals read as marked strings; fails on anything else."""
-    values = re.compile(r'("(?:[^"\\]|\\.)*")|(<\|coord_\d+\|>)', re.DOTALL)
-    quoted = values.sub(lambda m: m[1] or f'"{BARE}{m[2]}"', text)
-    root = json.loads(quoted, object_pairs_hook=Pairs, parse_constant=refuse)
-    assert isinstance(root, Pairs)
-    return root
 
 
 def usable(key: str, value: Any) -> tuple[int, str, str, tuple[int, ...]] | None:
@@ -113,7 +99,7 @@ def check_parse(ids: Sequence[int], vocab: CoordVocab, appended: Sequence[GTObje
     first_new = (parsed.max_object_index or 0) + 1
     fragment = serialize_append(appended, parsed.prefix_text, first_new)
     target = [*parsed.prefix_token_ids, *vocab.encode(fragment)]
-    root = read_json(vocab.decode(target))
+    root = read_json(vocab.decode(target), BARE)
     num_kept = len(root) - len(appended)
     assert [key for key, _ in root[num_kept:]] == [f"object_{first_new + i}" for i in range(len(appended))]
     assert not {key for key, _ in root[:num_kept]} & {key for key, _ in root[num_kept:]}

@@ -24,7 +24,7 @@ from coordexp.data.jsonl import read_jsonl, write_jsonl
 from coordexp.data.scenes import SceneSpec, make_scene
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.inputs import PromptEncoder
-from coordexp.modeling.load import LoadedModel, load_model
+from coordexp.modeling.load import LoadedModel, load_model, load_vocab
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.objective import RowObjective, sft_pipeline
 from coordexp.packing import CarryBuffer
@@ -334,6 +334,7 @@ def row_of(segments: Sequence[Segment]) -> PackedRow:
 
 def finder() -> InMemoryBackend:
     """Finds every object but the last, each a little off: boxes to correct and objects to append in every step."""
-    loaded = load_tiny()
-    truth = {sample.record.sample_id: sample.record.objects for sample in tiny_samples(loaded)}
-    return InMemoryBackend(loaded.vocab, lambda request: nearly_right(truth[request.sample_id]))
+    unused: Any = None  # no prompts
+    dataset = RecordDataset(read_jsonl(tiny_scenes()), unused)
+    truth = {one.sample_id: one.objects for one in map(dataset.record, range(len(dataset)))}
+    return InMemoryBackend(load_vocab(tiny_checkpoint()), lambda request: nearly_right(truth[request.sample_id]))

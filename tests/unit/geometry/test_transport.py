@@ -25,6 +25,7 @@ POINTS = st.lists(st.tuples(st.integers(0, 999), st.integers(0, 999)), min_size=
         (SHIFTED, 10, 30, [(120.007, 110.014), (219.749, 110.015), (219.745, 209.907), (120.007, 209.911)], 1e-3),
         (SHIFTED, 50, 30, [(140.3, 130.2), (199.9, 129.0), (200.1, 190.8), (139.7, 190.0)], 0.05),
         (SHIFTED, 1, 50, SHIFTED, 1e-3),
+        (SHIFTED, 1e-3, 200, SHIFTED, 1e-6),  # neither overflows nor underflows
         (SQUARE, 1, 50, SQUARE, 1e-3),
         (TRIANGLE, 10, 30, [(121.53, 110.00), (220.00, 110.00), (220.00, 208.48), (185.11, 144.88)], 0.01),
     ],
@@ -41,14 +42,14 @@ def test_more_ground_truth_points_than_predicted_ones():
 
 @pytest.mark.parametrize("cost", ["l1", "l2"])
 @pytest.mark.parametrize("epsilon", [None, 10])
-@pytest.mark.parametrize("shift", [(700, 700), (700, 0), (0, 500), (700, 300), (100, 100), (-100, 0)])
+@pytest.mark.parametrize("shift", [(700, 700), (0, 500), (100, 100), (-100, 0)])
 def test_far_apart_shapes_keep_their_shape(cost, epsilon, shift):
     got = barycentric_targets(SQUARE, SQUARE + shift, cost=cost, epsilon=epsilon)
     np.testing.assert_allclose(got, SQUARE + shift, atol=0.1)
 
 
 @pytest.mark.parametrize("cost", ["l1", "l2"])
-@pytest.mark.parametrize("direction", [(1, 0), (-1, 0), (0, 1), (1, 1), (1, 0.5)])
+@pytest.mark.parametrize("direction", [(1, 0), (0, -1), (1, 0.5)])
 def test_targets_are_continuous_while_shapes_move_apart(cost, direction):
     """From one on the other, over touching, to a gap: in steps of a bin no target leaps, and the square stays one."""
 
@@ -63,7 +64,7 @@ def test_targets_are_continuous_while_shapes_move_apart(cost, direction):
     np.testing.assert_allclose(near, touching, atol=0.01)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(POINTS, POINTS, st.integers(-999, 999), st.integers(-999, 999))
 def test_targets_are_continuous_in_the_predicted_shape(pred, gt, dx, dy):
     there = np.array(pred) + np.array([dx, dy])
@@ -71,12 +72,7 @@ def test_targets_are_continuous_in_the_predicted_shape(pred, gt, dx, dy):
     np.testing.assert_allclose(found, beside, atol=1e-3)
 
 
-def test_tiny_epsilon_neither_overflows_nor_underflows():
-    got = barycentric_targets(SQUARE, SHIFTED, epsilon=1e-3, iters=200)
-    np.testing.assert_allclose(got, SHIFTED, atol=1e-6)
-
-
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(POINTS, POINTS, st.sampled_from([None, 10.0]), st.integers(0, 11), st.booleans())
 def test_order_and_direction_of_vertices_do_not_matter(pred, gt, epsilon, turn, reverse):
     step = -1 if reverse else 1
@@ -85,7 +81,7 @@ def test_order_and_direction_of_vertices_do_not_matter(pred, gt, epsilon, turn, 
     np.testing.assert_allclose(barycentric_targets(turned_pred, turned_gt, epsilon=epsilon), wanted, atol=1e-6)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(POINTS, POINTS, st.sampled_from(["l1", "l2"]), st.sampled_from([7.1, 10.0, 100.0]), st.sampled_from([1, 30]))
 def test_multiplicative_and_logarithmic_form_agree(pred, gt, cost, epsilon, iters):
     arguments = {"cost": cost, "epsilon": epsilon, "iters": iters}
@@ -96,7 +92,7 @@ def test_multiplicative_and_logarithmic_form_agree(pred, gt, cost, epsilon, iter
     np.testing.assert_allclose(multiplied, added, atol=1e-7)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(POINTS, POINTS), max_size=5),
     st.sampled_from([None, 0.5, 10.0]),
@@ -111,7 +107,7 @@ def test_batch_equals_single_calls(pairs, epsilon, at_once):
         np.testing.assert_allclose(found, barycentric_targets(pred, gt, epsilon=epsilon), atol=1e-9)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     POINTS, POINTS, st.sampled_from(["l1", "l2"]), st.sampled_from([None, 0.1, 1.0, 10.0, 100.0]), st.integers(1, 30)
 )
@@ -124,8 +120,8 @@ def test_targets_are_within_the_ground_truth(pred, gt, cost, epsilon, iters):
 
 # -- without an epsilon: relative to the shape ---------------------------------------------------------------------
 
-RADII = (3, 6, 12, 25, 50, 100, 200, 400)
-VERTICES = (3, 4, 5, 8, 12, 24, 40, 60)
+RADII = (3, 12, 50, 400)
+VERTICES = (3, 4, 5, 12, 24, 60)
 
 
 def polygon(radius: float, vertices: int, turn: float = 0.3) -> np.ndarray:
@@ -163,15 +159,15 @@ def test_thin_polygons_and_close_vertices_are_their_own_targets(cost):
 @pytest.mark.parametrize("radius", RADII)
 def test_a_moved_polygon_is_taught_the_annotation(cost, radius):
     """Moved by a tenth of its size, in any direction: each vertex goes to its own place, within 5 % of the size."""
-    for vertices, direction in product(VERTICES, range(8)):
-        shape, angle = polygon(radius, vertices), 2 * math.pi * direction / 8 + 0.1
+    for vertices, direction in product(VERTICES, range(4)):
+        shape, angle = polygon(radius, vertices), 2 * math.pi * direction / 4 + 0.1
         moved = np.round(shape + 0.1 * 2 * radius * np.array([math.cos(angle), math.sin(angle)]))
         error = np.linalg.norm(barycentric_targets(moved, shape, cost=cost) - shape, axis=1).max()
         assert error <= 0.05 * 2 * radius, (vertices, direction, error)
 
 
 @pytest.mark.parametrize("cost", ["l1", "l2"])
-@pytest.mark.parametrize("scale", [0.6, 0.9, 1.3])
+@pytest.mark.parametrize("scale", [0.6, 1.3])
 def test_a_scaled_polygon_is_taught_the_annotation(cost, scale):
     for shape in (polygon(150, 24), star(150, 24), polygon(40, 8)):
         scaled = np.round(510 + scale * (shape - 500))
@@ -179,8 +175,8 @@ def test_a_scaled_polygon_is_taught_the_annotation(cost, scale):
 
 
 @pytest.mark.parametrize("cost", ["l1", "l2"])
-@pytest.mark.parametrize("scale", [0.8, 1.0, 1.1])
-@pytest.mark.parametrize("on_a_side", [2, 3, 5, 15])
+@pytest.mark.parametrize("scale", [0.8, 1.1])
+@pytest.mark.parametrize("on_a_side", [2, 5, 15])
 def test_a_polygon_with_many_more_vertices_keeps_its_extent(cost, scale, on_a_side):
     """Four corners on a square that is annotated with up to 60 points: the mean of 15 would be far inside."""
     along = np.linspace(0, 100, on_a_side, endpoint=False).round()

@@ -90,7 +90,7 @@ def edited(data: st.DataObject, ids: list[int], vocab: CoordVocab) -> list[int]:
 
 @pytest.mark.scenario("geometry-first object remains valid under strict parse")
 @all_vocabs
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50))
 @given(scene=scenes, order=field_orders)
 def test_parsing_inverts_serialising(make_vocab: Callable[[], CoordVocab], scene: list[GTObject], order: Any) -> None:
     vocab = make_vocab()
@@ -101,7 +101,7 @@ def test_parsing_inverts_serialising(make_vocab: Callable[[], CoordVocab], scene
 
 
 @all_vocabs
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(80))
 @given(data=st.data(), scene=scenes, order=field_orders, appended=st.lists(objects, max_size=2))
 def test_edited_answer(
     make_vocab: Callable[[], CoordVocab],
@@ -115,7 +115,7 @@ def test_edited_answer(
 
 
 @all_vocabs
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(80))
 @given(data=st.data(), opened=st.booleans(), appended=st.lists(objects, max_size=1))
 def test_random_tokens(
     make_vocab: Callable[[], CoordVocab], data: st.DataObject, opened: bool, appended: list[GTObject]
@@ -126,7 +126,7 @@ def test_random_tokens(
 
 
 @all_vocabs
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(60))
 @given(
     data=st.data(),
     entries=st.lists(

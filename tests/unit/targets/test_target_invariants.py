@@ -248,7 +248,7 @@ def edited(ids: list[int], edits: list[tuple[int, int, int]], cut: int | None, v
 
 
 @vocabs
-@settings(max_examples=examples(120))
+@settings(max_examples=examples(60))
 @given(case=cases())
 def test_any_answer_becomes_a_valid_target(make_vocab, case) -> None:
     vocab = make_vocab()
@@ -272,7 +272,7 @@ POLICIES = st.builds(
 
 
 @vocabs
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(80))
 @given(case=cases(), policy=POLICIES, soft=st.lists(st.sampled_from([None, None, 0.25, 1.0]), min_size=4, max_size=4))
 def test_any_answer_is_rewritten_to_a_valid_target(make_vocab, case, policy, soft) -> None:
     vocab = make_vocab()
@@ -283,7 +283,7 @@ def test_any_answer_is_rewritten_to_a_valid_target(make_vocab, case, policy, sof
     check_rewritten(got, truth, vocab, policy)
 
 
-@settings(max_examples=examples(80))
+@settings(max_examples=examples(40))
 @given(truth=SCENES, ids=st.lists(st.integers(0, 1440), max_size=60))
 def test_random_tokens_become_a_valid_target(truth, ids) -> None:
     vocab = tiny_vocab()
