@@ -157,7 +157,7 @@ def test_only_the_hundred_highest_scores_count() -> None:
 
 
 @pytest.mark.parametrize("iou_type", ["bbox", "segm"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_answers_in_all_area_ranges(iou_type: IouType, seed: int) -> None:
     figures = assert_pycocotools(random_answers(25, seed), iou_type).figures
     assert {*NAMES, "AR100"} == figures.keys() and 0.05 < figures["AP"] < 0.95
@@ -247,7 +247,7 @@ SIDES = st.sampled_from((1, 30, 150, 800))
 ANSWERS = st.builds(answered, st.lists(OBJECTS, max_size=6), st.lists(FOUND, max_size=9), size=st.tuples(SIDES, SIDES))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(ANSWERS, min_size=1, max_size=4), st.sampled_from(("bbox", "segm")), st.data())
 def test_any_answers(answers: list[ImageAnswer], iou_type: IouType, data: st.DataObject) -> None:
     """Coarse bins and three scores: shapes coincide, compete and tie all the time; some are soft."""

@@ -113,7 +113,7 @@ def test_soft_objects_and_their_matches_are_not_counted() -> None:
     assert match_answer(both) == [(0, 1, 1.0)] and ignored_predictions(both) == set()  # annotated ones first
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 0.75])
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
 def test_joint_assignment_equals_assignment_per_description(threshold: float) -> None:
     config = MatchingConfig(candidate_top_k=100, maskiou_gate=threshold)
     for found in random_answers(12, seed=7, per_image=25):

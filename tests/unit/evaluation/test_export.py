@@ -100,7 +100,7 @@ def test_what_a_full_disk_ended_is_exported_again(export: Any, tmp_path: Path, f
         assert (tmp_path / "out" / "images" / "b.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
-@pytest.mark.parametrize("side", ["0", "-1", "2147483648", "1" + "0" * 400, "1.5"])
+@pytest.mark.parametrize("side", ["0", "2147483648", "1" + "0" * 400, "1.5"])
 @pytest.mark.parametrize("whose", ['"width": 96', '"width": 300'], ids=["the image's", "the original's"])
 def test_an_image_without_a_possible_size_is_refused_by_line(
     predictions: Path, export: Any, side: str, whose: str
@@ -151,10 +151,15 @@ def test_coco_keeps_the_users_ids_names_and_sizes(export: Any, tmp_path: Path) -
     assert [a["category_id"] for a in dataset["annotations"]] == [17]
 
 
-def test_coco_results_are_read_by_pycocotools(export: Any, tmp_path: Path) -> None:
+def test_coco_files_are_read_by_pycocotools_and_cvat(export: Any, tmp_path: Path) -> None:
+    """pycocotools 2.0.9 cannot load results without ``info``, CVAT no dataset without ``licenses``."""
     from pycocotools.coco import COCO
 
     export("coco")
+    data = read(tmp_path / "out" / "dataset.json")
+    assert list(data) == ["info", "licenses", "images", "annotations", "categories"]
+    assert (data["info"], data["licenses"]) == ({}, [])
+    assert data["categories"][0] == {"id": 1, "name": "cat", "supercategory": ""}
     truth: Any = COCO(str(tmp_path / "out" / "dataset.json"))
     found = truth.loadRes([r for r in read(tmp_path / "out" / "results.json") if "segmentation" not in r])
     assert len(found.getAnnIds()) == 2 and sorted(c["name"] for c in truth.loadCats(truth.getCatIds())) == [
@@ -360,8 +365,7 @@ def test_a_dataset_is_exported_in_pixels_of_the_originals(tmp_path: Path, cli: C
     assert "<xmax>1280</xmax>" in xml and "<xmax>384</xmax>" in xml and "<score>0.750000</score>" in xml
 
 
-@pytest.mark.parametrize("form", ["yolo", "coco"])
-def test_only_files_that_decode_as_images_are_copied(form: str, tmp_path: Path, cli: Cli) -> None:
+def test_only_files_that_decode_as_images_are_copied(tmp_path: Path, cli: Cli) -> None:
     """Predictions may be a stranger's file, and the folder is made to be shared."""
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
     (tmp_path / "key").write_text("-----BEGIN PRIVATE KEY-----", encoding="utf-8")
@@ -373,7 +377,7 @@ def test_only_files_that_decode_as_images_are_copied(form: str, tmp_path: Path, 
     names = ["b.png", "key", "key.png", "link.png", "pipe.png", "half.png", "gone.png", "/etc/passwd"]
     answers = [ImageAnswer(name, str(tmp_path / name), 50, 40, None, (CAT,)) for name in names]
     write_answers(answers, tmp_path / "run" / "predictions.jsonl")
-    shown = cli("export", form, tmp_path / "run", "--out", tmp_path / "out", "--images")
+    shown = cli("export", "yolo", tmp_path / "run", "--out", tmp_path / "out", "--images")
     assert shown.code == 0, shown.err
     assert [path.name for path in (tmp_path / "out" / "images").rglob("*") if path.is_file()] == ["b.png"]
     assert "7 images were not placed" in shown.out
@@ -389,15 +393,17 @@ def test_copies_are_copies_unless_links_are_asked_for(predictions: Path, tmp_pat
 
 
 @pytest.mark.parametrize("form", ["coco", "yolo", "yolo-obb", "voc", "labelme", "csv", "dota"])
-@pytest.mark.parametrize("file", ["", "/", "a/..", "..", "a\x00b.png", "x" * 300 + ".png", "é" * 200, "a\x1b[2Jb.png"])
-def test_any_file_name_can_be_exported(form: str, file: str, tmp_path: Path, cli: Cli) -> None:
+def test_any_file_name_can_be_exported(form: str, tmp_path: Path, cli: Cli) -> None:
+    names = ("", "/", "a/..", "..", "a\x00b.png", "x" * 300 + ".png", "é" * 200, "a\x1b[2Jb.png")
     Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
-    answer = ImageAnswer("s", str(tmp_path / "b.png"), 50, 40, None, (CAT,), original=OriginalImage(file, 50, 40))
-    write_answers([answer], tmp_path / "run" / "predictions.jsonl")
+    sound = ImageAnswer("", str(tmp_path / "b.png"), 50, 40, None, (CAT,))
+    answers = [replace(sound, sample_id=f"s{n}", original=OriginalImage(one, 50, 40)) for n, one in enumerate(names)]
+    write_answers(answers, tmp_path / "run" / "predictions.jsonl")
     out = tmp_path / "out"
     shown = cli("export", form, tmp_path / "run", "--out", out, "--images")
     assert shown.code == 0, shown.err
     assert all(path.resolve().is_relative_to(out.resolve()) for path in out.rglob("*"))
+    assert len(list(out.rglob("*.png"))) == len(names)
     assert not {path.name for path in tmp_path.iterdir()} - {"b.png", "run", "out"}
 
 
@@ -424,23 +430,9 @@ def test_voc_writes_xml_that_can_be_read(tmp_path: Path, cli: Cli) -> None:
     assert [one.findtext("name") for one in root.iter("object")] == [printable(name) for name in NAMES]
 
 
-def test_coco_has_every_section_of_the_format(tmp_path: Path, cli: Cli) -> None:
-    """pycocotools 2.0.9 cannot load results without ``info``, CVAT no dataset without ``licenses``."""
-    assert cli("export", "coco", answered(tmp_path, CAT), "--out", tmp_path / "out").code == 0
-    data = json.loads((tmp_path / "out" / "dataset.json").read_text(encoding="utf-8"))
-    assert list(data) == ["info", "licenses", "images", "annotations", "categories"]
-    assert (data["info"], data["licenses"]) == ({}, [])
-    assert data["categories"] == [{"id": 1, "name": "cat", "supercategory": ""}]
-
-
-def test_yolos_folders_start_at_its_data_yaml(tmp_path: Path, cli: Cli) -> None:
+def test_yolos_data_yaml_has_every_name_and_folders_next_to_it(tmp_path: Path, cli: Cli) -> None:
     """Ultralytics reads ``path: .`` as the working directory, and a missing ``path`` as the folder of the file."""
     assert cli("export", "yolo", answered(tmp_path, *NAMED), "--out", tmp_path / "out").code == 0
     data = yaml.safe_load((tmp_path / "out" / "data.yaml").read_text(encoding="utf-8"))
     assert data["train"] == "images" and data["val"] == "images" and "path" not in data
-
-
-def test_yolos_names_are_valid_yaml(tmp_path: Path, cli: Cli) -> None:
-    assert cli("export", "yolo", answered(tmp_path, *NAMED), "--out", tmp_path / "out").code == 0
-    found = yaml.safe_load((tmp_path / "out" / "data.yaml").read_text(encoding="utf-8"))["names"]
-    assert sorted(found.values()) == sorted(NAMES)
+    assert sorted(data["names"].values()) == sorted(NAMES)

@@ -72,19 +72,19 @@ def mosaic(seed: int, size: tuple[int, int], sides: tuple[int, int], count: int)
         ((400, 300), Tiling(512, 512, 0.2), (6, 60), 0.0),  # smaller than a tile
     ],
 )
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_mosaic_is_found_exactly_none_lost_none_doubled(
     size: tuple[int, int], tiling: Tiling, sides: tuple[int, int], least: float, seed: int
 ) -> None:
     truth = mosaic(seed, size, sides, 120)
     answer = merged(size, truth, tiling, least)
-    found = {(obj.desc, tuple(pixel_box(obj, *size))) for obj in answer.pred}
+    found = [(obj.desc, pixel_box(obj, *size)) for obj in answer.pred]
     a_bin = max(tiling.width, tiling.height) / 999
     assert len(truth) > 30 or max(sides) > 200
     assert len(answer.pred) == len(truth)
     for name, _, box in truth:
-        near = [one for one in found if one[0] == name and one[1] == pytest.approx(box, abs=a_bin)]
-        assert len(near) == 1, (name, box)
+        away = [max(abs(a - b) for a, b in zip(one, box, strict=True)) for desc, one in found if desc == name]
+        assert sum(far <= a_bin for far in away) == 1, (name, box)
 
 
 def test_without_overlap_objects_are_joined_at_the_border() -> None:

@@ -94,12 +94,6 @@ def test_a_folder_and_a_pattern_give_a_list_in_order(detector: Detector, scenes:
     assert detector.predict([]) == []
 
 
-@pytest.mark.parametrize("wrong", [np.zeros((4, 4, 3), dtype=np.float32), np.zeros((3, 8, 8), dtype=np.uint8)])
-def test_an_invalid_array_is_refused(detector: Detector, wrong: np.ndarray) -> None:
-    with pytest.raises(DataError, match=r"uint8.*\(height, width, 3\)"):
-        detector.predict(wrong)
-
-
 def test_a_broken_image_does_not_lose_the_others(detector: Detector, scenes: Path, tmp_path: Path) -> None:
     broken, thin, clip = tmp_path / "a.jpg", tmp_path / "b.png", tmp_path / "c.mp4"
     broken.write_bytes(b"no image")
@@ -131,7 +125,9 @@ def test_a_broken_image_does_not_lose_the_others(detector: Detector, scenes: Pat
     [(None, "NoneType"), ([None], "image 0: NoneType"), ({"a": 1}, "dict"), (torch.zeros(3, 8, 8), "tensor"),
      (io.BytesIO(b"a\nb"), "BytesIO"), (bytearray(b"a"), "bytearray"), ([io.BytesIO()], "image 0: BytesIO"),
      (["https://example.com/a.jpg"], "https://example.com/a.jpg"), ("s3://bucket/a.jpg", "address"),
-     ("", "empty name"), (["a.png", ""], "empty name")],
+     ("", "empty name"), (["a.png", ""], "empty name"),
+     (np.zeros((4, 4, 3), dtype=np.float32), r"uint8.*\(height, width, 3\)"),
+     (np.zeros((3, 8, 8), dtype=np.uint8), r"uint8.*\(height, width, 3\)")],
 )  # fmt: skip
 def test_something_else_than_an_image_is_named(detector: Detector, given: Any, named: str) -> None:
     with pytest.raises(DataError, match=named):
@@ -194,7 +190,7 @@ def test_threads_load_detectors_at_once() -> None:
         Detector(asset("checkpoints/demo-stage1"), device="cpu").close()
 
     with ThreadPoolExecutor(6) as pool:
-        list(pool.map(load, range(12)))
+        list(pool.map(load, range(6)))
     load(0)
 
 

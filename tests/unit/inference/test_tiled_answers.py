@@ -13,7 +13,6 @@ from PIL import Image
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.data.files import append_line, asset
 from coordexp.data.scenes import SPECS, write_scenes
-from coordexp.errors import ConfigError
 from coordexp.evaluation.answers import ImageAnswer, read_answers
 from coordexp.geometry import pixel_ring, to_bin
 from coordexp.inference.detector import Detector
@@ -74,11 +73,6 @@ def test_images_in_memory_have_tiles_too(detector: Detector, mosaic: Mosaic) -> 
     pixels = np.asarray(Image.open(path))
     several = detector([pixels, path], tiles=(SIDE, SIDE), overlap=0.0)
     assert [one.names for one in several] == [detector(path, tiles=SIDE, overlap=0.0).names] * 2
-
-
-def test_impossible_tiles_are_refused(detector: Detector, mosaic: Mosaic) -> None:
-    with pytest.raises(ConfigError, match="overlap"):
-        detector(mosaic[0].with_name("photo.png"), tiles=SIDE, overlap=1.0)
 
 
 def answer_of(folder: Path) -> ImageAnswer:
@@ -154,8 +148,3 @@ def test_complete_adds_whole_bins_found_in_tiles(mosaic: Mosaic, tmp_path: Path,
     assert done.code == 0
     (completed,) = read_jsonl(out)
     assert len(completed.objects) > 2 and all(obj.soft is not None for obj in completed.objects[1:])
-
-
-def test_overlap_needs_tiles(cli: Cli, mosaic: Mosaic) -> None:
-    refused = cli("predict", mosaic[0], "--model", MODEL, "--overlap", 0.1)
-    assert refused.code == 2 and "--tiles" in refused.err
