@@ -10,7 +10,7 @@ import pytest
 from fuzz.campaign import main, spend
 from fuzz.kinds import KINDS, Bench
 
-SECONDS = 0.5  # a kind
+SECONDS = 0.3  # a kind
 
 
 @pytest.mark.parametrize("kind", KINDS)

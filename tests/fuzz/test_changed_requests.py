@@ -14,7 +14,7 @@ from fuzz.campaign import spend
 from fuzz.served import Engine, served_requests
 from support.settings import serve_options_of
 
-SECONDS = 4.0
+SECONDS = 2.0
 
 
 def test_changed_requests_are_answered_or_refused(tmp_path: Path) -> None:

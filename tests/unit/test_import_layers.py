@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -49,21 +50,8 @@ FRONT_DOORS = ("rollouts.__init__",)
 
 HEAVY = ("torch", "transformers", "vllm", "torchvision", "accelerate", "peft", "swift")
 TORCH_FREE = [
-    "runs.start",
-    "checkpoints.fetch",
-    *(
-        "records",
-        "errors",
-        "reading",
-        "heavy_imports",
-        "out_of_memory",
-        "hub",
-        "background",
-        "distributed",
-        "cpu_wheels",
-        "transport",
-        "data.files",
-    ),
+    *("runs.start", "checkpoints.fetch", "records", "errors", "reading", "heavy_imports", "out_of_memory", "hub"),
+    *("background", "distributed", "cpu_wheels", "transport", "data.files"),
     *("config", "geometry", "coords", "checkpoints.describe", "cli.init", "parsing", "matching", "packing", "metrics"),
     *("rollouts", "rollouts.chunking", "rollouts.backend", "rollouts.repeat_guard", "rollouts.class_names"),
     *("weight_sync", "engine.wire.arguments", "engine.wire.engine_process", "engine.trainer.client", "doctor"),
@@ -89,6 +77,7 @@ def module_of(target: str) -> str:
     return name.rpartition(".")[0]
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Modules of coordexp that a file imports, also inside functions and for type checkers."""
     targets: list[str] = []

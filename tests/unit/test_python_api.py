@@ -116,9 +116,8 @@ def test_a_runs_limit_is_of_its_own_validation_data(tmp_path: Path) -> None:
 
 
 def test_tiles_are_cut_and_replaced_if_asked(tmp_path: Path) -> None:
-    write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"))
-    scenes, out = tmp_path / "scenes.jsonl", tmp_path / "tiles.jsonl"
-    counts = tile(scenes, out, 64, overlap=0)
+    scenes, out = write_scenes(tmp_path, 4, SPARSE, 5), tmp_path / "tiles.jsonl"
+    counts = tile(scenes, out, np.int64(64), overlap=0)
     assert (counts.photographs, counts.tiles, len(read_jsonl(out, check_images=True))) == (4, 16, 16)
     with pytest.raises(DataError, match="exists already"):
         tile(scenes, out, (128, 64))
@@ -152,11 +151,6 @@ def test_impossible_tiles_are_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match=named):
         tile(**{"data": tmp_path / "scenes.jsonl", "out": out, "size": 64, "overwrite": True, **wrong})
     assert out.read_text() == "as before"
-
-
-def test_sides_of_tiles_are_any_whole_numbers(tmp_path: Path) -> None:
-    write_scenes(tmp_path, 1, SPARSE, 5)
-    assert tile(tmp_path / "scenes.jsonl", tmp_path / "tiles.jsonl", np.int64(64), overlap=0).tiles == 4
 
 
 def test_a_failed_replacement_leaves_no_old_boxes_on_new_images(tmp_path: Path) -> None:

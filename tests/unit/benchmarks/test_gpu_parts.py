@@ -90,16 +90,8 @@ def test_every_configuration_of_a_part_is_valid(cpu: bool, tmp_path: Path, monke
         raise Read
 
     monkeypatch.setattr("coordexp.doctor.runs.train_shipped", read)
-    words = [
-        "--out",
-        str(tmp_path),
-        "--work",
-        str(tmp_path),
-        "--wide",
-        str(tmp_path / "wide"),
-        *(["--cpu"] if cpu else []),
-    ]
-    options = gpu.read_options(words)
+    words = ["--out", str(tmp_path), "--work", str(tmp_path), "--wide", str(tmp_path / "wide")]
+    options = gpu.read_options([*words, *(["--cpu"] if cpu else [])])
     for one in gpu.PARTS:
         command = [str(word) for word in one.command(options)]
         if "gpu_run.py" in command[1]:

@@ -19,11 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from coordexp.errors import CheckpointError, MissingDependency
-from coordexp.evaluation.answers import (
-    ImageAnswer,
-    ScoredObject,
-    write_answers,
-)
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, write_answers
 from coordexp.evaluation.renaming import Renaming, load_encoder, nearest_categories
 from coordexp.records import GTObject
 from support.cli_runs import Cli
@@ -39,13 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(path / "bert")
     torch.manual_seed(0)
-    shape: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-    }
-    BertModel(BertConfig(vocab_size=len(WORDS), **shape)).save_pretrained(path / "bert")
+    shape: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=len(WORDS), intermediate_size=32, **shape)).save_pretrained(path / "bert")
     parts = [Transformer(str(path / "bert")), Pooling(32, "cls"), Normalize()]
     SentenceTransformer(modules=parts, device="cpu").save(str(path / "encoder"))
     return path / "encoder"

@@ -68,7 +68,7 @@ def steps(draw: st.DrawFn) -> tuple[ObjectivePipeline, list[list[Segment]]]:
     return pipeline, [[pool[i] for i in chosen[a:b]] for a, b in zip([0, *cuts], cuts, strict=False) if a < b]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(step=steps())
 def test_loss_and_gradients_equal_those_from_all_logits(step: tuple[ObjectivePipeline, list[list[Segment]]]) -> None:
     pipeline, rows = step
