@@ -22,6 +22,7 @@ from support.qwen_tokenizer import qwen_vocab
 
 MATCHING = MatchingConfig()
 CAT = GTObject("black cat", "bbox_2d", (10, 20, 200, 220))
+NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))  # finds CAT
 DOG = GTObject("dog", "bbox_2d", (500, 500, 700, 800))
 LEAF = GTObject("leaf", "poly", (300, 20, 490, 20, 490, 210))
 

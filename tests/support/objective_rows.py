@@ -15,10 +15,9 @@ from coordexp.objective.coord_math import LOGIT_LIMIT, limit_logits
 from coordexp.packing import build_row
 from coordexp.records import GTObject, Segment, TrainingTarget
 from coordexp.targets import SupervisionWeights, TargetPolicy, build_gt_target, count_terms
-from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, tiny_vocab
+from support.answers import CAT, DOG, LEAF, NEAR_CAT, answer, entry, outcome_of, tiny_vocab
 from support.config_samples import pipeline
 
-NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
 NEAR_LEAF = GTObject("leaf", "poly", (305, 22, 480, 25, 488, 200))
 COORD_IDS = torch.tensor(tiny_vocab().coord_token_ids)
 COORDS = tiny_vocab().coord_token_ids

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from coordexp.config import load_config
 from coordexp.coords import CoordVocab, serialize_append
@@ -25,17 +26,10 @@ CIRCLE = GTObject("red circle", "bbox_2d", (112, 40, 388, 310))
 SQUARE = GTObject("blue square", "bbox_2d", (500, 500, 600, 600))
 
 
-@pytest.fixture(scope="module")
-def vocab() -> CoordVocab:
-    from transformers import AutoTokenizer
-
-    return CoordVocab.from_tokenizer(AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "demo-stage1"))
-
-
-def test_an_answer_becomes_a_target(vocab: CoordVocab) -> None:
-    from transformers import AutoTokenizer
-
+def test_an_answer_becomes_a_target() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "demo-stage1")
+    vocab = CoordVocab.from_tokenizer(tokenizer)
+    assert (len(vocab.coord_token_ids), vocab.bin_of(vocab.coord_token_ids[7])) == (1000, 7)
     written = "{" + serialize_append([CIRCLE], "{", 1, "desc_first")
     parsed = parse_rollout(tokenizer(written, add_special_tokens=False).input_ids, vocab)
     (found,) = parsed.objects
@@ -48,11 +42,6 @@ def test_an_answer_becomes_a_target(vocab: CoordVocab) -> None:
     assert target.token_ids[: len(parsed.prefix_token_ids)] == parsed.prefix_token_ids
     appended = serialize_append([SQUARE], parsed.prefix_text, 2, "desc_first")
     assert tokenizer.decode(target.token_ids).startswith(parsed.prefix_text + appended)
-
-
-def test_coordinate_tokens_are_known_by_bin(vocab: CoordVocab) -> None:
-    assert len(vocab.coord_token_ids) == 1000
-    assert (vocab.bin_of(vocab.coord_token_ids[7]), vocab.piece(vocab.coord_token_ids[7])) == (7, "<|coord_7|>")
 
 
 def test_shapes_are_compared() -> None:

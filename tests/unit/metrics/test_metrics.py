@@ -17,13 +17,12 @@ from coordexp.metrics import MetricsPayload, MetricSums, reduce_metrics, rollout
 from coordexp.metrics.reduce import SCHEMA_VERSION
 from coordexp.metrics.table import Metric, Rule, all_metrics, find_metric, rule_of
 from coordexp.records import GTObject
-from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of
+from support.answers import CAT, DOG, LEAF, NEAR_CAT, answer, entry, outcome_of
 from support.qwen_tokenizer import qwen_vocab
 from support.torchrun import torchrun
 
 # --- counters of a rollout window ---
 
-NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
 FAR = GTObject("cat", "bbox_2d", (190, 200, 420, 400))  # touches CAT and LEAF, finds neither
 
 
@@ -98,6 +97,8 @@ def over_ranks(monkeypatch, *ranks):
         ("rollout/decode_beam", 1, 1, 1),
         ("rollout/decode_sample", 1, 1, 1),
         ("packing/buffer_segments", 3, 4, 7),  # a state of each rank's own buffer
+        ("stage2/channel_b", 1.0, 1.0, 1.0),  # the schedule is the same on every rank
+        ("stage2/b_ratio_realised", 0.5, 0.5, 0.5),
     ],
 )
 def test_metric_is_combined_over_ranks_by_its_rule(monkeypatch, name, first, second, together):
@@ -234,11 +235,6 @@ def test_coordinate_diagnostics_are_means_over_steps_with_coordinates(channel):
     assert resumed.take() == {"loss": 2.0, name: 5.0}
 
 
-def test_schedule_metrics_are_the_same_on_every_rank(monkeypatch):
-    said = {"stage2/channel_b": 1.0, "stage2/b_ratio_realised": 0.5}
-    assert over_ranks(monkeypatch, said, said) == said
-
-
 # --- the payload that all loggers share ---
 
 
@@ -262,7 +258,6 @@ def test_payload_keeps_its_numbers_and_version(value):
         ({"schema_version": "1"}, "schema '1'"),
         ({"schema_version": True}, "schema True"),
         ({"schema_version": 1.0}, r"schema 1\.0"),
-        ({"schema_version": None}, "schema None"),
         ({"mode": "test"}, "test"),
         ({"global_step": True}, "step True"),
         ({"global_step": -1}, "step -1"),

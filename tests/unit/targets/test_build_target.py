@@ -15,14 +15,12 @@ from coordexp.matching import MatchingConfig
 from coordexp.records import DropReason, GTObject, Match, MatchResult, PredictedObject, TokenRole
 from coordexp.targets import TransportConfig, build_target, empty_target, is_closed
 from coordexp.targets.build import coordinate_targets
-from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, taught_text, vocabs
+from support.answers import CAT, DOG, LEAF, NEAR_CAT, answer, entry, outcome_of, taught_text, vocabs
 from support.qwen_tokenizer import qwen_vocab
 
 PREFIX_ROLES = {TokenRole.MASKED, TokenRole.MATCHED_COORD, TokenRole.MATCHED_STRUCT, TokenRole.MATCHED_DESC}
 
-# Shapes that lie near CAT (10, 20, 200, 220).
-NEAR_BOX = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
-NEAR_POLY = GTObject("cat", "poly", (12, 22, 198, 25, 190, 215, 15, 210))
+NEAR_POLY = GTObject("cat", "poly", (12, 22, 198, 25, 190, 215, 15, 210))  # lies near CAT
 SCENE = [CAT, LEAF, DOG]
 
 
@@ -30,7 +28,7 @@ SCENE = [CAT, LEAF, DOG]
 @pytest.mark.parametrize("order", ["desc_first", "geometry_first"])
 def test_a_matched_object_is_corrected_and_a_missed_one_appended(make_vocab, order) -> None:
     vocab = make_vocab()
-    got = outcome_of(answer(entry(1, NEAR_BOX)), [DOG, CAT], vocab, field_order=order)
+    got = outcome_of(answer(entry(1, NEAR_CAT)), [DOG, CAT], vocab, field_order=order)
     target = got.target
     assert (target.matched_pred_idx, target.matched_gt_idx) == ((0,), (1,))
     assert (target.appended_gt_idx, target.appended_object_index) == ((0,), (2,))
@@ -38,7 +36,7 @@ def test_a_matched_object_is_corrected_and_a_missed_one_appended(make_vocab, ord
     assert target.token_ids[: target.prefix_len] == got.parsed.prefix_token_ids
     body = json.loads(taught_text(got, vocab))
     assert [body[key]["desc"] for key in body] == ["cat", "dog"]
-    assert body["object_1"]["bbox_2d"] == [COORD_TOKENS[k] for k in NEAR_BOX.bins]  # its text stays its own
+    assert body["object_1"]["bbox_2d"] == [COORD_TOKENS[k] for k in NEAR_CAT.bins]  # its text stays its own
     in_prefix = target.coord_pos_K < target.prefix_len
     assert target.coord_pos_K[in_prefix].tolist() == list(got.parsed.objects[0].coord_token_idx)
     assert target.coord_bin_K[in_prefix].tolist() == list(CAT.bins)  # the ground truth
@@ -51,7 +49,7 @@ def test_a_matched_object_is_corrected_and_a_missed_one_appended(make_vocab, ord
 
 
 def test_a_target_is_closed_if_brace_and_end_of_turn_are_supervised() -> None:
-    target = outcome_of(answer(entry(1, NEAR_BOX)), [CAT], qwen_vocab()).target
+    target = outcome_of(answer(entry(1, NEAR_CAT)), [CAT], qwen_vocab()).target
     assert is_closed(target)
     unending = replace(target, roles_T=np.append(target.roles_T[:-1], np.uint8(TokenRole.MASKED)))
     assert not is_closed(unending) and not is_closed(empty_target("none"))
@@ -59,7 +57,7 @@ def test_a_target_is_closed_if_brace_and_end_of_turn_are_supervised() -> None:
 
 @pytest.mark.scenario("Poly prediction is supervised by barycentric-projected targets")
 @vocabs
-@pytest.mark.parametrize("predicted", [NEAR_BOX, NEAR_POLY], ids=["pred-box", "pred-poly"])
+@pytest.mark.parametrize("predicted", [NEAR_CAT, NEAR_POLY], ids=["pred-box", "pred-poly"])
 @pytest.mark.parametrize("truth", [CAT, GTObject("c", "poly", (10, 20, 200, 20, 200, 220, 10, 220))],
                          ids=["gt-box", "gt-poly"])  # fmt: skip
 def test_targets_are_at_the_tokens_of_the_predicted_objects(make_vocab, predicted, truth) -> None:
@@ -142,8 +140,8 @@ def test_transport_settings_reach_the_targets() -> None:
         (f"{{{entry(1)[:-9]}", ["object_1", "object_2"]),  # cut inside the first entry
         (answer('"object_0": {}'), ["object_0", "object_1", "object_2"]),
         (answer('"object_41": 5, "x": {}'), ["object_41", "x", "object_42", "object_43"]),
-        (answer(entry(7, NEAR_BOX), '"object_3": {}'), ["object_7", "object_3", "object_8"]),
-        (answer(entry(2, NEAR_BOX), '"object_9": {"desc": "", "bbox_2d": []}'), ["object_2", "object_9", "object_10"]),
+        (answer(entry(7, NEAR_CAT), '"object_3": {}'), ["object_7", "object_3", "object_8"]),
+        (answer(entry(2, NEAR_CAT), '"object_9": {"desc": "", "bbox_2d": []}'), ["object_2", "object_9", "object_10"]),
     ],
 )
 def test_appended_keys_follow_the_highest_one_kept(make_vocab, response: str, keys: list[str]) -> None:
@@ -152,7 +150,7 @@ def test_appended_keys_follow_the_highest_one_kept(make_vocab, response: str, ke
 
 
 def test_missed_objects_keep_the_order_of_the_ground_truth() -> None:
-    got = outcome_of(answer(entry(1, NEAR_BOX)), [LEAF, CAT, DOG], qwen_vocab(), MatchingConfig())
+    got = outcome_of(answer(entry(1, NEAR_CAT)), [LEAF, CAT, DOG], qwen_vocab(), MatchingConfig())
     assert got.target.appended_gt_idx == (0, 2)
     assert [body["desc"] for body in json.loads(taught_text(got, qwen_vocab())).values()] == ["cat", "leaf", "dog"]
 
@@ -168,7 +166,7 @@ def test_missed_objects_keep_the_order_of_the_ground_truth() -> None:
 )
 def test_a_parse_of_another_rollout_is_an_error(shift: dict) -> None:
     vocab = qwen_vocab()
-    parsed = outcome_of(answer(entry(1, NEAR_BOX)), [CAT], vocab).parsed
+    parsed = outcome_of(answer(entry(1, NEAR_CAT)), [CAT], vocab).parsed
     foreign = replace(parsed, objects=(replace(parsed.objects[0], **shift),))
     match = MatchResult((Match(0, 0, 0.9),), (), (), 0)
     with pytest.raises(AlignmentError, match=r"sample 9: object_1"):
@@ -178,7 +176,7 @@ def test_a_parse_of_another_rollout_is_an_error(shift: dict) -> None:
 def test_the_seam_is_written_as_two_tokens() -> None:
     """Appended text is tokenised separately, so the seam is not the single token that a model writes."""
     vocab = qwen_vocab()
-    got = outcome_of(answer(entry(1, NEAR_BOX)), [CAT, DOG], vocab)
+    got = outcome_of(answer(entry(1, NEAR_CAT)), [CAT, DOG], vocab)
     seam = got.target.prefix_len
     assert [vocab.piece(t) for t in got.target.token_ids[seam - 1 : seam + 2]] == ["}", ",", ' "']
     assert "}," in [vocab.piece(t) for t in vocab.encode(taught_text(got, vocab))]
@@ -217,7 +215,7 @@ def test_without_a_match_all_objects_are_appended(response: str) -> None:
 
 @pytest.mark.scenario("geometry-first changes only per-object field order in FN append")
 def test_geometry_first_reorders_fields_and_nothing_else() -> None:
-    response = answer(entry(10, NEAR_BOX), entry(2, DOG))
+    response = answer(entry(10, NEAR_CAT), entry(2, DOG))
     by_order = {order: outcome_of(response, SCENE, qwen_vocab(), field_order=order)
                 for order in ("desc_first", "geometry_first")}  # fmt: skip
     texts = {order: json.loads(taught_text(got, qwen_vocab())) for order, got in by_order.items()}
@@ -242,11 +240,11 @@ def test_desc_first_is_the_default() -> None:
 def test_an_object_with_spelled_coordinates_is_unsupervised_and_appended() -> None:
     vocab = qwen_vocab()
     spelled = [token for char in COORD_TOKENS[12] for token in vocab.encode(char)]  # bin 12, not as one token
-    head, tail = entry(1, NEAR_BOX).split(COORD_TOKENS[12])
+    head, tail = entry(1, NEAR_CAT).split(COORD_TOKENS[12])
     ids = [*vocab.encode("{" + head), *spelled, *vocab.encode(f"{tail}, {entry(2, DOG)}}}{TURN_END}")]
     got = outcome_of(ids, [CAT, DOG], vocab)
     assert got.parsed.dropped == {DropReason.AMBIGUOUS_COORDS: 1}
-    assert json.loads(got.parsed.prefix_text + "}")["object_1"]["bbox_2d"] == [COORD_TOKENS[k] for k in NEAR_BOX.bins]
+    assert json.loads(got.parsed.prefix_text + "}")["object_1"]["bbox_2d"] == [COORD_TOKENS[k] for k in NEAR_CAT.bins]
     assert [body["desc"] for body in json.loads(taught_text(got, vocab)).values()] == ["cat", "dog", "black cat"]
     prefix = got.target.coord_pos_K < got.target.prefix_len
     assert got.target.coord_bin_K[prefix].tolist() == list(DOG.bins)  # DOG alone, in the prefix
@@ -264,7 +262,7 @@ def test_an_object_with_spelled_coordinates_is_unsupervised_and_appended() -> No
     ],
 )
 def test_a_malformed_object_drops_only_itself(bad: str) -> None:
-    got = outcome_of(answer(entry(1, NEAR_BOX), bad, entry(3, DOG)), SCENE, qwen_vocab())
+    got = outcome_of(answer(entry(1, NEAR_CAT), bad, entry(3, DOG)), SCENE, qwen_vocab())
     assert got.parsed.num_dropped == 1
     assert [obj.index for obj in got.parsed.objects] == [1, 3]
     assert appended(got) == ["object_4"]

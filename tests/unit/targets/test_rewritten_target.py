@@ -15,10 +15,9 @@ from coordexp.geometry import mask_iou
 from coordexp.matching import MatchingConfig
 from coordexp.records import GTObject, TokenRole
 from coordexp.targets import SampleOutcome, SupervisionWeights, TargetPolicy, build_gt_target, build_target
-from support.answers import CAT, DOG, LEAF, answer, entry, outcome_of, taught_text, tiny_vocab, vocabs
+from support.answers import CAT, DOG, LEAF, NEAR_CAT, answer, entry, outcome_of, taught_text, tiny_vocab, vocabs
 from support.qwen_tokenizer import qwen_vocab
 
-NEAR_CAT = GTObject("cat", "bbox_2d", (12, 25, 195, 230))
 NEAR_DOG = GTObject("dog", "bbox_2d", (505, 510, 690, 790))
 OWL = GTObject("owl", "bbox_2d", (800, 10, 990, 200))  # not annotated
 OUTLINE = GTObject("tom", "poly", (10, 20, 200, 20, 200, 220, 10, 220))
