@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordexp.background import Prefetcher, in_background, wait_for_all
@@ -56,6 +56,7 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "prompts"]
 
 
+@settings(max_examples=40)
 @given(count=st.integers(0, 40), room=st.integers(1, 5), number=st.integers(1, 4))
 def test_prefetched_items_are_in_order(count: int, room: int, number: int) -> None:
     with ahead(count, ahead=room, threads=number) as waiting:

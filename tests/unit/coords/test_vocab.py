@@ -20,7 +20,7 @@ both = pytest.mark.parametrize(
 TEXTS = [
     '{"object_1": {"desc": "red circle", "bbox_2d": ["<|coord_0|>", "<|coord_999|>"]}}<|im_end|>',
     "",
-    "雪豹 🐆 naïve — ﷺ",
+    "雪豹 🐆 𓃠 naïve — ﷺ",  # some characters are several tokens
     "tabs\tand\nlines  and   spaces ",
     "<|coord_*|><|coord_1000|><|coord_007|>",
     "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>",
@@ -83,14 +83,6 @@ def test_an_id_that_the_tokenizer_lacks_writes_nothing() -> None:
     assert vocab.decode([*vocab.encode("cat"), 999_999, -1, *vocab.encode(" dog")]) == "cat dog"
 
 
-def test_a_character_of_several_tokens_is_decoded() -> None:
-    vocab = qwen_vocab()
-    ids = vocab.encode("𓃠")
-    assert len(ids) > 1
-    assert "�" in vocab.piece(ids[0])
-    assert vocab.decode(ids) == "𓃠"
-
-
 def byte_tokenizer(added: list[str], alphabet: str = "ab") -> PreTrainedTokenizerFast:
     model = models.BPE({char: i for i, char in enumerate(alphabet)}, [])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
@@ -124,7 +116,7 @@ SCENES = st.lists(st.builds(lambda desc, shape: GTObject(desc, *shape), DESCS, S
 
 
 @both
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(scene=SCENES, order=st.sampled_from(["desc_first", "geometry_first"]), start=st.integers(1, 2000))
 def test_encode_answer_agrees_with_the_tokenizer(make_vocab, make_tokenizer, scene, order, start):
     vocab, tokenizer = make_vocab(), make_tokenizer()

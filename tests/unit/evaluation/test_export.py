@@ -181,15 +181,12 @@ def test_thin_boxes_keep_an_area_and_those_without_are_counted(tmp_path: Path, c
     assert (report.objects, report.skipped_objects) == (1, {"zero_area": 1})
 
 
-def test_yolo_keeps_the_users_numbers(export: Any, tmp_path: Path) -> None:
+def test_yolo_keeps_the_users_numbers_and_writes_scores(export: Any, tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("dog\n\ncat\n", encoding="utf-8")
     shown = export("yolo", "--classes", tmp_path / "classes.txt", "--scores")
     lines = (tmp_path / "out" / "labels" / "in" / "a.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["2", "3"] and "share number 3" in shown.out
     assert float(lines[0].split()[-1]) == 0.75 and len(lines[0].split()) == 10  # four corners
-    (tmp_path / "data.yaml").write_text("names: {4: dog, 9: cat}\n", encoding="utf-8")
-    export("yolo", "--classes", tmp_path / "data.yaml", "--overwrite")
-    assert (tmp_path / "out" / "labels" / "b.txt").read_text().startswith("4 ")
 
 
 def test_csv_has_a_line_per_object(export: Any, tmp_path: Path) -> None:

@@ -282,15 +282,12 @@ SECOND = Segment(
 )
 
 
-def test_segments_are_contiguous():
+def test_segments_are_contiguous_and_supervision_moves_with_its_tokens():
     row = build_row([FIRST, SECOND])
     assert row.offsets == (0, 8, 15)
     assert row.length == 15
     assert row.token_ids_L.tolist() == [1, 2, 3, 10, 11, 12, 13, 14, 4, 20, 21, 22, 23, 24, 25]
-
-
-def test_supervision_moves_with_its_tokens():
-    got = SupervisionTensors.from_row(build_row([FIRST, SECOND]))
+    got = SupervisionTensors.from_row(row)
     assert got.position_N.tolist() == [4, 5, 6, 7, 9, 10, 11, 12, 13, 14]
     assert got.label_N.tolist() == [11, 12, 13, 14, 20, 21, 22, 23, 24, 25]
     assert got.weights["struct_ce"].tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1]
