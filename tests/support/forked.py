@@ -35,53 +35,24 @@ class Behind(NamedTuple):
     server: forkserver.ForkServer
 
 
-TRAINER = Behind(
-    (
-        "accelerate",
-        "torch.distributed.fsdp",
-        "torch.distributed.launcher.api",
-        "transformers.models.auto.processing_auto",
-        "transformers.models.qwen2.tokenization_qwen2",
-        "transformers.models.qwen3_vl.modeling_qwen3_vl",
-        "transformers.models.qwen3_vl.processing_qwen3_vl",
-        "transformers.trainer",
-        "coordexp.cli.commands",
-        "coordexp.inference.evaluation",
-        "coordexp.inference.prediction",
-        "coordexp.training.run",
-        "coordexp.training.loop",
-    ),
-    forkserver.ForkServer(),
-)
-ENGINES = Behind(
-    (
-        *TRAINER.modules,
-        "vllm",
-        "vllm.v1.engine.async_llm",
-        "vllm.v1.engine.core",
-        "vllm.v1.engine.llm_engine",
-        "vllm.v1.worker.cpu_worker",
-        "vllm.model_executor.models.qwen3_vl",
-        "coordexp.engine.worker.cpu_patches",
-        "coordexp.engine.server.app",
-        "coordexp.engine.server.served_engine",
-        "coordexp.engine.trainer.colocated",
-        "coordexp.engine.worker.extension",
-    ),
-    forkserver.ForkServer(),
-)
-SWIFT = Behind(
-    (
-        "swift.pipelines.infer.rollout",
-        "vllm.v1.engine.core",
-        "vllm.v1.engine.llm_engine",
-        "vllm.v1.worker.cpu_worker",
-        "vllm.model_executor.models.qwen3_vl",
-        "coordexp.engine.server.swift_rollout",
-        "coordexp.engine.worker.cpu_patches",
-    ),
-    forkserver.ForkServer(),
-)
+TRAINER = Behind((
+    "accelerate", "torch.distributed.fsdp", "torch.distributed.launcher.api",
+    "transformers.models.auto.processing_auto", "transformers.models.qwen2.tokenization_qwen2",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl", "transformers.models.qwen3_vl.processing_qwen3_vl",
+    "transformers.trainer", "coordexp.cli.commands", "coordexp.inference.evaluation", "coordexp.inference.prediction",
+    "coordexp.training.run", "coordexp.training.loop",
+), forkserver.ForkServer())  # fmt: skip
+_VLLM = ("vllm.v1.engine.core", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker",
+         "vllm.model_executor.models.qwen3_vl")  # fmt: skip
+ENGINES = Behind((
+    *TRAINER.modules, "vllm", "vllm.v1.engine.async_llm", *_VLLM, "coordexp.engine.worker.cpu_patches",
+    "coordexp.engine.server.app", "coordexp.engine.server.served_engine", "coordexp.engine.trainer.colocated",
+    "coordexp.engine.worker.extension",
+), forkserver.ForkServer())  # fmt: skip
+SWIFT = Behind((
+    "swift.pipelines.infer.rollout", *_VLLM, "coordexp.engine.server.swift_rollout",
+    "coordexp.engine.worker.cpu_patches",
+), forkserver.ForkServer())  # fmt: skip
 
 
 def forked(
