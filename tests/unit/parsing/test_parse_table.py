@@ -82,7 +82,7 @@ WHOLE_ANSWERS = [
     ("nothing is appended after a scalar entry", f"{{{O3}, {entry('123', 4)}}}{END}", [3], {R.NOT_AN_OBJECT: 1},
      f"{{{O3}", 3),
     ("scalar entry only", f"{{{entry('[]', 4)}}}{END}", [], {R.NOT_AN_OBJECT: 1}, "{", None),
-    ("text after the stop token", f"{{{O1}}}{END} {{{O2}}}", [1], {}, f"{{{O1}", 1),
+    ("text between two stop tokens", f"{{{O1}}}{END} {{{O2}}}{END}", [1], {}, f"{{{O1}", 1),
     ("stop token inside a desc", f'{{{O1}, "object_2": {{"desc": "a{END}b"}}}}', [1], {R.TRUNCATED: 1}, f"{{{O1}", 1),
     ("prose", f"I see a black cat.{END}", [], {R.PROSE: 1}, "{", None),
     ("prose after an entry", f"{{{O1}, and a dog}}{END}", [1], {R.PROSE: 1}, f"{{{O1}", 1),
