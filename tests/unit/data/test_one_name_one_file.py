@@ -13,6 +13,7 @@ from PIL import Image
 
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.data.class_list import names_of_lines, unseen_note
+from coordexp.data.convert import ImageOptions, convert_csv
 from coordexp.data.files import asset
 from coordexp.data.image_sources import find_images
 from coordexp.data.images import open_rgb
@@ -220,3 +221,13 @@ def test_validation_names_that_training_never_shows_are_noted_with_the_name_that
     assert "'07' and 3 more;" in many and "'08'" not in many
     captions = [named(f"caption {k}") for k in range(10_001)]
     assert unseen_note(captions, [named("another")]) is None and unseen_note(train, captions) is None, "free text"
+
+
+@pytest.mark.parametrize("folder", ["images", "images/train"])
+def test_a_converted_image_never_replaces_one_that_is_to_be_converted(folder: str, tmp_path: Path) -> None:
+    dataset(tmp_path / "d.jsonl", ("images/a.png", "cat"), ("images/train/a.png", "dog"))
+    (tmp_path / "t.csv").write_text("image,name,x1,y1,x2,y2\na.png,cat,1,1,20,20\ntrain/a.png,dog,1,1,20,20\n")
+    options = ImageOptions(name="train", factor=16, min_pixels=256)
+    with pytest.raises(DataError, match=r"images/train/a\.png: is an image to convert"):
+        convert_csv(tmp_path / "t.csv", tmp_path, images_dir=tmp_path / folder, options=options)
+    assert open_rgb(tmp_path / "images" / "train" / "a.png").getpixel((0, 0)) == COLOURS["dog"]

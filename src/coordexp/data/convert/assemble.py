@@ -179,7 +179,7 @@ def assemble(
     Images that lost all their objects are left out, unless ``options`` keep them. If the conversion fails, the images
     and folders that it made are removed, and the JSONL that it was to replace, if its images were; the report stays,
     except after an error in writing. Raises DataError if no image or none of the objects can be used, an image would
-    overwrite its source, or the dataset exists and ``options`` do not allow to replace it."""
+    overwrite a source, or the dataset exists and ``options`` do not allow to replace it."""
     check_numbers(sources, meaning)
     out_dir = report.jsonl.parent
     if out_dir.exists() and not out_dir.is_dir():
@@ -187,6 +187,7 @@ def assemble(
     fix = "--overwrite (overwrite=True) replaces it, --name and --out write another"
     check_new_file(report.jsonl, options.overwrite, fix)
     images_dir = out_dir / "images" / report.jsonl.stem
+    originals = {os.path.realpath(source.path) for source in sources}
     targets: dict[Path, SourceImage] = {}
     for source in sources:
         relative = PurePosixPath(source.file)
@@ -196,8 +197,10 @@ def assemble(
             detail = f"{shortened(source.file)}: this name is too long for a file"
             report.skip_image(SkipReason.MISSING_IMAGE, source.annotation, detail, len(source.objects))
             continue
-        if os.path.realpath(target) == os.path.realpath(source.path):
-            raise DataError("the converted image would overwrite its source; choose another out_dir", path=source.path)
+        if os.path.realpath(target) in originals:
+            raise DataError(
+                "is an image to convert, which a converted one would overwrite; choose another out_dir", path=target
+            )
         if target in targets:
             detail = f"{source.file} is annotated by {targets[target].annotation} already"
             report.skip_image(SkipReason.DUPLICATE_IMAGE, source.annotation, detail, len(source.objects))
