@@ -264,6 +264,22 @@ def test_the_report_has_the_cost_of_fewer_vertices(tmp_path: Path) -> None:
     assert report.notes["simplified"] == 1 and "to 12, IoU 0.9" in report.problems[0].detail
 
 
+def test_a_simplified_polygon_starts_at_the_top_most_vertex_that_is_left(tmp_path: Path) -> None:
+    paint(tmp_path / "images" / "a.jpg", (999, 999))
+    ring = [50, 0, 100, 20, 999, 500, 500, 999, 0, 10]  # the first vertex is removed, and the last one is the highest
+    content = {
+        "images": [{"id": 1, "file_name": "a.jpg", "width": 999, "height": 999}],
+        "annotations": [{"id": 1, "image_id": 1, "category_id": 1, "segmentation": [ring]}],
+        "categories": [{"id": 1, "name": "leaf"}],
+    }
+    (tmp_path / "data.json").write_text(json.dumps(content))
+    options = ImageOptions(resize=False, max_vertices=4)
+    report = convert_coco(
+        tmp_path / "data.json", tmp_path / "images", tmp_path / "out", geometry="poly", options=options
+    )
+    assert objects_of(report) == (GTObject("leaf", "poly", (0, 10, 100, 20, 999, 500, 500, 999)),)
+
+
 def test_without_a_cap_nothing_is_simplified(tmp_path: Path) -> None:
     report = convert_yolo(yolo(tmp_path / "in", "0 0.25 0.25 0.75 0.25 0.75 0.75"), tmp_path / "out", options=KEEP)
     assert report.simplification() is None

@@ -2,7 +2,7 @@
 circles as their bounding boxes).
 
 VOC's own coordinates count from 1, but most tools that write VOC count from 0, so coordinates are kept as given;
-``one_based=True`` subtracts 1 from all four.
+``one_based=True`` subtracts 1 from ``xmin`` and ``ymin``: the edges of the pixels xmin to xmax are xmin - 1 and xmax.
 """
 
 from __future__ import annotations

@@ -134,7 +134,9 @@ def quantise(
     quantised = GTObject(desc, obj.kind, bins)
     if max_vertices is None or obj.kind != "poly" or len(bins) <= 2 * max_vertices:
         return quantised
-    simpler = replace(quantised, bins=simplify_ring(bins, max_vertices))
+    fewer = simplify_ring(bins, max_vertices)
+    canonical = canonical_ring(fewer)  # the top-most vertex may be gone
+    simpler = replace(quantised, bins=canonical if len(canonical) >= 6 else fewer)
     iou = mask_iou(quantised, simpler, _CANVAS)
     report.simplified_ious.append(iou)
     detail = f"{desc}: {len(bins) // 2} vertices to {max_vertices}, IoU {iou:.4f}"
