@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,28 @@ def test_open_images(tmp_path: Path) -> None:
     assert report.notes == {"unboxed_class": 1, "ignored_label": 1, "found_by_tail": 2}
     said = {problem.reason: problem.detail for problem in report.problems}
     assert "Ball, small" in said["unboxed_class"] and "1 guesses" in said["ignored_label"]
+
+
+def test_labels_of_open_images_are_of_classes_not_of_ids(tmp_path: Path) -> None:
+    """Of a name with several ids one may be boxed and another seen, or one seen and another not."""
+    paint(tmp_path / "a.jpg")
+    (tmp_path / "boxes.csv").write_text("ImageID,LabelName,XMin,XMax,YMin,YMax\na,/m/1,0.25,0.75,0.25,0.75\n")
+    (tmp_path / "class-descriptions.csv").write_text("/m/1,crane\n/m/2,crane\n/m/3,bat\n/m/4,bat\n/m/5,cat\n/m/6,cat\n")
+    verified = {"/m/1": 1, "/m/2": 1, "/m/3": 1, "/m/4": 0, "/m/5": 0}
+    lines = [f"a,{label},{confidence}" for label, confidence in verified.items()]
+    (tmp_path / "labels.csv").write_text("\n".join(["ImageID,LabelName,Confidence", *lines, ""]))
+    for last, absent in (("", []), ("a,/m/6,0\n", ["cat"])):
+        with (tmp_path / "labels.csv").open("a") as file:
+            file.write(last)
+        options = replace(KEEP, overwrite=True)
+        report = convert_openimages(
+            tmp_path / "boxes.csv", tmp_path / "out", labels=tmp_path / "labels.csv", options=options
+        )
+        (record,) = read_jsonl(report.jsonl)
+        assert record.metadata["image_labels"] == {"present": ["bat", "crane"], "absent": absent}
+        assert [p.detail for p in report.problems if p.reason == "unboxed_class"] == [
+            "seen by people, without a box: bat"
+        ]
 
 
 def test_groups_of_open_images_are_kept_on_request(tmp_path: Path) -> None:

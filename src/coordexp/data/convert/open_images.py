@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
+from coordexp.data.class_list import as_written
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, Problem, SkipReason, SourceImage, SourceShape
@@ -84,11 +85,16 @@ def convert_openimages(
         report.problems.append(Problem(SkipReason.MISSING_IMAGE.value, path.name, None, detail))
     for name in sorted(only_labelled):
         report.skip_image(SkipReason.UNLABELLED, files[name].name, "has labels of the whole image, but no boxes")
+    labels_of: defaultdict[str, set[str]] = defaultdict(set)
+    for label, name in names.items():
+        labels_of[name].add(label)
     for image in images.values() if labels is not None else ():
-        seen = {"present": image.present, "absent": image.absent}
-        image.source.metadata[IMAGE_LABELS] = {key: sorted(names[label] for label in seen[key]) for key in seen}
-        if unboxed := sorted(names[label] for label in image.present - image.boxed):
-            detail = f"seen by people, without a box: {', '.join(unboxed)}"
+        present, boxed = ({names[label] for label in seen & names.keys()} for seen in (image.present, image.boxed))
+        # A class of several labels is absent if people looked for all of them, and saw none.
+        absent = {names[label] for label in image.absent if labels_of[names[label]] <= image.absent}
+        image.source.metadata[IMAGE_LABELS] = {"present": sorted(present), "absent": sorted(absent)}
+        if unboxed := present - boxed:
+            detail = f"seen by people, without a box: {', '.join(sorted(unboxed))}"
             report.note(Note.UNBOXED_CLASS, image.source.file, None, detail)
     return assemble([image.source for image in images.values()], report, options, Meaning(path, "shares"))
 
@@ -134,7 +140,7 @@ def _read_classes(path: Path) -> dict[str, str]:
         rows = rows[1:]
     if not rows or any(len(row) != 2 for row in rows):
         raise DataError("expected two columns, e.g. /m/011k07,Tortoise", path=path)
-    names = {label.strip(): name.strip() for label, name in rows}
+    names = {label.strip(): as_written(name) for label, name in rows}
     if len(names) < len({(label.strip(), name.strip()) for label, name in rows}):
         raise DataError("a class has two descriptions; remove one", path=path)
     return names
