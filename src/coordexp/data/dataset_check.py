@@ -16,6 +16,7 @@ from typing import Any
 
 from PIL import __version__ as pillow_version
 
+from coordexp.coords import COORD_TOKENS
 from coordexp.data.files import cache_folder
 from coordexp.data.images import (
     image_bytes,
@@ -35,6 +36,7 @@ from coordexp.records import NUM_BINS, GTObject, ImageRecord
 
 _ICON = 100  # pixels of the longer side
 _FIRST_PIXEL = 1.7  # in pixels: a share of 1, and half a bin of a large photo
+_BIN_OF = {token: k for k, token in enumerate(COORD_TOKENS)}
 DENSITY_EDGES = (0, 1, 2, 3, 5, 10, 20, 50, 100)
 
 
@@ -160,7 +162,8 @@ def check_jsonl(
                     finding = Finding.OUT_OF_RANGE
                 elif error.fault == "inverted_box":  # likely x, y, w, h, if all of them fit
                     boxes = [obj.get("bbox_2d") for obj in json.loads(text)["objects"] if isinstance(obj, dict)]
-                    boxes = [b for b in boxes if isinstance(b, list) and len(b) == 4 and set(map(type, b)) == {int}]
+                    boxes = [[_BIN_OF.get(str(k), k) for k in b] for b in boxes if isinstance(b, list) and len(b) == 4]
+                    boxes = [b for b in boxes if set(map(type, b)) == {int}]
                     inverted = [box for box in boxes if box[2] < box[0] or box[3] < box[1]]
                     if all(box[0] + box[2] <= NUM_BINS and box[1] + box[3] <= NUM_BINS for box in inverted):
                         finding = Finding.XYWH_LOOKING
