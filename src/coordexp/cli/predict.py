@@ -305,13 +305,17 @@ def export(
         replace(a, pred=tuple(o if o.confidence is None else replace(o, score=o.confidence) for o in a.pred))
         for a in answers
     ]
+    originals = answers
     if images or form in yolo:
         answers, refused = place_images(answers, out / IMAGE_FOLDERS[form], link=link)
         if refused:
             more = ["…"] if len(refused) > _MOST_REFUSED else []
             lines = "\n  ".join([*refused[:_MOST_REFUSED], *more])
             say(console, f"note: {len(refused)} images were not placed next to the annotations:\n  {lines}")
-    options = {"coco": {"completed": completed if of_dataset else None}, "voc": {"fractions": fractions}}.get(form, {})
+    options = {
+        "coco": {"completed": completed if of_dataset else None, "originals": originals},
+        "voc": {"fractions": fractions},
+    }.get(form, {})
     exported = FORMATS[form](answers, out, terms, **({"scores": scores} if form in yolo else options))
     if completed and form != "coco":
         count = sum(map(len, completed.values()))
@@ -319,7 +323,9 @@ def export(
     objects = [obj for answer in answers for obj in ((answer.gt or ()) if annotated else answer.pred)]
     flat = sum(shape_area(obj.kind, obj.bins) == 0 for obj in objects)
     if flat:
-        say(console, f"note: {flat} objects have no area; data convert and other readers leave such objects out")
+        kept = "their boxes are written half a bin wide" if form == "coco" else (
+            "data convert and other readers leave such objects out")  # fmt: skip
+        say(console, f"note: {flat} objects have no area; {kept}")
     if of_dataset and form in (*yolo, "coco") and annotations is None and classes is None:
         say(console, f"note: numbers follow the names in {predictions}; for another split, name it with --classes")
     for note in exported.notes:

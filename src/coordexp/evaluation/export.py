@@ -143,32 +143,41 @@ def _numbers(
 
 
 def export_coco(
-    answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms, completed: Provenance | None = None
+    answers: Sequence[ImageAnswer],
+    out: Path,
+    terms: UsersTerms,
+    completed: Provenance | None = None,
+    originals: Sequence[ImageAnswer] | None = None,
 ) -> Exported:
     """COCO's ``results.json``, and ``dataset.json``: images, categories, and annotations where they are known.
     ``completed`` is written into the field ``completion`` of these objects' annotations; it is None for predictions,
-    which have ``results.json`` even if nothing is predicted."""
+    which have ``results.json`` even if nothing is predicted. ``originals``: the answers before :func:`place_images`,
+    by whose names ``terms`` has ids; None: ``answers``."""
     annotated = [obj.desc for answer in answers for obj in answer.gt or ()]
     predicted = [obj.desc for answer in answers for obj in answer.pred]
     both = "annotated and predicted objects" if annotated and predicted else "objects"
     numbers, notes = _numbers([*annotated, *predicted], terms, 1, both)
     next_id = max(terms.images.values(), default=0) + 1
-    image_ids, num_unknown = [], 0
+    image_ids: dict[int, None] = {}
+    num_unknown = 0
     _refuse_shared_images(answers)
     ids = {with_slashes(file): image_id for file, image_id in terms.images.items()}
-    names = [[*([answer.sample_id] if answer.original is None else []), answer.users_image.file] for answer in answers]
+    names = [
+        [*([answer.sample_id] if answer.original is None else []), answer.users_image.file]
+        for answer in originals or answers
+    ]
     matches = match_names(names, ids)
     by_tail = [match.note for match in matches if match.note is not None]
     if by_tail:
         notes.append(f"{len(by_tail)} images are matched by the end of their names; the first: {by_tail[0]}")
     for match in matches:
         image_id = None if match.file is None else ids[match.file]
-        if image_id is None:
+        if image_id is None or image_id in image_ids:  # of a second record of one image
             image_id, num_unknown = next_id + num_unknown, num_unknown + 1
-        image_ids.append(image_id)
+        image_ids[image_id] = None
     if terms.images and num_unknown:
         notes.append(f"{num_unknown} images are not among the given annotations; they get the next numbers")
-    data = to_coco([with_scores(answer) for answer in answers], None, None, numbers, image_ids)
+    data = to_coco([with_scores(answer) for answer in answers], None, None, numbers, [*image_ids])
     for entry in (*data.ground_truth["annotations"], *data.results):
         entry |= {"bbox": [round(value, 3) for value in entry["bbox"]], "area": round(entry["area"], 3)}
         if "segmentation" in entry:

@@ -41,6 +41,7 @@ from coordexp.records import GTObject, ImageRecord, ParsedRollout, Rollout
 from support.cli_runs import Cli, Outcome, files_of_at_most
 
 SIZE = (300, 200)
+THIN = GTObject("cat", "bbox_2d", (300, 300, 300, 900))
 CAT = ScoredObject("cat", "bbox_2d", (100, 200, 500, 600), 0.75)
 KITE = ScoredObject("kite", "poly", (0, 0, 999, 0, 999, 999), 0.5)
 
@@ -151,6 +152,29 @@ def test_coco_keeps_the_users_ids_names_and_sizes(export: Any, tmp_path: Path) -
     assert [a["category_id"] for a in dataset["annotations"]] == [17]
 
 
+def test_coco_keeps_the_users_ids_of_images_that_are_placed_under_other_names(tmp_path: Path, cli: Cli) -> None:
+    files = ["cam1/7.png", "cam2/7.png", "prepared/8.png", "prepared/9.png"]
+    for file in files:
+        (tmp_path / "in" / file).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (64, 48), "gray").save(tmp_path / "in" / file)
+    source = {"source": {"file": "cam3/8.tif", "width": 64, "height": 48}}  # written as PNG by a converter
+    metadata = [{}, {}, source, source]
+    write_jsonl(
+        (ImageRecord("d", tmp_path / "in" / file, 64, 48, (), one) for file, one in zip(files, metadata, strict=True)),
+        tmp_path / "d.jsonl",
+    )
+    ids = {"cam1/7.png": 901, "cam2/7.png": 77, "cam3/8.tif": 5}
+    mine = {"images": [{"id": number, "file_name": name} for name, number in ids.items()],
+            "categories": [{"id": 17, "name": "cat"}]}  # fmt: skip
+    (tmp_path / "instances.json").write_text(json.dumps(mine), encoding="utf-8")
+    options = ("--annotations", tmp_path / "instances.json", "--images")
+    shown = cli("export", "coco", tmp_path / "d.jsonl", "--out", tmp_path / "out", *options)
+    assert shown.code == 0 and "1 images are not among the given annotations" in shown.out
+    assert [(one["id"], one["file_name"]) for one in read(tmp_path / "out" / "dataset.json")["images"]] == [
+        (901, "7.png"), (77, "7_1.png"), (5, "cam3/8.png"), (902, "cam3/8_3.png")
+    ]  # fmt: skip
+
+
 def test_coco_files_are_read_by_pycocotools_and_cvat(export: Any, tmp_path: Path) -> None:
     """pycocotools 2.0.9 cannot load results without ``info``, CVAT no dataset without ``licenses``."""
     from pycocotools.coco import COCO
@@ -179,6 +203,15 @@ def test_thin_boxes_keep_an_area_and_those_without_are_counted(tmp_path: Path, c
     assert "note: 1 objects have no area" in shown.out
     report = convert_voc(tmp_path / "out", tmp_path / "back", options=ImageOptions(resize=False))
     assert (report.objects, report.skipped_objects) == (1, {"zero_area": 1})
+
+
+def test_coco_keeps_boxes_without_area(tmp_path: Path, cli: Cli) -> None:
+    shown = cli("export", "coco", dataset(tmp_path, THIN), "--out", tmp_path / "out")
+    assert "note: 1 objects have no area; their boxes are written half a bin wide" in shown.out
+    report = convert_coco(
+        tmp_path / "out" / "dataset.json", tmp_path, tmp_path / "back", options=ImageOptions(resize=False)
+    )
+    assert (report.objects, report.skipped_objects) == (1, {})
 
 
 def test_yolo_keeps_the_users_numbers_and_writes_scores(export: Any, tmp_path: Path) -> None:
