@@ -13,7 +13,7 @@ from PIL import ExifTags, Image, ImageDraw, ImageFont
 
 from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.files import naming
-from coordexp.data.images import IMAGE_SUFFIXES, JPEG_SUFFIXES, open_rgb, rgb_of
+from coordexp.data.images import JPEG_SUFFIXES, open_rgb, rgb_of
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.evaluation.detection import ignored_predictions, match_answer, match_by_desc
 from coordexp.geometry import pixel_box, pixel_ring
@@ -125,21 +125,21 @@ def _draw_outline(
 def save_drawings(answers: Sequence[ImageAnswer], folder: Path) -> list[Path]:
     """Each image with its answer, in ``folder`` by its own name (JPEG stays JPEG, the rest becomes PNG). Raises
     DataError if an image is gone since it was answered."""
-    paths: list[Path] = []
+    paths: dict[Path, None] = {}
     for number, answer in enumerate(answers):
         # The sample's own relative path, or its image's name for a line of a dataset.
-        name = PurePosixPath(answer.sample_id)
-        if name.suffix.lower() not in IMAGE_SUFFIXES or name.is_absolute() or ".." in name.parts:
-            name = PurePosixPath(Path(answer.image).name)
-        path = folder / name.with_suffix(".jpg" if name.suffix.lower() in JPEG_SUFFIXES else ".png")
-        if path in paths:
-            path = path.with_name(f"{path.stem}.{number}{path.suffix}")
+        name, given = PurePosixPath(Path(answer.image).name), PurePosixPath(answer.sample_id)
+        if given.name == name.name and not given.is_absolute() and ".." not in given.parts:
+            name = given
+        plain = path = folder / name.with_suffix(".jpg" if name.suffix.lower() in JPEG_SUFFIXES else ".png")
+        while path in paths:
+            path, number = plain.with_name(f"{plain.stem}.{number}{plain.suffix}"), number + 1
         path.parent.mkdir(parents=True, exist_ok=True)
         image = open_rgb(Path(answer.image))
         with naming(path):
             draw_detections(image, answer.pred).save(path, quality=90)  # PNG ignores it
-        paths.append(path)
-    return paths
+        paths[path] = None
+    return list(paths)
 
 
 def most_informative_images(runs: Sequence[Sequence[ImageAnswer]], most: int) -> list[int]:

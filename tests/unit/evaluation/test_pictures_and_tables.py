@@ -16,7 +16,7 @@ from rich.console import Console
 
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject, write_answers
 from coordexp.evaluation.detection import detection_metrics
-from coordexp.evaluation.drawing import draw_comparison, most_informative_images
+from coordexp.evaluation.drawing import draw_comparison, most_informative_images, save_drawings
 from coordexp.evaluation.summary import (
     CONFUSION,
     CURVES,
@@ -111,6 +111,25 @@ def prediction(folder: Path, said: list[GTObject], truth: list[GTObject], size: 
     Image.new("RGB", size, (10, 10, 10)).save(image)
     found = tuple(ScoredObject(obj.desc, obj.kind, obj.bins, 0.5) for obj in said)
     return ImageAnswer("s", str(image), *size, tuple(truth), found)
+
+
+@pytest.mark.parametrize(
+    ("samples", "drawn"),
+    [
+        (["a.2.png", "a.bmp", "a.png"], ["a.2.png", "a.png", "a.3.png"]),
+        (["one/7.gif", "two/7.gif"], ["one/7.png", "two/7.png"]),
+        (["one/7.jpg", "one/7"], ["one/7.jpg", "one/7.png"]),
+        (["d.jsonl:1", "d.jsonl:2"], ["x.png", "x.1.png"]),
+    ],
+)
+def test_each_image_has_a_drawing_of_its_own(samples: list[str], drawn: list[str], tmp_path: Path) -> None:
+    answers = []
+    for sample in samples:
+        image = tmp_path / ("x.png" if ":" in sample else sample)
+        image.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (40, 24), (10, 10, 10)).save(image, format=None if image.suffix else "PNG")
+        answers.append(ImageAnswer(sample, str(image), 40, 24, None, ()))
+    assert save_drawings(answers, tmp_path / "out") == [tmp_path / "out" / name for name in drawn]
 
 
 def rendered(columns: dict[str, dict[str, float]]) -> list[str]:
