@@ -150,7 +150,7 @@ def coco_shape(obj: GTObject | ScoredObject, answer: ImageAnswer) -> dict[str, A
     x1, y1, x2, y2 = aabb(obj)
     width, height = answer.users_image.width, answer.users_image.height
     x, y = to_pixel(x1, width), to_pixel(y1, height)
-    thinnest = _THINNEST if isinstance(x1, int) else _THINNEST_FRACTION
+    thinnest = _THINNEST_FRACTION if any(isinstance(k, float) for k in obj.bins) else _THINNEST
     w, h = to_pixel(max(x2 - x1, thinnest), width), to_pixel(max(y2 - y1, thinnest), height)
     if obj.kind == "bbox_2d":
         ring, area = [x, y, x + w, y, x + w, y + h, x, y + h], w * h

@@ -198,11 +198,12 @@ def test_soft_objects_are_crowds() -> None:
         ("bbox_2d", (100, 200, 400, 300), [100, 200, 300, 100], 30_000),
         ("poly", (100, 200, 400, 200, 100, 300), [100, 200, 300, 100], 15_000),
         ("bbox_2d", (100, 200, 100, 300), [100, 200, 0.5, 100], 50),  # COCO finds no box without area
+        ("bbox_2d", (100, 0.5, 100.25, 4), [100, 0.5, 0.25, 3.5], 0.875),  # in answers of tiles it may be thinner
     ],
 )
-def test_shapes_in_pixels(kind: Any, bins: tuple[int, ...], box: list[float], area: float) -> None:
+def test_shapes_in_pixels(kind: Any, bins: tuple[float, ...], box: list[float], area: float) -> None:
     answer = ImageAnswer("a", "a.png", 999, 999, None, ())
-    shape = coco_shape(GTObject("cat", kind, bins), answer)
+    shape = coco_shape(ScoredObject("cat", kind, bins), answer)
     assert shape["bbox"] == pytest.approx(box) and shape["area"] == pytest.approx(area)
 
 
