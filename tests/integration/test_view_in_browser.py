@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from coordexp.data.jsonl import read_jsonl
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject, write_answers
 from coordexp.printable import printable
 from coordexp.records import GTObject
-from coordexp.viewer.collect import collect, compare
+from coordexp.viewer.collect import ViewData, ViewRecord, ViewShape, collect, compare
 from coordexp.viewer.render import render
 from support.answers import tiny_vocab
 from support.browser import CALL_S, Browser, open_browser
@@ -85,6 +86,18 @@ def test_soft_objects_are_dashed_and_never_count_as_missed(browser: Browser, tmp
     assert page.count(".stage .gt.soft") == soft and f"{soft} soft" in page.text("#badges")
     dash = page.run("return getComputedStyle(document.querySelector('.stage .gt.soft')).strokeDasharray")
     assert dash not in ("", "none") and page.problems() == []
+
+
+def test_what_covers_a_soft_object_has_no_wrong_name(browser: Browser, tmp_path: Path) -> None:
+    boxes = [(0, 0, 500, 500), (600, 0, 999, 99)]
+    gt = [ViewShape("cat", "bbox_2d", box, at, soft=(0.5, None)[at]) for at, box in enumerate(boxes)]
+    pred = [ViewShape("dog", "bbox_2d", box, at, 1.0, name=f"object_{at}") for at, box in enumerate(boxes)]
+    for count, said in ((2, ["1 right box, wrong name"]), (1, [])):
+        shapes = tuple(gt[:count]), tuple(pred[:count])
+        record = ViewRecord("s", 1, "gone.png", 40, 24, *shapes, True, {}, False, False, "")
+        page = opened(browser, render(ViewData("run", (record,))), tmp_path)
+        assert page.count(".stage .pred.soft") == 1 and page.problems() == []
+        assert re.findall(r"\d+ right box, wrong name", page.text("#badges")) == said
 
 
 def test_filters_and_orders(answers_page: Browser) -> None:

@@ -31,6 +31,11 @@ const renamedOf = (record, side, object) => {
   const at = partnerOf(record, side, object);
   return at !== null && record[side === "gt" ? "pred" : "gt"][at].desc !== object.desc ? at : null;
 };
+// A soft object is neither missed nor found: nobody annotated it. Nor is what was predicted in its place right or wrong.
+const isSoft = (record, side, object) => {
+  const annotation = side === "gt" ? object : record.gt[object.partner];
+  return annotation !== undefined && annotation.soft !== null;
+};
 // Annotated objects that one run alone found, and names that one alone gave to what is not annotated.
 // Annotations are counted by what they say: runs may have them in another order.
 const differences = (one, other) => {
@@ -49,7 +54,7 @@ const recount = (record) => {
   record.predicted = kept.length;
   record.missed = record.gt.filter((o) => o.soft === null && partnerOf(record, "gt", o) === null).length;
   record.unmatched = record.annotated ? kept.filter((o) => o.partner === null).length : 0;
-  record.misnamed = kept.filter((o) => renamedOf(record, "pred", o) !== null).length;
+  record.misnamed = kept.filter((o) => !isSoft(record, "pred", o) && renamedOf(record, "pred", o) !== null).length;
   if (record.other) recount(record.other);
   record.change = record.other ? differences(record, record.other) : 0;
 };

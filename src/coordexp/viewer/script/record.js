@@ -78,11 +78,6 @@ const extent = (object) => {
   };
   return side(0) * side(1);
 };
-// A soft object is neither missed nor found: nobody annotated it. Nor is what was predicted in its place right or wrong.
-const isSoft = (record, side, object) => {
-  const annotation = side === "gt" ? object : record.gt[object.partner];
-  return annotation !== undefined && annotation.soft !== null;
-};
 const stateOf = (record, side, object) => {
   if (isSoft(record, side, object)) return "soft";
   const partner = partnerOf(record, side, object);
