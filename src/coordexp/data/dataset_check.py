@@ -36,7 +36,7 @@ from coordexp.records import NUM_BINS, GTObject, ImageRecord
 
 _ICON = 100  # pixels of the longer side
 _FIRST_PIXEL = 1.7  # in pixels: a share of 1, and half a bin of a large photo
-_BIN_OF = {token: k for k, token in enumerate(COORD_TOKENS)}
+_BIN_OF: dict[str, Any] = {token: k for k, token in enumerate(COORD_TOKENS)}
 DENSITY_EDGES = (0, 1, 2, 3, 5, 10, 20, 50, 100)
 
 
