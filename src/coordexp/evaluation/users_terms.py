@@ -51,6 +51,11 @@ def _by_name(entries: Sequence[Any], key: str, what: str, path: Path) -> tuple[d
     return ids, [f"{what} {ids[name]}, {', '.join(map(str, others))} have one {key}, {name!r}: the first is used{more}"]
 
 
+def _is_of_lvis(image: Mapping[str, Any]) -> bool:
+    # LVIS v1 has no file names, v0.5 has them; only LVIS says which classes are absent from an image.
+    return "neg_category_ids" in image or ("coco_url" in image and not image.get("file_name"))
+
+
 def read_terms(annotations: Path | None, classes: Path | None, first: int = 0) -> UsersTerms:
     """The ids of a COCO or LVIS file's categories and images; or a class list, of a file (:func:`read_class_list`, with
     ``first``) or of a checkpoint's folder. Raises ConfigError for both, DataError or CheckpointError for a file without
@@ -68,7 +73,7 @@ def read_terms(annotations: Path | None, classes: Path | None, first: int = 0) -
     for key in ("images", "categories"):
         if not isinstance(content, dict) or not isinstance(content.get(key), list):
             raise DataError(f"no list {key!r} at the top level; expected COCO annotations", path=annotations)
-    if any(isinstance(one, dict) and "coco_url" in one and not one.get("file_name") for one in content["images"]):
+    if any(isinstance(one, dict) and _is_of_lvis(one) for one in content["images"]):
         name_as_lvis(content)
     for category in content["categories"]:
         if isinstance(category, dict) and isinstance(category.get("name"), str):

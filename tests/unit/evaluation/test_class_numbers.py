@@ -433,6 +433,13 @@ def test_ids_of_an_lvis_file_are_kept(tmp_path: Path) -> None:
     categories = [{"id": 1183, "name": "baby_buggy"}]
     terms = read_terms(users_coco(tmp_path, images=images, categories=categories), None)
     assert (terms.images, terms.classes) == ({"train2017/01.jpg": 9}, {"baby buggy": 1183})
+    images = [{"id": 9, "file_name": "01.jpg", "coco_url": images[0]["coco_url"], "neg_category_ids": [3]}]  # of v0.5
+    (tmp_path / "users.json").write_text(json.dumps({"images": images, "categories": categories}))
+    terms = read_terms(tmp_path / "users.json", None)
+    assert (terms.images, terms.classes) == ({"01.jpg": 9}, {"baby buggy": 1183})
+    images = [{"id": 9, "file_name": "01.jpg", "coco_url": images[0]["coco_url"]}]  # COCO's own file
+    (tmp_path / "users.json").write_text(json.dumps({"images": images, "categories": categories}))
+    assert read_terms(tmp_path / "users.json", None).classes == {"baby_buggy": 1183}
 
 
 def test_a_coco_files_names_are_those_that_models_write(tmp_path: Path) -> None:
