@@ -34,8 +34,9 @@ class BestStep:
         given = args.metric_for_best_model
         self._name = None if given is None else _figure(given)
 
-    def observe(self, metrics: Mapping[str, float], is_saved: bool) -> None:
-        """Take the figure of an evaluation; ``is_saved``: a checkpoint of its step exists or follows."""
+    def observe(self, metrics: Mapping[str, float], saved: Path | None, *, follows: bool) -> None:
+        """Take the figure of an evaluation. ``saved``: the checkpoint of its step, None without one yet; ``follows``:
+        one is written after it."""
         if self._name is None:
             return
         if self._name not in metrics:  # objects lost since the first evaluation, or large ones in a set without any
@@ -46,11 +47,13 @@ class BestStep:
         value, sign = metrics[self._name], 1 if self._args.greater_is_better else -1
         if needs_metric(self._run.scheduler):
             self._run.scheduler.step(value)
-        if self._args.save_strategy != "no" and not is_saved:  # without checkpoints the best is a figure alone
-            return
+        if self._args.save_strategy != "no" and saved is None and not follows:
+            return  # without checkpoints the best is a figure alone
         state = self._run.progress
         if state.best_metric is None or sign * value > sign * state.best_metric:
             state.best_metric, state.best_global_step = value, state.global_step
+            # Of the folder that a run resumes from, which may be another one than its own; or until one is written.
+            state.best_model_checkpoint = None if saved is None else str(saved)
 
     def forget(self) -> None:
         """Start anew with the next evaluation."""

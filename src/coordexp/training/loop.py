@@ -161,8 +161,7 @@ class CoordExpTrainer:
                 self.control.should_save = self.control.should_training_stop = True
                 self.control.should_evaluate = False
             self._log_evaluate_save()
-            epoch_ends = (step + 1) % self.batches.steps_per_epoch == 0 or step + 1 == self.state.max_steps
-            if epoch_ends or self.control.should_training_stop or self.control.should_epoch_stop:
+            if self._ends_epoch() or self.control.should_training_stop or self.control.should_epoch_stop:
                 self._notify("on_epoch_end")
                 if self.stopped_by is not None:  # the code above has saved already
                     self.control.should_save = self.control.should_evaluate = False
@@ -309,9 +308,17 @@ class CoordExpTrainer:
 
     def _evaluate_and_note_best(self) -> None:
         metrics, step = self.evaluate(), self.state.global_step
-        is_saved = self.control.should_save or (self._saved is not None and self._saved[0] == step)
-        if step:  # the start is not a checkpoint of the run
-            self._best.observe(metrics, is_saved)
+        if not step:  # the start is not a checkpoint of the run
+            return
+        saved = self._saved[1] if self._saved is not None and self._saved[0] == step else None
+        ends = self._ends_epoch() or self.control.should_training_stop
+        follows = self.control.should_save or (self.args.save_strategy == "epoch" and ends)
+        self._best.observe(metrics, saved, follows=follows)
+
+    def _ends_epoch(self) -> bool:
+        """Whether the last finished step is the last of an epoch, or of the run."""
+        step = self.state.global_step
+        return step % self.batches.steps_per_epoch == 0 or step >= self.state.max_steps
 
     def _end_evaluation_on_signal(self, done: int, total: int) -> None:
         """Between two batches of an evaluation, which changes nothing. In one process only: ranks must leave it

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from coordexp.checkpoints.template import with_own_template
@@ -141,6 +143,37 @@ def test_only_a_step_with_a_checkpoint_may_be_the_best(is_loaded: bool, tmp_path
     trainer = train(run_config(tmp_path, 1, "run", **keys), on_built=scripted(0.1, 0.4, 0.9, 0.5, 0.2, 0.3))
     assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-4" and trainer.state.best_metric == 0.5
     assert sorted(path.name for path in tmp_path.glob("run/checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+
+
+@pytest.mark.parametrize(("max_steps", "best"), [(4, 4), (3, 3)])
+def test_an_epochs_checkpoint_may_be_the_best_by_an_evaluation_of_its_step(
+    max_steps: int, best: int, tmp_path: Path
+) -> None:
+    """Evaluations come before the checkpoint of their step; an epoch has two steps, and the last one may be shorter."""
+    keys = BEST | {"training__save_strategy": "epoch", "training__load_best_model_at_end": False}
+    keys |= {"training__per_device_train_batch_size": 6, "training__max_steps": max_steps}
+    trainer = train(run_config(tmp_path, 1, "run", **keys), on_built=scripted(0.9, 0.1, 0.5, 0.6))
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / f"checkpoint-{best}")
+
+
+def test_the_checkpoint_that_a_run_in_another_folder_resumes_from_may_be_the_best(tmp_path: Path) -> None:
+    """Its evaluation was owed."""
+    stopped, _ = build_trainer(check_run(run_config(tmp_path, 1, "run", **BEST)), Console(quiet=True))
+    stopped.train(signal=lambda: 15)
+    first = tmp_path / "run" / "checkpoint-1"
+    keys = BEST | {"training__resume_from_checkpoint": str(first), "training__max_steps": 3}
+    trainer = train(run_config(tmp_path, 1, "other", **keys), on_built=scripted(0.9, 0.1, 0.2))
+    assert evaluated(trainer) == [1, 2, 3] and trainer.state.best_model_checkpoint == str(first)
+    kept = load_file(first / "model.safetensors")
+    assert all(torch.equal(kept[name], value) for name, value in trainer.model.state_dict().items() if name in kept)
+
+
+def test_a_best_figure_without_a_checkpoint_names_no_other_one(tmp_path: Path) -> None:
+    train(run_config(tmp_path, 1, "run", **BEST, training__max_steps=1), on_built=scripted(0.1))
+    keys = BEST | {"training__save_strategy": "no", "training__load_best_model_at_end": False}
+    resumed = run_config(tmp_path, 1, "run", **keys, training__resume_from_checkpoint=True)
+    state = train(resumed, on_built=scripted(0.9)).state
+    assert (state.best_metric, state.best_global_step, state.best_model_checkpoint) == (0.9, 2, None)
 
 
 def test_an_evaluation_without_the_figure_has_no_best_checkpoint(tmp_path: Path) -> None:
