@@ -178,10 +178,10 @@ def load_progress(folder: Path) -> TrainerState:
     return progress
 
 
-# Attributes of schedules by a metric that `training.lr_scheduler_kwargs` sets; a checkpoint has them too.
+# Attributes of schedules by a metric that the configuration sets; a checkpoint has them too.
 _SCHEDULE_SETTINGS = (
     *("mode", "mode_worse", "factor", "patience", "threshold", "threshold_mode", "cooldown", "warmup", "eps"),
-    *("min_lrs", "max_lrs"),
+    *("min_lrs", "max_lrs", "smooth", "reset_start_original", "_init_lrs"),
 )
 
 

@@ -58,6 +58,7 @@ def test_an_allowed_change_of_rate_and_schedule_is_made(schedule: str, tmp_path:
     resumed = train(run_config(tmp_path, 1, "run", **keys | changed))
     assert rates(resumed) == pytest.approx([1e-3, 4e-3 if by_metric else 2e-3])
     assert getattr(resumed.run.scheduler, "patience", 3) == 3
+    assert set(getattr(resumed.run.scheduler, "_init_lrs", [4e-3])) == {4e-3}, "to which a greedy schedule returns"
 
 
 def test_a_signal_at_an_evaluation_postpones_it(tmp_path: Path) -> None:
