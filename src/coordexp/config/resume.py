@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -95,11 +96,16 @@ def changes(earlier: Mapping[str, Any], config: RunConfig) -> Iterator[Change]:
 def _moves_seeds(key: str, was: Any, now: Any, config: RunConfig) -> bool:
     # Servers count up from the seed of each call, so how a step is cut into calls decides what its answers sample.
     rollouts = config.rollout_matching
-    is_sampled = rollouts is not None and rollouts.is_served and rollouts.decoding.temperature > 0
-    if config.custom.trainer_variant is None or not is_sampled:
+    if config.custom.trainer_variant is None or rollouts is None or not rollouts.is_served:
+        return False
+    if not rollouts.decoding.temperature:
         return False
     if key == "rollout_matching.vllm.server.servers":
         return not isinstance(was, list) or not isinstance(now, list) or len(was) != len(now)
+    if key == "launch.server_devices":
+        least = rollouts.vllm.tensor_parallel_size  # of an engine; without devices it is on the CPU
+        sizes = ([max(least, len(devices)) for devices in one] for one in (was, now))
+        return any(before != after for before, after in zip_longest(*sizes, fillvalue=least))
     return key == "rollout_matching.decode_batch_size"
 
 

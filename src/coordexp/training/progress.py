@@ -51,9 +51,11 @@ def write_manifest(
     resumes: list[dict[str, Any]] = []
     if resumed is not None:
         checkpoint, applied = resumed
+        run = checkpoint.absolute().parent  # lists starts that saved no checkpoint too
+        earlier = read_manifest(run if (run / MANIFEST).is_file() else checkpoint)
         changed = {one.key: {"was": one.was, "now": one.now} for one in applied}
         resumes = [
-            *(read_manifest(checkpoint).get("resumes") or []),
+            *(earlier.get("resumes") or []),
             {"at": now, "checkpoint": str(checkpoint), "step": read_seal(checkpoint).step, "changes": changed},
         ]
     write_atomically(output_dir / RESOLVED_CONFIG, resolved_yaml(config))

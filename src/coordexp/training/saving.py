@@ -23,7 +23,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TR
 from coordexp import distributed
 from coordexp.checkpoints.card import write_card
 from coordexp.checkpoints.folder import MODEL_WEIGHTS, RESOLVED_CONFIG, weight_files
-from coordexp.checkpoints.run_folder import model_files_in
+from coordexp.checkpoints.run_folder import MANIFEST, model_files_in
 from coordexp.config import RunConfig
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.files import flush_file, give_ordinary_mode, write_atomically
@@ -71,8 +71,9 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
             note_best(run.progress, args, folder)
             if args.should_save:
                 run.progress.save_to_json(str(folder / TRAINER_STATE_NAME))
-                if (settings := folder.parent / RESOLVED_CONFIG).is_file():  # for a resume
-                    shutil.copyfile(settings, folder / RESOLVED_CONFIG)
+                for name in (RESOLVED_CONFIG, MANIFEST):  # for a resume: a later start writes others there
+                    if (written := folder.parent / name).is_file():
+                        shutil.copyfile(written, folder / name)
         if run.shards:
             distributed.barrier()  # a rank that is not done has files under temporary names, which no seal may list
         seal_checkpoint(

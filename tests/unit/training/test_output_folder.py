@@ -13,14 +13,17 @@ from rich.console import Console
 
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
 from coordexp.checkpoints.run_folder import MANIFEST
+from coordexp.config import load_config
 from coordexp.config.base import parse_dotted, section_of
-from coordexp.config.resume import HARMLESS
+from coordexp.config.resume import HARMLESS, changes
 from coordexp.config.schema import RunConfig
+from coordexp.data.files import asset
 from coordexp.data.jsonl import read_jsonl, write_jsonl
 from coordexp.errors import ConfigError, RunFinished
+from coordexp.runs.start import decide_start
 from coordexp.training.checked_run import check_run
 from coordexp.training.run import run_training
-from support.tiny_run import run_config, tiny_checkpoint, tiny_scenes
+from support.tiny_run import Killed, kill_at, run_config, tiny_checkpoint, tiny_scenes, train
 
 SAVING: dict[str, Any] = {"training__save_strategy": "steps", "training__save_steps": 1}
 RESUMING: dict[str, Any] = SAVING | {"training__resume_from_checkpoint": True}
@@ -101,6 +104,39 @@ def test_other_data_under_the_same_name_is_refused_and_moved_data_is_not(earlier
     write_jsonl(list(read_jsonl(tiny_scenes()))[:-1], moved)
     with pytest.raises(ConfigError, match=r"custom\.train_jsonl"):
         check_run(again(earlier, finished, **keys))
+
+
+def test_what_a_checkpoint_was_trained_on_is_not_what_a_later_start_read(finished: Path, tmp_path: Path) -> None:
+    """A start with other data, that it may have, and that saves nothing."""
+    shutil.copytree(finished / "run", tmp_path / "run")
+    data = tmp_path / "other.jsonl"
+    write_jsonl(list(read_jsonl(tiny_scenes()))[:-1], data)
+    other = {"training__max_steps": 3, "custom__train_jsonl": str(data)}
+    with pytest.raises(Killed):
+        train(again(tmp_path, finished, **other, training__resume_with_changes=True), on_built=kill_at(2))
+    with pytest.raises(ConfigError, match=r"custom\.train_jsonl: .*: other content"):
+        decide_start(again(tmp_path, finished, **other))
+    own = again(tmp_path, finished, training__max_steps=3)
+    assert [one.key for one in decide_start(own).applied] == ["training.max_steps"]
+    train(own)
+    first, last = json.loads((tmp_path / "run" / MANIFEST).read_text())["resumes"]
+    assert "custom.train_jsonl" in first["changes"] and list(last["changes"]) == ["training.max_steps"]
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "is_harmless"),
+    [([[0], [1]], [[2], [3]], True), ([[0], [1]], [[0, 1], [2]], False), ([], [[0], [1]], True), ([], [[0, 1]], False)],
+)
+def test_the_number_of_a_servers_devices_belongs_to_what_it_samples(
+    was: list[list[int]], now: list[list[int]], is_harmless: bool
+) -> None:
+    """Which devices they are does not. Without any, a server has one engine on the CPU."""
+    keys = {"rollout_matching.decoding.temperature": 0.7, "launch.server_devices": now}
+    run = load_config(asset("configs/stage2_rollout_aligned/server.yaml"), overrides=keys)
+    earlier = run.model_dump(mode="json")
+    earlier["launch"]["server_devices"] = was
+    (change,) = changes(earlier, run)
+    assert (change.key, change.harmless) == ("launch.server_devices", is_harmless)
 
 
 def test_a_finished_run_is_left_alone(earlier: Path, finished: Path) -> None:

@@ -443,7 +443,7 @@ def test_samples_of_a_step_are_compared_with_those_of_the_checkpoint(
 def test_other_packages_than_those_of_the_start_are_listed(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"training__save_strategy": "steps", "training__save_steps": 1, "training__max_steps": 1}
     train(run_config(tmp_path, 1, **keys))
-    path = tmp_path / "run" / MANIFEST
+    path = tmp_path / "run" / "checkpoint-1" / MANIFEST
     manifest = json.loads(path.read_text())
     again = run_config(tmp_path, 1, **keys | {"training__max_steps": 2, "training__resume_from_checkpoint": True})
     assert [one.key for one in decide_start(again).applied] == ["training.max_steps"]
