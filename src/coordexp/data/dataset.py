@@ -76,6 +76,9 @@ class RecordDataset:
         """The prompt of a sample of any epoch. Raises DataError if the dataset does not contain its record."""
         name, _, drawn = sample_id.rpartition(_EPOCH) if self.augment is not None else (sample_id, "", "0")
         epoch, _, repeat = drawn.partition(_REPEAT)
+        file = "" if isinstance(self.records, JoinedRecords) else self.records[0].sample_id.rpartition(":")[0]
+        if file:  # a single one, which may have another name than when the sample was read
+            name = f"{file}:{name.rpartition(':')[2]}"
         if isinstance(self.records, CachedRecords | JoinedRecords):
             index = self.records.index_of(name)
         else:

@@ -282,12 +282,12 @@ _ARRAYS = {
 def segment_to_json(segment: Segment) -> dict[str, Any]:
     """A segment without its image tensors; floats survive JSON exactly."""
     saved = {"sample_id": segment.sample_id, "prompt_token_ids": segment.prompt_token_ids, "target": segment.target}
-    return json.loads(to_json(saved))
+    return json.loads(to_json(saved | {"shades": _shades(segment.model_inputs)}))
 
 
 def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRequest]) -> Segment:
     """Rebuild a segment; ``encode`` returns the prompt and image tensors of a sample id. Raises CheckpointError if the
-    prompt differs from the saved one, or an earlier version of CoordExp saved the segment."""
+    prompt or the image differs from the saved one, or an earlier version of CoordExp saved the segment."""
     target = data["target"]
     if "weights" not in target:
         raise CheckpointError(
@@ -300,12 +300,29 @@ def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRe
             f"{data['sample_id']}: its prompt changed since the checkpoint was written; resume with the same data, "
             "template and processor, or start a new run"
         )
+    now = _shades(request.model_inputs)
+    saved = data.get("shades", now)  # an earlier version saved none
+    if len(saved) != len(now) or any(abs(one - other) > _SAME for one, other in zip(saved, now, strict=True)):
+        raise CheckpointError(
+            f"{data['sample_id']}: its image changed since the checkpoint was written; resume with the same data and "
+            "images, or start a new run"
+        )
     read: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in target.items()}
     for name, (dtype, shape) in _ARRAYS.items():
         read[name] = np.array(target[name], dtype=dtype).reshape(shape)
     read["weights"] = {term: np.array(values, dtype=np.float32) for term, values in target["weights"].items()}
     prompt_token_ids = tuple(data["prompt_token_ids"])
     return Segment(data["sample_id"], prompt_token_ids, TrainingTarget(**read), request.model_inputs)
+
+
+_SAME = 2.0  # grey levels: another version of a library may resize by one level differently
+
+
+def _shades(inputs: Mapping[str, Any]) -> list[float]:
+    """The mean of each of up to sixteen parts of a segment's image, 0 to 255, by which it is known again: other images
+    of its size have the same prompt."""
+    pixels = inputs.get("pixel_values")
+    return [] if pixels is None else [round(float(part.float().mean()), 2) for part in pixels.chunk(16)]
 
 
 def save_carry_buffer(buffer: CarryBuffer, folder: Path) -> None:
