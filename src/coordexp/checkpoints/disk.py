@@ -82,10 +82,15 @@ def _estimate(config: RunConfig, checkpoint: Checkpoint) -> DiskSpace:
     trained = trained_numbers(config, checkpoint.config, shapes)
     lora = config.tuner.train_type == "lora"
     stored = 4 if config.model.dtype == "float32" or config.fsdp.enabled else 2
-    model = trained * 4 if lora else sum(map(math.prod, shapes.values())) * stored
+    total = sum(map(math.prod, shapes.values()))
+    model = trained * 4 if lora else total * stored
     moments = 2 if training.optim in ADAMW else 0  # other optimizers count as if they had no state
     per_number = 4 * moments + 4 if training.master_weights is not None else moments * (4 if lora else stored)
-    one = 0 if training.save_strategy == "no" else model + (0 if training.save_only_model else trained * per_number)
+    state = trained * per_number
+    if config.fsdp.enabled:  # a resume reads all weights, frozen ones too, from a file next to the model or from shards
+        state += total * (4 if config.model.dtype == "float32" else 2) if lora else 0
+        state += model if config.fsdp.state_dict_type == "FULL_STATE_DICT" else 0
+    one = 0 if training.save_strategy == "no" else model + (0 if training.save_only_model else state)
     folder = Path(training.output_dir).absolute()
     where = next(parent for parent in (folder, *folder.parents) if parent.exists())
     limit, planned = training.save_total_limit, 1

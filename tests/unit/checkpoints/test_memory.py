@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
-from coordexp.checkpoints.memory import check_memory, estimate_memory, recomputed_every
+from coordexp.checkpoints.describe import weight_shapes
+from coordexp.checkpoints.disk import checked_disk
+from coordexp.checkpoints.folder import Checkpoint
+from coordexp.checkpoints.memory import check_memory, estimate_memory, recomputed_every, trained_numbers
 from coordexp.config import RunConfig, parse_config
 from coordexp.config.schema import DeepSpeedConfig
 from coordexp.errors import ConfigError
@@ -19,7 +23,7 @@ from coordexp.modeling.adapter import tune
 from coordexp.modeling.load import load_model
 from support.config_samples import stage1, stage2, two_channel
 from support.qwen_sizes import qwen3_vl_config
-from support.tiny_run import tiny_checkpoint
+from support.tiny_run import run_config, tiny_checkpoint
 from support.tuned_models import untied_checkpoint
 
 
@@ -248,3 +252,29 @@ def test_auto_recomputes_all_layers_in_two_channel_training() -> None:
     content["training"] |= {"gradient_checkpointing": True, "gradient_checkpointing_every": "auto"}
     assert recomputed_every(parse_config(content), *model("2B"), 1, 1e12) == 1
     assert recomputed_every(run(12_000, full=True, **{}), *model("2B"), 1, 1e12) == 1, "as written"
+
+
+SHARDS: dict[str, Any] = {"fsdp__enabled": True, "fsdp__state_dict_type": "SHARDED_STATE_DICT"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "weights", "trained"),
+    [
+        ({}, 1, 2),
+        ({"fsdp__enabled": True}, 2, 2),
+        (SHARDS, 1, 2),
+        ({"fsdp__enabled": True, "training__save_only_model": True}, 1, 0),
+        ({"tuner__train_type": "lora"}, 0, 3),
+        ({"tuner__train_type": "lora", "fsdp__enabled": True}, 1, 4),
+        ({"tuner__train_type": "lora"} | SHARDS, 1, 3),
+    ],
+)
+def test_a_sharded_run_saves_all_weights_for_its_resume(
+    keys: dict[str, Any], weights: int, trained: int, tmp_path: Path
+) -> None:
+    """Numbers in a checkpoint, all of float32: how often all weights, and those trained with AdamW's two moments."""
+    config = run_config(tmp_path, 1, training__save_strategy="steps", **keys)
+    checkpoint = Checkpoint.open(tiny_checkpoint())
+    shapes = weight_shapes(checkpoint)
+    total, learned = sum(map(math.prod, shapes.values())), trained_numbers(config, checkpoint.config, shapes)
+    assert checked_disk(config).checkpoint == 4 * (weights * total + trained * learned)
