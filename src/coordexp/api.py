@@ -70,8 +70,9 @@ def train(
     run = load_config(config, overrides)
     check_paths({"model.model": run.model.model}, run.custom.data_paths)
     from coordexp.checkpoints.fetch import with_model_here
+    from coordexp.checkpoints.template import with_own_template
 
-    run = with_model_here(run)
+    run = with_own_template(with_model_here(run))
     with heavy_imports():
         from coordexp.modeling.load import no_progress_bars
         from coordexp.training.run import run_training

@@ -99,6 +99,16 @@ def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pyte
         complete(load_config(config).custom.train_jsonl[0].path, tmp_path / "out.jsonl", config=config, overrides=words)
 
 
+def test_a_runs_configuration_has_the_prompt_that_it_was_trained_with(tmp_path: Path) -> None:
+    """That of the run that wrote its model."""
+    path = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"))
+    first = train(path, {"template.prompt": "Find."}, quiet=True)
+    given = {"model.model": str(first.checkpoint), "training.output_dir": str(tmp_path / "second")}
+    second = train(path, given, quiet=True)
+    assert second.config.template.prompt == "Find."
+    assert second.config == load_config(second.checkpoint / "resolved_config.yaml")
+
+
 def test_an_evaluation_is_replaced_if_asked(tmp_path: Path) -> None:
     config, out = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model")), tmp_path / "figures"
     evaluate(config, limit=1, out=out, quiet=True)
