@@ -116,16 +116,19 @@ def resize_rule_of(record: ImageRecord) -> ResizeRule | None:
 
 
 def unprepared_note(preparation: ImagePreparation, validation: Sequence[ImageRecord]) -> str | None:
-    """A sentence if validation images lack the resizing of the training images, whose ``preparation`` is given:
+    """A sentence if the rule of the training images, whose ``preparation`` is given, resizes validation images:
     evaluations while training take them as they are, and ``coordexp evaluate`` resizes them."""
     if preparation.resize is None:
         return None
     others = sum(preparation.changes(record.width, record.height) for record in validation)
     if not others:
         return None
+    cure = "convert both with the same options"
+    if not preparation.resize.is_settled():  # also of images that it resized
+        cure = "its limits are closer than a step of its grid: convert both again, with limits further apart"
     return (
-        f"{others} of {len(validation)} images are not resized as the training images are (metadata.{PREPARED}), so "
-        "figures while training differ from those of coordexp evaluate; convert both with the same options"
+        f"{others} of {len(validation)} images would be resized by the rule of the training images "
+        f"(metadata.{PREPARED}), so figures while training differ from those of coordexp evaluate; {cure}"
     )
 
 
