@@ -98,7 +98,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/matched_total", "objects", COUNT, "matched pairs"),
         Metric("rollout/fp_total", "objects", COUNT, "valid predictions without a match"),
         Metric("rollout/left_out_total", "objects", COUNT, "unmatched predictions that a rewritten answer leaves out"),
-        Metric("rollout/fn_appended_total", "objects", COUNT, "annotated objects without a match, which the target writes"),
+        Metric("rollout/fn_appended_total", "objects", COUNT, "objects of the data without a match, soft ones too, which the target writes"),
         Metric("rollout/taken_as_complete_total", "samples", COUNT, "answers of steps with annotations assumed to be complete (``target.complete_above``)"),
         rate("rollout/taken_as_complete_rate", "0..1", "taken_as_complete_total", "samples_total"),
         rate("rollout/match_rate", "0..1", "matched_total", "gt_objects_total"),
