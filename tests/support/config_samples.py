@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,11 @@ def set_keys(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in keys.items():
         config = set_key(config, key.replace("__", "."), value)
     return config
+
+
+def edit_json(path: Path, **keys: Any) -> None:
+    """Set dotted ``keys`` (``__`` for the dot) in a JSON file."""
+    path.write_text(json.dumps(set_keys(json.loads(path.read_text()), keys)))
 
 
 def drop_key(config: dict[str, Any], path: str) -> dict[str, Any]:

@@ -28,19 +28,9 @@ def client_to(url: str, group_port: int = 1, **keys: Any) -> ServerClient:
 def serve_options_of(host: str, group_port: int, push_wait_s: float, api_key: str | None = None) -> ServeOptions:
     """Options of a server with one engine, which listens where trainers call it."""
     return ServeOptions(
-        model=Path("model"),
-        host=host,
-        advertised_host=host,
-        port=0,
-        group_port=group_port,
-        data_parallel_size=1,
-        tensor_parallel_size=1,
-        max_images=1,
-        engine={},
-        push_wait_s=push_wait_s,
-        ready_s=600.0,
-        api_key=api_key,
-    )
+        model=Path("model"), host=host, advertised_host=host, port=0, group_port=group_port, data_parallel_size=1,
+        tensor_parallel_size=1, max_images=1, engine={}, push_wait_s=push_wait_s, ready_s=600.0, api_key=api_key,
+    )  # fmt: skip
 
 
 def first_trigger(

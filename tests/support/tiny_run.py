@@ -24,7 +24,7 @@ from coordexp.data.jsonl import read_jsonl, write_jsonl
 from coordexp.data.scenes import SceneSpec, make_scene
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.inputs import PromptEncoder
-from coordexp.modeling.load import LoadedModel, load_model, load_vocab
+from coordexp.modeling.load import LoadedModel, ProcessorAndVocab, load_model, load_processor_and_vocab
 from coordexp.modeling.tiny import TinySpec, build_tiny_checkpoint
 from coordexp.objective import RowObjective, sft_pipeline
 from coordexp.packing import CarryBuffer
@@ -75,12 +75,20 @@ def tiny_scenes() -> Path:
     return folder / "scenes.jsonl"
 
 
+@lru_cache(maxsize=1)
+def tiny_processor_and_vocab() -> ProcessorAndVocab:
+    """Of :func:`tiny_checkpoint`, read once per session. Leave them as they are."""
+    return load_processor_and_vocab(tiny_checkpoint())
+
+
 def load_tiny(
     dtype: str = "float32", attention: str = "packed", sharpen: float = 1.0, checkpoint: Path | None = None
 ) -> LoadedModel:
     """The tiny model, or that of ``checkpoint``; ``sharpen`` multiplies its matrices, so that greedy answers are
-    unambiguous."""
-    loaded = load_model(checkpoint or tiny_checkpoint(), dtype, attention)
+    unambiguous. Its weights are the caller's own; leave the processor as it is."""
+    path = checkpoint or tiny_checkpoint()
+    known = tiny_processor_and_vocab() if path == tiny_checkpoint() else None
+    loaded = load_model(path, dtype, attention, known)
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             if parameter.ndim >= 2:
@@ -334,7 +342,5 @@ def row_of(segments: Sequence[Segment]) -> PackedRow:
 
 def finder() -> InMemoryBackend:
     """Finds every object but the last, each a little off: boxes to correct and objects to append in every step."""
-    unused: Any = None  # no prompts
-    dataset = RecordDataset(read_jsonl(tiny_scenes()), unused)
-    truth = {one.sample_id: one.objects for one in map(dataset.record, range(len(dataset)))}
-    return InMemoryBackend(load_vocab(tiny_checkpoint()), lambda request: nearly_right(truth[request.sample_id]))
+    truth = {one.sample_id: one.objects for one in read_jsonl(tiny_scenes())}
+    return InMemoryBackend(tiny_processor_and_vocab().vocab, lambda request: nearly_right(truth[request.sample_id]))

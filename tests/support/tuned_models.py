@@ -11,10 +11,10 @@ import torch
 
 from coordexp.config.schema import TunerConfig
 from coordexp.modeling.adapter import tune
-from coordexp.modeling.load import LoadedModel, load_model
+from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.tiny import build_tiny_checkpoint
 from coordexp.modeling.trainer_weights import TrainerWeights
-from support.tiny_run import SPEC, _session_folder, tiny_checkpoint
+from support.tiny_run import SPEC, _session_folder, load_tiny
 
 # Keys of ``tuner``, by what they exercise.
 TUNERS: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ def lora(**keys: Any) -> TunerConfig:
 
 def tuned(config: TunerConfig, *, dtype: str = "float32", checkpoint: Path | None = None, seed: int = 7) -> LoadedModel:
     """A model with random trainable weights: zero-initialised ones would hide every mistake."""
-    loaded = load_model(checkpoint or tiny_checkpoint(), dtype)
+    loaded = load_tiny(dtype, checkpoint=checkpoint)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tune(loaded.model, config, loaded.vocab.coord_token_ids)

@@ -24,20 +24,13 @@ from coordexp.inference.completion import completion_config
 from coordexp.inference.session import PredictOptions, inference_config
 from coordexp.modeling.inputs import build_messages
 from support.cli_runs import Cli, small_checkpoint, write_run
-from support.config_samples import set_keys, stage2
+from support.config_samples import edit_json, set_keys, stage2
 
 TRAINED = Training(
-    prompt="Find it.",
-    system="You detect.",
-    object_field_order="geometry_first",
-    object_ordering="file",
-    train_type="lora",
-    dtype="bfloat16",
-    global_max_length=3000,
-    max_new_tokens=77,
-    repeat_terminate={"enabled": True, "min_new_tokens": 5},
-    val_jsonl="val.jsonl",
-)
+    prompt="Find it.", system="You detect.", object_field_order="geometry_first", object_ordering="file",
+    train_type="lora", dtype="bfloat16", global_max_length=3000, max_new_tokens=77,
+    repeat_terminate={"enabled": True, "min_new_tokens": 5}, val_jsonl="val.jsonl",
+)  # fmt: skip
 FULL = Card(
     schema_version=1,
     training=TRAINED,
@@ -62,36 +55,27 @@ def test_a_card_without_one_of_its_parts_is_refused(key: str, tmp_path: Path) ->
 
 
 def test_a_card_of_bins_of_earlier_versions_is_refused(tmp_path: Path) -> None:
-    content = json.loads(write_card(FULL, tmp_path).read_text())
-    content["preparation"]["bin_rule"] = "pixel_edges"  # as some wrote it before there was only one
-    (tmp_path / CARD).write_text(json.dumps(content))
+    edit_json(write_card(FULL, tmp_path), preparation__bin_rule="pixel_edges")  # as before there was only one
     assert read_card(tmp_path) == FULL
-    content["preparation"]["bin_rule"] = "pixel_centres"
-    (tmp_path / CARD).write_text(json.dumps(content))
+    edit_json(tmp_path / CARD, preparation__bin_rule="pixel_centres")
     with pytest.raises(CheckpointError, match=r"coordexp\.json: bin_rule is 'pixel_centres'.*train again"):
         read_card(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
+    ("key", "value"),
     [
-        (("schema_version",), 2),
-        (("training", "max_new_tokens"), "77"),
-        (("training", "train_type"), "qlora"),
-        (("preparation", "resize", "factor"), 0),
-        (("preparation", "seen_pixels"), [1]),
-        (("classes",), "kite"),
-        (("calibration", "slope"), -1.0),
+        ("schema_version", 2),
+        ("training.max_new_tokens", "77"),
+        ("training.train_type", "qlora"),
+        ("preparation.resize.factor", 0),
+        ("preparation.seen_pixels", [1]),
+        ("classes", "kite"),
+        ("calibration.slope", -1.0),
     ],
 )
-def test_a_broken_card_is_one_clear_error(path: tuple[str, ...], value: Any, tmp_path: Path) -> None:
-    content = json.loads(write_card(FULL, tmp_path).read_text())
-    *outer, last = path
-    part = content
-    for key in outer:
-        part = part[key]
-    part[last] = value
-    (tmp_path / CARD).write_text(json.dumps(content))
+def test_a_broken_card_is_one_clear_error(key: str, value: Any, tmp_path: Path) -> None:
+    edit_json(write_card(FULL, tmp_path), **{key: value})
     with pytest.raises(CheckpointError, match=r"coordexp\.json: cannot be read"):
         read_card(tmp_path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from coordexp.config.schema import DeepSpeedConfig
 from coordexp.errors import ConfigError
 from coordexp.modeling.adapter import tune
 from coordexp.modeling.load import load_model
-from support.config_samples import stage1, stage2, two_channel
+from support.config_samples import set_keys, stage1, stage2, two_channel
 from support.qwen_sizes import qwen3_vl_config
 from support.tiny_run import run_config, tiny_checkpoint
 from support.tuned_models import untied_checkpoint
@@ -37,17 +38,11 @@ def model(size: str) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
 
 
 def run(
-    length: int,
-    *,
-    full: bool,
-    dtype: str = "bfloat16",
-    every: int = 1,
-    frozen: bool = False,
-    fused: bool = False,
-    dropout: float = 0.05,  # as it was when most of these were traced
-    **keys: Any,
-) -> RunConfig:
-    """``every``: the layers that are recomputed, 0 for none; ``frozen``: the vision tower; ``dropout``: adapters'."""
+    length: int, *, full: bool, dtype: str = "bfloat16", every: int = 1, frozen: bool = False, fused: bool = False,
+    dropout: float = 0.05, **keys: Any,
+) -> RunConfig:  # fmt: skip
+    """``every``: the layers that are recomputed, 0 for none; ``frozen``: the vision tower; ``dropout``: adapters', as
+    it was when most of these were traced."""
     content = {**stage1(), "global_max_length": length, **keys}
     content["model"] = {**content["model"], "dtype": dtype, "fused_kernels": fused}
     lora = {"train_type": "lora", "lora_rank": 16, "lora_dropout": dropout, "freeze_vit": frozen}
@@ -105,9 +100,8 @@ def test_the_estimate_is_within_ten_percent(size: str, config: RunConfig, world_
 def test_adapters_rows_and_modules_trained_whole_are_all_counted(
     keys: dict[str, Any], checkpoint: Callable[[], Path], numbers: int
 ) -> None:
-    content = stage1()
-    content["model"] |= {"model": str(checkpoint()), "dtype": "bfloat16"}
-    config = parse_config({**content, "tuner": {"train_type": "lora", "lora_rank": 4, **keys}})
+    tuner = {"train_type": "lora", "lora_rank": 4, **keys}
+    config = of_tiny(stage1(), model__model=str(checkpoint()), model__dtype="bfloat16", tuner=tuner)
     loaded = load_model(checkpoint())
     tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
     assert sum(one.numel() for one in loaded.model.parameters() if one.requires_grad) == numbers
@@ -136,33 +130,34 @@ def test_what_the_estimate_does_not_know_never_raises_it(keys: dict[str, Any]) -
     assert estimate_memory(changed, *model("2B"), 4).total < estimate_memory(config, *model("2B"), 4).total - 12e9
 
 
+def of_tiny(content: dict[str, Any], **keys: Any) -> RunConfig:
+    return parse_config(set_keys(content, {"model__model": str(tiny_checkpoint())} | keys))
+
+
+def advice(config: RunConfig, share: float) -> str:
+    """Why a GPU with this share of the memory that the run needs is refused."""
+    with pytest.raises(ConfigError) as refused:
+        check_memory(config, gpu_bytes=int(share * check_memory(config).total))
+    return str(refused.value)
+
+
+IN_BFLOAT16 = {"model__dtype": "bfloat16", "training__bf16": True, "training__master_weights": "float32"}
+
+
 def test_suggested_changes_are_ones_that_the_schema_accepts() -> None:
     """FSDP and adapters refuse master weights."""
-    content = stage1()
-    content["model"] |= {"model": str(tiny_checkpoint()), "dtype": "bfloat16"}
-    content["global_max_length"] = 16
-    content["training"] |= {"bf16": True, "gradient_checkpointing": True, "master_weights": "float32"}
-    config = parse_config(content)
-    with pytest.raises(ConfigError) as refused:
-        check_memory(config, gpu_bytes=int(0.6 * check_memory(config).total))
-    message = str(refused.value)
+    config = of_tiny(stage1(), **IN_BFLOAT16, training__gradient_checkpointing=True, global_max_length=16)
+    message = advice(config, 0.6)
     assert message.count("training.master_weights: null") == message.count("fsdp.enabled") + message.count("lora") > 0
 
 
 def test_changes_that_another_key_excludes_are_not_suggested() -> None:
-    content = stage2()
-    content["model"] |= {"model": str(tiny_checkpoint()), "dtype": "bfloat16"}
-    content["training"] |= {"bf16": True, "master_weights": "float32"}
     engine = {"mode": "colocate", "gpu_memory_utilization": 0.1, "sleep_level": 1}
     offload = {"enabled": True, "offload_optimizer": True}
-    content["rollout_matching"] |= {"rollout_backend": "vllm", "vllm": engine}
 
     def advised(length: int, share: float, **keys: Any) -> str:
-        rollout = {**content["rollout_matching"], **keys}
-        config = parse_config({**content, "rollout_matching": rollout, "global_max_length": length})
-        with pytest.raises(ConfigError) as refused:
-            check_memory(config, gpu_bytes=int(share * check_memory(config).total))
-        return str(refused.value)
+        content = stage2(rollout_backend="vllm", vllm=engine, **keys)
+        return advice(of_tiny(content, **IN_BFLOAT16, global_max_length=length), share)
 
     assert "global_max_length: 2000" in advised(4000, 0.8, max_new_tokens=1000)
     assert "global_max_length" not in advised(4000, 0.8, max_new_tokens=3000)
@@ -171,13 +166,10 @@ def test_changes_that_another_key_excludes_are_not_suggested() -> None:
 
 
 def colocated(**keys: Any) -> RunConfig:
-    content = stage2()
-    content["global_max_length"] = 12_000
-    content["model"] = {**content["model"], "dtype": "bfloat16", "fused_kernels": False}
-    content["training"] |= {"bf16": True, "gradient_checkpointing": True, "master_weights": "float32"}
     engine = {"mode": "colocate", "tensor_parallel_size": 1, "gpu_memory_utilization": 0.45, "sleep_level": 1}
-    content["rollout_matching"] |= {"rollout_backend": "vllm", "vllm": engine, **keys}
-    return parse_config(content)
+    content = stage2(**{"rollout_backend": "vllm", "vllm": engine} | keys)
+    more = {"global_max_length": 12_000, "model.fused_kernels": False, "training.gradient_checkpointing": True}
+    return parse_config(set_keys(content, IN_BFLOAT16 | more))
 
 
 def test_an_engine_shares_the_gpu_with_what_the_trainer_keeps() -> None:
@@ -195,34 +187,21 @@ def test_an_engine_shares_the_gpu_with_what_the_trainer_keeps() -> None:
 
 
 def test_an_engine_that_does_not_fit_is_refused_with_a_share_that_does() -> None:
-    content = stage2()
-    content["model"]["model"] = str(tiny_checkpoint())
-    content["rollout_matching"] |= {"rollout_backend": "vllm", "vllm": {"gpu_memory_utilization": 0.95}}
-    config = parse_config(content)
-    gpu = int(5 * check_memory(config).total)
-    with pytest.raises(ConfigError, match=r"rollout_matching\.vllm\.gpu_memory_utilization: 0\.47"):
-        check_memory(config, gpu_bytes=gpu)
-    check_memory(config, gpu_bytes=30 * gpu)
+    config = of_tiny(stage2(rollout_backend="vllm", vllm={"gpu_memory_utilization": 0.95}))
+    assert "rollout_matching.vllm.gpu_memory_utilization: 0.47" in advice(config, 5)
+    check_memory(config, gpu_bytes=150 * check_memory(config).total)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_a_size_that_fits() -> None:
-    content = stage1()
-    content["model"]["model"] = str(tiny_checkpoint())
-    content["global_max_length"] = 4000
-    config = parse_config(content)
-    need = check_memory(config).total
-    with pytest.raises(ConfigError, match=r"GB for each trainer process.*training\.gradient_checkpointing: true \("):
-        check_memory(config, gpu_bytes=int(need / 1.6))
+    message = advice(of_tiny(stage1(), global_max_length=4000), 1 / 1.6)
+    assert re.search(r"GB for each trainer process.*training\.gradient_checkpointing: true \(", message)
 
 
 @pytest.mark.parametrize(("share", "warns"), [(0.85, False), (0.95, True), (1.05, True)])
 def test_a_run_that_hardly_fits_is_warned_with_a_size_that_fits(
     share: float, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    content = stage1()
-    content["model"]["model"] = str(tiny_checkpoint())
-    content["global_max_length"] = 4000
-    config = parse_config(content)
+    config = of_tiny(stage1(), global_max_length=4000)
     need = check_memory(config).total
     assert check_memory(config, gpu_bytes=int(need / share)).total == need
     assert ("tight" in caplog.text and "training.gradient_checkpointing: true (" in caplog.text) == warns
@@ -248,10 +227,9 @@ def test_auto_recomputes_as_few_layers_as_memory_allows(full: bool, gigabytes: f
 
 def test_auto_recomputes_all_layers_in_two_channel_training() -> None:
     """Channel-A's rows have several forwards, which the estimate does not count."""
-    content = two_channel()
-    content["training"] |= {"gradient_checkpointing": True, "gradient_checkpointing_every": "auto"}
-    assert recomputed_every(parse_config(content), *model("2B"), 1, 1e12) == 1
-    assert recomputed_every(run(12_000, full=True, **{}), *model("2B"), 1, 1e12) == 1, "as written"
+    keys = {"training.gradient_checkpointing": True, "training.gradient_checkpointing_every": "auto"}
+    assert recomputed_every(parse_config(set_keys(two_channel(), keys)), *model("2B"), 1, 1e12) == 1
+    assert recomputed_every(run(12_000, full=True), *model("2B"), 1, 1e12) == 1, "as written"
 
 
 SHARDS: dict[str, Any] = {"fsdp__enabled": True, "fsdp__state_dict_type": "SHARDED_STATE_DICT"}

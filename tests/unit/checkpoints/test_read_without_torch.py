@@ -20,6 +20,7 @@ from coordexp.modeling.adapter import tune
 from coordexp.modeling.cpu_products import is_linear
 from coordexp.modeling.load import load_model
 from coordexp.records import GTObject
+from support.config_samples import edit_json
 from support.qwen_tokenizer import qwen_tokenizer
 from support.tiny_run import tiny_checkpoint
 from support.tuned_models import lora, untied_checkpoint
@@ -36,14 +37,15 @@ def qwen(folder: Path) -> Path:
     return folder
 
 
+def vocab_of(folder: Path) -> CoordVocab:
+    return Checkpoint.open(folder).read_vocab()
+
+
 @pytest.mark.parametrize("which", ["tiny", "demo", "qwen"])
 def test_the_vocabulary_equals_transformers(which: str, tmp_path: Path) -> None:
     make = {"tiny": tiny_checkpoint, "demo": lambda: asset("checkpoints/demo-stage1"), "qwen": lambda: qwen(tmp_path)}
     folder = make[which]()
-    found, expected = (
-        Checkpoint.open(folder).read_vocab(),
-        CoordVocab.from_tokenizer(AutoTokenizer.from_pretrained(folder)),
-    )
+    found, expected = vocab_of(folder), CoordVocab.from_tokenizer(AutoTokenizer.from_pretrained(folder))
     assert found.pieces == expected.pieces and found.coord_token_ids == expected.coord_token_ids
     assert (found.eos_id, found.control_ids, found.reserved_ids) == (
         expected.eos_id, expected.control_ids, expected.reserved_ids
@@ -60,9 +62,7 @@ def test_the_limits_of_images_equal_the_processors(
 ) -> None:
     """``max_pixels`` next to ``size``, as for earlier Qwen models, overrides it."""
     folder = shutil.copytree(asset("checkpoints/demo-stage1"), tmp_path / "model")
-    settings = json.loads((folder / "processor_config.json").read_text())
-    settings["image_processor"] |= older
-    (folder / "processor_config.json").write_text(json.dumps(settings))
+    edit_json(folder / "processor_config.json", **{f"image_processor__{key}": value for key, value in older.items()})
     rule, size = processor_rule(folder), AutoProcessor.from_pretrained(folder).image_processor.size
     assert (rule.min_pixels, rule.max_pixels) == limits == (size["shortest_edge"], size["longest_edge"])
 
@@ -94,6 +94,11 @@ def test_every_linear_layer_that_is_listed_can_get_an_adapter() -> None:
     tune(loaded.model, lora(target_modules=listed), loaded.vocab.coord_token_ids)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+
+
 def in_shards(folder: Path) -> None:
     state = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -104,8 +109,7 @@ def in_shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-def test_a_sharded_checkpoint_is_one_model(tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+def test_a_sharded_checkpoint_is_one_model(folder: Path) -> None:
     whole = describe(folder)
     in_shards(folder)
     assert describe(folder) == whole
@@ -121,16 +125,15 @@ def test_a_sharded_checkpoint_is_one_model(tmp_path: Path) -> None:
         describe(folder)
 
 
-def test_a_broken_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+def test_a_broken_tokenizer_is_a_clear_error(folder: Path) -> None:
     content = json.loads((folder / "tokenizer.json").read_text())
     content["added_tokens"] = [token for token in content["added_tokens"] if "coord_7|" not in token["content"]]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(VocabError, match=r"expand-vocab"):
-        Checkpoint.open(folder).read_vocab()
+        vocab_of(folder)
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="tokenizer"):
-        Checkpoint.open(folder).read_vocab()
+        vocab_of(folder)
 
 
 @pytest.mark.parametrize(
@@ -151,26 +154,20 @@ def test_adapters_that_belong_to_each_other_are_refused(tmp_path: Path) -> None:
         (tmp_path / own).mkdir()
         settings = {"base_model_name_or_path": str(tmp_path / other)}
         (tmp_path / own / "adapter_config.json").write_text(json.dumps(settings))
-    with pytest.raises(
-        CheckpointError, match=rf"{tmp_path}/a: its adapters belong, by way of {tmp_path}/b, to its own"
-    ):
+    says = rf"{tmp_path}/a: its adapters belong, by way of {tmp_path}/b, to its own"
+    with pytest.raises(CheckpointError, match=says):
         Checkpoint.open(tmp_path / "a")
 
 
-def test_a_length_that_no_number_holds_is_unknown(tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
-    settings = json.loads((folder / "config.json").read_text())
-    settings["text_config"]["max_position_embeddings"] = 10**400
-    (folder / "config.json").write_text(json.dumps(settings))
+def test_a_length_that_no_number_holds_is_unknown(folder: Path) -> None:
+    edit_json(folder / "config.json", text_config__max_position_embeddings=10**400)
     assert Checkpoint.open(folder).num_positions is None
 
 
 @pytest.mark.parametrize("part", [{"text_config": 1.5}, {"quantization_config": "fp8"},
                                   {"text_config": {"quantization_config": [1]}}])  # fmt: skip
-def test_settings_that_are_no_objects_are_refused(part: dict[str, Any], tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | part))
+def test_settings_that_are_no_objects_are_refused(part: dict[str, Any], folder: Path) -> None:
+    edit_json(folder / "config.json", **part)
     with pytest.raises(CheckpointError, match=r"in its config\.json is not an object"):
         Checkpoint.open(folder)
 
@@ -186,11 +183,6 @@ def test_modules_of_adapters_are_listed_as_peft_names_them(named: Any, shown: tu
     assert adapter is not None and adapter.target_modules == adapter.modules_to_save == shown
 
 
-def test_a_special_token_of_half_a_character_is_none(tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["extra_special_tokens"] = ["\ud800"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert (
-        Checkpoint.open(folder).read_vocab().control_ids == Checkpoint.open(tiny_checkpoint()).read_vocab().control_ids
-    )
+def test_a_special_token_of_half_a_character_is_none(folder: Path) -> None:
+    edit_json(folder / "tokenizer_config.json", extra_special_tokens=["\ud800"])
+    assert vocab_of(folder).control_ids == vocab_of(tiny_checkpoint()).control_ids

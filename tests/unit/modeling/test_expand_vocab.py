@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,18 @@ class Expanded:
     num_old_tokens: int
     tied: bool
     folder: Path
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without coordinate tokens. Use a copy."""
+    folder = tmp_path_factory.mktemp("plain") / "old"
+    return build_tiny_checkpoint(folder, spec=TinySpec(**SMALL), coord_tokens=False)
+
+
+@pytest.fixture
+def old(plain: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(plain, tmp_path / "old")
 
 
 @pytest.fixture(scope="module", params=["tied", "untied", "tied padded", "untied padded"])
@@ -112,12 +125,9 @@ def test_other_checkpoint_files_are_copied(expanded: Expanded) -> None:
     assert {path.stat().st_mode for path in expanded.folder.iterdir()} == {(old / "config.json").stat().st_mode}
 
 
-def test_the_dtype_is_kept(tmp_path: Path) -> None:
-    build_tiny_checkpoint(tmp_path / "old", spec=TinySpec(**SMALL), coord_tokens=False)
-    Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "old", dtype=torch.bfloat16).save_pretrained(
-        tmp_path / "old"
-    )
-    expand_vocab(tmp_path / "old", tmp_path / "new")
+def test_the_dtype_is_kept(old: Path, tmp_path: Path) -> None:
+    Qwen3VLForConditionalGeneration.from_pretrained(old, dtype=torch.bfloat16).save_pretrained(old)
+    expand_vocab(old, tmp_path / "new")
     new = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "new", dtype="auto")
     assert new.dtype == torch.bfloat16
     coords = table(new)[-1000:]
@@ -125,9 +135,8 @@ def test_the_dtype_is_kept(tmp_path: Path) -> None:
 
 
 def with_some_tokens(folder: Path, tokens: Sequence[str], num_rows: int) -> tuple[Any, int]:
-    """A checkpoint whose tokenizer has ``tokens`` and whose model has ``num_rows`` rows for them; both, and the number
-    of other tokens."""
-    build_tiny_checkpoint(folder, spec=TinySpec(**SMALL), coord_tokens=False)
+    """Give the tokenizer of a checkpoint ``tokens`` and its model ``num_rows`` rows for them. Returns the model and the
+    number of other tokens."""
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     used = len(tokenizer)
@@ -139,22 +148,22 @@ def with_some_tokens(folder: Path, tokens: Sequence[str], num_rows: int) -> tupl
 
 
 @pytest.mark.parametrize("num_rows", [0, 10], ids=["no coordinate has a row", "some have one"])
-def test_tokens_without_rows_get_rows(tmp_path: Path, num_rows: int) -> None:
+def test_tokens_without_rows_get_rows(old: Path, tmp_path: Path, num_rows: int) -> None:
     """The tokens were added to the tokenizer but not to the model; some of them have padding rows."""
-    model, used = with_some_tokens(tmp_path / "old", NEW_TOKENS, num_rows)
+    model, used = with_some_tokens(old, NEW_TOKENS, num_rows)
     with pytest.raises(VocabError, match="embedding rows"):
-        load_vocab(tmp_path / "old")
-    expand_vocab(tmp_path / "old", tmp_path / "new")
+        load_vocab(old)
+    expand_vocab(old, tmp_path / "new")
     rows = table(load_model(tmp_path / "new", "float32").model).detach()
     assert torch.equal(rows[:used], table(model)[:used])
     gaps = (rows[used + 2 :] - rows[used + 1 : -1]).norm(dim=1)
     assert gaps.max() < 3 * gaps.min(), "the code is smooth from the first bin to the last"
 
 
-def test_only_missing_tokens_are_added(tmp_path: Path) -> None:
-    model, used = with_some_tokens(tmp_path / "old", COORD_TOKENS[5:7], 2)
+def test_only_missing_tokens_are_added(old: Path, tmp_path: Path) -> None:
+    model, used = with_some_tokens(old, COORD_TOKENS[5:7], 2)
     known = [used, used + 1]
-    expand_vocab(tmp_path / "old", tmp_path / "new")
+    expand_vocab(old, tmp_path / "new")
     new = load_model(tmp_path / "new", "float32")
     assert [new.vocab.coord_token_ids[k] for k in (5, 6)] == known
     rows = table(new.model)
@@ -178,29 +187,27 @@ def test_refuses_other_checkpoints_than_qwen3_vl(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", [None, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "cut off"])
 def test_refuses_missing_and_damaged_weights_as_model_info_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: bytes | str | None
+    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: bytes | str | None
 ) -> None:
-    build_tiny_checkpoint(tmp_path / "old", spec=TinySpec(**SMALL), coord_tokens=False)
-    file = tmp_path / "old" / "model.safetensors"
+    file = old / "model.safetensors"
     whole = file.read_bytes()
     file.unlink()
     if weights is not None:
         file.write_bytes(whole[:-1000] if isinstance(weights, str) else weights)
     monkeypatch.setattr("coordexp.modeling.expand_vocab.read_weights", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(CheckpointError, match=r"model\.safetensors") as expected:
-        describe(tmp_path / "old")
+        describe(old)
     with pytest.raises(CheckpointError, match=r"model\.safetensors") as error:
-        expand_vocab(tmp_path / "old", tmp_path / "new")
+        expand_vocab(old, tmp_path / "new")
     assert str(error.value) == str(expected.value)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "new").exists()
 
 
-def test_weights_that_are_pickled_are_named(tmp_path: Path) -> None:
-    build_tiny_checkpoint(tmp_path / "old", spec=TinySpec(**SMALL), coord_tokens=False)
-    (tmp_path / "old" / "model.safetensors").rename(tmp_path / "old" / "pytorch_model.bin")
+def test_weights_that_are_pickled_are_named(old: Path, tmp_path: Path) -> None:
+    (old / "model.safetensors").rename(old / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"missing; pytorch_model\.bin is not read; save it as safetensors$"):
-        expand_vocab(tmp_path / "old", tmp_path / "new")
+        expand_vocab(old, tmp_path / "new")
 
 
 def test_refuses_a_checkpoint_with_coordinate_tokens(tmp_path: Path, with_tokens: Path) -> None:

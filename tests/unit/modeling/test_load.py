@@ -15,47 +15,39 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from coordexp.data.jsonl import read_jsonl
-from coordexp.errors import AlignmentError, CheckpointError, CoordExpError, DataError, VocabError
-from coordexp.modeling.inputs import PromptEncoder, check_prompt
+from coordexp.errors import CheckpointError, CoordExpError, DataError, VocabError
+from coordexp.modeling.inputs import PromptEncoder
 from coordexp.modeling.load import LoadedModel, export_checkpoint, load_model, load_processor
+from support.config_samples import edit_json
 from support.tiny_run import PROMPT, encoder_of, tiny_checkpoint, tiny_scenes
 
-
-def no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
+Damage = Callable[[Path], Any]
 
 
-def broken_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
+def without(name: str) -> Damage:
+    return lambda folder: (folder / name).unlink()
 
 
-def deep_config(folder: Path) -> None:
-    (folder / "config.json").write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
+def written(text: str) -> Damage:
+    return lambda folder: (folder / "config.json").write_text(text)
 
 
-def other_family(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen2_vl"}))
+def configured(**keys: Any) -> Damage:
+    return lambda folder: edit_json(folder / "config.json", **keys)
 
 
-def no_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-
-
-def too_few_rows(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["vocab_size"] = 600
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-CHEAP: list[tuple[Callable[[Path], None], type[CoordExpError], str]] = [
+CHEAP: list[tuple[Damage, type[CoordExpError], str]] = [
     (shutil.rmtree, CheckpointError, "no such folder"),
-    (no_config, CheckpointError, "no config.json"),
-    (broken_config, CheckpointError, "configuration cannot be read"),
-    (deep_config, CheckpointError, "configuration cannot be read .*recursion"),
-    (other_family, CheckpointError, "'qwen2_vl'"),
-    (no_tokenizer, CheckpointError, "no tokenizer.json"),
-    (too_few_rows, VocabError, "600 embedding rows"),
+    (without("config.json"), CheckpointError, "no config.json"),
+    (written("{"), CheckpointError, "configuration cannot be read"),
+    (
+        written('{"a":' + "[" * 100_000 + "]" * 100_000 + "}"),
+        CheckpointError,
+        "configuration cannot be read .*recursion",
+    ),
+    (configured(model_type="qwen2_vl"), CheckpointError, "'qwen2_vl'"),
+    (without("tokenizer.json"), CheckpointError, "no tokenizer.json"),
+    (configured(text_config__vocab_size=600), VocabError, "600 embedding rows"),
 ]
 
 
@@ -64,9 +56,9 @@ def folder(tmp_path: Path) -> Path:
     return shutil.copytree(tiny_checkpoint(), tmp_path / "model")
 
 
-@pytest.mark.parametrize(("damage", "error", "says"), CHEAP, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(("damage", "error", "says"), CHEAP, ids=[says for *_, says in CHEAP])
 def test_errors_are_found_without_reading_weights(
-    folder: Path, damage: Callable[[Path], None], error: type[CoordExpError], says: str
+    folder: Path, damage: Damage, error: type[CoordExpError], says: str
 ) -> None:
     damage(folder)
     if folder.exists():
@@ -81,62 +73,48 @@ def cut_weights(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
 
 
-def no_weights(folder: Path) -> None:
+def weights_as_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
 
 
-def weights_as_pickle(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    no_weights(folder)
+def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+    def damage(folder: Path) -> None:
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
 
 
-def one_weight_missing(folder: Path) -> None:
-    state = load_file(folder / "model.safetensors")
-    state.pop("model.language_model.layers.1.mlp.up_proj.weight")
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+UP_PROJ, EMBED = "model.language_model.layers.1.mlp.up_proj.weight", "model.language_model.embed_tokens.weight"
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+INCOMPLETE: list[tuple[Damage, str]] = [
+    (configured(quantization_config=FP8), r"its weights are quantised \(fp8\), which only vLLM reads"),
+    (cut_weights, "weights cannot be read"),
+    (weights(lambda state: state.update({"lm_head.weight": 2 * state[EMBED]})),
+     "lm_head.weight of other values; set tie_word_embeddings to false"),
+    (without("model.safetensors"), "weights cannot be read"),
+    (weights_as_pickle, "weights cannot be read .*model.safetensors"),
+    (weights(lambda state: state.pop(UP_PROJ)), f"1 weights are missing, {UP_PROJ}"),
+]  # fmt: skip
 
 
-def another_head(folder: Path) -> None:
-    state = load_file(folder / "model.safetensors")
-    state["lm_head.weight"] = 2 * state["model.language_model.embed_tokens.weight"]
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def quantised(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [(quantised, r"its weights are quantised \(fp8\), which only vLLM reads"),
-     (cut_weights, "weights cannot be read"),
-     (another_head, "lm_head.weight of other values; set tie_word_embeddings to false"),
-     (no_weights, "weights cannot be read"),
-     (weights_as_pickle, "weights cannot be read .*model.safetensors"),
-     (one_weight_missing, r"1 weights are missing, model.language_model.layers.1.mlp.up_proj.weight")],
-)  # fmt: skip
-def test_incomplete_weights_are_refused(folder: Path, damage: Callable[[Path], None], says: str) -> None:
+@pytest.mark.parametrize(("damage", "says"), INCOMPLETE, ids=[says for _, says in INCOMPLETE])
+def test_incomplete_weights_are_refused(folder: Path, damage: Damage, says: str) -> None:
     """transformers would start a missing weight at random, with a line in the log."""
     damage(folder)
     with pytest.raises(CheckpointError, match=says):
         load_model(folder, "float32")
 
 
-def changed(folder: Path, file: str, *, part: str | None = None, **values: Any) -> None:
-    content = json.loads((folder / file).read_text())
-    (content if part is None else content[part]).update(values)
-    (folder / file).write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize("part", [None, "image_processor"])
+@pytest.mark.parametrize("part", ["", "image_processor__"], ids=["processor", "image processor"])
 def test_python_code_of_a_checkpoint_is_neither_run_nor_asked_about(
-    part: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = "AutoProcessor" if part is None else "AutoImageProcessor"
-    key = "processor_class" if part is None else "image_processor_type"
-    changed(folder, "processor_config.json", part=part, **{key: "Evil", "auto_map": {kind: "evil.Evil"}})
+    kind = "AutoImageProcessor" if part else "AutoProcessor"
+    key = "image_processor_type" if part else "processor_class"
+    edit_json(folder / "processor_config.json", **{f"{part}{key}": "Evil", f"{part}auto_map": {kind: "evil.Evil"}})
     (folder / "evil.py").write_text(f"from pathlib import Path\nPath({str(folder / 'ran')!r}).touch()\n")
     monkeypatch.setattr("builtins.input", lambda _: "yes")
     with pytest.raises(CheckpointError, match=r"its processor is Python code \(auto_map\), which is not run"):
@@ -147,14 +125,14 @@ def test_python_code_of_a_checkpoint_is_neither_run_nor_asked_about(
 @pytest.mark.parametrize("name", ["evil/kernel", "flash_attention_2"])
 def test_attention_is_not_a_checkpoints_choice(name: str, folder: Path) -> None:
     """transformers fetches and runs code of the hub by such a name, or fails without a package."""
-    for part in (None, "text_config", "vision_config"):
-        changed(folder, "config.json", part=part, _attn_implementation=name, attn_implementation=name)
+    for part in ("", "text_config__", "vision_config__"):
+        edit_json(folder / "config.json", **{f"{part}_attn_implementation": name, f"{part}attn_implementation": name})
     model: Any = load_model(folder, "float32").model
     assert model.config.text_config._attn_implementation == "coordexp_packed"
 
 
 def test_sizes_that_no_machine_counts_are_refused(folder: Path) -> None:
-    changed(folder, "config.json", part="text_config", vocab_size=10**4000)
+    edit_json(folder / "config.json", text_config__vocab_size=10**4000)
     with pytest.raises(CheckpointError, match="its weights cannot be read"):
         load_model(folder, "float32")
 
@@ -230,19 +208,6 @@ def test_image_of_another_size_than_annotated_is_refused(loaded: LoadedModel) ->
     record = replace(read_jsonl(tiny_scenes())[0], width=65)
     with pytest.raises(DataError, match="65"):
         encoder_of(loaded).encode(record)
-
-
-@pytest.mark.parametrize(
-    ("reported", "at"),
-    [((1, 9, 3), "token 1: trainer '(2, 3)', rollout '(9, 3)'"),
-     ((1, 2), "token 2: trainer '(3,)', rollout '()'"),
-     ((1, 2, 3, 4), "token 3: trainer '()', rollout '(4,)'"),
-     ((), "token 0: trainer '(1, 2, 3)', rollout '()'")],
-)  # fmt: skip
-def test_first_difference_of_prompts_is_named(reported: tuple[int, ...], at: str) -> None:
-    with pytest.raises(AlignmentError) as caught:
-        check_prompt("scene 7", (1, 2, 3), reported, str)
-    assert at in str(caught.value) and str(caught.value).startswith("scene 7: ")
 
 
 def test_head_gets_the_last_position_of_a_prompt_with_plain_strides() -> None:
