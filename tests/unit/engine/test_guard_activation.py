@@ -23,13 +23,9 @@ from coordexp.engine.wire.arguments import (
 from coordexp.errors import RolloutError
 
 WHOLE: dict[str, Any] = {
-    "enabled": True,
-    "min_new_tokens": 10,
-    "max_consecutive_token_repeats": 8,
-    "ngram_size": 16,
-    "ngram_repeats": 3,
+    "enabled": True, "min_new_tokens": 10, "max_consecutive_token_repeats": 8, "ngram_size": 16, "ngram_repeats": 3,
     "max_object_keys": 40,
-}
+}  # fmt: skip
 CONFIG = RepeatTerminateConfig(**WHOLE)
 
 

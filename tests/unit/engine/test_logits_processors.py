@@ -77,22 +77,15 @@ def batch(processor: RepeatTerminateProcessor) -> Batch:
 
 
 def test_a_triggered_row_is_forced_one_step_later_and_others_are_unchanged(batch: Batch) -> None:
-    a, b = [], []
+    a, b, forced = [], [], []
     batch.update(added=[(0, params("a"), [1, 1, 1, 1], a), (1, params("b"), [1], b)])
-    forced = []
-    for step, (x, y) in enumerate([(5, 7), (5, 8), (5, 9), (6, 9)]):
+    for x, y in [(5, 7), (5, 8), (5, 9), (6, 9)]:
         forced.append(batch.forced(2))
         a.append(x)
         b.append(y)
-        assert step < 3 or forced[-1] == [0]
     assert forced == [[], [], [], [0]]
     assert batch.processor.pop_triggers(["a", "b"]) == {"a": Trigger(GuardRule.TOKEN_RUN, 3)}
     assert batch.processor.pop_triggers(["a", "b"]) == {}, "each is reported once"
-
-
-def test_the_prompt_is_not_counted(batch: Batch) -> None:
-    batch.update(added=[(0, params("a"), [5] * 50, [])])
-    assert batch.forced(1) == []
 
 
 def test_history_follows_rows_that_swap_or_move(batch: Batch) -> None:
@@ -107,10 +100,10 @@ def test_history_follows_rows_that_swap_or_move(batch: Batch) -> None:
     assert batch.forced(2) == [0, 1]
 
 
-def test_a_row_reused_by_another_request_has_no_history(batch: Batch) -> None:
-    batch.update(added=[(0, params("a"), None, [5, 5, 5])])
-    assert batch.forced(1) == [0]
-    batch.update(added=[(0, params("b"), None, [])])
+def test_a_row_reused_by_another_request_has_no_history_and_its_prompt_does_not_count(batch: Batch) -> None:
+    batch.update(added=[(0, params(None), None, [5, 5, 5])])
+    assert batch.forced(1) == [0], "guarded too without an id"
+    batch.update(added=[(0, params("b"), [5] * 50, [])])
     assert batch.forced(1) == []
 
 
@@ -128,12 +121,9 @@ def test_tokens_that_vllm_discards_are_forgotten(batch: Batch) -> None:
     answer = [5, 5]
     batch.update(added=[(0, params("a"), None, answer)])
     assert batch.forced(1) == []
-    del answer[1:]
-    answer.append(6)
-    answer.append(6)
-    del answer[2:]
+    answer[1:] = [6]
     assert batch.forced(1) == []
-    del answer[:]
+    answer.clear()
     assert batch.forced(1) == []
     answer += [7, 7, 7]
     assert batch.forced(1) == [0]
@@ -152,23 +142,14 @@ def test_placeholder_tokens_are_not_counted(batch: Batch) -> None:
         batch.forced(1)
 
 
-def test_requests_without_an_id_are_guarded_too(batch: Batch) -> None:
-    batch.update(added=[(0, params(None), None, [5, 5, 5])])
-    assert batch.forced(1) == [0]
-
-
 def test_the_guard_triggers_at_the_same_step_as_offline(batch: Batch) -> None:
     answer: list[int] = []
     batch.update(added=[(0, params("a"), None, answer)])
-    stream = [3, 1, 2, 4, 2, 4, 4, 4]
-    ended_at = None
-    for token in stream:
-        if batch.forced(1):
-            ended_at = len(answer)
-            break
-        answer.append(token)
-    trigger = first_trigger(stream, SETTINGS)
-    assert trigger is not None and ended_at == trigger.num_new_tokens
+    stream = iter(whole := [3, 1, 2, 4, 2, 4, 4, 4])
+    while not batch.forced(1):
+        answer.append(next(stream))
+    trigger = first_trigger(whole, SETTINGS)
+    assert trigger is not None and len(answer) == trigger.num_new_tokens
     assert batch.processor.pop_triggers(["a"]) == {"a": trigger}
 
 

@@ -33,10 +33,7 @@ def request_(tmp_path: Path) -> RolloutRequest:
 def test_the_body_is_json_in_ms_swifts_format(request_: RolloutRequest) -> None:
     body = json.loads(json.dumps(infer_payload([request_, request_], 17, OPTIONS, str)))
     assert body["infer_requests"][0] == {
-        "messages": [
-            {"role": "system", "content": "Be exact."},
-            {"role": "user", "content": "<image>Detect ü."},
-        ],
+        "messages": [{"role": "system", "content": "Be exact."}, {"role": "user", "content": "<image>Detect ü."}],
         "images": [str(request_.image)],
     }
     assert body["request_config"] == {

@@ -34,9 +34,7 @@ def fakes() -> Iterator[list[FakeRolloutServer]]:
         yield [two, one]
 
 
-def test_requests_are_split_by_capacity_and_answers_keep_their_order(
-    fakes: list[FakeRolloutServer],
-) -> None:
+def test_requests_are_split_by_capacity_and_answers_keep_their_order(fakes: list[FakeRolloutServer]) -> None:
     with backend_of(fakes) as backend:
         backend.sync_weights(3)
         rollouts = backend.generate(requests_(8), SEEDS)
@@ -302,9 +300,7 @@ def test_an_unresponsive_server_ends_the_run_even_without_a_timeout(
         assert time.monotonic() - started < 30
 
 
-def test_a_slow_server_that_keeps_answering_is_not_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slow_server_that_keeps_answering_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy server may miss health checks; its answers show that it is alive."""
     now = [0.0]
 
@@ -346,10 +342,7 @@ def test_a_server_of_another_trainer_is_refused_at_start() -> None:
 @pytest.mark.parametrize(
     ("server", "message"),
     [
-        (
-            {"max_model_len": 1023},
-            r"max_model_len: 1024 tokens in this run .*, and http\S+ cuts answers at 1023",
-        ),
+        ({"max_model_len": 1023}, r"max_model_len: 1024 tokens in this run .*, and http\S+ cuts answers at 1023"),
         ({"max_model_len": 2048}, None),
         ({"dtype": "bfloat16"}, "dtype: float32 in this run, and http.* has bfloat16"),
         ({"kv_cache_dtype": "fp8"}, r"vllm\.engine_args\.kv_cache_dtype: auto in this run, and http.* has fp8"),

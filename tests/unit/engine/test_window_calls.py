@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 
 from coordexp.engine.trainer.server_backend import in_flight
 from coordexp.errors import RolloutError
-from coordexp.rollouts.chunking import (
-    Call,
-    Post,
-    chunk_size,
-    plan_calls,
-    plan_posts,
-    server_slots,
-    split_requests,
-)
+from coordexp.rollouts.chunking import Call, Post, chunk_size, plan_calls, plan_posts, server_slots, split_requests
 
 SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=5)
 

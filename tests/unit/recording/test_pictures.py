@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from coordexp.data import read_jsonl
 from coordexp.matching import match_objects
 from coordexp.recording import writer
 from coordexp.recording.writer import FOUND, MATCHED, MAX_PICTURES, MISSED, SIDE, RolloutPictures, draw_rollout
+from coordexp.training.checked_run import check_run
+from coordexp.training.run import build_trainer
 from support.answers import CAT, DOG, answer, entry, outcome_of, record, tiny_vocab
 from support.tiny_run import finder, run_config, tiny_scenes, train
 
@@ -100,11 +103,6 @@ def test_matched_and_missed_objects_have_their_colours(tmp_path: Path) -> None:
     ],
 )
 def test_nothing_is_drawn_by_default(tmp_path: Path, keys: dict, has_board: bool) -> None:
-    from rich.console import Console
-
-    from coordexp.training.checked_run import check_run
-    from coordexp.training.run import build_trainer
-
     trainer, _ = build_trainer(check_run(run_config(tmp_path, 2, **keys)), Console(quiet=True))
     boards = [one for one in trainer.callback_handler.callbacks if isinstance(one, RolloutPictures)]
     assert bool(boards) == has_board

@@ -35,6 +35,14 @@ def offer(recorder: RolloutRecorder, global_step: int, *batches: list[Sample], l
     recorder.offer(global_step, logging_steps, batches, [one for batch in batches for _ in batch])
 
 
+def recorder_in(folder: Path) -> RolloutRecorder:
+    return RolloutRecorder(folder, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
+
+
+def segment_of(sample: Sample, target: Any) -> Segment:
+    return Segment(sample.record.sample_id, sample.request.prompt_token_ids, target, {})
+
+
 def totals(recorder: RolloutRecorder) -> tuple[int, int, int]:
     counters = recorder.take_counters()
     return counters[WRITTEN], counters[DROPPED], counters[RECORDS_FAILED]
@@ -71,27 +79,23 @@ def test_records_of_due_steps_are_written_with_their_place(tmp_path: Path) -> No
 
 
 def test_a_blank_row_is_not_recorded_as_a_sample(tmp_path: Path) -> None:
-    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
+    recorder = recorder_in(tmp_path)
     (sample,) = samples(1)
     outcome = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab())
     recorder.offer(0, 1, [[sample]], [outcome])
-    target = outcome.target
-    eos = len(target.token_ids) - 1
+    eos = len(outcome.target.token_ids) - 1
     recorder.offer_losses(0, blank_row([[sample]]).segments, [()])
-    trained = Segment(sample.record.sample_id, sample.request.prompt_token_ids, target, {})
-    recorder.offer_losses(0, [trained], [((eos, 0.5),)])
+    recorder.offer_losses(0, [segment_of(sample, outcome.target)], [((eos, 0.5),)])
     assert [found.token_loss for found in read_records(tmp_path)] == [((eos, 0.5),)]
 
 
 def test_each_of_two_answers_to_one_sample_gets_its_own_losses(tmp_path: Path) -> None:
     """A sample may be in a step twice (a weight, another rank's padding), or again before a waiting one is trained."""
-    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
+    recorder = recorder_in(tmp_path)
     (sample,) = samples(1)
     outcomes = [outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab()) for _ in range(3)]
     recorder.offer(0, 1, [[sample], [sample]], outcomes[:2])
-    first, second, later = (
-        Segment(sample.record.sample_id, sample.request.prompt_token_ids, one.target, {}) for one in outcomes
-    )
+    first, second, later = (segment_of(sample, one.target) for one in outcomes)
     recorder.offer_losses(0, [second], [((0, 0.25),)])
     assert not recorder.wants_losses([later]) and recorder.wants_losses([later, first])
     recorder.offer_losses(3, [later, first], [((0, 9.0),), ((0, 0.5),)])
@@ -99,11 +103,11 @@ def test_each_of_two_answers_to_one_sample_gets_its_own_losses(tmp_path: Path) -
 
 
 def test_a_dropped_answer_does_not_get_losses_of_a_later_one(tmp_path: Path) -> None:
-    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
+    recorder = recorder_in(tmp_path)
     (sample,) = samples(1)
     closed = outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab())
     recorder.offer(0, 1, [[sample]], [replace(closed, target=empty_target(sample.record.sample_id))])
-    later = Segment(sample.record.sample_id, sample.request.prompt_token_ids, closed.target, {})
+    later = segment_of(sample, closed.target)
     assert not recorder.wants_losses([later])
     recorder.offer_losses(5, [later], [((0, 0.5),)])
     assert [found.token_loss for found in read_records(tmp_path)] == [None]
@@ -118,14 +122,9 @@ def test_a_dropped_answer_does_not_get_losses_of_a_later_one(tmp_path: Path) -> 
     ],
 )
 def test_lost_records_are_counted_and_warn_once(
-    tmp_path: Path,
+    min_free_gb: float, name: str, blocked: bool, lost: tuple[int, ...], warning: str, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    min_free_gb: float,
-    name: str,
-    blocked: bool,
-    lost: tuple[int, ...],
-    warning: str,
-) -> None:
+) -> None:  # fmt: skip
     if blocked:
         (tmp_path / "rollouts_rank0.jsonl").mkdir()
     recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=min_free_gb))
@@ -140,11 +139,11 @@ def test_lost_records_are_counted_and_warn_once(
 
 def test_resuming_appends_after_complete_lines(tmp_path: Path) -> None:
     for step in (0, 1):
-        recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
+        recorder = recorder_in(tmp_path)
         offer(recorder, step, samples(2))
         with recorder.path.open("ab") as file:
             file.write(b'{"killed here' * 20_000)
-    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
+    recorder = recorder_in(tmp_path)
     offer(recorder, 1, samples(1, start=5))
     assert [(r.where.global_step, r.sample_id) for r in read_records(tmp_path)] == [
         (0, "sample 0"), (0, "sample 1"), (1, "sample 1"), (1, "sample 5"),
@@ -193,9 +192,3 @@ def alone(record: RolloutRecord, trainer: CoordExpTrainer) -> dict[int, float]:
     losses = {at: -logits[at].log_softmax(-1)[record.target.token_ids[at]].item()
               for at, role in enumerate(roles) if role in scored}  # fmt: skip
     return losses | {at: -logits[at, coord_ids].log_softmax(-1)[round(k)].item() for at, k in bin_at.items()}
-
-
-def test_nothing_is_written_unless_asked_for(tmp_path: Path) -> None:
-    trainer = train(run_config(tmp_path, 2))
-    assert not (tmp_path / "run" / "rollout_records").exists()
-    assert not any("records" in name for line in step_lines(trainer) for name in line)

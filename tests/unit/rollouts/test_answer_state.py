@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -38,6 +39,13 @@ def grammar(request: pytest.FixtureRequest) -> AnswerGrammar:
 
 def tokens_of(objects: list[GTObject], order: FieldOrder, vocab: CoordVocab) -> list[int]:
     return [*vocab.encode(serialize_objects(objects, order)), vocab.eos_id]
+
+
+def after(grammar: AnswerGrammar, ids: Iterable[int]) -> AnswerState:
+    state = grammar.start()
+    for token in ids:
+        state.push(token)
+    return state
 
 
 @settings(max_examples=60)
@@ -95,12 +103,7 @@ def test_a_coordinate_after_the_end_and_an_end_before_it_are_another_text(gramma
     vocab, text = grammar.vocab, serialize_objects([GTObject("cat", "bbox_2d", (1, 2, 3, 4))])
     half = text[: text.index("<|coord_4|>")]
     for ids in ([*vocab.encode(text), vocab.coord_token_ids[5]], [*vocab.encode(half), vocab.eos_id]):
-        state = grammar.start()
-        for token in ids[:-1]:
-            state.push(token)
-        assert state.is_canonical
-        state.push(ids[-1])
-        assert not state.is_canonical
+        assert after(grammar, ids[:-1]).is_canonical and not after(grammar, ids).is_canonical
 
 
 def steps(ids: list[int], grammar: AnswerGrammar, limit: int) -> int:
@@ -131,9 +134,7 @@ def draft_after(grammar: AnswerGrammar, objects: list[GTObject], shown: str) -> 
     """The draft after the last ``shown`` in the answer with these objects."""
     vocab = grammar.vocab
     text = serialize_objects(objects)
-    state = grammar.start()
-    for token in vocab.encode(text[: text.rindex(shown) + len(shown)]):
-        state.push(token)
+    state = after(grammar, vocab.encode(text[: text.rindex(shown) + len(shown)]))
     assert state.is_canonical
     return vocab.decode(state.draft(32))
 
@@ -158,9 +159,8 @@ def test_a_name_is_guessed_from_those_before() -> None:
 
 
 def test_a_draft_has_at_most_as_many_tokens_as_asked_for(grammar: AnswerGrammar) -> None:
-    state = grammar.start()
-    for token in grammar.vocab.encode(serialize_objects([GTObject("cat", "bbox_2d", (1, 2, 3, 4))])[: -len('"]}}')]):
-        state.push(token)
+    text = serialize_objects([GTObject("cat", "bbox_2d", (1, 2, 3, 4))])[: -len('"]}}')]
+    state = after(grammar, grammar.vocab.encode(text))
     whole = state.draft(64)
     assert len(whole) > 3 and state.draft(3) == whole[:3] and state.draft(0) == ()
 
@@ -177,13 +177,9 @@ def test_a_polygon_is_guessed_to_be_as_long_as_the_one_before(grammar: AnswerGra
     ["[", "{ ", '{"object_2"', '{"object_1": {"label"', '{"object_1": {"desc": "a", "bbox_2d": [<|coord_1|>', "no"],
 )
 def test_another_text_is_not_followed(grammar: AnswerGrammar, text: str) -> None:
-    state = grammar.start()
-    for token in grammar.vocab.encode(text):
-        state.push(token)
+    state = after(grammar, grammar.vocab.encode(text))
     assert state.forced() == () == state.draft(8)
 
 
 def test_a_token_beyond_the_vocabulary_is_not_followed(grammar: AnswerGrammar) -> None:
-    state: AnswerState = grammar.start()
-    state.push(len(grammar.vocab) + 5)
-    assert state.forced() == ()
+    assert after(grammar, [len(grammar.vocab) + 5]).forced() == ()

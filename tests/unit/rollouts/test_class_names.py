@@ -89,17 +89,9 @@ def test_description_must_be_a_finished_string(rule: ClassNames, vocab: CoordVoc
 
 @pytest.mark.parametrize(
     "text",
-    [
-        '{"describe": "aee"}',
-        '{"x": "desc", "y": "aee"}',
-        '{"a\\"desc": "aee"}',
-        '["desc", "aee"]',
-        "prose: aee",
-        '{"de": "aee"}',
-        '{"xcdesc": "aee"}',
-        '{"\\"\\"desc": "aee"}',
-    ],
-)
+    ['{"describe": "aee"}', '{"x": "desc", "y": "aee"}', '{"a\\"desc": "aee"}', '["desc", "aee"]', "prose: aee",
+     '{"de": "aee"}', '{"xcdesc": "aee"}', '{"\\"\\"desc": "aee"}'],
+)  # fmt: skip
 def test_other_text_is_not_constrained(rule: ClassNames, vocab: CoordVocab, text: str) -> None:
     assert first_mistake([*in_bytes(text, vocab), vocab.eos_id], rule) is None
 

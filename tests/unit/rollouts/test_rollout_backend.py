@@ -57,10 +57,8 @@ from support.tiny_run import tiny_checkpoint
 def test_answers_are_returned_in_the_order_of_their_requests(order: list[int]) -> None:
     rollouts = [Rollout(f"s{index}", (), (index,), "", truncated=False) for index in range(5)]
     told: list[int] = []
-    assert (
-        collect_in_order(iter([IndexedRollout(0, index, rollouts[index]) for index in order]), told.append) == rollouts
-    )
-    assert told == [1, 2, 3, 4, 5]
+    answered = iter([IndexedRollout(0, index, rollouts[index]) for index in order])
+    assert collect_in_order(answered, told.append) == rollouts and told == [1, 2, 3, 4, 5]
 
 
 def test_class_names_are_applied_before_the_guard(loaded: LoadedModel) -> None:
@@ -73,8 +71,7 @@ def test_class_names_are_applied_before_the_guard(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "refused"),
-    [([True, True], False), ([True, False], True), ([None], True), (None, True)],
+    ("workers", "refused"), [([True, True], False), ([True, False], True), ([None], True), (None, True)]
 )
 def test_server_without_class_names_is_refused(
     loaded: LoadedModel, workers: list[bool | None] | None, refused: bool
@@ -84,12 +81,10 @@ def test_server_without_class_names_is_refused(
         None if workers is None else {"workers": [{} if one is None else {CLASS_NAMES_STATUS: one} for one in workers]}
     )
     with FakeRolloutServer(world_size=2, status=says) as server:
-        entry = {"base_url": server.url, "group_port": 51216}
-        config = resolved(rollout_backend="vllm", vllm={"mode": "server", "server": {"servers": [entry]}})
         with pytest.raises(RolloutError, match="closed_names: true") if refused else nullcontext():
-            check_servers(config, 1, with_class_names=True)
+            check_servers(served_by(server), 1, with_class_names=True)
         with pytest.raises(RolloutError, match="closed_names: true") if refused else nullcontext():
-            build_backend(config, parts(loaded), ["cat"])
+            build_backend(served_by(server), parts(loaded), ["cat"])
 
 
 @pytest.mark.parametrize(("mean", "refused"), [(0.5, False), (0.485, True)])
@@ -101,11 +96,9 @@ def test_server_that_normalises_images_otherwise_is_refused(
         "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255, "image_mean": [mean, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5], "temporal_patch_size": 2,
     }  # fmt: skip
-    with FakeRolloutServer(world_size=1, status={"workers": [{"pixels": pixels}]}) as server:
-        entry = {"base_url": server.url, "group_port": 51216}
-        config = resolved(rollout_backend="vllm", vllm={"mode": "server", "server": {"servers": [entry]}})
-        with pytest.raises(RolloutError, match=r"'mean': \(123.*start the server") if refused else nullcontext():
-            build_backend(config, parts(loaded))
+    names_it = pytest.raises(RolloutError, match=r"'mean': \(123.*start the server") if refused else nullcontext()
+    with FakeRolloutServer(world_size=1, status={"workers": [{"pixels": pixels}]}) as server, names_it:
+        build_backend(served_by(server), parts(loaded))
     assert refused or "does not report arithmetic" in caplog.text
 
 
@@ -119,32 +112,29 @@ def test_server_that_applies_weights_otherwise_is_refused(
     """A push would fit and its checksum agree, and every answer be another model's."""
     worker = {"arithmetic": arithmetic_of(tiny_checkpoint()) | other}
     with FakeRolloutServer(world_size=1, status={"workers": [worker]}) as server:
-        entry = {"base_url": server.url, "group_port": 51216}
-        config = resolved(rollout_backend="vllm", vllm={"mode": "server", "server": {"servers": [entry]}})
         names_it = pytest.raises(RolloutError, match=f"has {next(iter(other), '')} .*start the server")
         with names_it if refused else nullcontext():
-            build_backend(config, parts(loaded))
+            build_backend(served_by(server), parts(loaded))
+
+
+DEMO, BY_KEY = asset("checkpoints/demo-stage1"), "rollout_matching.rollout_backend=vllm"
 
 
 @needs("vllm")
-@pytest.mark.parametrize("by_option", [True, False])
-def test_an_engine_per_process_for_a_checkpoint_alone(by_option: bool) -> None:
-    options = PredictOptions(backend="vllm" if by_option else "hf")
-    keys = ["global_max_length=512", *([] if by_option else ["rollout_matching.rollout_backend=vllm"])]
-    config = inference_config(asset("checkpoints/demo-stage1"), options, keys)
-    engine = config.rollout_matching.vllm
-    check_backend(config.rollout_matching)
-    assert (engine.tensor_parallel_size, engine.max_model_len, engine.dtype) == (1, 512, config.model.dtype)
-    assert section_arguments(engine, gpu=False)["max_model_len"] == 512
-
-
-def test_an_engine_per_process_evaluates_a_checkpoint_alone() -> None:
-    keys = ["global_max_length=512", "rollout_matching.rollout_backend=vllm", "rollout_matching.vllm.max_num_seqs=3"]
-    config = AnswerConfig.of_run(evaluation_config(asset("checkpoints/demo-stage1"), Path("val.jsonl"), keys))
+@pytest.mark.parametrize("command", ["predict by option", "predict by key", "evaluate"])
+def test_an_engine_per_process_for_a_checkpoint_alone(command: str) -> None:
+    keys = ["global_max_length=512", "rollout_matching.vllm.max_num_seqs=3"]
+    if command == "evaluate":
+        config = AnswerConfig.of_run(evaluation_config(DEMO, Path("val.jsonl"), [*keys, BY_KEY]))
+    elif command == "predict by key":
+        config = inference_config(DEMO, PredictOptions(), [*keys, BY_KEY])
+    else:
+        config = inference_config(DEMO, PredictOptions("vllm"), keys)
     engine = config.rollout_matching.vllm
     check_backend(config.rollout_matching)
     assert (engine.tensor_parallel_size, engine.max_model_len, engine.dtype) == (1, 512, "float32")
     assert (engine.enforce_eager, engine.max_num_seqs) == (not has_gpu(), 3)
+    assert section_arguments(engine, gpu=False)["max_model_len"] == 512
 
 
 def test_answers_depend_on_the_number_types_of_their_engine() -> None:
@@ -152,7 +142,7 @@ def test_answers_depend_on_the_number_types_of_their_engine() -> None:
 
     def settings(*words: str) -> dict[str, Any]:
         keys = [f"rollout_matching.vllm.{word}" for word in words]
-        return decoding_settings(inference_config(asset("checkpoints/demo-stage1"), PredictOptions("vllm"), keys))
+        return decoding_settings(inference_config(DEMO, PredictOptions("vllm"), keys))
 
     own = settings()
     assert settings("dtype=float32", "engine_args={kv_cache_dtype: auto}") == own
@@ -187,14 +177,14 @@ def resolved(**keys: Any) -> RolloutMatchingConfig:
     return resolved_rollout(parse_config(config))
 
 
+def served_by(server: FakeRolloutServer) -> RolloutMatchingConfig:
+    entry = {"base_url": server.url, "group_port": 51216}
+    return resolved(rollout_backend="vllm", vllm={"mode": "server", "server": {"servers": [entry]}})
+
+
 def test_every_decoding_key_becomes_an_option() -> None:
-    config = section(
-        max_new_tokens=7,
-        num_beams=3,
-        decode_mode="beam",
-        repetition_penalty=1.5,
-        decoding={"temperature": 0.4, "top_p": 0.5, "top_k": 6},
-    )
+    sampling = {"temperature": 0.4, "top_p": 0.5, "top_k": 6}
+    config = section(max_new_tokens=7, num_beams=3, decode_mode="beam", repetition_penalty=1.5, decoding=sampling)
     assert decoding_options(config) == DecodingOptions(7, 0.4, 0.5, 6, 3, 1.5)
 
 

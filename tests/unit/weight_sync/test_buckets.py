@@ -83,15 +83,8 @@ def test_buckets_are_filled_and_a_larger_tensor_has_its_own(limit: int, names: l
 
 
 def _info(**change: Any) -> dict[str, Any]:
-    return {
-        "name": "w",
-        "shape": [2, 3],
-        "dtype": "torch.float32",
-        "start_idx": 0,
-        "end_idx": 24,
-        "numel": 24,
-        **change,
-    }
+    info = {"name": "w", "shape": [2, 3], "dtype": "torch.float32", "start_idx": 0, "end_idx": 24, "numel": 24}
+    return info | change
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from coordexp.errors import RolloutError
 from coordexp.weight_sync.receiver import InPlaceTargets, WeightLayout
 from support.fused_model import SHAPES, FusedModel
 
-Q, K = "model.language.layer.q_proj.weight", "model.language.layer.k_proj.weight"
+Q, K, V = (f"model.language.layer.{part}_proj.weight" for part in "qkv")
 NORM, EMBED = "model.language.layer.norm.weight", "model.language.embed.weight"
 Load = Callable[[FusedModel, list[tuple[str, torch.Tensor]]], None]
 
@@ -58,22 +58,10 @@ def proven(load: Load, sent: dict[str, torch.Tensor], **keys: Any) -> tuple[Fuse
         (k_under_q, trainers(), {}, {Q, K}),
         (changed(NORM, lambda t: t + 1), trainers(), {}, {NORM}),
         (usual, trainers(torch.bfloat16), {}, set(SHAPES)),
-        (
-            usual,
-            {name: t for name, t in trainers().items() if name != Q},
-            {},
-            {Q, K, "model.language.layer.v_proj.weight"},
-        ),
+        (usual, {name: t for name, t in trainers().items() if name != Q}, {}, {Q, K, V}),
         (usual, trainers(), {"enabled": False}, set(SHAPES)),
     ],
-    ids=[
-        "plain copies",
-        "another order of parts",
-        "transformed",
-        "another type",
-        "a part before is unknown",
-        "sharded",
-    ],
+    ids=["copies", "another order of parts", "transformed", "another type", "a part before is unknown", "sharded"],
 )
 def test_loading_shows_which_tensors_are_plain_copies(
     load: Load, sent: dict[str, torch.Tensor], keys: dict[str, Any], unproven: set[str]

@@ -32,16 +32,19 @@ def test_a_tensor_that_is_sent_twice_is_refused() -> None:
     assert "twice" in worker.report()["failure"]
 
 
-def test_full_weights_replace_the_base_of_adapters_and_adapters_do_not() -> None:
-    worker = receiver()
+def take_adapter(worker: WeightReceiver) -> None:
     worker.begin()
     worker.state.adapter_names = ["a"]
+
+
+def test_full_weights_replace_the_base_of_adapters_and_adapters_do_not() -> None:
+    worker = receiver()
+    take_adapter(worker)
     after_adapter = worker.commit(None, False, nothing)
     assert (after_adapter["base_overwritten"], after_adapter["pushes"]) == (False, 1)
     worker.take(weights())
     assert worker.commit(7, False, nothing)["base_overwritten"] is True
-    worker.begin()
-    worker.state.adapter_names = ["a"]
+    take_adapter(worker)
     assert worker.commit(8, False, nothing)["base_overwritten"] is True, "it stays so"
 
 
@@ -64,10 +67,9 @@ def test_an_adapter_is_refused_on_weights_that_an_earlier_push_changed(
     worker, sent = receiver(), dict(weights())
 
     def push(names: list[str]) -> None:
-        worker.begin()
+        take_adapter(worker)
         if names:
             worker.take([(name, sent[name]) for name in names])
-        worker.state.adapter_names = ["a"]
 
     push(earlier)
     if was_committed:
@@ -85,8 +87,7 @@ def test_a_full_push_that_failed_half_way_leaves_no_base_for_adapters() -> None:
     worker = receiver()
     worker.take(weights()[:2])
     worker.close()
-    worker.begin()
-    worker.state.adapter_names = ["a"]
+    take_adapter(worker)
     with pytest.raises(RolloutError, match="an earlier push changed"):
         worker.commit(0, False, nothing, "another trainer")
 
