@@ -22,8 +22,7 @@ from coordexp.records import ImageRecord, RolloutRequest
 from coordexp.training.batches import ChannelSchedule, StepBatches
 
 STEPS = 10_000
-RATIOS = ["0.0", "0.05", "0.1", "0.25", "0.29", "0.3", "0.333", "0.333333333333333", "0.5", "0.57",
-          "0.7", "0.75", "0.9", "0.95", "1.0", "0.00001"]  # fmt: skip
+RATIOS = ["0.0", "0.1", "0.29", "0.333", "0.333333333333333", "0.5", "0.57", "0.95", "1.0", "0.00001"]
 
 
 def by_definition(ratio: str) -> list[str]:
@@ -42,11 +41,7 @@ def test_ten_thousand_steps_follow_the_definition_on_the_typed_decimal(ratio: st
     assert channels.count("B") == int(STEPS * Fraction(ratio)) == schedule.b_steps_before(STEPS)
 
 
-@given(
-    thousandths=st.integers(0, 1000),
-    start=st.integers(0, 10**9),
-    length=st.integers(0, 200),
-)
+@given(thousandths=st.integers(0, 1000), start=st.integers(0, 10**9), length=st.integers(0, 200))
 def test_any_stretch_of_steps_is_within_one_step_of_its_share(thousandths: int, start: int, length: int) -> None:
     schedule = ChannelSchedule.from_ratio(thousandths / 1000)
     stretch = [schedule.channel(step) for step in range(start, start + length)].count("B")
@@ -67,28 +62,24 @@ def test_an_invalid_share_is_refused(ratio: float) -> None:
 
 # -- the order in which a run reads its samples ------------------------------------------------------------------------
 
-RECORDS = [ImageRecord(f"s{i}", Path(f"{i}.png"), 64, 64, ()) for i in range(7)]
-
 
 def request(record: ImageRecord) -> RolloutRequest:
     return RolloutRequest(record.sample_id, record.image, (), (1, 2))
 
 
-def batches_from(step: int) -> StepBatches:
-    dataset = RecordDataset(RECORDS, request)
-    batches = StepBatches(dataset, batch_size=2, accumulation_steps=2, seed=3, num_workers=0)
+def batches_from(step: int, count: int = 7, accumulation_steps: int = 2, plan: EpochPlan | None = None) -> StepBatches:
+    records = [ImageRecord(f"s{i}", Path(f"{i}.png"), 64, 64, ()) for i in range(count)]
+    batches = StepBatches(
+        RecordDataset(records, request), batch_size=2, accumulation_steps=accumulation_steps, seed=3, num_workers=0,
+        plan=plan,
+    )  # fmt: skip
     batches.start(step)
     return batches
 
 
 def planned_from(step: int) -> StepBatches:
     """Seven records of two files; an epoch has the first four one and a half times, the others twice."""
-    factors_N = np.array([1.5, 1.5, 1.5, 1.5, 2.0, 2.0, 2.0])
-    dataset = RecordDataset(RECORDS, request)
-    plan = EpochPlan(factors_N, [4, 3], 3)
-    batches = StepBatches(dataset, batch_size=2, accumulation_steps=2, seed=3, num_workers=0, plan=plan)
-    batches.start(step)
-    return batches
+    return batches_from(step, plan=EpochPlan(np.array([1.5, 1.5, 1.5, 1.5, 2.0, 2.0, 2.0]), [4, 3], 3))
 
 
 def ids(step_batches: list[list[str]]) -> list[str]:
@@ -121,20 +112,13 @@ def test_a_weighted_epoch_has_the_samples_of_its_plan_in_a_new_order() -> None:
 
 @pytest.mark.parametrize(
     ("count", "accumulation_steps", "sizes"),
-    [
-        (7, 3, [[2, 2, 2], [1]]),
-        (7, 4, [[2, 2, 2, 1]]),
-        (7, 5, [[2, 2, 2, 1]]),
-        (11, 4, [[2, 2, 2, 2], [2, 1]]),
-    ],
+    [(7, 3, [[2, 2, 2], [1]]), (7, 4, [[2, 2, 2, 1]]), (7, 5, [[2, 2, 2, 1]]), (11, 4, [[2, 2, 2, 2], [2, 1]])],
 )
 def test_the_last_step_of_an_epoch_reads_all_that_is_left(
     count: int, accumulation_steps: int, sizes: list[list[int]]
 ) -> None:
     """In batches of two samples, of which it may have several."""
-    dataset = RecordDataset([ImageRecord(f"s{i}", Path(f"{i}.png"), 64, 64, ()) for i in range(count)], request)
-    batches = StepBatches(dataset, batch_size=2, accumulation_steps=accumulation_steps, seed=3, num_workers=0)
-    batches.start(0)
+    batches = batches_from(0, count, accumulation_steps)
     steps = [taken(batches) for _ in range(batches.steps_per_epoch)]
     assert [[len(batch) for batch in step] for step in steps] == sizes
     assert sorted(name for step in steps for name in ids(step)) == sorted(f"s{k}" for k in range(count))
@@ -142,16 +126,12 @@ def test_the_last_step_of_an_epoch_reads_all_that_is_left(
 
 def test_every_rank_reads_its_own_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight samples on two ranks: together they read each of them once."""
-    records = [ImageRecord(f"s{i}", Path(f"{i}.png"), 64, 64, ()) for i in range(8)]
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(distributed, "all_reduce", lambda values, how: [float(value) for value in values])
     seen = []
     for rank in range(2):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        batches = StepBatches(
-            RecordDataset(records, request), batch_size=2, accumulation_steps=2, seed=3, num_workers=0
-        )  # fmt: skip
-        batches.start(0)
+        batches = batches_from(0, count=8)
         seen.append([one for _ in range(batches.steps_per_epoch) for one in ids(taken(batches))])
     assert [len(one) for one in seen] == [4, 4]
     assert sorted(seen[0] + seen[1]) == [f"s{k}" for k in range(8)]

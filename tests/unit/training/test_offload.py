@@ -15,16 +15,7 @@ from coordexp.config.rollout import OffloadConfig, RolloutMatchingConfig
 from coordexp.errors import ConfigError
 from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.training.offload import TrainerOffload, build_offload
-from support.tiny_run import (
-    InMemoryBackend,
-    finder,
-    load_tiny,
-    run_config,
-    same_weights,
-    step_lines,
-    train,
-    weights,
-)
+from support.tiny_run import InMemoryBackend, finder, load_tiny, run_config, same_weights, step_lines, train, weights
 from support.tuned_models import lora, pushed, tuned
 
 BOTH = OffloadConfig(enabled=True, offload_model=True, offload_optimizer=True)

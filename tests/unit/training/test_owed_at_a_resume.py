@@ -18,7 +18,6 @@ from transformers import TrainerCallback
 from coordexp.checkpoints.template import with_own_template
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.errors import ConfigError, RunStopped
-from coordexp.inference.session import PredictOptions, inference_config
 from coordexp.training.checked_run import check_run
 from coordexp.training.run import build_trainer, run_training
 from support.tiny_run import run_config, tiny_scenes, train
@@ -137,10 +136,8 @@ def scripted(*f1: float) -> Callable[[Any], None]:
     return install
 
 
-@pytest.mark.parametrize("is_loaded", [True, False])
-def test_only_a_step_with_a_checkpoint_may_be_the_best(is_loaded: bool, tmp_path: Path) -> None:
+def test_only_a_step_with_a_checkpoint_may_be_the_best(tmp_path: Path) -> None:
     keys = BEST | {"training__max_steps": 6, "training__save_steps": 2, "training__save_total_limit": 1}
-    keys["training__load_best_model_at_end"] = is_loaded
     trainer = train(run_config(tmp_path, 1, "run", **keys), on_built=scripted(0.1, 0.4, 0.9, 0.5, 0.2, 0.3))
     assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-4" and trainer.state.best_metric == 0.5
     assert sorted(path.name for path in tmp_path.glob("run/checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
@@ -184,8 +181,7 @@ def test_an_evaluation_without_the_figure_has_no_best_checkpoint(tmp_path: Path)
     assert evaluated(trainer) == [1, 2] and Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
 
 
-@pytest.mark.parametrize("lost", ["checkpoint-1", "checkpoint-1/model.safetensors"])
-@pytest.mark.parametrize("is_loaded", [True, False])
+@pytest.mark.parametrize(("is_loaded", "lost"), [(True, "checkpoint-1"), (False, "checkpoint-1/model.safetensors")])
 def test_a_best_checkpoint_that_is_gone_or_incomplete_is_forgotten(is_loaded: bool, lost: str, tmp_path: Path) -> None:
     keys = BEST | {"training__load_best_model_at_end": is_loaded}
     train(run_config(tmp_path, 1, "run", **keys, training__max_steps=2), on_built=scripted(0.9, 0.1))
@@ -253,12 +249,6 @@ def test_a_best_model_that_cannot_be_known_is_refused(keys: dict[str, Any], says
         train(run_config(tmp_path, 1, **BEST | keys))
 
 
-def test_an_adapter_of_a_frozen_part_is_refused(tmp_path: Path) -> None:
-    lora = {"tuner__train_type": "lora", "tuner__target_modules": ["qkv"], "tuner__freeze_vit": True}
-    with pytest.raises(ConfigError, match=r"tuner\.freeze_vit"):
-        train(run_config(tmp_path, 1, **lora))
-
-
 def test_training_keeps_a_checkpoints_order_of_objects(tmp_path: Path) -> None:
     run_training(run_config(tmp_path, 1, "first", custom__object_ordering="sorted_x"), Console(quiet=True))
     again = run_config(tmp_path, 1, "again", model__model=str(tmp_path / "first"))
@@ -271,14 +261,7 @@ def test_equal_adapters_are_equal_files(tmp_path: Path) -> None:
     keys = {"tuner__train_type": "lora", "training__save_strategy": "steps", "training__save_steps": 1}
     files = [
         (Path(tmp_path / name / "checkpoint-2" / "coord_offset.safetensors").read_bytes())
-        for name in ("a", "b", "c")
+        for name in ("a", "b")
         if train(run_config(tmp_path, 1, name, **keys))
     ]
     assert len(set(files)) == 1
-
-
-def test_a_runs_own_limit_of_tokens_holds_for_its_model(tmp_path: Path) -> None:
-    own = run_config(tmp_path, 1, "run", global_max_length=200, rollout_matching__max_new_tokens=150)
-    run_training(own, Console(quiet=True))
-    config = inference_config(tmp_path / "run", PredictOptions())
-    assert (config.rollout_matching.max_new_tokens, config.global_max_length) == (150, 200)

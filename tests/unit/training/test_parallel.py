@@ -11,19 +11,14 @@ from typing import Any
 import pytest
 
 from coordexp.checkpoints.run_lock import check_not_running
-from coordexp.config import RunConfig
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.errors import ConfigError, MissingDependency
 from coordexp.training.parallel import check_parallel, only_run_in, parallel_arguments, set_allocator
 from support.tiny_run import run_config
 
 
-def configured(folder: Path, **keys: Any) -> RunConfig:
-    return run_config(folder, 1, **keys)
-
-
 def test_without_either_section_nothing_is_passed(tmp_path: Path) -> None:
-    config = configured(tmp_path)
+    config = run_config(tmp_path, 1)
     check_parallel(config, 1)
     check_parallel(config, 8)
     assert parallel_arguments(config) == {}
@@ -32,7 +27,7 @@ def test_without_either_section_nothing_is_passed(tmp_path: Path) -> None:
 def test_fsdp_reaches_accelerate_as_version_2(tmp_path: Path) -> None:
     keys = {"fsdp__enabled": True, "fsdp__reshard_after_forward": False, "fsdp__cpu_offload": True,
             "fsdp__activation_checkpointing": True}  # fmt: skip
-    config = configured(tmp_path, **keys, fsdp__transformer_layer_cls_to_wrap=["Qwen3VLTextDecoderLayer"])
+    config = run_config(tmp_path, 1, **keys, fsdp__transformer_layer_cls_to_wrap=["Qwen3VLTextDecoderLayer"])
     assert parallel_arguments(config) == {
         "fsdp": True,
         "fsdp_config": {
@@ -57,23 +52,23 @@ def test_fsdp_reaches_accelerate_as_version_2(tmp_path: Path) -> None:
     ],
 )
 def test_activations_are_recomputed_by_either_key(keys: dict[str, bool], recomputes: bool, tmp_path: Path) -> None:
-    assert configured(tmp_path, **keys).recomputes is recomputes
+    assert run_config(tmp_path, 1, **keys).recomputes is recomputes
 
 
 def test_fsdp_over_one_process_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fsdp\.enabled: .*torchrun --nproc_per_node"):
-        check_parallel(configured(tmp_path, fsdp__enabled=True), 1)
+        check_parallel(run_config(tmp_path, 1, fsdp__enabled=True), 1)
 
 
 def test_fsdp_offloads_nothing_from_a_cpu(tmp_path: Path) -> None:
-    check_parallel(configured(tmp_path, fsdp__enabled=True), 2)
+    check_parallel(run_config(tmp_path, 1, fsdp__enabled=True), 2)
     with pytest.raises(ConfigError, match=r"fsdp\.cpu_offload: .*trains on the CPU; set fsdp\.cpu_offload: false"):
-        check_parallel(configured(tmp_path, fsdp__enabled=True, fsdp__cpu_offload=True), 2)
+        check_parallel(run_config(tmp_path, 1, fsdp__enabled=True, fsdp__cpu_offload=True), 2)
 
 
 def test_deepspeed_configuration_is_passed_unchanged(tmp_path: Path) -> None:
     stage = {"zero_optimization": {"stage": 2}}
-    config = configured(tmp_path, deepspeed__enabled=True, deepspeed__config=stage, training__use_cpu=False)
+    config = run_config(tmp_path, 1, deepspeed__enabled=True, deepspeed__config=stage, training__use_cpu=False)
     assert parallel_arguments(config) == {"deepspeed": stage}
 
 
@@ -81,11 +76,7 @@ def test_deepspeed_configuration_is_passed_unchanged(tmp_path: Path) -> None:
     ("keys", "error", "complaint"),
     [
         ({"training__use_cpu": True}, ConfigError, r"deepspeed\.enabled: DeepSpeed trains on GPUs"),
-        (
-            {"deepspeed__config": "/nowhere/z.json"},
-            ConfigError,
-            r"deepspeed\.config: /nowhere/z\.json: no such",
-        ),
+        ({"deepspeed__config": "/nowhere/z.json"}, ConfigError, r"deepspeed\.config: /nowhere/z\.json: no such"),
         (
             {"deepspeed__config": {"zero_optimization": {"stage": 3}}},
             ConfigError,
@@ -106,7 +97,7 @@ def test_unsupported_deepspeed_settings_are_refused(
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     given = {"deepspeed__enabled": True, "deepspeed__config": {"train_batch_size": "auto"}, "training__use_cpu": False}
     with pytest.raises(error, match=complaint):
-        check_parallel(configured(tmp_path, **(given | keys)), 2)
+        check_parallel(run_config(tmp_path, 1, **(given | keys)), 2)
 
 
 @pytest.mark.parametrize(

@@ -14,19 +14,24 @@ from transformers.utils import logging as hf_logging
 from coordexp.training.drift import DriftWatch
 from coordexp.training.progress import RichProgress
 
+NOTHING: Any = None
+
+
+def state_at(step: int, of: int, **keys: Any) -> Any:
+    most = {"is_world_process_zero": True, "best_model_checkpoint": None}
+    return SimpleNamespace(**most | {"global_step": step, "max_steps": of} | keys)
+
 
 def run(console: Console, steps: int = 3, first: int = 0, main: bool = True) -> RichProgress:
     progress = RichProgress(console, "stage 2")
-    state: Any = SimpleNamespace(global_step=first, max_steps=first + steps, is_world_process_zero=main,
-                                 best_model_checkpoint=None)  # fmt: skip
-    nothing: Any = None
-    progress.on_train_begin(nothing, state, nothing)
+    state = state_at(first, first + steps, is_world_process_zero=main)
+    progress.on_train_begin(NOTHING, state, NOTHING)
     for step in range(steps):
         state.global_step += 1
-        progress.on_step_end(nothing, state, SimpleNamespace(should_log=step > 0))
+        progress.on_step_end(NOTHING, state, SimpleNamespace(should_log=step > 0))
         logs = {"loss": 1.23456 + steps - step - 1, "rollout/match_rate": 0.5, "other": 9.0}
-        progress.on_log(nothing, state, nothing, logs=logs)
-    progress.on_train_end(nothing, state, nothing)
+        progress.on_log(NOTHING, state, NOTHING, logs=logs)
+    progress.on_train_end(NOTHING, state, NOTHING)
     return progress
 
 
@@ -44,8 +49,7 @@ def test_evaluations_show_their_progress_and_figures(terminal: bool, monkeypatch
     monkeypatch.setattr("coordexp.data.progress_bar.LINE_EVERY_S", 0.0)  # every move is a line
     file = io.StringIO()
     progress = RichProgress(Console(file=file, force_terminal=terminal, width=200), "stage 1")
-    state: Any = SimpleNamespace(global_step=20, max_steps=20, is_world_process_zero=True, best_metric=0.4156,
-                                 best_model_checkpoint=None)  # fmt: skip
+    state = state_at(20, 20, best_metric=0.4156)
     args: Any = SimpleNamespace(metric_for_best_model="rollout/f1", load_best_model_at_end=True)
     progress.on_train_begin(args, state, None)
     for done in range(4):
@@ -64,8 +68,7 @@ def test_a_best_checkpoint_that_no_longer_counts_is_not_named_at_the_end() -> No
     """A resumed run has other validation images: its earlier figures compare with nothing."""
     file = io.StringIO()
     progress = RichProgress(Console(file=file, width=200), "stage 1")
-    state: Any = SimpleNamespace(global_step=20, max_steps=20, is_world_process_zero=True, best_metric=0.5,
-                                 best_model_checkpoint="run/checkpoint-10")  # fmt: skip
+    state = state_at(20, 20, best_metric=0.5, best_model_checkpoint="run/checkpoint-10")
     args: Any = SimpleNamespace(metric_for_best_model="rollout/f1")
     progress.on_save(args, state, None)
     state.best_metric = state.best_model_checkpoint = None
@@ -76,17 +79,11 @@ def test_a_best_checkpoint_that_no_longer_counts_is_not_named_at_the_end() -> No
 def test_coordinate_errors_have_a_unit() -> None:
     file = io.StringIO()
     progress = RichProgress(Console(file=file, width=200), "stage 1")
-    state: Any = SimpleNamespace(global_step=0, max_steps=1, is_world_process_zero=True, best_model_checkpoint=None)
-    progress.on_train_begin(None, state, None)  # type: ignore[arg-type]
+    state = state_at(0, 1)
+    progress.on_train_begin(NOTHING, state, NOTHING)
     state.global_step = 1
     progress.on_log(None, state, None, logs={"coord_diag/expected_bin_mae": 12.34})
     assert "coord diagnostic: error 12.3 bins" in file.getvalue()
-
-
-def test_a_resumed_run_continues_its_step_count() -> None:
-    file = io.StringIO()
-    run(Console(file=file, width=200), steps=2, first=40)
-    assert "step 42/42" in file.getvalue()
 
 
 def test_a_terminal_shows_a_bar_and_is_restored() -> None:
@@ -97,10 +94,11 @@ def test_a_terminal_shows_a_bar_and_is_restored() -> None:
     progress.stop()  # again, as after an error
 
 
-def test_log_lines_are_not_wrapped() -> None:
+def test_log_lines_are_not_wrapped_and_a_resumed_run_continues_its_step_count() -> None:
     file = io.StringIO()
-    run(Console(file=file, width=20))
-    assert len(file.getvalue().splitlines()) == 1
+    run(Console(file=file, width=20), steps=2, first=40)
+    (line,) = file.getvalue().splitlines()
+    assert "step 42/42" in line
 
 
 def test_transformers_bars_are_disabled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from coordexp.coords import TURN_END, serialize_objects
 from coordexp.data.dataset import Sample
+from coordexp.data.jsonl import read_jsonl
 from coordexp.inference.replay import replay_records
 from coordexp.matching import MatchingConfig
 from coordexp.recording.rollout_record import read_records
@@ -22,11 +23,10 @@ from support.answers import CAT, DOG, LEAF, answer, entry, record, request, taug
 from support.tiny_run import (
     InMemoryBackend,
     finder,
-    load_tiny,
     run_config,
     step_lines,
     tiny_checkpoint,
-    tiny_samples,
+    tiny_processor_and_vocab,
     tiny_scenes,
     train,
 )
@@ -58,12 +58,10 @@ def test_both_trainers_learn_from_rewritten_answers_and_their_records_replay(sta
 
 def inventor() -> InMemoryBackend:
     """Finds everything, and one object that is not annotated."""
-    loaded = load_tiny()
-    truth = {sample.record.sample_id: sample.record.objects for sample in tiny_samples(loaded)}
+    truth = {one.sample_id: one.objects for one in read_jsonl(tiny_scenes())}
     more = GTObject("red circle", "bbox_2d", (990, 990, 999, 999))
-    return InMemoryBackend(
-        loaded.vocab, lambda request: serialize_objects([*truth[request.sample_id], more]) + TURN_END
-    )
+    vocab = tiny_processor_and_vocab().vocab
+    return InMemoryBackend(vocab, lambda request: serialize_objects([*truth[request.sample_id], more]) + TURN_END)
 
 
 @pytest.mark.parametrize(

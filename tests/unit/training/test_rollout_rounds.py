@@ -20,14 +20,7 @@ from coordexp.recording.writer import RolloutLog
 from coordexp.records import Rollout
 from coordexp.rollouts.backend import IndexedRollout, RolloutRound, SeedContext
 from coordexp.training.step_answers import AnswerReader, RolloutQueue
-from support.tiny_run import (
-    InMemoryBackend,
-    prepare,
-    run_config,
-    task_of,
-    tiny_samples,
-    train,
-)
+from support.tiny_run import InMemoryBackend, prepare, run_config, task_of, tiny_samples, train
 
 
 @pytest.fixture(scope="module")

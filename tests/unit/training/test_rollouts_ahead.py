@@ -25,11 +25,11 @@ from support.tiny_run import (
     Killed,
     figures,
     kill_at,
-    load_tiny,
     nearly_right,
     run_config,
     same_weights,
     step_lines,
+    tiny_processor_and_vocab,
     tiny_scenes,
     train,
     weights,
@@ -50,7 +50,8 @@ class Aging(InMemoryBackend):
 
     def __init__(self, slow: float = 0.0) -> None:
         self._objects = {record.sample_id: record.objects for record in read_jsonl(tiny_scenes())}
-        super().__init__(load_tiny().vocab, lambda request: nearly_right(self._objects[request.sample_id], self._shift))
+        vocab = tiny_processor_and_vocab().vocab
+        super().__init__(vocab, lambda request: nearly_right(self._objects[request.sample_id], self._shift))
         self.told: list[tuple[str, int]] = []
         self._slow = slow
         self._owes = False
@@ -73,38 +74,49 @@ class Aging(InMemoryBackend):
         super().sync_weights(version)
 
 
-@pytest.fixture
-def ahead(tmp_path: Path) -> Iterator[Any]:
-    """Trains on answers of a backend in memory, in a configuration that names a (fake) server."""
+@pytest.fixture(scope="module")
+def keys() -> Iterator[dict[str, Any]]:
+    """Of a configuration that names a (fake) server."""
     with FakeRolloutServer(1) as fake:
         server = {"servers": [{"base_url": fake.url, "group_port": 40000}], "timeout_s": 5.0}
-        served = {
-            "rollout_matching__rollout_backend": "vllm",
-            "rollout_matching__vllm": {"mode": "server", "tensor_parallel_size": 1, "server": server},
-        }
-
-        def run(name: str = "run", stage: Any = 2, backend: Any = None, on_built: Any = None, **keys: Any) -> Any:
-            config = run_config(tmp_path, stage, name, **served | KEYS | keys)
-            return train(config, backend or Aging(), on_built)
-
-        yield run
+        vllm = {"mode": "server", "tensor_parallel_size": 1, "server": server}
+        yield KEYS | {"rollout_matching__rollout_backend": "vllm", "rollout_matching__vllm": vllm}
 
 
-def test_each_step_takes_a_window_pushes_weights_and_requests_the_next(ahead: Any) -> None:
+@pytest.fixture
+def ahead(keys: dict[str, Any], tmp_path: Path) -> Any:
+    """Trains on answers of a backend in memory."""
+
+    def run(name: str = "run", stage: Any = 2, backend: Any = None, on_built: Any = None, **more: Any) -> Any:
+        return train(run_config(tmp_path, stage, name, **keys | more), backend or Aging(), on_built)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The trainer of a run without any incident, which others are compared with."""
+    return train(run_config(tmp_path_factory.mktemp("whole"), 2, **keys), Aging())
+
+
+def assert_same(run: Any, other: Any) -> None:
+    assert figures(run) == figures(other)
+    assert same_weights(weights(run.model), weights(other.model))
+
+
+def test_each_step_takes_a_window_pushes_weights_and_requests_the_next(ahead: Any, whole: Any) -> None:
     """Also over the ends of epochs; each step reads the samples that it reads without looking ahead."""
-    backend, slow, together = Aging(), Aging(slow=0.2), Aging()
-    first = ahead("first", backend=backend)
+    backend, slow, together = whole.backend, Aging(slow=0.2), Aging()
     assert backend.told[:6] == [("push", 0), ("ask", 0), ("ask", 1), ("push", 1), ("ask", 2), ("push", 2)]
     assert [number for what, number in backend.told if what == "ask"] == list(range(7))
     assert [number for what, number in backend.told if what == "push"] == list(range(6))  # no request follows the last
-    assert [line["rollout/staleness_steps"] for line in step_lines(first)] == [0, 1, 1, 1, 1, 1, 1]
-    second = ahead("second", backend=slow)
+    assert [line["rollout/staleness_steps"] for line in step_lines(whole)] == [0, 1, 1, 1, 1, 1, 1]
+    assert_same(ahead("second", backend=slow), whole)
     assert slow.told == backend.told
-    assert figures(second) == figures(first) and same_weights(weights(second.model), weights(first.model))
     in_step = ahead("in_step", backend=together, rollout_matching__rollouts_ahead=0)
     assert together.calls == backend.calls and together.seeds == backend.seeds
     assert {line["rollout/staleness_steps"] for line in step_lines(in_step)} == {0}
-    assert not same_weights(weights(in_step.model), weights(first.model))
+    assert not same_weights(weights(in_step.model), weights(whole.model))
 
 
 # As answers age, fewer of their objects match: its first steps take annotations as complete, its last ones do not.
@@ -133,8 +145,7 @@ def test_resumed_run_equals_uninterrupted_run(
     waited = json.loads((tmp_path / "killed" / f"checkpoint-{saved}" / "waiting_answers_rank0.json").read_text())
     assert (waited["step"], waited["version"]) == (saved, saved - 1)
     assert ("ask", saved) not in asked_again.told
-    assert figures(resumed) == figures(whole)
-    assert same_weights(weights(resumed.model), weights(whole.model))
+    assert_same(resumed, whole)
 
 
 def test_two_channel_answers_are_generated_during_the_step_before(ahead: Any) -> None:
@@ -162,7 +173,7 @@ def test_a_failure_ends_its_own_step_after_a_save(ahead: Any, tmp_path: Path) ->
     assert [line["rollout/staleness_steps"] for line in step_lines(resumed)] == [0, 1, 0, 1, 1, 1, 1]
 
 
-def test_a_failed_step_keeps_its_answers(ahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_keeps_its_answers(ahead: Any, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     to = RowTensors.to
 
     def fail_in_step_2(trainer: Any) -> None:
@@ -173,12 +184,10 @@ def test_a_failed_step_keeps_its_answers(ahead: Any, tmp_path: Path, monkeypatch
 
         monkeypatch.setattr(RowTensors, "to", to_or_fail)
 
-    whole = ahead("whole")
     with pytest.raises(RolloutError, match="out of memory"):
         ahead(on_built=fail_in_step_2)
     monkeypatch.undo()
-    resumed = ahead(training__resume_from_checkpoint=True)
-    assert figures(resumed) == figures(whole) and same_weights(weights(resumed.model), weights(whole.model))
+    assert_same(ahead(training__resume_from_checkpoint=True), whole)
 
 
 def test_unreadable_samples_fail_the_step_that_needs_them(ahead: Any, tmp_path: Path) -> None:
@@ -199,23 +208,20 @@ def test_unreadable_samples_fail_the_step_that_needs_them(ahead: Any, tmp_path: 
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
 
 
-def test_evaluation_waits_for_pending_answers(ahead: Any) -> None:
-    keys = {"training__eval_strategy": "steps", "training__eval_steps": 2}
-    evaluated, alone = ahead("evaluated", backend=Aging(slow=0.2), **keys), ahead("alone")
-    assert same_weights(weights(evaluated.model), weights(alone.model))
+def test_evaluation_waits_for_pending_answers(ahead: Any, whole: Any) -> None:
+    evaluated = ahead(backend=Aging(slow=0.2), training__eval_strategy="steps", training__eval_steps=2)
+    assert same_weights(weights(evaluated.model), weights(whole.model))
 
 
-def test_a_failed_evaluation_does_not_change_the_step_before(ahead: Any) -> None:
+def test_a_failed_evaluation_does_not_change_the_step_before(ahead: Any, whole: Any) -> None:
     class FailsToEvaluate(Aging):
         @property
         def batch_size(self) -> int:
             raise RolloutError("no evaluation today")
 
-    whole = ahead("whole")
     with pytest.raises(RolloutError, match="no evaluation today"):
         ahead(backend=FailsToEvaluate(), training__eval_strategy="steps", training__eval_steps=4)
-    resumed = ahead(training__resume_from_checkpoint=True)
-    assert figures(resumed) == figures(whole) and same_weights(weights(resumed.model), weights(whole.model))
+    assert_same(ahead(training__resume_from_checkpoint=True), whole)
 
 
 def test_a_run_without_prefetch_ignores_saved_answers(

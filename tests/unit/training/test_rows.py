@@ -107,16 +107,13 @@ def test_a_row_that_times_out_names_its_samples(rows: list[PackedRow], monkeypat
     monkeypatch.setattr(training_rows, "ROW_DEADLINE_S", 0.01)
     monkeypatch.setattr(background, "STOP_S", 0.01)
     build = Begun(may_go_on=False)
-    with (
-        pytest.raises(RowLate, match=rows[0].segments[0].sample_id),
-        PrefetchedRows(build, rows) as prefetched,
-    ):
+    with pytest.raises(RowLate, match=rows[0].segments[0].sample_id), PrefetchedRows(build, rows) as prefetched:
         next(iter(prefetched))
     build.go_on.set()
     assert none_is_built() and build.rows == rows[:1]
 
 
-@pytest.mark.parametrize("stage", [1, 2, "two_channel"])
+@pytest.mark.parametrize("stage", [1, "two_channel"])
 def test_a_run_without_prefetch_is_bitwise_the_same(
     stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,26 +16,17 @@ from support.tiny_run import InMemoryBackend, run_config
 def test_each_channel_has_the_weights_of_its_own_token_ce(tmp_path: Path) -> None:
     declared = pipeline()
     for_a, for_b = deepcopy(declared["objective"][0]), deepcopy(declared["objective"][0])
-    for_a |= {
-        "channels": ["A"],
-        "weight": 3.0,
-        "config": {"struct_ce_weight": 0.25, "desc_ce_weight": 0.5, "rollout_fn_desc_weight": 0.0},
-    }
-    for_b |= {
-        "channels": ["B"],
-        "weight": 1.0,
-        "config": {"struct_ce_weight": 2.0, "desc_ce_weight": 0.0, "rollout_fn_desc_weight": 0.75},
-    }
+    for_a |= {"channels": ["A"], "weight": 3.0}
+    for_a["config"] = {"struct_ce_weight": 0.25, "desc_ce_weight": 0.5, "rollout_fn_desc_weight": 0.0}
+    for_b |= {"channels": ["B"], "weight": 1.0}
+    for_b["config"] = {"struct_ce_weight": 2.0, "desc_ce_weight": 0.0, "rollout_fn_desc_weight": 0.75}
     declared["objective"][0:1] = [for_a, for_b]
     config = run_config(tmp_path, "two_channel", "run", stage2_ab__pipeline=declared)
     vocab = tiny_vocab()
     tasks, _ = build_tasks(config, resolved_rollout(config), vocab, InMemoryBackend(vocab, lambda _: ""), None)
-    assert tasks["A"].targets.weights == SupervisionWeights(
-        struct_ce=0.25, desc_ce=0.5, rollout_fn_desc_ce=0.0, matched_struct_ce=0.0
-    )
-    assert tasks["B"].targets.weights == SupervisionWeights(
-        struct_ce=2.0, desc_ce=0.0, rollout_fn_desc_ce=0.75, matched_struct_ce=2.0
-    )
+    weights_a = SupervisionWeights(struct_ce=0.25, desc_ce=0.5, rollout_fn_desc_ce=0.0, matched_struct_ce=0.0)
+    weights_b = SupervisionWeights(struct_ce=2.0, desc_ce=0.0, rollout_fn_desc_ce=0.75, matched_struct_ce=2.0)
+    assert (tasks["A"].targets.weights, tasks["B"].targets.weights) == (weights_a, weights_b)
     modules = {
         channel: [(one.name, one.weight) for one in task.objective.pipeline.objective]
         for channel, task in tasks.items()

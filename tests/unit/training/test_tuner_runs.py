@@ -16,7 +16,7 @@ from coordexp.inference.evaluation import answer_jsonl
 from coordexp.modeling.load import load_model
 from coordexp.training.checked_run import check_run
 from coordexp.training.run import run_training
-from support.tiny_run import forget_configuration, load_tiny, run_config, step_lines, tiny_checkpoint, train, weights
+from support.tiny_run import forget_configuration, load_tiny, run_config, step_lines, train, weights
 from support.tuned_models import pushed, trained
 
 LORA: dict[str, Any] = {"tuner__train_type": "lora", "tuner__lora_rank": 4, "training__max_steps": 2}
@@ -109,16 +109,7 @@ def test_gradient_checkpointing_trains_the_same(keys: dict[str, Any], tmp_path: 
             torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_frozen_parts_are_unchanged(tmp_path: Path) -> None:
-    start = weights(load_tiny().model)
-    end = weights(train(run_config(tmp_path, 1, tuner__freeze_vit=True, tuner__freeze_llm=True)).model)
-    changed = {name for name in start if not torch.equal(start[name], end[name])}
-    assert changed and all(".merger." in name or ".deepstack_merger_list." in name for name in changed)
-
-
-@pytest.mark.parametrize("name", ["varlen", "flash"])
-def test_an_unsupported_attention_is_refused_before_loading(name: str, tmp_path: Path) -> None:
-    config = run_config(tmp_path, 1, model__attn_implementation=name, model__model=str(tmp_path / "no-such-model"))
-    with pytest.raises(ConfigError, match=rf"model\.attn_implementation: {name} has no backward pass on the CPU"):
+def test_an_unsupported_attention_is_refused_before_loading(tmp_path: Path) -> None:
+    config = run_config(tmp_path, 1, model__attn_implementation="varlen", model__model="/nowhere")
+    with pytest.raises(ConfigError, match=r"model\.attn_implementation: varlen has no backward pass on the CPU"):
         check_run(config)
-    assert tiny_checkpoint().is_dir()
