@@ -189,7 +189,7 @@ def test_an_engine_shares_the_gpu_with_what_the_trainer_keeps() -> None:
 def test_an_engine_that_does_not_fit_is_refused_with_a_share_that_does() -> None:
     config = of_tiny(stage2(rollout_backend="vllm", vllm={"gpu_memory_utilization": 0.95}))
     assert "rollout_matching.vllm.gpu_memory_utilization: 0.47" in advice(config, 5)
-    check_memory(config, gpu_bytes=150 * check_memory(config).total)
+    check_memory(config, gpu_bytes=int(150 * check_memory(config).total))
 
 
 def test_a_run_that_cannot_fit_is_refused_with_a_size_that_fits() -> None:

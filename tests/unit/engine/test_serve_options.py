@@ -72,8 +72,9 @@ def test_adapters_in_float32_are_refused_on_gpus(tmp_path: Path) -> None:
     one: dict[str, Any] = {"gpus": 1, "tensor_parallel_size": 1, "enable_lora": True, "max_lora_rank": 16}
     with pytest.raises(ConfigError, match=r"vllm\.dtype: float32 .* adapters on GPUs; write bfloat16"):
         options_of(tmp_path, **one, dtype="float32")
-    for keys in (one | {"dtype": "bfloat16"}, one | {"gpus": 0, "dtype": "float32"}):
-        engine = options_of(tmp_path, **keys).engine
+    accepted: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"gpus": 0, "dtype": "float32"}]
+    for keys in accepted:
+        engine = options_of(tmp_path, **one | keys).engine
         assert (engine["enable_lora"], engine["max_loras"], engine["max_lora_rank"]) == (True, 1, 16)
 
 

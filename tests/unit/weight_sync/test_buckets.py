@@ -151,14 +151,14 @@ def test_hashes_of_many_tensors_together_are_those_of_each(at_once: int) -> None
 
 
 def test_two_flipped_signs_do_not_cancel() -> None:
-    weights = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(32, generator=torch.Generator().manual_seed(1))
     hashes = {tensor_hash(weights)}
-    for first in range(64):
-        for second in range(first + 1, 64):
+    for first in range(32):
+        for second in range(first + 1, 32):
             flipped = weights.clone()
             flipped[[first, second]] *= -1
             hashes.add(tensor_hash(flipped))
-    assert len(hashes) == 1 + 64 * 63 // 2
+    assert len(hashes) == 1 + 32 * 31 // 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
