@@ -94,7 +94,9 @@ def place_images(
             open_rgb(source, data=data)
         except DataError as error:
             refused.append(f"{answer.sample_id}: {error}")
-            placed.append(answer)
+            if (own := answer.original) is not None:  # of two images with one name, the copy of one may have it now
+                own = replace(own, file=f"{name.as_posix()}{safe_part(PurePosixPath(own.file).suffix)}")
+            placed.append(replace(answer, original=own))
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():

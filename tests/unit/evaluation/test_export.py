@@ -414,6 +414,20 @@ def test_only_files_that_decode_as_images_are_copied(tmp_path: Path, cli: Cli) -
     assert all(name in shown.out for name in names[1:])
 
 
+def test_an_image_that_is_not_copied_has_a_name_of_its_own(tmp_path: Path, cli: Cli) -> None:
+    Image.new("RGB", (50, 40), "gray").save(tmp_path / "b.png")
+    (tmp_path / "torn.png").write_bytes((tmp_path / "b.png").read_bytes()[:60])
+    answers = [
+        ImageAnswer(name, str(tmp_path / name), 50, 40, None, (CAT,), original=OriginalImage("in/a.png", 50, 40))
+        for name in ("b.png", "torn.png")
+    ]
+    write_answers(answers, tmp_path / "run" / "predictions.jsonl")
+    shown = cli("export", "yolo", tmp_path / "run", "--out", tmp_path / "out")
+    assert shown.code == 0 and "1 images were not placed" in shown.out
+    assert sorted(path.name for path in (tmp_path / "out" / "labels" / "in").iterdir()) == ["a.txt", "a_1.txt"]
+    assert [path.name for path in (tmp_path / "out" / "images" / "in").iterdir()] == ["a.png"]
+
+
 def test_copies_are_copies_unless_links_are_asked_for(predictions: Path, tmp_path: Path, cli: Cli) -> None:
     for out, options, same in (("copies", (), False), ("links", ("--link",), True)):
         shown = cli("export", "yolo", predictions, "--out", tmp_path / out, *options)
