@@ -223,6 +223,9 @@ def _check_used(option: str, given: bool, form: str, users: Sequence[str]) -> No
         raise ConfigError(f"{option} has no use here; it belongs to {' and '.join(users)}")
 
 
+# What becomes of objects without area.
+_OF_COCO = "their boxes are written half a bin wide"
+_OF_OTHERS = "data convert and other readers leave such objects out"
 # The keys of coordexp.evaluation.export.FORMATS.
 Format = Literal["coco", "yolo", "yolo-obb", "voc", "labelme", "csv", "dota"]
 
@@ -309,13 +312,10 @@ def export(
     if images or form in yolo:
         answers, refused = place_images(answers, out / IMAGE_FOLDERS[form], link=link)
         if refused:
-            more = ["…"] if len(refused) > _MOST_REFUSED else []
-            lines = "\n  ".join([*refused[:_MOST_REFUSED], *more])
+            lines = "\n  ".join([*refused[:_MOST_REFUSED], *["…"] * (len(refused) > _MOST_REFUSED)])
             say(console, f"note: {len(refused)} images were not placed next to the annotations:\n  {lines}")
-    options = {
-        "coco": {"completed": completed if of_dataset else None, "originals": originals},
-        "voc": {"fractions": fractions},
-    }.get(form, {})
+    of_coco = {"completed": completed if of_dataset else None, "originals": originals}
+    options = {"coco": of_coco, "voc": {"fractions": fractions}}.get(form, {})
     exported = FORMATS[form](answers, out, terms, **({"scores": scores} if form in yolo else options))
     if completed and form != "coco":
         count = sum(map(len, completed.values()))
@@ -323,9 +323,7 @@ def export(
     objects = [obj for answer in answers for obj in ((answer.gt or ()) if annotated else answer.pred)]
     flat = sum(shape_area(obj.kind, obj.bins) == 0 for obj in objects)
     if flat:
-        kept = "their boxes are written half a bin wide" if form == "coco" else (
-            "data convert and other readers leave such objects out")  # fmt: skip
-        say(console, f"note: {flat} objects have no area; {kept}")
+        say(console, f"note: {flat} objects have no area; {_OF_COCO if form == 'coco' else _OF_OTHERS}")
     if of_dataset and form in (*yolo, "coco") and annotations is None and classes is None:
         say(console, f"note: numbers follow the names in {predictions}; for another split, name it with --classes")
     for note in exported.notes:
