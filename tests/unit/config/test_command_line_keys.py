@@ -19,44 +19,33 @@ from support.config_samples import set_key, stage1, stage2, write_yaml
 
 
 @pytest.mark.parametrize(
-    ("word", "says"),
+    ("words", "says"),
     [
-        ("template.prompt=${env:COORDEXP_TEST_UNSET}", "COORDEXP_TEST_UNSET"),
-        ("rollout_matching.max_new_tokens=99999999999999999999", "99999999999999999999 has more than 64 bits"),
-        ("rollout_matching.decoding={top_p: 0.5, top_p: 0.6}", "given twice"),
-        ("rollout_matching.decode_batch_size=0", "greater than or equal to 1"),
+        # as in a file
+        (["template.prompt=${env:COORDEXP_TEST_UNSET}"], "COORDEXP_TEST_UNSET"),
+        (["rollout_matching.max_new_tokens=99999999999999999999"], "99999999999999999999 has more than 64 bits"),
+        (["rollout_matching.decoding={top_p: 0.5, top_p: 0.6}"], "given twice"),
+        (["rollout_matching.decode_batch_size=0"], "greater than or equal to 1"),
+        # rules between keys
+        (["rollout_matching.decode_mode=beam", "rollout_matching.num_beams=3", "rollout_matching.rollout_backend=vllm"],
+         "rollout_matching.decode_mode (command line): beam search needs"),
+        (["rollout_matching.num_beams=3"], "rollout_matching.num_beams (command line): needs decode_mode: beam"),
+        (["rollout_matching.decoding.temperature=2.5", "rollout_matching.rollout_backend=vllm"],
+         "rollout_matching.decoding.temperature (command line): vLLM refuses"),
+        (["rollout_matching.max_new_tokens=4096"], "max_new_tokens (command line): 4096 leaves no room for the prompt"),
+        (["rollout_matching.repeat_terminate={enabled: true, ngram_size: 0}"],
+         "rollout_matching.repeat_terminate.ngram_size (command line): is 0"),
     ],
-)
-def test_words_for_a_checkpoint_alone_are_read_like_those_for_a_file(word: str, says: str) -> None:
+)  # fmt: skip
+def test_words_for_a_checkpoint_alone_are_checked_like_those_for_a_file(words: list[str], says: str) -> None:
     demo = asset("checkpoints/demo-stage1")
     for read in (
-        lambda: inference_config(demo, PredictOptions(), [word]),
-        lambda: evaluation_config(demo, Path("val.jsonl"), [word]),
+        lambda: inference_config(demo, PredictOptions(), words),
+        lambda: evaluation_config(demo, Path("val.jsonl"), words),
     ):
         with pytest.raises(ConfigError, match=": 1 problem\n") as refused:
             read()
         assert says in str(refused.value) and "got null" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["decode_mode=beam", "num_beams=3", "rollout_backend=vllm"], "decode_mode (command line): beam search needs"),
-        (["num_beams=3"], "num_beams (command line): needs decode_mode: beam"),
-        (["decoding.temperature=2.5", "rollout_backend=vllm"], "decoding.temperature (command line): vLLM refuses"),
-        (["max_new_tokens=4096"], "max_new_tokens (command line): 4096 leaves no room for the prompt"),
-        (["repeat_terminate={enabled: true, ngram_size: 0}"], "repeat_terminate.ngram_size (command line): is 0"),
-    ],
-)
-def test_rules_between_keys_hold_for_a_checkpoint_alone(words: list[str], says: str) -> None:
-    demo, given = asset("checkpoints/demo-stage1"), [f"rollout_matching.{word}" for word in words]
-    for read in (
-        lambda: inference_config(demo, PredictOptions(), given),
-        lambda: evaluation_config(demo, Path("val.jsonl"), given),
-    ):
-        with pytest.raises(ConfigError, match=": 1 problem\n") as refused:
-            read()
-        assert f"rollout_matching.{says}" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +137,7 @@ def test_command_line_keys_override_everything_else(tmp_path: Path) -> None:
 MISTAKES = [
     (["training.max_steps=many"], ["training.max_steps (command line): expected a whole number, got 'many'"]),
     (["training.max_stepz=3"], ["training.max_stepz (command line): unknown key; did you mean 'max_steps'?"]),
+    (["training.eval_strategy=steps"], ["training.eval_strategy (command line): ", "custom.val_jsonl is null"]),
     (["trainnig.max_steps=3"], ["trainnig (command line): unknown key; did you mean 'training'?"]),
     (["training.seed.deep=3"], ["training.seed (command line): expected a whole number, got a mapping"]),
     (["model.dtype=[1,"], ["model.dtype (command line): not valid YAML"]),
@@ -186,12 +176,6 @@ def test_an_error_has_place_and_fix_as_in_a_file(words: list[str], lines: list[s
     with pytest.raises(ConfigError) as caught:
         load_config(run, arguments=words)
     assert [line for line in lines if line not in str(caught.value)] == []
-
-
-def test_a_rule_between_a_file_and_the_command_line_names_both(tmp_path: Path) -> None:
-    run = write_yaml(tmp_path, stage1())
-    with pytest.raises(ConfigError, match=r"custom\.val_jsonl|training\.eval_strategy \(command line\)"):
-        load_config(run, arguments=["training.eval_strategy=steps"])
 
 
 def test_check_prints_command_line_keys_with_their_source(tmp_path: Path, cli: Cli) -> None:

@@ -62,7 +62,6 @@ WRONG = [
     ("custom.extra", {"x": 1}, "custom.extra", "never from a free mapping"),
     ("training.output_dir", 3, "training.output_dir", "folder of checkpoints"),
     ("training.output_dir", 20261201, "training.output_dir", "a path as text, got 20261201: put it in quotes"),
-    ("training.learning_rate", "3e-4", "training.learning_rate", "without quotes"),
     ("training.learning_rate", float("nan"), "training.learning_rate", "finite number"),
     *[("training.learning_rate", value, "training.learning_rate", "beyond what float32 computes with")
       for value in (1e38, 1e31, 1e-320, 1e-31)],
@@ -91,8 +90,6 @@ WRONG = [
     (f"{RM}.vllm.server", {"servers": []}, f"{RM}.vllm.server.servers", "at least 1 item"),
     (f"{RM}.vllm.server", {}, f"{RM}.vllm.server.servers", "missing"),
     (f"{RM}.vllm.server", {"servers": [{"group_port": 1}]}, f"{RM}.vllm.server.servers[0].base_url", "missing"),
-    (f"{RM}.vllm.server", {"servers": [{"base_url": "http://a"}]}, f"{RM}.vllm.server.servers[0].group_port",
-     "missing"),
     (f"{RM}.vllm.server", servers("a:80", 1), f"{RM}.vllm.server.servers[0].base_url",
      "expected text that matches ^https?://\\S+$, got 'a:80' (URL prefix"),
     *[(f"{RM}.vllm.server", servers(url, 1), f"{RM}.vllm.server.servers[0].base_url", "HOST:PORT")
@@ -186,9 +183,9 @@ def test_missing_sections_name_their_required_keys() -> None:
     assert {"model.model", "custom.train_jsonl", "training.output_dir", "global_max_length"} <= {*missing}
 
 
-def test_of_hundreds_of_problems_forty_are_shown() -> None:
-    config = stage2() | {f"key{number}": 1 for number in range(500)}
-    assert problems(config)[-1].strip() == "and 460 more" and len(problems(config)) == 41
+def test_of_a_hundred_problems_forty_are_shown() -> None:
+    found = problems(stage2() | {f"key{number}": 1 for number in range(100)})
+    assert found[-1].strip() == "and 60 more" and len(found) == 41
 
 
 def test_all_problems_of_all_sections_are_reported_together() -> None:
@@ -244,8 +241,7 @@ def test_every_removed_key_has_a_migration_hint() -> None:
          "'rollout_matching_sft' is retired; write stage2_rollout_aligned instead"),
         ("custom.trainer_variant", "stage2_ab_training",
          "'stage2_ab_training' is retired; write stage2_two_channel instead"),
-        (f"{RM}.rollout_infer_batch_size", 4, "removed; write rollout_matching.decode_batch_size instead"),
-        (f"{RM}.rollout_buffer", {}, "removed: rollout_buffer has no replacement, every step generates"),
+        (f"{RM}.vllm.kv_cache_dtype", None, "removed; write it under rollout_matching.vllm.engine_args instead"),
     ],
 )  # fmt: skip
 def test_old_keys_and_names_have_their_own_guidance(key: str, value: object, guidance: str) -> None:

@@ -49,7 +49,7 @@ def at(config: Any, path: str) -> Any:
     return config
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(where=st.sampled_from(KEYS), change=st.sampled_from(["drop", "rename", "retype"]), value=ODD)
 def test_any_change_is_valid_or_an_error_naming_the_key(where: tuple[str, str], change: str, value: Any) -> None:
     name, path = where
@@ -84,7 +84,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(prompt=TEXT, free=st.dictionaries(TEXT, ANYTHING, max_size=3))
 def test_resolved_yaml_loads_back_unchanged(tmp_path_factory: Any, prompt: str, free: dict[str, Any]) -> None:
     """Texts that look like something else, and the one free mapping, come through a file unchanged."""

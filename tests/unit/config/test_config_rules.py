@@ -270,29 +270,19 @@ def test_unusual_but_valid_settings_are_accepted(config: dict[str, Any]) -> None
 
 
 # (configuration, trainer processes, path blamed or None, words)
+BATCH = "training.effective_batch_size"
 WORLDS = [
     (stage1(), 8, None, ""),
-    (set_keys(stage1(), {"training.effective_batch_size": 8}), 4, None, ""),
-    (set_keys(stage1(), {"training.effective_batch_size": 6}), 4, "training.effective_batch_size", "1 x 4"),
-    (
-        set_keys(stage1(), {"training.effective_batch_size": 6}),
-        4,
-        "training.effective_batch_size",
-        "; write training.effective_batch_size: 8",
-    ),
-    (
-        set_keys(stage1(), {"training.effective_batch_size": 36, "training.per_device_train_batch_size": 6}),
-        4,
-        "training.effective_batch_size",
-        "= 6 x 4 samples; write training.per_device_train_batch_size: 3",
-    ),
+    (set_keys(stage1(), {BATCH: 8}), 4, None, ""),
+    (set_keys(stage1(), {BATCH: 6}), 4, BATCH, "1 x 4 samples; write training.effective_batch_size: 8"),
+    (set_keys(stage1(), {BATCH: 36, "training.per_device_train_batch_size": 6}), 4, BATCH,
+     "= 6 x 4 samples; write training.per_device_train_batch_size: 3"),
     (vllm(**SERVER), 2, None, ""),
-    (vllm(), 4, None, ""),
     (vllm(), 8, None, ""),
     (vllm(), 1, f"{VLLM}.tensor_parallel_size", "a divisor of 1"),
     (vllm(tensor_parallel_size=3), 4, f"{VLLM}.tensor_parallel_size", "rollout_backend: hf"),
     (vllm(tensor_parallel_size=3, **SERVER), 4, None, ""),
-]
+]  # fmt: skip
 
 
 @pytest.mark.scenario("Invalid vLLM configuration fails fast")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import ast
+import importlib.util
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,13 +44,12 @@ def test_null_leaves_an_argument_to_vllm() -> None:
     assert config.rollout_matching.vllm.given_args == {"cpu_offload_gb": 1}
 
 
-@pytest.mark.parametrize("name", ["kv_cache_dtype", "cpu_offload_gb", "mm_encoder_tp_mode", "enable_chunked_prefill"])
-def test_keys_that_moved_there_say_so(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"vllm\.{name}: removed; write it under {re.escape(KEY)} instead"):
-        parse_config(set_key(stage2(), f"rollout_matching.vllm.{name}", None))
-
-
 def test_vllm_has_these_arguments() -> None:
-    fields = {field.name for field in dataclasses.fields(pytest.importorskip("vllm.engine.arg_utils").EngineArgs)}
+    """By its source: importing it takes seconds."""
+    if (spec := importlib.util.find_spec("vllm")) is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    tree = ast.parse((Path(spec.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
+    (engine_args,) = [one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "EngineArgs"]
+    fields = {ast.unparse(one.target) for one in engine_args.body if isinstance(one, ast.AnnAssign)}
     assert ENGINE_ARGS.keys() <= fields
     assert not ENGINE_ARGS.keys() & VLLMConfig.model_fields.keys()
