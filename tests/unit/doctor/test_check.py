@@ -22,6 +22,7 @@ from coordexp.errors import ConfigError, MissingDependency
 from support.cli_runs import Cli
 from support.rollout_servers import all_gone
 
+PYTHON = Row("python", "ok", "3.11", "unused", section="machine")
 ROWS = {"first": "machine", "second": "machine", "third": "machine"}
 # How a check ends → what its failed row says.
 ENDS = {
@@ -136,7 +137,7 @@ def test_a_selection_includes_what_it_needs() -> None:
 
 def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(*_: object) -> Iterator[Row]:
-        yield Row("python", "ok", "3.11", section="machine")
+        yield PYTHON
         raise KeyboardInterrupt
 
     monkeypatch.setattr("coordexp.doctor.diagnose", ended)
@@ -149,10 +150,7 @@ def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_failed_row_is_exit_code_1_and_shows_its_advice(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [
-        Row("python", "ok", "3.11", "unused", section="machine"),
-        Row("GPUs", "failed", "none", "see nvidia-smi", section="machine"),
-    ]
+    rows = [PYTHON, Row("GPUs", "failed", "none", "see nvidia-smi", section="machine")]
     monkeypatch.setattr("coordexp.doctor.diagnose", lambda *_: iter(rows))
     failed = cli("doctor", "--keep", str(tmp_path))
     assert failed.code == 1 and "see nvidia-smi" in failed.out and "1 ok, 1 failed" in failed.out
@@ -162,12 +160,10 @@ def test_a_failed_row_is_exit_code_1_and_shows_its_advice(
 def test_the_table_cuts_no_text_off_and_has_a_column_for_advice_only_with_some(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fine, path = Row("python", "ok", "3.11", "unused", section="machine"), "/".join(["folder"] * 60)
-    monkeypatch.setattr("coordexp.doctor.diagnose", lambda *_: iter([fine]))
+    path, rows = "/".join(["folder"] * 60), [PYTHON]
+    monkeypatch.setattr("coordexp.doctor.diagnose", lambda *_: iter(rows))
     assert cli("doctor").out.splitlines()[0].split() == ["check", "result", "figure"]
-    monkeypatch.setattr(
-        "coordexp.doctor.diagnose", lambda *_: iter([fine, Row("GPUs", "failed", path, path, section="machine")])
-    )
+    rows.append(Row("GPUs", "failed", path, path, section="machine"))
     shown = cli("doctor").out
     assert shown.splitlines()[0].split() == ["check", "result", "figure", "advice"] and "…" not in shown
     assert shown.count("f") - shown.count("failed") >= 2 * 60, "every folder of both paths"
@@ -179,7 +175,7 @@ def test_a_rank_of_an_earlier_job_hides_no_table(cli: Cli, monkeypatch: pytest.M
 
     def rows(*_: object) -> Iterator[Row]:
         seen.append(os.environ.get("WORLD_SIZE"))
-        yield Row("python", "ok", "3.11", section="machine")
+        yield PYTHON
 
     monkeypatch.setattr("coordexp.doctor.diagnose", rows)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
@@ -189,7 +185,7 @@ def test_a_rank_of_an_earlier_job_hides_no_table(cli: Cli, monkeypatch: pytest.M
 
 def test_a_folder_to_keep_is_new_or_a_doctors(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks replace its folders ``model``, ``scenes`` and others."""
-    monkeypatch.setattr("coordexp.doctor.diagnose", lambda *_: iter([Row("python", "ok", "3.11", section="machine")]))
+    monkeypatch.setattr("coordexp.doctor.diagnose", lambda *_: iter([PYTHON]))
     (mine := tmp_path / "mine" / "model").mkdir(parents=True)
     refused = cli("doctor", "--keep", str(mine.parent))
     assert refused.code == 2 and "has files that no coordexp doctor wrote; name a new folder" in refused.err
@@ -209,8 +205,5 @@ def test_every_row_is_in_a_section_of_the_table() -> None:
 
 
 def test_nan_fails() -> None:
-    assert [compared("a", error, 0.1, "", "").result for error in (0.1, 0.2, float("nan"))] == [
-        "ok",
-        "failed",
-        "failed",
-    ]
+    found = [compared("a", error, 0.1, "", "").result for error in (0.1, 0.2, float("nan"))]
+    assert found == ["ok", "failed", "failed"]

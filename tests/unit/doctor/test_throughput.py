@@ -1,7 +1,8 @@
-"""What the rows about speed advise, from the log lines of a run."""
+"""What the rows about speed advise: the log lines of a run decide, and the rates of both ways of decoding."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from coordexp.config import load_config
 from coordexp.data.files import asset
 from coordexp.doctor import Row, Settings, throughput
+from coordexp.doctor.engine import advice_to_skip, which_is_faster
 from coordexp.doctor.runs import ShippedRun
 
 
@@ -44,7 +46,25 @@ def test_no_more_loader_processes_are_advised_than_have_a_core(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    rows: dict[str, Row] = {
-        row.check: row for row in throughput.training(Settings(tmp_path, 0, asset("checkpoints/demo-stage1")))
-    }
-    assert rows["loader processes"].figure == figure
+    rows: list[Row] = list(throughput.training(Settings(tmp_path, 0, asset("checkpoints/demo-stage1"))))
+    assert [row.figure for row in rows if row.check == "loader processes"] == [figure]
+
+
+@pytest.mark.parametrize(
+    ("times", "advice"),
+    [
+        ({1: 2.5, 8: 1.2}, "write true: 2.50 times as fast at 1, 1.20 times as fast at 8"),
+        ({1: 0.9, 8: 0.5}, "write false: 0.90 times as fast at 1, 0.50 times as fast at 8"),
+        ({64: 0.5, 1: 2.0, 8: 1.5}, "write true for decode_batch_size up to 8, false above"),
+    ],
+)
+def test_the_faster_one_is_named(times: dict[int, float], advice: str) -> None:
+    assert advice_to_skip(times).startswith(advice)
+
+
+def test_rates_of_both_engines_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "decoding.json").write_text(json.dumps({"1": 100.0, "8": 500.0}))
+    assert which_is_faster(Settings(tmp_path)).result == "skipped"
+    (tmp_path / "skipping.json").write_text(json.dumps({"1": 200.0}))
+    row = which_is_faster(Settings(tmp_path))
+    assert (row.result, dict(row.numbers)) == ("ok", {"at_1": 2.0})

@@ -26,7 +26,7 @@ from coordexp.errors import ConfigError
 from coordexp.launch import cluster
 from coordexp.launch.cluster import ClusterJob, plan_job, render
 from support.cli_runs import Cli
-from support.config_samples import set_key, write_yaml
+from support.config_samples import set_keys, write_yaml
 
 CONFIG = Path(__file__).parents[3] / "configs" / "stage2_rollout_aligned" / "server_multi_node.yaml"
 RESUME_KEY = "training.resume_from_checkpoint"
@@ -186,10 +186,8 @@ def test_a_skypilot_server_runs_as_long_as_the_rendezvous(fakes: Fakes, meeting_
     assert process.poll() is None
     meeting_place.close()
     assert end(process)[0] == 0
-    assert (
-        "|serve|--config|X.yaml|a.b=1 2|--index|1|" in fakes.calls()[0]
-        and "hosts=10.0.0.1,10.0.0.2" in fakes.calls()[0]
-    )
+    for part in ("|serve|--config|X.yaml|a.b=1 2|--index|1|", "hosts=10.0.0.1,10.0.0.2"):
+        assert part in fakes.calls()[0]
 
 
 @pytest.mark.parametrize(("rank", "code"), [("2", 0), ("3", 4)])
@@ -201,26 +199,29 @@ def test_skypilot_runs_the_trainer_after_the_server_machines(fakes: Fakes, rank:
     assert "--rdzv-endpoint=c:29500|" in call and "--rdzv-id=t|" in call
 
 
+def pods(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one["template"]["spec"]["template"]["spec"] for one in manifest["spec"]["replicatedJobs"]]
+
+
 def test_kubernetes_pods_use_the_jobsets_names() -> None:
     manifest = yaml.safe_load(render(JOB, "kubernetes", image="registry/coordexp:1"))
     assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    spec = manifest["spec"]
+    spec, (server, trainer) = manifest["spec"], pods(manifest)
     assert spec["network"] == {"enableDNSHostnames": True, "subdomain": "run"}
     assert spec["successPolicy"]["targetReplicatedJobs"] == ["trainer"]  # servers never end by themselves
-    server, trainer = (one["template"]["spec"] for one in spec["replicatedJobs"])
     assert [one["name"] for one in spec["replicatedJobs"]] == ["server", "trainer"]
-    for group in (server, trainer):
-        assert (group["completionMode"], group["completions"], group["parallelism"]) == ("Indexed", 2, 2)
-        container = group["template"]["spec"]["containers"][0]
+    for group, pod in zip(spec["replicatedJobs"], (server, trainer), strict=True):
+        jobs, container = group["template"]["spec"], pod["containers"][0]
+        assert (jobs["completionMode"], jobs["completions"], jobs["parallelism"]) == ("Indexed", 2, 2)
         values = {one["name"]: one.get("value") for one in container["env"]}
         assert values["ROLLOUT_HOST_1"] == "run-server-0-1.run"
         assert values["COORDEXP_API_KEY"] is None, "a token is read from a secret and never written"
         assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
-    serving = server["template"]["spec"]["containers"][0]
+    serving = server["containers"][0]
     assert '--index "$JOB_COMPLETION_INDEX" --host "$POD_IP"' in serving["command"][2]
     assert {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}} in serving["env"]
-    assert '--rdzv-endpoint="run-trainer-0-0.run:29500"' in trainer["template"]["spec"]["containers"][0]["command"][2]
-    assert trainer["template"]["spec"]["terminationGracePeriodSeconds"] == JOB.grace_s
+    assert '--rdzv-endpoint="run-trainer-0-0.run:29500"' in trainer["containers"][0]["command"][2]
+    assert trainer["terminationGracePeriodSeconds"] == JOB.grace_s
 
 
 def test_the_shipped_configuration_gives_a_job_of_each_kind(tmp_path: Path, cli: Cli) -> None:
@@ -272,13 +273,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", list(CASES))
 def test_invalid_cluster_settings_are_refused_with_their_key(tmp_path: Path, name: str) -> None:
     keys, options, message = CASES[name]
-    config: dict[str, Any] = {"extends": str(CONFIG), "training": {"resume_from_checkpoint": True}}
-    for key, value in keys.items():
-        config = set_key(config, key, value)
+    config = set_keys({"extends": str(CONFIG), "training": {"resume_from_checkpoint": True}}, keys)
+    given = {"trainer_nodes": 1, "gpus": 8, "time_limit": "4:00:00", **options}
     with pytest.raises(ConfigError, match=message):
-        plan_job(
-            write_yaml(tmp_path, config), (), **{"trainer_nodes": 1, "gpus": 8, "time_limit": "4:00:00", **options}
-        )
+        plan_job(write_yaml(tmp_path, config), (), **given)
 
 
 @pytest.mark.parametrize(
@@ -334,8 +332,7 @@ def test_any_argument_reaches_the_trainer_as_it_is(scheduler: cluster.Scheduler,
         scripts = [document["run"]]
     else:
         (document,) = yaml.safe_load_all(text)
-        pods = [one["template"]["spec"]["template"]["spec"] for one in document["spec"]["replicatedJobs"]]
-        scripts = [container["command"][2] for pod in pods for container in pod["containers"]]
+        scripts = [container["command"][2] for pod in pods(document) for container in pod["containers"]]
     for script in scripts:
         quoted = shlex.quote(argument)
         assert (quoted.replace("$", "$$") if scheduler == "kubernetes" else quoted) in script
@@ -346,18 +343,16 @@ def test_kubernetes_expands_no_dollar_of_an_argument_and_reads_every_character()
     """Kubernetes replaces $(NAME) and reads $$ as $; a YAML escape cannot hold half a character."""
     job = replace(JOB, arguments=("a=$(POD_IP) $$ \U0001f600",))
     (document,) = yaml.safe_load_all(render(job, "kubernetes", image="i"))
-    for one in document["spec"]["replicatedJobs"]:
-        command = one["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
-        assert "'a=$$(POD_IP) $$$$ \U0001f600'" in command[2]
+    for pod in pods(document):
+        assert "'a=$$(POD_IP) $$$$ \U0001f600'" in pod["containers"][0]["command"][2]
 
 
 def test_the_name_of_a_tokens_variable_is_text() -> None:
     """NO is a boolean in YAML 1.1, in which schedulers read."""
     job = replace(JOB, token_variable="NO")
     (document,) = yaml.safe_load_all(render(job, "kubernetes", image="i"))
-    for one in document["spec"]["replicatedJobs"]:
-        names = [entry["name"] for entry in one["template"]["spec"]["template"]["spec"]["containers"][0]["env"]]
-        assert names[-1] == "NO"
+    for pod in pods(document):
+        assert pod["containers"][0]["env"][-1]["name"] == "NO"
     (document,) = yaml.safe_load_all(render(job, "skypilot", accelerator="H100"))
     assert document["secrets"] == {"NO": None}
 

@@ -20,7 +20,7 @@ from coordexp.engine.wire.arguments import CONFIG_JSON, ENABLE
 from coordexp.errors import ConfigError
 from coordexp.launch.plan import PLAN_JSON, Check, LaunchPlan, plan_launch, run_checks
 from support.cli_runs import Cli
-from support.config_samples import set_key, write_yaml
+from support.config_samples import set_key, set_keys, write_yaml
 from support.installed import needs
 from support.rollout_servers import GUARD, guarded_config
 from support.tiny_run import tiny_checkpoint
@@ -33,10 +33,15 @@ def config(tmp_path: Path) -> dict[str, Any]:
 
 
 def planned(folder: Path, config: dict[str, Any], local: tuple[bool, ...] = (True, True), **keys: Any) -> LaunchPlan:
-    for key, value in keys.items():
-        config = set_key(config, key.replace("__", "."), value)
-    path = write_yaml(folder, config)
+    path = write_yaml(folder, set_keys(config, keys))
     return plan_launch(load_config(path), path, local=local)
+
+
+def check_named(name: str, folder: Path, config: dict[str, Any], num_gpus: int = 0) -> Check:
+    path = write_yaml(folder, config)
+    run = load_config(path)
+    (check,) = [one for one in run_checks(run, plan_launch(run, path), num_gpus) if one.name == name]
+    return check
 
 
 def test_the_guard_section_reaches_only_the_server(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -88,13 +93,9 @@ def with_entry(config: dict[str, Any], **keys: Any) -> dict[str, Any]:
     ],
 )
 def test_a_server_is_started_only_if_its_address_is_local(
-    tmp_path: Path,
-    config: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    keys: dict[str, Any],
-    host: str | None,
+    tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], host: str | None,
     started: list[bool],
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setenv("ROLLOUT_TOKEN", "secret-of-servers")
     config = set_key(with_entry(config, **keys), "rollout_matching.vllm.server.api_key_env", "ROLLOUT_TOKEN")
     config = set_key(config, "launch.server", "coordexp")
@@ -131,16 +132,11 @@ def test_a_missing_token_is_reported_before_anything_starts(
     config = set_key(config, "rollout_matching.vllm.server.servers", elsewhere)
     config = set_key(set_key(config, "launch.server_devices", []), "launch.learner_devices", [0])
     config = set_key(config, "rollout_matching.vllm.server.api_key_env", "THE_TOKEN")
-    path = write_yaml(tmp_path, config)
-    run = load_config(path)
-
-    def token() -> Check:
-        return next(one for one in run_checks(run, plan_launch(run, path), 4) if one.name == "token of the servers")
-
     monkeypatch.delenv("THE_TOKEN", raising=False)
-    assert "THE_TOKEN is not set" in str(token().problem)
+    assert "THE_TOKEN is not set" in str(check_named("token of the servers", tmp_path, config, 4).problem)
     monkeypatch.setenv("THE_TOKEN", "secret")
-    assert token().problem is None and "secret" not in token().outcome
+    found = check_named("token of the servers", tmp_path, config, 4)
+    assert found.problem is None and "secret" not in found.outcome
 
 
 def test_command_line_keys_reach_every_program(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -156,21 +152,12 @@ def test_command_line_keys_reach_every_program(tmp_path: Path, config: dict[str,
 
 
 def test_devices_give_data_parallel_engines_and_trainer_processes(tmp_path: Path, config: dict[str, Any]) -> None:
-    plan = planned(
-        tmp_path,
-        config,
-        launch__server_devices=[[0, 1, 2, 3], [4, 5]],
-        launch__learner_devices=[6, 7],
-        rollout_matching__vllm__tensor_parallel_size=2,
-    )
-    seen = []
-    for server in plan.servers:
-        assert server.process is not None
-        words = server.process.command
-        seen.append(
-            (server.process.environment["CUDA_VISIBLE_DEVICES"], words[words.index("--vllm_data_parallel_size") + 1])
-        )
-    assert seen == [("0,1,2,3", "2"), ("4,5", "1")]
+    keys = {"launch__server_devices": [[0, 1, 2, 3], [4, 5]], "launch__learner_devices": [6, 7]}
+    plan = planned(tmp_path, config, **keys, rollout_matching__vllm__tensor_parallel_size=2)
+    processes = [server.process for server in plan.servers if server.process is not None]
+    engines = [one.command[one.command.index("--vllm_data_parallel_size") + 1] for one in processes]
+    assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in processes] == ["0,1,2,3", "4,5"]
+    assert engines == ["2", "1"]
     assert plan.trainer.environment["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert "--nproc-per-node=2" in plan.trainer.command and "--rdzv-conf=store_type=file" in plan.trainer.command
 
@@ -237,13 +224,9 @@ def test_without_servers_only_the_trainer_is_started(tmp_path: Path, config: dic
 
 
 def test_another_family_is_refused_for_swift(tmp_path: Path, config: dict[str, Any]) -> None:
-    path = write_yaml(tmp_path, config)
-    run = load_config(path)
-    folder = tmp_path / "llama"
-    folder.mkdir()
+    (folder := tmp_path / "llama").mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    foreign = run.model_copy(update={"model": run.model.model_copy(update={"model": str(folder)})})
-    (check,) = [one for one in run_checks(foreign, plan_launch(run, path), 0) if one.name == "model.model"]
+    check = check_named("model.model", tmp_path, set_key(config, "model.model", str(folder)))
     assert "launch.server: coordexp" in str(check.problem)
 
 
@@ -255,11 +238,8 @@ def test_swift_is_not_started_for_a_checkpoint_whose_code_it_would_run(
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
     content = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps(content | {"auto_map": {"AutoConfig": "evil.Evil"}}))
-    config["launch"] = {"server": server}
-    path = write_yaml(tmp_path, config)
-    run = load_config(path)
-    run = run.model_copy(update={"model": run.model.model_copy(update={"model": str(folder)})})
-    (check,) = [one for one in run_checks(run, plan_launch(run, path), 0) if one.name == "model.model"]
+    config = set_key(set_key(config, "launch.server", server), "model.model", str(folder))
+    check = check_named("model.model", tmp_path, config)
     assert (f"{file} there name Python code (auto_map)" in str(check.problem)) == refused
 
 
@@ -286,9 +266,7 @@ def test_used_ports_missing_devices_and_full_disks_are_all_named(
         taken.listen()
         path = write_yaml(tmp_path, config)
         run = load_config(path)
-        text = "\n".join(
-            f"{c.name}: {c.problem}" for c in run_checks(run, plan_launch(run, path), num_gpus=2) if c.problem
-        )
+        text = "\n".join(f"{one.name}: {one.problem}" for one in run_checks(run, plan_launch(run, path), 2))
     assert "device 9 does not exist" in text
     assert "servers[0].base_url" in text and "is taken" in text
     assert "servers[1].group_port" in text and "give each its own" in text
@@ -299,39 +277,33 @@ def test_more_trainers_than_answers_at_once_are_refused_before_servers_start(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
     config = set_key(set_key(config, "launch.server_devices", [[0], [1]]), "launch.learner_devices", [2, 3, 4])
-
-    def requests(size: int) -> Check:
-        path = write_yaml(tmp_path, set_key(config, "rollout_matching.decode_batch_size", size))
-        run = load_config(path)
-        checks = run_checks(run, plan_launch(run, path), num_gpus=5)
-        return next(one for one in checks if one.name == "rollout_matching.decode_batch_size")
-
-    assert requests(2) == Check(
-        "rollout_matching.decode_batch_size", "2 answers at once on each of 2 rollout devices", None
-    )
-    assert "2 requests at a time, fewer than the 3 trainer ranks" in str(requests(1).problem)
+    key = "rollout_matching.decode_batch_size"
+    two, one = (check_named(key, tmp_path, set_key(config, key, size), 5) for size in (2, 1))
+    assert two == Check(key, "2 answers at once on each of 2 rollout devices", None)
+    assert "2 requests at a time, fewer than the 3 trainer ranks" in str(one.problem)
 
 
 def test_a_gpu_that_is_too_small_is_refused_with_a_size_that_fits(
     tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = set_key(set_key(config, "launch.server_devices", [[0], [1]]), "launch.learner_devices", [2, 3])
-    path = write_yaml(tmp_path, set_key(config, "training.use_cpu", False))
-    run = load_config(path)
+    config = set_key(config, "training.use_cpu", False)
+    estimate = str(check_memory(load_config(write_yaml(tmp_path, config)), 2))
     sizes = {2: 10**12, 3: 10}
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=sizes[device]))
-
-    def memory_check() -> Check:
-        return next(check for check in run_checks(run, plan_launch(run, path), num_gpus=4) if check.name == "memory")
-
-    estimate = str(check_memory(run, 2))
-    assert (memory_check().outcome, "this GPU has 0 GB" in str(memory_check().problem)) == (estimate, True)
+    small = check_named("memory", tmp_path, config, 4)
+    assert (small.outcome, "this GPU has 0 GB" in str(small.problem)) == (estimate, True)
     sizes[3] = 10**12
-    assert memory_check() == Check("memory", estimate)
+    assert check_named("memory", tmp_path, config, 4) == Check("memory", estimate)
 
 
 @needs("vllm", "swift")
-def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path, config: dict[str, Any], cli: Cli) -> None:
+def test_dry_run_prints_the_plan_and_starts_nothing(
+    tmp_path: Path, config: dict[str, Any], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a rank that an earlier job left, or in pods of Kubeflow: later ranks print nothing."""
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
     path = write_yaml(tmp_path, config)
     result = cli("launch", "--config", path, "--dry-run")
     assert result.code == 0, result.err
@@ -354,17 +326,6 @@ def test_a_printed_plan_can_be_pasted_into_a_shell(tmp_path: Path, config: dict[
     pasted = block.replace(" -m torch.distributed.run", f" -c {shlex.quote(shows)}")
     ran = subprocess.run(["bash"], input=pasted, capture_output=True, text=True, timeout=60)
     assert ran.stdout == "passive template.prompt=a $HOME\n", ran.stderr
-
-
-@needs("vllm", "swift")
-def test_a_rank_left_by_an_earlier_job_hides_no_plan(
-    tmp_path: Path, config: dict[str, Any], cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pods of Kubeflow have these variables too; later ranks print nothing."""
-    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}.items():
-        monkeypatch.setenv(name, value)
-    result = cli("launch", "--config", write_yaml(tmp_path, config), "--dry-run")
-    assert result.code == 0 and "torch.distributed.run" in result.out
 
 
 @needs("vllm")
@@ -391,8 +352,7 @@ def test_all_problems_are_printed_and_nothing_starts(
         "custom.train_jsonl": str(tmp_path / "no.jsonl"),
         "custom.val_jsonl": str(tmp_path / "neither.jsonl"),
     }
-    for key, value in broken.items():
-        config = set_key(config, key, value)
+    config = set_keys(config, broken)
     result = cli("launch", "--config", write_yaml(tmp_path, config), *["--dry-run"] * dry)
     assert result.code == 2
     for words in (

@@ -124,10 +124,14 @@ def test_script_data_is_inert_and_round_trips(text: str) -> None:
     assert json.loads(written) == {"a": text}
 
 
+def answered(folder: Path, image: Image.Image, count: int = 1) -> None:
+    """So many answers for the one image."""
+    image.save(folder / "a.png")
+    write_answers([replace(a, image=str(folder / "a.png")) for a in random_answers(count, 1)], folder / PREDICTIONS)
+
+
 def test_each_image_is_embedded_once_and_small(tmp_path: Path) -> None:
-    Image.new("RGB", (2000, 1000), "red").save(tmp_path / "big.png")
-    answers = [replace(a, image=str(tmp_path / "big.png")) for a in random_answers(3, 1)]
-    write_answers(answers, tmp_path / "predictions.jsonl")
+    answered(tmp_path, Image.new("RGB", (2000, 1000), "red"), 3)
     images = data_of(render(collect(tmp_path), image_side=100), "images")
     assert len(images) == 1 and images[0]["src"].startswith("data:image/jpeg;base64,") and len(images[0]["src"]) < 5000
 
@@ -151,20 +155,18 @@ def served(source: Path, **options: Any) -> Iterator[httpx.Client]:
 
 
 def test_the_page_is_served_with_the_original_images_only(tmp_path: Path) -> None:
-    Image.new("RGB", (900, 600), "red").save(tmp_path / "big.png")
-    write_answers([replace(a, image=str(tmp_path / "big.png")) for a in random_answers(2, 1)], tmp_path / PREDICTIONS)
+    answered(tmp_path, Image.new("RGB", (900, 600), "red"), 2)
     with served(tmp_path, image_side=100) as client:
         page = client.get("/")
         assert page.headers["content-type"] == "text/html; charset=utf-8" and data_of(page.text, "data")["served"]
         assert Image.open(io.BytesIO(client.get("/image/0").content)).size == (900, 600)
-        for path in ("/image/1", "/image/-1", "/etc/passwd", "/image/..%2fbig.png"):
+        for path in ("/image/1", "/image/-1", "/etc/passwd", "/image/..%2fa.png"):
             assert client.get(path).status_code == 404
 
 
 @pytest.mark.parametrize("path", ["/", "/version", "/image/0"])
 def test_the_page_answers_to_its_own_address_only(path: str, tmp_path: Path) -> None:
-    Image.new("RGB", (90, 60), "red").save(tmp_path / "a.png")
-    write_answers([replace(a, image=str(tmp_path / "a.png")) for a in random_answers(1, 1)], tmp_path / PREDICTIONS)
+    answered(tmp_path, Image.new("RGB", (90, 60), "red"))
     with served(tmp_path) as client:
         port = client.base_url.port
         for own in (f"127.0.0.1:{port}", f"localhost:{port}"):
@@ -178,8 +180,7 @@ def test_the_page_answers_to_its_own_address_only(path: str, tmp_path: Path) -> 
 
 
 def test_clients_that_leave_at_once_print_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    Image.effect_noise((1500, 1500), 90).save(tmp_path / "a.png")
-    write_answers([replace(a, image=str(tmp_path / "a.png")) for a in random_answers(1, 1)], tmp_path / PREDICTIONS)
+    answered(tmp_path, Image.effect_noise((1500, 1500), 90))
     others = set(threading.enumerate())  # servers of other tests in this process
     with served(tmp_path) as client:
         host, port = client.base_url.host, client.base_url.port
