@@ -135,13 +135,6 @@ def test_check_reports_all_errors_at_once(tmp_path: Path, cli: Cli) -> None:
 # model
 
 
-def test_tiny_overwrites_nothing(tmp_path: Path, cli: Cli) -> None:
-    (tmp_path / "mine.txt").write_text("x")
-    outcome = cli("model", "tiny", tmp_path)
-    assert outcome.code == 2 and "not empty" in outcome.err
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
 def test_an_expanded_checkpoint_trains(tmp_path: Path, cli: Cli) -> None:
     plain = small_checkpoint(tmp_path / "plain", coord_tokens=False)
     assert cli("model", "expand-vocab", plain, tmp_path / "expanded").code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation.answers import ScoredObject
 from coordexp.evaluation.detection import match_by_desc
 from coordexp.records import GTObject, ImageRecord
-from support.cli_runs import Cli, small_checkpoint
+from support.cli_runs import Cli
 from support.config_samples import stage1, write_yaml
 from support.one_scene import as_coco, as_labelme, as_yolo
+
+DEMO = asset("checkpoints/demo-stage1")
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +41,16 @@ def test_check_json(scenes: Path, cli: Cli) -> None:
     ("own", "order"), [(None, "desc_first"), (("Find the shapes.", "You look closely."), "geometry_first")]
 )
 def test_check_counts_tokens_as_training_does(
-    own: tuple[str, str] | None, order: Any, scenes: Path, tmp_path: Path, cli: Cli
+    own: tuple[str, str] | None, order: Any, scenes: Path, tmp_path: Path, cli: Cli, model: Path
 ) -> None:
     """With the prompt that the checkpoint was trained with, if it was."""
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import load_processor, load_vocab
     from coordexp.targets import build_gt_target
 
-    model = small_checkpoint(tmp_path / "model")
     if own is not None:
-        card = read_card(asset("checkpoints/demo-stage1"))
+        model = shutil.copytree(model, tmp_path / "model")
+        card = read_card(DEMO)
         assert card.training is not None
         trained = replace(card.training, prompt=own[0], system=own[1], object_field_order=order)
         write_card(replace(card, training=trained), model)
@@ -217,8 +220,6 @@ def test_drop_names_invalid_arguments(scenes: Path, tmp_path: Path, cli: Cli, op
 
 
 # --- data complete with the shipped checkpoint ---
-
-DEMO = asset("checkpoints/demo-stage1")
 
 
 @pytest.fixture

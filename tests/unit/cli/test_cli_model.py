@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,16 +35,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_tiny_model_is_written_once(tmp_path: Path, cli: Cli) -> None:
     outcome = cli("model", "tiny", tmp_path / "tiny")
     assert outcome.code == 0 and f"wrote {tmp_path / 'tiny'}" in outcome.out
-    assert (tmp_path / "tiny" / "model.safetensors").is_file()
-    assert cli("model", "tiny", tmp_path / "tiny").code == 2
+    weights = tmp_path / "tiny" / "model.safetensors"
+    before, written_at = sorted(weights.parent.iterdir()), weights.stat().st_mtime_ns
+    again = cli("model", "tiny", tmp_path / "tiny")
+    assert again.code == 2 and "not empty" in again.err
+    assert (sorted(weights.parent.iterdir()), weights.stat().st_mtime_ns) == (before, written_at)
 
 
 @pytest.mark.parametrize("was_there", [False, True])
 @pytest.mark.parametrize("size", [5_000, 100_000], ids=["config.json fits", "weights do not"])
 def test_what_a_full_disk_ended_leaves_nothing_and_can_be_repeated(
-    was_there: bool, size: int, tmp_path: Path, cli: Cli
+    was_there: bool, size: int, tmp_path: Path, cli: Cli, model: Path
 ) -> None:
-    model, out = small_checkpoint(tmp_path / "model"), tmp_path / "out"
+    out = tmp_path / "out"
     if was_there:
         out.mkdir()
     with files_of_at_most(size):
@@ -53,11 +57,11 @@ def test_what_a_full_disk_ended_leaves_nothing_and_can_be_repeated(
     assert cli("model", "export", model, out).code == 0
 
 
-def test_an_export_that_is_refused_after_writing_leaves_nothing(tmp_path: Path, cli: Cli) -> None:
-    model = small_checkpoint(tmp_path / "model")
+def test_an_export_that_is_refused_after_writing_leaves_nothing(tmp_path: Path, cli: Cli, model: Path) -> None:
+    resized = shutil.copytree(model, tmp_path / "resized")
     rule = ResizeRule(factor=28, min_pixels=784, max_pixels=784)
-    write_card(replace(read_card(model), preparation=ImagePreparation(resize=rule)), model)
-    refused = cli("model", "export", model, tmp_path / "out", "--for", "openai")
+    write_card(replace(read_card(resized), preparation=ImagePreparation(resize=rule)), resized)
+    refused = cli("model", "export", resized, tmp_path / "out", "--for", "openai")
     assert (refused.code, "sides are multiples of 28" in refused.err) == (2, True)
     assert not (tmp_path / "out").exists()
 

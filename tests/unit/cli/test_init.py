@@ -12,17 +12,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 
 import coordexp.cli.init
 from coordexp.checkpoints.card import read_card, write_card
 from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.checkpoints.memory import MemoryEstimate, check_memory
-from coordexp.cli.init import Decision, advice_on_stage_2, decide, look_at, render
+from coordexp.cli.init import DataAtHand, Decision, advice_on_stage_2, decide, first_configuration, look_at, render
 from coordexp.config import RunConfig, load_config
 from coordexp.config.from_yaml import differences, explain_config
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.data.files import asset
-from coordexp.data.scenes import DENSE, SPARSE, SPECS, write_scenes
+from coordexp.data.scenes import SPARSE, SPECS, write_scenes
 from coordexp.records import GTObject
 from support.cli_runs import Cli, small_checkpoint
 
@@ -38,6 +39,25 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_jsonl(records[9:], tmp_path / "mine" / "val.jsonl")
     monkeypatch.chdir(tmp_path)
     return Path("mine")
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What init finds by this name; the test writes the script."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.touch(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    return tool
+
+
+def demo_trained_with(folder: Path, **settings: str | None) -> Path:
+    """A copy of the demo's checkpoint whose run had other settings."""
+    run = shutil.copytree(DEMO, folder)
+    card = read_card(run)
+    assert card.training is not None
+    write_card(replace(card, training=replace(card.training, **settings)), run)
+    return run
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -60,17 +80,11 @@ def test_the_written_configuration_is_valid(stage: int, where: str, data: Path, 
 
 
 def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+    data: Path, tmp_path: Path, nvidia_smi: Path, cli: Cli
 ) -> None:
-    lora_run = shutil.copytree(DEMO, tmp_path / "lora_run")
-    card = read_card(lora_run)
-    assert card.training is not None
-    write_card(replace(card, training=replace(card.training, train_type="lora")), lora_run)
-    tool = tmp_path / "nvidia-smi"
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    lora_run = demo_trained_with(tmp_path / "lora_run", train_type="lora")
     for mebibytes, model, train_type in ((48, DEMO, "lora"), (81559, DEMO, "full"), (81559, lora_run, "lora")):
-        tool.write_text(f"#!/bin/sh\necho 81559\necho {mebibytes}\n")
-        tool.chmod(0o755)
+        nvidia_smi.write_text(f"#!/bin/sh\necho 81559\necho {mebibytes}\n")
         for stage, rate in ((1, 5e-4), (2, 2e-4)):
             done = cli("init", data, "--model", model, "--stage", stage, "--overwrite")
             assert done.code == 0 and ("adapters" in done.out) == (train_type == "lora")
@@ -79,23 +93,18 @@ def test_adapters_are_trained_where_all_weights_do_not_fit_and_after_a_lora_run(
             assert run.training.learning_rate == pytest.approx(rate * (5 if train_type == "lora" else 1))
             assert (run.tuner.lora_rank == 32) == (train_type == "lora")  # lora.yaml's
             assert (run.global_max_length < 900) == (mebibytes == 48), "rows are halved until they fit"
-    tool.write_text("#!/bin/sh\necho no driver >&2\nexit 9\n")
-    done = cli("init", data, "--model", DEMO, "--overwrite")
-    assert done.code == 2 and "nvidia-smi fails: no driver" in done.err
-    for said in ("No devices were found", "[N/A]"):
-        tool.write_text(f"#!/bin/sh\necho '{said}'\n")
+    for said, script in (("no driver", "echo no driver >&2; exit 9"), ("[N/A]", "echo '[N/A]'"),
+                         ("No devices were found", "echo No devices were found")):  # fmt: skip
+        nvidia_smi.write_text(f"#!/bin/sh\n{script}\n")
         done = cli("init", data, "--model", DEMO, "--overwrite")
         assert done.code == 2 and f"nvidia-smi fails: {said}; add --cpu" in done.err
 
 
 @pytest.mark.parametrize(("mebibytes", "refused"), [(16, True), (81559, False)])
 def test_a_gpu_on_which_nothing_fits_is_named(
-    mebibytes: int, refused: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+    mebibytes: int, refused: bool, data: Path, nvidia_smi: Path, cli: Cli
 ) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\necho {mebibytes}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    nvidia_smi.write_text(f"#!/bin/sh\necho {mebibytes}\n")
     done = cli("init", data, "--model", DEMO)
     assert done.code == 0 and ("note: training on that GPU would be refused: model.model" in done.out) == refused
 
@@ -104,13 +113,10 @@ def test_a_gpu_on_which_nothing_fits_is_named(
     ("mebibytes", "has_vllm", "engine"), [(81559, True, True), (81559, False, False), (8192, True, False)]
 )
 def test_stage_2_gets_an_engine_if_vllm_is_installed_and_fits(
-    mebibytes: int, has_vllm: bool, engine: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    cli: Cli,
+    mebibytes: int, has_vllm: bool, engine: bool, data: Path, nvidia_smi: Path, cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\necho {mebibytes}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    nvidia_smi.write_text(f"#!/bin/sh\necho {mebibytes}\n")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: (has_vllm or None) if name == "vllm" else find(name))
     assert cli("init", data, "--model", DEMO, "--stage", 2).code == 0
@@ -125,28 +131,26 @@ def test_stage_2_gets_an_engine_if_vllm_is_installed_and_fits(
         assert run.model.dtype == "bfloat16" and run.training.master_weights == "float32"
 
 
+def training_of(at_hand: DataAtHand) -> dict[str, int]:
+    """The numbers of section training for a CPU."""
+    return yaml.safe_load(first_configuration(at_hand, DEMO, 1, Path("outputs/stage1"), None))["training"]
+
+
 @pytest.mark.parametrize(("images", "interval"), [(1, 50), (7, 100), (10, 100), (65, 70), (4000, 500)])
-def test_a_run_is_evaluated_at_most_four_times(images: int, interval: int, tmp_path: Path, cli: Cli) -> None:
+def test_a_run_is_evaluated_at_most_four_times(images: int, interval: int, data: Path) -> None:
     """An epoch of 10 images in steps of 8 has two steps."""
-    scenes = write_scenes(tmp_path / "scenes", 1, SPARSE, 1)
-    scenes.write_text(scenes.read_text(encoding="utf-8") * images, encoding="utf-8")
-    assert cli("init", scenes, "--model", DEMO, "--cpu", "--out", tmp_path / "s.yaml").code == 0
-    training = load_config(tmp_path / "s.yaml").training
-    steps = math.ceil(images / (training.effective_batch_size or 1)) * training.num_train_epochs
-    assert training.eval_steps == training.save_steps == interval >= steps / 4
+    training = training_of(replace(look_at(data, DEMO), images=images))
+    steps = math.ceil(images / training["effective_batch_size"]) * training["num_train_epochs"]
+    assert training["eval_steps"] == training["save_steps"] == interval >= steps / 4
 
 
 @pytest.mark.parametrize(("validation", "every"), [(1, 500), (1000, 500), (1001, 1000), (5000, 2500)])
-def test_large_validation_data_is_answered_more_rarely(validation: int, every: int, tmp_path: Path, cli: Cli) -> None:
+def test_large_validation_data_is_answered_more_rarely(validation: int, every: int, data: Path) -> None:
     """At most one image is answered for four that are trained on: 500 steps of 8 samples pay for 1,000 answers."""
-    scenes = write_scenes(tmp_path / "scenes", 1, SPARSE, 1)
-    line = scenes.read_text(encoding="utf-8")
-    scenes.write_text(line * 8000, encoding="utf-8")
-    (val := scenes.with_name("val.jsonl")).write_text(line * validation, encoding="utf-8")
-    out = tmp_path / "s.yaml"
-    assert cli("init", scenes, "--val", val, "--model", DEMO, "--cpu", "--out", out).code == 0
-    training = load_config(out).training
-    assert (training.save_steps, training.eval_steps) == (500, every)
+    at_hand = look_at(data, DEMO)
+    assert (at_hand.images, at_hand.evaluated) == (9, 3)
+    training = training_of(replace(at_hand, images=8000, evaluated=validation))
+    assert (training["save_steps"], training["eval_steps"]) == (500, every)
 
 
 def recipe(path: str | Path) -> dict[str, object]:
@@ -205,18 +209,6 @@ def test_without_validation_data_nothing_is_evaluated(data: Path, cli: Cli) -> N
         done = cli("init", data, "--model", DEMO, "--stage", stage)
         assert done.code == 0 and "data split" in done.out
         assert load_config(f"stage{stage}.yaml").training.eval_strategy == "no"
-
-
-def test_denser_scenes_get_longer_answers(tmp_path: Path, cli: Cli) -> None:
-    limits = []
-    for spec in (SPARSE, DENSE):
-        scenes = write_scenes(tmp_path / str(spec is DENSE), 4, spec, 1)
-        out = tmp_path / f"{spec is DENSE}.yaml"
-        assert cli("init", scenes, "--model", DEMO, "--out", out).code == 0
-        rollout = load_config(out).rollout_matching
-        assert rollout is not None
-        limits.append(rollout.max_new_tokens)
-    assert limits[0] < limits[1]
 
 
 @pytest.mark.parametrize(
@@ -281,30 +273,26 @@ def test_an_answer_has_room_for_every_annotation(stage: int, of: str, objects: i
     assert done.code == 0 and run.rollout_matching is not None
     appended = answer if stage == 2 else 0
     longest = at_hand.longest_sample - answer + run.rollout_matching.max_new_tokens + appended
-    assert run.rollout_matching.max_new_tokens >= answer and longest <= run.global_max_length
+    assert answer <= run.rollout_matching.max_new_tokens <= 2 * answer + 64 and longest <= run.global_max_length
 
 
 def test_a_long_prompt_of_a_run_counts_in_every_sample(data: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(DEMO, tmp_path / "run")
-    card = read_card(run)
-    assert card.training is not None
-    long = replace(card.training, prompt="find " * 100, system="You see cells. " * 100)
-    write_card(replace(card, training=long), run)
+    run = demo_trained_with(tmp_path / "run", prompt="find " * 100, system="You see cells. " * 100)
     short, with_long = look_at(data, DEMO), look_at(data, run)
     assert with_long.longest_sample - short.longest_sample > 500
     assert with_long.longest_answer == short.longest_answer
 
 
-@pytest.mark.parametrize("prompt", ["no", "a b: #c [x].jsonl", "ü", "$model ${row} {row}", "two\nlines\n", "a\u2028b"])
-def test_any_prompt_of_a_run_is_written(prompt: str, data: Path, tmp_path: Path, cli: Cli) -> None:
-    run = shutil.copytree(DEMO, tmp_path / "run")
-    card = read_card(run)
-    assert card.training is not None
-    write_card(replace(card, training=replace(card.training, prompt=prompt, system=prompt)), run)
+@pytest.mark.parametrize(
+    ("prompt", "system"),
+    [("no", "two\nlines\n"), ("$model ${row} {row}", "no"), ("a b: #c [x].jsonl", "ü"), ("a\u2028b", "$model ${row}")],
+)
+def test_any_prompt_of_a_run_is_written(prompt: str, system: str, data: Path, tmp_path: Path, cli: Cli) -> None:
+    run = demo_trained_with(tmp_path / "run", prompt=prompt, system=system)
     for stage in (1, 2):
         assert cli("init", data, "--model", run, "--stage", stage).code == 0
         written = load_config(f"stage{stage}.yaml").template
-        assert (written.prompt, written.system) == (prompt, prompt)
+        assert (written.prompt, written.system) == (prompt, system)
 
 
 def test_a_trained_checkpoint_keeps_the_prompt_of_its_run(data: Path, tmp_path: Path, cli: Cli) -> None:
@@ -324,9 +312,8 @@ def test_small_data_gets_the_epochs_and_the_row_that_fit_it(images: int, epochs:
     assert done.code == 0, done.err
     run = load_config(tmp_path / "s.yaml")
     assert run.training.num_train_epochs == epochs
-    longest = int(
-        next(line for line in (tmp_path / "s.yaml").read_text().splitlines() if "tokens. All keys" in line).split()[1]
-    )
+    (line,) = (line for line in (tmp_path / "s.yaml").read_text().splitlines() if "tokens. All keys" in line)
+    longest = int(line.split()[1])
     assert longest <= run.global_max_length <= 2 * longest + 256, "two samples of a step fill a row"
     counted = json.loads(cli("data", "check", scenes, "--model", DEMO, "--json").out)["tokens"]["max"]
     assert counted <= longest < counted + 32, "with the checkpoint's own, short prompt"
@@ -336,22 +323,15 @@ def test_images_and_classes_that_the_model_has_not_seen_are_named(tmp_path: Path
     scenes = write_scenes(tmp_path / "scenes", 3, SPARSE, 1)
     fits = cli("init", scenes, "--model", DEMO, "--cpu", "--out", tmp_path / "a.yaml")
     assert "far from the size" not in fits.out and "new to" not in fits.out
-    from PIL import Image
-
     for path in (tmp_path / "scenes" / "images").rglob("*.png"):
         Image.open(path).resize((800, 608)).save(path)
-    records = [json.loads(line) for line in scenes.read_text(encoding="utf-8").splitlines()]
-    lines = [json.dumps(record | {"width": 800, "height": 608}) + "\n" for record in records]
-    scenes.write_text("".join(lines).replace("circle", "disc").replace("square", "disc"), encoding="utf-8")
+    text = scenes.read_text(encoding="utf-8").replace('"width": 128, "height": 128', '"width": 800, "height": 608')
+    scenes.write_text(text.replace("circle", "disc").replace("square", "disc"), encoding="utf-8")
     done = cli("init", scenes, "--model", DEMO, "--cpu", "--stage", 2, "--out", tmp_path / "b.yaml")
     assert done.code == 0, done.err
-    assert (
-        "3 of 3 images are far from the size" in done.out
-        and "(800x608)" in done.out
-        and "--max-pixels 16384" in done.out
-    )
-    assert "classes are new to" in done.out and "disc" in done.out
-    assert "has no evaluation next to it" in done.out and "train stage 1 longer" in done.out
+    for part in ("3 of 3 images are far from the size", "(800x608)", "--max-pixels 16384", "classes are new to", "disc",
+                 "has no evaluation next to it", "train stage 1 longer"):  # fmt: skip
+        assert part in done.out
 
 
 @pytest.mark.parametrize(
@@ -475,11 +455,9 @@ def test_keys_that_init_does_not_decide_are_those_of_the_shipped_configuration(
     cli: Cli,
 ) -> None:  # fmt: skip
     """A GPU, 2B parameters, a checkpoint of another program or of a LoRA run."""
-    model = shutil.copytree(DEMO, tmp_path / "model")
-    card = read_card(DEMO)
-    assert card.training is not None
-    run = replace(card.training, train_type="lora") if train_type == "lora" else None
-    write_card(replace(card, training=run), model)
+    model = demo_trained_with(tmp_path / "model", train_type=train_type)
+    if train_type == "full":
+        write_card(replace(read_card(model), training=None), model)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
     monkeypatch.setattr(coordexp.cli.init, "weight_shapes", lambda _: {"weight": (2_000_000_000,)})

@@ -65,28 +65,22 @@ def test_resumed_answers_have_the_annotations_of_now(tmp_path: Path, cli: Cli, m
     assert {category["name"] for category in truth["categories"]} == {"corrected"}
 
 
-def test_what_a_full_disk_ended_is_evaluated_again(tmp_path: Path, cli: Cli) -> None:
+@pytest.mark.parametrize(
+    ("command", "out", "file"), [("evaluate", "out", "out/metrics.json"), ("view", "page/view.html", "page/view.html")]
+)
+def test_what_a_full_disk_ended_is_made_again_and_replaces_nothing(
+    command: str, out: str, file: str, tmp_path: Path, cli: Cli
+) -> None:
     write_answers(random_answers(3, 1), tmp_path / "predictions.jsonl")
-    command = ("evaluate", tmp_path, "--out", tmp_path / "out")
+    words, written = (command, tmp_path, "--out", tmp_path / out), tmp_path / file
     with files_of_at_most(100):
-        failed = cli(*command)
-    assert failed.code == 2 and f"{tmp_path / 'out' / 'metrics.json'}: File too large" in failed.err
-    assert cli(*command).code == 0
-    before = files_of(tmp_path / "out")
+        failed = cli(*words)
+    assert failed.code == 2 and f"{written}: File too large" in failed.err
+    assert cli(*words).code == 0
+    before = files_of(written.parent)
     with files_of_at_most(100):
-        assert cli(*command).code == 2
-    assert files_of(tmp_path / "out") == before
-
-
-def test_a_page_is_whole_or_the_one_before(tmp_path: Path, cli: Cli) -> None:
-    write_answers(random_answers(3, 1), tmp_path / "predictions.jsonl")
-    command = ("view", tmp_path, "--out", tmp_path / "view.html")
-    assert cli(*command).code == 0
-    before = (tmp_path / "view.html").read_bytes()
-    with files_of_at_most(100):
-        failed = cli(*command)
-    assert failed.code == 2 and f"{tmp_path / 'view.html'}: File too large" in failed.err
-    assert (tmp_path / "view.html").read_bytes() == before
+        assert cli(*words).code == 2
+    assert files_of(written.parent) == before
 
 
 def test_evaluations_of_two_models_stay_apart(tmp_path: Path, cli: Cli, model: Path, data: Path) -> None:
@@ -159,6 +153,19 @@ def test_pictures_that_came_later_are_answered_once(tmp_path: Path) -> None:
     os.utime(later.image, (time.time() + 9, time.time() + 9))
     with pytest.raises(DataError, match="another picture now"):
         folder.claim({}, [first, later], False, "")
+
+
+def test_pictures_of_a_later_time_do_not_stop_a_prediction_from_continuing(tmp_path: Path) -> None:
+    """Their times are of another clock, or of an archive from another time zone; a later change is still seen."""
+    (record,), folder = read_jsonl(write_scenes(tmp_path / "data", 1, SPARSE, 5)), AnswerFolder(tmp_path / "out")
+    later = time.time() + 9 * 3600
+    os.utime(record.image, (later, later))
+    folder.claim({}, [record], False, "")
+    folder.append([ImageAnswer.of(record, ())])
+    folder.claim({}, [record], False, "")
+    os.utime(record.image, (later + 10, later + 10))
+    with pytest.raises(DataError, match="or a newer one"):
+        folder.claim({}, [record], False, "")
 
 
 def test_drawings_never_replace_the_images_to_answer(tmp_path: Path) -> None:

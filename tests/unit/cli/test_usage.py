@@ -108,12 +108,6 @@ def test_the_configuration_is_positional_and_config_is_accepted(command: str, tm
         assert outcome.code == 2 and "missing.yaml" in outcome.err and "Usage" not in outcome.err
 
 
-def test_a_tab_in_a_yaml_is_named(tmp_path: Path, cli: Cli) -> None:
-    (tmp_path / "tab.yaml").write_text("model:\n\tmodel: x\n")
-    outcome = cli("config", "check", tmp_path / "tab.yaml")
-    assert outcome.code == 2 and "tab.yaml:2" in outcome.err and "a tab" in outcome.err
-
-
 def test_evaluate_a_checkpoint_by_its_own_settings(tmp_path: Path, cli: Cli, model: Path) -> None:
     data = write_run(tmp_path, 1, model).parent / "scenes.jsonl"
     keys = ("rollout_matching.max_new_tokens=8", "rollout_matching.decode_batch_size=2")

@@ -206,12 +206,10 @@ def test_a_damaged_store_is_named(read: list[str], tmp_path: Path) -> None:
 )
 def test_objects_below_a_pixel_are_found(boxes: list[list[int]], found: list[Finding], tmp_path: Path) -> None:
     """At 640 x 480, as a converter leaves shares that it read as pixels."""
-    paint(tmp_path / "a.png", (640, 480))
+    paint(tmp_path / "b.png", (640, 480))
     objects = [{"desc": "crack", "bbox_2d": box} for box in boxes]
-    fields = {"images": ["a.png"], "width": 640, "height": 480, "objects": objects}
-    path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps(fields) + "\n")
-    assert [problem.finding for problem in check_jsonl(path).problems] == found
+    text = line(*objects, image="b.png", width=640, height=480)
+    assert [finding for finding, _ in check(tmp_path, text)] == found
 
 
 @pytest.mark.parametrize(
@@ -225,12 +223,8 @@ def test_objects_below_a_pixel_are_found(boxes: list[list[int]], found: list[Fin
 def test_a_resize_rule_that_training_would_refuse_is_found(
     prepared: dict[str, int], says: str | None, tmp_path: Path
 ) -> None:
-    paint(tmp_path / "a.png", (64, 64))
-    objects = [{"desc": "cat", "bbox_2d": [0, 0, 500, 500]}]
-    fields = {"images": ["a.png"], "width": 64, "height": 64, "objects": objects, "metadata": {"prepared": prepared}}
-    path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps(fields) + "\n")
-    check = check_jsonl(path)
-    found = [(problem.finding, problem.where) for problem in check.problems]
-    assert found == ([] if says is None else [(Finding.SCHEMA, "d.jsonl:1")])
-    assert check.errors == len(found) and (says is None or says in check.problems[0].detail)
+    check(tmp_path, line(BOX, metadata={"prepared": prepared}))
+    checked = check_jsonl(tmp_path / "data.jsonl")
+    found = [(problem.finding, problem.where) for problem in checked.problems]
+    assert found == ([] if says is None else [(Finding.SCHEMA, "data.jsonl:1")])
+    assert checked.errors == len(found) and (says is None or says in checked.problems[0].detail)

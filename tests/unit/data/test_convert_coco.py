@@ -47,6 +47,8 @@ COCO_OBJECTS = [
     ("bbox missing", {}, "bbox", "malformed_geometry"),
     ("bbox of huge integers", {"bbox": [10**400, 6, 20, 12]}, "bbox", "malformed_geometry"),
     ("crowd", {"bbox": [1, 1, 5, 5], "iscrowd": 1}, "bbox", "crowd"),
+    ("crowd as text", {"bbox": [1, 1, 5, 5], "iscrowd": "1"}, "bbox", "crowd"),
+    ("crowd as a boolean", {"bbox": [1, 1, 5, 5], "iscrowd": True}, "bbox", "crowd"),
     ("region to ignore", {"bbox": [1, 1, 5, 5], "ignore": 1}, "bbox", "ignored"),
     ("unknown category", {"bbox": [1, 1, 5, 5], "category_id": 99}, "bbox", "unknown_category"),
     ("listed category", {"bbox": [1, 1, 5, 5], "category_id": [1]}, "bbox", "unknown_category"),

@@ -30,11 +30,10 @@ from support.annotation_folders import KEEP, SMALL, objects_of, paint
 CAT_BOX = GTObject("cat", "bbox_2d", (250, 250, 749, 749))  # the middle of a 40 x 24 image
 
 
-def yolo(folder: Path, label: str | None) -> Path:
+def yolo(folder: Path, label: str) -> Path:
     paint(folder / "images" / "train" / "a.jpg")
-    if label is not None:
-        (folder / "labels" / "train").mkdir(parents=True)
-        (folder / "labels" / "train" / "a.txt").write_text(label)
+    (folder / "labels" / "train").mkdir(parents=True)
+    (folder / "labels" / "train" / "a.txt").write_text(label)
     (folder / "data.yaml").write_text("train: images/train\nnames: [cat, dog]\n")
     return folder
 
@@ -49,20 +48,16 @@ GOOD = "0 0.5 0.5 0.5 0.5\n"
         ("0 0.5 0.5 0.5 0.5\n\n  1 0.5 0.5 0.5 0.5  \n", [CAT_BOX, GTObject("dog", "bbox_2d", CAT_BOX.bins)], {}),
         ("0 0.25 0.25 0.75 0.25 0.75 0.75", [GTObject("cat", "poly", (250, 250, 749, 250, 749, 749))], {}),
         ("0.0 0.5 0.5 0.5 0.5", [CAT_BOX], {}),
-        (None, [], {}),  # no label file: an image without objects
-        ("", [], {}),
         (GOOD + "7 0.5 0.5 0.5 0.5", [CAT_BOX], {"unknown_category": 1}),
         (GOOD + "0 0.5 0.5 0.5", [CAT_BOX], {"malformed_geometry": 1}),
         (GOOD + "0 0.5 0.5 0.5 0.5 0.9", [CAT_BOX], {"malformed_geometry": 1}),  # a prediction with its confidence
         (GOOD + "0 0.1 0.1 0.9 0.1 0.9 0.9 0.5", [CAT_BOX], {"malformed_geometry": 1}),
         (GOOD + "cat 0.5 0.5 0.5 0.5", [CAT_BOX], {"malformed_geometry": 1}),
         (GOOD + "0 0.5 nan 0.5 0.5", [CAT_BOX], {"malformed_geometry": 1}),
-        (GOOD + "0 20 12 20 12", [CAT_BOX], {"other_unit": 1}),  # pixels
     ],
 )
-def test_yolo_lines(tmp_path: Path, label: str | None, objects: list[GTObject], skipped: dict[str, int]) -> None:
-    unlabelled = "empty" if label is None else None
-    report = convert_yolo(yolo(tmp_path / "in", label), tmp_path / "out", unlabelled=unlabelled, options=SMALL)
+def test_yolo_lines(tmp_path: Path, label: str, objects: list[GTObject], skipped: dict[str, int]) -> None:
+    report = convert_yolo(yolo(tmp_path / "in", label), tmp_path / "out", options=SMALL)
     assert objects_of(report) == tuple(objects)
     assert report.skipped == skipped
     assert [problem.reason for problem in report.problems if problem.reason in skipped] == list(skipped)

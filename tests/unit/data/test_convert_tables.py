@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coordexp.data import read_jsonl
-from coordexp.data.convert import convert_csv, convert_openimages
+from coordexp.data.convert import ConversionReport, convert_csv, convert_openimages
 from coordexp.errors import DataError
 from coordexp.geometry import pixel_box
 from coordexp.records import GTObject
@@ -29,9 +29,12 @@ def table(folder: Path, *lines: str) -> Path:
     return folder / "t.csv"
 
 
+def reported(folder: Path, *lines: str, **options: Any) -> ConversionReport:
+    return convert_csv(table(folder, *lines), folder / "out", images_dir=folder / "photos", options=KEEP, **options)
+
+
 def converted(folder: Path, *lines: str, **options: Any) -> list[list[GTObject]]:
-    report = convert_csv(table(folder, *lines), folder / "out", images_dir=folder / "photos", options=KEEP, **options)
-    return [list(record.objects) for record in read_jsonl(report.jsonl)]
+    return [list(record.objects) for record in read_jsonl(reported(folder, *lines, **options).jsonl)]
 
 
 # header, a line for each of the two boxes
@@ -58,7 +61,7 @@ def test_boxes_are_read_by_the_names_in_the_header(header: str, inner: str, bord
 def test_a_line_with_more_cells_than_the_header_is_left_out(tmp_path: Path) -> None:
     """Without quotes, half of a name with a comma would be a class."""
     lines = ["image,x1,y1,x2,y2,name", "a,10,6,30,18,cat", "a,1,2,3,4,cat, black", "a,20,12,40,24,cat,,"]
-    report = convert_csv(table(tmp_path, *lines), tmp_path / "out", images_dir=tmp_path / "photos", options=KEEP)
+    report = reported(tmp_path, *lines)
     assert [list(record.objects) for record in read_jsonl(report.jsonl)] == [[INNER, BORDER]]
     assert (report.objects_seen, report.skipped_objects) == (3, {"malformed_geometry": 1})
     (detail,) = (problem.detail for problem in report.problems if problem.reason in report.skipped_objects)
@@ -110,25 +113,20 @@ def test_one_class_and_several_boxes_in_a_cell(tmp_path: Path) -> None:
     lines = ("image_id,boxes", 'a,"[[10, 6, 20, 12], [20, 12, 20, 12]]"', 'b,""')
     with pytest.raises(DataError, match=r"no column 'name'.*image_id, boxes.*--desc"):
         converted(tmp_path, *lines)
-    assert converted(tmp_path, *lines, desc="cat") == [[INNER, BORDER], []]
-    report = convert_csv(
-        tmp_path / "t.csv", tmp_path / "more", images_dir=tmp_path / "photos", desc="cat", options=KEEP
-    )
+    report = reported(tmp_path, *lines, desc="cat")
+    assert [list(record.objects) for record in read_jsonl(report.jsonl)] == [[INNER, BORDER], []]
     assert (report.images, report.objects) == (2, 2)
 
 
 @pytest.mark.parametrize("name", ["[" * 30_000, "ü" * 128, "/".join(["d"] * 3000)])
 def test_a_name_that_no_file_can_have_is_a_missing_image(name: str, tmp_path: Path) -> None:
-    path = table(tmp_path, "image_id,bbox,label", "a,10 6 20 12,cat", f"{name},10 6 20 12,cat")
-    report = convert_csv(path, tmp_path / "out", images_dir=tmp_path / "photos", options=SMALL)
+    report = reported(tmp_path, "image_id,bbox,label", "a,10 6 20 12,cat", f"{name},10 6 20 12,cat")
     assert (report.images, report.objects) == (1, 1) and report.skipped_images == {"missing_image": 1}
 
 
 def test_numbers_that_are_no_box_are_counted(tmp_path: Path) -> None:
-    path = table(
-        tmp_path, "image_id,bbox,label", "a,10 6 20 12,cat", "a,10 6 20,cat", "a,1 2 3 4 5 6 7 8,cat", "b,nan,cat"
-    )
-    report = convert_csv(path, tmp_path / "out", images_dir=tmp_path / "photos", options=SMALL)
+    lines = ("image_id,bbox,label", "a,10 6 20 12,cat", "a,10 6 20,cat", "a,1 2 3 4 5 6 7 8,cat", "b,nan,cat")
+    report = reported(tmp_path, *lines)
     assert (report.objects, report.objects_seen) == (1, 4)
     assert report.skipped == {"malformed_geometry": 3, "emptied_image": 1}
 

@@ -56,23 +56,21 @@ def test_bins_stay_in_range_and_keep_the_order_of_pixels(x: float, y: float, ext
 
 
 def convert(form: str, source: Path, out: Path, *, rings: bool) -> ConversionReport:
-    geometry = "poly" if rings else "bbox"
+    options = replace(SMALL, name="data")
     match form:
         case "voc":
-            return convert_voc(as_voc(source), out, options=replace(SMALL, name="data"))
-        case "coco":
+            return convert_voc(as_voc(source), out, options=options)
+        case "coco" | "lvis":
+            geometry = "poly" if rings else "bbox"
             return convert_coco(
-                *as_coco(source, rings=rings), out, geometry=geometry, options=replace(SMALL, name="data")
+                *as_coco(source, rings=rings), out, geometry=geometry, lvis=form == "lvis", options=options
             )
         case "labelme":
-            return convert_labelme(as_labelme(source, rings=rings), out, options=replace(SMALL, name="data"))
+            return convert_labelme(as_labelme(source, rings=rings), out, options=options)
         case "csv":
-            return convert_csv(as_csv(source, rings=rings), out, options=replace(SMALL, name="data"))
-        case "lvis":
-            files = as_coco(source, rings=rings)
-            return convert_coco(*files, out, geometry=geometry, lvis=True, options=replace(SMALL, name="data"))
+            return convert_csv(as_csv(source, rings=rings), out, options=options)
     folder = as_yolo(source, rings=rings, data_yaml=form == "yolo")
-    return convert_yolo(folder, out, split="train", options=replace(SMALL, name="data"))
+    return convert_yolo(folder, out, split="train", options=options)
 
 
 def corners_of(box: Sequence[float]) -> list[tuple[float, float]]:

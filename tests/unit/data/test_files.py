@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,21 @@ def test_the_error_of_a_full_disk_names_the_file(tmp_path: Path, write: Callable
     with files_of_at_most(50), pytest.raises(OSError, match="File too large") as raised:
         write(path)
     assert raised.value.filename == str(path)
+
+
+def test_a_read_only_disk_is_named_by_the_file_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by a temporary one, the removal of which fails too."""
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(OSError, match="Read-only file system") as caught:
+        write_atomically(tmp_path / "train.jsonl", "{}\n")
+    assert caught.value.filename == str(tmp_path / "train.jsonl")
 
 
 def test_an_error_names_no_temporary_file(tmp_path: Path) -> None:

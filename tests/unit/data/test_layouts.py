@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ CVAT_YOLO = {  # CVAT's "YOLO 1.1"
                       "classes.txt": CLASSES}, "", {"images_dir": "pics", "labels_dir": "txt"},
                      {"1.jpg": DOG, "a/1.jpg": [], "a/2.jpg": DOG}, {"no_label_file": 1},
                      id="all labels in one folder"),
+        pytest.param({"images/a.jpg": "", "images/b.jpg": "", "images/c.jpg": "", "labels/a.txt": LINE,
+                      "labels/b.TXT": LINE, "labels/c.Txt": LINE, "classes.txt": CLASSES}, "", {},
+                     {"a.jpg": DOG, "b.jpg": DOG, "c.jpg": DOG}, {}, id="suffixes in any case"),
         pytest.param(CVAT_YOLO, "", {}, {"obj_train_data/a.jpg": DOG, "obj_train_data/b.jpg": []}, {}, id="CVAT"),
         pytest.param(CVAT_YOLO, "obj.data", {"split": "train"},
                      {"obj_train_data/a.jpg": DOG, "obj_train_data/b.jpg": []}, {}, id="obj.data named"),
@@ -91,22 +95,43 @@ def test_yolo_layouts(
         ({"a.jpg": "", "classes.txt": CLASSES}, {"labels_dir": "gone"}, "--labels"),
         ({"obj.data": "names = obj.names\n", "obj.names": CLASSES}, {}, "train = "),
         ({"obj.data": "train = data/train.txt\nnames = obj.names\n", "obj.names": CLASSES}, {}, r"train\.txt: no such"),
-        (
-            {"a.jpg": "", "classes.txt": CLASSES, "b/a.txt": LINE},
-            {},
-            r"none of 1 images.*files of the same names are in",
-        ),
-        (
-            {"pics/a/1.jpg": "", "pics/b/1.jpg": "", "txt/1.txt": LINE, "classes.txt": CLASSES},
-            {"images_dir": "pics", "labels_dir": "txt"},
-            r"1\.txt: is the label of 2 images \(.*a/1\.jpg, .*b/1\.jpg\)",
-        ),
+        ({"a.jpg": "", "classes.txt": CLASSES, "b/a.txt": LINE}, {},
+         "none of 1 images.*files of the same names are in"),
+        ({"pics/a/1.jpg": "", "pics/b/1.jpg": "", "txt/1.txt": LINE, "classes.txt": CLASSES},
+         {"images_dir": "pics", "labels_dir": "txt"}, r"1\.txt: is the label of 2 images \(.*a/1\.jpg, .*b/1\.jpg\)"),
         ({"a.jpg": "", "a.png": "", "a.txt": LINE, "classes.txt": CLASSES}, {}, "is the label of 2 images"),
+        ({"photos/a.jpg": "", "txt/a.txt": LINE, "train.txt": "photos/a.jpg\n",
+          "data.yaml": "train: train.txt\nnames: [cat, dog]\n"}, {}, "none of 1 images.*/txt"),
     ],
-)
+)  # fmt: skip
 def test_incomplete_layouts_are_refused(files: dict[str, str], arguments: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=says):
         convert_yolo(folder(tmp_path, files), tmp_path / "out", options=KEEP, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels"),
+    [("image", "labels"), ("Images", "Labels"), ("VOC/JPEGImages", "VOC/labels"), ("images/train", "annotations/train"),
+     ("images", "labels/train")],
+)  # fmt: skip
+def test_a_folder_in_which_no_image_has_a_label_is_refused(images: str, labels: str, tmp_path: Path) -> None:
+    files = {f"{images}/{stem}.jpg": "" for stem in "ab"} | {f"{labels}/{stem}.txt": LINE for stem in "ab"}
+    file = folder(tmp_path, files | {"data.yaml": f"train: {images}\nnames: [cat, dog]\n"}) / "data.yaml"
+    with pytest.raises(DataError, match=rf"none of 2 images has a label.*files of the same names are in .*{labels}"):
+        convert_yolo(file, tmp_path / "out", options=KEEP)
+    if labels != "labels/train":  # where the labels belong to other images
+        report = convert_yolo(file, tmp_path / "out", unlabelled="empty", options=KEEP)
+        assert (report.images, report.objects) == (2, 0)
+
+
+def test_each_folder_of_a_split_needs_labels(tmp_path: Path) -> None:
+    files = {"one/images/a.jpg": "", "two/images/a.jpg": "", "one/labels/a.txt": LINE}
+    file = folder(tmp_path, files | {"data.yaml": "train: [one/images, two/images]\nnames: [cat, dog]\n"}) / "data.yaml"
+    with pytest.raises(DataError, match=r"two/images: none of 1 images"):
+        convert_yolo(file, tmp_path / "out", options=KEEP)
+    folder(tmp_path, {"two/labels/a.txt": ""})  # an empty label says that there is nothing
+    report = convert_yolo(file, tmp_path / "out", options=replace(KEEP, name="x"))
+    assert boxes_of(report) == {"one/images/a.jpg": DOG, "two/images/a.jpg": []}
 
 
 def test_labels_are_not_looked_for_in_other_data_of_the_user(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -244,58 +243,6 @@ def test_polygons_are_no_keypoints(ring: str, tmp_path: Path) -> None:
     assert yolo_lines(tmp_path, *[f"0 {ring}"] * 6).objects == 6
 
 
-# --- labels that are not found ---
-
-
-@pytest.mark.parametrize(
-    ("images", "labels"),
-    [("image", "labels"), ("Images", "Labels"), ("VOC/JPEGImages", "VOC/labels"), ("images/train", "annotations/train"),
-     ("images", "labels/train")],
-)  # fmt: skip
-def test_a_folder_in_which_no_image_has_a_label_is_refused(images: str, labels: str, tmp_path: Path) -> None:
-    for stem in "ab":
-        paint(tmp_path / images / f"{stem}.jpg")
-        written(tmp_path / labels / f"{stem}.txt", "0 0.5 0.5 0.25 0.5\n")
-    file = written(tmp_path / "data.yaml", f"train: {images}\nnames: [cat]\n")
-    with pytest.raises(DataError, match=rf"none of 2 images has a label.*files of the same names are in .*{labels}"):
-        convert_yolo(file, tmp_path / "out", options=KEEP)
-    if labels != "labels/train":  # where the labels belong to other images
-        report = convert_yolo(file, tmp_path / "out", unlabelled="empty", options=KEEP)
-        assert (report.images, report.objects) == (2, 0)
-
-
-def test_each_folder_of_a_split_needs_labels(tmp_path: Path) -> None:
-    for part in ("one", "two"):
-        paint(tmp_path / part / "images" / "a.jpg")
-    written(tmp_path / "one" / "labels" / "a.txt", "0 0.5 0.5 0.25 0.5\n")
-    file = written(tmp_path / "data.yaml", "train: [one/images, two/images]\nnames: [cat]\n")
-    with pytest.raises(DataError, match=r"two/images: none of 1 images"):
-        convert_yolo(file, tmp_path / "out", options=KEEP)
-    written(tmp_path / "two" / "labels" / "a.txt", "")  # an empty label says that there is nothing
-    report = convert_yolo(file, tmp_path / "out", options=replace(KEEP, name="x"))
-    assert [record.metadata["source"]["file"] for record in read_jsonl(report.jsonl)] == [
-        "one/images/a.jpg", "two/images/a.jpg",
-    ]  # fmt: skip
-
-
-def test_a_list_file_needs_labels_too(tmp_path: Path) -> None:
-    paint(tmp_path / "photos" / "a.jpg")
-    written(tmp_path / "txt" / "a.txt", "0 0.5 0.5 0.25 0.5\n")
-    written(tmp_path / "train.txt", "photos/a.jpg\n")
-    file = written(tmp_path / "data.yaml", "train: train.txt\nnames: [cat]\n")
-    with pytest.raises(DataError, match=r"none of 1 images.*/txt"):
-        convert_yolo(file, tmp_path / "out", options=KEEP)
-
-
-def test_labels_have_suffixes_in_any_case(tmp_path: Path) -> None:
-    for stem, suffix in (("a", ".txt"), ("b", ".TXT"), ("c", ".Txt")):
-        paint(tmp_path / "images" / f"{stem}.jpg", SIZE)
-        written(tmp_path / "labels" / f"{stem}{suffix}", "0 0.5 0.5 0.25 0.5\n")
-    report = convert_yolo(written(tmp_path / "data.yaml", "train: images\nnames: [cat]\n"), tmp_path / "out",
-                          options=KEEP)  # fmt: skip
-    assert boxes_of(report) == {f"{stem}.jpg": [("cat", (240, 120, 400, 360))] for stem in "abc"}
-
-
 def test_a_coco_file_without_annotations_is_refused(tmp_path: Path) -> None:
     """COCO's image_info_test2017.json."""
     with pytest.raises(DataError, match=r"none of 1 images has an annotation.*--keep-emptied"):
@@ -305,7 +252,9 @@ def test_a_coco_file_without_annotations_is_refused(tmp_path: Path) -> None:
 # --- COCO's ids and fields ---
 
 
-def coco_file(home: Path, annotations: list[Any], ids: list[Any], category: Any = 1) -> Path:
+def coco_with(
+    home: Path, annotations: list[Any], ids: list[Any], category: Any = 1, **options: Any
+) -> ConversionReport:
     names = [f"{chr(97 + k)}.jpg" for k in range(len(ids))]
     image(home, *names)
     content = {
@@ -313,7 +262,7 @@ def coco_file(home: Path, annotations: list[Any], ids: list[Any], category: Any 
         "annotations": [{"category_id": category, "bbox": [10, 20, 50, 60], **a} for a in annotations],
         "categories": [{"id": category, "name": "crack"}],
     }
-    return written(home / "c.json", content)
+    return convert_coco(written(home / "c.json", content), home / "images", home / "out", options=KEEP, **options)
 
 
 CRACK = [("crack", (10, 20, 60, 80))]
@@ -324,36 +273,25 @@ CRACK = [("crack", (10, 20, 60, 80))]
     [([1, 2], [1, "2"], 1), ([1.0, 2.0], [1.0, 2], 1.0), (["1", "2"], [1, 2.0], "7"), (["x1", "07"], ["x1", "07"], 3)],
 )
 def test_ids_compare_as_text(ids: list[Any], given: list[Any], category: Any, tmp_path: Path) -> None:
-    path = coco_file(tmp_path, [{"image_id": k} for k in given], ids, category)
-    report = convert_coco(path, tmp_path / "images", tmp_path / "out", options=KEEP)
+    report = coco_with(tmp_path, [{"image_id": k} for k in given], ids, category)
     assert boxes_of(report) == {"a.jpg": CRACK, "b.jpg": CRACK} and not report.skipped
 
 
 @pytest.mark.parametrize("bad", [True, 1.5, None, [1]])
 def test_other_ids_are_none(bad: Any, tmp_path: Path) -> None:
-    path = coco_file(tmp_path, [{"image_id": 1}, {"image_id": bad}], [1])
-    report = convert_coco(path, tmp_path / "images", tmp_path / "out", options=KEEP)
+    report = coco_with(tmp_path, [{"image_id": 1}, {"image_id": bad}], [1])
     assert report.skipped_objects == {"unknown_image": 1}
-
-
-@pytest.mark.parametrize(("crowd", "kept"), [("0", 1), (0.0, 1), (None, 1), (False, 1), ("1", 0), (1, 0), (True, 0)])
-def test_crowds_are_marked_in_several_ways(crowd: Any, kept: int, tmp_path: Path) -> None:
-    path = coco_file(tmp_path, [{"image_id": 1}, {"image_id": 1, "iscrowd": crowd}], [1])
-    report = convert_coco(path, tmp_path / "images", tmp_path / "out", options=KEEP)
-    assert (report.objects, report.skipped_objects) == (1 + kept, {} if kept else {"crowd": 1})
 
 
 def test_a_polygon_without_a_list_around_it_is_read(tmp_path: Path) -> None:
     ring = [10, 20, 60, 20, 60, 80, 10, 80]
-    path = coco_file(tmp_path, [{"image_id": 1, "segmentation": ring}], [1])
-    report = convert_coco(path, tmp_path / "images", tmp_path / "out", geometry="poly", options=KEEP)
+    report = coco_with(tmp_path, [{"image_id": 1, "segmentation": ring}], [1], geometry="poly")
     assert boxes_of(report) == {"a.jpg": CRACK}
 
 
 def test_an_object_without_a_box_names_the_cure(tmp_path: Path) -> None:
     ring = [[10, 20, 60, 20, 60, 80]]
-    path = coco_file(tmp_path, [{"image_id": 1}, {"image_id": 1, "bbox": [], "segmentation": ring}], [1])
-    report = convert_coco(path, tmp_path / "images", tmp_path / "out", options=KEEP)
+    report = coco_with(tmp_path, [{"image_id": 1}, {"image_id": 1, "bbox": [], "segmentation": ring}], [1])
     assert report.skipped_objects == {"malformed_geometry": 1} and "--geometry poly" in report.problems[-1].detail
 
 
@@ -424,20 +362,41 @@ def test_groups_of_cvat_are_one_object(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("marked", "taken"), [(None, 0), (1, 1)])
-def test_one_of_several_answers_of_annotators_is_taken_with_a_note(
-    marked: int | None, taken: int, tmp_path: Path
-) -> None:
-    image(tmp_path)
-    answers = []
-    for k, x in enumerate((10, 50)):
-        value = {"x": x, "y": 10, "width": 20, "height": 20, "rectanglelabels": ["cat"]}
-        region = {"type": "rectanglelabels", "value": value, "original_width": 640, "original_height": 480}
-        answers.append({"result": [region], "ground_truth": k == marked})
+def region(**value: Any) -> dict[str, Any]:
+    value = {"x": 10, "y": 10, "width": 20, "height": 20, "rectanglelabels": ["cat"], **value}
+    return {"type": "rectanglelabels", "value": value, "original_width": 640, "original_height": 480}
+
+
+def label_studio(home: Path, *answers: dict[str, Any]) -> ConversionReport:
+    """Of one image with these answers of annotators."""
+    image(home)
     tasks = [{"data": {"image": "a.jpg"}, "annotations": answers}]
-    report = convert_labelstudio(written(tmp_path / "images" / "l.json", tasks), tmp_path / "out", options=KEEP)
+    return convert_labelstudio(written(home / "images" / "l.json", tasks), home / "out", options=KEEP)
+
+
+@pytest.mark.parametrize(("marked", "left"), [(None, 64), (1, 320)])
+def test_one_of_several_answers_of_annotators_is_taken_with_a_note(
+    marked: int | None, left: int, tmp_path: Path
+) -> None:
+    answers = ({"result": [region(x=x)], "ground_truth": k == marked} for k, x in enumerate((10, 50)))
+    report = label_studio(tmp_path, *answers)
     ((_, box),) = boxes_of(report)["a.jpg"]
-    assert box[0] == (64, 320)[taken] and report.notes == {"several_answers": 1}
+    assert box[0] == left and report.notes == {"several_answers": 1}
+
+
+@pytest.mark.parametrize(
+    ("odd", "skipped"),
+    [
+        (region() | {"id": [1]}, {}),
+        (region(rotation=10**400), {"malformed_geometry": 1}),
+        (region(rectanglelabels=[{"name": "cat"}]), {"empty_desc": 1}),
+    ],
+)
+def test_odd_values_of_label_studio_are_read_or_counted(
+    odd: dict[str, Any], skipped: dict[str, int], tmp_path: Path
+) -> None:
+    report = label_studio(tmp_path, {"result": [region(), odd]})
+    assert report.skipped_objects == skipped and report.objects == 2 - len(skipped)
 
 
 # --- tables ---
@@ -514,40 +473,22 @@ def cvat_shape(home: Path, shape: str, **options: Any) -> ConversionReport:
     return convert_cvat(written(home / "images" / "a.xml", text), home / "out", options=KEEP, **options)
 
 
+def voc_shapes(home: Path, *shapes: str) -> ConversionReport:
+    image(home)
+    voc_xml(home, "a", *(f"<object><name>ship</name>{shape}</object>" for shape in shapes), size=SIZE)
+    return convert_voc(home, home / "out", images_dir="images", options=KEEP)
+
+
 @pytest.mark.parametrize("turn", ["inf", "nan", "1e400", "thirty"])
 def test_a_turn_that_is_no_number_is_counted(turn: str, tmp_path: Path) -> None:
     """Infinity was a traceback, and text no turn."""
     box = '<box label="ship" xtl="80" ytl="90" xbr="120" ybr="110"/>'
     report = cvat_shape(tmp_path, box + box.replace("/>", f' rotation="{turn}"/>'))
     assert (report.objects, report.skipped_objects) == (1, {"malformed_geometry": 1})
-    written_angle = f"<robndbox><cx>9</cx><cy>9</cy><w>4</w><h>4</h><angle>{turn}</angle></robndbox>"
-    image(tmp_path / "r")
     box = "<bndbox><xmin>1</xmin><ymin>1</ymin><xmax>9</xmax><ymax>9</ymax></bndbox>"
-    shapes = [f"<object><name>ship</name>{one}</object>" for one in (box, written_angle)]
-    voc_xml(tmp_path / "r", "a", *shapes, size=SIZE)
-    report = convert_voc(tmp_path / "r", tmp_path / "r/out", images_dir="images", options=KEEP)
+    turned = f"<robndbox><cx>9</cx><cy>9</cy><w>4</w><h>4</h><angle>{turn}</angle></robndbox>"
+    report = voc_shapes(tmp_path / "r", box, turned)
     assert (report.objects, report.skipped_objects) == (1, {"malformed_geometry": 1})
-
-
-@pytest.mark.parametrize(
-    ("given", "skipped"),
-    [
-        ({"id": [1]}, {}),
-        ({"rotation": 10**400}, {"malformed_geometry": 1}),
-        ({"labels": [{"name": "cat"}]}, {"empty_desc": 1}),
-    ],
-)
-def test_odd_values_of_label_studio_are_read_or_counted(
-    given: dict[str, Any], skipped: dict[str, int], tmp_path: Path
-) -> None:
-    image(tmp_path)
-    value = {"x": 10, "y": 10, "width": 20, "height": 20, "rectanglelabels": ["cat"]}
-    region = {"type": "rectanglelabels", "value": value, "original_width": 640, "original_height": 480}
-    odd = {**region, "id": given.get("id"), "value": {**value, "rotation": given.get("rotation"),
-           "rectanglelabels": given.get("labels", ["cat"])}}  # fmt: skip
-    tasks = [{"data": {"image": "a.jpg"}, "annotations": [{"result": [region, odd]}]}]
-    report = convert_labelstudio(written(tmp_path / "images" / "l.json", tasks), tmp_path / "out", options=KEEP)
-    assert report.skipped_objects == skipped and report.objects == 2 - len(skipped)
 
 
 def test_turns_are_clockwise(tmp_path: Path) -> None:
@@ -572,20 +513,11 @@ def test_the_box_of_a_turned_ellipse_is_the_ellipses_own(turn: int, around: Box,
 
 
 def test_rotated_boxes_of_rolabelimg_and_x_anylabeling_are_polygons(tmp_path: Path) -> None:
-    image(tmp_path / "r")
     box = f"<cx>100</cx><cy>100</cy><w>40</w><h>20</h><angle>{math.pi / 2}</angle>"
-    voc_xml(tmp_path / "r", "a", f"<object><type>robndbox</type><name>ship</name><robndbox>{box}</robndbox></object>",
-            size=SIZE)  # fmt: skip
-    assert ring_of(convert_voc(tmp_path / "r", tmp_path / "r/out", images_dir="images", options=KEEP)) == set(TURNED)
+    assert ring_of(voc_shapes(tmp_path / "r", f"<type>robndbox</type><robndbox>{box}</robndbox>")) == set(TURNED)
     points = [list(point) for point in TURNED]
     shape = {"label": "ship", "shape_type": "rotation", "points": points, "direction": 1.57, "group_id": None}
     assert ring_of(labelme_shapes(tmp_path / "x", shape)) == set(TURNED)
-    image(tmp_path / "w")
-    pts = "".join(f"<pt><x>{x}</x><y>{y}</y></pt>" for x, y in TURNED)
-    shapes = (
-        f"<object><name>ship</name><deleted>0</deleted><polygon>{pts}</polygon></object>",
-        f"<object><name>ship</name><deleted>1</deleted><polygon>{pts}</polygon></object>",
-    )
-    voc_xml(tmp_path / "w", "a", *shapes, size=SIZE)
-    report = convert_voc(tmp_path / "w", tmp_path / "w/out", images_dir="images", options=KEEP)
+    polygon = f"<polygon>{''.join(f'<pt><x>{x}</x><y>{y}</y></pt>' for x, y in TURNED)}</polygon>"
+    report = voc_shapes(tmp_path / "w", *(f"<deleted>{deleted}</deleted>{polygon}" for deleted in (0, 1)))
     assert ring_of(report) == set(TURNED) and report.skipped_objects == {"ignored": 1}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -46,18 +45,6 @@ def test_tiles_of_equal_names_keep_their_own_pixels(tmp_path: Path) -> None:
     write_tiles(list(read_jsonl(data)), tmp_path / "t" / "t.jsonl", Tiling.of(64))
     for tile in read_jsonl(tmp_path / "t" / "t.jsonl"):
         assert Image.open(tile.image).convert("RGB").getpixel((5, 5)) == COLOURS[tile.objects[0].desc]
-
-
-def test_tiles_of_a_photograph_stay_in_one_part(tmp_path: Path) -> None:
-    data = dataset(tmp_path / "d.jsonl", *((f"{n}.png", "cat") for n in range(4)))
-    for n, record in enumerate(read_jsonl(data)):  # as they are, each is a copy of the others
-        Image.new("RGB", (record.width, record.height), (n, 0, 0)).save(record.image)
-    write_tiles(list(read_jsonl(data)), tmp_path / "t" / "t.jsonl", Tiling.of(32, 0.5))
-    one, other = (
-        {record.metadata["tile"]["image"] for record in part}
-        for part in split_records(list(read_jsonl(tmp_path / "t" / "t.jsonl")), [0.5, 0.5], 0)
-    )
-    assert len(one) == len(other) == 2 and not one & other
 
 
 def test_a_users_own_metadata_has_any_form(tmp_path: Path, cli: Cli) -> None:
@@ -170,19 +157,6 @@ def test_a_replaced_picture_is_not_the_one_that_was_answered(tmp_path: Path, cli
     os.utime(tmp_path / "1.png", (later, later))
     replaced = cli(*words)
     assert replaced.code == 2 and "or a newer one" in replaced.err
-
-
-def test_pictures_of_a_later_time_do_not_stop_a_prediction_from_continuing(tmp_path: Path, cli: Cli) -> None:
-    """Their times are of another clock, or of an archive from another time zone; a later change is still seen."""
-    data, out = dataset(tmp_path / "d.jsonl", ("1.png", "cat"), ("2.png", "dog")), tmp_path / "out"
-    later = time.time() + 9 * 3600
-    os.utime(tmp_path / "1.png", (later, later))
-    words = ("predict", data, "--model", asset("checkpoints/demo-stage1"), "--out", out)
-    assert cli(*words).code == 0
-    again = cli(*words)
-    assert again.code == 0 and "2 of them by an earlier run" in again.out
-    os.utime(tmp_path / "1.png", (later + 10, later + 10))
-    assert "or a newer one" in cli(*words).err
 
 
 def test_images_that_were_resized_by_several_rules_are_noted() -> None:

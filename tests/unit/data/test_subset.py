@@ -155,59 +155,49 @@ def test_a_sample_is_drawn_without_replacement_in_order() -> None:
         sample_records(everything, 21, 0)
 
 
-def test_copies_of_one_image_stay_on_one_side(tmp_path: Path) -> None:
-    for k in range(8):
-        Image.new("RGB", (16, 16), (10 * (k // 2), 0, 0)).save(tmp_path / f"{k}.png")  # pairs of equal bytes
-    everything = [ImageRecord(f"{k}", tmp_path / f"{k}.png", 16, 16, ()) for k in range(8)]
-    for seed in range(5):
-        for part in split_records(everything, [0.5, 0.5], seed):
-            assert sorted(int(record.sample_id) ^ 1 for record in part) == sorted(int(r.sample_id) for r in part)
+@pytest.fixture
+def photos(tmp_path: Path) -> list[ImageRecord]:
+    """Four, each of a colour."""
+    for k in range(4):
+        Image.new("RGB", (16, 16), (10 * k, 0, 0)).save(tmp_path / f"{k}.png")
+    return [ImageRecord(f"{k}", tmp_path / f"{k}.png", 16, 16, ()) for k in range(4)]
+
+
+def tiles_of(photos: list[ImageRecord], jsonl: Path, width: int, packed: bool) -> list[ImageRecord]:
+    write_tiles(photos, jsonl, Tiling(width, 16))
+    if packed:
+        pack(read_jsonl(jsonl), jsonl.parent / "packed" / jsonl.name, 4096)
+        jsonl = jsonl.parent / "packed" / jsonl.name
+    return read_jsonl(jsonl)
+
+
+def expect_each_colour_on_one_side(records: list[ImageRecord]) -> None:
+    for seed in range(4):
+        parts = split_records(records, [0.5, 0.5], seed)
+        first, second = ({open_rgb(record.image).getpixel((0, 0)) for record in part} for part in parts)
+        assert len(first) == len(second) == 2 and not first & second
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_photograph_its_copy_and_its_tiles_stay_on_one_side(tmp_path: Path, packed: bool) -> None:
-    for k in range(4):
-        Image.new("RGB", (16, 16), (10 * k, 0, 0)).save(tmp_path / f"{k}.png")
-        shutil.copy(tmp_path / f"{k}.png", tmp_path / f"copy{k}.png")
-    whole = [ImageRecord(f"{k}", tmp_path / f"{k}.png", 16, 16, ()) for k in range(4)]
-    copies = [replace(one, image=tmp_path / f"copy{one.image.name}") for one in whole]
-    write_tiles(whole, tmp_path / "a" / "tiles.jsonl", Tiling(10, 16))
-    write_tiles(copies, tmp_path / "b" / "tiles.jsonl", Tiling(10, 16))
-    tiles = [tile for name in "ab" for tile in read_jsonl(tmp_path / name / "tiles.jsonl")]
+def test_a_photograph_its_copy_and_its_tiles_stay_on_one_side(
+    photos: list[ImageRecord], tmp_path: Path, packed: bool
+) -> None:
+    copies = [replace(one, image=shutil.copy(one.image, tmp_path / f"copy{one.image.name}")) for one in photos]
+    tiles = tiles_of(photos, tmp_path / "a" / "tiles.jsonl", 10, packed)
+    tiles += tiles_of(copies, tmp_path / "b" / "tiles.jsonl", 10, packed)
     assert len(tiles) == 16
-    if packed:
-        pack(tiles, tmp_path / "packed" / "tiles.jsonl", 4096)
-        tiles = read_jsonl(tmp_path / "packed" / "tiles.jsonl")
-    for seed in range(4):
-        first, second = (
-            {open_rgb(record.image).getpixel((0, 0)) for record in part}
-            for part in split_records([*whole, *copies, *tiles], [0.5, 0.5], seed)
-        )
-        assert len(first) == len(second) == 2 and not first & second
+    for some in (tiles, [*photos, *copies], [*photos, *copies, *tiles]):
+        expect_each_colour_on_one_side(some)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_tiles_of_tiles_stay_on_the_side_of_their_photograph(tmp_path: Path, packed: bool) -> None:
-    for k in range(4):
-        Image.new("RGB", (16, 16), (10 * k, 0, 0)).save(tmp_path / f"{k}.png")
-    whole = [ImageRecord(f"{k}", tmp_path / f"{k}.png", 16, 16, ()) for k in range(4)]
-    write_tiles(whole, tmp_path / "a" / "tiles.jsonl", Tiling(10, 16))
-    tiles = read_jsonl(tmp_path / "a" / "tiles.jsonl")
-    if packed:
-        pack(tiles, tmp_path / "packed" / "tiles.jsonl", 4096)
-        tiles = read_jsonl(tmp_path / "packed" / "tiles.jsonl")
-    write_tiles(tiles, tmp_path / "b" / "c" / "small.jsonl", Tiling(6, 16))
-    small = read_jsonl(tmp_path / "b" / "c" / "small.jsonl")
+def test_tiles_of_tiles_stay_on_the_side_of_their_photograph(
+    photos: list[ImageRecord], tmp_path: Path, packed: bool
+) -> None:
+    tiles = tiles_of(photos, tmp_path / "a" / "tiles.jsonl", 10, packed)
+    small = tiles_of(tiles, tmp_path / "b" / "c" / "small.jsonl", 6, packed)
     assert len(small) == 16
-    if packed:
-        pack(small, tmp_path / "small.jsonl", 4096)
-        small = read_jsonl(tmp_path / "small.jsonl")
-    for seed in range(4):
-        first, second = (
-            {open_rgb(record.image).getpixel((0, 0)) for record in part}
-            for part in split_records([*whole, *small], [0.5, 0.5], seed)
-        )
-        assert len(first) == len(second) == 2 and not first & second
+    expect_each_colour_on_one_side([*photos, *small])
 
 
 def named(*descs: str) -> list[ImageRecord]:
