@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def saved(folder: Path, *names: str, annotated: bool = False) -> Path:
     return folder
 
 
-def detected(*names: str, classes: ClassList = LIST) -> Detections:
+def detected(*names: str, classes: Sequence[str] = LIST) -> Detections:
     pred = tuple(ScoredObject(name, "bbox_2d", BOX, 0.5) for name in names)
     return as_detections(ImageAnswer("a", "a", 9, 9, None, pred), None, classes)
 
