@@ -13,11 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from reporting import machine, parser, positive, print_machine, write_json
+from reporting import machine, parser, positive, print_machine, with_threads, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -55,9 +55,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     console = Console(markup=False, emoji=False)
     where = machine()
     print_machine(console, where, repeats=options.repeats, images=options.images, note=options.note)
+    environment = with_threads(os.environ, options.threads)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory() as folder:
         rows = [
-            time_command(Path(folder), kind, words, options.repeats)
+            time_command(Path(folder), kind, words, options.repeats, environment)
             for kind, words in commands(Path(folder), options.images)
         ]
     table = Table("", "command", "wall s", "CPU s", "exit", "torch")
@@ -66,8 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         table.add_row(row.kind, row.command, f"{row.wall_s:.2f}", f"{row.cpu_s:.2f}{late}", str(row.code),
                       "yes" if row.torch else "no")  # fmt: skip
     console.print(table)
-    settings = {**vars(options), "threads": options.threads or 1}
-    write_json(options.json, "cli", where, settings, [asdict(row) for row in rows])
+    write_json(options.json, "cli", where, vars(options), [asdict(row) for row in rows])
 
 
 def commands(folder: Path, images: int) -> list[tuple[str, list[str]]]:
@@ -106,11 +107,10 @@ def commands(folder: Path, images: int) -> list[tuple[str, list[str]]]:
     ]
 
 
-def time_command(folder: Path, kind: str, words: list[str], repeats: int) -> Timed:
+def time_command(folder: Path, kind: str, words: list[str], repeats: int, environment: Mapping[str, str]) -> Timed:
     """The command ``coordexp *words``, run ``repeats`` times from ``folder``."""
     wall, cpu = [], []
     done: subprocess.CompletedProcess[str] | None = None
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     for _ in range(repeats):
         before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         done = subprocess.run(

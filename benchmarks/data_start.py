@@ -19,12 +19,12 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from reporting import machine, parser, positive, positive_list, print_machine, usable_cores, write_json
+from reporting import machine, parser, positive, positive_list, print_machine, usable_cores, with_threads, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = flags.parse_args(argv)
     console = Console()
     where = machine()
+    environment = with_threads(os.environ, options.threads)
     print_machine(console, where, records=options.records, cores=usable_cores())
     results: list[dict[str, Any]] = []
     for count in options.records:
@@ -85,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             data = write_set(Path(folder), count)
             for how in ("cold", "warm", "plain", "datasets cold", "datasets warm"):
                 if how != "plain" or count <= options.plain_up_to:
-                    result = {"how": how, "set_mb": data.stat().st_size / 2**20, **opened(how, data, Path(folder))}
+                    found = opened(how, data, Path(folder), environment)
+                    result = {"how": how, "set_mb": data.stat().st_size / 2**20, **found}
                     results.append(result)
                     console.print(result, highlight=False, style="dim")
                     write_json(options.json, "data_start", where, vars(options), results, complete=False)
@@ -121,14 +123,14 @@ def _object(rng: random.Random) -> dict[str, Any]:
     return {"desc": desc, "bbox_2d": [x, y, rng.randrange(x, 1000), rng.randrange(y, 1000)]}
 
 
-def opened(how: str, data: Path, folder: Path) -> dict[str, Any]:
+def opened(how: str, data: Path, folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     """The report of a fresh process that opens ``data``."""
     places = {"COORDEXP_CACHE": str(folder / "cache"), "PEERS_CACHE": str(folder / "peers-cache")}
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "peers-home")}
     load = os.getloadavg()[0]
     done = subprocess.run(
         [sys.executable, "-c", CHILD, how.split()[0], str(data)],
-        env=os.environ | places | offline,
+        env={**environment, **places, **offline},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

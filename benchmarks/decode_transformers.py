@@ -10,6 +10,7 @@ from the prompt into the draft, and Qwen3-VL's forward pass refuses those.
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -40,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model [float32]")
     flags.add_argument("--rounds", type=positive, default=3, help="of all forms in turn [3]")
     options = flags.parse_args(argv)
-    threads = set_threads(options.threads)
+    options.threads = set_threads(options.threads)
     console, where = Console(), machine()
-    print_machine(console, where, threads=threads)
+    print_machine(console, where, threads=options.threads)
     loaded, requests = questions(options)
     results: list[dict[str, Any]] = []
     table = Table("batch", "answers", "tokens", "passes", "CPU s", "boxes/CPU s", "ratio", "equal")
@@ -117,20 +118,17 @@ def compared(loaded: Any, forms: dict[str, Callable[[], list[tuple[int, ...]]]],
             passes_of[name] = passes
     model.forward = forward
     first = next(iter(forms))
+    cpu_s = {name: statistics.median(taken) for name, taken in seconds.items()}
     return [
         {
             "form": name, "passes": passes_of[name], "tokens": sum(map(len, answers[name])),
-            "cpu_s": median(seconds[name]), "ratio": median(seconds[first]) / median(seconds[name]),
-            "boxes_per_cpu_s": boxes_in(answers[name], loaded.vocab) / median(seconds[name]),
+            "cpu_s": cpu_s[name], "ratio": cpu_s[first] / cpu_s[name],
+            "boxes_per_cpu_s": boxes_in(answers[name], loaded.vocab) / cpu_s[name],
             "equal": sum(a == b for a, b in zip(answers[name], answers[first], strict=True)),
             "answers": len(answers[name]),
         }
         for name in forms
     ]  # fmt: skip
-
-
-def median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def boxes_in(answers: Sequence[tuple[int, ...]], vocab: CoordVocab) -> int:

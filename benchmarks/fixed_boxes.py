@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--out", type=Path, required=True, help="JSONL of the fixed boxes' answers")
     options = flags.parse_args(argv)
     boxes = best_fixed_boxes(read_jsonl(options.train))
-    answer = {"pred": tuple(boxes), "dropped": {}, "truncated": False, "repeat_terminated": False, "num_tokens": 0}
+    answer = {"pred": tuple(boxes), "dropped": {}, "truncated": False, "repeat_terminated": False, "num_tokens": 0,
+              "further_texts": (), "valid": None}  # fmt: skip
     fixed = [replace(of_model, **answer, text="") for of_model in read_answers(options.predictions)]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_answers(fixed, options.out)

@@ -11,13 +11,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from random_checkpoint import write_checkpoint
-from reporting import machine, parser, positive, print_machine, write_json
+from reporting import machine, parser, positive, print_machine, with_threads, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
     write_checkpoint(options.folder / "qwen", options.size, options.layers)
-    steps = []
+    steps, environment = [], with_threads(os.environ, options.threads)
     for name, arguments in walk(options.folder):
-        found = measured(name, arguments, options.folder)
+        found = measured(name, arguments, options.folder, environment)
         steps.append(found)
         console.print(f"{name}: {found['cpu_s']:.0f} CPU s, {found['peak_gb']:.1f} GB, exit {found['exit']}")
         if found["exit"]:
@@ -79,7 +79,7 @@ def walk(folder: Path) -> list[tuple[str, list[str]]]:
     ]  # fmt: skip
 
 
-def measured(name: str, arguments: Sequence[str], folder: Path) -> dict[str, Any]:
+def measured(name: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     """Run one command: its CPU seconds and peak memory with those of the processes it started."""
     log = folder / f"{name.replace(' ', '_').replace(',', '')}.log"
     started = time.perf_counter()
@@ -87,7 +87,7 @@ def measured(name: str, arguments: Sequence[str], folder: Path) -> dict[str, Any
         process = os.posix_spawn(
             sys.executable,
             [sys.executable, "-m", "coordexp", *arguments],
-            os.environ,
+            environment,
             file_actions=[(os.POSIX_SPAWN_DUP2, output.fileno(), 1), (os.POSIX_SPAWN_DUP2, output.fileno(), 2)],
         )
         _, status, usage = os.wait4(process, 0)

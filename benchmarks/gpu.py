@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from gpu_material import ORIGIN
 from reporting import COMMIT, machine, parser, print_machine, usable_cores, write_json
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +36,8 @@ HERE = Path(__file__).resolve().parent
 TOTAL_S, END_S = 720.0, 10.0
 LEAST_S = 20.0  # a part with less time left does not start
 PYTHON = sys.executable
+# What --cpu takes instead of large material. Under a name of its own, because what is there stays for later runs.
+ON_CPU = {"2B": "tiny", "4B": "tiny", "8B": "tiny", "photos": "small_photos"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,15 @@ class Options(Namespace):
     wide: Path | None
 
     def made(self, name: str) -> Path:
-        """The folder of a piece of material; with --cpu the tiny model in place of large ones."""
+        """The folder of a piece of material."""
         if name == "wide" and self.wide is not None:
             return self.wide
-        if self.cpu and name in ("2B", "4B", "8B"):
-            return self.work / "tiny"
-        return self.work / name
+        return self.work / self.name_of(name)
+
+    def name_of(self, name: str) -> str:
+        """Under which name a piece of material is written: with --cpu the tiny model in place of large ones, and small
+        photographs."""
+        return ON_CPU.get(name, name) if self.cpu else name
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -78,9 +84,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     console, where = Console(width=140), machine()
     if not where["gpu"] and not options.cpu:
         raise SystemExit("no GPU is visible to torch; --cpu runs every part with a tiny model")
-    options.out = out = (options.out or HERE / "results" / folder_name(where)).absolute()
+    options.out = out = (options.out or HERE / "results" / folder_name(where, options.cpu)).absolute()
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    options.work = options.work.absolute()
+    options.work = options.work.absolute()  # parts start in the project's root
+    options.narrow, options.wide = (path and path.absolute() for path in (options.narrow, options.wide))
     print_machine(console, where, out=out, total_limit=options.total_limit)
     chosen = [part for part in PARTS if part.name in options.only and part.name not in options.skip]
     deadline = time.monotonic() + options.total_limit
@@ -124,9 +131,9 @@ def read_options(argv: Sequence[str] | None) -> Options:
     return options
 
 
-def folder_name(where: Mapping[str, Any]) -> str:
-    """Hardware and date, such as ``h100-80gb-hbm3-2026-11-26``."""
-    name = where["gpu"] or f"cpu-{where['cores']}core"
+def folder_name(where: Mapping[str, Any], cpu: bool) -> str:
+    """Hardware and date, such as ``h100-80gb-hbm3-2026-11-26``; with ``cpu`` not the GPU's, which tables read."""
+    name = (None if cpu else where["gpu"]) or f"cpu-{where['cores']}core"
     words = re.findall(r"[a-z0-9]+", name.lower())
     return "-".join([*(word for word in words if word != "nvidia"), datetime.now(UTC).date().isoformat()])
 
@@ -137,16 +144,26 @@ class Material:
     def __init__(self, options: Options, names: set[str]) -> None:
         self._options, self._process = options, None
         writes = [name for name in ("photos", "wide_scenes", "2B", "wide", "4B", "8B") if name in names]
-        if options.cpu:
-            writes = list(dict.fromkeys("tiny" if name in ("2B", "4B", "8B") else name for name in writes))
         if options.wide is not None:
             writes = [name for name in writes if name != "wide"]
+        elif "wide" in writes:
+            self._refuse_another_wide()
+        writes = list(dict.fromkeys(options.name_of(name) for name in writes))
         missing = [name for name in writes if not (options.work / name).exists()]
         if missing:
             command = [PYTHON, HERE / "gpu_material.py", options.work, "--write", *missing]
-            command += ["--small"] if options.cpu else []
             command += ["--narrow", options.narrow] if options.narrow is not None else []
             self._process = start(command, options, "material")
+
+    def _refuse_another_wide(self) -> None:
+        wide, narrow = self._options.made("wide"), self._options.narrow
+        note = wide / ORIGIN
+        origin = note.read_text(encoding="utf-8") if note.is_file() else "an unknown checkpoint"
+        if wide.is_dir() and narrow is not None and origin != str(narrow.resolve()):
+            raise SystemExit(
+                f"{wide} was widened from {origin}, not from --narrow {narrow}; delete it, and "
+                f"{self._options.work}/engine with its answers, or name another folder with --work"
+            )
 
     def wait(self, names: Sequence[str], deadline: float) -> str | None:
         """Wait for what a part reads; the reason if it will not come."""
@@ -315,9 +332,10 @@ def run_of(name: str, file: str, size: str, steps: int, *keys: str, on_gpu: Sequ
 def engine(kind: str) -> Callable[[Options], list[object]]:
     def command(options: Options) -> list[object]:
         small = ["--batches", "4,1", "--images", "4,1", "--dtype", "float32"] if options.cpu else []
+        folder = options.work / ("engine_on_cpu" if options.cpu else "engine")
         return [
             PYTHON, HERE / "gpu_engine.py", "--kind", kind, "--model", options.made("wide"), "--scenes",
-            options.made("wide_scenes") / "scenes.jsonl", "--folder", options.work / "engine", *small,
+            options.made("wide_scenes") / "scenes.jsonl", "--folder", folder, *small,
         ]  # fmt: skip
 
     return command

@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--turn", type=Path, help="file to lock while measuring: several engines may start together")
     flags.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="[bfloat16]")
     options = flags.parse_args(argv)
+    if len(options.batches) != len(options.images):
+        flags.error(f"--images: {options.images} are not as many numbers as --batches, {options.batches}")
     set_threads(options.threads)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # seconds of loading, compiling and capturing graphs
     options.folder.mkdir(parents=True, exist_ok=True)

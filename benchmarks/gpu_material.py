@@ -14,17 +14,17 @@ from typing import Any
 from reporting import parser, usable_cores
 
 SIZES = ("2B", "4B", "8B")
-MATERIAL = (*SIZES, "tiny", "photos", "wide", "wide_scenes")
+SIDE = {"photos": 768, "small_photos": 128}  # pixels; small ones for CPUs
+MATERIAL = (*SIZES, "tiny", *SIDE, "wide", "wide_scenes")
 PHOTOS, LINES = 32, 640  # images, and lines that name them in turn: a step reads a file each time
-SIDE = {False: 768, True: 128}  # pixels; small ones for CPUs
 WIDE = {"hidden": 2048, "mlp": 6144, "heads": 32, "kv_heads": 16, "layers": 28}  # costs what 2B costs
+ORIGIN = "widened.txt"  # in the folder `wide`: the checkpoint that was widened
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     flags = parser(__doc__)
     flags.add_argument("folder", type=Path)
     flags.add_argument("--write", nargs="+", choices=MATERIAL, required=True)
-    flags.add_argument("--small", action="store_true", help="small images")
     flags.add_argument("--narrow", type=Path, help="for wide: a checkpoint that wide_checkpoint.py wrote")
     options = flags.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -46,15 +46,21 @@ def writer(name: str, options: Any) -> Callable[[Path], None]:
         from coordexp.modeling.tiny import build_tiny_checkpoint
 
         return lambda folder: void(build_tiny_checkpoint(folder))
-    if name == "photos":
-        return lambda folder: write_photos(folder, options.folder / name, SIDE[options.small])
+    if name in SIDE:
+        return lambda folder: write_photos(folder, options.folder / name, SIDE[name])
     if name == "wide_scenes":
         return lambda folder: write_wide_scenes(folder, options.folder / name)
-    from wide_checkpoint import Width, write_wide
-
     if options.narrow is None:
         raise SystemExit("--write wide needs --narrow")
-    return lambda folder: write_wide(options.narrow, folder, Width(**WIDE))
+    return lambda folder: write_widened(options.narrow, folder)
+
+
+def write_widened(narrow: Path, folder: Path) -> None:
+    """The checkpoint ``narrow`` as wide as 2B, and a note of which one it is."""
+    from wide_checkpoint import Width, write_wide
+
+    write_wide(narrow, folder, Width(**WIDE))
+    (folder / ORIGIN).write_text(str(narrow.resolve()), encoding="utf-8")
 
 
 def void(_: object) -> None:

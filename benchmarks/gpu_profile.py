@@ -86,11 +86,7 @@ def profiled(options: Any) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as recorded:
         _, _, profiled_accumulate_s, profiled_update_s = step()
     averages = recorded.key_averages()
-    kernels = [
-        {"name": one.key[:160], "calls": one.count, "ms": one.self_device_time_total / 1e3}
-        for one in averages
-        if one.device_type == DeviceType.CUDA and one.self_device_time_total
-    ]
+    kernels = kernels_of(averages)
     host = [{"name": one.key[:120], "calls": one.count, "ms": one.self_cpu_time_total / 1e3}
             for one in averages if one.device_type == DeviceType.CPU]  # fmt: skip
     kinds: Counter[str] = Counter()
@@ -104,6 +100,18 @@ def profiled(options: Any) -> dict[str, Any]:
         "busy": device_ms / 1e3 / (accumulate_s + update_s), "kinds_ms": dict(kinds.most_common()),
         "waits": [one for one in host if one["name"] in WAITS], "kernels": longest(kernels), "host": longest(host),
     }  # fmt: skip
+
+
+def kernels_of(averages: Iterable[Any]) -> list[dict[str, Any]]:
+    """The kernels among a profile's averages. What a program names (``Optimizer.step``) has an event on the device too,
+    as long as its kernels together, which would count them twice."""
+    from torch.autograd import DeviceType
+
+    return [
+        {"name": one.key[:160], "calls": one.count, "ms": one.self_device_time_total / 1e3}
+        for one in averages
+        if one.device_type == DeviceType.CUDA and one.self_device_time_total and not one.is_user_annotation
+    ]
 
 
 def wait(on_gpu: bool) -> None:

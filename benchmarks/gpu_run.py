@@ -1,8 +1,8 @@
 """One shipped configuration on this machine, started by `coordexp train`: seconds by part of a step, tokens and images
 a second, MFU, and peak memory against the estimate.
 
-MFU is of the part that computes, forward, backward and optimizer, and of an H100's 989 TFLOP/s; attention's own
-products and recomputation do not count. `gpu.py` runs this script for each model.
+MFU is of the part that computes, forward, backward and optimizer, and of the data sheet's rate (an H100's 989 TFLOP/s);
+attention's own products and recomputation do not count. `gpu.py` runs this script for each model.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from reporting import machine, parser, positive, print_machine, set_threads, write_json
+from reporting import machine, parser, peak_flops, positive, print_machine, set_threads, write_json
 from rich.console import Console
 from rich.table import Table
-
-PEAK_FLOPS = 989e12  # of an H100 in bfloat16, by its data sheet
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -53,9 +51,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     save = options.json if options.json is None or options.json.suffix == ".json" else options.json / f"{name}.json"
     write_json(save, name, where, vars(options), results, complete=False)
     results |= against_estimate(run)
+    if (peak := peak_flops(where["gpu"])) is not None:
+        results["mfu"] = run.figures["flops_per_s_computing"] / peak
+        results["mfu_of_step"] = run.figures["flops_per_s"] / peak
     if torch.cuda.is_available():
-        results["mfu"] = run.figures["flops_per_s_computing"] / PEAK_FLOPS
-        results["mfu_of_step"] = run.figures["flops_per_s"] / PEAK_FLOPS
         results["matrix_flops_per_s"] = matrix_flops(torch.device("cuda"))
     console.print(table(name, results))
     write_json(save, name, where, vars(options), results)
@@ -103,6 +102,7 @@ def table(name: str, results: Mapping[str, Any]) -> Table:
     }
     if "mfu" in results:
         rows["MFU"] = f"{results['mfu']:.3f} computing, {results['mfu_of_step']:.3f} in all"
+    if "matrix_flops_per_s" in results:
         rows["a large product"] = f"{results['matrix_flops_per_s'] / 1e12:.0f} TFLOP/s"
     if "of_estimate" in results:
         rows["peak memory"] = f"{results['allocated_peak_gb']:.1f} GB, {results['of_estimate']:.2f} of the estimate"

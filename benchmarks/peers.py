@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import peers_width
-from reporting import machine, parser, positive, print_machine, write_json
+from reporting import machine, not_negative, parser, positive, print_machine, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -46,7 +46,7 @@ CONTENDERS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> None:
     flags = parser(__doc__)
     flags.add_argument("--steps", type=positive, help="steps that count, of each [8; with --shape 1]")
-    flags.add_argument("--warmup", type=int, help="steps before them that do not [2; with --shape 0]")
+    flags.add_argument("--warmup", type=not_negative, help="steps before them that do not [2; with --shape 0]")
     flags.add_argument("--images", type=positive, help="images of a step, for GRPO prompts [16; with --shape 4]")
     names = list(CONTENDERS)
     flags.add_argument("--only", nargs="+", choices=names, default=names, help="these alone [all]")
@@ -99,7 +99,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace, threads: int) 
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         return {"why": f"ended with {ended.returncode}: {lines[-1][:300] if lines else 'no output'}"}
     marks = json.loads((folder / f"{name}.json").read_text())
-    (wall, cpu), (wall_end, cpu_end) = marks[options.warmup - 1], marks[options.warmup + options.steps - 1]
+    (wall, cpu), (wall_end, cpu_end) = marks[options.warmup], marks[options.warmup + options.steps]
     images = options.images * options.steps
     return {"seconds": (wall_end - wall) / images, "cpu_seconds": (cpu_end - cpu) / images, "images": images}
 
@@ -121,9 +121,8 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
         if "why" in row:
             shown.add_row(question, what, "-", "-", row["why"])
             continue
-        shown.add_row(
-            question, what, f"{row['seconds']:.3f}", f"{row['cpu_seconds']:.3f}", f"{row.get('ratio', 1.0):.2f}"
-        )
+        ratio = f"{row['ratio']:.2f}" if "ratio" in row else "-"
+        shown.add_row(question, what, f"{row['seconds']:.3f}", f"{row['cpu_seconds']:.3f}", ratio)
     return shown
 
 
@@ -156,7 +155,7 @@ def start() -> Path:
 
 
 def watch(first_batch: Callable[[Any], None] | None = None) -> list[tuple[float, float]]:
-    """Have every trainer of transformers that is built from now on mark its steps as :func:`clock` says."""
+    """Have every trainer of transformers that is built from now on mark its start and steps as :func:`clock` says."""
     from transformers import trainer
 
     marks, stopwatch = clock(first_batch)
@@ -166,8 +165,8 @@ def watch(first_batch: Callable[[Any], None] | None = None) -> list[tuple[float,
 
 
 def clock(first_batch: Callable[[Any], None] | None = None) -> tuple[list[tuple[float, float]], type]:
-    """A list, and a callback that adds (clock, processor seconds) to it after each step. ``first_batch`` gets a batch
-    before the first."""
+    """A list, and a callback that adds (clock, processor seconds) to it when training begins and after each step.
+    ``first_batch`` gets a batch before."""
     from transformers import TrainerCallback
 
     marks: list[tuple[float, float]] = []
@@ -176,8 +175,12 @@ def clock(first_batch: Callable[[Any], None] | None = None) -> tuple[list[tuple[
         def on_train_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
             if first_batch is not None:
                 first_batch(next(iter(train_dataloader)))
+            self.mark()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.mark()
+
+        def mark(self) -> None:
             marks.append((time.perf_counter(), time.process_time()))
 
     return marks, Stopwatch

@@ -126,7 +126,7 @@ def write_samples(
     from transformers import AutoProcessor
 
     from coordexp.coords import serialize_objects
-    from coordexp.data.jsonl import order_objects, read_jsonl
+    from coordexp.data.jsonl import order_objects, read_jsonl, write_jsonl
     from coordexp.modeling.inputs import PromptEncoder
 
     processor: Any = AutoProcessor.from_pretrained(folder / "checkpoint")
@@ -136,21 +136,14 @@ def write_samples(
     processor.chat_template = processor.tokenizer.chat_template = template
     processor.save_pretrained(folder / "checkpoint")
     encoder = PromptEncoder(processor, PROMPT, None)
-    numbered = [
-        (number, record)
-        for number, record in enumerate(read_jsonl(photos))
-        if max_objects is None or len(record.objects) <= max_objects
-    ]
-    if len(numbered) < count:
-        raise SystemExit(f"{photos}: {len(numbered)} images that can be chosen, --images {count} needs more")
-    chosen = random.Random(0).sample(numbered, count)
-    written = photos.read_text(encoding="utf-8").splitlines()
+    found = [one for one in read_jsonl(photos) if max_objects is None or len(one.objects) <= max_objects]
+    if len(found) < count:
+        raise SystemExit(f"{photos}: {len(found)} images that can be chosen, --images {count} needs more")
+    chosen = random.Random(0).sample(found, count)
+    write_jsonl(chosen, folder / "photos.jsonl")
     sequences, answers = [], []
-    with (folder / "photos.jsonl").open("w") as ours, (folder / "conversations.jsonl").open("w") as theirs:
-        for number, record in chosen:
-            line = json.loads(written[number])
-            line["images"] = [str(record.image)]
-            ours.write(json.dumps(line) + "\n")
+    with (folder / "conversations.jsonl").open("w") as theirs:
+        for record in chosen:
             answer = serialize_objects(order_objects(record.objects, "sorted"))
             ids = [*processor.tokenizer.encode(answer), processor.tokenizer.convert_tokens_to_ids("<|im_end|>")]
             sequences.append(([*encoder.encode(record).prompt_token_ids, *ids], len(ids)))
@@ -253,11 +246,11 @@ def table(title: str, rows: dict[str, Any]) -> Table:
         shown.add_row(
             row["what"],
             f"{row['cpu_s']:.2f}",
-            f"{row.get('cpu_ratio', 1):.2f}",
+            f"{row['cpu_ratio']:.2f}" if "cpu_ratio" in row else "-",
             " ".join(f"{one['cpu_s']:.2f}" for one in done),
             f"{row['generate_cpu_s']:.2f}" if "generate_cpu_s" in row else "-",
             f"{row['peak_gb']:.2f}",
-            f"{row.get('memory_ratio', 1):.2f}",
+            f"{row['memory_ratio']:.2f}" if "memory_ratio" in row else "-",
             " ".join(f"{loss:.4f}" for loss in done[0]["losses"]),
             " ".join(f"{length:.0f}" for length in done[0]["answer_tokens"]) or "-",
         )

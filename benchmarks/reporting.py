@@ -41,6 +41,8 @@ PACKAGES = (
 )
 SCHEMA_VERSION = 1
 COMMIT = "COORDEXP_COMMIT"  # variable: of a source tree that was copied without its repository
+# Dense bfloat16 operations per second by the data sheets, by a part of the GPU's name.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -81,6 +83,14 @@ def positive(text: str) -> int:
     return value
 
 
+def not_negative(text: str) -> int:
+    """An argparse type: an integer of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
+
+
 def above_zero(text: str) -> float:
     """An argparse type: a finite number above 0."""
     value = float(text)
@@ -105,6 +115,18 @@ def set_threads(threads: int | None) -> int:
 
     torch.set_num_threads(threads or usable_cores())
     return torch.get_num_threads()
+
+
+def with_threads(environment: Mapping[str, str], threads: int | None) -> dict[str, str]:
+    """``environment`` for processes that a script measures, whose threads :func:`set_threads` here does not change;
+    None: as they have them by themselves."""
+    return {**environment, **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
+
+
+def peak_flops(gpu: str | None) -> float | None:
+    """Operations per second that MFU is a share of, by the GPU's name; None for a GPU whose data sheet is not known
+    here, and for none."""
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in (gpu or "")), None)
 
 
 def machine() -> dict[str, Any]:

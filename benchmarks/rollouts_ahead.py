@@ -34,9 +34,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--max-new-tokens", type=positive, default=256, help="longest answer [256]")
     flags.add_argument("--model", type=Path, help="checkpoint [checkpoints/demo-stage1, else a random tiny one]")
     options = flags.parse_args(argv)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        flags.error("server and trainer take a core each, and this process may use one")
     require("vllm", "this benchmark")
     threads, where, console = set_threads(options.threads or 1), machine(), Console()
-    cores = sorted(os.sched_getaffinity(0))
     server_core, trainer_core = cores[0], cores[-1]
     with tempfile.TemporaryDirectory(prefix="coordexp-ahead-") as name:
         folder = Path(name)

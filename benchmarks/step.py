@@ -30,7 +30,7 @@ STAGES = {
     "packing": "choose segments, concatenate, count",
     "trainer": "forward, objective, backward, waiting for a row that is not built yet",
     "optimizer": "clip, step",
-    "other": "trainer's bookkeeping, logging",
+    "other": "schedule, clearing gradients, callbacks; logging is not in a step",
 }
 
 

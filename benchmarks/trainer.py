@@ -23,12 +23,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from reporting import machine, parser, positive, positive_list, print_machine, set_threads, write_json
+from reporting import (
+    machine,
+    parser,
+    peak_flops,
+    positive,
+    positive_list,
+    print_machine,
+    set_threads,
+    write_json,
+)
 from rich.console import Console
 from rich.table import Table
-
-# Dense bfloat16 operations per second, by a part of the GPU's name.
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
 
 PARTS = ("objective", "training", "rows", "packing")
 
@@ -182,8 +188,8 @@ def training(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
     batches = [segments[start : start + options.batch] for start in range(0, len(segments), options.batch)]
     tokens = sum(segment.length for segment in segments)
     scored = totals["struct_ce"] + totals["desc_ce"] + totals["coord"]
-    needed = flops_per_step(model, sizes, segments, scored)
-    peak = _peak_flops(device)
+    needed = flops_per_step(model, segments, scored)
+    peak = peak_flops(torch.cuda.get_device_name() if device.type == "cuda" else None)
     found: dict[str, Any] = {}
     for name, form in FORMS.items():
         parts = batches if name == "padded" else rows
@@ -199,7 +205,9 @@ def training(sizes: Any, device: torch.device, options: Any) -> dict[str, Any]:
         try:
             figures = _measure(step, list(model.parameters()), device, options.repeats)
         except torch.OutOfMemoryError:
-            found[name] = None  # a form that does not fit is a result too
+            if name == "ours":
+                raise
+            found[name] = None  # a peer that does not fit is a result too
             continue
         found[name] = {
             **figures,
@@ -294,13 +302,6 @@ def _status(field: str) -> float:
     except OSError:
         return float("nan")
     return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), float("nan"))
-
-
-def _peak_flops(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name()
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

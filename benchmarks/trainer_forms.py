@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from coordexp.config.objective import PipelineConfig
+from coordexp.config.schema import TunerConfig
+from coordexp.doctor.runs import product_flops
 from coordexp.modeling.inputs import VisionTower, row_inputs, to_device
 from coordexp.objective import RowObjective, RowTensors, SupervisionTensors, build_pipeline, coord_math
 from coordexp.objective.pipeline import tensors_to_device
@@ -261,13 +263,17 @@ def _row(model: Any, batch: Sequence[Segment]) -> tuple[dict[str, Any], Supervis
     return inputs, SupervisionTensors.from_row(row)
 
 
-def flops_per_step(model: Any, sizes: Sizes, segments: Sequence[Segment], scored: int) -> float:
-    """Floating-point operations that the step needs: 6 per weight and token, attention within segments, the head at
-    ``scored`` positions. Further computation of a form does not count."""
-    body = sum(p.numel() for name, p in model.model.language_model.named_parameters() if "embed_tokens" not in name)
-    vision = sum(p.numel() for p in model.model.visual.parameters())
-    tokens = sum(segment.length for segment in segments)
-    patches = sum(len(segment.model_inputs["pixel_values"]) for segment in segments)
+def flops_per_step(model: Any, segments: Sequence[Segment], scored: int) -> float:
+    """Floating-point operations that the step needs: the matrix products of :func:`product_flops`, with the head at
+    ``scored`` positions, and the language model's attention within segments. Further computation of a form does not
+    count."""
+    text = model.config.text_config
     pairs = sum(segment.length**2 for segment in segments) / 2
-    attention = 12 * sizes.layers * sizes.heads * sizes.head_dim * pairs
-    return 6 * (body * tokens + vision * patches + sizes.vocabulary * sizes.hidden * scored) + attention
+    attention = 12 * text.num_hidden_layers * text.num_attention_heads * text.head_dim * pairs
+    shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+    units = {
+        "tokens": sum(segment.length for segment in segments),
+        "patches": sum(len(segment.model_inputs["pixel_values"]) for segment in segments),
+        "supervised": scored,
+    }
+    return product_flops(TunerConfig(), model.config.to_dict(), shapes, **units) + attention

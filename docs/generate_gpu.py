@@ -173,7 +173,7 @@ def step_measured() -> Iterator[str]:
     one, found = traced("stage1/sft.yaml", "2B", photos=True), measured("profile")
     for row, (firsts, kinds) in AS_PROFILED.items():
         parts = [part for part in one["parts"] if part.startswith(firsts)]
-        ms = cell(found, lambda r, k=kinds: f"{sum(r['kinds_ms'][kind] for kind in k):.0f}")
+        ms = cell(found, lambda r, k=kinds: f"{sum(r['kinds_ms'].get(kind, 0.0) for kind in k):.0f}")
         yield f"| {row} | {_sum(one, parts, 'kernels'):,.0f} | {1e3 * _sum(one, parts, 'seconds'):.0f} | {ms} |"
     ms, launches = (cell(found, show) for show in (lambda r: f"{r['device_ms']:.0f}", lambda r: f"{r['launches']:,}"))
     yield f"| all | {one['kernels']:,} (measured {launches}) | {1e3 * one['least_s']:.0f} | {ms} |"

@@ -54,7 +54,8 @@ def dotted(keys: dict[str, Any]) -> list[str]:
 
 
 def timed(folder: Path, *words: str | Path) -> float:
-    """Run a command unless ``folder`` says that it was; returns its CPU seconds."""
+    """Run a command unless ``folder`` says that it was; returns its CPU seconds. (A start that was interrupted goes on,
+    and only its last part counts; variants begin again.)"""
     done = folder / "cpu_seconds.json"
     if not done.exists():
         before = children_cpu_s()

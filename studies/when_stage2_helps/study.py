@@ -100,7 +100,14 @@ def train(config: str, data: Path, model: Path, output: Path, seed: int, arm: di
         "extends": str(HERE / "configs" / f"{config}.yaml"),
         "model": {"model": str(model), "dtype": "float32"},
         "custom": {"train_jsonl": str(data)},
-        "training": {"output_dir": str(output), "max_steps": arm["steps"], "learning_rate": arm["lr"], "seed": seed},
+        "training": {
+            "output_dir": str(output),
+            "max_steps": arm["steps"],
+            "learning_rate": arm["lr"],
+            "seed": seed,
+            # An interrupted run leaves a checkpoint; it starts again, because its CPU seconds are those of a whole one.
+            "overwrite_output_dir": True,
+        },
     }
     path = output.with_name(output.name + ".yaml")
     path.parent.mkdir(parents=True, exist_ok=True)

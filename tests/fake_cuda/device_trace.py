@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 BLOCK = 512  # bytes that torch's allocator rounds up to
 
-# An H100 at the best that was measured on one (products) or is usual: bytes per second, operations per second by kind,
-# seconds of a launch.
+# An H100 at nearly the best that was measured on one (products) or is usual: bytes per second, operations per second by
+# kind, seconds of a launch.
 MEMORY = 0.9 * 3.35e12
 MATRIX = {True: 786e12, False: 0.06 * 494e12}  # in 16 bits; in float32 without TF32
 ATTENTION = {False: 380e12, True: 320e12}  # forward; backward

@@ -12,6 +12,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ TINY = {
 }
 
 BY_HAND = ("fixed_boxes", "full_size", "gpu", "gpu_engine", "gpu_material", "gpu_profile", "gpu_run", "wide_checkpoint")
+ENGINE = "--kind plain --model model --scenes scenes.jsonl --folder engine"
 
 
 @pytest.fixture
@@ -153,6 +155,8 @@ def test_scale_takes_answers_and_passes_from_decode(tmp_path: Path, monkeypatch:
         ("scale", "--decoded cut.json", "--decoded cut.json: not a result of decode.py --objects"),
         ("photos", "--side 33", "--side 33 is not a multiple of 32"),
         ("channels", "--only ZZ", "--only 'ZZ': no case begins with it; there are ['A, 1 forward'"),
+        ("peers", "--warmup -1", "argument --warmup: -1 is less than 0"),
+        ("gpu_engine", f"{ENGINE} --batches 4,1 --images 8", "--images: [8] are not as many numbers as --batches"),
     ],
 )
 def test_an_option_that_would_measure_nothing_or_something_else_is_refused(
@@ -172,6 +176,57 @@ def test_an_option_that_would_measure_nothing_or_something_else_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_a_benchmark_of_two_processes_needs_two_cores(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    with pytest.raises(SystemExit):
+        importlib.import_module("rollouts_ahead").main([])
+    assert "server and trainer take a core each, and this process may use one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("warmup", "steps", "figures"), [(0, 2, (3.5, 2.0)), (1, 1, (2.0, 1.0))])
+def test_peers_count_the_steps_after_the_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmup: int, steps: int, figures: tuple[float, float]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    peers = importlib.import_module("peers")
+    (tmp_path / "trl-sft.json").write_text(json.dumps([[10.0, 0.0], [20.0, 6.0], [24.0, 8.0]]))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
+    found = peers.measure("trl-sft", tmp_path, Namespace(warmup=warmup, steps=steps, images=2, deadline=1), 1)
+    assert (found["seconds"], found["cpu_seconds"]) == figures
+    marks, stopwatch = peers.clock()
+    watched = stopwatch()
+    watched.on_train_begin()
+    watched.on_step_end()
+    assert len(marks) == 2, "the first step has a beginning"
+
+
+def test_a_peer_without_coordexp_in_the_run_has_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    alone = {"trl-sft": {"seconds": 2.0, "cpu_seconds": 1.5, "images": 8}}
+    shown = importlib.import_module("peers").table(alone)
+    assert list(shown.columns[-1].cells) == ["-"]
+    row = {"what": "TRL", "rounds": [{"cpu_s": 1.5, "peak_gb": 2.0, "losses": [], "answer_tokens": []}]}
+    results = {"trl-sft lora": row}
+    width = importlib.import_module("peers_width")
+    width.summarise(results)
+    cells = [next(iter(column.cells)) for column in width.table("alone", results).columns]
+    assert cells[1:7] == ["1.50", "-", "1.50", "-", "2.00", "-"]
+
+
+def test_two_rounds_have_the_mean_of_both_as_their_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script = importlib.import_module("decode_transformers")
+    clock = iter([0.0, 2.0, 0.0, 1.0, 0.0, 4.0, 0.0, 3.0])  # every, skipping, every, skipping
+    monkeypatch.setattr(script.time, "process_time", lambda: next(clock))
+    language_model = SimpleNamespace(forward=None)
+    loaded = SimpleNamespace(model=SimpleNamespace(model=SimpleNamespace(language_model=language_model)), vocab=None)
+    every, skipping = script.compared(loaded, {"every": list, "skipping": list}, 2)
+    assert (every["cpu_s"], skipping["cpu_s"], skipping["ratio"]) == (3.0, 2.0, 1.5)
+
+
 def test_fixed_boxes_are_the_commonest_places_of_each_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     left, near, right = (100, 100, 300, 300), (110, 100, 310, 300), (600, 600, 900, 900)
@@ -179,7 +234,7 @@ def test_fixed_boxes_are_the_commonest_places_of_each_class(tmp_path: Path, monk
     objects = [GTObject(name, "bbox_2d", box) for name, box in places]
     records = [ImageRecord(f"t:{k}", tmp_path / "a.png", 10, 10, (obj,)) for k, obj in enumerate(objects)]
     write_jsonl(records, tmp_path / "train.jsonl")
-    seen = [ImageAnswer(f"v:{k}", "a.png", 10, 10, (obj,), ()) for k, obj in enumerate(objects[:5])]
+    seen = [ImageAnswer(f"v:{k}", "a.png", 10, 10, (obj,), (), valid=7) for k, obj in enumerate(objects[:5])]
     write_answers(seen, tmp_path / "model.jsonl")
     paths = [str(tmp_path / name) for name in ("train.jsonl", "model.jsonl")]
     importlib.import_module("fixed_boxes").main([*paths, "--out", str(tmp_path / "out" / "fixed.jsonl")])
@@ -188,6 +243,7 @@ def test_fixed_boxes_are_the_commonest_places_of_each_class(tmp_path: Path, monk
     (cat, dog) = answers[0].pred
     assert (cat.desc, dog.desc, dog.bins) == ("cat", "dog", right) and 100 <= cat.bins[0] <= 110
     assert (cat.score, dog.score) == (3 / 6, 2 / 6) and all(answer.pred == (cat, dog) for answer in answers)
+    assert {answer.num_valid for answer in answers} == {2}, "of the boxes, not of the model"
 
 
 def test_decode_runs_without_a_pythonpath(tmp_path: Path) -> None:
@@ -247,3 +303,19 @@ def test_peers_at_width_refuse_another_prompt(run: Run) -> None:
     batch["input_ids"][0][0] = 4
     with pytest.raises(SystemExit, match="3 tokens"):
         check({key: torch.tensor(value) for key, value in batch.items()})
+
+
+def test_peers_at_width_train_on_the_objects_of_their_photographs(tmp_path: Path, run: Run) -> None:
+    """Blank lines of the dataset do not move objects to other photographs."""
+    from coordexp.coords import serialize_objects
+    from coordexp.data.jsonl import order_objects, read_jsonl
+    from coordexp.data.scenes import MODERATE, write_scenes
+
+    small_checkpoint(tmp_path / "checkpoint")
+    scenes = write_scenes(tmp_path / "scenes", 3, MODERATE, seed=1)
+    scenes.write_text("\n" + scenes.read_text())
+    importlib.import_module("peers_width").write_samples(tmp_path, scenes, 2)
+    lines = [json.loads(line) for line in (tmp_path / "conversations.jsonl").read_text().splitlines()]
+    for record, line in zip(read_jsonl(tmp_path / "photos.jsonl"), lines, strict=True):
+        assert [str(record.image)] == line["images"]
+        assert serialize_objects(order_objects(record.objects, "sorted")) == line["messages"][1]["content"]

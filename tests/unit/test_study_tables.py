@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -65,3 +66,18 @@ def test_an_unknown_regime_is_refused_with_those_there_are(tmp_path: Path) -> No
     shown = table(tmp_path, "when_stage2_helps", None, "incomplet", "--against", "start")
     assert shown.returncode == 2
     assert "invalid choice: 'incomplet' (choose from 'incomplete', 'uneven'" in shown.stderr
+
+
+def test_an_arm_that_was_interrupted_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint that a stop signal left does not end it; its CPU seconds are those of a whole training."""
+    from coordexp.config import RunConfig
+
+    trained: list[RunConfig] = []
+    monkeypatch.setattr("coordexp.training.run.run_training", lambda config, *_: trained.append(config))
+    monkeypatch.syspath_prepend(str(STUDIES / "when_stage2_helps"))
+    study = importlib.import_module("study")
+    (tmp_path / "arm" / "checkpoint-2").mkdir(parents=True)
+    arm = {"steps": 5, "lr": 1e-4, "set": {"training.warmup_steps": 2}}
+    study.train("sft", tmp_path / "train.jsonl", tmp_path / "start", tmp_path / "arm", 0, arm)
+    (config,) = trained
+    assert config.training.overwrite_output_dir and config.training.resume_from_checkpoint is None

@@ -6,9 +6,11 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from coordexp.config import load_config
 from coordexp.data.files import asset
@@ -74,8 +76,23 @@ def test_extra_parts_run_if_named_and_in_a_rehearsal() -> None:
 
 
 def test_folders_are_named_by_hardware_and_date() -> None:
-    name = gpu.folder_name({"gpu": "NVIDIA H100 80GB HBM3", "cores": 16})
+    where = {"gpu": "NVIDIA H100 80GB HBM3", "cores": 16}
+    name = gpu.folder_name(where, cpu=False)
     assert name.startswith("h100-80gb-hbm3-20") and len(name) == len("h100-80gb-hbm3-2026-11-26")
+    assert gpu.folder_name(where, cpu=True).startswith("cpu-16core-20"), "a rehearsal has no figures of the GPU"
+
+
+def test_material_that_another_run_left_is_not_measured(tmp_path: Path) -> None:
+    on_gpu, on_cpu = (gpu.read_options(["--work", str(tmp_path), *words]) for words in ([], ["--cpu"]))
+    assert on_gpu.made("photos") != on_cpu.made("photos"), "those of a rehearsal are small"
+    narrow, wide = tmp_path / "narrow", tmp_path / "wide"
+    wide.mkdir()
+    (wide / "widened.txt").write_text(str(tmp_path / "demo"))
+    options = gpu.read_options(["--work", str(tmp_path), "--narrow", str(narrow)])
+    with pytest.raises(SystemExit, match=r"wide was widened from .*/demo, not from --narrow .*/narrow; delete it"):
+        gpu.Material(options, {"wide"})
+    (wide / "widened.txt").write_text(str(narrow))
+    assert gpu.Material(options, {"wide"}).wait(["wide"], deadline=0) is None, "it is there"
 
 
 @pytest.mark.parametrize("cpu", [False, True], ids=["GPU", "CPU"])
@@ -124,6 +141,37 @@ def test_weights_are_counted_by_their_uses(tmp_path: Path) -> None:
     linear = [(64, 128), (64, 64), (64, 64), (128, 64), (64, 64), (64, 64), (64, 64)]  # q, k, v, o and three of the MLP
     adapters = sum(32 * (a + b) for a, b in linear)
     assert step_flops(lora, tokens=10, patches=0, supervised=0) == 4 * 10 * language + 6 * 10 * adapters
+
+
+def test_a_named_region_of_a_profile_is_no_kernel() -> None:
+    from torch.autograd import DeviceType
+
+    def event(key: str, kind: DeviceType, micros: float, named: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(key=key, count=1, device_type=kind, self_device_time_total=micros,
+                               is_user_annotation=named)  # fmt: skip
+
+    events = [
+        event("multi_tensor_apply_kernel", DeviceType.CUDA, 20_000.0),
+        event("Optimizer.step#AdamW.step", DeviceType.CUDA, 26_000.0, named=True),
+        event("aten::mm", DeviceType.CPU, 5_000.0),
+    ]
+    found = importlib.import_module("gpu_profile").kernels_of(events)
+    assert found == [{"name": "multi_tensor_apply_kernel", "calls": 1, "ms": 20.0}]
+
+
+def test_the_trainers_benchmark_counts_weights_by_their_uses_too() -> None:
+    """As `make gpu` does, and attention within segments."""
+    forms = importlib.import_module("trainer_forms")
+    sizes = forms.Sizes(48, 1, 2, 1, 24, 96, 64, 2, 128, vocabulary=1200)
+    model = forms.build_model(sizes, torch.device("cpu"), torch.float32)
+    (segment,) = segments = forms.draw_segments([60], sizes)
+    patches = len(segment.model_inputs["pixel_values"])
+    language = 2 * 48 * 48 + 2 * 48 * 24 + 3 * 48 * 96
+    tower = 2 * (64 * 192 + 64 * 64 + 2 * 64 * 128) + 3 * 2 * 8 * 8 * 64
+    mergers = 2 * (256 * 256 + 256 * 48)
+    products = segment.length * language + patches * tower + patches / 4 * mergers + 7 * 1200 * 48
+    attention = 12 * 2 * 24 * segment.length**2 / 2
+    assert forms.flops_per_step(model, segments, 7) == 6 * products + attention
 
 
 def test_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:

@@ -36,3 +36,16 @@ def test_a_place_for_the_figures_that_cannot_be_written_is_refused_before_measur
 def test_the_folder_of_the_figures_is_made(tmp_path: Path, words: str) -> None:
     assert reporting.parser("Measures.").parse_args(["--json", str(tmp_path / words)]).json == tmp_path / words
     assert list((tmp_path / "new").rglob("*.*")) == []
+
+
+@pytest.mark.parametrize(("threads", "set_to"), [(None, {"HOME": "/"}), (2, {"HOME": "/", "OMP_NUM_THREADS": "2"})])
+def test_threads_reach_the_processes_that_are_measured(threads: int | None, set_to: dict[str, str]) -> None:
+    assert reporting.with_threads({"HOME": "/"}, threads) == set_to
+
+
+@pytest.mark.parametrize(
+    ("gpu", "peak"),
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA B200", 2250e12), ("NVIDIA L4", None), (None, None)],
+)
+def test_mfu_is_of_the_gpu_that_was_measured(gpu: str | None, peak: float | None) -> None:
+    assert reporting.peak_flops(gpu) == peak

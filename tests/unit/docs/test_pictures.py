@@ -104,3 +104,16 @@ def test_a_missing_program_leaves_the_picture_out_of_date(
     run(pictures, monkeypatch)
     assert "stays as it is; no-such-browser is not installed" in capsys.readouterr().out
     assert reasons(pictures) != []
+
+
+def test_the_studys_picture_is_older_than_a_change_of_what_it_compares() -> None:
+    """Its rows are declared in arms.yaml."""
+    spec = importlib.util.spec_from_file_location("pictures_as_they_are", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]
+    (picture,) = [one for one in module.PICTURES if one.file == "when-it-helps.svg"]
+    assert "studies/when_stage2_helps/arms.yaml" in picture.code
