@@ -484,9 +484,8 @@ def test_a_default_run_needs_no_extra_package(report_to: Any) -> None:
 
 @pytest.mark.parametrize("url", ["http://user:secret@a:8000", "https://secret@a", "http://:secret@10.0.0.1:80/x"])
 def test_a_password_in_an_address_is_refused_and_not_printed(url: str) -> None:
-    servers = {"servers": [{"base_url": url, "group_port": 51216}]}
     with pytest.raises(ConfigError, match=r"servers\[0\]\.base_url: .*api_key_env") as refused:
-        parse_config(vllm(mode="server", server=servers))
+        parse_config(vllm(mode="server", server={"servers": [{"base_url": url, "group_port": 51216}]}))
     assert "secret" not in str(refused.value)
 
 
