@@ -19,7 +19,7 @@ from typing import Any
 # decoding, for a kind of data set that its Trainer takes, and for Mistral's tokenizers. No command needs them.
 _UNUSED = ("sklearn", "datasets", "mistral_common")
 _MANY_MODULES = 300
-# What imports map at least: libraries (libtorch_cpu.so alone has 0.4 GiB), and for each thread of the two OpenBLAS, of
+# The least that imports map: libraries (libtorch_cpu.so alone has 0.4 GiB), and for each thread of the two OpenBLAS, of
 # NumPy and of SciPy, a stack and a buffer. With less, OpenBLAS waits for its buffers for ever, or C++ aborts.
 _LIBRARIES_BYTES, _THREAD_BYTES, _MOST_THREADS = 1200 << 20, 80 << 20, 64
 # OpenMP's threads spin while they wait for one another: 300,000 times by default, then they sleep. On two cores beside
@@ -43,7 +43,7 @@ def heavy_imports() -> Iterator[None]:
     """Import without garbage collection, which would look through thousands of growing modules again and again. A
     command also imports without what it does not need, its later collections pass over modules, and its threads on a
     CPU spin for a short time, unless the environment says how long. Raises MemoryError in a command that may not map
-    (``ulimit -v``) what they need at least."""
+    (``ulimit -v``) as much as they need."""
     with _one_at_a_time, _without_collection(), _as_a_command() if _is_command else nullcontext():
         yield
 

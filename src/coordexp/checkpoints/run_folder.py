@@ -266,8 +266,10 @@ def _other_packages(manifest: Mapping[str, Any]) -> Iterator[Change]:
 
 
 def _is_finished(config: RunConfig, state: Mapping[str, Any]) -> bool:
-    if not state or _ended_by_callback(state):
-        return bool(state)
+    if not state:
+        return False
+    if _ended_by_callback(state):
+        return True
     training = config.training
     if training.max_steps > 0:
         return state["global_step"] >= training.max_steps

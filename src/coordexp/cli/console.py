@@ -111,6 +111,13 @@ def counting(description: str) -> AbstractContextManager[Callable[[int, int], No
     return reporting(open_console(stderr=True), description)
 
 
+def refuse_idle(option: str, is_idle: object, belongs: str) -> None:
+    """Raise ConfigError if an option is given that does nothing here, which is a misunderstanding. ``belongs``: a
+    predicate that says where it does."""
+    if is_idle:
+        raise ConfigError(f"{option} has no use here; it {belongs}")
+
+
 def refuse_filled(folder: Path, otherwise: str = "") -> None:
     """Raise DataError if the folder is not empty (``otherwise``: another way out of that) or cannot be written to."""
     from coordexp.data.files import check_writable

@@ -18,6 +18,7 @@ from coordexp.cli.console import (
     on_interrupt,
     open_console,
     picture,
+    refuse_idle,
     say,
     say_written,
     with_options,
@@ -157,7 +158,7 @@ def _check_options(options: EvaluationOptions, kind: str, arguments: Sequence[st
     ]
     if unused or (arguments and kind != _CONFIG):
         users = _USED_BY[unused[0][2:]] if unused else (_CONFIG,)
-        raise ConfigError(f"{[*unused, 'KEY=VALUE'][0]} has no use here; it belongs to {' or '.join(users)}")
+        refuse_idle([*unused, "KEY=VALUE"][0], True, f"belongs to {' or '.join(users)}")
     if options.data is not None and any(word.startswith("custom.val_jsonl=") for word in arguments):
         raise ConfigError("--data and custom.val_jsonl both name the dataset to evaluate on; give one of them")
     if options.calibrate and options.tiles is not None:
@@ -166,8 +167,8 @@ def _check_options(options: EvaluationOptions, kind: str, arguments: Sequence[st
         raise ConfigError("--calibrate fits single answers; leave out --answers")
     if options.calibrate and options.constant_score is not None:
         raise ConfigError("--calibrate needs the predictions' own confidences; leave out --constant-score")
-    if options.embedder is None and options.embedding_threshold is not None:
-        raise ConfigError("--embedding-threshold has no use here; it belongs to --embedder")
+    idle = options.embedder is None and options.embedding_threshold is not None
+    refuse_idle("--embedding-threshold", idle, "belongs to --embedder")
 
 
 def _renaming(options: EvaluationOptions) -> Renaming:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from coordexp import distributed
-from coordexp.cli.console import echo, open_console, say
+from coordexp.cli.console import echo, open_console, refuse_idle, say
 from coordexp.cli.train import Arguments, ConfigFile, Print, print_config
 from coordexp.errors import ConfigError
 from coordexp.heavy_imports import heavy_imports
@@ -18,7 +18,7 @@ from coordexp.hub import hub_model, name_of
 
 _TIME = "1-00:00:00"
 _JOBS = ("slurm", "kubernetes", "skypilot")
-# What each option belongs to: jobs of --for; None: a launch from here.
+# The schedulers of --for that use an option; None: a launch from here.
 _USED_BY: dict[str, tuple[str | None, ...]] = {
     "--learner-nodes": _JOBS,
     "--gpus": _JOBS,
@@ -32,10 +32,10 @@ _USED_BY: dict[str, tuple[str | None, ...]] = {
 
 def _check_used(job: str | None, given: Mapping[str, object]) -> None:
     """Raises ConfigError for an option that is given and does nothing for ``job``, the scheduler of --for."""
-    for option in (name for name, value in given.items() if value and job not in _USED_BY[name]):
+    for option, is_given in given.items():
         jobs = " or ".join(filter(None, _USED_BY[option]))
         belongs = f"belongs to --for {jobs}" if jobs else f"is not for --for {job}"
-        raise ConfigError(f"{option} has no use here; it {belongs}")
+        refuse_idle(option, is_given and job not in _USED_BY[option], belongs)
 
 
 def launch(

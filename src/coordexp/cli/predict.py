@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,6 +16,7 @@ from coordexp.cli.console import (
     on_interrupt,
     open_console,
     refuse_filled,
+    refuse_idle,
     say,
     say_written,
 )
@@ -218,14 +218,9 @@ def _new_folder(path: Path) -> Path:
     return folder
 
 
-def _check_used(option: str, given: bool, form: str, users: Sequence[str]) -> None:
-    if given and form not in users:
-        raise ConfigError(f"{option} has no use here; it belongs to {' and '.join(users)}")
-
-
-# What becomes of objects without area.
-_OF_COCO = "their boxes are written half a bin wide"
-_OF_OTHERS = "data convert and other readers leave such objects out"
+# Notes on objects without area.
+_FLAT_IN_COCO = "their boxes are written half a bin wide"
+_FLAT_ELSEWHERE = "data convert and other readers leave such objects out"
 # The keys of coordexp.evaluation.export.FORMATS.
 Format = Literal["coco", "yolo", "yolo-obb", "voc", "labelme", "csv", "dota"]
 
@@ -277,18 +272,17 @@ def export(
     from coordexp.evaluation.users_terms import read_terms
 
     yolo = ("yolo", "yolo-obb")
-    _check_used("--annotations", annotations is not None, form, ("coco",))
-    _check_used("--classes", classes is not None, form, (*yolo, "coco"))
-    _check_used("--scores", scores, form, yolo)
-    _check_used("--fractions", fractions, form, ("voc",))
-    if link and not (images or form in yolo):
-        raise ConfigError("--link has no use here; it belongs to --images")
+    refuse_idle("--annotations", annotations is not None and form != "coco", "belongs to coco")
+    refuse_idle("--classes", classes is not None and form not in (*yolo, "coco"), "belongs to yolo, yolo-obb and coco")
+    refuse_idle("--scores", scores and form not in yolo, "belongs to yolo and yolo-obb")
+    refuse_idle("--fractions", fractions and form != "voc", "belongs to voc")
+    refuse_idle("--link", link and not images and form not in yolo, "belongs to --images")
     terms = read_terms(annotations, classes, first=1 if form == "coco" else 0)
     of_dataset = is_dataset(predictions)
     annotated = of_dataset and form == "coco"  # other formats have one list of objects
-    idle = "--min-confidence" if of_dataset and min_confidence is not None else "--min-score"
-    if of_dataset and (min_confidence is not None or (annotated and min_score is not None)):
-        raise ConfigError(f"{idle} has no use here; it belongs to predictions, and {predictions} is a dataset")
+    belongs = f"belongs to predictions, and {predictions} is a dataset"
+    refuse_idle("--min-confidence", of_dataset and min_confidence is not None, belongs)
+    refuse_idle("--min-score", annotated and min_score is not None, belongs)
     records = read_jsonl(predictions) if of_dataset else []
     answers = dataset_answers(records, annotations=annotated) if of_dataset else read_answers(predictions)
     completed = completed_objects(records)
@@ -312,7 +306,8 @@ def export(
     if images or form in yolo:
         answers, refused = place_images(answers, out / IMAGE_FOLDERS[form], link=link)
         if refused:
-            lines = "\n  ".join([*refused[:_MOST_REFUSED], *["…"] * (len(refused) > _MOST_REFUSED)])
+            more = ["…"] if len(refused) > _MOST_REFUSED else []
+            lines = "\n  ".join([*refused[:_MOST_REFUSED], *more])
             say(console, f"note: {len(refused)} images were not placed next to the annotations:\n  {lines}")
     of_coco = {"completed": completed if of_dataset else None, "originals": originals}
     options = {"coco": of_coco, "voc": {"fractions": fractions}}.get(form, {})
@@ -323,7 +318,7 @@ def export(
     objects = [obj for answer in answers for obj in ((answer.gt or ()) if annotated else answer.pred)]
     flat = sum(shape_area(obj.kind, obj.bins) == 0 for obj in objects)
     if flat:
-        say(console, f"note: {flat} objects have no area; {_OF_COCO if form == 'coco' else _OF_OTHERS}")
+        say(console, f"note: {flat} objects have no area; {_FLAT_IN_COCO if form == 'coco' else _FLAT_ELSEWHERE}")
     if of_dataset and form in (*yolo, "coco") and annotations is None and classes is None:
         say(console, f"note: numbers follow the names in {predictions}; for another split, name it with --classes")
     for note in exported.notes:

@@ -15,12 +15,12 @@ from coordexp.cli.console import (
     echo,
     no_bars_in_log_files,
     open_console,
+    refuse_idle,
     say,
     vocabulary_of,
     written_file,
 )
 from coordexp.cli.train import separate_config, split_words
-from coordexp.errors import ConfigError
 
 
 def view(
@@ -56,8 +56,7 @@ def view(
     if len(sources) > 2:
         raise typer.BadParameter(f"{len(sources)} runs; the page shows at most two next to each other")
 
-    if port and not (serve or follow):
-        raise ConfigError("--port has no use here; it belongs to --serve and --follow")
+    refuse_idle("--port", port and not (serve or follow), "belongs to --serve and --follow")
     model = None if model is None else check_checkpoint(model)
 
     def collected() -> ViewData:

@@ -98,7 +98,7 @@ class TokenScorer:
         )
         device = next(self.model.parameters()).device
         position_N = torch.tensor(positions, device=device) + len(request.prompt_token_ids)
-        # What follows the last object cannot change its score, and may be an image's placeholder without an image.
+        # Tokens after the last object cannot change its score, and may be placeholders of an image that is not there.
         read = response_ids[: positions[-1]]
         logits_NV = logits_of_answer(self.model, self.image_token_id, request, read, position_N - 1)
         log_all_N = torch.logsumexp(logits_NV.float(), dim=-1)

@@ -235,7 +235,7 @@ def test_csv_has_a_line_per_object(export: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
-    [(("csv", "--classes", "x"), "--classes has no use here; it belongs to yolo and yolo-obb"),
+    [(("csv", "--classes", "x"), "--classes has no use here; it belongs to yolo, yolo-obb and coco"),
      (("voc", "--scores"), "--scores has no use here"),
      (("coco", "--annotations", "none.json"), "none.json"), (("yolo", "--classes", "none.txt"), "none.txt")],
 )  # fmt: skip
