@@ -9,15 +9,18 @@ import resource
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 # Where these are installed, transformers imports them, and with them pandas and scipy.stats: for a curve of assisted
-# decoding, for a kind of data set that its Trainer takes, and for Mistral's tokenizers. No command needs them.
-_UNUSED = ("sklearn", "datasets", "mistral_common")
+# decoding, for a kind of data set that its Trainer takes, for Mistral's tokenizers, and for losses of other detectors.
+# No command needs them.
+_UNUSED = ("sklearn", "datasets", "mistral_common", "scipy")
+# These import peft for a model that it wraps. A command never has one: an adapter's layers are put into the model.
+_WITHOUT_PEFT = {"transformers.trainer", "transformers.trainer_utils"}
 _MANY_MODULES = 300
 # The least that imports map: libraries (libtorch_cpu.so alone has 0.4 GiB), and for each thread of the two OpenBLAS, of
 # NumPy and of SciPy, a stack and a buffer. With less, OpenBLAS waits for its buffers for ever, or C++ aborts.
@@ -94,11 +97,16 @@ def _without_unused() -> Iterator[None]:
     from transformers.utils import import_utils
 
     once = partial(import_structure, import_utils.define_import_structure)
-    unused = {f"is_{package}_available": lambda: False for package in _UNUSED}
+    unused: dict[str, Callable[[], bool]] = {f"is_{package}_available": lambda: False for package in _UNUSED}
+    unused["is_peft_available"] = partial(_has_peft, installed.is_peft_available)
     with _replaced(installed, **unused), _replaced(import_utils, define_import_structure=once):
         yield
     if len(sys.modules) - known > _MANY_MODULES:
         gc.freeze()
+
+
+def _has_peft(is_installed: Callable[[], bool]) -> bool:
+    return sys._getframe(1).f_globals["__name__"] not in _WITHOUT_PEFT and is_installed()
 
 
 @contextmanager

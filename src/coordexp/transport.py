@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import linear_sum_assignment
 
 TransportCost = Literal["l1", "l2"]
 Pair = tuple[np.ndarray, np.ndarray]  # predicted points (N, 2), annotated points (M, 2)
@@ -136,6 +135,8 @@ def _relative_targets(shapes: Sequence[Pair], cost: TransportCost, iters: int) -
 def _on_outline(points_U2: np.ndarray, ring_M2: np.ndarray, corners_K2: np.ndarray, cost: TransportCost) -> np.ndarray:
     """Targets of more points than there are corners: for each corner a point of its own, by the least sum of distances;
     for every other point the nearest place of the outline."""
+    from scipy.optimize import linear_sum_assignment  # takes as long to import as all of this package
+
     targets_U2 = _nearest_on_ring(points_U2, ring_M2)
     own_K, corner_K = linear_sum_assignment(distances(points_U2, corners_K2, cost))
     targets_U2[own_K] = corners_K2[corner_K]

@@ -59,8 +59,8 @@ def imported(before: str) -> str:
         "    from transformers import AutoProcessor, Trainer\n"
         f"    AutoProcessor.from_pretrained({str(CHECKPOINT)!r})\n"
         "    spins = os.environ.get('GOMP_SPINCOUNT')\n"
-        "known = {'datasets', 'mistral_common', 'pandas', 'sklearn', 'transformers'} & set(sys.modules)\n"
-        "print(*sorted(known), gc.get_freeze_count() > 0, spins)\n"
+        "heavy = {'datasets', 'mistral_common', 'pandas', 'peft', 'scipy', 'sklearn', 'transformers'}\n"
+        "print(*sorted(heavy & set(sys.modules)), gc.get_freeze_count() > 0, spins)\n"
     )
     environment = {name: value for name, value in os.environ.items() if name not in SPINS}
     command = [sys.executable, "-c", code]
@@ -98,7 +98,7 @@ def test_a_process_of_the_user_is_left_as_it_is() -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("datasets")
     pytest.importorskip("mistral_common")
-    assert imported("") == "datasets mistral_common pandas sklearn transformers False None"
+    assert imported("") == "datasets mistral_common pandas peft scipy sklearn transformers False None"
 
 
 def test_transformers_knows_them_afterwards() -> None:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from scipy.optimize import minimize
-from scipy.special import expit
 
 from coordexp.checkpoints.calibration import Calibration, logit
 from coordexp.errors import DataError
@@ -60,6 +58,9 @@ def outcomes(answers: Sequence[ImageAnswer], iou: float = IOU_THRESHOLD) -> list
 def fit(answers: Sequence[ImageAnswer], data: str) -> Calibration:
     """The calibration of raw confidences by which they agree best with what is right (maximum likelihood, with Platt's
     smoothed targets). ``data`` names the dataset. Raises DataError for too few predictions, or all of one outcome."""
+    from scipy.optimize import minimize  # takes as long to import as all of this package
+    from scipy.special import expit
+
     found = outcomes(answers)
     right = sum(is_right for _, _, is_right in found)
     if len(found) < LEAST_OBJECTS or right in (0, len(found)):
