@@ -245,9 +245,10 @@ def _parse(path: Path) -> Document:
         mark = getattr(error, "problem_mark", None)
         where = f"{shown_path(path)}:{mark.line + 1}" if mark is not None else str(path)
         problem = getattr(error, "problem", None) or error
-        if mark is not None and re.match(r" *\t", "".join(text.splitlines()[mark.line : mark.line + 1])):
+        line = "" if mark is None else "".join(text.splitlines()[mark.line : mark.line + 1])
+        if re.match(r" *\t", line):
             problem = "the line starts with a tab; indent with spaces"
-        elif mark is not None and re.search(r"[{\[][^#]*\$\{", "".join(text.splitlines()[mark.line : mark.line + 1])):
+        elif any(re.match(r"[^{\[]*[{\[].*\$\{", part) for part in line.split("#")):
             problem = f"{problem}; ${{…}} inside of {{…}} or […] needs quotes, which make it text, or a line of its own"
         raise ConfigError(f"{where}: not valid YAML: {problem}") from error
 
