@@ -61,5 +61,5 @@ def test_an_endless_answer_is_cut_off(call: str) -> None:
 
 
 def test_an_answer_nested_200000_deep_is_refused() -> None:
-    with lying("nests") as url, pytest.raises(ServerRefused, match="the answer is not JSON"):
+    with lying("nests") as url, pytest.raises(ServerRefused, match="unexpected answer"):
         CALLS["status"](client_of(url))
