@@ -11,54 +11,26 @@ import pytest
 
 from coordexp.engine.wire.arguments import with_image_size
 from coordexp.engine.wire.engine_process import engines_import_quickly
-from coordexp.engine.wire.starting import DURATIONS, START_ADVICE, announced_start, engine_errors
+from coordexp.engine.wire.starting import announced_start, engine_errors
 from coordexp.errors import CheckpointError, RolloutError
 from coordexp.out_of_memory import is_out_of_memory
 
 CPU = {"model": "checkpoints/start", "dtype": "float32", "tensor_parallel_size": 1}
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("COORDEXP_CACHE", str(tmp_path))
-    return tmp_path
-
-
 def lines_of_a_start(capsys: pytest.CaptureFixture[str], **keys: object) -> list[str]:
     with announced_start({**CPU, **keys}, gpu=False):
-        assert "checkpoints/start" in capsys.readouterr().err, "before the engine is there"
-    with announced_start({**CPU, **keys}, gpu=False):
-        pass
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    return printed.err.splitlines()
+        printed = capsys.readouterr()
+        assert "checkpoints/start" in printed.err, "before the engine is there"
+    lines = (printed.err + capsys.readouterr().err).splitlines()
+    assert printed.out == "" and "ready after 0 s" in lines[-1]
+    return lines
 
 
-def test_a_second_start_has_an_eta_and_each_its_duration(capsys: pytest.CaptureFixture[str]) -> None:
-    ready, begins, again = lines_of_a_start(capsys)
-    assert " s" in ready and "ETA 0 s" in begins and " s" in again
-
-
-def test_other_engines_have_durations_of_their_own(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
-    lines_of_a_start(capsys)
-    with announced_start({**CPU, "tensor_parallel_size": 2}, gpu=False):
-        assert "ETA" not in capsys.readouterr().err
-    with announced_start(CPU, gpu=True):
-        assert "ETA" not in capsys.readouterr().err
-    (cache / DURATIONS).write_text("{", encoding="utf-8")  # an ETA must not end a run
-    with announced_start(CPU, gpu=False):
-        assert "ETA" not in capsys.readouterr().err
-
-
-def test_a_duration_that_cannot_be_written_ends_no_run(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
-    (cache / DURATIONS / "taken").mkdir(parents=True)
-    assert "ready" in lines_of_a_start(capsys)[-1]
-
-
-def test_a_failed_start_has_no_duration(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+def test_a_failed_start_is_not_ready(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError), announced_start(CPU, gpu=False):
         raise RuntimeError("no memory")
-    assert len(capsys.readouterr().err.splitlines()) == 1 and not (cache / DURATIONS).exists()
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_an_engine_that_skips_forced_tokens_names_the_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +57,7 @@ def test_a_checkpoint_without_architectures_is_refused_before_the_engine_starts(
 @pytest.mark.parametrize(
     ("error", "advice"),
     [
-        (ValueError("No common block size for 7"), "correct what it names in rollout_matching.vllm"),
+        (ValueError("No common block size for 7"), "if nothing in rollout_matching.vllm is its cause"),
         (ValueError("Free memory on device is less than desired GPU memory utilization"), "lower .*utilization"),
         (ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when"), "raise"),
         (ValueError("KV cache is needed. Try increasing `gpu_memory_utilization` or decreasing"), "raise .*max_model"),
@@ -94,7 +66,7 @@ def test_a_checkpoint_without_architectures_is_refused_before_the_engine_starts(
 def test_an_error_of_the_engine_is_one_of_ours(error: Exception, advice: str) -> None:
     pytest.importorskip("vllm")
     shown = rf"could not be started: ValueError: {error}; .*{advice}"
-    with pytest.raises(RolloutError, match=shown) as caught, engine_errors("could not be started", START_ADVICE):
+    with pytest.raises(RolloutError, match=shown) as caught, engine_errors("could not be started"):
         raise error
     assert is_out_of_memory(caught.value) == ("less than desired" in str(error))  # then "lower" is the cure
 

@@ -42,7 +42,7 @@ from coordexp.engine.wire.arguments import (
     with_room_for_drafts,
 )
 from coordexp.engine.wire.engine_process import engines_import_quickly
-from coordexp.engine.wire.starting import START_ADVICE, announced_start, engine_errors
+from coordexp.engine.wire.starting import announced_start, engine_errors
 from coordexp.errors import RolloutError
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class ServedEngine:
                 llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[PrometheusStatLogger])
         except Exception as error:
             if time.monotonic() - begun < options.ready_s:
-                with engine_errors("the vLLM engine could not be started", START_ADVICE):
+                with engine_errors("the vLLM engine could not be started"):
                     raise
             raise RolloutError(
                 f"launch.wait_s: the engine was not ready within {options.ready_s:g} s; see the log above, or allow "

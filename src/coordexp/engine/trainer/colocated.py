@@ -49,7 +49,7 @@ from coordexp.engine.wire.engine_process import (
     needed_plugins,
     settings_kept,
 )
-from coordexp.engine.wire.starting import ENGINE_AT_FAULT, START_ADVICE, announced_start, engine_errors
+from coordexp.engine.wire.starting import ENGINE_AT_FAULT, announced_start, engine_errors
 from coordexp.errors import AlignmentError, DataError, RolloutError, require
 from coordexp.heavy_imports import heavy_imports
 from coordexp.records import Rollout, RolloutRequest
@@ -101,7 +101,7 @@ class InProcessEngine:
         }
         # A separate engine process could not read the trainer's memory.
         environment = engine_environment(environment, gpu=has_gpu()) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        with settings_kept(), environment_kept(environment), _named("the engine could not be started", START_ADVICE):
+        with settings_kept(), environment_kept(environment), _named("the engine could not be started"):
             self.vllm = _start(arguments)
         self._can_sleep = bool(arguments.get("enable_sleep_mode"))
 
@@ -231,8 +231,8 @@ def _start(arguments: Mapping[str, Any]) -> Any:
     return engine
 
 
-def _named(what: str, advice: str = ENGINE_AT_FAULT) -> AbstractContextManager[None]:
-    return engine_errors(f"the colocated vLLM engine: {what}", advice)
+def _named(what: str) -> AbstractContextManager[None]:
+    return engine_errors(f"the colocated vLLM engine: {what}")
 
 
 class ColocatedPusher(WeightPusher):
