@@ -114,7 +114,7 @@ def test_a_prompt_without_an_image_is_refused(picture: Path) -> None:
         ([user("a")], 1, "have 0 images, but 1"),
         ([user("<image><image>")], 2, "allows 1"),
         ([{"content": "a"}], 0, "without a role"),
-        ([user(3)], 0, "int"),
+        ([user(3)], 0, "not 3"),
         ([user([{"type": "video"}])], 0, "must be an image or a text"),
         ([user(["text"])], 0, "must be an image or a text"),
     ],

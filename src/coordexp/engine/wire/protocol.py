@@ -342,9 +342,7 @@ def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
             parts += [{"type": "image"}] if position else []
             parts += [{"type": "text", "text": text}] if text else []
         return {"role": role, "content": parts}
-    if not isinstance(content, list):
-        raise RequestRefused(400, f"a message's content is {type(content).__name__}; send text or a list of parts")
-    for part in content:
+    for part in content if isinstance(content, list) else [content]:
         match part:
             case {"type": "image"}:
                 parts.append({"type": "image"})
@@ -361,26 +359,20 @@ def open_image(source: str) -> Image.Image:
         raise RequestRefused(400, "images from http(s) addresses are not fetched; send a path or base64")
     # The base64 of every JPEG starts like a path: /9j/.
     is_jpeg = source.startswith("/9j/") and (len(source) > LONGEST_PATH or not os.path.exists(source))
+    name, data = Path("the base64 image"), None
     try:
         if source[:5].lower() == "data:":
             header, _, encoded = source.partition(",")
             if not header.endswith(";base64"):
                 raise RequestRefused(400, "a data URL must be ;base64")
-            return open_rgb(
-                Path("the data URL"),
-                data=_decoded(encoded, "a data URL's part after the comma is not base64"),
-                max_pixels=MAX_IMAGE_PIXELS,
-            )
-        if source.startswith(("/", "file:///")) and not is_jpeg:
-            path = Path(source.removeprefix("file://"))
-            if image_exists(path) and path.is_file() and path.stat().st_size > MAX_IMAGE_BYTES:
-                raise RequestRefused(413, f"{path}: larger than {MAX_IMAGE_BYTES >> 20} MiB")
-            return open_rgb(path, max_pixels=MAX_IMAGE_PIXELS)
-        return open_rgb(
-            Path("the base64 image"),
-            data=_decoded(source, "an image is neither an absolute path, nor base64, nor a data URL"),
-            max_pixels=MAX_IMAGE_PIXELS,
-        )
+            name, data = Path("the data URL"), _decoded(encoded, "a data URL's part after the comma is not base64")
+        elif source.startswith(("/", "file:///")) and not is_jpeg:
+            name = Path(source.removeprefix("file://"))
+            if image_exists(name) and name.is_file() and name.stat().st_size > MAX_IMAGE_BYTES:
+                raise RequestRefused(413, f"{name}: larger than {MAX_IMAGE_BYTES >> 20} MiB")
+        else:
+            data = _decoded(source, "an image is neither an absolute path, nor base64, nor a data URL")
+        return open_rgb(name, data=data, max_pixels=MAX_IMAGE_PIXELS)
     except DataError as error:
         raise RequestRefused(400, str(error)) from error
 
