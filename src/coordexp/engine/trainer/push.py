@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -88,7 +88,7 @@ class WeightPusher(ABC):
         if self.mode == "adapter":
             try:
                 with distributed.raise_on_all_ranks("the adapter push"):
-                    return self._push_adapter(weights)
+                    return self._push(weights)
             except _ADAPTER_ERRORS as error:
                 fallback = f"{type(error).__name__}: {error}"
                 if not self._config.fallback_to_full:
@@ -102,7 +102,7 @@ class WeightPusher(ABC):
                 self.fallbacks.append(f"version {version}: {fallback}")
                 self.mode = "full"
         with distributed.raise_on_all_ranks("the weight push"):
-            return self._push_full(weights, fallback)
+            return self._push(weights, fallback)
 
     @abstractmethod
     def _begin(self, base: Path | None) -> torch.dtype | None:
@@ -123,15 +123,17 @@ class WeightPusher(ABC):
     def _abort(self) -> None:
         """Abort the push; the next one starts over."""
 
-    def _push_full(self, weights: WeightVersion, fallback: str | None) -> PushReport:
+    def _push(self, weights: WeightVersion, fallback: str | None = None) -> PushReport:
         started = time.monotonic()
-        # The first full push is compared, and then every checksum_every-th push.
+        adapter = pushable(self._source) if self.mode == "adapter" else None
+        # Of full pushes, the first is compared, and then every checksum_every-th push.
         every = self._config.checksum_every
-        compares = self.has_engines and (not self.compared or (every > 0 and self._num_pushes % every == 0))
+        due = not self.compared or (every > 0 and self._num_pushes % every == 0)
+        compares = adapter is None and self.has_engines and due
         hashes: dict[str, int] = {}
         num_bytes = 0
-        with self._whole_source() as named, self._aborting():
-            dtype = self._begin(None)
+        with self._whole_source() if adapter is None else nullcontext(adapter.changed) as named, self._aborting():
+            dtype = self._begin(None if adapter is None else adapter.base)
             # A rank without engines sends nothing; _whole_source takes its part in gathering sharded weights.
             for bucket in in_buckets(named, self._config.bucket_mb << 20) if self.has_engines else ():
                 if self.converts or compares:
@@ -140,25 +142,15 @@ class WeightPusher(ABC):
                     hashes |= tensor_hashes(bucket)
                 num_bytes += _num_bytes(bucket)
                 self._send(bucket)
+            if adapter is not None:
+                num_bytes += _num_bytes(adapter.tensors)
+                self._send(list(adapter.tensors), adapter.config)
             expected = combined(hashes) if compares else None
             verified = self._commit(weights, expected)
         self._num_pushes += 1
         self.compared |= compares
-        seconds = time.monotonic() - started
-        return PushReport(weights, "full", num_bytes, seconds, expected if verified else None, fallback)
-
-    def _push_adapter(self, weights: WeightVersion) -> PushReport:
-        started = time.monotonic()
-        adapter = pushable(self._source)
-        with self._aborting():
-            dtype = self._begin(adapter.base)
-            for bucket in in_buckets(adapter.changed, self._config.bucket_mb << 20):
-                self._send([(name, _converted(tensor, dtype)) for name, tensor in bucket])
-            self._send(list(adapter.tensors), adapter.config)
-            self._commit(weights, None)
-        self._num_pushes += 1
-        sent = _num_bytes([*adapter.changed, *adapter.tensors])
-        return PushReport(weights, "adapter", sent, time.monotonic() - started)
+        seconds, checksum = time.monotonic() - started, expected if verified else None
+        return PushReport(weights, self.mode, num_bytes, seconds, checksum, fallback)
 
     @contextmanager
     def _whole_source(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
@@ -394,7 +386,7 @@ class ServerLink:
     def commit(self, weights: WeightVersion, expected: str | None, timeout_s: float) -> None:
         """End the push. Raises RolloutError unless every worker reports ``weights`` and the ``expected`` checksum."""
         reports = self._client.commit_weights(weights, expected is not None, timeout_s)
-        if self.verifiable and (not isinstance(reports, list) or len(reports) != self._client.world_size()):
+        if self.verifiable and (reports is None or len(reports) != self._client.world_size()):
             raise RolloutError(
                 f"{self}: expected a report of each of its {self._client.world_size()} workers after the push, got "
                 f"{str(reports)[:200]}, so it is unknown which weights it has; restart the server"
@@ -404,11 +396,6 @@ class ServerLink:
             return
         for number, report in enumerate(reports):
             where = f"{self}, worker {number}"
-            if report is None:
-                status = self._client.status(timeout_s=CAUSE_S)
-                workers = [] if status is None else status["workers"]
-                cause = workers[number]["failure"] if number < len(workers) else "look into the server's log"
-                raise RolloutError(f"{where}: the push failed there ({cause})")
             held = WeightVersion(report["weight_version"], report["trainer_id"])
             if held != weights or report["failure"] is not None:
                 raise RolloutError(
