@@ -31,7 +31,7 @@ import psutil
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.distributed import RENDEZVOUS
 from coordexp.engine.trainer.client import ServerClient
-from coordexp.engine.wire.arguments import ACTIVATION_PATH, check_guard
+from coordexp.engine.wire.arguments import check_guard
 from coordexp.engine.wire.engine_process import api_key_from_environment, die_with_parent
 from coordexp.errors import CoordExpError, LaunchFailed, RolloutError
 from coordexp.launch.plan import PLAN_JSON, SERVER_ONLY, LaunchPlan, ProcessPlan, ServerPlan
@@ -245,12 +245,8 @@ class Supervisor:
                 self._pause()
             wanted = self.plan.repeat_terminate
             status = client.status(timeout_s=60.0)
-            if status is not None:
-                check_guard(status["workers"], None if wanted is None else RepeatTerminateConfig.model_validate(wanted))
-            elif wanted is not None:
-                raise LaunchFailed(
-                    f"{name}: has no /status/, so its repeat guard is unknown; activate it by {ACTIVATION_PATH}"
-                )
+            guard = None if wanted is None else RepeatTerminateConfig.model_validate(wanted)
+            check_guard(None if status is None else status["workers"], guard, name)
             guarded = ", repeat guard active" if wanted is not None else ""
             self.view.say(f"{name}: answers at {server.base_url}{guarded}")
         finally:

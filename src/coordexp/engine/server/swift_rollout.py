@@ -288,11 +288,6 @@ class CoordExpEndpoints:
 def install() -> None:
     """Patch this process, ms-swift's HTTP process or one of its workers. Raises RolloutError."""
     activated_config(os.environ)
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0").lower() not in ("0", "false"):
-        raise RolloutError(
-            "VLLM_USE_V2_MODEL_RUNNER is set: vLLM's second model runner does not support the repeat guard's kind of "
-            "logits processor; set it to 0"
-        )
     gpu = has_gpu()
     complete_environment(gpu=gpu)
     # ms-swift enlarges images of fewer tokens. The trainer sends images that already have the model's size.

@@ -25,7 +25,6 @@ from coordexp.background import in_background
 from coordexp.config.rollout import RolloutMatchingConfig, VLLMConfig
 from coordexp.engine.trainer.client import STALL_KEYS, ServerClient
 from coordexp.engine.wire.arguments import (
-    ACTIVATION_PATH,
     ARITHMETIC,
     CLASS_NAMES_ENABLE,
     CLASS_NAMES_STATUS,
@@ -85,13 +84,7 @@ def check_servers(config: RolloutMatchingConfig, trainer_world_size: int, with_c
         chunk_size(config.decode_batch_size, world_sizes(clients), trainer_world_size)
         for client in clients:
             status = client.status()
-            if status is not None:
-                check_guard(status["workers"], config.repeat_terminate)
-            elif config.repeat_terminate.enabled:
-                raise RolloutError(
-                    f"{client.base_url}: rollout_matching.repeat_terminate is enabled, and this server has no "
-                    f"/status/, so it is unknown whether it guards its answers; it is activated by {ACTIVATION_PATH}"
-                )
+            check_guard(None if status is None else status["workers"], config.repeat_terminate, client.base_url)
             if with_class_names:
                 check_names(client, status)
             workers = [] if status is None else status["workers"]

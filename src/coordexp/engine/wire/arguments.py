@@ -228,24 +228,19 @@ def activated_config(environment: Mapping[str, str]) -> RepeatTerminateConfig | 
         raise RolloutError(f"{ENABLE}={switch!r}: write 1 to guard answers against repetition, or 0")
     if switch == "0":
         return None
-    text, path = environment.get(CONFIG_JSON), environment.get(CONFIG_JSON_PATH)
-    if text is not None and path is not None:
-        raise RolloutError(f"{CONFIG_JSON} and {CONFIG_JSON_PATH} are both set; set one of them")
-    source = CONFIG_JSON if path is None else f"{CONFIG_JSON_PATH} ({path})"
-    if path is not None:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RolloutError(f"{source} cannot be read: {error}") from error
-    if text is None:
-        raise RolloutError(f"{ENABLE}=1, but neither {CONFIG_JSON} nor {CONFIG_JSON_PATH} is set")
+    given = [(name, environment[name]) for name in (CONFIG_JSON, CONFIG_JSON_PATH) if name in environment]
+    if len(given) != 1:
+        raise RolloutError(f"{ENABLE}=1 needs one of {CONFIG_JSON} and {CONFIG_JSON_PATH}; {len(given)} are set")
+    ((source, text),) = given
     try:
+        if source == CONFIG_JSON_PATH:
+            source = f"{source} ({text})"
+            text = Path(environment[CONFIG_JSON_PATH]).read_text(encoding="utf-8")
         data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RolloutError(f"{source} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise RolloutError(f"{source} must hold the mapping rollout_matching.repeat_terminate, not {text[:60]!r}")
-    missing = [key for key in RepeatTerminateConfig.model_fields if key not in data and key not in _OPTIONAL]
+    except (OSError, ValueError) as error:  # of UTF-8 or JSON
+        raise RolloutError(f"{source} cannot be read: {error}") from error
+    keys = data if isinstance(data, dict) else {}
+    missing = [key for key in RepeatTerminateConfig.model_fields if key not in keys and key not in _OPTIONAL]
     if missing:
         raise RolloutError(
             f"{source} lacks {', '.join(missing)}: the whole section rollout_matching.repeat_terminate must be given"
@@ -258,19 +253,21 @@ def activated_config(environment: Mapping[str, str]) -> RepeatTerminateConfig | 
     return config if config.enabled else None
 
 
-def check_guard(workers: Sequence[Mapping[str, Any]], wanted: RepeatTerminateConfig | None) -> None:
+def check_guard(
+    workers: Sequence[Mapping[str, Any]] | None, wanted: RepeatTerminateConfig | None, where: str = "the server"
+) -> None:
     """Raises RolloutError unless a server's workers, of its ``/status/``, guard their answers as configured (None or
-    disabled: not at all)."""
-    expected = wanted.model_dump() if wanted is not None and wanted.enabled else None
-    if not workers:
-        raise RolloutError("the server's status lists no workers, so it is unknown whether repeat_terminate is active")
-    for number, status in enumerate(workers):
-        guard = status.get("repeat_terminate") or {"active": False, "config": None}
-        if guard["active"] != (expected is not None) or guard["config"] != expected:
-            raise RolloutError(
-                f"rollout_matching.repeat_terminate is not active as configured: wanted {expected}, but worker "
-                f"{number} has {guard}. It is activated at the server's start, by {ACTIVATION_PATH}"
-            )
+    disabled: not at all). ``workers`` is None for a server without ``/status/``, which has no guard."""
+    config = wanted.model_dump() if wanted is not None and wanted.enabled else None
+    expected = {"active": config is not None, "config": config}
+    if workers is None and config is None:
+        return
+    found = [status.get("repeat_terminate") or {"active": False, "config": None} for status in workers or ()]
+    if not found or any(guard != expected for guard in found):
+        raise RolloutError(
+            f"{where}: rollout_matching.repeat_terminate is not active as configured: wanted {expected}, and its "
+            f"workers report {found}. It is activated at the server's start, by {ACTIVATION_PATH}"
+        )
 
 
 def check_fits_guard(sampling_params: Any) -> None:
@@ -306,14 +303,14 @@ def check_processors(
 ) -> None:
     """Raises RolloutError unless every worker (of a server's ``/status/``) applies the logits processors that it was
     started with; vLLM may drop them silently."""
-    check_guard(workers, guard)
     unmasked = [number for number, status in enumerate(workers) if status["num_known_tokens"] is None]
     if unmasked:
         raise RolloutError(
             f"workers {unmasked} dropped the logits processor {KNOWN_TOKENS_PROCESSOR}, so they could answer with ids "
-            "outside the tokenizer's vocabulary; install tested versions of vLLM and ms-swift, and set no other model "
-            "runner"
+            "outside the tokenizer's vocabulary; set VLLM_USE_V2_MODEL_RUNNER=0, and install tested versions of vLLM "
+            "and ms-swift"
         )
+    check_guard(workers, guard)
     if takes_class_names and not all(status[CLASS_NAMES_STATUS] for status in workers):
         raise RolloutError(
             f"an engine dropped the logits processor {CLASS_NAMES_PROCESSOR}, so it would ignore the list of class "

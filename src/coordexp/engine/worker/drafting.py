@@ -29,7 +29,6 @@ from coordexp.engine.worker.logits_processors import (
     RepeatTerminateProcessor,
     RequestClassNamesProcessor,
 )
-from coordexp.errors import RolloutError
 from coordexp.rollouts.answer_state import AnswerGrammar, AnswerState
 
 if TYPE_CHECKING:
@@ -201,20 +200,9 @@ def processor_of(worker: Any, kind: type[Processor]) -> Processor | None:
     return next((one for one in processors if isinstance(one, kind)), None)
 
 
-def guard_of_worker(worker: Any) -> RepeatTerminateProcessor | None:
-    """The guard that a vLLM worker applies, or None. Raises RolloutError for vLLM's second model runner."""
-    if getattr(getattr(worker.model_runner, "input_batch", None), "logitsprocs", None) is None:
-        runner = type(worker.model_runner)
-        raise RolloutError(
-            f"the worker's model runner is {runner.__module__}.{runner.__name__}, which does not support V1 logits "
-            "processors; start the server with VLLM_USE_V2_MODEL_RUNNER=0"
-        )
-    return processor_of(worker, RepeatTerminateProcessor)
-
-
 def guard_report(worker: Any) -> dict[str, Any]:
     """The guard that a worker applies, JSON-serialisable, for the trainer to compare with its configuration."""
-    guard = guard_of_worker(worker) if activated_config(os.environ) is not None else None
+    guard = processor_of(worker, RepeatTerminateProcessor)
     return {"active": guard is not None, "config": None if guard is None else guard.config.model_dump()}
 
 

@@ -26,8 +26,12 @@ from coordexp.engine.wire.arguments import (
 )
 from coordexp.engine.wire.engine_process import DIE_WITH_PARENT, die_with_owner, die_with_parent
 from coordexp.engine.worker import drafting
-from coordexp.engine.worker.drafting import guard_of_worker, guard_report, processor_of
-from coordexp.engine.worker.logits_processors import KnownTokensProcessor, RequestClassNamesProcessor
+from coordexp.engine.worker.drafting import guard_report, processor_of
+from coordexp.engine.worker.logits_processors import (
+    KnownTokensProcessor,
+    RepeatTerminateProcessor,
+    RequestClassNamesProcessor,
+)
 from coordexp.errors import RolloutError
 from coordexp.modeling.finite import broken_weight
 from coordexp.weight_sync.group import GroupAddress
@@ -184,7 +188,7 @@ class WeightSyncExtension:
 
     def coordexp_pop_triggers(self, request_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Those of ``request_ids`` that the repeat guard ended, with rule and step; each is reported once."""
-        guard = guard_of_worker(self)
+        guard = processor_of(self, RepeatTerminateProcessor)
         triggers = {} if guard is None else guard.pop_triggers(request_ids)
         return {name: {"rule": one.rule.value, "num_new_tokens": one.num_new_tokens} for name, one in triggers.items()}
 
