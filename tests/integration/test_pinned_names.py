@@ -54,7 +54,6 @@ PINNED: dict[str, dict[str, list[str]]] = {
             "LogitsProcessors.all",
             "process_dict_updates",
         ],
-        "vllm.transformers_utils.processor": ["cached_get_image_processor"],
         "vllm.sampling_params": ["SamplingParams.extra_args", "RequestOutputKind.FINAL_ONLY"],
         # coordexp serve
         "vllm.v1.engine.async_llm": [

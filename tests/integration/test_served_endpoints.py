@@ -53,7 +53,7 @@ def test_idle_cpu_engines_sleep(client: ServerClient) -> None:
     status = client.status()
     assert status is not None
     assert has_gpu() or {one["executor"] for one in status["workers"]} == {executor_on_cpu(1)}
-    assert {tuple(one["pixels"]["image_mean"]) for one in status["workers"]} == {(0.5, 0.5, 0.5)}
+    assert {tuple(one["settings"]["image_processor.image_mean"]) for one in status["workers"]} == {(0.5, 0.5, 0.5)}
 
 
 def test_sampled_answers_depend_only_on_the_seed(client: ServerClient, trainer: LoadedModel) -> None:

@@ -26,8 +26,8 @@ from coordexp.engine.wire.arguments import (
     DRAFTER,
     GUARD_PROCESSOR,
     KNOWN_TOKENS_PROCESSOR,
-    arithmetic_of,
     section_arguments,
+    settings_of,
 )
 from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.errors import RolloutError
@@ -73,48 +73,42 @@ def test_class_names_are_applied_before_the_guard(loaded: LoadedModel) -> None:
 @pytest.mark.parametrize(
     ("workers", "refused"), [([True, True], False), ([True, False], True), ([None], True), (None, True)]
 )
-def test_server_without_class_names_is_refused(
-    loaded: LoadedModel, workers: list[bool | None] | None, refused: bool
-) -> None:
-    """Before a model is loaded, and where the backend is built; ``workers``: None is a server without /status/."""
+def test_server_without_class_names_is_refused(workers: list[bool | None] | None, refused: bool) -> None:
+    """Before a model is loaded; ``workers``: None is a server without /status/."""
     says = (
         None if workers is None else {"workers": [{} if one is None else {CLASS_NAMES_STATUS: one} for one in workers]}
     )
-    with FakeRolloutServer(world_size=2, status=says) as server:
-        with pytest.raises(RolloutError, match="closed_names: true") if refused else nullcontext():
-            check_servers(served_by(server), 1, with_class_names=True)
-        with pytest.raises(RolloutError, match="closed_names: true") if refused else nullcontext():
-            build_backend(served_by(server), parts(loaded), ["cat"])
-
-
-@pytest.mark.parametrize(("mean", "refused"), [(0.5, False), (0.485, True)])
-def test_server_that_normalises_images_otherwise_is_refused(
-    loaded: LoadedModel, mean: float, refused: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Prompts and weights are equal then, and answers are of other images. A missing report is a warning."""
-    pixels = {
-        "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255, "image_mean": [mean, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5], "temporal_patch_size": 2,
-    }  # fmt: skip
-    names_it = pytest.raises(RolloutError, match=r"'mean': \(123.*start the server") if refused else nullcontext()
-    with FakeRolloutServer(world_size=1, status={"workers": [{"pixels": pixels}]}) as server, names_it:
-        build_backend(served_by(server), parts(loaded))
-    assert refused or "does not report arithmetic" in caplog.text
+    raised = pytest.raises(RolloutError, match="closed_names: true") if refused else nullcontext()
+    with FakeRolloutServer(world_size=2, status=says) as server, raised:
+        check_servers(served_by(server), 1, with_class_names=True)
 
 
 @pytest.mark.parametrize(
     ("other", "refused"),
-    [({}, False), ({"text_config.rms_norm_eps": 1e-5}, True), ({"vision_config.deepstack_visual_indexes": [0]}, True)],
+    [
+        ({}, False),
+        ({"text_config.rms_norm_eps": 1e-5}, True),
+        ({"vision_config.deepstack_visual_indexes": [0]}, True),
+        ({"image_processor.image_mean": [0.485, 0.5, 0.5]}, True),
+    ],
 )
-def test_server_that_applies_weights_otherwise_is_refused(
+def test_server_that_applies_weights_or_normalises_images_otherwise_is_refused(
     loaded: LoadedModel, other: dict[str, Any], refused: bool
 ) -> None:
     """A push would fit and its checksum agree, and every answer be another model's."""
-    worker = {"arithmetic": arithmetic_of(tiny_checkpoint()) | other}
+    worker = {"settings": settings_of(tiny_checkpoint()) | other}
     with FakeRolloutServer(world_size=1, status={"workers": [worker]}) as server:
-        names_it = pytest.raises(RolloutError, match=f"has {next(iter(other), '')} .*start the server")
+        names_it = pytest.raises(RolloutError, match=f"its {next(iter(other), '')} is .*start the server")
         with names_it if refused else nullcontext():
             build_backend(served_by(server), parts(loaded))
+
+
+def test_a_server_that_does_not_report_its_settings_is_a_warning(
+    loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeRolloutServer(world_size=1, status={"workers": [{}]}) as server:
+        build_backend(served_by(server), parts(loaded))
+    assert "does not report settings" in caplog.text
 
 
 DEMO, BY_KEY = asset("checkpoints/demo-stage1"), "rollout_matching.rollout_backend=vllm"

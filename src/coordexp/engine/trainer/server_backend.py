@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import threading
 import time
@@ -16,23 +17,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from coordexp import distributed
 from coordexp.background import in_background
 from coordexp.config.rollout import RolloutMatchingConfig, VLLMConfig
-from coordexp.engine.trainer.client import STALL_KEYS, ServerClient
+from coordexp.engine.trainer.client import ServerClient
 from coordexp.engine.wire.arguments import (
-    ARITHMETIC,
     CLASS_NAMES_ENABLE,
     CLASS_NAMES_STATUS,
     ENGINE,
-    PIXELS,
-    arithmetic_of,
+    SETTINGS,
     check_guard,
     refusal_of_owner,
+    settings_of,
 )
 from coordexp.engine.wire.engine_process import api_key_from_environment
 from coordexp.engine.wire.protocol import image_source, infer_payload, read_answer
@@ -90,7 +88,8 @@ def check_servers(config: RolloutMatchingConfig, trainer_world_size: int, with_c
             workers = [] if status is None else status["workers"]
             if (reason := refusal_of_owner([one.get("owner") for one in workers], "this run")) is not None:
                 raise RolloutError(f"{client.base_url}: {reason}")
-            check_engine(client, status, config.vllm)
+            for worker in workers:
+                check_engine(client, worker, config.vllm)
             if any(one.get("device", "").startswith("cuda") for one in workers):
                 _check_gpus(client, [one.get("device_uuid") for one in workers])
     finally:
@@ -139,61 +138,32 @@ def check_names(client: ServerClient, status: Mapping[str, Any] | None) -> None:
         )
 
 
-def check_engine(client: ServerClient, status: Mapping[str, Any] | None, vllm: VLLMConfig) -> None:
+def check_same(client: ServerClient, worker: Mapping[str, Any], key: str, ours: Mapping[str, Any]) -> None:
+    """Raises RolloutError if a server's worker reports other settings under ``key`` than ``ours``: pushes bring
+    weights, and no setting that decides how they are applied."""
+    if key not in worker:
+        note = "%s: an older CoordExp runs there and does not report %s, so nothing checks that they are this run's"
+        logger.warning(note, client.base_url, key)
+        return
+    for name, value in ours.items():
+        found = worker[key].get(name)
+        if found != value:
+            raise RolloutError(
+                f"{client.base_url}: its {name} is {found}, and {value} in this run; start the server with this run's "
+                "YAML, from the same checkpoint"
+            )
+
+
+def check_engine(client: ServerClient, worker: Mapping[str, Any], vllm: VLLMConfig) -> None:
     """Raises RolloutError if a server's engine answers by other keys than this run's resolved section: it cuts answers
     earlier, or computes in another number type."""
-    cache_dtype = vllm.given_args.get("kv_cache_dtype", "auto")
-    for theirs in _reported(client, status, ENGINE):
-        for key, ours in (("dtype", vllm.dtype), ("engine_args.kv_cache_dtype", cache_dtype)):
-            found = theirs[key.rpartition(".")[2]]
-            if ours is not None and found != ours:
-                raise RolloutError(
-                    f"rollout_matching.vllm.{key}: {ours} in this run, and {client.base_url} has {found}; start the "
-                    "server with this run's YAML"
-                )
-        if vllm.max_model_len is not None and theirs["max_model_len"] < vllm.max_model_len:
-            raise RolloutError(
-                f"rollout_matching.vllm.max_model_len: {vllm.max_model_len} tokens in this run (null is "
-                f"global_max_length), and {client.base_url} cuts answers at {theirs['max_model_len']}; start the "
-                "server with this run's YAML"
-            )
-
-
-def check_pixels(client: ServerClient, status: Mapping[str, Any] | None, model: Any) -> None:
-    """Raises RolloutError if a server makes other numbers of an image's bytes than ``model`` is trained on: pushes
-    bring weights, and not the settings of the checkpoint's image processor."""
-    from coordexp.modeling.patches import PixelScale
-
-    for reported in _reported(client, status, PIXELS):
-        theirs, ours = PixelScale.of(SimpleNamespace(**reported)), model.model.pixel_scale
-        if theirs != ours:
-            raise RolloutError(
-                f"{client.base_url}: its model normalises images by {asdict(theirs)}, and this run's by "
-                f"{asdict(ours)}; start the server from the same checkpoint (rescale_factor, "
-                "image_mean and image_std of its processor)"
-            )
-
-
-def check_arithmetic(client: ServerClient, status: Mapping[str, Any] | None, checkpoint: Path) -> None:
-    """Raises RolloutError if a server's model applies weights otherwise than that of the trainer's plain ``checkpoint``
-    (rotary embeddings, norms, heads): pushes bring weights, and not the settings in config.json."""
-    for theirs in _reported(client, status, ARITHMETIC):
-        for key, ours in arithmetic_of(checkpoint).items():
-            if theirs.get(key) != ours:
-                raise RolloutError(
-                    f"{client.base_url}: the config.json of its model has {key} {theirs.get(key)}, and that of "
-                    f"{checkpoint} has {ours}; start the server from the same checkpoint"
-                )
-
-
-def _reported(client: ServerClient, status: Mapping[str, Any] | None, key: str) -> Iterator[Mapping[str, Any]]:
-    # What each worker of the server's status has under ``key``.
-    for worker in () if status is None else status["workers"]:
-        if key not in worker:
-            note = "%s: an older CoordExp runs there and does not report %s, so nothing checks that they are this run's"
-            logger.warning(note, client.base_url, key)
-        elif worker[key] is not None:
-            yield worker[key]
+    theirs = worker.get(ENGINE, {}).get("max_model_len", math.inf)
+    ours = {
+        "dtype": vllm.dtype,
+        "kv_cache_dtype": vllm.given_args.get("kv_cache_dtype", "auto"),
+        "max_model_len": None if vllm.max_model_len is None else max(theirs, vllm.max_model_len),  # at least ours
+    }
+    check_same(client, worker, ENGINE, {name: value for name, value in ours.items() if value is not None})
 
 
 def in_flight(
@@ -294,16 +264,12 @@ class ServerBackend(RolloutBackend):
         )
         statuses = [client.status() for client in self._clients]
         for client, status in zip(self._clients, statuses, strict=True):
-            check_pixels(client, status, trainer.model)
-            check_arithmetic(client, status, trainer.checkpoint)
-            if self._class_names:
-                check_names(client, status)
+            for worker in [] if status is None else status["workers"]:
+                check_same(client, worker, SETTINGS, settings_of(trainer.checkpoint))
         self._ours = [(status or {}).get("server") == "coordexp serve" for status in statuses]
         # Servers that answer /health/ while they decode, and return each answer with its weight version and request:
         # ours, and ms-swift's with our plugin. A plain ms-swift does neither, so its liveness cannot be watched.
-        self._reports = [
-            ours or STALL_KEYS[0] in (status or {}) for ours, status in zip(self._ours, statuses, strict=True)
-        ]
+        self._reports = [status is not None for status in statuses]
         # ms-swift decodes one call after the other, so the small calls of many micro-steps would not be batched.
         # Greedy answers do not depend on seeds, so these calls are sent together.
         joinable = [index for index, ours in enumerate(self._ours) if not ours]

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,16 @@ RESULT, FAILURE = "result", "failure"
 
 CLASS_NAMES_ENABLE = "COORDEXP_ENABLE_VLLM_CLOSED_NAMES"  # 1: engines of swift rollout accept class names
 CLASS_NAMES_STATUS = "closed_names"  # key of a worker's status: whether it applies them
-PIXELS = "pixels"  # key of a worker's status: these settings of its checkpoint's image processor
-PIXEL_SETTINGS = ("do_rescale", "do_normalize", "rescale_factor", "image_mean", "image_std", "temporal_patch_size")
 ENGINE = "engine"  # key of a worker's status: the keys of rollout_matching.vllm that change its answers
-ARITHMETIC = "arithmetic"  # key of a worker's status: arithmetic_of its checkpoint
-# Keys of config.json that change a model's answers, but no weight's shape.
-_ARITHMETIC = {
+SETTINGS = "settings"  # key of a worker's status: settings_of its checkpoint
+# Keys of config.json and of the image processor that change a model's answers, but no weight's shape.
+_SETTINGS = {
     "text_config": ("num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_parameters"),
     "vision_config": ("num_heads", "hidden_act", "deepstack_visual_indexes"),
+    "image_processor": (
+        *("do_rescale", "do_normalize", "rescale_factor"),
+        *("image_mean", "image_std", "temporal_patch_size"),
+    ),
 }
 
 # The whole section rollout_matching.repeat_terminate as JSON, in one variable or in a file that a variable names.
@@ -199,13 +202,17 @@ def with_room_for_drafts(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**arguments, "max_num_seqs": min(asked, most)}
 
 
-def arithmetic_of(checkpoint: str | Path) -> dict[str, Any]:
-    """The settings of a plain checkpoint that decide how its weights are applied, by key of ``config.json``."""
+@cache  # each push asks for a status
+def settings_of(checkpoint: str | Path) -> dict[str, Any]:
+    """The settings of a plain checkpoint that decide how its weights are applied and which numbers an image becomes, by
+    file and key."""
     from transformers import AutoConfig
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     config = AutoConfig.from_pretrained(checkpoint).to_dict()
-    found = {f"{part}.{key}": config[part].get(key) for part, keys in _ARITHMETIC.items() for key in keys}
-    return json.loads(json.dumps(found))
+    parts = {**config, "image_processor": AutoImageProcessor.from_pretrained(checkpoint).to_dict()}
+    found = {f"{part}.{key}": parts[part].get(key) for part, keys in _SETTINGS.items() for key in keys}
+    return json.loads(json.dumps(found))  # as it arrives
 
 
 def executor_on_cpu(tensor_parallel_size: int) -> str:

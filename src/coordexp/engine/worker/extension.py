@@ -8,21 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from vllm.transformers_utils.processor import cached_get_image_processor
 
 import coordexp.engine.worker.cpu_patches  # noqa: F401  # applies them, before the engine loads its model
 from coordexp.engine.wire.arguments import (
     ADAPTER_ID,
     ADAPTER_NAME,
     ADAPTER_PATH,
-    ARITHMETIC,
     CLASS_NAMES_STATUS,
     ENGINE,
     FAILURE,
-    PIXEL_SETTINGS,
-    PIXELS,
     RESULT,
-    arithmetic_of,
+    SETTINGS,
+    settings_of,
 )
 from coordexp.engine.wire.engine_process import DIE_WITH_PARENT, die_with_owner, die_with_parent
 from coordexp.engine.worker import drafting
@@ -161,8 +158,6 @@ class WeightSyncExtension:
         known_tokens = processor_of(self, KnownTokensProcessor)
         on_gpu = torch.device(self.device).type == "cuda"
         image = self.vllm_config.model_config.multimodal_config.limit_per_prompt.get("image")
-        # As its checkpoint has it; vLLM gives its own none of the work that the tower does.
-        processor = cached_get_image_processor(self.vllm_config.model_config.model)
         return {
             **self.receiver.report(),
             "pid": os.getpid(),
@@ -182,8 +177,7 @@ class WeightSyncExtension:
                 "dtype": str(self.model_runner.model_config.dtype).removeprefix("torch."),
                 "kv_cache_dtype": self.vllm_config.cache_config.cache_dtype,
             },
-            PIXELS: {name: getattr(processor, name) for name in PIXEL_SETTINGS},
-            ARITHMETIC: arithmetic_of(self.vllm_config.model_config.model),
+            SETTINGS: settings_of(self.vllm_config.model_config.model),
         }
 
     def coordexp_pop_triggers(self, request_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
