@@ -1,12 +1,11 @@
-"""Limits on clients of ``coordexp serve``: access control, error replies, and limits on connections, the time that a
-request's head may take, and the lines of the log that clients cause."""
+"""Limits on clients of ``coordexp serve``: access control, error replies, and limits on the time that a request's head
+and body may take, and on the lines of the log that clients cause."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import logging
-import resource
 import secrets
 import socket
 import time
@@ -33,8 +32,6 @@ MAX_BODIES_BYTES = 4 << 30  # of all requests that are read or answered
 BODY_S = 30.0
 SLOWEST_BYTES_S = 1 << 20
 HEAD_S = 20.0  # for the request line and headers; a connection without either is closed
-MOST_CONNECTIONS = 1024
-_OTHER_FILES = 128  # that the process needs next to connections
 # Lines of one kind that clients can cause: a limit, so that they cannot fill the disk.
 _MOST_LINES = 20
 _LINES_S = 60.0
@@ -59,32 +56,27 @@ class Admission:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request = Request(scope, receive)
+        request, held = Request(scope, receive), 0
         try:
             _check_address(request)
             if scope["path"] not in OPEN_PATHS or request.method not in ("GET", "HEAD"):
                 self._check_sender(request)
-            size = _size_of_body(request) if request.method == "POST" else None
+            if request.method == "POST":
+                size = _size_of_body(request)
+                if self._held_bytes + size > MAX_BODIES_BYTES:
+                    busy = f"requests with {self._held_bytes >> 20} MiB are being answered; try again"
+                    raise RequestRefused(503, busy)
+                held = size  # until the request is answered
+                self._held_bytes += held
+                receive = await self._whole_body(request, size)
         except RequestRefused as error:
-            await _refuse(error, scope, receive, send)
-            return
-        if size is None:
+            reply = refusal(error.status, str(error))
+            reply.headers["Connection"] = "close"  # the body may still arrive
+            await reply(scope, receive, send)
+        else:
             await self._answer(scope, receive, send)
-            return
-        if self._held_bytes + size > MAX_BODIES_BYTES:
-            busy = f"requests with {self._held_bytes >> 20} MiB are being answered; try again"
-            await _refuse(RequestRefused(503, busy), scope, receive, send)
-            return
-        self._held_bytes += size  # until the request is answered
-        try:
-            try:
-                replay = await self._whole_body(request, size)
-            except RequestRefused as error:
-                await _refuse(error, scope, receive, send)
-                return
-            await self._answer(scope, replay, send)
         finally:
-            self._held_bytes -= size
+            self._held_bytes -= held
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         # Errors end here: Starlette would raise them once more after its reply, on which uvicorn logs them again and
@@ -139,12 +131,6 @@ class Admission:
             return messages.pop() if messages else await request.receive()
 
         return replay
-
-
-async def _refuse(error: RequestRefused, scope: Any, receive: Any, send: Any) -> None:
-    reply = refusal(error.status, str(error))
-    reply.headers["Connection"] = "close"  # the body may still arrive
-    await reply(scope, receive, send)
 
 
 def _check_address(request: Request) -> None:
@@ -237,35 +223,20 @@ def bounded_config(app: Any, **options: Any) -> uvicorn.Config:
     """uvicorn's configuration of ``app`` with these limits; ``options``: uvicorn's own."""
     for name in ("uvicorn.error", __name__):
         logging.getLogger(name).addFilter(_FEW_LINES)
-    protocol: Any = type("Bounded", (BoundedProtocol,), {"most": most_connections()})
-    return uvicorn.Config(app, http=protocol, log_config=None, access_log=False, **options)
-
-
-def most_connections() -> int:
-    """Connections at a time, fewer than the files that this process may open: one more must not stop `accept`."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return MOST_CONNECTIONS
-    return max(16, min(MOST_CONNECTIONS, soft - _OTHER_FILES))
+    return uvicorn.Config(app, http=BoundedProtocol, log_config=None, access_log=False, **options)
 
 
 _Protocol: Any = AutoHTTPProtocol  # httptools' or h11's, whichever is installed
 
 
 class BoundedProtocol(_Protocol):
-    """uvicorn's HTTP protocol with a deadline for each request's head, and a limit of connections. uvicorn itself waits
-    for ever for the rest of a head, and counts connections only once they have sent one."""
+    """uvicorn's HTTP protocol with a deadline for each request's head; uvicorn itself waits for ever for its rest."""
 
     head_s = HEAD_S
-    most = MOST_CONNECTIONS
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self.most:
-            logger.warning("a connection was closed: %d are open", self.most)
-            transport.abort()
-            return
         self._arm()
 
     def data_received(self, data: bytes) -> None:
