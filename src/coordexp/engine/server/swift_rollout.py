@@ -102,7 +102,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         end_at_turn_end(engine)
         engine.step = with_heartbeat(engine.step, int(os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")))
         try:
-            check_processors(self.coordexp_status(), self._guard, self._takes_class_names)
+            check_processors(self._workers("coordexp_status"), self._guard, self._takes_class_names)
         except BaseException:
             engine.engine_core.shutdown()  # otherwise its process, and swift's, which waits for it, would not end
             raise
@@ -142,13 +142,10 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         # ms-swift adds those of its template, <|endoftext|> among them, at which answers of transformers go on.
         generation_config.stop = list(request_config.stop or [])
 
-    # The HTTP process calls the next four methods by name, through ms-swift's pipe.
+    # The HTTP process calls the next three methods by name, through ms-swift's pipe (:func:`_call_workers`).
 
     def coordexp_infer(self, **arguments: Any) -> dict[str, Any]:
         return _outcome(lambda: self.infer(**arguments))
-
-    def coordexp_status(self) -> list[dict[str, Any]]:
-        return self._workers("coordexp_status")
 
     def coordexp_call(self, method: str, **arguments: Any) -> dict[str, Any]:
         return _outcome(lambda: self._workers(method, **arguments))
@@ -212,8 +209,7 @@ class CoordExpEndpoints:
         return {"status": "ok", **_heartbeat(self)}
 
     async def status(self) -> dict[str, Any]:
-        replies = await _call_workers(self.connections, "coordexp_status", [{}] * len(self.connections))
-        workers = [one for statuses in replies for one in statuses]
+        workers = await _on_workers(self.connections, "coordexp_status")
         return {
             "server": "swift rollout",
             "model": str(self.args.model),
@@ -250,10 +246,10 @@ class CoordExpEndpoints:
         self.coordexp_busy = dict.fromkeys(range(len(busy)), time.monotonic())  # chunk_list fills the first workers
         try:
             connections = [connection for connection, _ in busy]
-            replies = _results(await _call_workers(connections, "coordexp_infer", arguments))
+            answers = await _call_workers(connections, "coordexp_infer", arguments)
         finally:
             self.coordexp_busy = {}
-        return [output for part in replies for output in part]
+        return [output for part in answers for output in part]
 
     async def init_communicator(self, request: JoinRequest) -> dict[str, str]:
         # Returns after every worker has joined; the trainer joins at the same time.
@@ -271,7 +267,7 @@ class CoordExpEndpoints:
             }
             for index in range(len(self.connections))
         ]
-        _results(await _call_workers(self.connections, "coordexp_call", arguments))
+        await _call_workers(self.connections, "coordexp_call", arguments)
         return {"message": "communicator open"}
 
     async def close_communicator(self, request: LeaveRequest | None = None) -> dict[str, str]:
@@ -281,8 +277,8 @@ class CoordExpEndpoints:
 
     async def process_weights_after_loading(self, request: CommitRequest | None = None) -> dict[str, Any]:
         commit = (request or CommitRequest()).model_dump()
-        replies = await _call_workers(self.connections, "coordexp_commit", [commit] * len(self.connections))
-        return {"message": "weights committed", "reports": [one for part in _results(replies) for one in part]}
+        reports = await _call_workers(self.connections, "coordexp_commit", [commit] * len(self.connections))
+        return {"message": "weights committed", "reports": [one for of_engine in reports for one in of_engine]}
 
 
 def install() -> None:
@@ -349,8 +345,8 @@ def _heartbeat(server: Any) -> dict[str, Any]:
 
 
 async def _call_workers(connections: Sequence[Any], method: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
-    """Call ``method`` of these workers' engines. The pipes carry one call at a time; :class:`SerializeRequests` ensures
-    that."""
+    """Results of ``method`` of these workers' engines. The pipes carry one call at a time; :class:`SerializeRequests`
+    ensures that."""
 
     def exchange() -> list[Any]:
         for connection, kwargs in zip(connections, arguments, strict=True):
@@ -361,23 +357,17 @@ async def _call_workers(connections: Sequence[Any], method: str, arguments: Sequ
             raise HTTPException(503, f"a rollout worker has died ({error}); see the server's log") from error
 
     replies = await asyncio.to_thread(exchange)
-    if any(reply is None for reply in replies):
-        raise HTTPException(500, f"{method} failed in a rollout worker; see the server's log")
-    return replies
+    errors = [reply["error"] for reply in replies if "error" in reply]
+    if errors:
+        raise HTTPException(500, "; ".join(errors))
+    return [reply["result"] for reply in replies]
 
 
 async def _on_workers(connections: Sequence[Any], method: str) -> list[Any]:
-    replies = await _call_workers(connections, "coordexp_call", [{"method": method}] * len(connections))
-    return [one for of_engine in _results(replies) for one in of_engine]
+    results = await _call_workers(connections, "coordexp_call", [{"method": method}] * len(connections))
+    return [one for of_engine in results for one in of_engine]
 
 
 async def _check_owner(connections: Sequence[Any], trainer: str) -> None:
     if (reason := refusal_of_owner(await _on_workers(connections, "coordexp_owner"), trainer)) is not None:
         raise HTTPException(409, reason)
-
-
-def _results(replies: Sequence[dict[str, Any]]) -> list[Any]:
-    errors = [reply["error"] for reply in replies if "error" in reply]
-    if errors:
-        raise HTTPException(500, "; ".join(errors))
-    return [reply["result"] for reply in replies]
