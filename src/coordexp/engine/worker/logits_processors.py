@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoTokenizer
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.sample.logits_processor import BatchUpdate
 
-Processor = TypeVar("Processor", bound=LogitsProcessor)
 _KEPT_RULES = 8  # most lists of class names in memory; each has a sorted copy of the vocabulary
 _MAX_TRIGGERS = 65_536  # most triggers in memory; those of a client that disconnected are never fetched
 # With asynchronous scheduling, the newest token of an answer is -1 until vLLM has it from the device. vLLM 0.32 writes
