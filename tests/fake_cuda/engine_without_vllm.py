@@ -53,7 +53,7 @@ class EngineWithoutVLLM:
         self._worker = SimpleNamespace(
             model_runner=SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16)),
             receiver=WeightReceiver(self.model, device, sharded=False),
-            coordexp_pop_triggers=lambda request_ids: {},
+            coordexp_pop_triggers=lambda request_ids: [],
         )
         self.pushes = self.slept = 0
 

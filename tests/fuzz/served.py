@@ -80,8 +80,8 @@ class Engine(SimpleNamespace):
         answer = SimpleNamespace(token_ids=[3], text="a", finish_reason="stop")
         return SimpleNamespace(request_id="id", prompt_token_ids=[1, 2], outputs=[answer])
 
-    async def pop_triggers(self, ids: Any) -> dict[str, Any]:
-        return {}
+    async def pop_triggers(self, ids: Any) -> set[str]:
+        return set()
 
     async def workers(self, method: str, *_: Any, **__: Any) -> list[Any]:
         if method == "coordexp_status":

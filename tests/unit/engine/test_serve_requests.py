@@ -12,9 +12,9 @@ from PIL import Image
 from pydantic import ValidationError
 
 from coordexp.data.images import open_rgb
-from coordexp.engine.server.swift_pipes import cache_kept_by, seeded_by_place
+from coordexp.engine.server.swift_pipes import seeded_by_place
 from coordexp.engine.wire import protocol
-from coordexp.engine.wire.arguments import CLASS_NAMES_KEY
+from coordexp.engine.wire.arguments import CLASS_NAMES_KEY, cache_kept_by
 from coordexp.engine.wire.protocol import InferRequest, PromptBuilder, RequestConfig, RequestRefused, open_image
 
 

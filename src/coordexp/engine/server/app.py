@@ -247,7 +247,7 @@ class RolloutServer:
                 self.engine.answer(prompt, config.sampling_arguments(index), class_names[index])
                 for index, prompt in enumerate(prompts)
             )
-            triggers = await self.engine.pop_triggers([output.request_id for output in outputs])
+            repeated = await self.engine.pop_triggers([output.request_id for output in outputs])
         replies = []
         for request, output in zip(requests, outputs, strict=True):
             (answer,) = output.outputs
@@ -271,7 +271,7 @@ class RolloutServer:
                     "total_tokens": num_prompt + num_answer,
                 },
             }
-            envelope = envelope_of(weights, self.engine.guarded, output.request_id in triggers, request.uuid)
+            envelope = envelope_of(weights, self.engine.guarded, output.request_id in repeated, request.uuid)
             replies.append({"response": response, ENVELOPE: envelope})
         return replies
 

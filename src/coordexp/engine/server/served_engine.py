@@ -16,7 +16,6 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.lora.request import LoRARequest
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -24,20 +23,17 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from coordexp.engine.server.options import ServeOptions
 from coordexp.engine.wire.arguments import (
-    ADAPTER_ID,
-    ADAPTER_NAME,
-    ADAPTER_PATH,
     CALL,
-    CLASS_NAMES_KEY,
     FAILURE,
-    REQUEST_KEY,
     RESULT,
     activated_config,
     check_fits_drafts,
     check_fits_guard,
     end_at_turn_end,
     executor_on_cpu,
+    extra_args,
     own_arguments,
+    pushed_adapter,
     with_image_size,
     with_room_for_drafts,
 )
@@ -123,14 +119,14 @@ class ServedEngine:
             check_fits_guard(sampling_params)
         if self.drafts:
             check_fits_drafts(sampling_params)
-        adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH) if self.adapted else None
+        adapter = pushed_adapter() if self.adapted else None
         return self.llm.generate(prompt, sampling_params, request_id, lora_request=adapter, **options)
 
     async def answer(self, prompt: Any, sampling: Mapping[str, Any], class_names: Sequence[str] = ()) -> Any:
         """vLLM's final output for one rendered prompt; cancelling it aborts the request. ``sampling``: arguments of
         ``SamplingParams``; ``class_names``: those that the answer is limited to, empty for no limit."""
         request_id = uuid.uuid4().hex
-        extra = {REQUEST_KEY: request_id, **({CLASS_NAMES_KEY: list(class_names)} if class_names else {})}
+        extra = extra_args(request_id, class_names)
         parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY, extra_args=extra)
         final = None
         async for output in self.generate(prompt, parameters, request_id):
@@ -152,9 +148,10 @@ class ServedEngine:
         """Tokens sampled since the start, by rank."""
         return [max(of_rank) for of_rank in await self._all_ranks("coordexp_beat", timeout_s=None)]
 
-    async def pop_triggers(self, request_ids: Sequence[str]) -> dict[str, Any]:
+    async def pop_triggers(self, request_ids: Sequence[str]) -> set[str]:
+        """Those of ``request_ids`` that the repeat guard ended; each is reported once."""
         popped = await self.workers("coordexp_pop_triggers", list(request_ids)) if self.guarded else []
-        return {request_id: trigger for of_worker in popped for request_id, trigger in of_worker.items()}
+        return set(chain.from_iterable(popped))
 
     async def reset_caches(self, caches: Sequence[str] = ("prefix", "encoder", "mm")) -> None:
         """Empty these caches of every rank. Raises RolloutError if a rank kept one."""

@@ -1,5 +1,5 @@
-"""``swift rollout``'s pipes to its workers: a heartbeat next to them, one call at a time, seeds by place, and caches
-after a push. Does not import ms-swift, which patches transformers' trainers."""
+"""``swift rollout``'s pipes to its workers: a heartbeat next to them, one call at a time, seeds by place. Does not
+import ms-swift, which patches transformers' trainers."""
 
 from __future__ import annotations
 
@@ -91,10 +91,3 @@ def seeded_by_place(config: Any, sizes: Sequence[int]) -> list[Any]:
     if config is None or config.seed is None:
         return [config] * len(sizes)
     return [replace(config, seed=config.seed + sum(sizes[:index])) for index in range(len(sizes))]
-
-
-def cache_kept_by(engine: Any) -> str | None:
-    """Empty the caches of an engine that has new weights. Returns one that it kept, as vLLM does while a request runs;
-    its answers would begin with what the old weights computed."""
-    emptied = {cache: getattr(engine, f"reset_{cache}_cache")() for cache in ("prefix", "encoder", "mm")}
-    return next((cache for cache, done in emptied.items() if done is False), None)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +28,24 @@ from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.engine.server.swift_pipes import (
     SerializeRequests,
     SharedHeartbeat,
-    cache_kept_by,
     seeded_by_place,
     with_heartbeat,
 )
 from coordexp.engine.wire.arguments import (
     ADAPTER_ID,
-    ADAPTER_NAME,
-    ADAPTER_PATH,
     CLASS_NAMES_ENABLE,
     CLASS_NAMES_KEY,
     FINGERPRINT,
-    REQUEST_KEY,
     CommitRequest,
     JoinRequest,
     LeaveRequest,
     activated_config,
+    cache_kept_by,
     check_processors,
     end_at_turn_end,
     executor_on_cpu,
+    extra_args,
+    pushed_adapter,
     refusal_of_owner,
     with_image_size,
     with_processors,
@@ -126,14 +126,12 @@ class CoordExpVllmEngine(GRPOVllmEngine):
             raise RolloutError(f"the last push of weights failed half-way ({problem}); push them again first")
         outputs = super().infer(infer_requests, *args, **kwargs)
         ids = [str(one.response.id) for one in outputs]
-        ended: set[str] = set()
-        if self._guard is not None:
-            for popped in self._workers("coordexp_pop_triggers", ids):
-                ended |= popped.keys()
+        popped = self._workers("coordexp_pop_triggers", ids) if self._guard is not None else []
+        repeated = set(chain.from_iterable(popped))
         enveloped = []
         for request, output, request_id in zip(infer_requests, outputs, ids, strict=True):
             uuid = _field(request, "uuid")
-            envelope = envelope_of(self._weights, self._guard is not None, request_id in ended, uuid)
+            envelope = envelope_of(self._weights, self._guard is not None, request_id in repeated, uuid)
             fields = {name: getattr(output, name) for name in type(output).model_fields}
             enveloped.append(CoordExpRolloutOutput(**fields, coordexp=envelope))
         return enveloped
@@ -160,18 +158,16 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         return outcome
 
     def _add_request(self, inputs: Any, generation_config: Any, request_id: str, adapter_request: Any = None) -> Any:
-        names = {CLASS_NAMES_KEY: self._class_names} if self._class_names else {}
-        generation_config.extra_args = {**(generation_config.extra_args or {}), REQUEST_KEY: str(request_id), **names}
+        ours = extra_args(str(request_id), self._class_names)
+        generation_config.extra_args = {**(generation_config.extra_args or {}), **ours}
         return super()._add_request(inputs, generation_config, request_id, adapter_request=adapter_request)
 
     def _get_grpo_lora_request(self, adapter_request: Any = None) -> Any:
         # The adapter that was pushed last; ms-swift would look for an id of its own.
-        from vllm.lora.request import LoRARequest
-
         engine: Any = self.engine
         if adapter_request is not None or not self.enable_lora or ADAPTER_ID not in engine.list_loras():
             return adapter_request
-        return LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH)
+        return pushed_adapter()
 
     def _workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         engine: Any = self.engine  # the synchronous one of ms-swift's two kinds

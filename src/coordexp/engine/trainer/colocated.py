@@ -26,15 +26,13 @@ from coordexp.background import Prefetcher
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.engine.trainer.push import Named, WeightPusher, check_checksum
 from coordexp.engine.wire.arguments import (
-    ADAPTER_ID,
-    ADAPTER_NAME,
-    ADAPTER_PATH,
-    CLASS_NAMES_KEY,
-    REQUEST_KEY,
     activation_environment,
+    cache_kept_by,
     check_processors,
     end_at_turn_end,
+    extra_args,
     own_arguments,
+    pushed_adapter,
     section_arguments,
     with_image_size,
     with_room_for_drafts,
@@ -109,10 +107,10 @@ class InProcessEngine:
         """End a push and empty all caches of the old weights. Returns the worker's report."""
         with _named("the push of weights failed"):
             report = self.ask_worker(lambda worker: worker.process_weights_after_loading(version, wants_checksum))
-        if not self.vllm.reset_prefix_cache():
-            raise RolloutError("the colocated vLLM engine: its prefix cache could not be emptied; a request still runs")
-        self.vllm.reset_encoder_cache()
-        self.vllm.reset_mm_cache()
+        if (kept := cache_kept_by(self.vllm)) is not None:
+            raise RolloutError(
+                f"the colocated vLLM engine: its {kept} cache could not be emptied; a request still runs"
+            )
         return report
 
     def run(
@@ -339,11 +337,7 @@ class ColocatedBackend(RolloutBackend):
             first = distributed.rank() // size * size
             parts = distributed.gather_json([asdict(prompt) for prompt in prompts])[first : first + size]
             prompts = [Prompt(**prompt) for part in parts for prompt in part]
-        adapter = None
-        if self.pusher.mode == "adapter":
-            from vllm.lora.request import LoRARequest
-
-            adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH)
+        adapter = pushed_adapter() if self.pusher.mode == "adapter" else None
         for output in self.engine.run(prompts, self._trainer.open_image, self._sampling, adapter):
             if output.request_id in requests:
                 r, i, request = requests[output.request_id]
@@ -427,7 +421,6 @@ class ColocatedBackend(RolloutBackend):
         from vllm.sampling_params import RequestOutputKind
 
         options, guarded = self._options, self._repeat_terminate.enabled
-        names = {CLASS_NAMES_KEY: list(self._class_names)} if self._class_names else {}
         return SamplingParams(
             max_tokens=options.max_new_tokens,
             temperature=0.0 if prompt.greedy else options.temperature,
@@ -439,7 +432,7 @@ class ColocatedBackend(RolloutBackend):
             ignore_eos=not guarded,  # only <|im_end|> ends an answer, whatever the tokenizer's end token is
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={REQUEST_KEY: prompt.request_id, **names},
+            extra_args=extra_args(prompt.request_id, self._class_names),
         )
 
     def _rollout(self, request: RolloutRequest, output: Any) -> Rollout:
@@ -451,15 +444,15 @@ class ColocatedBackend(RolloutBackend):
                 f"{self._options.max_new_tokens}; {ENGINE_AT_FAULT}"
             )
         answer = response_tokens(completion.token_ids, completion.finish_reason, self._trainer.vocab, where)
-        triggers = {}
+        repeated = []
         if self._repeat_terminate.enabled and answer.ended:
-            triggers = self.engine.ask_worker(lambda worker: worker.coordexp_pop_triggers([output.request_id]))
+            repeated = self.engine.ask_worker(lambda worker: worker.coordexp_pop_triggers([output.request_id]))
         return Rollout(
             sample_id=request.sample_id,
             prompt_token_ids=tuple(output.prompt_token_ids),
             response_token_ids=answer.token_ids,
             text=self._trainer.vocab.decode(answer.token_ids),
             truncated=answer.truncated,
-            repeat_terminated=bool(triggers),
+            repeat_terminated=bool(repeated),
             weight_version=self._version,
         )

@@ -35,8 +35,6 @@ REQUEST_KEY = "coordexp_request_id"
 
 FINGERPRINT = "model_fingerprint"  # key of a server's status, where it takes adapters: of the model that it loaded
 ADAPTER_ID = 1
-ADAPTER_NAME = "coordexp"
-ADAPTER_PATH = "adapter-in-memory"  # vLLM requires a path; it is never read
 NAME_CHARACTERS = 400  # most of the name by which a trainer shows itself to servers
 CALL = "coordexp_call"  # the method through which our server calls all others
 RESULT, FAILURE = "result", "failure"
@@ -145,6 +143,25 @@ def end_at_turn_end(engine: Any) -> None:
     ``generation_config`` is."""
     inputs = engine.input_processor
     inputs.generation_config_fields["eos_token_id"] = inputs.tokenizer.convert_tokens_to_ids(TURN_END)
+
+
+def pushed_adapter(**options: Any) -> Any:
+    """vLLM's ``LoRARequest`` for the adapter that was pushed."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("coordexp", ADAPTER_ID, "adapter-in-memory", **options)  # the path is never read
+
+
+def extra_args(request_id: str, class_names: Sequence[str]) -> dict[str, Any]:
+    """``SamplingParams.extra_args`` of a request; ``class_names``: those that its answer may use, empty for any."""
+    return {REQUEST_KEY: request_id, **({CLASS_NAMES_KEY: list(class_names)} if class_names else {})}
+
+
+def cache_kept_by(engine: Any) -> str | None:
+    """Empty the caches of vLLM's synchronous engine, which has new weights. Returns one that it kept, as vLLM does
+    while a request runs; its answers would begin with what the old weights computed."""
+    emptied = {cache: getattr(engine, f"reset_{cache}_cache")() for cache in ("prefix", "encoder", "mm")}
+    return next((cache for cache, done in emptied.items() if done is False), None)
 
 
 def with_processors(arguments: Mapping[str, Any], guarded: bool, takes_class_names: bool = False) -> dict[str, Any]:

@@ -12,13 +12,12 @@ import torch
 import coordexp.engine.worker.cpu_patches  # noqa: F401  # applies them, before the engine loads its model
 from coordexp.engine.wire.arguments import (
     ADAPTER_ID,
-    ADAPTER_NAME,
-    ADAPTER_PATH,
     CLASS_NAMES_STATUS,
     ENGINE,
     FAILURE,
     RESULT,
     SETTINGS,
+    pushed_adapter,
     settings_of,
 )
 from coordexp.engine.wire.engine_process import DIE_WITH_PARENT, die_with_owner, die_with_parent
@@ -180,16 +179,14 @@ class WeightSyncExtension:
             SETTINGS: settings_of(self.vllm_config.model_config.model),
         }
 
-    def coordexp_pop_triggers(self, request_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Those of ``request_ids`` that the repeat guard ended, with rule and step; each is reported once."""
+    def coordexp_pop_triggers(self, request_ids: Sequence[str]) -> list[str]:
+        """Those of ``request_ids`` that the repeat guard ended; each is reported once."""
         guard = processor_of(self, RepeatTerminateProcessor)
-        triggers = {} if guard is None else guard.pop_triggers(request_ids)
-        return {name: {"rule": one.rule.value, "num_new_tokens": one.num_new_tokens} for name, one in triggers.items()}
+        return [] if guard is None else list(guard.pop_triggers(request_ids))
 
     def _take_adapter(self, peft_config: Mapping[str, Any], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
-        from vllm.lora.request import LoRARequest
 
         with self.receiver.recording_failures():
             self.receiver.begin()
@@ -223,6 +220,6 @@ class WeightSyncExtension:
                     )
             manager._load_adapter = lambda _request: adapter  # vLLM itself reads adapters from disk only
             try:
-                self.model_runner.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_PATH, load_inplace=True))
+                self.model_runner.add_lora(pushed_adapter(load_inplace=True))
             finally:
                 del manager._load_adapter
