@@ -244,9 +244,8 @@ class Supervisor:
                     self.view.waiting(name, str(error) if server.process is None else _last_line(server.process.log))
                 self._pause()
             wanted = self.plan.repeat_terminate
-            status = client.status(timeout_s=60.0)
             guard = None if wanted is None else RepeatTerminateConfig.model_validate(wanted)
-            check_guard(None if status is None else status["workers"], guard, name)
+            check_guard(client.status(timeout_s=60.0).get("workers"), guard, name)
             guarded = ", repeat guard active" if wanted is not None else ""
             self.view.say(f"{name}: answers at {server.base_url}{guarded}")
         finally:

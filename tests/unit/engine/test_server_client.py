@@ -136,9 +136,9 @@ def test_a_refused_token_fails_at_once(fake: FakeServer) -> None:
     assert len(fake.asked) == 1
 
 
-def test_status_is_none_without_a_status_endpoint(fake: FakeServer) -> None:
+def test_the_status_is_empty_without_a_status_endpoint(fake: FakeServer) -> None:
     fake.answer("/status/", 404, {"detail": "Not Found"})
-    assert client_of(fake).status() is None
+    assert client_of(fake).status() == {}
     fake.answer("/status/", 500, {})
     with pytest.raises(ServerRefused):
         client_of(fake).status()

@@ -121,13 +121,13 @@ class ServerClient:
             self._world_size = reply.world_size
         return self._world_size
 
-    def status(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """The server's ``/status/``; None if it has none, as ms-swift without our plugin."""
+    def status(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """The server's ``/status/``, with a list of ``workers``; empty for ms-swift without our plugin."""
         try:
             reply = self._call("GET", "/status/", kind=dict[str, Any], timeout_s=timeout_s)
         except ServerRefused as error:
             if error.status == 404:
-                return None
+                return {}
             raise
         workers = reply.get("workers")
         if not isinstance(workers, list) or not all(isinstance(worker, dict) for worker in workers):

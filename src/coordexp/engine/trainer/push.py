@@ -306,8 +306,8 @@ class ServerLink:
         """Join a weight group with the server's workers, if there is none yet; they leave the group of an earlier
         trainer. Raises RolloutError also if another trainer is connected, or has pushed since this one did."""
         status = self._client.status()
-        workers = [] if status is None else status["workers"]
-        self.base = None if status is None else status.get(FINGERPRINT)
+        workers = status.get("workers", [])
+        self.base = status.get(FINGERPRINT)
         self.verifiable = bool(workers)
         if not workers and self._group is None:
             logger.warning(

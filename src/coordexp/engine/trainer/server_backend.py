@@ -82,10 +82,10 @@ def check_servers(config: RolloutMatchingConfig, trainer_world_size: int, with_c
         chunk_size(config.decode_batch_size, world_sizes(clients), trainer_world_size)
         for client in clients:
             status = client.status()
-            check_guard(None if status is None else status["workers"], config.repeat_terminate, client.base_url)
+            workers = status.get("workers", [])
+            check_guard(status.get("workers"), config.repeat_terminate, client.base_url)
             if with_class_names:
-                check_names(client, status)
-            workers = [] if status is None else status["workers"]
+                check_names(client, workers)
             if (reason := refusal_of_owner([one.get("owner") for one in workers], "this run")) is not None:
                 raise RolloutError(f"{client.base_url}: {reason}")
             for worker in workers:
@@ -127,9 +127,8 @@ def _check_gpus(client: ServerClient, server_uuids: Sequence[str | None]) -> Non
         )
 
 
-def check_names(client: ServerClient, status: Mapping[str, Any] | None) -> None:
+def check_names(client: ServerClient, workers: Sequence[Mapping[str, Any]]) -> None:
     """Raises RolloutError if a server does not support class names: it would ignore them silently."""
-    workers = [] if status is None else status["workers"]
     if not workers or not all(one.get(CLASS_NAMES_STATUS) for one in workers):
         raise RolloutError(
             f"{client.base_url}: this server would ignore the list of class names; start it with "
@@ -264,12 +263,12 @@ class ServerBackend(RolloutBackend):
         )
         statuses = [client.status() for client in self._clients]
         for client, status in zip(self._clients, statuses, strict=True):
-            for worker in [] if status is None else status["workers"]:
+            for worker in status.get("workers", []):
                 check_same(client, worker, SETTINGS, settings_of(trainer.checkpoint))
-        self._ours = [(status or {}).get("server") == "coordexp serve" for status in statuses]
+        self._ours = [status.get("server") == "coordexp serve" for status in statuses]
         # Servers that answer /health/ while they decode, and return each answer with its weight version and request:
         # ours, and ms-swift's with our plugin. A plain ms-swift does neither, so its liveness cannot be watched.
-        self._reports = [status is not None for status in statuses]
+        self._reports = [bool(status) for status in statuses]
         # ms-swift decodes one call after the other, so the small calls of many micro-steps would not be batched.
         # Greedy answers do not depend on seeds, so these calls are sent together.
         joinable = [index for index, ours in enumerate(self._ours) if not ours]
@@ -399,7 +398,7 @@ class ServerBackend(RolloutBackend):
             try:
                 # The server may have restarted, with the weights of its folder instead of the pushed ones. Answers that
                 # report their weight version reveal that; those of a plain ms-swift do not.
-                if attempt and client.status() is None:
+                if attempt and not client.status():
                     raise ServerRefused(
                         f"{client.base_url}: the connection broke, and this server does not report which weights it "
                         "has; restart it and resume from the last checkpoint, or use coordexp serve, which can"
