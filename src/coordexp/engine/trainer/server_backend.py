@@ -216,21 +216,15 @@ class LivenessWatch:
             client, heard_at = self._clients[server], self.heard_at[server]
             left_s = self._timeout_s - (time.monotonic() - heard_at)
             try:
-                stall_seconds = client.engine_stall_seconds(timeout_s=max(0.5, min(PROBE_S, left_s)))
-            except ServerTimeout as error:
-                silent_s = time.monotonic() - heard_at
-                if silent_s >= self._timeout_s:
-                    raise ServerTimeout(
-                        f"{client.base_url}: owes answers and gave no sign of life for {silent_s:.0f} s; see its log"
-                    ) from error
-            else:
+                still_s = client.engine_stall_seconds(timeout_s=max(0.5, min(PROBE_S, left_s)))
                 self.heard_at[server] = time.monotonic()
-                if stall_seconds >= self._timeout_s:
-                    raise ServerTimeout(
-                        f"{client.base_url}: owes answers and its engine has made no progress for {stall_seconds:.0f} "
-                        "s (no sign of life, or no token), while its HTTP process lives; restart the server, and see "
-                        "its log"
-                    )
+                what = "its engine has made no progress"  # no sign of life, or no token, while its HTTP process lives
+            except ServerTimeout:
+                still_s, what = time.monotonic() - heard_at, "gave no sign of life"
+            if still_s >= self._timeout_s:
+                raise ServerTimeout(
+                    f"{client.base_url}: owes answers and {what} for {still_s:.0f} s; see its log, and restart it"
+                )
 
 
 class ServerBackend(RolloutBackend):
