@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,8 +74,10 @@ class RequestClassNamesProcessor(LogitsProcessor):
     """Masks every description outside a request's class names. Must come before the repeat guard."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self._vocab = CoordVocab.from_tokenizer(AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer))
-        self._rules: dict[tuple[str, ...], ClassNames] = {}
+        self._vocab = vocab = CoordVocab.from_tokenizer(
+            AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer)
+        )
+        self._rule_of = lru_cache(_KEPT_RULES)(lambda names: ClassNames(names, vocab.pieces, vocab.eos_id))
         self._rows: dict[int, _ClassNamesRow] = {}
 
     def is_argmax_invariant(self) -> bool:
@@ -109,13 +112,7 @@ class RequestClassNamesProcessor(LogitsProcessor):
 
     def new_row(self, params: SamplingParams, prompt_ids: list[int] | None, answer: list[int]) -> _ClassNamesRow | None:
         names = tuple((params.extra_args or {}).get(CLASS_NAMES_KEY) or ())
-        if not names:
-            return None
-        if names not in self._rules:
-            if len(self._rules) >= _KEPT_RULES:
-                self._rules.pop(next(iter(self._rules)))  # rows that use it keep their own reference
-            self._rules[names] = ClassNames(names, self._vocab.pieces, self._vocab.eos_id)
-        return _ClassNamesRow(self._rules[names], answer)
+        return _ClassNamesRow(self._rule_of(names), answer) if names else None
 
 
 @dataclass(slots=True)
