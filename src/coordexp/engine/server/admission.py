@@ -32,9 +32,6 @@ MAX_BODIES_BYTES = 4 << 30  # of all requests that are read or answered
 BODY_S = 30.0
 SLOWEST_BYTES_S = 1 << 20
 HEAD_S = 20.0  # for the request line and headers; a connection without either is closed
-# Lines of one kind that clients can cause: a limit, so that they cannot fill the disk.
-_MOST_LINES = 20
-_LINES_S = 60.0
 OPEN_PATHS = {"/health", "/health/"}  # GET and HEAD need no token: probes have none
 
 
@@ -196,10 +193,10 @@ async def reply_to_error(request: Request, error: Exception) -> JSONResponse:
 
 
 class FewLines(logging.Filter):
-    """Lets at most ``most`` lines of a kind pass in ``every_s`` seconds; the next one that passes counts the others. A
-    kind is a message before its arguments are inserted."""
+    """Lets at most ``most`` lines of a kind pass in ``every_s`` seconds, so that clients cannot fill the disk; the next
+    one that passes counts the others. A kind is a message before its arguments are inserted."""
 
-    def __init__(self, most: int = _MOST_LINES, every_s: float = _LINES_S) -> None:
+    def __init__(self, most: int = 20, every_s: float = 60.0) -> None:
         super().__init__()
         self._most = most
         self._every_s = every_s

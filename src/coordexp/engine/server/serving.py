@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING
 from coordexp.config.rollout import RepeatTerminateConfig
 from coordexp.engine.server.options import ServeOptions
 from coordexp.engine.wire.arguments import ENABLE, activated_config, activation_environment, check_processors
-from coordexp.engine.wire.engine_process import (
-    DIE_WITH_PARENT,
-    MEDIA_CONNECTOR,
-    complete_environment,
-    set_engine_owner,
-)
+from coordexp.engine.wire.engine_process import DIE_WITH_PARENT, MEDIA_CONNECTOR, complete_environment, set_engine_owner
 from coordexp.engine.wire.protocol import PromptBuilder
 from coordexp.errors import RolloutError, require
 from coordexp.heavy_imports import heavy_imports

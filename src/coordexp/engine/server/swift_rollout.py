@@ -25,12 +25,7 @@ from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, Roll
 from swift.pipelines.infer import rollout as swift_rollout
 
 from coordexp.checkpoints.fingerprints import fingerprint
-from coordexp.engine.server.swift_pipes import (
-    SerializeRequests,
-    SharedHeartbeat,
-    seeded_by_place,
-    with_heartbeat,
-)
+from coordexp.engine.server.swift_pipes import SerializeRequests, SharedHeartbeat, seeded_by_place, with_heartbeat
 from coordexp.engine.wire.arguments import (
     ADAPTER_ID,
     CLASS_NAMES_ENABLE,

@@ -48,13 +48,7 @@ class ServerClient:
     """One rollout server. Safe to use from several threads at once."""
 
     def __init__(
-        self,
-        base_url: str,
-        group_port: int,
-        *,
-        timeout_s: float,
-        infer_timeout_s: float | None,
-        api_key: str | None,
+        self, base_url: str, group_port: int, *, timeout_s: float, infer_timeout_s: float | None, api_key: str | None
     ) -> None:
         """``timeout_s``: of all calls except ``/infer/``; ``infer_timeout_s``: of ``/infer/``, None or <= 0 for none.
         ``api_key`` never appears in a message."""

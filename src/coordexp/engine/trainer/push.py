@@ -154,9 +154,6 @@ class WeightPusher(ABC):
 
     @contextmanager
     def _whole_source(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        if not self.has_engines and not self._source.collective:
-            yield iter(())
-            return
         with self._source.full() as named:
             try:
                 yield named
