@@ -237,7 +237,7 @@ def test_a_worker_reports_the_processors_that_it_applies(known_tokens: KnownToke
     [
         (9, False, False, None),
         (9, True, True, None),
-        (None, False, False, r"workers \[1\] dropped .*KnownTokensProcessor.*VLLM_USE_V2_MODEL_RUNNER=0"),
+        (None, False, False, r"worker 1 dropped .*KnownTokensProcessor.*VLLM_USE_V2_MODEL_RUNNER=0"),
         (9, False, True, "dropped .*RequestClassNamesProcessor"),
     ],
 )

@@ -127,8 +127,7 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         for request, output, request_id in zip(infer_requests, outputs, ids, strict=True):
             uuid = _field(request, "uuid")
             envelope = envelope_of(self._weights, self._guard is not None, request_id in repeated, uuid)
-            fields = {name: getattr(output, name) for name in type(output).model_fields}
-            enveloped.append(CoordExpRolloutOutput(**fields, coordexp=envelope))
+            enveloped.append(CoordExpRolloutOutput(**dict(output), coordexp=envelope))
         return enveloped
 
     def _add_stop_words(self, generation_config: Any, request_config: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,6 @@ from coordexp.rollouts.backend import RolloutBackend, decoding_options
 
 if TYPE_CHECKING:
     from coordexp.rollouts.backend import TrainerParts
-
-logger = logging.getLogger("coordexp")
 
 
 def check_backend(config: RolloutMatchingConfig, with_class_names: bool = False) -> None:
@@ -66,11 +63,6 @@ def build_backend(
             config.repeat_terminate,
             class_names,
             skip_forced_tokens=config.skips_forced_tokens(has_gpu()),
-        )
-    if config.decoding.skip_forced_tokens and options.temperature > 0:
-        logger.warning(
-            "rollout_matching.decoding.skip_forced_tokens: answers are sampled from the same distribution as without "
-            "it, but a seed gives other samples"
         )
     sync = config.vllm.sync
     if sync.settled_mode == "adapter" and not sync.fallback_to_full:  # else the first push becomes a full one

@@ -327,16 +327,13 @@ def check_processors(
 ) -> None:
     """Raises RolloutError unless every worker (of a server's ``/status/``) applies the logits processors that it was
     started with; vLLM may drop them silently."""
-    unmasked = [number for number, status in enumerate(workers) if status["num_known_tokens"] is None]
-    if unmasked:
-        raise RolloutError(
-            f"workers {unmasked} dropped the logits processor {KNOWN_TOKENS_PROCESSOR}, so they could answer with ids "
-            "outside the tokenizer's vocabulary; set VLLM_USE_V2_MODEL_RUNNER=0, and install tested versions of vLLM "
-            "and ms-swift"
-        )
+    applied = {KNOWN_TOKENS_PROCESSOR: [one["num_known_tokens"] is not None for one in workers]}
+    if takes_class_names:
+        applied[CLASS_NAMES_PROCESSOR] = [one[CLASS_NAMES_STATUS] for one in workers]
+    for processor, by_worker in applied.items():
+        if not all(by_worker):
+            raise RolloutError(
+                f"worker {by_worker.index(False)} dropped the logits processor {processor}, so nothing would limit its "
+                "answers; set VLLM_USE_V2_MODEL_RUNNER=0, and install tested versions of vLLM and ms-swift"
+            )
     check_guard(workers, guard)
-    if takes_class_names and not all(status[CLASS_NAMES_STATUS] for status in workers):
-        raise RolloutError(
-            f"an engine dropped the logits processor {CLASS_NAMES_PROCESSOR}, so it would ignore the list of class "
-            "names; install a tested version of vLLM, and set no other model runner"
-        )
