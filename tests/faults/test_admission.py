@@ -80,6 +80,7 @@ def url(engine: Engine) -> Iterator[str]:
     server.heartbeat = Heartbeat(served, every_s=0.05)
     app = server.app(body_s=0.5)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "most_connections", lambda: 12)
         patch.setattr(admission.BoundedProtocol, "head_s", 1.0)
         yield from running_at(admission.bounded_config(app))
 

@@ -139,5 +139,6 @@ def test_answers_under_a_closed_list_are_the_same(found: dict[str, Any]) -> None
     assert len({tuple(one) for one in found["asynchronous, named"]}) > 1
 
 
-def test_the_start_of_an_engine_is_announced(found: dict[str, Any]) -> None:
+def test_the_start_of_an_engine_is_announced_with_an_eta(found: dict[str, Any]) -> None:
     assert found["log"].count("starting the vLLM engine on the ") == found["log"].count("ready after") == 3
+    assert "ETA" in found["log"]

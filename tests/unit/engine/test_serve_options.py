@@ -123,6 +123,16 @@ def test_missing_devices_are_named(tmp_path: Path, gpus: int, tensor: int, wante
         options_of(tmp_path, replicas=wanted, gpus=gpus, tensor_parallel_size=tensor)
 
 
+@pytest.mark.parametrize(("engines", "tensor"), [(9, 1), (3, 4), (100_000, 1)])
+def test_more_engines_than_a_cpu_has_cores_for_are_refused(
+    engines: int, tensor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"processes; this CPU has 2 cores: start at most 8 \(--data-parallel-size\)"):
+        options_of(tmp_path, replicas=engines, tensor_parallel_size=tensor)
+    assert options_of(tmp_path, replicas=8).world_size == 8
+
+
 def test_an_open_address_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_server = [{"base_url": "http://10.0.0.7:8000", "group_port": 51216}]
     with pytest.raises(ConfigError, match=r"10\.0\.0\.7.*overwrite its weights.*api_key_env"):

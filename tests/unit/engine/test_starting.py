@@ -11,26 +11,54 @@ import pytest
 
 from coordexp.engine.wire.arguments import with_image_size
 from coordexp.engine.wire.engine_process import engines_import_quickly
-from coordexp.engine.wire.starting import announced_start, engine_errors
+from coordexp.engine.wire.starting import DURATIONS, announced_start, engine_errors
 from coordexp.errors import CheckpointError, RolloutError
 from coordexp.out_of_memory import is_out_of_memory
 
 CPU = {"model": "checkpoints/start", "dtype": "float32", "tensor_parallel_size": 1}
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COORDEXP_CACHE", str(tmp_path))
+    return tmp_path
+
+
 def lines_of_a_start(capsys: pytest.CaptureFixture[str], **keys: object) -> list[str]:
     with announced_start({**CPU, **keys}, gpu=False):
-        printed = capsys.readouterr()
-        assert "checkpoints/start" in printed.err, "before the engine is there"
-    lines = (printed.err + capsys.readouterr().err).splitlines()
-    assert printed.out == "" and "ready after 0 s" in lines[-1]
-    return lines
+        assert "checkpoints/start" in capsys.readouterr().err, "before the engine is there"
+    with announced_start({**CPU, **keys}, gpu=False):
+        pass
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err.splitlines()
 
 
-def test_a_failed_start_is_not_ready(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_start_has_an_eta_and_each_its_duration(capsys: pytest.CaptureFixture[str]) -> None:
+    ready, begins, again = lines_of_a_start(capsys)
+    assert " s" in ready and "ETA 0 s" in begins and " s" in again
+
+
+def test_other_engines_have_durations_of_their_own(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    lines_of_a_start(capsys)
+    with announced_start({**CPU, "tensor_parallel_size": 2}, gpu=False):
+        assert "ETA" not in capsys.readouterr().err
+    with announced_start(CPU, gpu=True):
+        assert "ETA" not in capsys.readouterr().err
+    (cache / DURATIONS).write_text("{", encoding="utf-8")  # an ETA must not end a run
+    with announced_start(CPU, gpu=False):
+        assert "ETA" not in capsys.readouterr().err
+
+
+def test_a_duration_that_cannot_be_written_ends_no_run(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    (cache / DURATIONS / "taken").mkdir(parents=True)
+    assert "ready" in lines_of_a_start(capsys)[-1]
+
+
+def test_a_failed_start_has_no_duration(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
     with pytest.raises(RuntimeError), announced_start(CPU, gpu=False):
         raise RuntimeError("no memory")
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1 and not (cache / DURATIONS).exists()
 
 
 def test_an_engine_that_skips_forced_tokens_names_the_key(capsys: pytest.CaptureFixture[str]) -> None:

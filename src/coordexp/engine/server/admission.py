@@ -1,11 +1,12 @@
-"""Limits on clients of ``coordexp serve``: access control, error replies, and limits on the time that a request's head
-and body may take, and on the lines of the log that clients cause."""
+"""Limits on clients of ``coordexp serve``: access control, error replies, and limits on connections, the time that a
+request's head and body may take, and the lines of the log that clients cause."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import logging
+import resource
 import secrets
 import socket
 import time
@@ -32,6 +33,8 @@ MAX_BODIES_BYTES = 4 << 30  # of all requests that are read or answered
 BODY_S = 30.0
 SLOWEST_BYTES_S = 1 << 20
 HEAD_S = 20.0  # for the request line and headers; a connection without either is closed
+MOST_CONNECTIONS = 1024
+_OTHER_FILES = 128  # that the process needs next to connections
 OPEN_PATHS = {"/health", "/health/"}  # GET and HEAD need no token: probes have none
 
 
@@ -220,20 +223,35 @@ def bounded_config(app: Any, **options: Any) -> uvicorn.Config:
     """uvicorn's configuration of ``app`` with these limits; ``options``: uvicorn's own."""
     for name in ("uvicorn.error", __name__):
         logging.getLogger(name).addFilter(_FEW_LINES)
-    return uvicorn.Config(app, http=BoundedProtocol, log_config=None, access_log=False, **options)
+    protocol: Any = type("Bounded", (BoundedProtocol,), {"most": most_connections()})
+    return uvicorn.Config(app, http=protocol, log_config=None, access_log=False, **options)
+
+
+def most_connections() -> int:
+    """Connections at a time, fewer than the files that this process may open: one more must not stop `accept`."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return max(16, min(MOST_CONNECTIONS, soft - _OTHER_FILES))
 
 
 _Protocol: Any = AutoHTTPProtocol  # httptools' or h11's, whichever is installed
 
 
 class BoundedProtocol(_Protocol):
-    """uvicorn's HTTP protocol with a deadline for each request's head; uvicorn itself waits for ever for its rest."""
+    """uvicorn's HTTP protocol with a deadline for each request's head, and a limit of connections. uvicorn itself waits
+    for ever for the rest of a head, and counts connections only once they have sent one."""
 
     head_s = HEAD_S
+    most = MOST_CONNECTIONS
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if len(self.connections) > self.most:
+            logger.warning("a connection was closed: %d are open", self.most)
+            transport.abort()
+            return
         self._arm()
 
     def data_received(self, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from coordexp.engine.wire.engine_process import api_key_from_environment
 from coordexp.errors import ConfigError
 
 SERVERS = "rollout_matching.vllm.server.servers"
+LEAST_WORKERS = 8  # that may run on any CPU, however few cores it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def serve_options(
     config: RunConfig, index: int, data_parallel_size: int | None, num_gpus: int, listen_host: str | None = None
 ) -> ServeOptions:
     """Settings of server ``index`` in the trainer's configuration. ``data_parallel_size``: number of engines; None uses
-    every visible GPU, or one engine on the CPU. Raises ConfigError for no such server, too few GPUs, or an
+    every visible GPU, or one engine on the CPU. Raises ConfigError for no such server, too few GPUs or cores, or an
     address open to other machines without a token."""
     rollout = config.rollout_matching
     if rollout is None or rollout.vllm.server is None:
@@ -94,6 +96,12 @@ def serve_options(
                 f"{needed * tensor_parallel_size} GPUs, {num_gpus} are visible; lower it, or choose devices with "
                 "CUDA_VISIBLE_DEVICES"
             )
+    num_workers, most = num_engines * tensor_parallel_size, max(LEAST_WORKERS, os.cpu_count() or 1)
+    if not num_gpus and num_workers > most:
+        raise ConfigError(
+            f"{num_engines} engines of tensor_parallel_size {tensor_parallel_size} are {num_workers} processes; this "
+            f"CPU has {os.cpu_count()} cores: start at most {most} (--data-parallel-size)"
+        )
     return ServeOptions(
         model=Path(config.model.model),
         host=host,
