@@ -1,7 +1,7 @@
 """Attention for packed rows, at a cost of Σ length² instead of (Σ length)².
 
-Each kernel is registered with transformers under two names, one for the language model and one for the vision tower. A
-packed forward passes two arguments to the model (:func:`row_arguments`):
+Each kernel is registered with transformers by a name. A packed forward passes two arguments to the model
+(:func:`row_arguments`):
 
 * ``segments``, a :class:`Segments`: transformers passes unknown arguments on to every layer's attention function, also
   when gradient checkpointing recomputes. It is not a tensor, so DDP, FSDP and accelerate do not move it: lengths stay
@@ -71,18 +71,14 @@ def row_arguments(lengths: Sequence[int]) -> dict[str, Any]:
 
 def transformers_names(attention: str) -> dict[str, str]:
     """The argument of ``set_attn_implementation`` for a value of ``model.attn_implementation``."""
-    return {"text_config": transformers_name(attention), "vision_config": _vision_name(attention)}
+    return dict.fromkeys(("text_config", "vision_config"), transformers_name(attention))
 
 
 def transformers_name(attention: str) -> str:
-    """The registered name of the language model's attention."""
-    return f"coordexp_{attention}"
-
-
-def _vision_name(attention: str) -> str:
+    """The registered name of an attention."""
     # Given a name with "flash" in it, transformers' tower no longer splits images itself, which calls without `frames`
     # depend on.
-    return f"coordexp_vision_{attention.replace('flash', 'fa')}"
+    return f"coordexp_{attention.replace('flash', 'fa')}"
 
 
 def check_attention(attention: str, device: str, half: bool) -> None:
@@ -273,44 +269,35 @@ def _attend_unpacked(
     return found.transpose(1, 2).contiguous()
 
 
-def _register(attention: str, kernel: Kernel) -> None:
-    def attend(
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        segments: Segments | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Any]:
-        if segments is None:
-            assert attention_mask is None or attention_mask.numel(), "a packed row's segments were lost"
-            own = partial(_attend_unpacked, module)
-            options = {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
-            return cpu_products.attention(own, query, key, value, **options, **kwargs), None
-        if segments.total != query.shape[2] or key.shape[2] != query.shape[2]:
-            raise ValueError(
-                f"packed attention got {query.shape[2]} queries and {key.shape[2]} keys for segments of "
-                f"{segments.total} tokens; call the model with use_cache=False"
-            )
-        device_type = query.device.type
-        if torch.is_autocast_enabled(device_type):
-            # Autocast casts the arguments of SDPA but not of the other kernels, and norms leave queries in float32.
-            dtype = torch.get_autocast_dtype(device_type)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        return kernel(query, key, value, segments, scaling, dropout), None
-
-    # The tower receives the language model's `segments` too, so its own have another name.
-    def attend_images(
-        *args: Any, frames: Segments | None = None, segments: Segments | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Any]:
-        return attend(*args, segments=frames, **kwargs)
-
-    AttentionInterface.register(transformers_name(attention), attend)
-    AttentionInterface.register(_vision_name(attention), attend_images)
-    AttentionMaskInterface.register(transformers_name(attention), sdpa_mask)
+def _attend(
+    kernel: Kernel,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    segments: Segments | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    # As transformers calls it, but for ``kernel``.
+    if segments is None:
+        assert attention_mask is None or attention_mask.numel(), "a packed row's segments were lost"
+        own = partial(_attend_unpacked, module)
+        options = {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
+        return cpu_products.attention(own, query, key, value, **options, **kwargs), None
+    if segments.total != query.shape[2] or key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"packed attention got {query.shape[2]} queries and {key.shape[2]} keys for segments of "
+            f"{segments.total} tokens; call the model with use_cache=False"
+        )
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        # Autocast casts the arguments of SDPA but not of the other kernels, and norms leave queries in float32.
+        dtype = torch.get_autocast_dtype(device_type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return kernel(query, key, value, segments, scaling, dropout), None
 
 
 attend_each_image = qwen3_vl.Qwen3VLVisionAttention.forward
@@ -326,9 +313,10 @@ class ImageAttention(qwen3_vl.Qwen3VLVisionAttention):
         position_embeddings: Any = None,
         max_seqlen: int | None = None,
         frames: Segments | None = None,
+        segments: Segments | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Returns (L, D). Without ``frames``, as transformers does it."""
+        """Returns (L, D). Without ``frames``, as transformers does it. ``segments``: the language model's, not used."""
         if frames is None:
             return attend_each_image(self, hidden_states, cu_seqlens, position_embeddings, max_seqlen, **kwargs)
         q_LHD, k_LHD, v_LHD = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
@@ -337,11 +325,12 @@ class ImageAttention(qwen3_vl.Qwen3VLVisionAttention):
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (q_LHD, k_LHD, v_LHD))
         dropout = self.attention_dropout if self.training else 0.0
         output_1LHD, _ = attend(
-            self, query, key, value, None, scaling=self.scaling, dropout=dropout, frames=frames, **kwargs
+            self, query, key, value, None, scaling=self.scaling, dropout=dropout, segments=frames, **kwargs
         )
         return self.proj(output_1LHD.flatten(2).squeeze(0))
 
 
 # Without segments, ``sdpa`` is transformers' own, at the speed of cpu_products.
 for _name, _kernel in {**KERNELS, "sdpa": attend_each_segment}.items():
-    _register(_name, _kernel)
+    AttentionInterface.register(transformers_name(_name), partial(_attend, _kernel))
+    AttentionMaskInterface.register(transformers_name(_name), sdpa_mask)
