@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationCon
 from coordexp.checkpoints.card import Card, read_card, write_card
 from coordexp.checkpoints.describe import too_few_rows
 from coordexp.checkpoints.fingerprints import base_problem
-from coordexp.checkpoints.folder import Checkpoint, base_of, is_adapter_folder
+from coordexp.checkpoints.folder import Checkpoint, is_adapter_folder
 from coordexp.config.base import default_of
 from coordexp.config.schema import ModelConfig
 from coordexp.coords import COORD_TOKENS, CoordVocab
@@ -381,14 +381,13 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
             f"{folder}: has no adapters to merge; a full model is copied by: coordexp model export FOLDER OUTPUT"
         )
     if base is None:
-        loaded = load_model(folder, dtype or _own_dtype(folder, base_of(folder)), attention="sdpa")
-    else:
-        if (problem := base_problem(folder, base)) is not None:
-            logger.warning("%s: %s; merged all the same, as --base says", folder, problem)
-        own = _own_dtype(folder, base)
-        wanted = getattr(torch, dtype or own)
-        loaded = load_model(base, str(_merged_in(own, wanted)).removeprefix("torch."), attention="sdpa")
-        _merge(loaded.model, folder, wanted)
+        return export_checkpoint(folder, output, dtype)
+    if (problem := base_problem(folder, base)) is not None:
+        logger.warning("%s: %s; merged all the same, as --base says", folder, problem)
+    own = _own_dtype(folder, base)
+    wanted = getattr(torch, dtype or own)
+    loaded = load_model(base, str(_merged_in(own, wanted)).removeprefix("torch."), attention="sdpa")
+    _merge(loaded.model, folder, wanted)
     write_checkpoint(loaded.model, loaded.processor, read_card(folder), output)
     return output
 
