@@ -20,7 +20,7 @@ from coordexp.config.schema import TunerConfig
 from coordexp.doctor.runs import product_flops
 from coordexp.modeling.inputs import VisionTower, row_inputs, to_device
 from coordexp.objective import RowObjective, RowTensors, SupervisionTensors, build_pipeline, coord_math
-from coordexp.objective.pipeline import tensors_to_device
+from coordexp.objective.pipeline import tree_map
 from coordexp.packing import build_row, select_segments
 from coordexp.records import NUM_BINS, Segment, TokenRole, TrainingTarget
 from coordexp.targets import SupervisionWeights
@@ -220,7 +220,7 @@ def full(model: Any, batch: Sequence[Segment], totals: Mapping[str, int]) -> tor
     """A packed row; all its logits in float32."""
     inputs, supervision = _row(model, batch)
     logits_LV = model(**to_device(inputs, model.device), use_cache=False).logits[0].float()
-    supervision = tensors_to_device(supervision, model.device)
+    supervision = tree_map(lambda tensor: tensor.to(model.device), supervision)
     return all_logits_loss(logits_LV, supervision, supervision.position_N - 1, totals)
 
 
@@ -245,9 +245,8 @@ def padded(model: Any, batch: Sequence[Segment], totals: Mapping[str, int]) -> t
     starts = np.asarray(row.offsets[:-1])
     of_N = np.searchsorted(starts, supervision.position_N.numpy(), side="right") - 1
     first = torch.from_numpy(supervision.position_N.numpy() - 1 - starts[of_N] + of_N * longest)
-    return all_logits_loss(
-        logits.flatten(0, 1), tensors_to_device(supervision, model.device), first.to(model.device), totals
-    )
+    supervision = tree_map(lambda tensor: tensor.to(model.device), supervision)
+    return all_logits_loss(logits.flatten(0, 1), supervision, first.to(model.device), totals)
 
 
 FORMS: dict[str, Callable[[Any, Sequence[Segment], Mapping[str, int]], torch.Tensor]] = {

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from coordexp.modeling.cpu_products import multiplies_bfloat16_faster
-from coordexp.objective.coord_columns import CoordColumns
-from coordexp.objective.coord_math import LOGIT_LIMIT, limit_logits
+from coordexp.objective.coord_math import LOGIT_LIMIT, CoordColumns, limit_logits
 from coordexp.records import PackedRow
 from coordexp.targets.weights import TERMS
 

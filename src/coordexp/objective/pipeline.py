@@ -23,12 +23,11 @@ from coordexp.config.base import default_of
 from coordexp.config.objective import Channel, ModuleSpec, PipelineConfig
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import CoordSoftCEW1Config
-from coordexp.modeling.forward import SelfContext, self_context_states, supervised_hidden
-from coordexp.modeling.inputs import to_device
+from coordexp.modeling.inputs import for_device
+from coordexp.modeling.self_context import SelfContext, self_context_states
 from coordexp.modeling.trainer_weights import output_head
 from coordexp.objective import coord_math
-from coordexp.objective.coord_columns import coord_ids_on
-from coordexp.objective.coord_math import DecodeMode
+from coordexp.objective.coord_math import CoordColumns, DecodeMode
 from coordexp.objective.head import HeadQuery, HeadScores, SupervisionTensors, factor_dtype, score_head
 from coordexp.records import NUM_BINS, PackedRow
 from coordexp.targets.weights import is_active
@@ -361,11 +360,6 @@ def tree_map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return value
 
 
-def tensors_to_device(value: Any, device: torch.device) -> Any:
-    """A copy with every tensor on ``device``; copies from pinned memory to a GPU do not block the host."""
-    return tree_map(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"), value)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTensors:
     """``inputs``: arguments of the model's forward. ``queries``: one per scored forward."""
@@ -375,10 +369,14 @@ class RowTensors:
     supervision: SupervisionTensors
     queries: tuple[HeadQuery, ...]
 
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> RowTensors:
+        """A copy with ``move`` applied to every tensor that the device needs."""
+        supervision, queries = tree_map(move, (self.supervision, self.queries))
+        return RowTensors(self.row, for_device(self.inputs, move), supervision, queries)
+
     def to(self, device: torch.device) -> RowTensors:
         """A copy on ``device``; asynchronous if the memory is page-locked."""
-        supervision, queries = tensors_to_device((self.supervision, self.queries), device)
-        return RowTensors(self.row, to_device(self.inputs, device), supervision, queries)
+        return self.moved(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,9 +401,10 @@ class RowObjective:
         ``wrapped(forward_fn=partial(objective.scores, row=row))``."""
         supervision, position_N = row.supervision, row.supervision.position_N
         if self.self_context is None:
-            hidden = [supervised_hidden(model, row.inputs, position_N)]
+            # With a cache, transformers no longer sees the packed segments apart, and attention leaks between them.
+            states = [model.model(**row.inputs, use_cache=False)[0][0]]
         else:
-            coord_ids_B = coord_ids_on(self.coord_ids, position_N.device)
+            coord_ids_B = CoordColumns.on(self.coord_ids, position_N.device).ids_B
             coord_rows: list[torch.Tensor] = []
 
             def coord_logits(hidden_KH: torch.Tensor) -> torch.Tensor:
@@ -416,11 +415,10 @@ class RowObjective:
 
             coord_pos_K = position_N[supervision.coord_in_N_K]
             states = self_context_states(model, row.inputs, coord_pos_K, coord_logits, coord_ids_B, self.self_context)
-            hidden = [hidden_LH[position_N - 1] for hidden_LH in states]
-        head = output_head(model)
+        head, before_N = output_head(model), position_N - 1  # the token at p is predicted from position p − 1
         return tuple(
-            score_head(hidden_NH, head.weight_VH, query, supervision.label_N, self.coord_ids, head.offset_BH)
-            for hidden_NH, query in zip(hidden, row.queries, strict=True)
+            score_head(states_LH[before_N], head.weight_VH, query, supervision.label_N, self.coord_ids, head.offset_BH)
+            for states_LH, query in zip(states, row.queries, strict=True)
         )
 
     def result(

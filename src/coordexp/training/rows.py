@@ -18,10 +18,9 @@ from coordexp import distributed
 from coordexp.background import Prefetcher
 from coordexp.data.dataset import Sample
 from coordexp.errors import RowLate
-from coordexp.modeling.inputs import RopeIndex, VisionTower, for_device, row_inputs
+from coordexp.modeling.inputs import RopeIndex, VisionTower, row_inputs
 from coordexp.modeling.load import LoadedModel
 from coordexp.objective import HeadQuery, HeadScores, RowObjective, RowTensors, SupervisionTensors
-from coordexp.objective.pipeline import tree_map
 from coordexp.packing import CarryBuffer, build_row
 from coordexp.records import PackedRow, Segment, TrainingTarget
 from coordexp.targets import empty_target
@@ -168,12 +167,11 @@ class RowBuilder:
         """Returns tensors on the CPU, in page-locked memory if the device is a GPU."""
         inputs = row_inputs(row, self.rope_index, self.image_token_id, self.attention, self.tower)
         supervision = SupervisionTensors.from_row(row)
-        queries = objective.queries(supervision)
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):  # a thread begins on the first GPU, whatever its process uses
-                inputs = for_device(inputs, pinned)
-                supervision, queries = tree_map(torch.Tensor.pin_memory, (supervision, queries))
-        return RowTensors(row, inputs, supervision, queries)
+        tensors = RowTensors(row, inputs, supervision, objective.queries(supervision))
+        if self.device.type != "cuda":
+            return tensors
+        with torch.cuda.device(self.device):  # a thread begins on the first GPU, whatever its process uses
+            return tensors.moved(pinned)
 
 
 class PrefetchedRows:

@@ -12,7 +12,7 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import CoordVocab
 from coordexp.errors import ConfigError
 from coordexp.matching import MatchingConfig
-from coordexp.modeling.forward import SelfContext
+from coordexp.modeling.self_context import SelfContext
 from coordexp.objective import ObjectivePipeline, RowObjective, build_pipeline, sft_pipeline
 from coordexp.packing import CarryBuffer
 from coordexp.rollouts import RolloutBackend

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from coordexp.modeling.attention import row_arguments
-from coordexp.modeling.forward import supervised_hidden
 from coordexp.modeling.inputs import ON_HOST, VisionTower, image_arguments, row_inputs, to_device
 from coordexp.modeling.load import LoadedModel
 from coordexp.objective import SupervisionTensors
@@ -68,7 +67,7 @@ def test_with_a_cache_sdpa_leaks_between_segments(models: dict[str, LoadedModel]
 
 def supervised_logits(model: Any, inputs: Any, position_N: torch.Tensor) -> torch.Tensor:
     """All logits at supervised positions, through the program that the model runs as its forward."""
-    return model(forward_fn=lambda bare: bare.lm_head(supervised_hidden(bare, inputs, position_N)))
+    return model(forward_fn=lambda bare: bare.lm_head(bare.model(**inputs, use_cache=False)[0][0, position_N - 1]))
 
 
 def test_packed_attention_refuses_cached_keys(models: dict[str, LoadedModel], segments: list[Segment]) -> None:

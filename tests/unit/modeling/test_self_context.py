@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from coordexp.modeling.forward import EmbedMode, GradMode, SelfContext, coord_embeddings, self_context_states, unroll
 from coordexp.modeling.inputs import VisionTower, row_inputs
 from coordexp.modeling.load import LoadedModel
+from coordexp.modeling.self_context import (
+    EmbedMode,
+    GradMode,
+    SelfContext,
+    coord_embeddings,
+    self_context_states,
+    unroll,
+)
 from coordexp.modeling.trainer_weights import add_coord_offset
 from coordexp.objective import SupervisionTensors
 from coordexp.records import Segment

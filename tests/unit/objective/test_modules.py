@@ -22,7 +22,7 @@ from coordexp.objective import (
     build_pipeline,
     sft_pipeline,
 )
-from coordexp.objective.pipeline import tensors_to_device, tree_map
+from coordexp.objective.pipeline import tree_map
 from coordexp.packing import build_row
 from coordexp.records import Segment
 from coordexp.targets import TERMS, SupervisionWeights, count_terms
@@ -344,7 +344,7 @@ def test_labels_and_boxes_point_at_their_tokens() -> None:
     assert found.label_N.tolist() == row.token_ids_L[found.position_N].tolist()
     assert torch.isin(found.label_N[found.coord_in_N_K], COORD_IDS).all()
     assert torch.equal(found.coord_bin_K[found.box_in_K_M4], found.box_bin_M4)
-    moved = tensors_to_device(found, torch.device("meta"))
+    moved = tree_map(lambda tensor: tensor.to("meta"), found)
     devices: set[str] = set()
     tree_map(lambda tensor: devices.add(tensor.device.type) or tensor, moved)
     assert devices == {"meta"} and moved.weights.keys() == found.weights.keys()

@@ -1,4 +1,4 @@
-"""The forward passes of training: hidden states at supervised positions, and Channel-A's self-context.
+"""Channel-A's self-context: forward passes over one row that read the model's own coordinates.
 
 Self-context reads the ground-truth answer with the model's own coordinates in its place. The first forward reads the
 ground-truth text as it is. Each later one reads the same text, but at every coordinate slot p the input embedding is
@@ -22,16 +22,6 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from coordexp.modeling.inputs import image_arguments
-
-
-def supervised_hidden(model: Any, inputs: Mapping[str, Any], position_N: torch.Tensor) -> torch.Tensor:
-    """Last hidden states (N, H) that predict the tokens at ``position_N`` of one packed row, of the bare model.
-
-    The token at p is predicted from position p − 1. The cache is off: with it on, transformers no longer sees the
-    packed segments apart and attention leaks between them.
-    """
-    return model.model(**inputs, use_cache=False)[0][0, position_N - 1]
-
 
 Hidden = TypeVar("Hidden")
 EmbedMode = Literal["st", "soft", "hard"]
