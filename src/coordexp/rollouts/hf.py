@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from transformers import (
@@ -44,8 +44,7 @@ from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 from coordexp.sharding import forward_passes, missing_calls, smallest_prompt
 from coordexp.transfer import send
 
-# Whether the repeat guard ended the answer of a row of the batch, given without its end token.
-Stopped = Callable[[int, Sequence[int]], bool]
+State = TypeVar("State")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +85,11 @@ class HFBackend:
         self._pad_id = vocab.eos_id
         self._version = 0
         self._seeds: list[int] = []
-        self._guard = repeat_terminate if repeat_terminate is not None and repeat_terminate.enabled else None
+        self._new_guard: Callable[[], RepeatGuard] | None = None
+        if repeat_terminate is not None and repeat_terminate.enabled:
+            reader = None if repeat_terminate.max_object_keys is None else ObjectKeyReader(vocab.pieces)
+            self._new_guard = partial(RepeatGuard, repeat_terminate, reader)
         self._class_names = ClassNames(class_names, vocab.pieces, vocab.eos_id) if class_names else None
-        counts_keys = self._guard is not None and self._guard.max_object_keys is not None
-        self._key_reader = ObjectKeyReader(vocab.pieces) if counts_keys else None
         on_gpu = skip_forced_tokens and next(model.parameters()).device.type == "cuda"
         self._grammar = AnswerGrammar(vocab, on_gpu) if skip_forced_tokens else None
 
@@ -121,7 +121,7 @@ class HFBackend:
                 yield IndexedRollout(one.round_idx, one.index, rollout)
         for _ in range(missing):  # within a call, ranks make equally many passes, until all have ended
             prompt = smallest_prompt(self._model)
-            no_answers = {} if self._grammar is None else self._drafts(self._grammar, prompt, [], [], None)[0]
+            no_answers = {} if self._grammar is None else self._drafts(self._grammar, prompt, [], [], None)
             self._call_generate(prompt, max_new_tokens=1, **no_answers)
 
     def _batches(self, rounds: Sequence[RolloutRound]) -> list[list[_Wanted]]:
@@ -143,20 +143,27 @@ class HFBackend:
         # Drafts let several answers to one prompt share its forward pass; ``generate`` itself does not.
         rows = list(range(len(batch))) if self._grammar is None else _rows_of_prompts(requests)
         prompt = self._prompt([requests[rows.index(row)] for row in range(max(rows) + 1)])
-        arguments, stopped = self._arguments(prompt, rows, [one.seed for one in batch], on_ended)
+        seeds = [one.seed for one in batch]
+        if self._grammar is None:
+            arguments = self._processed(prompt, seeds)
+        else:
+            arguments = self._drafts(self._grammar, prompt, rows, seeds, on_ended)
         output_BT = self._call_generate(prompt, max_new_tokens=self._options.max_new_tokens, **arguments)
         rollouts = []
         answers = output_BT[:, prompt["input_ids"].shape[1] :].tolist()
-        for row, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        for request, answer in zip(requests, answers, strict=True):
             reason = "stop" if vocab.eos_id in answer else "length"  # padding follows an end, so it is cut off too
             tokens = response_tokens(answer, reason, vocab, request.sample_id)
+            # An answer that triggers the guard is ended there, so one that did was ended by it.
+            guard = None if self._new_guard is None else self._new_guard()
+            repeats = tokens.ended and guard is not None and guard.extend(tokens.token_ids) is not None
             rollout = Rollout(
                 sample_id=request.sample_id,
                 prompt_token_ids=request.prompt_token_ids,
                 response_token_ids=tokens.token_ids,
                 text=vocab.decode(tokens.token_ids),
                 truncated=tokens.truncated,
-                repeat_terminated=tokens.ended and stopped(row, tokens.token_ids),
+                repeat_terminated=repeats,
                 weight_version=self._version,
             )
             rollouts.append(rollout)
@@ -204,38 +211,26 @@ class HFBackend:
         return {name: send(tensor, device) for name, tensor in prompt.items()}
 
     def _processors(
-        self, prompt: Mapping[str, torch.Tensor], seeds: Sequence[int | None], guard: LogitsProcessor | None = None
+        self, prompt: Mapping[str, torch.Tensor], seeds: Sequence[int | None], guards: Sequence[LogitsProcessor] = ()
     ) -> list[LogitsProcessor]:
-        # For one batch, with ``guard`` where it belongs.
+        # For one batch, with ``guards`` where they belong.
         longest, device = prompt["input_ids"].shape[1], prompt["input_ids"].device
         rule = self._class_names
         names = [] if rule is None else [BatchClassNamesProcessor(rule, self._vocab.eos_id, longest)]
-        guards = [] if guard is None else [guard]
         return [*names, *guards, *sampling_processors(self._options, seeds, device)]
 
-    def _arguments(
-        self,
-        prompt: Mapping[str, torch.Tensor],
-        rows: Sequence[int],
-        seeds: Sequence[int | None],
-        on_ended: Callable[[int], None] | None,
-    ) -> tuple[dict[str, Any], Stopped]:
-        # How ``generate`` chooses tokens: by drafts, or by processors. ``rows``: each answer's row of ``prompt``.
-        options, vocab, penalty = self._options, self._vocab, self._options.repetition_penalty
-        if self._grammar is not None:
-            return self._drafts(self._grammar, prompt, rows, seeds, on_ended)
-        longest, guard = prompt["input_ids"].shape[1], None
-        if (settings := self._guard) is not None:
-            new_guard = partial(RepeatGuard, settings, self._key_reader)
-            guard = RepetitionStopProcessor(new_guard, vocab.eos_id, longest, options.num_beams)
-        processors = [SoundPrompt(len(vocab), self._broken), *self._processors(prompt, seeds, guard)]
-        if on_ended is not None and options.num_beams == 1:
-            processors.append(FinishedCallback(vocab.eos_id, longest, on_ended))
-        arguments: dict[str, Any] = {"repetition_penalty": penalty, "logits_processor": processors}
+    def _processed(self, prompt: Mapping[str, torch.Tensor], seeds: Sequence[int | None]) -> dict[str, Any]:
+        # ``generate`` chooses tokens by processors.
+        vocab, longest = self._vocab, prompt["input_ids"].shape[1]
+        guards = [] if self._new_guard is None else [RepetitionStopProcessor(self._new_guard, vocab.eos_id, longest)]
+        arguments: dict[str, Any] = {
+            "repetition_penalty": self._options.repetition_penalty,
+            "logits_processor": [SoundPrompt(len(vocab), self._broken), *self._processors(prompt, seeds, guards)],
+        }
         # Checkpoints may have more embedding rows than the tokenizer has tokens; their ids decode to nothing.
         if unknown := range(len(vocab), self._model.config.text_config.vocab_size):
             arguments["suppress_tokens"] = list(unknown)
-        return arguments, lambda row, response: guard is not None and guard.stopped(row, response)
+        return arguments
 
     def _drafts(
         self,
@@ -244,20 +239,20 @@ class HFBackend:
         rows: Sequence[int],
         seeds: Sequence[int | None],
         on_ended: Callable[[int], None] | None,
-    ) -> tuple[dict[str, Any], Stopped]:
-        # The processors of an answer see that answer alone, as often as it gets a token.
+    ) -> dict[str, Any]:
+        # ``generate`` chooses tokens by drafts. The processors of an answer see that answer alone, as often as it gets
+        # a token. ``rows``: each answer's row of ``prompt``.
         options, vocab = self._options, self._vocab
         answers: list[DraftedAnswer] = []
         for row, seed in zip(rows, seeds, strict=True):
             processors = self._processors(prompt, [seed])
             if options.repetition_penalty != 1.0:
                 processors.insert(0, RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
-            guard = None if self._guard is None else RepeatGuard(self._guard, self._key_reader)
+            guard = None if self._new_guard is None else self._new_guard()
             ids_L, most = prompt["input_ids"][row], options.max_new_tokens
             answers.append(DraftedAnswer(grammar.start(), ids_L, vocab.eos_id, most, processors, guard))
-
         decoding = DraftedDecoding(answers, rows, len(vocab), self._pad_id, self._broken, on_ended)
-        return {"custom_generate": decoding}, lambda row, _: answers[row].repeats
+        return {"custom_generate": decoding}
 
     def _broken(self) -> CoordExpError:
         return broken_logits(self._model.name_or_path, self._version)
@@ -282,7 +277,7 @@ class HFBackend:
         }
 
     def take_metrics(self) -> Mapping[str, float]:
-        return {"rollout/repeat_terminate_active": float(self._guard is not None)}
+        return {"rollout/repeat_terminate_active": float(self._new_guard is not None)}
 
     def close(self) -> None: ...
 
@@ -341,118 +336,73 @@ class SoundPrompt(LogitsProcessor):
         return scores
 
 
-class FinishedCallback(LogitsProcessor):
-    """Changes no score: calls back with the number of rows that have ended, whenever it grows."""
+class AnswerStates(Generic[State]):
+    """A state for each answer of a batch, carried on from token to token. Rows of the batch are sequences or beams,
+    which change rows and split from step to step, so an answer is identified by its tokens. ``prompt_length`` counts
+    the padded prompt, which is not read."""
 
-    def __init__(self, eos_id: int, prompt_length: int, on_ended: Callable[[int], None]) -> None:
+    def __init__(
+        self, start: State, after: Callable[[State, int], State | None], eos_id: int, prompt_length: int
+    ) -> None:
+        """``after``: a state and the next token → a new state."""
+        self._start, self._after = start, after
         self._eos_id = eos_id
         self._prompt_length = prompt_length
-        self._on_ended = on_ended
-        self._ended = 0
+        self._of: dict[tuple[int, ...], State | None] = {}
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if input_ids.shape[1] > self._prompt_length:
-            ended = int((input_ids[:, -1] == self._eos_id).sum())
-            if ended > self._ended:
-                self._ended = ended
-                self._on_ended(ended)
-        return scores
+    def __call__(self, input_ids: torch.Tensor) -> list[State | None]:
+        """The state of each row; None if its turn is over and padding follows."""
+        answers = [tuple(answer) for answer in input_ids[:, self._prompt_length :].tolist()]
+        self._of = {answer: self._state(answer) for answer in answers}
+        return [self._of[answer] for answer in answers]
+
+    def _state(self, answer: tuple[int, ...]) -> State | None:
+        if not answer:
+            return self._start
+        before = self._of[answer[:-1]] if answer[:-1] in self._of else self._state(answer[:-1])
+        return None if before is None or answer[-1] == self._eos_id else self._after(before, answer[-1])
 
 
 class RepetitionStopProcessor(LogitsProcessor):
-    """Forces the end of the turn on the step after the repeat guard triggers.
+    """Forces the end of the turn on the step after the repeat guard triggers."""
 
-    A row is one sequence; with beam search ``num_beams`` neighbouring rows are the beams of one. ``prompt_length``
-    counts the padded prompt, which the guard does not see.
-    """
+    def __init__(self, new_guard: Callable[[], RepeatGuard], eos_id: int, prompt_length: int) -> None:
+        def after(guard: RepeatGuard, token: int) -> RepeatGuard:
+            longer = guard.fork()
+            longer.push(token)
+            return longer
 
-    def __init__(
-        self, new_guard: Callable[[], RepeatGuard], eos_id: int, prompt_length: int, num_beams: int = 1
-    ) -> None:
-        self._new_guard = new_guard
         self._eos_id = eos_id
-        self._prompt_length = prompt_length
-        self._num_beams = num_beams
-        self._guard_of_row: list[RepeatGuard | None] = []  # None: its turn is over
-        self._guard_of_beam: dict[tuple[int, ...], RepeatGuard] = {}
-        self._stopped: set[tuple[int, tuple[int, ...]]] = set()
+        self._guards = AnswerStates(new_guard(), after, eos_id, prompt_length)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        guards = self._guard_of_row
-        if self._num_beams > 1:
-            guards = self._follow_beams(input_ids)
-        elif input_ids.shape[1] == self._prompt_length:
-            guards[:] = [self._new_guard() for _ in range(len(input_ids))]
-        else:
-            for row, token in enumerate(input_ids[:, -1].tolist()):
-                guard = guards[row]
-                if token == self._eos_id:  # padding follows, which would look like one long run
-                    guards[row] = None
-                elif guard is not None:
-                    guard.push(token)
+        guards = self._guards(input_ids)
         repeating = [row for row, guard in enumerate(guards) if guard is not None and guard.trigger is not None]
         if not repeating:
             return scores
-        for row in repeating:
-            answer = tuple(input_ids[row, self._prompt_length :].tolist())
-            self._stopped.add((row // self._num_beams, answer))
         scores = scores.clone()
         scores[repeating] = -torch.inf
         scores[repeating, self._eos_id] = 0.0
         return scores
 
-    def stopped(self, sequence: int, response: Sequence[int]) -> bool:
-        """Whether the guard ended this answer (given without its end token) of that sequence of the batch."""
-        return (sequence, tuple(response)) in self._stopped
-
-    def _follow_beams(self, input_ids: torch.Tensor) -> list[RepeatGuard | None]:
-        # Beams change rows and split from step to step, so each is identified by its tokens.
-        guards: list[RepeatGuard | None] = []
-        next_beams: dict[tuple[int, ...], RepeatGuard] = {}
-        for answer in map(tuple, input_ids[:, self._prompt_length :].tolist()):
-            if self._eos_id in answer:
-                guards.append(None)
-                continue
-            if answer not in next_beams:
-                parent = self._guard_of_beam.get(answer[:-1]) if answer else None
-                guard = next_beams[answer] = self._new_guard() if parent is None else parent.fork()
-                for token in answer[guard.num_tokens :]:
-                    guard.push(token)
-            guards.append(next_beams[answer])
-        self._guard_of_beam = next_beams
-        return guards
-
 
 class BatchClassNamesProcessor(LogitsProcessor):
     """Masks tokens that would begin a description outside of the list. Must precede the repeat guard's processor: the
-    guard's end of the turn has priority. Rows are sequences or beams; ``prompt_length`` counts the padded prompt."""
+    guard's end of the turn has priority."""
 
     def __init__(self, rule: ClassNames, eos_id: int, prompt_length: int) -> None:
         self._rule = rule
-        self._eos_id = eos_id
-        self._prompt_length = prompt_length
-        self._state_of: dict[tuple[int, ...], ScanState | None] = {(): START}
+        self._states = AnswerStates(START, rule.after, eos_id, prompt_length)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        answers = [tuple(answer) for answer in input_ids[:, self._prompt_length :].tolist()]
-        self._state_of = {answer: self._state(answer) for answer in answers}
-        rows_of: defaultdict[ScanState | None, list[int]] = defaultdict(list)
-        for row, answer in enumerate(answers):
-            rows_of[self._state_of[answer]].append(row)
+        rows_of: defaultdict[ScanState, list[int]] = defaultdict(list)
+        for row, state in enumerate(self._states(input_ids)):
+            if state is not None:
+                rows_of[state].append(row)
         masked = scores.clone()
         for state, rows in rows_of.items():
-            if state is not None:
-                masked[rows] = mask(masked[rows], self._rule.next_tokens(state))
+            masked[rows] = mask(masked[rows], self._rule.next_tokens(state))
         return masked
-
-    def _state(self, answer: tuple[int, ...]) -> ScanState | None:
-        # The scanner's state after ``answer``; None if it has ended and padding follows.
-        if not answer:
-            return START
-        before = self._state_of[answer[:-1]] if answer[:-1] in self._state_of else self._state(answer[:-1])
-        if before is None or answer[-1] == self._eos_id:
-            return None
-        return self._rule.after(before, answer[-1])
 
 
 def mask(scores_RV: torch.Tensor, following: NextTokens) -> torch.Tensor:

@@ -42,8 +42,7 @@ class DraftedAnswer:
 
     ``processors`` change the scores of the next token, with this sequence alone as their batch; the most likely token
     is then taken. ``guard`` is called before them, and reads the host's tokens: for the device's, the host would wait.
-    ``prompt_ids``: (S,), padded, for processors. ``tokens`` includes the end of the turn. ``repeats``: whether the
-    guard ended the answer.
+    ``prompt_ids``: (S,), padded, for processors. ``tokens`` includes the end of the turn.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class DraftedAnswer:
     ) -> None:
         self.tokens: list[int] = []
         self.draft: tuple[int, ...] = ()
-        self.ended = self.repeats = False
+        self.ended = False
         self._state = state
         self._eos_id = eos_id
         self._max_new_tokens = max_new_tokens
@@ -69,8 +68,7 @@ class DraftedAnswer:
     def read(self, logits_TV: torch.Tensor, most_likely: Sequence[int]) -> None:
         """Choose tokens from a pass over the last token and the draft, until one differs from the draft."""
         for at, drafted in enumerate((*self.draft, None)):
-            self.repeats = self._guard is not None and self._guard.trigger is not None
-            if self.repeats:
+            if self._guard is not None and self._guard.trigger is not None:
                 token = self._eos_id
             else:
                 token = self._choose(logits_TV[at]) if self._processors else most_likely[at]
