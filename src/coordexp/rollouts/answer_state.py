@@ -25,7 +25,7 @@ from coordexp.records import GEOMETRY_KINDS, GeometryKind
 # Names that begin in ways that tokenizers treat differently. Tokens that are equal for all of them are taken to be the
 # same for any name.
 _BEGINNINGS = ("a", "Z", "7", "é", "龘", "-", "_", "(", "🙂", '\\"')
-_MAX_REMEMBERED = 50_000  # places, and texts between coordinates
+_MAX_REMEMBERED = 50_000  # places
 _MAX_DRAFTS = 1_000  # of one place: with other names
 _BOX, _MIN_POLY = 4, 6  # coordinates
 _COORDINATE = -1  # any coordinate's token
@@ -72,15 +72,14 @@ def _patterns(order: FieldOrder | None, kind: GeometryKind | None, count: int, i
 
 
 class AnswerGrammar:
-    """Canonical answers in one vocabulary. Remembers places, with their drafts, and the tokens of texts between
-    coordinates. ``on_gpu``: guess more, because a drafted token costs less."""
+    """Canonical answers in one vocabulary. Remembers places, with their drafts. ``on_gpu``: guess more, because a
+    drafted token costs less."""
 
     def __init__(self, vocab: CoordVocab, on_gpu: bool = False) -> None:
         self.vocab, self.pieces = vocab, vocab.pieces
         self.coordinates = frozenset(vocab.coord_token_ids)
         self.longest_guess = _SHORT_ON_GPU if on_gpu else _SHORT
         self._places: dict[tuple[Any, ...], _Place] = {}
-        self._known: dict[str, tuple[int, ...]] = {}
 
     def start(self) -> AnswerState:
         """The state of an empty answer."""
@@ -93,15 +92,6 @@ class AnswerGrammar:
             if len(self._places) >= _MAX_REMEMBERED:
                 self._places.clear()  # answers keep those that they need
             found = self._places[decided] = _Place(self, *decided)
-        return found
-
-    def tokens(self, text: str) -> tuple[int, ...]:
-        """Tokens of a text between coordinates."""
-        found = self._known.get(text)
-        if found is None:
-            if len(self._known) >= _MAX_REMEMBERED:
-                self._known.clear()
-            found = self._known[text] = tuple(self.vocab.encode(text))
         return found
 
 
@@ -221,11 +211,11 @@ class _Place:
     ) -> tuple[int, ...] | None:
         # The tokens after the current ones with which ``shared`` and the pattern with each of the names begin; None for
         # no such text.
-        done = len(self.ids)
+        vocab, done = self._grammar.vocab, len(self.ids)
         for name in names:
-            ids = self._grammar.tokens(pattern.before + name + (pattern.after or ""))
+            ids = tuple(vocab.encode_answer(pattern.before + name + (pattern.after or "")))
             if ids[:done] == self.ids:
-                ids = (*ids, self._grammar.vocab.eos_id) if pattern.ends else ids
+                ids = (*ids, vocab.eos_id) if pattern.ends else ids
                 shared = ids[done:] if shared is None else _common(shared, ids[done:])
         return shared
 

@@ -76,7 +76,7 @@ class RepeatGuard:
 
     def extend(self, token_ids: Sequence[int]) -> Trigger | None:
         """As :meth:`push` for each of the answer's next tokens."""
-        if self.may_trigger_within(len(token_ids)):
+        if len(token_ids) >= self.fewest_to_trigger():
             for token_id in token_ids:
                 self.push(token_id)
             return self.trigger
@@ -92,12 +92,8 @@ class RepeatGuard:
         self.num_tokens += len(token_ids)
         return None
 
-    def may_trigger_within(self, count: int) -> bool:
-        """Whether ``count`` further tokens could trigger the guard, whatever they are; True if they perhaps could."""
-        return count >= self.fewest_to_trigger()
-
     def fewest_to_trigger(self) -> float:
-        """The fewest further tokens that could trigger the guard; infinity if no rule is on."""
+        """The fewest further tokens that perhaps trigger the guard, whatever they are; infinity if no rule is on."""
         settings, size, repeats = self._settings, self._settings.ngram_size, self._settings.ngram_repeats
         if self.trigger is not None or settings.max_object_keys is not None:
             return 0

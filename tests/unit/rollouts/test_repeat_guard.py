@@ -217,7 +217,7 @@ def test_tokens_in_parts_trigger_where_single_ones_do_and_never_where_it_was_rul
     keys = Keys(max_consecutive_token_repeats=run, ngram_size=size, ngram_repeats=repeats, min_new_tokens=least)
     single, in_parts = RepeatGuard(keys), RepeatGuard(keys)
     for part in parts:
-        possible = in_parts.may_trigger_within(len(part))
+        possible = len(part) >= in_parts.fewest_to_trigger()
         for token in part:
             single.push(token)
         assert in_parts.extend(part) == single.trigger
@@ -241,5 +241,5 @@ def test_a_pattern_that_breaks_off_in_a_part_is_counted_anew() -> None:
 def test_a_run_that_began_in_an_earlier_part_is_ended() -> None:
     guard = RepeatGuard(Keys(max_consecutive_token_repeats=3))
     assert guard.extend([5, 5]) is None
-    assert guard.may_trigger_within(1)
+    assert guard.fewest_to_trigger() == 1
     assert guard.extend([5]) == Trigger(RUN, 3)

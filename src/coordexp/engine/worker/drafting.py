@@ -170,7 +170,7 @@ class DraftedMasks:
     def _end_of(self, row: Any, draft: Sequence[int]) -> tuple[int, Any] | None:
         # The first position at which the guard ends the answer, if the draft up to there is accepted; its trigger.
         assert self.guard is not None
-        if not self.guard.read(row) or not row.guard.may_trigger_within(len(draft)):
+        if not self.guard.read(row) or len(draft) < row.guard.fewest_to_trigger():
             return None
         guard = row.guard.fork()
         for position in range(len(draft) + 1):
