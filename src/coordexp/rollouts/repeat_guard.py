@@ -53,44 +53,35 @@ class RepeatGuard:
 
     def push(self, token_id: int) -> Trigger | None:
         """Add the answer's next token. Returns the trigger once there is one; it is final."""
-        settings, window = self._settings, self._window
-        self.num_tokens += 1
-        self._run = self._run + 1 if token_id == self._last else 1
-        self._last = token_id
-        if len(window) == window.maxlen:
-            self._ngram_matches = self._ngram_matches + 1 if token_id == window[0] else 0
-        window.append(token_id)
+        return self.extend((token_id,))
+
+    def extend(self, token_ids: Sequence[int]) -> Trigger | None:
+        """As :meth:`push` for each of the answer's next tokens."""
+        window, may_trigger = self._window, len(token_ids) >= self.fewest_to_trigger()
+        for token_id in token_ids:
+            self.num_tokens += 1
+            self._run = self._run + 1 if token_id == self._last else 1
+            self._last = token_id
+            if len(window) == window.maxlen:
+                self._ngram_matches = self._ngram_matches + 1 if token_id == window[0] else 0
+            window.append(token_id)
+            if may_trigger:
+                self._apply_rules(token_id)
+        return self.trigger
+
+    def _apply_rules(self, token_id: int) -> None:
+        settings, size, repeats = self._settings, self._settings.ngram_size, self._settings.ngram_repeats
         if settings.max_object_keys is not None:
             assert self._reader is not None, "the constructor refuses this"
             self._key_state, num_keys = self._reader.read(self._key_state, token_id)
             self._keys += num_keys
         if self.trigger is None and self.num_tokens >= settings.min_new_tokens:
-            size, repeats = settings.ngram_size, settings.ngram_repeats
             if 0 < settings.max_consecutive_token_repeats <= self._run:
                 self.trigger = Trigger(GuardRule.TOKEN_RUN, self.num_tokens)
             elif size > 0 and repeats > 0 and self._ngram_matches >= size * (repeats - 1):
                 self.trigger = Trigger(GuardRule.NGRAM, self.num_tokens)
             elif settings.max_object_keys is not None and self._keys > settings.max_object_keys:
                 self.trigger = Trigger(GuardRule.OBJECT_KEYS, self.num_tokens)
-        return self.trigger
-
-    def extend(self, token_ids: Sequence[int]) -> Trigger | None:
-        """As :meth:`push` for each of the answer's next tokens."""
-        if len(token_ids) >= self.fewest_to_trigger():
-            for token_id in token_ids:
-                self.push(token_id)
-            return self.trigger
-        last, run, window, matches = self._last, self._run, self._window, self._ngram_matches
-        size = window.maxlen
-        for token_id in token_ids:  # the counters alone
-            run = run + 1 if token_id == last else 1
-            last = token_id
-            if len(window) == size:
-                matches = matches + 1 if token_id == window[0] else 0
-            window.append(token_id)
-        self._last, self._run, self._ngram_matches = last, run, matches
-        self.num_tokens += len(token_ids)
-        return None
 
     def fewest_to_trigger(self) -> float:
         """The fewest further tokens that perhaps trigger the guard, whatever they are; infinity if no rule is on."""
