@@ -214,10 +214,7 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -
                 f"{path}: {problem}; put that model back, or merge them with this one on purpose: coordexp model merge "
                 f"{path} OUTPUT --base {checkpoint.parent.path}"
             )
-        own = _own_dtype(path, checkpoint.parent)
-        merged = read_weights(checkpoint.parent, "auto" if dtype == "auto" else _merged_in(own, dtype))
-        _merge(merged, path, dtype)
-        return merged
+        return _with_adapters(path, checkpoint.parent, dtype)
     try:
         with _LOADING:
             loaded: Any = Qwen3VLForConditionalGeneration.from_pretrained(
@@ -254,18 +251,20 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -
     return model
 
 
-def _merged_in(own: str, dtype: torch.dtype) -> torch.dtype:
-    # The number type of the base's weights: the run's own, or one of which no weight is rounded before it is merged.
-    return dtype if dtype == getattr(torch, own) else torch.float32
-
-
-def _merge(base: Any, folder: Path, dtype: torch.dtype | Literal["auto"]) -> None:
-    merge_adapter(base, folder)
-    if dtype not in ("auto", base.dtype):
-        base.to(dtype)
-        for config in (base.config, base.config.text_config, base.config.vision_config):
+def _with_adapters(
+    folder: Path, base: Checkpoint, dtype: torch.dtype | Literal["auto"]
+) -> Qwen3VLForConditionalGeneration:
+    """The model ``base`` with the adapters of ``folder`` merged."""
+    # The base is read in the run's own number type, or in one of which no weight is rounded before it is merged.
+    own = getattr(torch, _own_dtype(folder, base))
+    model: Any = read_weights(base, dtype if dtype in ("auto", own) else torch.float32)
+    merge_adapter(model, folder)
+    if dtype not in ("auto", model.dtype):
+        model.to(dtype)
+        for config in (model.config, model.config.text_config, model.config.vision_config):
             config.dtype = dtype  # vLLM reads those of the parts
-    check_finite(base, folder)
+    check_finite(model, folder)
+    return model
 
 
 def _keep_what_can_be_saved(model: Any, path: Path) -> None:
@@ -384,11 +383,10 @@ def merge_checkpoint(folder: Path, output: Path, base: Path | None = None, dtype
         return export_checkpoint(folder, output, dtype)
     if (problem := base_problem(folder, base)) is not None:
         logger.warning("%s: %s; merged all the same, as --base says", folder, problem)
-    own = _own_dtype(folder, base)
-    wanted = getattr(torch, dtype or own)
-    loaded = load_model(base, str(_merged_in(own, wanted)).removeprefix("torch."), attention="sdpa")
-    _merge(loaded.model, folder, wanted)
-    write_checkpoint(loaded.model, loaded.processor, read_card(folder), output)
+    opened = Checkpoint.open(base)
+    processor, _ = load_processor_and_vocab(opened)
+    model = _with_adapters(folder, opened, getattr(torch, dtype or _own_dtype(folder, opened)))
+    write_checkpoint(model, processor, read_card(folder), output)
     return output
 
 
