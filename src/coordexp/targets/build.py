@@ -54,9 +54,9 @@ def build_gt_target(
     tail = encode_tail(append_fragment(ground_truth, "{", 1, field_order, opening="{"), ground_truth, vocab)
     return assemble(
         sample_id,
-        (*tail.token_ids, vocab.eos_id),
-        np.append(tail.roles_T, np.uint8(TokenRole.EOS)),
-        np.append(tail.softness_T, 1.0),
+        tail.token_ids,
+        tail.roles_T,
+        tail.softness_T,
         _shapes_of(tail, ground_truth, 0),
         weights,
         context="gt",
@@ -98,11 +98,9 @@ def build_target(
     matched = [(parsed.objects[pair.pred_idx], ground_truth[pair.gt_idx]) for pair in match.pairs]
     _check_coord_tokens([predicted for predicted, _ in matched], parsed, vocab, sample_id)
     prefix_len = len(parsed.prefix_token_ids)
-    roles_T = np.concatenate(
-        [np.full(prefix_len, TokenRole.MASKED, dtype=np.uint8), tail.roles_T, [np.uint8(TokenRole.EOS)]]
-    )
+    roles_T = np.concatenate([np.full(prefix_len, TokenRole.MASKED, dtype=np.uint8), tail.roles_T])
     mark_matched(roles_T, matched)
-    softness_T = np.concatenate([np.ones(prefix_len), tail.softness_T, [1.0]])
+    softness_T = np.concatenate([np.ones(prefix_len), tail.softness_T])
     for predicted, truth in matched:
         if truth.soft is not None:
             softness_T[slice(*predicted.own_token_span)] = truth.soft
@@ -114,7 +112,7 @@ def build_target(
     ]
     return assemble(
         sample_id,
-        (*parsed.prefix_token_ids, *tail.token_ids, vocab.eos_id),
+        (*parsed.prefix_token_ids, *tail.token_ids),
         roles_T,
         softness_T,
         [*corrected, *_shapes_of(tail, missed, prefix_len)],

@@ -20,8 +20,6 @@ import json
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from coordexp.config.rollout import TargetPolicy, TransportConfig
 from coordexp.coords import CoordVocab, FieldOrder, append_fragment
 from coordexp.matching import SAME_TRY_IOU, alike_pairs
@@ -98,7 +96,7 @@ def build_rewritten(
     for entry, span in zip(entries, tail.entry_tokens, strict=True):
         if entry.bins is None:
             roles_T[slice(*span)] = TokenRole.MASKED
-    roles_T[-1] = TokenRole.CLOSE
+    roles_T[-2] = TokenRole.CLOSE  # before the end of the turn
     shapes: list[Shape] = [
         (entry.obj.kind, positions, entry.bins)
         for entry, positions in zip(entries, tail.coords_of, strict=True)
@@ -108,9 +106,9 @@ def build_rewritten(
     number_of = {entry.gt_idx: number for number, entry in enumerate(entries, start=1)}
     return assemble(
         sample_id,
-        (*tail.token_ids, vocab.eos_id),
-        np.append(roles_T, np.uint8(TokenRole.EOS)),
-        np.append(tail.softness_T, 1.0),
+        tail.token_ids,
+        roles_T,
+        tail.softness_T,
         shapes,
         weights,
         context="rollout",

@@ -30,7 +30,7 @@ from coordexp.transport import barycentric_targets_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tail:
-    """Tokens of a fragment written from objects.
+    """Tokens of a fragment written from objects, and the end of the turn.
 
     ``softness_T``: factor on the cross-entropy, below 1 on soft objects' text. Per object, in the order written:
     ``entry_tokens``, the half-open range of the tokens that touch its entry or the separator before it, and
@@ -48,10 +48,10 @@ def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVoc
     """Tokenise ``fragment`` (which writes exactly ``objects``) and say what each token is.
 
     A token that touches a desc value is GT_DESC, also where the closing quote is fused into it; a coordinate token is
-    GT_COORD, or SOFT_COORD where its object is soft; the last token, which holds the root's closing brace, is CLOSE;
-    all else is GT_STRUCT. A token that touches a soft object's entry, or the separator before it, weighs as little as
-    the softest of what it touches. Raises AlignmentError if the tokens do not decode to the fragment, its coordinate
-    tokens are not the objects', or a description writes a control token.
+    GT_COORD, or SOFT_COORD where its object is soft; the last token of text, which holds the root's closing brace, is
+    CLOSE; all else is GT_STRUCT. A token that touches a soft object's entry, or the separator before it, weighs as
+    little as the softest of what it touches. Raises AlignmentError if the tokens do not decode to the fragment, its
+    coordinate tokens are not the objects', or a description writes a control token.
     """
     token_ids = vocab.encode_answer(fragment.text)
     pieces = vocab.pieces
@@ -92,7 +92,13 @@ def encode_tail(fragment: Fragment, objects: Sequence[GTObject], vocab: CoordVoc
         if obj.soft is not None:
             softness_T[start:end] = np.minimum(softness_T[start:end], obj.soft)
     softness_T[-1] = 1.0  # the end of the answer belongs to no object
-    return Tail(tuple(token_ids), roles_T, softness_T, entry_tokens, tuple(coords_of))
+    return Tail(
+        (*token_ids, vocab.eos_id),
+        np.append(roles_T, np.uint8(TokenRole.EOS)),
+        np.append(softness_T, 1.0),
+        entry_tokens,
+        tuple(coords_of),
+    )
 
 
 # Kind as which its coordinates are trained, their target positions, their bins.
