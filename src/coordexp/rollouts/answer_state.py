@@ -76,7 +76,7 @@ class AnswerGrammar:
     drafted token costs less."""
 
     def __init__(self, vocab: CoordVocab, on_gpu: bool = False) -> None:
-        self.vocab, self.pieces = vocab, vocab.pieces
+        self.vocab = vocab
         self.coordinates = frozenset(vocab.coord_token_ids)
         self.longest_guess = _SHORT_ON_GPU if on_gpu else _SHORT
         self._places: dict[tuple[Any, ...], _Place] = {}
@@ -97,8 +97,8 @@ class AnswerGrammar:
 
 class _Place:
     """A place in canonical answers, shared by all answers that get there: the ``order`` of the fields, ``kind`` and
-    ``index`` of the object, its ``count`` coordinates so far, and since the last one the tokens ``ids`` that write
-    ``written``. ``begun``: the name of which the text has a beginning only, None outside a name.
+    ``index`` of the object, its ``count`` coordinates so far, and the tokens ``ids`` since the last one. ``begun``: the
+    name of which the text has a beginning only, None outside a name.
 
     Reading a token and drafting are look-ups here, because a GPU waits for both after each step.
     """
@@ -111,28 +111,21 @@ class _Place:
         index: int = 0,
         count: int = 0,
         ids: tuple[int, ...] = (),
-        written: bytes = b"",
     ) -> None:
         self._grammar = grammar
-        self.decided, self.kind, self.count = (order, kind, index), kind, count
-        self.ids, self.written = ids, written
-        self._is_dead = False  # whether the text is known to fit no pattern
+        self.decided, self.kind, self.count, self.ids = (order, kind, index), kind, count, ids
         self.after: dict[int, _Step] = {}
         self._drafts: dict[tuple[str | None, bool], tuple[int, ...]] = {}
 
-    # Computed where a draft begins or a text ends, not for each token of an accepted draft.
-
     @cached_property
     def _text(self) -> str:
-        return self.written.decode("utf-8", errors="replace")
+        return self._grammar.vocab.decode(self.ids)
 
     @cached_property
     def _open(self) -> list[_Pattern]:
         # Patterns that the text since the last coordinate may still become.
         order, kind, index = self.decided
-        found = [one for one in _patterns(order, kind, self.count, index) if _fits(self._text, one)]
-        self._is_dead = not found
-        return found
+        return [one for one in _patterns(order, kind, self.count, index) if _fits(self._text, one)]
 
     @cached_property
     def begun(self) -> str | None:
@@ -141,15 +134,13 @@ class _Place:
 
     def step(self, token_id: int) -> _Step:
         """The next place and what the answer learns on the way. All coordinates lead to one place."""
-        grammar = self._grammar
-        ends = token_id == grammar.vocab.eos_id
+        ends = token_id == self._grammar.vocab.eos_id
         if ends or token_id == _COORDINATE:
             step = self._close_text(ends)
-        elif self._is_dead:
-            step = (None, None, None)
+        elif self._open:
+            step = self._grammar.place(*self.decided, self.count, (*self.ids, token_id)), None, None
         else:
-            piece = grammar.pieces[token_id] if token_id < len(grammar.pieces) else b""
-            step = grammar.place(*self.decided, self.count, (*self.ids, token_id), self.written + piece), None, None
+            step = None, None, None
         self.after[token_id] = step
         return step
 
