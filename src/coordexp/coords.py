@@ -45,7 +45,8 @@ def _byte_of_char() -> dict[str, int]:
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLayout:
     """By token id: ``length_V`` bytes it writes, ``bin_V`` the bin it writes or -1, ``forbidden_V`` whether no
-    answer may contain it (a control token, or an id that writes nothing)."""
+    answer may contain it (a control token, or an id that writes nothing). The last entry is of ids beyond the
+    vocabulary, to which models pad their embedding: they write nothing."""
 
     length_V: np.ndarray
     bin_V: np.ndarray
@@ -138,8 +139,8 @@ class CoordVocab:
         """Properties of every id, as arrays."""
         import numpy as np  # commands that look at a vocabulary need no arrays
 
-        length_V = np.array([len(piece) for piece in self.pieces], dtype=np.int32)
-        bin_V = np.full(len(self.pieces), -1, dtype=np.int16)
+        length_V = np.array([*map(len, self.pieces), 0], dtype=np.int32)
+        bin_V = np.full(len(length_V), -1, dtype=np.int16)
         bin_V[list(self.coord_token_ids)] = np.arange(NUM_BINS)
         forbidden_V = length_V == 0
         forbidden_V[sorted(self.control_ids)] = True

@@ -31,7 +31,7 @@ _GEOMETRY_OF_KEY: dict[bytes, GeometryKind] = {kind.encode(): kind for kind in G
 
 
 @dataclass(frozen=True, slots=True)
-class _TokenLayout:
+class _Answer:
     """The answer's bytes and their tokens. ``end``: of the readable part, before the first token that no answer may
     contain. ``coord_at``: byte offset → (token position, bin); ``coord_starts``: its keys, ascending."""
 
@@ -106,27 +106,23 @@ def parse_rollout(token_ids: Sequence[int], vocab: CoordVocab, *, ended: bool | 
     )
 
 
-def _lay_out(ids_T: np.ndarray, vocab: CoordVocab) -> _TokenLayout:
-    layout, pieces = vocab.layout, vocab.pieces
+def _lay_out(ids_T: np.ndarray, vocab: CoordVocab) -> _Answer:
+    layout, pieces, unknown = vocab.layout, vocab.pieces, len(vocab)
     ids = tuple(ids_T.tolist())
-    known_T = (ids_T >= 0) & (ids_T < len(pieces))
-    if known_T.all():
-        parts = [pieces[t] for t in ids]
-    else:  # models pad their embedding beyond the vocabulary: such an id writes nothing
-        parts = [pieces[t] if 0 <= t < len(pieces) else b"" for t in ids]
-        ids_T = np.where(known_T, ids_T, 0)
-    ends_T = np.cumsum(np.where(known_T, layout.length_V[ids_T], 0))
-    forbidden_T = np.flatnonzero(layout.forbidden_V[ids_T] | ~known_T)
+    data = b"".join([pieces[t] for t in ids if 0 <= t < unknown])
+    ids_T = np.where((ids_T >= 0) & (ids_T < unknown), ids_T, unknown)
+    ends_T = np.cumsum(layout.length_V[ids_T])
+    forbidden_T = np.flatnonzero(layout.forbidden_V[ids_T])
     ends = ends_T.tolist()
     end = ends[-1] if ends else 0
     if forbidden_T.size:
         first = int(forbidden_T[0])
         end = ends[first - 1] if first else 0
-    bin_T = np.where(known_T, layout.bin_V[ids_T], -1)
+    bin_T = layout.bin_V[ids_T]
     at_K = np.flatnonzero(bin_T >= 0)
     starts = (ends_T[at_K] - layout.length_V[ids_T[at_K]]).tolist()
     coord_at = dict(zip(starts, zip(at_K.tolist(), bin_T[at_K].tolist(), strict=True), strict=True))
-    return _TokenLayout(ids, b"".join(parts), ends, end, coord_at, starts)
+    return _Answer(ids, data, ends, end, coord_at, starts)
 
 
 # -- entries that the scan could not read --------------------------------------------------------------------------
@@ -150,7 +146,7 @@ def _count_lookalikes(data: bytes, start: int) -> tuple[int, int]:
     return sum(1 for _ in _KEY_LOOKALIKE.finditer(data, start)), unkeyed
 
 
-def _lost_after_scan(root: RootScan, answer: _TokenLayout) -> Counter[DropReason]:
+def _lost_after_scan(root: RootScan, answer: _Answer) -> Counter[DropReason]:
     """Count the entry in which the scan stopped, if any, and what follows it. Examples, … for a good entry's rest:
 
     ==========================================================  =================================
@@ -193,7 +189,7 @@ def _lost_without_root(data: bytes) -> Counter[DropReason]:
 
 
 def _read_entries(
-    entries: Sequence[Member], answer: _TokenLayout, prefix: Prefix, dropped: Counter[DropReason], vocab: CoordVocab
+    entries: Sequence[Member], answer: _Answer, prefix: Prefix, dropped: Counter[DropReason], vocab: CoordVocab
 ) -> tuple[tuple[PredictedObject, ...], int | None]:
     """The valid objects of the kept prefix and its highest ``object_{n}``; all other entries into ``dropped``."""
     kept_until = -1 if prefix.cut is None else prefix.cut
@@ -237,7 +233,7 @@ def _read_entries(
     return tuple(objects), max_index
 
 
-def _read_object(entry: Member, answer: _TokenLayout) -> _Content | DropReason:
+def _read_object(entry: Member, answer: _Answer) -> _Content | DropReason:
     """The content of ``entry``, or the first reason why it is not a usable object."""
     if entry.value.kind is not Kind.OBJECT:
         return DropReason.NOT_AN_OBJECT
@@ -272,7 +268,7 @@ def _read_object(entry: Member, answer: _TokenLayout) -> _Content | DropReason:
     return _Content(desc, (descs[0].start + 1, descs[0].end - 1), kind, coords)
 
 
-def _read_coords(kind: GeometryKind, array: Node, answer: _TokenLayout) -> list[tuple[int, int]] | DropReason:
+def _read_coords(kind: GeometryKind, array: Node, answer: _Answer) -> list[tuple[int, int]] | DropReason:
     """(token position, bin) of every coordinate of a geometry, each written by exactly one coordinate token."""
     if array.kind is Kind.COORDS:
         # Coordinate tokens cannot overlap and each writes a literal, so as many tokens as literals are the literals.
