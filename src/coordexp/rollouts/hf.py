@@ -353,13 +353,17 @@ class AnswerStates(Generic[State]):
     def __call__(self, input_ids: torch.Tensor) -> list[State | None]:
         """The state of each row; None if its turn is over and padding follows."""
         answers = [tuple(answer) for answer in input_ids[:, self._prompt_length :].tolist()]
-        self._of = {answer: self._state(answer) for answer in answers}
-        return [self._of[answer] for answer in answers]
+        states = [self._state(answer) for answer in answers]
+        self._of = dict(zip(answers, states, strict=True))
+        return states
 
     def _state(self, answer: tuple[int, ...]) -> State | None:
         if not answer:
             return self._start
-        before = self._of[answer[:-1]] if answer[:-1] in self._of else self._state(answer[:-1])
+        try:
+            before = self._of[answer[:-1]]
+        except KeyError:
+            before = self._state(answer[:-1])
         return None if before is None or answer[-1] == self._eos_id else self._after(before, answer[-1])
 
 
