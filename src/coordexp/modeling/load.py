@@ -215,24 +215,15 @@ def read_weights(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -
                 f"{path} OUTPUT --base {checkpoint.parent.path}"
             )
         return _with_adapters(path, checkpoint.parent, dtype)
-    try:
-        with _LOADING:
-            loaded: Any = Qwen3VLForConditionalGeneration.from_pretrained(
-                path,
-                dtype=dtype,
-                use_safetensors=True,
-                output_loading_info=True,
-                # Else config.json may name one that is not installed, or code of the hub, which would be fetched.
-                attn_implementation="sdpa",
-            )
-    except ImportError:
-        raise
-    except Exception as error:  # of damaged files, the libraries raise anything
-        if is_out_of_memory(error):
-            raise
-        raise CheckpointError(
-            f"{path}: its weights cannot be read ({error}); restore the checkpoint's files"
-        ) from error
+    with _reading(path, "weights"), _LOADING:
+        loaded: Any = Qwen3VLForConditionalGeneration.from_pretrained(
+            path,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            # Else config.json may name one that is not installed, or code of the hub, which would be fetched.
+            attn_implementation="sdpa",
+        )
     model, report = loaded
     missing = sorted(str(key) for key in report["missing_keys"])
     if missing:
@@ -287,10 +278,17 @@ def _token_ids_of(settings: GenerationConfig) -> GenerationConfig:
     return GenerationConfig(**{key: getattr(settings, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")})
 
 
-def _read(source: Any, path: str | Path, what: str) -> Any:
-    try:
+def _read(source: Any, path: Path, what: str) -> Any:
+    with _reading(path, what):
         # Unless it is refused, transformers asks at the terminal whether to run Python code of the folder.
         return source.from_pretrained(path, trust_remote_code=False)
+
+
+@contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
+    """CheckpointError for whatever a library raises that cannot read a checkpoint's files."""
+    try:
+        yield
     except ImportError:
         raise
     except Exception as error:  # of a damaged file, the libraries raise anything
