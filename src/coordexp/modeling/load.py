@@ -316,7 +316,8 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: str | None = None, 
 
 
 def adapt_for_openai(folder: Path, preparation: ImagePreparation) -> None:
-    """Let any server of an OpenAI-compatible API answer with the checkpoint in ``folder``.
+    """Let any server of an OpenAI-compatible API answer with the checkpoint that :func:`write_checkpoint` wrote to
+    ``folder``.
 
     Coordinate tokens become ordinary added tokens: servers leave special tokens out of their text. Of
     generation_config.json the token ids stay: servers apply its repetition penalty and sampling to requests that name
@@ -331,18 +332,10 @@ def adapt_for_openai(folder: Path, preparation: ImagePreparation) -> None:
     for token in content["added_tokens"]:
         token["special"] = token["special"] and token["content"] not in names
     path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
-    for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
-        if not path.is_file():
-            continue
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        for key in ("extra_special_tokens", "additional_special_tokens"):
-            if isinstance(settings.get(key), list):
-                settings[key] = [
-                    one for one in settings[key] if (one if isinstance(one, str) else one["content"]) not in names
-                ]
-        for token in settings.get("added_tokens_decoder", {}).values():
-            token["special"] = token["special"] and token["content"] not in names
-        path.write_text(json.dumps(settings, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings["extra_special_tokens"] = [one for one in settings.get("extra_special_tokens", []) if one not in names]
+    path.write_text(json.dumps(settings, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
     if (rule := preparation.resize) is not None:
         processor = load_processor(folder)
         vision = processor.image_processor
