@@ -285,17 +285,6 @@ class ObjectivePipeline:
             temperatures=tuple(sorted({tau for one in requests for tau in one.temperatures})),
         )
 
-    def split(self, *names: str) -> tuple[ObjectivePipeline, ObjectivePipeline]:
-        """The modules called ``names``, and the others: for two forwards of one row, each with its own query."""
-        parts = []
-        for inside in (True, False):
-            picked = (
-                tuple(entry for entry in entries if (entry.name in names) is inside)
-                for entries in (self.objective, self.diagnostics)
-            )
-            parts.append(ObjectivePipeline(*picked))
-        return parts[0], parts[1]
-
     def __call__(
         self, supervision: SupervisionTensors, scores: HeadScores, totals: Mapping[str, int]
     ) -> ObjectiveResult:
@@ -432,7 +421,14 @@ class RowObjective:
         return ObjectiveResult(loss, {name: term for one in parts for name, term in one.terms.items()})
 
     def _scored_by(self) -> tuple[ObjectivePipeline, ...]:
-        return (self.pipeline,) if self.self_context is None else self.pipeline.split("token_ce")
+        # The modules that score each forward.
+        if self.self_context is None:
+            return (self.pipeline,)
+        on_text, others = (
+            tuple(entry for entry in self.pipeline.objective if (entry.name == "token_ce") is is_text)
+            for is_text in (True, False)
+        )
+        return ObjectivePipeline(on_text), ObjectivePipeline(others, self.pipeline.diagnostics)
 
 
 def coordinate_logits(
