@@ -172,9 +172,11 @@ def test_a_launch_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.M
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    meeting = temporary / "rendezvous"
-    trainer = f"import os, tempfile; open({str(meeting)!r}, 'w'); tempfile.mkdtemp(dir=os.environ['PET_LOG_DIR'])"
-    with launched(tmp_path, replace(plan(tmp_path, trainer), rendezvous=meeting)) as running:
+    trainer = (
+        "import os, tempfile\nopen(os.environ['PET_RDZV_ENDPOINT'], 'x')\n"
+        "tempfile.mkdtemp(dir=os.environ['PET_LOG_DIR'])"
+    )
+    with launched(tmp_path, plan(tmp_path, trainer)) as running:
         assert running.process.wait(DEADLINE_S) == 0
     assert not [*temporary.iterdir()]
 

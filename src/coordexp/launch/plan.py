@@ -8,8 +8,6 @@ import json
 import os
 import socket
 import sys
-import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -82,7 +80,7 @@ class ServerPlan:
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
     """Everything that is started, in order: servers, then the trainer once they answer. ``trainer_grace_s``: seconds in
-    which a trainer that receives a signal saves and ends. ``rendezvous``: the file that its torchrun makes."""
+    which a trainer that receives a signal saves and ends."""
 
     servers: tuple[ServerPlan, ...]
     trainer: ProcessPlan
@@ -90,7 +88,6 @@ class LaunchPlan:
     repeat_terminate: Mapping[str, Any] | None
     api_key_env: str | None
     trainer_grace_s: float = 30.0
-    rendezvous: Path | None = None
 
     @property
     def server_base_urls(self) -> tuple[str, ...]:
@@ -140,9 +137,6 @@ def plan_launch(
     logs = launch.log_dir or Path(config.training.output_dir) / "logs"
     words = (str(config_path), *arguments)
     grace_s = config.training.stop_within_s + 15.0  # the trainer's own limit, and a moment to end
-    # A new file for each plan: an old one holds the addresses of processes that ended. Without a name torchrun takes a
-    # temporary file too, and warns of an address that it does not use.
-    rendezvous = Path(tempfile.gettempdir()) / f"coordexp-rendezvous-{uuid.uuid4().hex}"
     servers = []
     for index, (entry, here) in enumerate(zip(entries, local, strict=True)):
         ports, process = (), None
@@ -155,12 +149,11 @@ def plan_launch(
     guard = rollout.repeat_terminate if rollout is not None else None
     return LaunchPlan(
         servers=tuple(servers),
-        trainer=_trainer_process(config, words, logs, local, grace_s, rendezvous),
+        trainer=_trainer_process(config, words, logs, local, grace_s),
         wait_s=launch.wait_s,
         repeat_terminate=guard.model_dump() if guard is not None and guard.enabled else None,
         api_key_env=rollout.vllm.server.api_key_env if rollout is not None and rollout.vllm.server else None,
         trainer_grace_s=grace_s,
-        rendezvous=rendezvous,
     )
 
 
@@ -274,15 +267,14 @@ def _swift_command(options: ServeOptions) -> tuple[str, ...]:
 
 
 def _trainer_process(
-    config: RunConfig, words: Sequence[str], logs: Path, local: Sequence[bool], grace_s: float, rendezvous: Path
+    config: RunConfig, words: Sequence[str], logs: Path, local: Sequence[bool], grace_s: float
 ) -> ProcessPlan:
-    """torchrun on this machine alone. Its processes meet in a file: torchrun's TCP store listens on every
-    network, not only on its address."""
+    """torchrun on this machine alone. Its processes meet in a file, which the supervisor names: torchrun's TCP store
+    listens on every network, not only on its address."""
     devices = tuple(config.launch.learner_devices)
     command = (
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={max(1, len(devices))}"),
-        *("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={rendezvous}"),
-        f"--local-addr={LOOPBACK}",
+        *("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--local-addr={LOOPBACK}"),
         *("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", f"--shutdown-timeout={grace_s:.0f}"),
         *("-m", "coordexp", "train", *words),
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import io
 import itertools
+import math
 import os
 import select
 import shutil
@@ -20,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,6 +135,7 @@ class Supervisor:
     # Private to this user: anyone who can write to it can pose as a process of the run.
     _private: Path = Path()
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _trainer_log: TextIO = field(init=False)
     _signal: int | None = None
     _at_once: bool = False  # a second Ctrl-C or SIGTERM: wait no longer
 
@@ -165,8 +167,6 @@ class Supervisor:
             return FAILED
         finally:
             end_descendants(AT_ONCE_S if self._at_once else SERVER_GRACE_S)
-            if self.plan.rendezvous is not None:
-                self.plan.rendezvous.unlink(missing_ok=True)
 
     def _run(self) -> int:
         for server in self.plan.servers:
@@ -176,22 +176,19 @@ class Supervisor:
         for server in self.plan.servers:
             self._await_server(server, deadline)
         trainer = self._start(self.plan.trainer)
-        with self.plan.trainer.log.open(encoding="utf-8", errors="replace") as log:
-            while trainer.poll() is None:
-                self._pause()
-                self.view.pass_on(log.read())
-                try:
-                    self._check_servers()
-                except LaunchFailed:
-                    # A trainer that loses a server saves what it has learned and then ends by itself.
-                    self.view.say(f"a server ended: the trainer has {self.plan.trainer_grace_s:g} s to save and end")
-                    patience = time.monotonic() + self.plan.trainer_grace_s
-                    while trainer.poll() is None and time.monotonic() < patience:
-                        self._pause()
-                        self.view.pass_on(log.read())
-                    self.view.pass_on(log.read())
-                    raise
-            self.view.pass_on(log.read())
+        self._trainer_log = self.plan.trainer.log.open(encoding="utf-8", errors="replace")
+
+        def watch() -> None:
+            self._pause()
+            self._check_servers()
+
+        try:
+            self._follow_trainer(math.inf, watch)
+        except LaunchFailed:
+            # A trainer that loses a server saves what it has learned and then ends by itself.
+            self.view.say(f"a server ended: the trainer has {self.plan.trainer_grace_s:g} s to save and end")
+            self._follow_trainer(self.plan.trainer_grace_s, self._pause)
+            raise
         code = exit_code(trainer.returncode)
         self.view.say(f"trainer ended with exit code {code}")
         return code
@@ -206,7 +203,9 @@ class Supervisor:
         environment |= {name: os.environ[source] for name, source in process.secrets.items()}
         if process is self.plan.trainer:
             environment[RENDEZVOUS] = str(self._private / "store")
-            environment["PET_LOG_DIR"] = str(self._private)  # torchrun makes a folder there, and removes none
+            # Torchrun's --rdzv-endpoint, a file, and --log-dir, where it makes a folder. It removes neither.
+            environment["PET_RDZV_ENDPOINT"] = str(self._private / "torchrun")
+            environment["PET_LOG_DIR"] = str(self._private)
         environment["PYTHONUNBUFFERED"] = "1"
         with process.log.open("wb") as log:
             self._running[process.name] = subprocess.Popen(
@@ -263,14 +262,16 @@ class Supervisor:
         if trainer is None:
             return 128 + number
         trainer.send_signal(number)
-        deadline = time.monotonic() + self.plan.trainer_grace_s
-        with self.plan.trainer.log.open(encoding="utf-8", errors="replace") as log:
-            log.seek(0, os.SEEK_END)
-            while trainer.poll() is None and time.monotonic() < deadline and not self._at_once:
-                time.sleep(_POLL_S)
-                self.view.pass_on(log.read())
-            self.view.pass_on(log.read())
+        self._follow_trainer(self.plan.trainer_grace_s, lambda: time.sleep(_POLL_S))
         return 128 + number  # torchrun, which passes a signal on, ends with 1 whatever its processes ended with
+
+    def _follow_trainer(self, seconds: float, pause: Callable[[], None]) -> None:
+        """Show the trainer's log until it has ended, for at most ``seconds``."""
+        trainer, deadline = self._running["trainer"], time.monotonic() + seconds
+        while trainer.poll() is None and time.monotonic() < deadline and not self._at_once:
+            pause()
+            self.view.pass_on(self._trainer_log.read())
+        self.view.pass_on(self._trainer_log.read())
 
     def _pause(self) -> None:
         readable, _, _ = select.select([self.stdin], [], [], _POLL_S)

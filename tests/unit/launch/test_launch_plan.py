@@ -203,14 +203,6 @@ def test_devices_that_do_not_fit_are_refused(
         planned(tmp_path, config, **keys, rollout_matching__vllm__tensor_parallel_size=tensor_parallel_size)
 
 
-def test_each_plan_has_a_rendezvous_file_of_its_own(tmp_path: Path, config: dict[str, Any]) -> None:
-    """A named file, because torchrun warns of an address that it does not use; a new one, because an old one holds the
-    addresses of processes that ended."""
-    plans = [planned(tmp_path, config) for _ in range(2)]
-    named = [word for plan in plans for word in plan.trainer.command if word.startswith("--rdzv-endpoint=")]
-    assert len({*named}) == 2 and not any(Path(word.partition("=")[2]).exists() for word in named)
-
-
 def test_the_multi_node_configuration_can_be_launched() -> None:
     path = Path(__file__).parents[3] / "configs" / "stage2_rollout_aligned" / "server_multi_node.yaml"
     plan = plan_launch(load_config(path), path)
