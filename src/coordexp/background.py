@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Generic, TypeVar
@@ -65,35 +66,30 @@ class Prefetcher(Generic[Item, Result]):
         threads: int = 1,
     ) -> None:
         """The first is begun at once. ``timeout_error``: of an item that is not ready after ``deadline_s`` seconds."""
-        self._items = items
         self._prepare = prepare
         self._deadline_s = deadline_s
         self._timeout_error = timeout_error
         self._room = threading.Semaphore(ahead)
-        self._results: dict[int, Future[Result]] = {index: Future() for index in range(len(items))}
-        self._taken = 0
-        self._beginning = threading.Lock()
-        self._not_begun = iter(range(len(items)))
+        self._not_taken: deque[tuple[Item, Future[Result]]] = deque((item, Future()) for item in items)
+        self._not_begun = self._not_taken.copy()
         self._work = [in_background(self._prepare_all, name) for _ in range(min(threads, len(items)))]
 
     def __len__(self) -> int:
-        return len(self._items) - self._taken
+        return len(self._not_taken)
 
     def take(self) -> tuple[Item, Result]:
         """The next item and its result; waits for it. Raises the timeout error, or that of preparing the item; no item
         can be taken afterwards."""
         assert self, "more was taken than there is, or after an error"
-        item, outcome = self._items[self._taken], self._results[self._taken]
+        item, outcome = self._not_taken.popleft()
         try:
             if not wait([outcome], self._deadline_s).done:
                 raise self._timeout_error(item)
             result = outcome.result()
         except BaseException:
-            self._taken = len(self._items)
+            self._not_taken.clear()
             self._begin_no_more()
             raise
-        del self._results[self._taken]
-        self._taken += 1
         self._room.release()
         return item, result
 
@@ -109,25 +105,23 @@ class Prefetcher(Generic[Item, Result]):
         self.stop()
 
     def _begin_no_more(self) -> None:
-        with self._beginning:
-            self._not_begun = iter(())
+        self._not_begun.clear()
         self._room.release()
 
     def _prepare_all(self) -> None:
         while True:
             self._room.acquire()  # _begin_no_more makes room, so this always returns
-            with self._beginning:
-                index = next(self._not_begun, None)
-            if index is None:
+            try:
+                item, outcome = self._not_begun.popleft()
+            except IndexError:
                 self._room.release()  # for the next thread
                 return
-            outcome = self._results[index]
             try:
-                outcome.set_result(self._prepare(self._items[index]))
+                outcome.set_result(self._prepare(item))
             except BaseException as error:  # raised by take()
                 outcome.set_exception(error)
                 self._begin_no_more()
-            del outcome  # it may hold megabytes
+            del item, outcome  # which may hold megabytes
 
 
 @atexit.register
