@@ -10,15 +10,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from coordexp.addresses import split_url
@@ -117,7 +114,7 @@ def render(job: ClusterJob, scheduler: Scheduler, image: str = "", accelerator: 
     run = shlex.join((job.config, *job.arguments))
     if scheduler == "kubernetes":
         run = run.replace("$", "$$")  # which it reads as $; it would expand $(NAME) itself
-    text = environment.get_template(TEMPLATES[scheduler]).render(
+    return environment.get_template(TEMPLATES[scheduler]).render(
         job=job,
         run=run,
         host_variables=[HOST_VARIABLE.format(index=index) for index in range(job.servers)],
@@ -126,8 +123,6 @@ def render(job: ClusterJob, scheduler: Scheduler, image: str = "", accelerator: 
         image=image,
         accelerator=accelerator,
     )
-    _check_readable(text, scheduler)
-    return text
 
 
 def _check_time_to_train(job: ClusterJob) -> None:
@@ -140,20 +135,6 @@ def _check_time_to_train(job: ClusterJob) -> None:
             f"--time {job.time_limit}: the job would save {job.signal_s} s before its end, and so at once, and be "
             f"queued again; give more time, or lower training.stop_within_s (SLURM takes at most {_LONGEST_SIGNAL_S} s)"
         )
-
-
-def _check_readable(text: str, scheduler: Scheduler) -> None:
-    """Read a job as its scheduler will. Raises ConfigError if names or arguments break its syntax."""
-    try:
-        documents = list(yaml.safe_load_all(text)) if scheduler != "slurm" else []
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--for {scheduler}: the job is not valid YAML ({error}); rename what breaks it") from error
-    scripts = {"slurm": [text], "kubernetes": [], "skypilot": [job.get("run", "") for job in documents]}[scheduler]
-    for script in scripts:
-        if bash := shutil.which("bash"):
-            checked = subprocess.run([bash, "-n"], input=script, capture_output=True, text=True, timeout=30)
-            if checked.returncode:
-                raise ConfigError(f"--for {scheduler}: the job is not a valid script: {checked.stderr.strip()}")
 
 
 def _problems(run: RunConfig, trainer_nodes: int, gpus: int, time_limit: str) -> Iterator[str]:
