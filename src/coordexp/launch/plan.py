@@ -3,7 +3,6 @@ packages, disk. Nothing here starts or writes anything."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import socket
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from coordexp.engine.wire.engine_process import (
     engine_environment,
     names_of_gpus,
 )
+from coordexp.engine.wire.versions import TESTED_VERSIONS, versions
 from coordexp.errors import WITH_VLLM, CheckpointError, ConfigError, CoordExpError, DataError
 from coordexp.reading import read_json
 from coordexp.rollouts.chunking import chunk_size
@@ -347,9 +348,8 @@ def run_checks(config: RunConfig, plan: LaunchPlan, num_gpus: int) -> list[Check
         f"device {', '.join(map(str, missing))} does not exist: this machine has {num_gpus} GPUs" if missing else None,
     )
     return [
-        *(devices, *_requests_check(config, plan), _model_check(config), *_memory_check(config, num_gpus)),
-        *_token_check(plan),
-        *(*_package_checks(config, started), *_port_checks(plan), *_disk_check(config)),
+        *(devices, *_requests_check(config, plan), _model_check(config), *_estimates(config, num_gpus)),
+        *(*_token_check(plan), *_package_checks(config, started), *_port_checks(plan)),
     ]
 
 
@@ -417,7 +417,8 @@ def _naming_code(folder: Path) -> list[str]:
     return named
 
 
-def _memory_check(config: RunConfig, num_gpus: int) -> Iterator[Check]:
+def _estimates(config: RunConfig, num_gpus: int) -> Iterator[Check]:
+    """A GPU's memory and the disk, each against what the run needs."""
     if not Path(config.model.model).is_dir():
         return  # the check of the model has reported it
     devices, gpu_bytes = config.launch.learner_devices, None
@@ -425,13 +426,14 @@ def _memory_check(config: RunConfig, num_gpus: int) -> Iterator[Check]:
         import torch
 
         gpu_bytes = min(torch.cuda.get_device_properties(device).total_memory for device in devices)
-    trainers = max(1, len(devices))
-    try:
-        yield Check("memory", str(check_memory(config, trainers, gpu_bytes)))
-    except CheckpointError as error:
-        yield Check("memory", f"no estimate: {error}")
-    except ConfigError as error:
-        yield Check("memory", str(check_memory(config, trainers)), str(error))
+    memory = partial(check_memory, config, max(1, len(devices)), gpu_bytes)
+    for name, estimate in (("memory", memory), ("training.output_dir", partial(checked_disk, config))):
+        try:
+            yield Check(name, str(estimate()))
+        except CheckpointError as error:
+            yield Check(name, f"no estimate: {error}")
+        except ConfigError as error:
+            yield Check(name, "too little", str(error).removeprefix(f"{name}: "))
 
 
 def _package_checks(config: RunConfig, started: Sequence[ProcessPlan]) -> Iterator[Check]:
@@ -444,14 +446,10 @@ def _package_checks(config: RunConfig, started: Sequence[ProcessPlan]) -> Iterat
 
 
 def _package(name: str, distributions: Sequence[str], cure: str) -> Check:
-    pins = [requirement.split(";")[0].strip() for requirement in importlib.metadata.requires("coordexp") or ()]
     for distribution in distributions:
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        tested = f"{distribution}=={version.split('+')[0]}" in pins
-        return Check(name, f"{distribution} {version}" + ("" if tested else ", not tested with CoordExp"))
+        if (version := versions().get(distribution)) is not None:
+            is_tested = version.partition("+")[0] in TESTED_VERSIONS[distribution]
+            return Check(name, f"{distribution} {version}" + ("" if is_tested else ", not tested with CoordExp"))
     return Check(name, "not installed", f"not installed; {cure}")
 
 
@@ -472,15 +470,3 @@ def _port_checks(plan: LaunchPlan) -> Iterator[Check]:
             elif not can_listen(host, port):
                 problem = f"port {port} of {host} is taken; end the program that listens there, or choose another"
             yield Check(f"{where}.{key}", f"{host}:{port}", problem)
-
-
-def _disk_check(config: RunConfig) -> Iterator[Check]:
-    if not Path(config.model.model).is_dir():
-        return  # the check of the model has reported it
-    try:
-        yield Check("training.output_dir", str(checked_disk(config)))
-    except CheckpointError as error:
-        yield Check("training.output_dir", f"no estimate: {error}")
-    except ConfigError as error:
-        problem = str(error).removeprefix("training.output_dir: ")
-        yield Check("training.output_dir", "too little space", problem)
