@@ -34,7 +34,6 @@ from coordexp.weight_sync.group import Communicator, GroupAddress, join
 Named = list[tuple[str, torch.Tensor]]
 LOAD_BYTES = 32 << 20  # loaded at once while more arrives
 _WRAPPED = ".base_layer"  # vLLM's LoRA layers hold the layer that they wrap so, and load its weights without it
-_SHOWN = 4
 _SENTINEL = 0xA5  # as a float of any type: tiny or huge, and no weight
 
 
@@ -119,10 +118,9 @@ class WeightLayout:
                 parts = parts_of[parameter.split(".")[-2]]
                 missing += [f"{parameter} ({part})" for part in parts if part not in have]
         if missing:
-            shown = ", ".join(missing[:_SHOWN]) + (", …" if len(missing) > _SHOWN else "")
             raise RolloutError(
-                f"{len(missing)} of the engine's weights were not sent: {shown}; the engine keeps old values there, so "
-                "its answers would not be the trainer's"
+                f"{len(missing)} of the engine's weights were not sent: {_listed(missing)}; the engine keeps old "
+                "values there, so its answers would not be the trainer's"
             )
 
     def read_back(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterable[tuple[str, torch.Tensor]]:
@@ -197,18 +195,18 @@ class InPlaceTargets:
         return as_bytes(rows) if rows is not None and rows.is_contiguous() else None
 
 
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+
+
 @dataclass(slots=True)
 class PushState:
-    """The push under way, and figures of the last one."""
+    """The push under way, or the last one, which keeps its figures."""
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     received_hashes: dict[str, int] = field(default_factory=dict)
     adapter_names: list[str] = field(default_factory=list)
     open: bool = False
-    weights: WeightVersion = field(default_factory=WeightVersion)
-    pushes: int = 0
-    base_overwritten: bool = False  # by full weights: an adapter for the checkpoint no longer fits
-    overwritten: set[Place] = field(default_factory=set)  # since the start, by pushes that failed too
     checksum: str | None = None
     failure: str | None = None
     received_bytes: int = 0
@@ -224,6 +222,10 @@ class WeightReceiver:
     def __init__(self, model: torch.nn.Module, device: torch.device, *, sharded: bool) -> None:
         self.layout = WeightLayout.from_model(model)
         self.state = PushState()
+        self._weights = WeightVersion()
+        self._pushes = 0
+        self._base_overwritten = False  # by full weights: an adapter for the checkpoint no longer fits
+        self._overwritten: set[Place] = set()  # since the start, by pushes that failed too
         self.model = model
         self._device = device
         self._sharded = sharded  # tensor parallel: no worker holds a whole tensor to read back
@@ -358,30 +360,29 @@ class WeightReceiver:
             elif wants_checksum:  # of nothing after an adapter
                 read = self.layout.read_back(state.shapes)
                 state.checksum = combined(tensor_hashes(read))
-            state.weights = WeightVersion(state.weights.version + 1 if version is None else version, trainer_id)
-            state.pushes += 1
-            state.base_overwritten |= not state.adapter_names
+            self._weights = WeightVersion(self._weights.version + 1 if version is None else version, trainer_id)
+            self._pushes += 1
+            self._base_overwritten |= not state.adapter_names
             state.open = False
             return self.report()
 
     def _check_base(self) -> None:
         # CoordExp's adapters are trained on the checkpoint's weights, but for those that come with them.
-        changed = self.state.overwritten - {self.layout.place(name) for name in self.state.shapes}
+        changed = self._overwritten - {self.layout.place(name) for name in self.state.shapes}
         if changed:
-            shown = sorted({place.parameter for place in changed})
+            shown = _listed(sorted({place.parameter for place in changed}))
             raise RolloutError(
-                f"an earlier push changed {', '.join(shown[:_SHOWN])}{', …' if len(shown) > _SHOWN else ''} of the "
-                "engine's model, on whose own weights this adapter was trained; restart the server, or push with "
-                "sync.mode: full"
+                f"an earlier push changed {shown} of the engine's model, on whose own weights this adapter was "
+                "trained; restart the server, or push with sync.mode: full"
             )
 
     def report(self) -> dict[str, Any]:
         """State of this worker's weights, for the trainer to check; JSON can hold it."""
         state = self.state
         return {
-            **state.weights.payload(),
-            "pushes": state.pushes,
-            "base_overwritten": state.base_overwritten,
+            **self._weights.payload(),
+            "pushes": self._pushes,
+            "base_overwritten": self._base_overwritten,
             "push_open": state.open,
             "failure": state.failure,
             "checksum": state.checksum,
@@ -403,7 +404,7 @@ class WeightReceiver:
             if name in self.state.shapes:
                 raise RolloutError(f"the trainer sent {name!r} twice in one push")
             self.state.shapes[name] = shape
-            self.state.overwritten.add(self.layout.place(name))
+            self._overwritten.add(self.layout.place(name))
         self._finish_loading(keep=1)  # at most one bucket is still being loaded while another arrives
         self._loading.append([])
 
@@ -422,8 +423,7 @@ class WeightReceiver:
         if not self.layout.describes(self.model):
             self.layout = WeightLayout.from_model(self.model)
             self.in_place = InPlaceTargets(self.layout, enabled=not self._sharded)
-        kept = {name: getattr(self.state, name) for name in ("weights", "pushes", "base_overwritten", "overwritten")}
-        self.state = PushState(open=True, **kept)
+        self.state = PushState(open=True)
 
     def _load(self, tensors: Sequence[tuple[str, torch.Tensor]], ready: torch.cuda.Event | None = None) -> None:
         if self._device.type == "cuda":
@@ -447,12 +447,10 @@ class WeightReceiver:
                         self.model.load_weights(unproven)  # pyright: ignore[reportCallIssue]
                 except (RuntimeError, ValueError, AssertionError, LookupError, TypeError, AttributeError) as error:
                     # vLLM's own message states at most that sizes do not fit.
-                    named = [f"{name} {tuple(tensor.shape)}" for name, tensor in unproven[:12]]
-                    more = f" or {len(unproven) - len(named)} more" if len(unproven) > len(named) else ""
+                    sent = _listed([f"{name} {tuple(tensor.shape)}" for name, tensor in unproven], 12)
                     raise RolloutError(
-                        f"the engine does not take {' or '.join(named)}{more} ({type(error).__name__}: "
-                        f"{str(error).strip()[:300] or 'no reason given'}); do its model and the trainer's differ in "
-                        "kind or size?"
+                        f"the engine does not take one of {sent} ({type(error).__name__}: {str(error).strip()[:300]}); "
+                        "do its model and the trainer's differ in kind or size?"
                     ) from error
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
