@@ -15,17 +15,17 @@ from coordexp.doctor.exactness import (
     DIM,
     HEADS,
     KV_HEADS,
+    LAYER_LIMIT,
     LENGTHS,
     LIMIT,
     ROW_LIMIT,
     SCORE_LIMIT,
     attention_error,
     head_errors,
+    layer_errors,
     offload_there_and_back,
     packed_row_error,
 )
-from coordexp.doctor.layers import LIMIT as LAYER_LIMIT
-from coordexp.doctor.layers import layer_errors
 from coordexp.modeling.attention import KERNELS, Segments, recompute_layers, varlen_runs_on
 from coordexp.modeling.inputs import ON_HOST, image_arguments, to_device
 from coordexp.modeling.kernels import liger_kernels

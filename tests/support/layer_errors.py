@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from coordexp.doctor.layers import layer_errors
+from coordexp.doctor.exactness import layer_errors
 from coordexp.modeling.kernels import liger_kernels
 
 
