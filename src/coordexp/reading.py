@@ -119,21 +119,14 @@ def parse_yaml(text: str) -> Any:
         raise yaml.YAMLError(f"a value that is not what it looks like ({error}); put it in quotes") from error
 
 
-def _check_keys(root: yaml.Node | None) -> None:
-    seen: set[int] = set()
-    waiting = [] if root is None else [root]
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-        if not isinstance(node, yaml.MappingNode):
-            continue
+def _check_keys(node: yaml.Node | None) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_keys(item)
+    elif isinstance(node, yaml.MappingNode):
         given: set[tuple[str, str]] = set()
         for key, value in node.value:
-            waiting.append(value)
+            _check_keys(value)
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
                 continue
             if (key.tag, key.value) in given:
