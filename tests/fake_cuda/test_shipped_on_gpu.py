@@ -48,7 +48,7 @@ WAITS = {
         "": "weights and optimizer are copied to the host; once loaded, compared; once a checkpoint, all are finite",
     },
     "push": {
-        "coordexp/weight_sync/buckets.py hashes_together": "once a push, in some: checksums of all weights",
+        "coordexp/weight_sync/buckets.py tensor_hashes": "once a push, in some: checksums of all weights",
         "coordexp/weight_sync/receiver.py probe": "once a weight, first push: whether the engine took it",
         "coordexp/weight_sync/receiver.py _load": "once a bucket: its memory is used again",
         "coordexp/training/offload.py away": "the engine measures what is free",

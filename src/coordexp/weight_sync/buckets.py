@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -41,7 +41,7 @@ def describe(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[TensorInfo, .
     """Metadata of a bucket that holds these tensors in this order."""
     infos, start = [], 0
     for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         infos.append(TensorInfo(name, tuple(tensor.shape), str(tensor.dtype), start, start + size, size))
         start += size
     return tuple(infos)
@@ -108,7 +108,7 @@ def in_buckets(
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in weights:
-        more = tensor.numel() * tensor.element_size()
+        more = tensor.nbytes
         if bucket and size + more > bucket_bytes:
             yield bucket
             bucket, size = [], 0
@@ -133,76 +133,39 @@ def tensor_hashes(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     Of the bytes as little-endian 64-bit words x₀ … (the last filled up with zeros): the number of bytes and the sum of
     SplitMix64's mix of xᵢ + (i + 1)·STEP. Integer arithmetic modulo 2^64 only, so the same on every device.
     """
-    on_device: defaultdict[torch.device, list[tuple[str, torch.Tensor]]] = defaultdict(list)
-    for name, tensor in named:
-        on_device[tensor.device].append((name, tensor))
     hashes: dict[str, int] = {}
-    for device, tensors in on_device.items():
-        hashes |= hashes_together(tensors, _WORDS_ON_GPU if device.type == "cuda" else _WORDS_ON_CPU)
+    sums: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in named:
+        hashes[name] = tensor.nbytes
+        sums[tensor.device][name] = _mixed_sum(as_bytes(tensor))
+    for of_device in sums.values():
+        for name, total in zip(of_device, torch.stack([*of_device.values()]).tolist(), strict=True):  # one wait
+            hashes[name] = (hashes[name] + total) & _MASK
     return hashes
 
 
-def hashes_together(tensors: Sequence[tuple[str, torch.Tensor]], at_once: int) -> dict[str, int]:
-    """:func:`tensor_hashes` of tensors of one device: by few kernels, each for ``at_once`` words of all of them, and
-    with one wait."""
-    parts: list[_Words] = []
-    for name, tensor in tensors:
-        bytes_N = as_bytes(tensor)
-        num_whole = bytes_N.numel() // 8
-        whole = bytes_N[: num_whole * 8]
-        # 64-bit words are read from multiples of 8 only, and a row inside a parameter may begin in the middle of one.
-        words = (whole if whole.storage_offset() % 8 == 0 else whole.clone()).view(torch.int64)
-        parts += [_Words(name, at, words[at : at + at_once]) for at in range(0, num_whole, at_once)]
-        if bytes_N.numel() % 8:
-            last = torch.zeros(8, dtype=torch.uint8, device=bytes_N.device)
-            last[: bytes_N.numel() % 8] = bytes_N[num_whole * 8 :]
-            parts.append(_Words(name, num_whole, last.view(torch.int64)))
-    hashes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors}
-    if not parts:
-        return hashes
-    longest = max(len(part.words) for part in parts)
-    steps = (torch.arange(longest, device=parts[0].words.device, dtype=torch.int64) + 1) * _signed(_STEP)
-    sums: list[torch.Tensor] = []
-    group: list[_Words] = []
-    size = 0
-    for part in parts:
-        if size + len(part.words) > at_once:
-            sums += _sums(group, steps)
-            group, size = [], 0
-        group.append(part)
-        size += len(part.words)
-    sums += _sums(group, steps)
-    for part, total in zip(parts, torch.stack(sums).tolist(), strict=True):
-        hashes[part.name] = (hashes[part.name] + total) & _MASK
-    return hashes
-
-
-class _Words(NamedTuple):
-    """64-bit words of a tensor, from its word ``start``."""
-
-    name: str
-    start: int
-    words: torch.Tensor
-
-
-def _sums(group: Sequence[_Words], steps: torch.Tensor) -> list[torch.Tensor]:
-    """The sum of SplitMix64 of each part, as a scalar on its device. ``steps``: (i + 1)·STEP."""
-    sizes = [len(part.words) for part in group]
-    mixed = torch.cat([steps[:size] for size in sizes])
-    for part, own in zip(group, mixed.split(sizes), strict=True):
-        if part.start:
-            own += _signed(part.start * _STEP)
-    mixed += group[0].words if len(group) == 1 else torch.cat([part.words for part in group])
-    for shift, factor in (*_MIXES, (_LAST_SHIFT, 1)):
-        mixed ^= (mixed >> shift) & (_MASK >> shift)  # torch's shift copies the sign
-        if factor != 1:
+def _mixed_sum(bytes_N: torch.Tensor) -> torch.Tensor:
+    """The sum of SplitMix64 of all words, as a scalar on their device."""
+    # 64-bit words are read from multiples of 8 only, and a row inside a parameter may begin in the middle of one.
+    if bytes_N.numel() % 8 or bytes_N.storage_offset() % 8:
+        bytes_N = torch.cat([bytes_N, bytes_N.new_zeros(-bytes_N.numel() % 8)])
+    words_N = bytes_N.view(torch.int64)
+    total = words_N.new_zeros(())
+    at_once = _WORDS_ON_GPU if bytes_N.device.type == "cuda" else _WORDS_ON_CPU
+    for start in range(0, len(words_N), at_once):
+        some = words_N[start : start + at_once]
+        mixed = torch.arange(start + 1, start + 1 + len(some), device=some.device)
+        mixed *= _signed(_STEP)
+        mixed += some
+        for shift, factor in (*_MIXES, (_LAST_SHIFT, 1)):
+            mixed ^= (mixed >> shift) & (_MASK >> shift)  # torch's shift copies the sign
             mixed *= _signed(factor)
-    return [own.sum() for own in mixed.split(sizes)]
+        total += mixed.sum()
+    return total
 
 
 def _signed(number: int) -> int:
-    """This number modulo 2^64 as one of torch's signed 64-bit integers."""
-    number &= _MASK
+    """A number below 2^64 as one of torch's signed 64-bit integers."""
     return number - (1 << 64) if number >> 63 else number
 
 
