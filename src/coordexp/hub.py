@@ -270,31 +270,27 @@ def _unreachable(hub: Any, error: Exception) -> str:
 def _errors_of(model: HubModel) -> Iterator[None]:
     """The library's errors as one line with the fix."""
     hub: Any = _library()
-    errors, home = hub.errors, f"{hub.constants.ENDPOINT}/{model.repo}"
     try:
         yield
-    except CheckpointError:
-        raise
-    except errors.GatedRepoError as error:
-        raise CheckpointError(
-            f"{model}: is gated; accept its terms on {home}, log in (hf auth login, or HF_TOKEN), and start again"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"{model}: no such folder here, and {hub.constants.ENDPOINT} has no model {model.repo}, or does not show "
-            "it to you; check the name, or log in: hf auth login"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise CheckpointError(
-            f"{model}: the model has no revision {model.revision}; {home}/commits/main lists its commits"
-        ) from error
-    except (errors.HfHubHTTPError, _httpx().HTTPError, errors.OfflineModeIsEnabled, _NotAHubError) as error:
-        raise CheckpointError(f"{model}: {_unreachable(hub, error)}") from error
-    except errors.LocalEntryNotFoundError as error:
-        raise CheckpointError(f"{model}: {_unreachable(hub, error)}; files that were fetched are kept") from error
-    except OSError as error:
+    except (hub.errors.HfHubHTTPError, _httpx().HTTPError, OSError, _NotAHubError) as error:
+        raise CheckpointError(f"{model}: {_problem(hub, model, error)}") from error
+
+
+def _problem(hub: Any, model: HubModel, error: Exception) -> str:
+    errors, home = hub.errors, f"{hub.constants.ENDPOINT}/{model.repo}"
+    if isinstance(error, errors.GatedRepoError):  # a kind of the next one
+        return f"is gated; accept its terms on {home}, log in (hf auth login, or HF_TOKEN), and start again"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"no such folder here, and {hub.constants.ENDPOINT} has no model {model.repo}, or does not show it to you; "
+            "check the name, or log in: hf auth login"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the model has no revision {model.revision}; {home}/commits/main lists its commits"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return f"{_unreachable(hub, error)}; files that were fetched are kept"
+    if isinstance(error, OSError) and not isinstance(error, (errors.HfHubHTTPError, errors.OfflineModeIsEnabled)):
         reason = error.strerror or " ".join(str(error).split())
-        raise CheckpointError(
-            f"{model}: {error.filename or _cache(hub)}: {reason}; set HF_HOME to a folder that can be written, or free "
-            "some space there"
-        ) from error
+        folder = error.filename or _cache(hub)
+        return f"{folder}: {reason}; set HF_HOME to a folder that can be written, or free some space there"
+    return _unreachable(hub, error)
