@@ -29,7 +29,6 @@ _TEXTS = re.compile(
 )
 _ASKED = re.compile(r"(?:tried to allocate|Unable to allocate) ([\d.]+) ?([KMGTP]iB|bytes)", re.IGNORECASE)
 _GPU = re.compile(r"(GPU \d+) has a total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
-_PARTS = {"bytes": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4, "PiB": 5}
 _NOTED = "coordexp_shortage"  # the attribute of an error with its _Shortage
 _LONGEST = 300  # characters of a library's own message
 
@@ -60,8 +59,7 @@ def facts_of(error: BaseException) -> str:
     asked, gpu = _ASKED.search(text), _GPU.search(text)
     wanted = "more memory was needed"
     if asked is not None:
-        unit = next(name for name in _PARTS if name.lower() == asked[2].lower())
-        wanted = f"{_size(float(asked[1]) * 1024 ** _PARTS[unit])} were needed"
+        wanted = f"{_size(float(asked[1])) if asked[2] == 'bytes' else ' '.join(asked.groups())} were needed"
     if gpu is not None:
         return f"{wanted}, and {gpu[1]} has {gpu[3]} of {gpu[2]} free"
     # A GPU's error without numbers and a killed process leave only the library's own message.

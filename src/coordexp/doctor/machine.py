@@ -67,12 +67,9 @@ def host(settings: Settings) -> Iterator[Row]:
     found = main_memory()
     assert found is not None, "Linux says how much memory there is"
     free, total, whose = found
-    advice = "end other programs, or use fewer GPUs"
-    if whose == THIS_MACHINES:
-        figure = f"{free / GB:.1f} of {total / GB:.1f} GB free, {needed} needed"
-    else:
-        figure = f"{free / GB:.1f} of {whose} {total / GB:.1f} GB free, {needed} needed"
-        advice = f"raise {whose} limit, {advice}"
+    is_limited = whose != THIS_MACHINES
+    figure = f"{free / GB:.1f} of {f'{whose} ' if is_limited else ''}{total / GB:.1f} GB free, {needed} needed"
+    advice = (f"raise {whose} limit, " if is_limited else "") + "end other programs, or use fewer GPUs"
     yield judged("host memory", free >= needed * GB, figure, advice)
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     is_limited = limit != resource.RLIM_INFINITY

@@ -131,19 +131,12 @@ def train_shipped(file: str, keys: Mapping[str, Any], log: Path, timeout_s: floa
     started = time.monotonic()
     with log.open("wb") as output:
         # In this process's group, so that whoever ends the group ends the run too.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "coordexp", "train", str(path), *words],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+        command = [sys.executable, "-m", "coordexp", "train", str(path), *words]
+        given_output = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+            code = subprocess.run(command, **given_output, timeout=timeout_s, check=False).returncode
+        except subprocess.TimeoutExpired:  # it has been killed
             code = None
-        finally:
-            process.kill()
-            process.wait()
     seconds = time.monotonic() - started
     ended = f"not done after {timeout_s:.0f} s" if code is None else f"exit code {code}"
     last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
