@@ -41,6 +41,7 @@ PORT_FREE_S = 5.0
 MAX_FRAME_BYTES = 1 << 20
 HELLO_S = 10.0
 RETRY_S = 0.05
+STORE_POLL_S = 0.01
 _LENGTH = struct.Struct(">I")
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how to reach, on its own machine, a listener on every address
 
@@ -309,8 +310,8 @@ class RendezvousServer:
     def __init__(self, listener: socket.socket, token: str) -> None:
         self._listener = listener
         self._token = token
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
+        self._values: dict[str, str] = {}  # in hexadecimal
+        self._lock = threading.Lock()  # of what follows
         self._connections: set[socket.socket] = set()
         self._members: set[socket.socket] = set()  # connections that have proved that they know the token
         self._closed = False
@@ -318,7 +319,7 @@ class RendezvousServer:
 
     def num_members(self) -> int:
         """Members that are connected. The sockets know it; the thread of one that has left may not have run yet."""
-        with self._changed:
+        with self._lock:
             left = select.poll()
             for one in () if self._closed else self._members:
                 left.register(one, select.POLLRDHUP)
@@ -326,10 +327,9 @@ class RendezvousServer:
 
     def close(self) -> None:
         """Free the port; safe to call twice."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             connections = list(self._connections)
-            self._changed.notify_all()
         for one in (self._listener, *connections):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)  # a close alone does not wake a thread in accept()
@@ -341,7 +341,7 @@ class RendezvousServer:
                 connection, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            with self._changed:
+            with self._lock:
                 if self._closed:
                     connection.close()
                     continue
@@ -359,7 +359,7 @@ class RendezvousServer:
             if self._token and not hmac.compare_digest(str(proof).encode(), _proof(self._token, nonce).encode()):
                 _send(connection, {"error": "wrong token for this weight group"})
                 return
-            with self._changed:
+            with self._lock:
                 self._members.add(connection)
             _send(connection, {"ok": True})
             connection.settimeout(None)
@@ -368,29 +368,20 @@ class RendezvousServer:
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return  # gone, or not a member of a group
         finally:
-            with self._changed:
+            with self._lock:
                 self._connections.discard(connection)
                 self._members.discard(connection)
             connection.close()
 
     def _handle(self, request: dict[str, Any]) -> dict[str, Any]:
-        with self._changed:
-            match request["op"]:
-                case "set":
-                    self._values[str(request["key"])] = bytes.fromhex(request["value"])
-                    self._changed.notify_all()
-                    return {"ok": True}
-                case "wait":
-                    keys = [str(key) for key in request["keys"]]
-                    self._changed.wait_for(
-                        lambda: self._closed or all(key in self._values for key in keys), float(request["seconds"])
-                    )
-                    absent = [key for key in keys if key not in self._values]
-                    if absent:
-                        return {"error": f"{absent[0]} did not come"}
-                    return {"values": [self._values[key].hex() for key in keys]}
-                case other:
-                    return {"error": f"unknown operation {other!r}"}
+        match request["op"]:
+            case "set":
+                self._values[str(request["key"])] = str(request["value"])
+                return {"ok": True}
+            case "get":
+                return {"values": [self._values.get(str(key)) for key in request["keys"]]}
+            case other:
+                return {"error": f"unknown operation {other!r}"}
 
 
 class RendezvousStore(dist.Store):
@@ -443,11 +434,15 @@ class RendezvousStore(dist.Store):
 
     def _wait(self, keys: Sequence[str], seconds: float) -> list[str]:
         # Their values. RuntimeError: a key is still missing after `seconds`. OSError: rank 0 is gone.
-        return self._call({"op": "wait", "keys": list(keys), "seconds": seconds}, seconds)["values"]
+        deadline = time.monotonic() + seconds
+        while None in (values := self._call({"op": "get", "keys": list(keys)})["values"]):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{keys[values.index(None)]} did not come")
+            time.sleep(STORE_POLL_S)
+        return values
 
-    def _call(self, request: dict[str, Any], seconds: float = 0.0) -> dict[str, Any]:
+    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
-            self._socket.settimeout(seconds + HELLO_S)
             _send(self._socket, request)
             answer = _receive(self._socket)
         if "error" in answer:
