@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from coordexp.addresses import split_url
 from coordexp.checkpoints.disk import checked_disk
+from coordexp.checkpoints.folder import MODEL_TYPE, Checkpoint
 from coordexp.checkpoints.memory import check_memory
 from coordexp.config import RunConfig
 from coordexp.config.engine_args import ENGINE_ARGS
@@ -47,7 +48,6 @@ LOOPBACK = "127.0.0.1"
 PLUGIN = Path(__file__).parents[1] / "engine" / "server" / "plugin" / "coordexp_rollout_plugin.py"
 # Settings of servers: if the launcher's shell exports them, they must not reach the trainer.
 SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, CLASS_NAMES_ENABLE, SERVER_API_KEY)
-SWIFT_MODEL_TYPE = "qwen3_vl"  # the one that we train; called the same in transformers and ms-swift
 _SWIFT_ENGINE_KEYS = ("max_num_batched_tokens", "async_scheduling", *ENGINE_ARGS)  # by vllm_engine_kwargs
 
 
@@ -241,7 +241,7 @@ def _swift_command(options: ServeOptions) -> tuple[str, ...]:
     further = {name: engine[name] for name in _SWIFT_ENGINE_KEYS if name in engine}
     flags: dict[str, Any] = {
         "model": options.model,
-        "model_type": SWIFT_MODEL_TYPE,
+        "model_type": MODEL_TYPE,  # called the same in transformers and ms-swift
         "torch_dtype": engine["dtype"],
         "host": options.host,
         "port": options.port,
@@ -386,30 +386,24 @@ def _token_check(plan: LaunchPlan) -> Iterator[Check]:
 
 
 def _model_check(config: RunConfig) -> Check:
-    folder = Path(config.model.model)
     try:
-        model_type = str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        problem = f"{folder} is not a checkpoint ({error}); name a folder with config.json"
-        return Check("model.model", f"{folder} (no checkpoint)", problem)
+        checkpoint = Checkpoint.open(config.model.model)
+    except CheckpointError as error:
+        return Check("model.model", "no checkpoint", str(error))
     problem = None
-    if config.launch.server == "swift" and model_type != SWIFT_MODEL_TYPE:
+    if config.launch.server == "swift" and (files := _naming_code(checkpoint)):
         problem = (
-            f"its config.json has model_type {model_type!r}, and swift rollout is started for {SWIFT_MODEL_TYPE} only; "
-            "write launch.server: coordexp"
-        )
-    elif config.launch.server == "swift" and (names := _naming_code(folder)):
-        problem = (
-            f"{', '.join(names)} there name Python code (auto_map), which swift rollout runs; remove this key, or "
+            f"{', '.join(files)} there name Python code (auto_map), which swift rollout runs; remove this key, or "
             "write launch.server: coordexp, which runs no code of a checkpoint"
         )
-    return Check("model.model", f"{folder} ({model_type})", problem)
+    return Check("model.model", str(checkpoint.path), problem)
 
 
-def _naming_code(folder: Path) -> list[str]:
-    """The files of a checkpoint by which transformers finds Python code in it, if it is told to trust it."""
-    named = []
-    for path in sorted(folder.glob("*config.json")):
+def _naming_code(checkpoint: Checkpoint) -> list[str]:
+    """Its files, and those of the model below its adapters, by which transformers finds Python code there if it is told
+    to trust it."""
+    named = [] if checkpoint.parent is None else _naming_code(checkpoint.parent)
+    for path in sorted(checkpoint.path.glob("*config.json")):
         with suppress(DataError):  # not readable, which the trainer's own checks report
             content = read_json(path)
             parts = (content, *content.values()) if isinstance(content, dict) else ()

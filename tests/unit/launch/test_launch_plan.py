@@ -215,11 +215,16 @@ def test_without_servers_only_the_trainer_is_started(tmp_path: Path, config: dic
     assert plan.servers == () and plan.server_base_urls == ()
 
 
-def test_another_family_is_refused_for_swift(tmp_path: Path, config: dict[str, Any]) -> None:
-    (folder := tmp_path / "llama").mkdir()
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    check = check_named("model.model", tmp_path, set_key(config, "model.model", str(folder)))
-    assert "launch.server: coordexp" in str(check.problem)
+def test_the_model_is_a_checkpoint_that_coordexp_trains(tmp_path: Path, config: dict[str, Any]) -> None:
+    (other := tmp_path / "llama").mkdir()
+    (other / "config.json").write_text('{"model_type": "llama"}')
+    check = check_named("model.model", tmp_path, set_key(config, "model.model", str(other)))
+    assert "model type 'llama'; CoordExp trains 'qwen3_vl' checkpoints" in str(check.problem)
+    (adapters := tmp_path / "lora").mkdir()
+    base = {"base_model_name_or_path": str(tiny_checkpoint()), "r": 4, "peft_type": "LORA"}
+    (adapters / "adapter_config.json").write_text(json.dumps(base))
+    config = set_key(config, "model.model", str(adapters))
+    assert check_named("model.model", tmp_path, config) == Check("model.model", str(adapters))
 
 
 @pytest.mark.parametrize("file", ["config.json", "processor_config.json"])
@@ -350,7 +355,7 @@ def test_all_problems_are_printed_and_nothing_starts(
     for words in (
         "launch.server_devices[1]: device 0 is already in launch.server_devices[0]",
         "launch.learner_devices: missing, while servers have devices",
-        "is not a checkpoint",
+        f"model.model: {tmp_path / 'nowhere'}: no such folder",
         f"port {servers[0]['group_port']} is rollout_matching.vllm.server.servers[0].group_port too",
         "no.jsonl",
         "neither.jsonl",
