@@ -107,16 +107,16 @@ def launch(
         training = run.training if on_gpus else run.training.model_copy(update={"use_cpu": True})
         return check_run(run.model_copy(update={"training": training}), trainers=trainers, servers_are_up=False)
 
-    preflight = look_over(run, config.absolute(), given, num_gpus(), trainers_checks, host)
+    plan, checks, problems = look_over(run, config.absolute(), given, num_gpus(), trainers_checks, host)
     console = open_console()
-    for check in preflight.checks:
+    for check in checks:
         mark = ("ok", "green") if check.problem is None else ("no", "red")
         console.print(Text.assemble(mark, f" {check.name}: {check.outcome}"), soft_wrap=True)
-    if preflight.plan is not None:
-        urls = ", ".join(preflight.plan.server_base_urls) or "none: the trainer generates by itself"
+    if plan is not None:
+        urls = ", ".join(plan.server_base_urls) or "none: the trainer generates by itself"
         say(console, f"server_base_urls: {urls}")
-        servers = [server.process for server in preflight.plan.servers if server.process is not None]
-        for process in (*servers, preflight.plan.trainer):
+        servers = [server.process for server in plan.servers if server.process is not None]
+        for process in (*servers, plan.trainer):
             title = Text.assemble((process.name, "bold"), f" on {process.device_names()}, log {process.log}")
             console.print(title, soft_wrap=True)
             for name, value in process.environment.items():
@@ -124,10 +124,10 @@ def launch(
             for name, variable in process.secrets.items():
                 say(console, f"  {name}=${{{variable}}} \\")
             say(console, f"  {shlex.join(process.command)}")
-    if preflight.problems:
-        raise ConfigError("\n".join(preflight.problems))
-    if preflight.plan is not None and not dry_run:
-        raise typer.Exit(run_plan(preflight.plan))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if plan is not None and not dry_run:
+        raise typer.Exit(run_plan(plan))
 
 
 def serve(

@@ -299,15 +299,6 @@ class Check:
     problem: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Preflight:
-    """All findings. ``plan`` is None if the device lists do not allow one; ``problems`` is then not empty."""
-
-    plan: LaunchPlan | None
-    checks: tuple[Check, ...]
-    problems: tuple[str, ...]
-
-
 def look_over(
     config: RunConfig,
     config_path: Path,
@@ -315,9 +306,10 @@ def look_over(
     num_gpus: int,
     trainer_checks: Callable[[int], object],
     listen_host: str | None = None,
-) -> Preflight:
-    """Run every check, also after one failed. ``trainer_checks``: those that the trainer itself makes, given its number
-    of processes; raises a CoordExpError."""
+) -> tuple[LaunchPlan | None, list[Check], list[str]]:
+    """Run every check, also after one failed. Returns the plan, None if the device lists do not allow one; the checks;
+    and every problem, those of the plan and of the trainer too. ``trainer_checks``: those that the trainer itself
+    makes, given its number of processes; raises a CoordExpError."""
     problems: list[str] = []
     plan = shown = None
     try:
@@ -334,7 +326,7 @@ def look_over(
     except CoordExpError as error:
         # The trainer makes some of the checks above too.
         problems += [line for line in str(error).splitlines() if not any(line in known for known in problems)]
-    return Preflight(shown, tuple(checks), tuple(dict.fromkeys(problems)))
+    return shown, checks, list(dict.fromkeys(problems))
 
 
 def run_checks(config: RunConfig, plan: LaunchPlan, num_gpus: int) -> list[Check]:
