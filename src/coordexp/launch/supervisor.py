@@ -329,14 +329,13 @@ def end_descendants(grace_s: float) -> None:
     own = os.getpid()
     asked: set[int] = set()
     deadline = time.monotonic() + grace_s
-    while descendants(own) and time.monotonic() < deadline:
-        children = set(descendants(own, recursive=False))
-        _signal(children - asked, signal.SIGTERM)
-        asked |= children
-        _reap()
-        time.sleep(REAP_POLL_S)
     while left := descendants(own):  # repeatedly: a process may have started another meanwhile
-        _signal(left, signal.SIGKILL)
+        if time.monotonic() < deadline:
+            children = set(descendants(own, recursive=False))
+            _signal(children - asked, signal.SIGTERM)
+            asked |= children
+        else:
+            _signal(left, signal.SIGKILL)
         _reap()
         time.sleep(REAP_POLL_S)
     _reap()
