@@ -310,23 +310,20 @@ def decoding_rates(
     settings: Settings, check: str, loaded: LoadedModel, requests: Sequence[RolloutRequest], backend: ColocatedBackend
 ) -> Iterator[Row]:
     """Rates at each number of answers at once; they are kept for :func:`which_is_faster`."""
-    found: dict[int, float] = {}
+    rates: dict[int, float] = {}
     for at_once in BATCHES:
-        row = f"{check}, {at_once} at once"
-        if at_once > AT_ONCE[torch.cuda.is_available()]:
-            yield Row(row, "skipped", "needs a GPU")
-        else:
-            yield attempted(row, _REPORT, _rate, at_once, loaded, requests, backend, found)
-    (settings.folder / f"{check}.json").write_text(json.dumps(found), encoding="utf-8")
+        name = f"{check}, {at_once} at once"
+        row = Row(name, "skipped", "needs a GPU")
+        if at_once <= AT_ONCE[torch.cuda.is_available()]:
+            row = attempted(name, _REPORT, _rate, at_once, loaded, requests, backend)
+        if row.result == "ok":
+            rates[at_once] = row.numbers["tokens_per_s"]
+        yield row
+    (settings.folder / f"{check}.json").write_text(json.dumps(rates), encoding="utf-8")
 
 
 def _rate(
-    check: str,
-    at_once: int,
-    loaded: LoadedModel,
-    requests: Sequence[RolloutRequest],
-    backend: ColocatedBackend,
-    found: dict[int, float],
+    check: str, at_once: int, loaded: LoadedModel, requests: Sequence[RolloutRequest], backend: ColocatedBackend
 ) -> Row:
     count = max(at_once, FEWEST)
     many = [requests[number % len(requests)] for number in range(count)]
@@ -338,7 +335,6 @@ def _rate(
     tokens = sum(len(rollout.response_token_ids) for rollout in rollouts)
     parsed = [parse_rollout(one.response_token_ids, loaded.vocab, ended=not one.truncated) for one in rollouts]
     boxes = sum(len(one.objects) for one in parsed)
-    found[at_once] = tokens / seconds
     figure = f"{tokens / seconds:,.0f} tokens/s, {boxes / seconds:,.1f} boxes/s"
     return measured(check, figure, tokens_per_s=tokens / seconds, boxes_per_s=boxes / seconds, boxes=boxes)
 
