@@ -16,7 +16,6 @@ from typing import Any
 
 from PIL import __version__ as pillow_version
 
-from coordexp.coords import COORD_TOKENS
 from coordexp.data.files import cache_folder
 from coordexp.data.images import (
     image_bytes,
@@ -32,11 +31,10 @@ from coordexp.data.polygons import shape_area
 from coordexp.data.preparation import resize_rule_of
 from coordexp.errors import DataError
 from coordexp.geometry import pixel_box
-from coordexp.records import NUM_BINS, GTObject, ImageRecord
+from coordexp.records import GTObject, ImageRecord
 
 _ICON = 100  # pixels of the longer side
 _FIRST_PIXEL = 1.7  # in pixels: a share of 1, and half a bin of a large photo
-_BIN_OF: dict[str, Any] = {token: k for k, token in enumerate(COORD_TOKENS)}
 DENSITY_EDGES = (0, 1, 2, 3, 5, 10, 20, 50, 100)
 
 
@@ -45,7 +43,7 @@ class Finding(StrEnum):
 
     # errors
     SCHEMA = "schema"  # an invalid line
-    XYWH_LOOKING = "xywh_looking"  # right of its left edge, unless its last two values are width and height
+    XYWH_LOOKING = "xywh_looking"  # an inverted box that is valid as x, y, width, height
     OUT_OF_RANGE = "out_of_range"  # values beyond 0..999: pixels, most often
     MISSING_IMAGE = "missing_image"
     UNREADABLE_IMAGE = "unreadable_image"
@@ -157,19 +155,7 @@ def check_jsonl(
             try:
                 record = parse_line(text, path=path, line=number)
             except RefusedLine as error:
-                finding, detail = Finding.SCHEMA, error.reason
-                if error.fault == "beyond_bins":
-                    finding = Finding.OUT_OF_RANGE
-                elif error.fault == "inverted_box":  # likely x, y, w, h, if all of them fit
-                    boxes = [obj.get("bbox_2d") for obj in json.loads(text)["objects"] if isinstance(obj, dict)]
-                    boxes = [[_BIN_OF.get(str(k), k) for k in b] for b in boxes if isinstance(b, list) and len(b) == 4]
-                    boxes = [b for b in boxes if set(map(type, b)) == {int}]
-                    inverted = [box for box in boxes if box[2] < box[0] or box[3] < box[1]]
-                    if all(box[0] + box[2] <= NUM_BINS and box[1] + box[3] <= NUM_BINS for box in inverted):
-                        finding = Finding.XYWH_LOOKING
-                        fit = f"{len(inverted)} of {len(boxes)} boxes of the line are, all of which fit as x, y, w, h"
-                        detail = f"{detail}; {fit}"
-                check.add(finding, f"{path.name}:{number}", detail)
+                check.add(Finding(error.fault), f"{path.name}:{number}", error.reason)
                 continue
             check.records.append(record)
             first = record.image not in paths

@@ -19,6 +19,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -26,6 +27,7 @@ from coordexp.coords import COORD_TOKENS
 from coordexp.data.files import whole_file
 from coordexp.data.images import read_header, shape_problem, size_problem
 from coordexp.errors import DataError
+from coordexp.printable import has_half_characters
 from coordexp.reading import LFS_POINTER, is_lfs_pointer, open_file
 from coordexp.records import (
     BIN_RULE,
@@ -38,7 +40,7 @@ from coordexp.records import (
 )
 
 ObjectOrdering = Literal["sorted", "sorted_x", "random", "file"]
-Fault = Literal["inverted_box", "beyond_bins"]  # beyond: outside 0..999, usually pixels
+Fault = Literal["schema", "xywh_looking", "out_of_range"]  # as ``data check`` names them
 
 MAX_PROBLEMS_SHOWN = 20
 NO_RECORDS = "the file has no records; expected one JSON object per line"
@@ -53,9 +55,9 @@ _NORM1000_HINT = "values are norm1000 integers 0..999, not pixels: round(999 * x
 
 
 class RefusedLine(DataError):
-    """An invalid line. ``reason`` is the message without its place; ``fault``: mistakes that ``data check`` names."""
+    """An invalid line. ``reason`` is the message without its place."""
 
-    def __init__(self, reason: str, fault: Fault | None, *, path: Path, line: int) -> None:
+    def __init__(self, reason: str, fault: Fault, *, path: Path, line: int) -> None:
         super().__init__(reason, path=path, line=line)
         self.reason = reason
         self.fault = fault
@@ -64,15 +66,15 @@ class RefusedLine(DataError):
 class _BadText(ValueError):
     """Like RefusedLine, before file and line number are known."""
 
-    def __init__(self, reason: str, fault: Fault | None = None) -> None:
+    def __init__(self, reason: str, fault: Fault = "schema") -> None:
         super().__init__(reason)
-        self.fault: Fault | None = fault
+        self.fault: Fault = fault
 
 
 def parse_line(text: str | bytes, *, path: Path, line: int) -> ImageRecord:
     """The record in one line of the dataset at ``path``. Relative images start at its folder; ``line`` counts from 1.
     Raises RefusedLine, with ``path:line`` and the object's 0-based index."""
-    fault: Fault | None = None
+    fault: Fault = "schema"
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
         if decoded.startswith("\ufeff"):
@@ -83,8 +85,7 @@ def parse_line(text: str | bytes, *, path: Path, line: int) -> ImageRecord:
     except UnicodeDecodeError as error:
         reason = f"not UTF-8 at byte {error.start + 1} of the line; save the file as UTF-8"
     except json.JSONDecodeError as error:
-        detail = f"{error.msg} at column {error.pos + 1}; each line must be one complete JSON object"
-        reason = f"broken JSON: {detail}"
+        reason = f"broken JSON: {error.msg} at column {error.pos + 1}; each line must be one complete JSON object"
     except (RecursionError, ValueError) as error:  # nested too deeply, or an integer of thousands of digits
         reason = f"unreadable JSON: {error}"
     raise RefusedLine(reason, fault, path=path, line=line)
@@ -157,7 +158,7 @@ def _record(line: Any, path: Path, number: int) -> ImageRecord:
         )
     if "\0" in images[0]:
         raise _BadText(f"images has a path with a NUL character: {_show(images[0])}")
-    if not images[0].isascii() and any("\ud800" <= char <= "\udfff" for char in images[0]):
+    if not images[0].isascii() and has_half_characters(images[0]):
         raise _BadText(f"images has a path with half a character (a lone surrogate): {_show(images[0])}; rename it")
     return ImageRecord(
         sample_id=f"{path.name}:{number}",
@@ -215,7 +216,7 @@ def _bins(kind: GeometryKind, values: Any) -> tuple[int, ...]:
         raise _BadText(
             f"bbox_2d {list(bins)} is inverted; expected [x1, y1, x2, y2] with x1 <= x2 and y1 <= y2 "
             "(is it [x, y, width, height]? then write x + width, y + height)",
-            "inverted_box",
+            "xywh_looking" if x1 + x2 <= NUM_BINS and y1 + y2 <= NUM_BINS else "schema",
         )
     return bins
 
@@ -231,7 +232,7 @@ def _bin(kind: str, index: int, value: Any) -> int:
         )
     if isinstance(value, list):
         raise _BadText(f"{kind}[{index}] is a list; expected a flat list x, y, x, y, … without inner brackets")
-    raise _BadText(f"{kind}[{index}] is {_show(value)}; {_NORM1000_HINT}", "beyond_bins")
+    raise _BadText(f"{kind}[{index}] is {_show(value)}; {_NORM1000_HINT}", "out_of_range")
 
 
 def _check_fields(mapping: Mapping[str, Any], valid: Sequence[str]) -> None:
@@ -291,12 +292,13 @@ def read_jsonl(path: str | Path, *, limit: int | None = None, check_images: bool
     problems: list[DataError] = []
     for number, text in numbered_lines(path, limit):
         try:
-            records.append(parse_line(text, path=path, line=number))
+            record = parse_line(text, path=path, line=number)
+            if check_images and (problem := image_problem(record.image, (record.width, record.height))) is not None:
+                raise DataError(problem, path=path, line=number)
+            records.append(record)
         except DataError as error:
             problems.append(error)
-    if check_images:
-        problems += image_problems(records, path)
-    raise_together(sorted(problems, key=lambda problem: problem.line or 0), path)
+    raise_together(problems, path)
     if not records:
         raise DataError(NO_RECORDS, path=path)
     return records
@@ -333,15 +335,9 @@ def numbered_lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]
         raise DataError("dataset file not found; check the path", path=path)
     if is_lfs_pointer(path):
         raise DataError(f"is {LFS_POINTER}", path=path)
-    taken = 0
     # Bytes, split at \n only: str.splitlines would also cut at U+2028 inside a string.
     with open_file(path) as lines:
-        for number, text in enumerate(lines, start=1):
-            if text.strip() and (limit is None or taken < limit):
-                taken += 1
-                yield number, text
-            elif taken == limit:
-                return
+        yield from islice(((number, text) for number, text in enumerate(lines, start=1) if text.strip()), limit)
 
 
 def image_problem(image: Path, declared: tuple[int, int]) -> str | None:
@@ -355,15 +351,9 @@ def image_problem(image: Path, declared: tuple[int, int]) -> str | None:
     return None if size == declared else f"{image}: {size_problem(declared, size)}"
 
 
-def image_problems(records: Iterable[ImageRecord], path: Path | None = None) -> list[DataError]:
-    problems: list[DataError] = []
-    for record in records:
-        text = image_problem(record.image, (record.width, record.height))
-        if text is not None and path is None:
-            problems.append(DataError(f"{record.sample_id}: {text}"))
-        elif text is not None:
-            problems.append(DataError(text, path=path, line=int(record.sample_id.rpartition(":")[2])))
-    return problems
+def image_problems(records: Iterable[ImageRecord]) -> list[DataError]:
+    problems = ((record, image_problem(record.image, (record.width, record.height))) for record in records)
+    return [DataError(f"{record.sample_id}: {text}") for record, text in problems if text is not None]
 
 
 def raise_together(problems: Sequence[DataError], path: Path | None) -> None:
@@ -375,4 +365,4 @@ def raise_together(problems: Sequence[DataError], path: Path | None) -> None:
     shown = [f"  {problem}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
     if len(problems) > MAX_PROBLEMS_SHOWN:
         shown.append(f"  … and {len(problems) - MAX_PROBLEMS_SHOWN} more")
-    raise DataError("\n".join([f"{len(problems)} problems", *shown]), path=path, line=None)
+    raise DataError("\n".join([f"{len(problems)} problems", *shown]), path=path)

@@ -43,8 +43,8 @@ def check(folder: Path, *lines: str) -> list[tuple[Finding, str]]:
     [
         ("no JSON", Finding.SCHEMA, "broken JSON"),
         (line({"desc": "", "bbox_2d": [1, 2, 3, 4]}), Finding.SCHEMA, "desc is empty"),
-        (line({"desc": "cat", "bbox_2d": [500, 600, 100, 50]}), Finding.XYWH_LOOKING, "1 of 1 boxes"),
-        (line({"desc": "cat", "bbox_2d": tokens(500, 600, 100, 50)}), Finding.XYWH_LOOKING, "1 of 1 boxes"),
+        (line({"desc": "cat", "bbox_2d": [500, 600, 100, 50]}), Finding.XYWH_LOOKING, "is inverted"),
+        (line({"desc": "cat", "bbox_2d": tokens(500, 600, 100, 50)}), Finding.XYWH_LOOKING, "is inverted"),
         (line({"desc": "cat", "bbox_2d": tokens(900, 600, 850, 950)}), Finding.SCHEMA, "is inverted"),
         (line(BOX, {"desc": "cat", "bbox_2d": [900, 600, 850, 950]}), Finding.SCHEMA, "is inverted"),  # no x, y, w, h
         (line({"desc": "cat", "bbox_2d": [10, 20, 1300, 400]}), Finding.OUT_OF_RANGE, "not pixels"),
