@@ -14,9 +14,8 @@ from PIL import Image, ImageEnhance
 
 from coordexp.config.base import default_of
 from coordexp.config.schema import AugmentConfig, CustomConfig
-from coordexp.data.dataset_cache import CachedRecords
 from coordexp.data.images import open_rgb
-from coordexp.data.joined import JoinedRecords
+from coordexp.data.joined import index_of
 from coordexp.data.jsonl import ObjectOrdering, order_objects
 from coordexp.data.polygons import Point, canonical_ring, clip_ring, shape_area
 from coordexp.errors import DataError
@@ -55,7 +54,6 @@ class RecordDataset:
     seed: int = 0
     augment: AugmentConfig | None = None
     _epoch: int = field(default=0, init=False)
-    _places: dict[str, int] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -76,14 +74,7 @@ class RecordDataset:
         """The prompt of a sample of any epoch. Raises DataError if the dataset does not contain its record."""
         name, _, drawn = sample_id.rpartition(_EPOCH) if self.augment is not None else (sample_id, "", "0")
         epoch, _, repeat = drawn.partition(_REPEAT)
-        file = "" if isinstance(self.records, JoinedRecords) else self.records[0].sample_id.rpartition(":")[0]
-        if file:  # a single one, which may have another name than when the sample was read
-            name = f"{file}:{name.rpartition(':')[2]}"
-        if isinstance(self.records, CachedRecords | JoinedRecords):
-            index = self.records.index_of(name)
-        else:
-            self._places = self._places or {record.sample_id: at for at, record in enumerate(self.records)}
-            index = self._places.get(name)
+        index = index_of(self.records, name)
         if index is None or not epoch.isdecimal() or not (repeat or "0").isdecimal():
             raise DataError(
                 f"the checkpoint's carry buffer holds sample {sample_id}, which custom.train_jsonl does not; resume "

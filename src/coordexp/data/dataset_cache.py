@@ -7,7 +7,6 @@ change with the JSONL's size and modification time, and with the versions that d
 
 from __future__ import annotations
 
-import bisect
 import gc
 import hashlib
 import json
@@ -120,15 +119,6 @@ class CachedRecords(Sequence[ImageRecord]):
             return [self[k] for k in range(*index.indices(len(self)))]
         text, line = self.table["text"][index].as_py(), self.table["line"][index].as_py()
         return parse_line(text, path=self.path, line=line)
-
-    def index_of(self, sample_id: str) -> int | None:
-        """The index of a record; None if there is none of that id."""
-        name, _, line = sample_id.rpartition(":")
-        if name != self.path.name or not line.isdecimal():
-            return None
-        lines = self.table["line"].to_numpy()
-        index = bisect.bisect_left(lines, int(line))
-        return index if index < len(lines) and lines[index] == int(line) else None
 
     def pixel_areas(self) -> tuple[int, int]:
         """The smallest and the largest area of an image in pixels."""

@@ -32,7 +32,7 @@ class JoinedRecords(Sequence[ImageRecord]):
         ends = [0]
         for part in parts:
             ends.append(ends[-1] + len(part.records))
-        self._starts, self._length = ends[:-1], ends[-1]
+        self.starts, self._length = ends[:-1], ends[-1]
 
     def __len__(self) -> int:
         return self._length
@@ -43,23 +43,25 @@ class JoinedRecords(Sequence[ImageRecord]):
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index %= len(self)
-        at = bisect.bisect_right(self._starts, index) - 1
-        record = self.parts[at].records[index - self._starts[at]]
+        at = bisect.bisect_right(self.starts, index) - 1
+        record = self.parts[at].records[index - self.starts[at]]
         return replace(record, sample_id=f"{self.names[at]}:{_line_of(record)}")
 
-    def index_of(self, sample_id: str) -> int | None:
-        """The index of a record; None if there is none of that id."""
-        name, _, line = sample_id.rpartition(":")
-        if name not in self.names or not line.isdecimal():
+
+def index_of(records: Sequence[ImageRecord], sample_id: str) -> int | None:
+    """The index of a record; None if there is none of that id. A single file may have another name than in
+    ``sample_id``: it was renamed since."""
+    name, _, line = sample_id.rpartition(":")
+    start = 0
+    if isinstance(records, JoinedRecords):
+        if name not in records.names:
             return None
-        at = self.names.index(name)
-        part = self.parts[at]
-        if isinstance(part.records, CachedRecords):
-            index = part.records.index_of(f"{part.path.name}:{line}")
-        else:
-            index = bisect.bisect_left(part.records, int(line), key=_line_of)
-            index = index if index < len(part.records) and _line_of(part.records[index]) == int(line) else None
-        return None if index is None else self._starts[at] + index
+        at = records.names.index(name)
+        start, records = records.starts[at], records.parts[at].records
+    if not line.isdecimal():
+        return None
+    index = bisect.bisect_left(records, int(line), key=_line_of)
+    return start + index if index < len(records) and _line_of(records[index]) == int(line) else None
 
 
 def parts_of(records: Sequence[ImageRecord]) -> tuple[Sequence[ImageRecord], ...]:

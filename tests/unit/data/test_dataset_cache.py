@@ -22,6 +22,7 @@ from coordexp.data import dataset_cache
 from coordexp.data.class_list import class_list
 from coordexp.data.dataset_cache import CachedRecords, check_images, open_records
 from coordexp.data.files import VARIABLE, cache_folder
+from coordexp.data.joined import index_of
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.data.preparation import preparation_of
 from coordexp.errors import DataError
@@ -79,8 +80,10 @@ def test_records_are_those_of_the_reader(tmp_path: Path) -> None:
     records, expected = cached(path), read_jsonl(path)
     assert repr(list(records)) == repr(expected) and len(records) == len(expected) == 25
     assert records[-1] == expected[-1] and records[1:3] == expected[1:3]
-    assert [records.index_of(record.sample_id) for record in expected] == list(range(25))
-    assert records.index_of("sét.jsonl:2") is None and records.index_of("other.jsonl:1") is None
+    for some in (records, expected):
+        assert [index_of(some, record.sample_id) for record in expected] == list(range(25))
+        assert [index_of(some, name) for name in ("sét.jsonl:2", "sét.jsonl:99", "set")] == [None] * 3
+        assert index_of(some, "renamed.jsonl:5") == 2
     assert list(pickle.loads(pickle.dumps(records))) == expected
 
 

@@ -17,7 +17,7 @@ from coordexp.data.dataset import RecordDataset
 from coordexp.data.dataset_cache import CachedRecords, open_records
 from coordexp.data.epochs import EpochPlan, class_factors, describe_epoch, plan_epochs
 from coordexp.data.files import VARIABLE
-from coordexp.data.joined import DataPart, JoinedRecords, distinct_descs, pixel_areas
+from coordexp.data.joined import DataPart, JoinedRecords, distinct_descs, index_of, pixel_areas
 from coordexp.data.jsonl import write_jsonl
 from coordexp.data.preparation import preparation_of
 from coordexp.records import GTObject, ImageRecord, RolloutRequest
@@ -164,9 +164,9 @@ def test_records_of_files_of_one_name_are_told_apart(joined: JoinedRecords) -> N
         *(f"new/train.jsonl:{n}" for n in (1, 2, 3)),
         "more.jsonl:1",
     ]
-    assert [joined.index_of(sample_id) for sample_id in ids] == [0, 1, 2, 3, 4, 5]
+    assert [index_of(joined, sample_id) for sample_id in ids] == [0, 1, 2, 3, 4, 5]
     assert joined[-1].objects[0].desc == "leaf" and [one.sample_id for one in joined[1:3]] == ids[1:3]
-    assert [joined.index_of(name) for name in ("train.jsonl:1", "old/train.jsonl:3", "more.jsonl:x", "a:1")] == [
+    assert [index_of(joined, name) for name in ("train.jsonl:1", "old/train.jsonl:3", "more.jsonl:x", "a:1")] == [
         None
     ] * 4
     with pytest.raises(IndexError):
