@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import islice
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-CACHE_VERSION = 3  # raise it when a valid line or image becomes invalid, or when the files' format changes
+CACHE_VERSION = 4  # raise it when a valid line or image becomes invalid, or when the files' format changes
 CACHE_MIN_BYTES = 4 << 20  # smaller datasets are read by every process at every start, which takes about a second
 WAIT_S = 1800.0
 _PIECE_LINES = 1_000  # that one task of a worker validates
@@ -53,7 +53,6 @@ _NOT_CHECKED = -1  # instead of a file's size and modification time
 # The key of a record's metadata with the rule by which its image was resized; has a column, together with the bin rule.
 PREPARED = "prepared"
 _DESCS = "descs"  # the column of a record's distinct descriptions
-_MAX_INT64 = (1 << 63) - 1
 
 _Task = TypeVar("_Task")
 _Done = TypeVar("_Done")
@@ -216,9 +215,8 @@ def _validate_piece(path: Path, lines: list[tuple[int, bytes]]) -> tuple[pa.Reco
             "line": number,
             "text": text,
             "image": os.fsencode(record.image),
-            # No image is that large, so the check of images refuses the record.
-            "width": min(record.width, _MAX_INT64),
-            "height": min(record.height, _MAX_INT64),
+            "width": record.width,
+            "height": record.height,
             PREPARED: json.dumps(record.metadata.get(PREPARED)),
             _DESCS: sorted({obj.desc for obj in record.objects}),
         })  # fmt: skip
@@ -292,39 +290,25 @@ def _in_processes(work: Callable[[_Task], _Done], tasks: Iterable[_Task]) -> Ite
     # Each task's result, in order, from as many forked workers as this process may use cores.
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
-    from multiprocessing import active_children, get_context
+    from multiprocessing import get_context
 
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     left = iter(tasks)
     # Forked: a spawned worker would import the caller's whole program first. The work uses neither torch nor threads.
-    others, started = set(active_children()), []
     try:
         with ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (os.getpid(),)) as pool:
             submitted = deque(pool.submit(work, task) for task in islice(left, 2 * workers))
-            started = sorted(set(active_children()) - others, key=lambda one: one.pid or 0)
             try:
                 while submitted:
                     result = submitted.popleft().result()
                     submitted.extend(pool.submit(work, task) for task in islice(left, 1))
                     yield result
             finally:
-                for future in submitted:
-                    future.cancel()
-    except BrokenProcessPool as error:  # all workers have ended
-        raise DataError(_how_it_ended({one.pid: one.exitcode or 0 for one in started})) from error
-
-
-def _how_it_ended(codes: Mapping[int | None, int]) -> str:
-    # By the workers' exit codes. When one dies, the pool ends the others by SIGTERM.
-    first = [pid for pid, code in codes.items() if code not in (0, -signal.SIGTERM)] or list(codes)
-    code = codes[first[0]] if first else 0
-    if code >= 0:
-        end = f"ended by itself, with exit code {code}"
-    elif code == -signal.SIGKILL:
-        end = "was ended by SIGKILL, probably for lack of memory"
-    else:
-        end = f"was ended by {signal.Signals(-code).name}"
-    return f"a worker that validates the dataset (process {' or '.join(map(str, first))}) {end}; start again"
+                pool.shutdown(cancel_futures=True)
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that validates the dataset was killed, probably for lack of memory; start again"
+        ) from error
 
 
 def _start_worker(parent: int) -> None:

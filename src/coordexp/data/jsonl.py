@@ -139,7 +139,7 @@ def _record(line: Any, path: Path, number: int) -> ImageRecord:
     if missing:
         raise _BadText(f"missing {', '.join(missing)}; required are {', '.join(_REQUIRED_FIELDS)} (objects may be [])")
     for name in ("width", "height"):
-        if type(line[name]) is not int or line[name] < 1:
+        if type(line[name]) is not int or not 1 <= line[name] < 1 << 31:
             raise _BadText(f"{name} must be a positive integer, the image's size in pixels; got {_show(line[name])}")
     metadata = line.get("metadata", {})
     if not isinstance(metadata, dict):

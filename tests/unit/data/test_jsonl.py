@@ -65,6 +65,7 @@ BAD_LINES = [
     ("images blank", line(images=[" "]), ["exactly one path"]),
     ("images NUL", line(images=["a\0.png"]), ["NUL"]),
     ("width zero", line(width=0), ["width must be a positive integer", "0 (int)"]),
+    ("width huge", line(width=1 << 31), ["width must be a positive integer", "2147483648 (int)"]),
     ("width bool", line(width=True), ["width must be a positive integer", "True (bool)"]),
     ("height float", line(height=6.0), ["height must be a positive integer", "6.0 (float)"]),
     ("objects a mapping", line(objects={}), ["objects must be a list", "[] for an empty image"]),
