@@ -5,18 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from PIL import __version__ as pillow_version
-
-from coordexp.data.files import cache_folder
+from coordexp.data.find_images import REPORT_SUFFIX
 from coordexp.data.images import (
     image_bytes,
     image_exists,
@@ -134,8 +130,7 @@ def check_jsonl(
 
     Args:
         limit: check the first ``limit`` lines only.
-        deep: decode every image too, instead of reading its header alone. Later checks skip sound images
-            if their files have not changed.
+        deep: decode every image too, instead of reading its header alone.
         count_tokens: tokens of a record's prompt and answer; with it, those above ``max_tokens`` are found. Not called
             for a shape that processors refuse.
 
@@ -147,60 +142,43 @@ def check_jsonl(
     lines = list(numbered_lines(path, limit))
     if not lines:
         raise DataError(NO_RECORDS, path=path)
-    digests: defaultdict[bytes, list[str]] = defaultdict(list)
-    paths: defaultdict[Path, list[str]] = defaultdict(list)
-    with _open_cache() as cache:
-        for done, (number, text) in enumerate(lines, start=1):
-            check.lines += 1
-            try:
-                record = parse_line(text, path=path, line=number)
-            except RefusedLine as error:
-                check.add(Finding(error.fault), f"{path.name}:{number}", error.reason)
-                continue
-            check.records.append(record)
-            first = record.image not in paths
-            paths[record.image].append(record.sample_id)
-            digest = _check_image(check, record, cache, deep and first)
-            if digest is not None and first:
-                digests[digest].append(record.sample_id)
-            try:
-                resize_rule_of(record)
-            except DataError as error:
-                check.add(Finding.SCHEMA, record.sample_id, str(error))
-            if not record.objects:
-                check.add(Finding.EMPTY_IMAGE, record.sample_id, "no objects")
-            _add_objects(check, record)
-            if count_tokens is not None and shape_problem(record.width, record.height) is None:
-                length = count_tokens(record)
-                check.token_lengths.append(length)
-                if max_tokens is not None and length > max_tokens:
-                    detail = f"{length} tokens of prompt and answer, global_max_length is {max_tokens}"
-                    check.add(Finding.TOO_LONG, record.sample_id, detail)
-            if progress is not None:
-                progress(done, len(lines))
-    for kind, groups in (("in", paths), ("with the same bytes in", digests)):
-        for name, records in groups.items():
-            if len(records) > 1:
-                detail = f"{name.name if isinstance(name, Path) else 'images'} {kind} {', '.join(records)}"
-                check.add(Finding.DUPLICATE_IMAGE, records[-1], detail)
+    samples_of: defaultdict[Path, list[str]] = defaultdict(list)
+    alike: defaultdict[tuple[int, ...], list[Path]] = defaultdict(list)  # images whose files may have the same bytes
+    for done, (number, text) in enumerate(lines, start=1):
+        check.lines += 1
+        try:
+            record = parse_line(text, path=path, line=number)
+        except RefusedLine as error:
+            check.add(Finding(error.fault), f"{path.name}:{number}", error.reason)
+            continue
+        check.records.append(record)
+        first = record.image not in samples_of
+        samples_of[record.image].append(record.sample_id)
+        size = _check_image(check, record, deep and first)
+        if size is not None and first:
+            alike[image_stat(os.fsencode(record.image)).st_size, *size].append(record.image)
+        try:
+            resize_rule_of(record)
+        except DataError as error:
+            check.add(Finding.SCHEMA, record.sample_id, str(error))
+        if not record.objects:
+            check.add(Finding.EMPTY_IMAGE, record.sample_id, "no objects")
+        _add_objects(check, record)
+        if count_tokens is not None and shape_problem(record.width, record.height) is None:
+            length = count_tokens(record)
+            check.token_lengths.append(length)
+            if max_tokens is not None and length > max_tokens:
+                detail = f"{length} tokens of prompt and answer, global_max_length is {max_tokens}"
+                check.add(Finding.TOO_LONG, record.sample_id, detail)
+        if progress is not None:
+            progress(done, len(lines))
+    _add_duplicates(check, samples_of, alike)
     if limit is None and check.records and not any(record.objects for record in check.records):
         check.add(Finding.NO_OBJECTS, path.name, f"no object in {len(check.records)} images")
     elif (problem := shares_problem(check.records)) is not None:
         check.add(Finding.SHARES_LOOKING, path.name, problem)
     _compare_spellings(check)
-    report = path.with_name(f"{path.stem}.conversion_report.json")  # only it lists what the conversion left out
-    if not report.is_file():
-        return check
-    try:
-        content = json.loads(report.read_text(encoding="utf-8"))
-        reasons = content["skipped_objects"].keys() | content["skipped_images"].keys()
-        problems = [problem for problem in content["problems"] if problem["reason"] in reasons]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"no conversion report: {error!r}; remove the file or convert again", path=report) from error
-    for problem in problems:
-        index = problem["object_index"]
-        where = str(problem["file"]) if index is None else f"{problem['file']} object {index}"
-        check.add(Finding.LEFT_OUT, where, f"{problem['reason']}: {problem['detail']}")
+    _add_left_out(check)
     return check
 
 
@@ -247,6 +225,35 @@ def _add_objects(check: DatasetCheck, record: ImageRecord) -> None:
         seen.add(identity)
 
 
+def _add_duplicates(
+    check: DatasetCheck, samples_of: Mapping[Path, list[str]], alike: Mapping[tuple[int, ...], list[Path]]
+) -> None:
+    by_content: defaultdict[bytes, list[str]] = defaultdict(list)
+    for image in (image for images in alike.values() if len(images) > 1 for image in images):
+        by_content[hashlib.sha256(image_bytes(image)).digest()].append(samples_of[image][0])
+    found = [(f"{image.name} in", samples) for image, samples in samples_of.items()]
+    found += [("images with the same bytes in", samples) for samples in by_content.values()]
+    for what, samples in found:
+        if len(samples) > 1:
+            check.add(Finding.DUPLICATE_IMAGE, samples[-1], f"{what} {', '.join(samples)}")
+
+
+def _add_left_out(check: DatasetCheck) -> None:
+    report = check.path.with_name(f"{check.path.stem}{REPORT_SUFFIX}")
+    if not report.is_file():
+        return
+    try:
+        content = json.loads(report.read_text(encoding="utf-8"))
+        reasons = content["skipped_objects"].keys() | content["skipped_images"].keys()
+        problems = [problem for problem in content["problems"] if problem["reason"] in reasons]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"no conversion report: {error!r}; remove the file or convert again", path=report) from error
+    for problem in problems:
+        index = problem["object_index"]
+        where = str(problem["file"]) if index is None else f"{problem['file']} object {index}"
+        check.add(Finding.LEFT_OUT, where, f"{problem['reason']}: {problem['detail']}")
+
+
 def _compare_spellings(check: DatasetCheck) -> None:
     counts = Counter(obj.desc for record in check.records for obj in record.objects)
     alike: defaultdict[str, list[str]] = defaultdict(list)
@@ -258,34 +265,22 @@ def _compare_spellings(check: DatasetCheck) -> None:
             check.add(Finding.SPELLING, check.path.name, f"{shown} are different classes to the model")
 
 
-def _check_image(check: DatasetCheck, record: ImageRecord, cache: sqlite3.Connection, deep: bool) -> bytes | None:
-    # Returns the SHA-256 of the image's file; None if it cannot be read.
+def _check_image(check: DatasetCheck, record: ImageRecord, deep: bool) -> tuple[int, int] | None:
+    # Returns the image's size; None if it cannot be read.
     image, sample = record.image, record.sample_id
     try:
-        seen = image_stat(os.fsencode(image))  # before the image is read: a later change gives another key
-    except (OSError, ValueError):  # reading the image fails too, and says why
-        key = found = None
-    else:
-        key = os.fsencode(os.path.abspath(image)), pillow_version, seen.st_size, seen.st_mtime_ns
-        found = cache.execute(_FIND, key).fetchone()
-    if found is None or (deep and not found[3]):
-        try:
-            if not image_exists(image):
-                check.add(Finding.MISSING_IMAGE, sample, f"no file {image}")
-                return None
-            size = open_rgb(image).size if deep else read_header(image).size
-        except DataError as error:
-            check.add(Finding.UNREADABLE_IMAGE, sample, str(error))
+        if not image_exists(image):
+            check.add(Finding.MISSING_IMAGE, sample, f"no file {image}")
             return None
-        found = (*size, hashlib.sha256(image_bytes(image)).digest(), deep)
-        if key is not None:
-            cache.execute("INSERT OR REPLACE INTO images VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*key, *found))
-    width, height, digest, _ = found
-    if problem := shape_problem(width, height):
+        size = open_rgb(image).size if deep else read_header(image).size
+    except DataError as error:
+        check.add(Finding.UNREADABLE_IMAGE, sample, str(error))
+        return None
+    if problem := shape_problem(*size):
         check.add(Finding.EXTREME_SHAPE, sample, f"{image}: {problem}")
-    if (width, height) != (record.width, record.height):
-        check.add(Finding.SIZE_MISMATCH, sample, size_problem((record.width, record.height), (width, height)))
-    return digest
+    if size != (record.width, record.height):
+        check.add(Finding.SIZE_MISMATCH, sample, size_problem((record.width, record.height), size))
+    return size
 
 
 def histogram(values: Sequence[int], edges: Sequence[int]) -> dict[str, int]:
@@ -297,28 +292,3 @@ def histogram(values: Sequence[int], edges: Sequence[int]) -> dict[str, int]:
             name = f"{low}+" if high is None else f"{low}" if high == low + 1 else f"{low}-{high - 1}"
             counts[name] = inside
     return counts
-
-
-# Sound images: upright size in pixels, the file's SHA-256, and whether all pixels were decoded; by absolute path,
-# Pillow's version, and size and modification time of the file or of the shard it is in.
-_TABLE = """CREATE TABLE IF NOT EXISTS images (
-    path BLOB PRIMARY KEY, pillow TEXT, size INTEGER, mtime_ns INTEGER,
-    width INTEGER, height INTEGER, sha256 BLOB, decoded INTEGER
-) WITHOUT ROWID"""
-_FIND = """SELECT width, height, sha256, decoded FROM images
-    WHERE path = ? AND pillow = ? AND size = ? AND mtime_ns = ?"""
-
-
-@contextmanager
-def _open_cache() -> Iterator[sqlite3.Connection]:
-    # The user's own store, which several checks may use at once.
-    path = cache_folder() / "checked_images.sqlite"
-    try:
-        # Each entry is stored at once; without waiting for the disk that takes microseconds.
-        with closing(sqlite3.connect(path, timeout=30.0, isolation_level=None)) as cache:
-            cache.execute("PRAGMA journal_mode = TRUNCATE")
-            cache.execute("PRAGMA synchronous = OFF")
-            cache.execute(_TABLE)
-            yield cache
-    except sqlite3.Error as error:
-        raise DataError(f"cannot be used ({error}); delete the file and start again", path=path) from error

@@ -211,7 +211,7 @@ VARIABLE = "COORDEXP_CACHE"  # names the folder, in which everything can be dele
 
 
 def cache_folder() -> Path:
-    """The folder for validated datasets, checked images and indexes of shards: the first writable one of
+    """The folder for validated datasets and indexes of shards: the first writable one of
     :data:`VARIABLE`, ``coordexp`` in the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``), and a folder of
     the user's own among temporary files. The log names those that are passed over. Raises DataError without any."""
     candidates: list[Path] = []

@@ -1,4 +1,4 @@
-"""``data check``: findings with their place, and images that are read once; splits and samples."""
+"""``data check``: findings with their place."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from coordexp.data import dataset_check as check_module
 from coordexp.data.convert import convert_voc
 from coordexp.data.dataset_check import ERRORS, Finding, check_jsonl, histogram
-from coordexp.data.files import VARIABLE, cache_folder
 from coordexp.data.jsonl import read_jsonl, write_jsonl
 from coordexp.data.subset import pack
-from coordexp.errors import DataError
 from coordexp.records import GTObject, ImageRecord
 from support.annotation_folders import KEEP, paint, voc, voc_object
 
@@ -114,23 +111,7 @@ def test_histograms_name_their_ranges() -> None:
     assert histogram([0, 1, 3, 4, 4, 200], (0, 1, 2, 5, 100)) == {"0": 1, "1": 1, "2-4": 3, "100+": 1}
 
 
-# --- the store of checked images ---
-
 CELL = GTObject("cell", "bbox_2d", (100, 100, 500, 500))
-
-
-@pytest.fixture
-def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-    seen: list[str] = []
-    for name, how in (("open_rgb", "decoded"), ("read_header", "header of"), ("image_bytes", "bytes of")):
-        plain = getattr(check_module, name)
-        monkeypatch.setattr(
-            check_module,
-            name,
-            lambda path, plain=plain, how=how: seen.append(f"{how} {Path(path).stem}") or plain(path),
-        )
-    return seen
 
 
 def dataset(folder: Path, names: str = "ab") -> Path:
@@ -140,59 +121,20 @@ def dataset(folder: Path, names: str = "ab") -> Path:
     return folder / "data.jsonl"
 
 
-def again(read: list[str], path: Path, deep: bool = True) -> list[str]:
-    read.clear()
-    assert check_jsonl(path, deep=deep).errors == 0
-    return read.copy()
-
-
-def test_an_image_is_decoded_once(read: list[str], tmp_path: Path) -> None:
-    path = dataset(tmp_path)
-    assert again(read, path) == ["decoded a", "bytes of a", "decoded b", "bytes of b"]
-    assert again(read, path) == []
-    assert again(read, path, deep=False) == []
-    Image.new("RGB", (40, 30), (9, 9, 9)).save(tmp_path / "b.png")
-    assert again(read, path) == ["decoded b", "bytes of b"], "another file now"
-
-
-def test_a_deep_check_decodes_images_whose_headers_were_read(read: list[str], tmp_path: Path) -> None:
-    path = dataset(tmp_path, "a")
-    assert again(read, path, deep=False) == ["header of a", "bytes of a"]
-    assert again(read, path, deep=False) == []
-    assert again(read, path) == ["decoded a", "bytes of a"]
-
-
-def test_images_in_unchanged_shards_are_not_read_again(read: list[str], tmp_path: Path) -> None:
-    packed = tmp_path / "packed" / "data.jsonl"
-    pack(read_jsonl(dataset(tmp_path)), packed, 1 << 20)
-    assert len(again(read, packed)) == 4
-    assert again(read, packed) == []
-
-
-def test_findings_are_reported_each_time(read: list[str], tmp_path: Path) -> None:
+def test_an_image_that_is_cut_off_is_found_by_decoding_it(tmp_path: Path) -> None:
     path = dataset(tmp_path)
     (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:-30])
-    for _ in range(2):
-        assert check_jsonl(path, deep=True).counts() == {Finding.UNREADABLE_IMAGE: 1}
-    Image.new("RGB", (40, 31)).save(tmp_path / "a.png")
-    for _ in range(2):
-        assert check_jsonl(path, deep=True).counts() == {Finding.SIZE_MISMATCH: 1}
+    assert check_jsonl(path).counts() == {}
+    assert check_jsonl(path, deep=True).counts() == {Finding.UNREADABLE_IMAGE: 1}
 
 
-def test_the_same_bytes_in_two_files_are_found_without_reading_them_again(read: list[str], tmp_path: Path) -> None:
-    path = dataset(tmp_path)
-    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes())
-    for _ in range(2):
-        assert check_jsonl(path).counts() == {Finding.DUPLICATE_IMAGE: 1}
-
-
-def test_a_damaged_store_is_named(read: list[str], tmp_path: Path) -> None:
-    path = dataset(tmp_path, "a")
-    again(read, path)
-    (store,) = cache_folder().glob("*.sqlite")
-    store.write_bytes(b"no database" * 1000)
-    with pytest.raises(DataError, match=store.name):
-        check_jsonl(path)
+def test_the_same_bytes_in_two_images_of_shards_are_found(tmp_path: Path) -> None:
+    path, packed = dataset(tmp_path, "abc"), tmp_path / "packed" / "data.jsonl"
+    (tmp_path / "c.png").write_bytes((tmp_path / "a.png").read_bytes())
+    pack(read_jsonl(path), packed, 1 << 20)
+    for one in (path, packed):
+        ((found),) = check_jsonl(one).problems
+        assert found.finding is Finding.DUPLICATE_IMAGE and "data.jsonl:1, data.jsonl:3" in found.detail
 
 
 @pytest.mark.parametrize(
