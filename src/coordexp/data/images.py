@@ -71,8 +71,6 @@ class ResizeRule:
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """``(width, height)`` after a processor resized it. Raises DataError for an image that no processor takes."""
-        if height < 1 or width < 1:
-            raise DataError(f"image size {width}x{height}: both sides must be at least 1 pixel")
         if problem := shape_problem(width, height):
             raise DataError(problem)
         factor = self.factor
@@ -113,6 +111,7 @@ JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".bmp", ".webp", ".tif", ".tiff")
 """Lower-case suffixes of the images that are most common, in which drawings can be saved too."""
 HEIF_SUFFIXES = (".heic", ".heif", ".hif")  # of telephones; another package reads them
+_CONVERT = "convert it to PNG or JPEG"
 FRAMES_CURE = "ffmpeg -i FILE frame_%05d.png"
 # Suffixes of files that are not read, and why: Pillow takes a camera's raw file for the small preview in it.
 UNREAD = {
@@ -123,7 +122,7 @@ UNREAD = {
     **dict.fromkeys(
         (".svg", ".psd", ".eps", ".ai", ".jxl", ".jp2", ".j2k", ".jpx", ".exr", ".hdr", ".tga", ".ico", ".pcx", ".dds",
          ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2", ".dcm", ".fits"),
-        "a format that is not read; convert it to PNG or JPEG",
+        f"a format that is not read; {_CONVERT}",
     ),
 }  # fmt: skip
 SEEN_SUFFIXES = (*IMAGE_SUFFIXES, ".gif", ".avif", ".mpo", ".ppm", ".pgm", ".pbm", ".pnm", *HEIF_SUFFIXES, *UNREAD)
@@ -135,23 +134,18 @@ for _plugin in ("Jpeg", "Png", "WebP", "Tiff", "Bmp", "Gif", "Avif", "Ppm"):  # 
     importlib.import_module(f"PIL.{_plugin}ImagePlugin")
 _HEIF = "HEIF"
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
-# Formats that are not read, by a file's first bytes.
+_WEB_PAGE = "a web page, which a failed download leaves; download the image again"
+# What is not read, by a file's first bytes in lower case.
 _OTHER_CONTENTS = (
-    (b"%!PS", "a PostScript file; convert it to PNG or JPEG"),
-    (b"\xc5\xd0\xd3\xc6", "a PostScript file; convert it to PNG or JPEG"),
-    (b"%PDF", "a PDF; convert its pages to PNG or JPEG"),
-    (b"8BPS", "a Photoshop file; convert it to PNG or JPEG"),
-    (b"\x00\x00\x00\x0cjP  ", "a JPEG 2000 file; convert it to PNG or JPEG"),
-    (b"\xff\x4f\xff\x51", "a JPEG 2000 file; convert it to PNG or JPEG"),
-    (b"\x00\x00\x00\x0cJXL ", "a JPEG XL file; convert it to PNG or JPEG"),
-    (b"\x00\x00\x01\x00", "an icon; convert it to PNG or JPEG"),
-    (b"DDS ", "a texture (DDS); convert it to PNG or JPEG"),
-    (b"SIMPLE  =", "a FITS file; convert it to PNG or JPEG"),
-    (LFS_MARK, LFS_POINTER),
-    (b"<!doctype html", "a web page, which a failed download leaves; download the image again"),
-    (b"<html", "a web page, which a failed download leaves; download the image again"),
-    (b"<svg", "an SVG drawing; convert it to PNG or JPEG"),
-    (b"<?xml", "an XML file; if it is an SVG drawing, convert it to PNG or JPEG"),
+    (b"%!ps", f"a PostScript file; {_CONVERT}"),
+    (b"%pdf", f"a PDF; {_CONVERT}"),
+    (b"8bps", f"a Photoshop file; {_CONVERT}"),
+    (b"\x00\x00\x00\x0cjp  ", f"a JPEG 2000 file; {_CONVERT}"),
+    (b"<?xml", f"an XML file, such as an SVG drawing; {_CONVERT}"),
+    (b"<svg", f"an SVG drawing; {_CONVERT}"),
+    (b"<html", _WEB_PAGE),
+    (b"<!doctype html", _WEB_PAGE),
+    (LFS_MARK.lower(), LFS_POINTER),
 )
 _HEAD = 64  # bytes that are read for the format
 _SHOWN_OF_PATH = 200
@@ -337,7 +331,7 @@ def _open(path: Path, data: bytes | None = None) -> Image.Image:
         ) from error
     except UnidentifiedImageError as error:
         head = _head(path, data).lstrip().lower()
-        if (other := next((what for mark, what in _OTHER_CONTENTS if head.startswith(mark.lower())), None)) is not None:
+        if (other := next((what for mark, what in _OTHER_CONTENTS if head.startswith(mark)), None)) is not None:
             raise DataError(f"is {other}", path=path) from error
         # Pillow's own message names the file object in memory.
         raise DataError(f"not a readable image (cannot identify image file {str(path)!r}); {fix}", path=path) from error

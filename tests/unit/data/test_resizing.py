@@ -62,7 +62,7 @@ def test_resizing_equals_the_processors(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ((), "at least 1 pixel"),
+        ((), "10x0 has no pixels"),
         ((0,), "factor is 0"),
         ((32, 0, 9999), "1 <= min_pixels"),
         ((32, 9999, 5000), "min_pixels <= max_pixels"),
