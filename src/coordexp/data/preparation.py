@@ -7,9 +7,9 @@ original and for the resized copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from PIL import Image
@@ -21,7 +21,6 @@ from coordexp.errors import DataError
 from coordexp.records import ImageRecord
 
 _TELLING = 2.0  # twice or half the area is still close to training
-
 
 Side = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]  # of an image, in pixels, in a file
 
@@ -107,9 +106,14 @@ def resize_rule_of(record: ImageRecord) -> ResizeRule | None:
     """The rule by which the record's image was resized; None if it was not. Raises DataError if its
     ``metadata.prepared`` is not a rule."""
     written = record.metadata.get(PREPARED)
+    if written is None:
+        return None
     try:
-        return None if written is None else _read_rule(written)
-    except (TypeError, ValueError, DataError) as error:
+        whole = isinstance(written, dict) and all(type(value) is int for value in written.values())
+        if not whole or written.keys() != {"factor", "min_pixels", "max_pixels"}:
+            raise DataError("expected the whole numbers factor, min_pixels and max_pixels")
+        return ResizeRule(**written)
+    except DataError as error:
         raise DataError(
             f"metadata.{PREPARED} is {written!r}: {error}; write them as converters do, or remove the key"
         ) from error
@@ -123,16 +127,8 @@ def unprepared_note(preparation: ImagePreparation, validation: Sequence[ImageRec
     others = sum(preparation.changes(record.width, record.height) for record in validation)
     if not others:
         return None
-    cure = "convert both with the same options"
-    if not preparation.resize.is_settled():  # also of images that it resized
-        cure = "its limits are closer than a step of its grid: convert both again, with limits further apart"
     return (
         f"{others} of {len(validation)} images would be resized by the rule of the training images "
-        f"(metadata.{PREPARED}), so figures while training differ from those of coordexp evaluate; {cure}"
+        f"(metadata.{PREPARED}), so figures while training differ from those of coordexp evaluate; convert both "
+        "with the same options, or, if they were, with --min-pixels and --max-pixels further apart"
     )
-
-
-def _read_rule(written: Mapping[str, Any]) -> ResizeRule:
-    if set(written) != {"factor", "min_pixels", "max_pixels"} or any(type(v) is not int for v in written.values()):
-        raise ValueError("expected the whole numbers factor, min_pixels and max_pixels")
-    return ResizeRule(**written)

@@ -178,14 +178,14 @@ def test_validation_images_without_the_training_images_resizing_are_noted() -> N
     assert unprepared_note(trained, [small]) is None
     assert unprepared_note(ImagePreparation(), [large]) is None
     note = unprepared_note(trained, [small, large]) or ""
-    assert note.startswith("1 of 2 images") and note.endswith("convert both with the same options")
+    assert note.startswith("1 of 2 images") and "convert both with the same options" in note
 
 
 def test_limits_by_which_converted_images_are_resized_again_are_to_be_changed() -> None:
     rule = ResizeRule(32, 128**2, 128**2)
     converted = ImageRecord("a", Path("a"), *rule.size(101, 77), (), {"prepared": asdict(rule)})
     note = unprepared_note(ImagePreparation(rule), [converted]) or ""
-    assert note.startswith("1 of 1 images would be resized") and note.endswith("with limits further apart")
+    assert note.startswith("1 of 1 images would be resized") and note.endswith("further apart")
 
 
 def named(*names: str) -> ImageRecord:
