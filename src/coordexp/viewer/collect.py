@@ -118,25 +118,16 @@ def collect(source: Path, vocab: CoordVocab | None = None, max_records: int = 10
         records = [_from_answer(answer) for answer in read_answers(source / LAST_EVALUATION)]
         notes.append("these are the answers of the last evaluation while the run trained")
     curves = _curves(source)
-    if not records and not curves:
-        raise DataError(
-            "nothing to show: no rollout records (rollout_matching.monitor_dump), no predictions.jsonl and no "
-            "trainer_state.json; let its model answer first: coordexp evaluate RUN.yaml --model FOLDER",
-            path=source,
-        )
     if not records:
         resolved = source / RESOLVED_CONFIG
-        command = f"coordexp evaluate {resolved if resolved.is_file() else 'RUN.yaml'} --model {source}"
-        if _section(source, "custom").get("trainer_variant") is not None:
-            notes.append(
-                "this run recorded no rollouts: set rollout_matching.monitor_dump.enabled: true and resume it, or let "
-                f"its model answer: {command}"
-            )
-        else:
-            notes.append(
-                "this run has evaluated nothing, so only curves are shown; let its model answer, then look again: "
-                f"{command}"
-            )
+        fix = (
+            f"let its model answer: coordexp evaluate {resolved if resolved.is_file() else 'RUN.yaml'} --model {source}"
+            "; stage 2 records its rollouts with rollout_matching.monitor_dump.enabled: true"
+        )
+        if not curves:
+            missing = "no rollout records, no predictions.jsonl and no trainer_state.json"
+            raise DataError(f"nothing to show: {missing}; {fix}", path=source)
+        notes.append(f"no answers are recorded, so only curves are shown; {fix}")
     records = _thinned(records, max_records, notes)
     if vocab is None and any(record.step is not None for record in records):
         notes.append("no tokenizer was found, so tokens are not shown; name the checkpoint with --model")
@@ -182,16 +173,12 @@ def find_checkpoint(source: Path) -> Path | None:
     for folder in (source, source.parent, source.parent.parent) if source.is_dir() else source.parents[:3]:
         if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
             return folder
-        model = _section(folder, "model").get("model")
+        resolved = folder / RESOLVED_CONFIG
+        section = read_document(resolved).data.get("model") if resolved.is_file() else None
+        model = section.get("model") if isinstance(section, dict) else None
         if model is not None and (Path(str(model)) / "tokenizer.json").is_file():
             return Path(str(model))
     return None
-
-
-def _section(run: Path, name: str) -> Mapping[str, object]:
-    resolved = run / RESOLVED_CONFIG
-    section = read_document(resolved).data.get(name) if resolved.is_file() else None
-    return section if isinstance(section, dict) else {}
 
 
 def rollout_records_at(source: Path) -> Path | None:
