@@ -56,36 +56,38 @@ def list_files(folder: Path, *, converted: bool = True) -> Listing:
     those of tools are passed over, and images that a conversion wrote unless ``converted``. Raises DataError for a
     folder that cannot be opened."""
     files: list[Path] = []
-    passed_over: list[tuple[str, str]] = []
+    passed_over: list[tuple[Path, str]] = []
     seen: set[tuple[int, int]] = set()
     folders, links = [folder], []  # linked folders are last, so that a folder has its own name rather than a link's
     while folders or links:
         here = folders.pop() if folders else links.pop(0)
         try:
-            status = os.stat(here)
-            if (status.st_dev, status.st_ino) in seen:
-                passed_over.append((here.relative_to(folder).as_posix(), "a link to a folder that is read already"))
-                continue
-            seen.add((status.st_dev, status.st_ino))
-            found = _entries(here)
+            found = _entries(here, seen)
         except OSError as error:
             raise DataError(f"cannot be searched ({error.strerror})", path=here) from error
-        for name, kind in found:
+        if found is None:
+            passed_over.append((here, "a link to a folder that is read already"))
+        for name, kind in found or ():
             path = here / name
-            if kind not in ("file", "folder", "linked folder"):
-                passed_over.append((path.relative_to(folder).as_posix(), kind))
-            elif kind == "file":
+            if kind == "file":
                 files.append(path)
+            elif kind not in ("folder", "linked folder"):
+                passed_over.append((path, kind))
             elif not converted and _is_converted(path):
-                passed_over.append((path.relative_to(folder).as_posix(), "images that a conversion wrote"))
+                passed_over.append((path, "images that a conversion wrote"))
             else:
                 (links if kind == "linked folder" else folders).append(path)
-    return Listing(folder, tuple(sorted(files)), tuple(sorted(passed_over)))
+    reasons = sorted((path.relative_to(folder).as_posix(), reason) for path, reason in passed_over)
+    return Listing(folder, tuple(sorted(files)), tuple(reasons))
 
 
-def _entries(folder: Path) -> list[tuple[str, str]]:
-    """Names in ``folder`` in order, each with ``file``, ``folder``, ``linked folder``, or why it is passed over. Raises
-    OSError for a folder that cannot be opened."""
+def _entries(folder: Path, seen: set[tuple[int, int]]) -> list[tuple[str, str]] | None:
+    """Names in ``folder`` in order, each with ``file``, ``folder``, ``linked folder``, or why it is passed over; None
+    for one of the folders that were ``seen``, to which it is added. Raises OSError for one that cannot be opened."""
+    status = os.stat(folder)
+    if (status.st_dev, status.st_ino) in seen:
+        return None
+    seen.add((status.st_dev, status.st_ino))
     found: list[tuple[str, str]] = []
     with os.scandir(folder) as entries:  # which knows the folders among many images without looking at each
         for entry in entries:
@@ -123,14 +125,12 @@ def folder_levels(root: Path) -> Iterator[list[Path]]:
     level = [root]
     while level:
         yield level
-        below = []
-        for folder in level:
-            status = os.stat(folder)
-            if (status.st_dev, status.st_ino) in seen:
-                continue
-            seen.add((status.st_dev, status.st_ino))
-            below += [folder / name for name, kind in _entries(folder) if kind in ("folder", "linked folder")]
-        level = below
+        level = [
+            folder / name
+            for folder in level
+            for name, kind in _entries(folder, seen) or ()
+            if kind in ("folder", "linked folder")
+        ]
 
 
 def is_hidden(name: str) -> bool:
