@@ -97,13 +97,7 @@ class MemberFile(io.RawIOBase):
 
 _LONGEST_NAME = 4096  # bytes; no file system has longer paths, and each name takes as much memory as the longest
 _MOST_METADATA = 1 << 20
-_METADATA = (
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-)
+_METADATA = b"xgXLK"  # types of headers that are followed by names and more of the next member
 
 
 class _Header(tarfile.TarInfo):
