@@ -93,17 +93,25 @@ def checked_list(users: object) -> ClassList:
     pairs = list(users.items() if isinstance(users, Mapping) else ((name, at) for at, name in enumerate(users)))
     if not pairs:
         raise DataError(problem)
-    by_name: dict[str, int] = {}
     for given, number in pairs:
         if not isinstance(given, str):
             raise DataError(f"the class list has {given!r}, which is not text; give names, or {{name: number}}")
         if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
             raise DataError(f"the class list gives {given!r} the number {number!r}; give whole numbers from 0")
-        name = as_written(given)
-        if name in by_name:
-            raise DataError(f"{name!r} is name {by_name[name]} and name {number} of the class list; remove one")
-        by_name[name] = int(number)
+    by_name = _numbers((given, int(number)) for given, number in pairs)
     return by_name if isinstance(users, Mapping) else tuple(by_name)
+
+
+def _numbers(pairs: Iterable[tuple[str, int]], path: Path | None = None) -> dict[str, int]:
+    numbers: dict[str, int] = {}
+    for given, number in pairs:
+        name = as_written(given)
+        if name in numbers:
+            raise DataError(
+                f"{name!r} is name {numbers[name]} and name {number} of the class list; remove one", path=path
+            )
+        numbers[name] = number
+    return numbers
 
 
 def read_class_list(path: Path, first: int = 0) -> ClassList:
@@ -127,14 +135,10 @@ def read_class_list(path: Path, first: int = 0) -> ClassList:
         by_number = names_of_yaml(read_yaml(path), path)
     else:
         by_number = names_of_lines(read_text(path))
-    added = 0 if suffix in (".yaml", ".yml") and 0 not in by_number else first
     if not by_number:
         raise DataError("has no name; expected class names, one a line, names of a data.yaml, or a dataset", path=path)
-    numbers: dict[str, int] = {}
-    for number, name in sorted((number, as_written(name)) for number, name in by_number.items()):
-        if name in numbers:
-            raise DataError(f"{name!r} is name {numbers[name]} and name {number}; remove one", path=path)
-        numbers[name] = number
+    added = 0 if suffix in (".yaml", ".yml") and 0 not in by_number else first
+    numbers = _numbers(((name, number) for number, name in sorted(by_number.items())), path)
     numbers = {name: number + added for name, number in numbers.items()}
     return numbers if [*numbers.values()] != [*range(first, first + len(numbers))] else tuple(numbers)
 
