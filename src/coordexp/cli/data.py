@@ -148,18 +148,16 @@ def split_command(
 
     The parts are written next to it; records of one image stay together.
     """
+    from coordexp.data import files, read_jsonl, subset, write_jsonl
     from coordexp.data.class_list import unseen_note
-    from coordexp.data.files import check_new_file
-    from coordexp.data.jsonl import read_jsonl, write_jsonl
-    from coordexp.data.subset import split_records
 
     wanted = _rates("--shares", [part.strip() for part in shares.split(",")])
     if not all(name.isidentifier() and share > 0 for name, share in wanted.items()):
         raise ConfigError(f"--shares {shares!r}: expected names and shares, e.g. train=0.9,val=0.1")
-    parts = split_records(read_jsonl(jsonl), list(wanted.values()), seed)
+    parts = subset.split_records(read_jsonl(jsonl), list(wanted.values()), seed)
     paths = [jsonl.with_name(f"{jsonl.stem}.{name}.jsonl") for name in wanted]
     for path in paths:
-        check_new_file(path, fix="remove or rename it")
+        files.check_new_file(path, fix="remove or rename it")
     train = dict(zip(wanted, parts, strict=True)).get("train", [])
     for path, part in zip(paths, parts, strict=True):
         echo(f"wrote {path}: {write_jsonl(part, path)} records")
@@ -175,12 +173,10 @@ def sample_command(
     seed: Seed = 0,
 ) -> None:
     """Draw records at random."""
-    from coordexp.data.files import check_new_file
-    from coordexp.data.jsonl import read_jsonl, write_jsonl
-    from coordexp.data.subset import sample_records
+    from coordexp.data import files, read_jsonl, subset, write_jsonl
 
-    check_new_file(out, fix="name another file")
-    echo(f"wrote {out}: {write_jsonl(sample_records(read_jsonl(jsonl), count, seed), out)} records")
+    files.check_new_file(out, fix="name another file")
+    echo(f"wrote {out}: {write_jsonl(subset.sample_records(read_jsonl(jsonl), count, seed), out)} records")
 
 
 @data_app.add("pack", "coordexp data pack data/mine/train.jsonl --out packed/train.jsonl")
@@ -230,14 +226,12 @@ def rename_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Rename classes, or join them with others."""
-    from coordexp.data.files import check_new_file
-    from coordexp.data.jsonl import read_jsonl, write_jsonl
-    from coordexp.data.subset import read_renames, rename_classes
+    from coordexp.data import files, read_jsonl, subset, write_jsonl
 
-    check_new_file(out, overwrite)
+    files.check_new_file(out, overwrite)
     records = read_jsonl(jsonl)
-    pairs = read_renames(renames, records)
-    renamed, counts = rename_classes(records, pairs)
+    pairs = subset.read_renames(renames, records)
+    renamed, counts = subset.rename_classes(records, pairs)
     write_jsonl(renamed, out)
     for old, count in counts.items():
         echo(f"  {printable(old)} -> {printable(pairs[old])}: {count} objects")
@@ -269,31 +263,26 @@ def drop_command(
     as_json: AsJson = False,
 ) -> None:
     """Leave annotations out at random, or remove soft objects."""
-    from coordexp.data.files import check_new_file, is_same_file
-    from coordexp.data.jsonl import read_jsonl, write_jsonl
+    from coordexp.data import files, read_jsonl, subset, write_jsonl
 
-    if is_same_file(jsonl, out):
+    if files.is_same_file(jsonl, out):
         raise DataError("is the dataset itself, whose annotations would be lost; name another file", path=out)
-    check_new_file(out, overwrite)
+    files.check_new_file(out, overwrite)
     if soft:
         if keep is not None or per_class or per_size or allow_empty:
             raise ConfigError("--soft removes only soft objects; leave out the other options")
-        from coordexp.data.subset import without_soft
-
-        left, gone = without_soft(read_jsonl(jsonl))
+        left, gone = subset.without_soft(read_jsonl(jsonl))
         write_jsonl(left, out)
         annotated = sum(len(record.objects) for record in left)
         fields = {"images": len(left), "kept": annotated, "dropped": gone}
         echo(json.dumps(fields) if as_json else f"wrote {out}: {gone} soft objects left out, {annotated} others")
         return
-    from coordexp.data.subset import SIZES, DropRates, drop_annotations
-
     by_size = _rates("--per-size", per_size)
-    if other := sorted(by_size.keys() - set(SIZES)):
-        raise ConfigError(f"--per-size {other[0]}: expected {', '.join(SIZES)}")
-    sizes: dict[ObjectSize, float] = {size: by_size[size] for size in SIZES if size in by_size}
-    rates = DropRates(1.0 if keep is None else keep, _rates("--per-class", per_class), sizes, allow_empty)
-    records, counts = drop_annotations(read_jsonl(jsonl), rates, seed)
+    if other := sorted(by_size.keys() - set(subset.SIZES)):
+        raise ConfigError(f"--per-size {other[0]}: expected {', '.join(subset.SIZES)}")
+    sizes: dict[ObjectSize, float] = {size: by_size[size] for size in subset.SIZES if size in by_size}
+    rates = subset.DropRates(1.0 if keep is None else keep, _rates("--per-class", per_class), sizes, allow_empty)
+    records, counts = subset.drop_annotations(read_jsonl(jsonl), rates, seed)
     write_jsonl(records, out)
     fields = counts.to_json()
     if as_json:
