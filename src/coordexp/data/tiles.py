@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from operator import index
 from pathlib import Path
-from typing import Any, SupportsIndex, overload
+from typing import Any, SupportsIndex
 
 from PIL import Image
 
@@ -121,13 +121,7 @@ class CutTiles(Sequence[ImageRecord]):
     def __len__(self) -> int:
         return len(self._tiles)
 
-    @overload
-    def __getitem__(self, index: int) -> ImageRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[ImageRecord]: ...
-    def __getitem__(self, index: int | slice) -> ImageRecord | list[ImageRecord]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
+    def __getitem__(self, index: Any) -> Any:  # no slices: their files could be gone
         tile = self._tiles[index]
         if self._photograph is None or self._photograph[0] != tile.image:
             self._photograph = None  # before the next one is decoded
