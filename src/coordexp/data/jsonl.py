@@ -11,7 +11,6 @@ annotation; see :class:`~coordexp.records.GTObject`. Lines are not repaired: a l
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import random
@@ -238,9 +237,7 @@ def _bin(kind: str, index: int, value: Any) -> int:
 def _check_fields(mapping: Mapping[str, Any], valid: Sequence[str]) -> None:
     for name in mapping:
         if name not in valid:
-            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise _BadText(f"unknown field {name!r}; {hint}valid fields: {', '.join(valid)}")
+            raise _BadText(f"unknown field {name!r}; valid fields: {', '.join(valid)}")
 
 
 def _show(value: Any) -> str:
