@@ -17,7 +17,7 @@ from coordexp.config.schema import AugmentConfig, CustomConfig
 from coordexp.data.images import open_rgb
 from coordexp.data.joined import index_of
 from coordexp.data.jsonl import ObjectOrdering, order_objects
-from coordexp.data.polygons import Point, canonical_ring, clip_ring, shape_area
+from coordexp.data.polygons import canonical_ring, clipped_shape
 from coordexp.errors import DataError
 from coordexp.records import NUM_BINS, GTObject, ImageRecord, RolloutRequest
 
@@ -157,24 +157,20 @@ class View:
 
     def _seen(self, obj: GTObject, min_visible: float) -> GTObject | None:
         left, top, right, bottom = self.window
-        ring: list[Point] = []
+        points: list[float] = []
         for x, y in zip(obj.bins[0::2], obj.bins[1::2], strict=True):
             u, v = (x / _LAST - left) / (right - left), (y / _LAST - top) / (bottom - top)
-            ring.append((1 - u if self.mirrored else u, 1 - v if self.upside_down else v))
-        if obj.kind == "bbox_2d":
-            (xa, ya), (xb, yb) = ring
-            x1, y1, x2, y2 = min(xa, xb), min(ya, yb), max(xa, xb), max(ya, yb)
-            ring = [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
-        inside = clip_ring(ring, _WHOLE)
-        if not inside:
+            points += (1 - u if self.mirrored else u, 1 - v if self.upside_down else v)
+        if obj.kind == "bbox_2d":  # a mirrored one has its corners exchanged
+            (x1, x2), (y1, y2) = sorted(points[0::2]), sorted(points[1::2])
+            points = [x1, y1, x2, y1, x2, y2, x1, y2]
+        inside, share = clipped_shape("poly", points, _WHOLE)
+        if not inside or share < min_visible:
             return None
-        whole, visible = shape_area("poly", _flat(ring)), shape_area("poly", _flat(inside))
-        if visible < min_visible * whole or (visible == 0 and inside != ring):
-            return None
+        bins = tuple(round(v * _LAST) for v in inside)
         if obj.kind == "bbox_2d":
-            xs, ys = [x for x, _ in inside], [y for _, y in inside]
-            return replace(obj, bins=tuple(round(v * _LAST) for v in (min(xs), min(ys), max(xs), max(ys))))
-        bins = canonical_ring([round(v * _LAST) for v in _flat(inside)])
+            return replace(obj, bins=(min(bins[0::2]), min(bins[1::2]), max(bins[0::2]), max(bins[1::2])))
+        bins = canonical_ring(bins)
         return None if len(bins) < 6 else replace(obj, bins=bins)
 
 
@@ -189,7 +185,3 @@ def draw_view(config: AugmentConfig, seed: int, epoch: int, index: int) -> View:
     left, top = ((1 - side) * rng.random() for side in (width, height))
     brightness, contrast, saturation = (1 + config.colour * (2 * rng.random() - 1) for _ in range(3))
     return View((left, top, left + width, top + height), mirrored, upside_down, brightness, contrast, saturation)
-
-
-def _flat(ring: Sequence[Point]) -> list[float]:
-    return [value for point in ring for value in point]
