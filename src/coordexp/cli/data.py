@@ -230,7 +230,7 @@ def rename_command(
 
     files.check_new_file(out, overwrite)
     records = read_jsonl(jsonl)
-    pairs = subset.read_renames(renames, records)
+    pairs = subset.read_renames(renames)
     renamed, counts = subset.rename_classes(records, pairs)
     write_jsonl(renamed, out)
     for old, count in counts.items():

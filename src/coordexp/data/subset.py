@@ -11,7 +11,7 @@ import os
 import random
 import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -129,17 +129,14 @@ def without_soft(records: Sequence[ImageRecord]) -> tuple[list[ImageRecord], int
     return left, sum(len(r.objects) for r in records) - sum(len(r.objects) for r in left)
 
 
-def read_renames(texts: Sequence[str], records: Sequence[ImageRecord]) -> dict[str, str]:
-    """New names by old ones, as datasets contain them, of texts ``OLD=NEW``. A name may contain ``=`` itself: the part
-    that is a class decides.
-    Raises DataError for other texts, and for an old name that is given twice."""
-    known = {obj.desc for record in records for obj in record.objects} | _labelled(records)
+def read_renames(texts: Sequence[str]) -> dict[str, str]:
+    """New names by old ones, as datasets contain them, of texts ``OLD=NEW``. Raises DataError for other texts, and for
+    an old name that is given twice."""
     renames: dict[str, str] = {}
     for text in texts:
-        parts = [(as_written(text[:at]), as_written(text[at + 1 :])) for at, char in enumerate(text) if char == "="]
-        if not parts:
+        if "=" not in text:
             raise DataError(f"{text!r}: expected OLD=NEW")
-        old, new = next((part for part in parts if part[0] in known), parts[0])
+        old, new = map(as_written, text.split("=", 1))
         if old in renames:
             raise DataError(f"{old!r} is renamed twice; keep one")
         renames[old] = new
@@ -153,7 +150,7 @@ def rename_classes(
     once, so two can be exchanged; a name that exists already is joined. Raises DataError for a name that neither
     objects nor labels of images have, and for one that is not allowed."""
     known = Counter(obj.desc for record in records for obj in record.objects)
-    known.update(dict.fromkeys(_labelled(records), 0))
+    known.update({name: 0 for record in records for names in _image_labels(record).values() for name in names})
     for old, new in renames.items():
         if old not in known:
             near = difflib.get_close_matches(old, known, 1, 0.5)
@@ -177,10 +174,6 @@ def rename_classes(
             metadata[IMAGE_LABELS] = {**metadata[IMAGE_LABELS], **new}
         renamed.append(replace(record, objects=objects, metadata=metadata))
     return renamed, Counter({old: known[old] for old in renames})
-
-
-def _labelled(records: Iterable[ImageRecord]) -> set[str]:
-    return {name for record in records for names in _image_labels(record).values() for name in names}
 
 
 def _image_labels(record: ImageRecord) -> dict[str, list[str]]:
