@@ -231,10 +231,8 @@ def _cached_image_problems(records: CachedRecords, wait_s: float) -> list[DataEr
         file = folder / f"{records.file.stem}.npy"
         try:
             known_N2 = np.load(file, allow_pickle=False)
-        except FileNotFoundError:
+        except (OSError, ValueError, EOFError):  # not there, or damaged
             known_N2 = np.full((rows, 2), _NOT_CHECKED, np.int64)
-        except (ValueError, EOFError) as error:  # EOFError: an empty file
-            raise DataError(f"cannot be read ({error}); delete the file", path=file) from error
         if (known_N2 != _NOT_CHECKED).all() and file.stat().st_mtime >= asked:
             return []  # another process checked them while this one waited for the lock
         tasks = [(start, known_N2[start : start + _PIECE_ROWS]) for start in range(0, rows, _PIECE_ROWS)]

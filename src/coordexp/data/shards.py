@@ -111,15 +111,6 @@ class _Header(tarfile.TarInfo):
         return header
 
 
-def _check_member(info: tarfile.TarInfo, name: bytes, shard_size: int) -> None:
-    # An extended header can give another size and name than the member's own.
-    if len(name) > _LONGEST_NAME:
-        raise tarfile.ReadError(f"a name of {len(name):,} bytes")
-    is_whole = info.isfile() and not info.issparse()
-    if info.size < 0 or (is_whole and info.size > shard_size - info.offset_data):
-        raise tarfile.ReadError(f"member {info.name[:80]!r} has {info.size} bytes from byte {info.offset_data}")
-
-
 @lru_cache(maxsize=512)
 def _index(shard: str, size: int, mtime_ns: int) -> tuple[np.ndarray, np.ndarray]:
     # Names (N,) of the members in order, bytes; offset and size (N, 2), int64. A changed shard is indexed again.
@@ -129,20 +120,8 @@ def _index(shard: str, size: int, mtime_ns: int) -> tuple[np.ndarray, np.ndarray
     kept = cache_folder() / "shards" / f"{place}-{size}-{mtime_ns}.npy"
     try:
         table_N = np.load(kept, allow_pickle=False)
-    except FileNotFoundError:
-        places: dict[bytes, tuple[int, int]] = {}
-        with open_file(Path(shard)) as file:
-            try:
-                with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:
-                    for info in tar:
-                        name = os.fsencode(info.name.removeprefix("./"))
-                        _check_member(info, name, size)
-                        if info.isfile() and not info.issparse():  # of two with one name the last counts, as in tar
-                            places[name] = info.offset_data, info.size
-            except (tarfile.TarError, OSError, ValueError, LookupError) as error:
-                detail = f"not readable at byte {file.tell()} ({error})"
-                detail += "; shards are uncompressed tar files, as coordexp data pack writes them"
-                raise DataError(detail, path=shard) from error
+    except (OSError, ValueError, EOFError):  # not there, or damaged
+        places = _places(Path(shard), size)
         fields = [("name", f"S{max(map(len, places), default=1)}"), ("offset", np.int64), ("size", np.int64)]
         table_N = np.array([(name, *places[name]) for name in sorted(places)], dtype=fields)
         kept.parent.mkdir(exist_ok=True)
@@ -151,6 +130,30 @@ def _index(shard: str, size: int, mtime_ns: int) -> tuple[np.ndarray, np.ndarray
         for old in kept.parent.glob(f"{place}-*.npy"):
             if old != kept:
                 old.unlink(missing_ok=True)
-    except (OSError, ValueError, EOFError) as error:  # EOFError: an empty file
-        raise DataError(f"cannot be read ({error}); delete the file and start again", path=kept) from error
     return np.ascontiguousarray(table_N["name"]), np.stack([table_N["offset"], table_N["size"]], axis=1)
+
+
+def _places(shard: Path, shard_size: int) -> dict[bytes, tuple[int, int]]:
+    # Offset and size of each member; of two with one name the last counts, as in tar.
+    places: dict[bytes, tuple[int, int]] = {}
+    with open_file(shard) as file:
+        try:
+            with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:
+                for info in tar:
+                    name = os.fsencode(info.name.removeprefix("./"))
+                    # An extended header can give another size and name than the member's own.
+                    if len(name) > _LONGEST_NAME:
+                        raise tarfile.ReadError(f"a name of {len(name):,} bytes")
+                    is_whole = info.isfile() and not info.issparse()
+                    if info.size < 0 or (is_whole and info.size > shard_size - info.offset_data):
+                        place = f"{info.size} bytes from byte {info.offset_data}"
+                        raise tarfile.ReadError(f"member {info.name[:80]!r} has {place}")
+                    if is_whole:
+                        places[name] = info.offset_data, info.size
+        except (tarfile.TarError, OSError, ValueError, LookupError) as error:
+            raise DataError(
+                f"not readable at byte {file.tell()} ({error}); shards are uncompressed tar files, as coordexp data "
+                "pack writes them",
+                path=shard,
+            ) from error
+    return places

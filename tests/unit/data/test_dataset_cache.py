@@ -173,12 +173,13 @@ def test_a_new_version_validates_again_and_small_files_are_not_cached(
 
 
 @pytest.mark.parametrize("content", [b"no array", b""], ids=["other", "empty"])
-def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
+def test_a_damaged_file_is_made_again_or_named(content: bytes, tmp_path: Path) -> None:
     path = write(tmp_path, line())
     check_images(cached(path))
     (states,) = cache_folder().rglob("*.npy")
     states.write_bytes(content)
-    assert states.name in message(lambda: check_images(cached(path)))
+    check_images(cached(path))
+    assert states.read_bytes() != content
     (records,) = cache_folder().rglob("*.arrow")
     other = records.with_name("other.arrow")
     other.write_bytes(b"no table")
