@@ -239,19 +239,13 @@ def _cached_image_problems(records: CachedRecords, wait_s: float) -> list[DataEr
         check = partial(_problems_of, records.file)
         results = map(check, tasks) if len(tasks) == 1 else _in_processes(check, tasks)
         problems: list[DataError] = []
-        changed = False
         with _progress(f"checking the images of {records.path.name}") as progress:
             for (start, known_P2), (states_P2, found) in zip(tasks, results, strict=True):
-                if not np.array_equal(states_P2, known_P2):
-                    known_P2[:] = states_P2  # a view of known_N2
-                    changed = True
+                known_P2[:] = states_P2  # a view of known_N2
                 problems += [DataError(f"{records.path.name}:{line}: {text}") for line, text in found]
                 progress(start + len(known_P2), rows)
-        if changed:
-            with whole_binary_file(file) as out:
-                np.save(out, known_N2, allow_pickle=False)
-        elif not problems:
-            os.utime(file)
+        with whole_binary_file(file, flush=False) as out:
+            np.save(out, known_N2, allow_pickle=False)
     return problems
 
 
