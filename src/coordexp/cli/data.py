@@ -400,14 +400,13 @@ def _rates(option: str, given: list[str] | None) -> dict[str, float]:
     rates: dict[str, float] = {}
     for text in given or ():
         name, _, rate = text.rpartition("=")
-        name = as_written(name) if option == "--per-class" else name
+        name = as_written(name)
         try:
             value = float(rate)
         except ValueError:
             value = -1.0
         if not name or not 0 <= value <= 1:
-            wanted = "share, e.g. train=0.9" if option == "--shares" else f"probability, e.g. {option} 'medium=0.3'"
-            raise ConfigError(f"{option} {text!r}: expected a name and a {wanted}")
+            raise ConfigError(f"{option} {text!r}: expected a name and a number from 0 to 1, e.g. {option} NAME=0.3")
         if name in rates:
             raise ConfigError(f"{option} names {name!r} twice; keep one of them")
         rates[name] = value

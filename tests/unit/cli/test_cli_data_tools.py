@@ -204,8 +204,8 @@ def test_drop(scenes: Path, tmp_path: Path, cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--per-class", "red circle"], "expected a name and a probability"),
-        (["--per-class", "red circle=2"], "expected a name and a probability"),
+        (["--per-class", "red circle"], "expected a name and a number from 0 to 1"),
+        (["--per-class", "red circle=2"], "expected a name and a number from 0 to 1"),
         (["--per-class", "red circle=0", "--per-class", "red circle=1"], "twice"),
         (["--per-class", "caf\u00e9=0", "--per-class", "cafe\u0301=1"], "twice"),
         (["--per-size", "huge=0.5"], "expected small, medium, large"),
