@@ -205,20 +205,20 @@ def match_names(
     exact = [known.exact(names) or _exists(names, is_file) for names in wanted]
     claimed = {file for file in exact if file is not None}
     # If names with folders are right as they are, then a name with another folder means another file.
-    trusted = any(file is not None and "/" in file and file in _plain(names) for file, names in zip(exact, wanted,
-                  strict=True))  # fmt: skip
+    pairs = zip(exact, wanted, strict=True)
+    trusted = any(file is not None and "/" in file and file in _plain(names) for file, names in pairs)
     found = [
         NameMatch(file) if file is not None else known.by_tail(names, likely, claimed, trusted)
         for file, names, likely in zip(exact, wanted, hints or [()] * len(wanted), strict=True)
     ]
-    takers: defaultdict[str, set[str]] = defaultdict(set)
+    takers: defaultdict[str | None, set[str]] = defaultdict(set)
     for match, names in zip(found, wanted, strict=True):
-        if match.note is not None and match.file is not None:
+        if match.note is not None:
             takers[match.file].add(names[0])
     return [
-        NameMatch(None, problem=f"{len(takers[match.file])} names would mean {match.file!r} by their last part")
-        if match.note is not None and match.file is not None and len(takers[match.file]) > 1
-        else match
+        match
+        if match.note is None or len(takers[match.file]) == 1
+        else NameMatch(None, problem=f"{len(takers[match.file])} names would mean {match.file!r} by their last part")
         for match in found
     ]
 
