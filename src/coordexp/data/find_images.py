@@ -286,10 +286,6 @@ def can_be_file(path: Path) -> bool:
     return sizes[0] < _LONGEST_PATH and max(sizes[1:], default=0) <= _LONGEST_NAME
 
 
-def _is_file(path: Path) -> bool:
-    return can_be_file(path) and path.is_file()
-
-
 def _exists(names: Sequence[str], is_file: Callable[[str], bool] | None) -> str | None:
     return None if is_file is None else next((name for name in _plain(names) if is_file(name)), None)
 
@@ -357,7 +353,7 @@ class ImageFolder:
     ) -> list[FoundImage]:
         """The file of each entry, by :func:`match_names`."""
         files = [path.relative_to(self.folder).as_posix() for path in self.images]
-        matches = match_names(wanted, files, lambda name: _is_file(self.folder / name), hints)
+        matches = match_names(wanted, files, lambda name: os.path.isfile(self.folder / name), hints)
         return [self._found(names, match) for names, match in zip(wanted, matches, strict=True)]
 
     def _found(self, names: Sequence[str], match: NameMatch) -> FoundImage:
@@ -365,7 +361,7 @@ class ImageFolder:
             return FoundImage(self.folder / match.file, match.file)
         for name in names if self.outside else ():
             led_to = Path(os.path.normpath(self.folder / _possible(name)))
-            if _is_file(led_to):
+            if os.path.isfile(led_to):  # False too for a path longer than systems allow
                 # The path from the folder, without the steps that lead out of it.
                 parts = PurePosixPath(Path(os.path.relpath(led_to, self.folder)).as_posix()).parts
                 return FoundImage(led_to, "/".join(part for part in parts if part != ".."))

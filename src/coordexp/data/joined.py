@@ -73,10 +73,8 @@ def pixel_areas(records: Sequence[ImageRecord]) -> tuple[int, int] | None:
     """The smallest and the largest area of an image in pixels; None without images."""
     found: list[int] = []
     for part in parts_of(records):
-        if isinstance(part, CachedRecords):
-            found += part.pixel_areas()
-        else:
-            found += [record.width * record.height for record in part]
+        cached = isinstance(part, CachedRecords)
+        found += part.pixel_areas() if cached else [record.width * record.height for record in part]
     return (min(found), max(found)) if found else None
 
 
@@ -93,10 +91,8 @@ def distinct_descs(records: Sequence[ImageRecord]) -> set[str]:
     """The distinct descriptions of all objects."""
     names: set[str] = set()
     for part in parts_of(records):
-        if isinstance(part, CachedRecords):
-            names |= part.distinct_descs()
-        else:
-            names.update(obj.desc for record in part for obj in record.objects)
+        cached = isinstance(part, CachedRecords)
+        names |= part.distinct_descs() if cached else {obj.desc for record in part for obj in record.objects}
     return names
 
 
