@@ -38,11 +38,12 @@ class ConfigError(CoordExpError):
 
 
 class DataError(CoordExpError):
-    """A dataset line or image that cannot be used; names the file and, for JSONL, the line."""
+    """A dataset line or image that cannot be used; names the file and, for JSONL, the line. ``reason`` does not."""
 
     def __init__(self, message: str, *, path: str | Path | None = None, line: int | None = None) -> None:
         where = "" if path is None else f"{path}: " if line is None else f"{path}:{line}: "
         super().__init__(f"{where}{message}")
+        self.reason = message
         self.path = path
         self.line = line
 

@@ -181,7 +181,7 @@ def _validate(path: Path, limit: int | None, file: Path) -> None:
     writer: pa.RecordBatchFileWriter | None = None
     with whole_binary_file(file) as out, _progress(f"validating {path.name}") as progress:
         for batch, refused, piece_bytes in _in_processes(partial(_validate_piece, path), pieces):
-            problems += [DataError(reason, path=path, line=line) for line, reason in refused]
+            problems += refused
             if not problems:
                 writer = writer or pa.ipc.new_file(out, batch.schema)
                 writer.write_batch(batch)
@@ -193,8 +193,8 @@ def _validate(path: Path, limit: int | None, file: Path) -> None:
         writer.close()
 
 
-def _validate_piece(path: Path, lines: list[tuple[int, bytes]]) -> tuple[pa.RecordBatch, list[tuple[int, str]], int]:
-    # In a worker. Returns the valid lines as a batch, (line, reason) of the others, and the number of bytes read.
+def _validate_piece(path: Path, lines: list[tuple[int, bytes]]) -> tuple[pa.RecordBatch, list[RefusedLine], int]:
+    # In a worker. Returns the valid lines as a batch, the errors of the others, and the number of bytes read.
     # The batch's text is parsed again when a record is read, which costs far less than opening its image. The other
     # columns are read from all records at once: `image` is an absolute path in the file system's bytes.
     import pyarrow as pa
@@ -204,12 +204,12 @@ def _validate_piece(path: Path, lines: list[tuple[int, bytes]]) -> tuple[pa.Reco
         ("height", pa.int64()), (PREPARED, pa.string()), (_DESCS, pa.list_(pa.string())),
     ])  # fmt: skip
     rows: list[dict[str, Any]] = []
-    refused: list[tuple[int, str]] = []
+    refused: list[RefusedLine] = []
     for number, text in lines:
         try:
             record = parse_line(text, path=path, line=number)
         except RefusedLine as error:
-            refused.append((number, error.reason))
+            refused.append(error)
             continue
         rows.append({
             "line": number,

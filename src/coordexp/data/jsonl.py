@@ -54,12 +54,9 @@ _NORM1000_HINT = "values are norm1000 integers 0..999, not pixels: round(999 * x
 
 
 class RefusedLine(DataError):
-    """An invalid line. ``reason`` is the message without its place."""
+    """An invalid line."""
 
-    def __init__(self, reason: str, fault: Fault, *, path: Path, line: int) -> None:
-        super().__init__(reason, path=path, line=line)
-        self.reason = reason
-        self.fault = fault
+    fault: Fault = "schema"
 
 
 class _BadText(ValueError):
@@ -87,7 +84,9 @@ def parse_line(text: str | bytes, *, path: Path, line: int) -> ImageRecord:
         reason = f"broken JSON: {error.msg} at column {error.pos + 1}; each line must be one complete JSON object"
     except (RecursionError, ValueError) as error:  # nested too deeply, or an integer of thousands of digits
         reason = f"unreadable JSON: {error}"
-    raise RefusedLine(reason, fault, path=path, line=line)
+    refused = RefusedLine(reason, path=path, line=line)
+    refused.fault = fault
+    raise refused
 
 
 def clean_desc(desc: Any) -> str:
