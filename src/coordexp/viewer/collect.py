@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
-from coordexp.checkpoints.run_folder import LAST_EVALUATION
+from coordexp.checkpoints.run_folder import LAST_EVALUATION, checkpoints_in
 from coordexp.config.source import read_document
 from coordexp.coords import CoordVocab
 from coordexp.errors import DataError
@@ -287,14 +287,9 @@ def _pieces(token_ids: Sequence[int], vocab: CoordVocab) -> tuple[str, ...]:
 
 def _curves(source: Path) -> dict[str, list[tuple[float, float]]]:
     """Every finite number in the run's longest log with at least two points, by name."""
-
-    def step(state: Path) -> int:
-        tail = state.parent.name.rpartition("-")[2]
-        return int(tail) if tail.isdecimal() else -1
-
-    # A finished run that was continued has its earlier end in its folder, and its newest checkpoint knows more.
     states = [source / "trainer_state.json", source / "log_history.json"]
-    states += sorted(source.glob("checkpoint-*/trainer_state.json"), key=step)[-1:]
+    # A finished run that was continued has its earlier end in its folder, and its newest checkpoint knows more.
+    states += [state for one in checkpoints_in(source) if (state := one / "trainer_state.json").is_file()][:1]
     logs = [_log_of(state) for state in states if state.is_file()]
     curves: dict[str, list[tuple[float, float]]] = {}
     for line in max(logs, key=lambda log: log[-1].get("step", 0) if log else 0, default=[]):
