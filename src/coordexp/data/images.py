@@ -148,7 +148,6 @@ _OTHER_CONTENTS = (
     (LFS_MARK.lower(), LFS_POINTER),
 )
 _HEAD = 64  # bytes that are read for the format
-_SHOWN_OF_PATH = 200
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT_BY_ORIENTATION = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -303,9 +302,7 @@ def image_exists(path: Path) -> bool:
     try:
         return path.is_file() or find_member(path) is not None
     except OSError as error:
-        text = str(path)
-        shown = text if len(text) <= _SHOWN_OF_PATH else f"{text[:_SHOWN_OF_PATH]}… ({len(text):,} characters)"
-        raise DataError(f"cannot be looked for ({error.strerror})", path=shown) from error
+        raise DataError(f"cannot be looked for ({error.strerror})", path=path) from error
 
 
 def _open(path: Path, data: bytes | None = None) -> Image.Image:
