@@ -211,7 +211,7 @@ def offload_there_and_back(device: torch.device) -> tuple[int, str | None]:
     accumulators = [get_gradient_edge(parameter).node for parameter in model.parameters()]
     held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     offload = offload_of(model, device)
-    offload.bind(lambda: optimizer, sharded_by=None)
+    offload.optimizer = lambda: optimizer
     with offload.away():
         left = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
         with TrainerWeights(model, offload.current).full() as weights:

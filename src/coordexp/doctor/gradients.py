@@ -76,7 +76,7 @@ def gradients(settings: Settings, parallel: str) -> Iterator[Row]:
         if parallel == "DDP" and head == MODELS[-1]:
             trainer.model.zero_grad()
             offload = offload_of(trainer.model, trainer.run.accelerator.device)
-            offload.bind(lambda optimizer=trainer.run.optimizer: optimizer, sharded_by=None)
+            offload.optimizer = lambda optimizer=trainer.run.optimizer: optimizer
             with offload.away():
                 pass
             first_step(trainer)

@@ -8,7 +8,6 @@ exchanged between processes. Weight pushes read the copies through :meth:`Traine
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,14 +18,14 @@ import torch
 from coordexp.config.rollout import OffloadConfig, RolloutMatchingConfig
 from coordexp.errors import ConfigError
 
-_KEY = "rollout_matching.offload.enabled"
-MOVABLE = (torch.Tensor, torch.nn.Parameter)  # not their subclasses: a DTensor is a shard that FSDP owns
+MOVABLE = (torch.Tensor, torch.nn.Parameter)  # not their subclasses, whose data may be elsewhere
 
 
 @dataclass(eq=False)
 class TrainerOffload:
     """Moves one trainer process's model and/or optimizer. Only between optimizer steps: an unfinished backward pass
-    would read freed memory. ``stays``: whether moving a tensor would free no device memory."""
+    would read freed memory. ``stays``: whether moving a tensor would free no device memory. ``optimizer`` returns the
+    optimizer, which exists only once training starts."""
 
     model: Any
     config: OffloadConfig
@@ -34,13 +33,6 @@ class TrainerOffload:
     optimizer: Callable[[], Any] = lambda: None
     is_away: bool = field(default=False, init=False)
     _copies: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # by id of the tensor that was moved
-
-    def bind(self, optimizer: Callable[[], Any], sharded_by: str | None) -> None:
-        """Set where to find the optimizer, which exists only once training starts. Raises ConfigError if DeepSpeed or
-        FSDP keeps weights and optimizer in buffers of its own."""
-        if sharded_by is not None:
-            raise _owned_by(sharded_by)
-        self.optimizer = optimizer
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -88,21 +80,9 @@ class TrainerOffload:
 
 
 def build_offload(model: Any, rollout: RolloutMatchingConfig) -> TrainerOffload | None:
-    """The offload that ``rollout`` configures; None if there is none. Raises ConfigError under DeepSpeed or FSDP."""
-    if not (rollout.is_colocated and rollout.offload.enabled):
-        return None
-    for variable, owner in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")):
-        if os.environ.get(variable, "").lower() in ("1", "true"):  # set by `accelerate launch`
-            raise _owned_by(owner)
-    return TrainerOffload(model, rollout.offload)
-
-
-def _owned_by(owner: str) -> ConfigError:
-    return ConfigError(
-        f"{_KEY}: {owner} owns the trainer's weights and optimizer and keeps them in buffers of its own, so they "
-        f"cannot be moved away. Set offload.enabled: false, or {owner}'s own CPU offload; or write rollout_backend: hf "
-        "or vllm.mode: server, which need no room on the trainer's device"
-    )
+    """The offload that ``rollout`` configures; None if there is none. The configuration refuses it with DeepSpeed and
+    FSDP, which own the weights and the optimizer."""
+    return TrainerOffload(model, rollout.offload) if rollout.is_colocated and rollout.offload.enabled else None
 
 
 def held_by(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -120,6 +100,10 @@ def _by_storage(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     groups: dict[int, dict[int, torch.Tensor]] = {}
     for tensor in tensors:
         if type(tensor) not in MOVABLE:
-            raise _owned_by(type(tensor).__name__)
+            raise ConfigError(
+                f"rollout_matching.offload.enabled: the model or its optimizer has a {type(tensor).__name__}, which "
+                "cannot be moved away; set offload.enabled: false, or rollout_backend: hf or vllm.mode: server, which "
+                "need no room on the trainer's device"
+            )
         groups.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
     return [list(group.values()) for group in groups.values()]

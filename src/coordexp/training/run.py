@@ -116,8 +116,7 @@ def build_trainer(
         every = _recomputed_every(run, console) if config.recomputes else 0
         state = _prepared_state(training, args, accelerator, loaded, max_steps, every)
     if offload is not None:
-        owner = "DeepSpeed" if state.is_deepspeed else "FSDP" if state.is_fsdp else None
-        offload.bind(lambda: state.optimizer, sharded_by=owner)
+        offload.optimizer = lambda: state.optimizer
     if backend is None:
         with phase("engine", "the start of the rollout engine"):
             backend = build_backend(rollout, _trainer_parts(loaded, offload))

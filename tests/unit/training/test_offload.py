@@ -12,7 +12,6 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from coordexp.config.rollout import OffloadConfig, RolloutMatchingConfig
-from coordexp.errors import ConfigError
 from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.training.offload import TrainerOffload, build_offload
 from support.tiny_run import InMemoryBackend, finder, load_tiny, run_config, same_weights, step_lines, train, weights
@@ -64,7 +63,7 @@ class Trainer:
 
     def offload(self, config: OffloadConfig = BOTH) -> TrainerOffload:
         offload = TrainerOffload(self.model, config, nothing_stays)
-        offload.bind(lambda: self.optimizer, sharded_by=None)
+        offload.optimizer = lambda: self.optimizer
         return offload
 
 
@@ -144,7 +143,7 @@ def test_only_the_configured_parts_are_moved(of_model: bool, of_optimizer: bool)
 def test_a_model_in_main_memory_is_not_moved() -> None:
     trainer = Trainer.build()
     offload = TrainerOffload(trainer.model, BOTH)
-    offload.bind(lambda: trainer.optimizer, sharded_by=None)
+    offload.optimizer = lambda: trainer.optimizer
     before, pointers = places(trainer.tensors()), [t.data_ptr() for t in trainer.tensors()]
     with offload.away():
         assert places(trainer.tensors()) == before
@@ -195,22 +194,6 @@ def test_offload_is_a_no_op_without_a_colocated_engine(config: RolloutMatchingCo
     assert build_offload(Trainer.build().model, config) is None, reason
 
 
-COLOCATED = rollouts("vllm", enabled=True, offload_model=True, offload_optimizer=True)
-
-
-@pytest.mark.parametrize("owner", ["DeepSpeed", "FSDP"])
-def test_offload_with_fsdp_or_deepspeed_is_refused(owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Trainer.build().model
-    offload = build_offload(model, COLOCATED)
-    assert offload is not None
-    says = rf"rollout_matching\.offload\.enabled: {owner} owns .*offload\.enabled: false.*rollout_backend: hf"
-    with pytest.raises(ConfigError, match=says):
-        offload.bind(lambda: None, sharded_by=owner)
-    monkeypatch.setenv(f"ACCELERATE_USE_{owner.upper()}", "true")
-    with pytest.raises(ConfigError, match=says):
-        build_offload(model, COLOCATED)
-
-
 class FakeColocatedBackend(InMemoryBackend):
     """No engine: answers from a table, but borrows the device like a colocated engine and records the state."""
 
@@ -222,7 +205,7 @@ class FakeColocatedBackend(InMemoryBackend):
     def borrow_from(self, trainer: Any) -> None:
         model = owning(trainer.model)
         self._offload = TrainerOffload(model, BOTH, nothing_stays)
-        self._offload.bind(lambda: trainer.run.optimizer, sharded_by=None)
+        self._offload.optimizer = lambda: trainer.run.optimizer
         self._homes = [p.untyped_storage() for p in model.parameters()]
 
     def sync_weights(self, version: int) -> None:
