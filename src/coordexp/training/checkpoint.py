@@ -201,19 +201,14 @@ def resolve_resume(output_dir: str | Path, resume: bool | str | None) -> Path | 
 
 def check_resume(checkpoint: Path, training: TrainingConfig) -> None:
     """Warn if another number of processes resumes: it resets random states, and may change the samples of a step.
-    Raises CheckpointError if segments that wait in ``checkpoint`` would never be trained on: packing is off now, or
+    Raises CheckpointError if segments that wait in ``checkpoint`` would never be trained on: packing was switched, or
     another number of processes wrote it."""
     packing, written, now = training.packing, read_seal(checkpoint).world_size, distributed.world_size()
-    buffered = any(checkpoint.glob("carry_buffer_rank*.json"))
-    if not packing and buffered:
+    packed = any(checkpoint.glob("carry_buffer_rank*.json"))
+    if packed != packing:
         raise CheckpointError(
-            f"{checkpoint}: has segments that wait for a packed row, but training.packing is false; resume with "
-            "training.packing: true, or start a new run"
-        )
-    if packing and not buffered:
-        raise CheckpointError(
-            f"{checkpoint}: carry buffer missing: it was written with training.packing: false; resume with that, or "
-            "start a new run"
+            f"{checkpoint}: was written with training.packing: {str(packed).lower()}, by which segments wait for a row "
+            "or not; resume with that, or start a new run"
         )
     if written == now:
         return
@@ -228,11 +223,8 @@ def check_resume(checkpoint: Path, training: TrainingConfig) -> None:
         before, after = own.samples_per_step(written), training.samples_per_step(now)
         others = f", the order of samples changes, and a step has {after} samples instead of {before}"
         logger.warning(
-            "%s was written by %d processes and is resumed by %d: random states and the current log line are reset%s",
-            checkpoint,
-            written,
-            now,
-            "" if before == after else others,
+            f"{checkpoint} was written by {written} processes and is resumed by {now}: random states and the current "
+            f"log line are reset{'' if before == after else others}"
         )
 
 

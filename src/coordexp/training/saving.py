@@ -287,14 +287,8 @@ def segment_to_json(segment: Segment) -> dict[str, Any]:
 
 def segment_from_json(data: Mapping[str, Any], encode: Callable[[str], RolloutRequest]) -> Segment:
     """Rebuild a segment; ``encode`` returns the prompt and image tensors of a sample id. Raises CheckpointError if the
-    prompt or the image differs from the saved one, or an earlier version of CoordExp saved the segment."""
-    target = data["target"]
-    if "weights" not in target:
-        raise CheckpointError(
-            f"{data['sample_id']}: a segment without weights, so an earlier version of CoordExp wrote this checkpoint; "
-            "resume with that version, or start a new run from the checkpoint's model"
-        )
-    request = encode(data["sample_id"])
+    prompt or the image differs from the saved one."""
+    target, request = data["target"], encode(data["sample_id"])
     if list(request.prompt_token_ids) != data["prompt_token_ids"]:
         raise CheckpointError(
             f"{data['sample_id']}: its prompt changed since the checkpoint was written; resume with the same data, "
@@ -331,18 +325,11 @@ def save_carry_buffer(buffer: CarryBuffer, folder: Path) -> None:
 
 
 def load_carry_buffer(buffer: CarryBuffer, checkpoint: Path, encode: Callable[[str], RolloutRequest]) -> None:
-    """Restore ``buffer`` from ``checkpoint``. Raises CheckpointError if the checkpoint has no buffer for this rank, or
-    an unreadable one; DataError if a waiting sample is no longer in the dataset."""
+    """Restore ``buffer`` from ``checkpoint``. Raises CheckpointError if it has no readable buffer for this rank;
+    DataError if a waiting sample is no longer in the dataset."""
     path = _rank_file(checkpoint, "carry_buffer")
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path}: missing; this checkpoint was written with training.packing: false or by fewer processes. Resume "
-            "with the configuration and number of processes that wrote it"
-        )
-    try:
+    with readable(checkpoint, path.name):
         segments = [segment_from_json(data, encode) for data in json.loads(path.read_text(encoding="utf-8"))]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not a carry buffer ({error!r}); resume from an older checkpoint") from error
     buffer.load_state_dict({"segments": segments})
 
 
@@ -351,22 +338,16 @@ def save_answers(answers: SavedAnswers, folder: Path) -> None:
     write_atomically(_rank_file(folder, "waiting_answers"), to_json(answers).decode())
 
 
-def load_answers(checkpoint: Path, step: int) -> SavedAnswers | None:
-    """This rank's answers for the step after ``checkpoint``, which was written after ``step`` steps; None if it has
-    none. Raises CheckpointError if the file is unreadable, or of another step."""
+def load_answers(checkpoint: Path) -> SavedAnswers | None:
+    """This rank's answers for the step after ``checkpoint``; None if it has none. Raises CheckpointError if the file is
+    unreadable."""
     path = _rank_file(checkpoint, "waiting_answers")
     if not path.is_file():
         return None
     try:
-        answers = from_json(SavedAnswers, path.read_bytes(), "a step's answers", path=path)
+        return from_json(SavedAnswers, path.read_bytes(), "a step's answers", path=path)
     except DataError as error:
         raise CheckpointError(f"{error}; resume from an older checkpoint") from error
-    if (answers.step, answers.version) != (step, step - 1):
-        raise CheckpointError(
-            f"{path}: answers of weights {answers.version} for the step after {answers.step}, in a checkpoint of "
-            f"{step} steps; resume from an older checkpoint"
-        )
-    return answers
 
 
 def build_buffer(config: RunConfig, train: RecordDataset, resume: Path | None) -> CarryBuffer | None:
@@ -382,10 +363,9 @@ def build_buffer(config: RunConfig, train: RecordDataset, resume: Path | None) -
 def restore_answers(queue: RolloutQueue | None, resume: Path | None) -> None:
     """Give ``queue`` the answers that the checkpoint ``resume`` has for its next step. Warns if they are unused because
     ``rollout_matching.rollouts_ahead`` is 0 now. Raises as :func:`load_answers`."""
-    if resume is None:
+    if resume is None or read_seal(resume).world_size != distributed.world_size():
         return
-    seal = read_seal(resume)
-    answers = load_answers(resume, seal.step) if seal.world_size == distributed.world_size() else None
+    answers = load_answers(resume)
     if queue is not None and queue.ahead:
         queue.content = answers
     elif answers is not None and distributed.is_main():

@@ -253,8 +253,8 @@ def waiting(version: int = 3, **keys: Any) -> SavedAnswers:
 
 def test_answers_survive_a_round_trip(tmp_path: Path) -> None:
     save_answers(waiting(), tmp_path)
-    assert load_answers(tmp_path, 4) == waiting()
-    assert load_answers(tmp_path / "elsewhere", 4) is None
+    assert load_answers(tmp_path) == waiting()
+    assert load_answers(tmp_path / "elsewhere") is None
 
 
 def test_answers_of_other_weights_are_refused() -> None:
@@ -262,16 +262,11 @@ def test_answers_of_other_weights_are_refused() -> None:
         waiting(version=2)
 
 
-@pytest.mark.parametrize(
-    ("step", "spoil"), [(5, None), (4, "{"), (4, "[]"), (4, '{"rounds": [[{}]]}')],
-    ids=["of another step", "half a file", "a list", "no answer"],
-)  # fmt: skip
-def test_an_invalid_window_file_is_refused(step: int, spoil: str | None, tmp_path: Path) -> None:
-    save_answers(waiting(), tmp_path)
-    if spoil is not None:
-        (tmp_path / "waiting_answers_rank0.json").write_text(spoil)
+@pytest.mark.parametrize("spoil", ["{", "[]", '{"rounds": [[{}]]}'], ids=["half a file", "a list", "no answer"])
+def test_an_invalid_window_file_is_refused(spoil: str, tmp_path: Path) -> None:
+    (tmp_path / "waiting_answers_rank0.json").write_text(spoil)
     with pytest.raises(CheckpointError, match=r"waiting_answers_rank0\.json.*older checkpoint"):
-        load_answers(tmp_path, step)
+        load_answers(tmp_path)
 
 
 @pytest.mark.parametrize("vllm", [None, {"mode": "colocate"}], ids=["hf", "colocate"])
