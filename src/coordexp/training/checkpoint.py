@@ -11,7 +11,8 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,11 +24,13 @@ from coordexp import distributed
 from coordexp.checkpoints.card import CARD
 from coordexp.checkpoints.run_folder import CHECKPOINT, SEAL, checkpoints_in, settings_of_run
 from coordexp.config.schema import TrainingConfig
-from coordexp.data.files import PIECE_BYTES, checksums, flush_file, write_atomically
+from coordexp.data.files import checksums, flush_file, write_atomically
 from coordexp.errors import DISK_FULL, CheckpointError, DataError
 from coordexp.out_of_memory import is_out_of_memory
 from coordexp.records import from_json
 from coordexp.training.parallel import lost_each_other
+
+logger = logging.getLogger("coordexp")
 
 # No resume reads the card, and `coordexp evaluate --calibrate` writes it again.
 _UNSEALED = (SEAL, CARD)
@@ -64,9 +67,18 @@ def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool, s
     if shared:
         # On a network file system a rank may see the files of other ranks late.
         gathered = distributed.gather_json([sizes, distributed.on_this_machine()[1]])
-        seen = [part for part, _ in gathered]
+        seen, (_, local) = [part for part, _ in gathered], gathered[0]
         sizes = {name: max(part.get(name, 0) for part in seen) for part in seen for name in part}
-        mine = _readers(seen, sizes, gathered[0][1])[distributed.rank()]
+
+        def near(name: str) -> Sequence[int]:
+            # The page cache of the machine that wrote a file still has it; another would fetch it over the network.
+            # That is the machine of the rank in the file's name, or of the first one, with `local` ranks.
+            whole = [rank for rank, part in enumerate(seen) if part.get(name) == sizes[name]]
+            named = _WRITTEN_BY.search(name)
+            own = [rank for rank in whole if named is not None and rank == int(named[1])]
+            return own or [rank for rank in whole if rank < local] or whole
+
+        mine = _share_of(distributed.rank(), sizes, near)
     with distributed.raise_on_all_ranks(where):
         sums = dict(zip(mine, checksums([folder / name for name in mine], flush=True), strict=True))
     if shared:
@@ -107,42 +119,26 @@ def check_contents(folder: Path, part: int = 0, parts: int = 1) -> None:
     """Compare files with the checksums in their seal; ``part`` of ``parts`` reads its share of them. Raises
     CheckpointError as :func:`read_seal`, or if a file is not as it was sealed."""
     seal = read_seal(folder)
-    loads, mine = [0] * parts, []
-    for name, file in sorted(seal.files.items(), key=lambda item: (-item[1].bytes, item[0])):
-        lightest = loads.index(min(loads))
-        loads[lightest] += file.bytes
-        if lightest == part:
-            mine.append(name)
+    mine = _share_of(part, {name: file.bytes for name, file in seal.files.items()}, lambda name: range(parts))
     try:
         contents = checksums([folder / name for name in mine], flush=False)
     except OSError as error:
         raise CheckpointError(f"is damaged: {error}") from error
-    wrong = [(name, sums) for name, sums in zip(mine, contents, strict=True) if tuple(sums) != seal.files[name].crc32]
+    wrong = [name for name, sums in zip(mine, contents, strict=True) if tuple(sums) != seal.files[name].crc32]
     if wrong:
-        name, sums = wrong[0]
-        sealed = seal.files[name].crc32
-        piece = next(i for i, (a, b) in enumerate(zip(sums, sealed, strict=True)) if a != b)
-        span = f"bytes {piece * PIECE_BYTES}-{min((piece + 1) * PIECE_BYTES, seal.files[name].bytes) - 1}"
-        raise CheckpointError(
-            f"is damaged: {name} is not what was saved ({span}: CRC-32 {sums[piece]}, sealed {sealed[piece]})"
-            f"{_and_more([name for name, _ in wrong])}"
-        )
+        raise CheckpointError(f"is damaged: {wrong[0]} is not what was saved{_and_more(wrong)}")
 
 
-def _readers(seen: Sequence[Mapping[str, int]], sizes: Mapping[str, int], local: int) -> list[list[str]]:
-    """Which rank reads which files back: its own if the file's name contains the rank; the others go evenly to the
-    first ``local`` ranks, those on the first rank's machine. The page cache of the machine that wrote a file still has
-    it; another machine would fetch it over the network."""
-    loads, shares = [0] * len(seen), [[] for _ in seen]
+def _share_of(reader: int, sizes: Mapping[str, int], readers: Callable[[str], Sequence[int]]) -> list[str]:
+    """The files that ``reader`` reads of those with ``sizes``: each goes to one of its ``readers``, so that all read
+    about as many bytes."""
+    loads, mine = Counter[int](), []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        whole = [rank for rank, part in enumerate(seen) if part.get(name) == sizes[name]]
-        named = _WRITTEN_BY.search(name)
-        own = [rank for rank in whole if named is not None and rank == int(named[1])]
-        candidates = own or [rank for rank in whole if rank < local] or whole
-        rank = min(candidates, key=lambda rank: loads[rank])
-        loads[rank] += sizes[name]
-        shares[rank].append(name)
-    return shares
+        chosen = min(readers(name), key=lambda one: loads[one])
+        loads[chosen] += sizes[name]
+        if chosen == reader:
+            mine.append(name)
+    return mine
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -155,9 +151,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 def _and_more(wrong: Sequence[str]) -> str:
     return f", and {len(wrong) - 1} more files differ" if len(wrong) > 1 else ""
-
-
-logger = logging.getLogger("coordexp")
 
 
 def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
@@ -243,24 +236,16 @@ def readable(checkpoint: Path, *files: str) -> Iterator[None]:
         ) from error
 
 
-def warn_of_checkpoints_ahead(output_dir: str | Path, start: int, resume: bool | str | None) -> None:
+def warn_of_checkpoints_ahead(output_dir: Path, start: int) -> None:
     """Warn of complete checkpoints beyond ``start``, the finished steps of a run that resumes from an older one that it
-    names: a later resume would take them for its own.
-
-    With ``resume`` True there are none: the newest complete one was taken, and each one skipped was logged. A new run
-    starts in a folder without checkpoints.
-    """
-    if not isinstance(resume, str) or not distributed.is_main():
-        return
-    folders = [folder for folder in checkpoints_in(Path(output_dir)) if _step_of(folder) > start]
+    names: a later resume would take them for its own."""
+    folders = [folder for folder in checkpoints_in(output_dir) if _step_of(folder) > start]
     ahead = [folder.name for folder in folders if _problem_with(folder) is None]
-    if ahead:
+    if ahead and distributed.is_main():
         logger.warning(
-            "%s has %s of an earlier run, ahead of step %d where this one starts; training.resume_from_checkpoint: "
-            "true would resume from the newest. Move them away, or choose another training.output_dir",
-            output_dir,
-            ", ".join(ahead),
-            start,
+            f"{output_dir} has {', '.join(ahead)} of an earlier run, ahead of step {start} where this one starts; "
+            "training.resume_from_checkpoint: true would resume from the newest. Move them away, or choose another "
+            "training.output_dir"
         )
 
 

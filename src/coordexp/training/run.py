@@ -272,8 +272,8 @@ def _resume_point(start: Start) -> Start:
         check_resume(resume, training)
     with distributed.raise_on_all_ranks("training.output_dir"):
         start = start.at(resume) if distributed.is_main() else replace(start, checkpoint=resume)
-    step = 0 if resume is None else read_seal(resume).step
-    warn_of_checkpoints_ahead(training.output_dir, step, training.resume_from_checkpoint)
+    if isinstance(training.resume_from_checkpoint, str) and resume is not None:
+        warn_of_checkpoints_ahead(training.output_dir, read_seal(resume).step)
     return start
 
 

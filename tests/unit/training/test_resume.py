@@ -300,17 +300,16 @@ def test_later_checkpoints_than_the_named_one_are_reported(tmp_path: Path, caplo
     checkpoint(tmp_path, 3)
     checkpoint(tmp_path, 7)
     with caplog.at_level(logging.WARNING, logger="coordexp"):
-        warn_of_checkpoints_ahead(tmp_path, 3, str(tmp_path / "checkpoint-3"))
+        warn_of_checkpoints_ahead(tmp_path, 3)
     assert "has checkpoint-7" in caplog.text and "ahead of step 3" in caplog.text
 
 
 def test_unusable_or_resumed_checkpoints_are_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Not unfinished ones, not those after the resumed step, and none if the newest complete one was resumed."""
+    """Not unfinished ones, and not those before the resumed step."""
     checkpoint(tmp_path, 3)
     checkpoint(tmp_path, 7, sealed=False)
     with caplog.at_level(logging.WARNING, logger="coordexp"):
-        warn_of_checkpoints_ahead(tmp_path, 3, str(tmp_path / "checkpoint-3"))
-        warn_of_checkpoints_ahead(tmp_path, 0, True)
+        warn_of_checkpoints_ahead(tmp_path, 3)
     assert "earlier run" not in caplog.text
 
 
