@@ -69,8 +69,8 @@ def train(
     """
     run = load_config(config, overrides)
     check_paths({"model.model": run.model.model}, run.custom.data_paths)
+    from coordexp.checkpoints.card import with_own_template
     from coordexp.checkpoints.fetch import with_model_here
-    from coordexp.checkpoints.template import with_own_template
 
     run = with_own_template(with_model_here(run))
     with heavy_imports():

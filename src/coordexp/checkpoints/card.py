@@ -7,27 +7,58 @@ weights; everything that answers with a checkpoint reads it here.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from coordexp.checkpoints.calibration import Calibration
+from coordexp import distributed
 from coordexp.config import RunConfig, resolved_rollout
+from coordexp.config.resolved import EvaluationConfig
 from coordexp.config.schema import DEFAULT_PROMPT
 from coordexp.coords import FieldOrder
 from coordexp.data.files import write_atomically
 from coordexp.data.preparation import NO_RESIZE, ImagePreparation
-from coordexp.errors import CheckpointError, DataError
+from coordexp.errors import CheckpointError, ConfigError, DataError
 from coordexp.hub import name_of
 from coordexp.records import BIN_RULE, check_bin_rule, from_json, to_json
 
 logger = logging.getLogger("coordexp")
+Config = TypeVar("Config", bound=RunConfig | EvaluationConfig)
 
 CARD = "coordexp.json"
 _REPLACED = ("image_preparation.json", "classes.json", "calibration.json", "resolved_config.yaml")
+_LEAST = 1e-6  # logit(0) and logit(1) are infinite
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """How raw confidences become probabilities, by Platt's method (1999): p = sigmoid(slope · logit(raw) + intercept).
+    ``coordexp evaluate --calibrate`` fits it (:func:`coordexp.evaluation.confidence.fit`).
+
+    ``objects``: number of predictions it was fitted on; ``right``: of correct ones; ``data``: their dataset.
+    """
+
+    slope: float = 1.0
+    intercept: float = 0.0
+    objects: int = 0
+    right: int = 0
+    data: str = ""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.slope) and math.isfinite(self.intercept) and self.slope > 0):
+            raise ValueError("a calibration's slope must be above 0, and both of its numbers finite")
+
+    def __call__(self, raw: float) -> float:
+        return 1 / (1 + math.exp(-max(-50.0, min(50.0, self.slope * logit(raw) + self.intercept))))
+
+
+def logit(probability: float) -> float:
+    clamped = min(1 - _LEAST, max(_LEAST, probability))
+    return math.log(clamped / (1 - clamped))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,3 +165,52 @@ def training_of(folder: Path) -> Training | None:
 def settings_for_answers(training: Training | None) -> dict[str, Any]:
     """``template`` of a configuration that answers as in training."""
     return {} if training is None else {"prompt": training.prompt, "system": training.system}
+
+
+def with_own_template(config: Config, checkpoint: str | Path | None = None) -> Config:
+    """``config`` with the prompt, system message, order of fields and order of objects that ``checkpoint`` (None:
+    ``model.model``) was trained with, wherever ``config`` leaves them open. As it is if no run of CoordExp wrote the
+    checkpoint, or with ``template.allow_prompt_change``.
+
+    Raises:
+        ConfigError: ``config`` names others, with which the checkpoint would answer badly.
+    """
+    checkpoint = Path(checkpoint or config.model.model)
+    trained = None if config.template.allow_prompt_change else read_card(checkpoint).training
+    if trained is None:
+        return config
+    custom, template = config.custom, config.template
+    given_order = custom.object_field_order if "object_field_order" in custom.model_fields_set else None
+    taken: dict[str, dict[str, Any]] = {"template": {}, "custom": {}}
+    problems = []
+    for section, name, given in (
+        ("template", "prompt", template.prompt),
+        ("template", "system", template.system),
+        ("custom", "object_field_order", given_order),
+    ):
+        key, own = f"{section}.{name}", getattr(trained, name)
+        if given is None:
+            taken[section][name] = own
+            # null everywhere gives the default prompt
+            if own not in (None, DEFAULT_PROMPT) and own != getattr(getattr(config, section), name):
+                _note(key, own, checkpoint)
+        elif given != own:
+            problems.append(f"{key}: {given!r}, but {checkpoint} was trained with {own!r}")
+    if "object_ordering" not in custom.model_fields_set:  # naming another one is a choice that training can follow
+        taken["custom"]["object_ordering"] = trained.object_ordering
+        if trained.object_ordering != custom.object_ordering:
+            _note("custom.object_ordering", trained.object_ordering, checkpoint)
+    if problems:
+        raise ConfigError(
+            "\n".join(problems)
+            + "\nWrite null or remove the key to take the checkpoint's own, or template.allow_prompt_change: true to "
+            "use another one on purpose"
+        )
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=values) for name, values in taken.items()}
+    )
+
+
+def _note(key: str, own: Any, checkpoint: Path) -> None:
+    if distributed.is_main():
+        logger.warning("%s: %r, with which %s was trained; the configuration names none", key, own, checkpoint)

@@ -156,8 +156,8 @@ def _configuration(
         assert model is not None
         options = PredictOptions(max_new_tokens=max_new_tokens, seed=SEED if seed is None else seed)
         return inference_config(model, options, arguments)
+    from coordexp.checkpoints.card import with_own_template
     from coordexp.checkpoints.fetch import with_model_here
-    from coordexp.checkpoints.template import with_own_template
     from coordexp.config import load_config
     from coordexp.config.checks import check_paths
     from coordexp.config.resolved import AnswerConfig

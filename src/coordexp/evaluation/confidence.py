@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from coordexp.checkpoints.calibration import Calibration, logit
+from coordexp.checkpoints.card import Calibration, logit
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer
 from coordexp.evaluation.detection import IOU_THRESHOLD, count_image, ignored_predictions, match_by_desc, sum_counts

@@ -14,8 +14,8 @@ import numpy as np
 from rich.console import Console
 
 from coordexp import distributed
+from coordexp.checkpoints.card import with_own_template
 from coordexp.checkpoints.fetch import with_model_here
-from coordexp.checkpoints.template import with_own_template
 from coordexp.config import load_config
 from coordexp.config.resolved import AnswerConfig
 from coordexp.data.completed import COMPLETION

@@ -10,9 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from coordexp import distributed
-from coordexp.checkpoints.card import read_card, write_card
+from coordexp.checkpoints.card import read_card, with_own_template, write_card
 from coordexp.checkpoints.fingerprints import fingerprint
-from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.resolved import AnswerConfig, EvaluationConfig
 from coordexp.data.class_list import choose_list

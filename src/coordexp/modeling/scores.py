@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from coordexp.checkpoints.calibration import Calibration
+from coordexp.checkpoints.card import Calibration
 from coordexp.coords import CoordVocab
 from coordexp.errors import broken_logits
 from coordexp.records import NUM_BINS, ParsedRollout, Rollout, RolloutRequest

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from coordexp.checkpoints.card import with_own_template
 from coordexp.checkpoints.folder import Checkpoint, read_object
 from coordexp.checkpoints.run_folder import STATE, checked_changes, newest_checkpoint
-from coordexp.checkpoints.template import with_own_template
 from coordexp.config import RunConfig
 from coordexp.config.resume import Change
 from coordexp.errors import CheckpointError, ConfigError

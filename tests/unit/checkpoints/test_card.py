@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordexp.checkpoints.calibration import Calibration
-from coordexp.checkpoints.card import CARD, UNTRAINED, Card, Training, card_of_run, read_card, write_card
+from coordexp.checkpoints.card import CARD, UNTRAINED, Calibration, Card, Training, card_of_run, read_card, write_card
 from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.config import parse_config
 from coordexp.data.files import asset

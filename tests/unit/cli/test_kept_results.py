@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coordexp.checkpoints.card import card_of_run, write_card
-from coordexp.checkpoints.template import with_own_template
+from coordexp.checkpoints.card import card_of_run, with_own_template, write_card
 from coordexp.cli.commands import app
 from coordexp.config import RunConfig, load_config
 from coordexp.data import read_jsonl, write_jsonl

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordexp.checkpoints.calibration import Calibration
-from coordexp.checkpoints.card import CARD, read_card
+from coordexp.checkpoints.card import CARD, Calibration, read_card
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPECS, write_scenes

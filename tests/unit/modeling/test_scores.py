@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from coordexp.checkpoints.calibration import Calibration
+from coordexp.checkpoints.card import Calibration
 from coordexp.coords import serialize_objects
 from coordexp.modeling.scores import COORD_WEIGHT, NEIGHBOURS, WIDE_NEIGHBOURS, ObjectScore, TokenScorer
 from coordexp.parsing import parse_rollout

@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from coordexp.checkpoints.template import with_own_template
+from coordexp.checkpoints.card import with_own_template
 from coordexp.data import read_jsonl, write_jsonl
 from coordexp.errors import ConfigError, RunStopped
 from coordexp.training.checked_run import check_run
