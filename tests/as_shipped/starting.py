@@ -33,8 +33,7 @@ from as_shipped.table import (
     interrupted_step,
     interruption,
 )
-from coordexp.checkpoints.run_folder import SEAL, STATE, checkpoints_in
-from coordexp.checkpoints.run_lock import LOCK, check_not_running
+from coordexp.checkpoints.run_folder import LOCK, SEAL, STATE, check_not_running, checkpoints_in
 from coordexp.config import RunConfig, load_config
 from coordexp.data.scenes import SPARSE, write_scenes
 from support.busy import busyness

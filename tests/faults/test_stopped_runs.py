@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from as_shipped.starting import started
+from coordexp.checkpoints.run_folder import LOCK, only_run_in
 from coordexp.errors import ConfigError, RunStopped, TrainingDiverged
 from coordexp.objective import RowTensors
 from coordexp.training.checkpoint import is_complete
-from coordexp.training.parallel import LOCK, only_run_in
 from coordexp.training.run import run_training
 from coordexp.training.stopping import StopSignals
 from faults.runs import DEADLINE_S, train_slowly
@@ -205,7 +205,7 @@ def test_weights_that_break_in_the_step_before_a_save_replace_nothing(
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first is another process, and it is killed: the lock that it leaves does not count."""
     run_config(tmp_path, 1)
-    hold = "import sys, pathlib; from coordexp.training.parallel import only_run_in\n" \
+    hold = "import sys, pathlib; from coordexp.checkpoints.run_folder import only_run_in\n" \
            "with only_run_in(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"  # fmt: skip
     command = [sys.executable, "-c", hold, str(tmp_path / "run")]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

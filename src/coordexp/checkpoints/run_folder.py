@@ -1,19 +1,27 @@
-"""The output folder of a run, read without torch. Decides whether a start resumes, overwrites or is refused."""
+"""The output folder of a run, read without torch. Decides whether a start resumes, overwrites or is refused; and its
+lock, which one run holds at a time."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import logging
 import math
+import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from coordexp import __version__
+from coordexp import __version__, distributed
 from coordexp.checkpoints.fingerprints import DATA, DEEPSPEED, MODEL, SEAL, inputs_of, is_same, with_bases
 from coordexp.checkpoints.folder import RESOLVED_CONFIG, read_object
 from coordexp.config import RunConfig
@@ -22,12 +30,15 @@ from coordexp.config.source import read_document
 from coordexp.data.files import unwritable
 from coordexp.errors import CheckpointError, ConfigError, RunFinished
 
+logger = logging.getLogger("coordexp")
+
 MANIFEST = "run_manifest.json"
 STATE = "trainer_state.json"  # next to a final model: the steps of a finished run
 CURVES, RECORDS = "runs", "rollout_records"  # folders of TensorBoard's files and of rollout records
 # The answers of the first and of the last evaluation while a run trained.
 FIRST_EVALUATION, LAST_EVALUATION = "first_evaluation.jsonl", "last_evaluation.jsonl"
 CHECKPOINT = "checkpoint"  # N steps are in checkpoint-N, as transformers names it
+LOCK = "run.lock"
 _MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", STATE)
 _WEIGHT = re.compile(r" x [^ ]+")  # of a file, after its fingerprint
 
@@ -288,3 +299,51 @@ def _listed(found: list[Path], most: int = 3) -> str:
 
 def _is_own(checkpoint: Path, output_dir: Path) -> bool:
     return checkpoint.absolute().parent.resolve() == output_dir.resolve()
+
+
+@contextmanager
+def only_run_in(output_dir: Path) -> Iterator[None]:
+    """Lock ``output_dir`` for this run. A collective call; raises ConfigError if another process trains into the
+    folder. A left-over lock file locks nothing."""
+    with ExitStack() as held:
+        with distributed.raise_on_all_ranks("training.output_dir"):
+            if distributed.is_main():
+                output_dir.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(output_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+                held.callback(os.close, descriptor)
+                if (reason := _take_lock(descriptor, output_dir)) is not None:
+                    logger.warning("%s cannot be locked (%s): let no second run train into it", output_dir, reason)
+                os.ftruncate(descriptor, 0)
+                since = datetime.now(UTC).isoformat(timespec="seconds")
+                holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+                os.write(descriptor, json.dumps(holder).encode())
+        yield
+
+
+def _take_lock(descriptor: int, output_dir: Path) -> str | None:
+    """Lock an open lock file for this process. Raises ConfigError if another run holds it. Returns: None, or why it is
+    not locked, on file systems without locks (Lustre's noflock, NFS without its lock daemon).
+
+    The lock belongs to the process, not to the open file: loader processes do not inherit it, network file systems
+    support it, and the kernel releases it however the process ends."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return str(error)
+        holder = os.read(descriptor, 1024).decode(errors="replace").strip() or "unknown process"
+        raise ConfigError(
+            f"training.output_dir: another run trains into {output_dir} ({holder}); end it, or choose another folder"
+        ) from error
+    return None
+
+
+def check_not_running(output_dir: Path) -> None:
+    """Raise ConfigError if another process trains into the folder now; :func:`only_run_in` decides later."""
+    if not (output_dir / LOCK).is_file():
+        return
+    descriptor = os.open(output_dir / LOCK, os.O_RDWR)
+    try:
+        _take_lock(descriptor, output_dir)
+    finally:
+        os.close(descriptor)

@@ -80,7 +80,7 @@ def launch(
         print_config(config, given)
         return
     run = load_config(config, arguments=given)
-    from coordexp.checkpoints.run_lock import check_not_running
+    from coordexp.checkpoints.run_folder import check_not_running
 
     check_not_running(Path(run.training.output_dir))  # whose logs would be moved away
     if hub_model(run.model.model) is not None:

@@ -99,7 +99,7 @@ def train(config: ConfigFile, arguments: Arguments = None, print_only: Print = F
     console = open_console()
     model, records = None, {}
     if distributed.world_size() == 1:  # checks without torch go first: its import takes seconds
-        from coordexp.checkpoints.run_lock import check_not_running
+        from coordexp.checkpoints.run_folder import check_not_running
 
         custom = run.custom
         check_not_running(Path(run.training.output_dir))

@@ -1,4 +1,4 @@
-"""Training over several processes: rendezvous, DDP, FSDP2, DeepSpeed through accelerate; one run per output folder."""
+"""Training over several processes: rendezvous, DDP, FSDP2, DeepSpeed through accelerate."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import json
 import logging
 import os
 import re
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_m
 from transformers import TrainingArguments
 
 from coordexp import distributed
-from coordexp.checkpoints.run_lock import LOCK, take_lock
 from coordexp.config import RunConfig
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import DeepSpeedConfig
@@ -222,22 +218,3 @@ def lost_each_other(error: BaseException) -> bool:
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
     return type(error) is RuntimeError and _LOST.search(str(error)) is not None
-
-
-@contextmanager
-def only_run_in(output_dir: Path) -> Iterator[None]:
-    """Lock ``output_dir`` for this run. A collective call; raises ConfigError if another process trains into the
-    folder. A left-over lock file locks nothing."""
-    with ExitStack() as held:
-        with distributed.raise_on_all_ranks("training.output_dir"):
-            if distributed.is_main():
-                output_dir.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(output_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-                held.callback(os.close, descriptor)
-                if (reason := take_lock(descriptor, output_dir)) is not None:
-                    logger.warning("%s cannot be locked (%s): let no second run train into it", output_dir, reason)
-                os.ftruncate(descriptor, 0)
-                since = datetime.now(UTC).isoformat(timespec="seconds")
-                holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-                os.write(descriptor, json.dumps(holder).encode())
-        yield

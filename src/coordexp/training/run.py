@@ -22,7 +22,7 @@ from coordexp.checkpoints.card import card_of_run
 from coordexp.checkpoints.describe import weight_shapes
 from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.checkpoints.memory import advising, recomputed_every
-from coordexp.checkpoints.run_folder import RECORDS, clear_results
+from coordexp.checkpoints.run_folder import RECORDS, clear_results, only_run_in
 from coordexp.config import RunConfig, rollout_contract
 from coordexp.config.resume import changes_figures
 from coordexp.config.rollout import RolloutMatchingConfig
@@ -59,7 +59,6 @@ from coordexp.training.parallel import (
     build_accelerator,
     join_processes,
     lost_each_other,
-    only_run_in,
     parallel_arguments,
     prepare,
     set_allocator,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.checkpoints.run_lock import LOCK
+from coordexp.checkpoints.run_folder import LOCK
 from coordexp.data.files import asset
 from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.evaluation.answers import write_answers

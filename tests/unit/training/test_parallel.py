@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from coordexp.checkpoints.run_lock import check_not_running
+from coordexp.checkpoints.run_folder import check_not_running, only_run_in
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.errors import ConfigError, MissingDependency
-from coordexp.training.parallel import check_parallel, only_run_in, parallel_arguments, set_allocator
+from coordexp.training.parallel import check_parallel, parallel_arguments, set_allocator
 from support.tiny_run import run_config
 
 
