@@ -9,11 +9,13 @@ import json
 import logging
 import math
 import os
+import platform
 import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -22,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from coordexp import __version__, distributed
+from coordexp.checkpoints.card import read_card
 from coordexp.checkpoints.fingerprints import DATA, DEEPSPEED, MODEL, SEAL, inputs_of, is_same, with_bases
 from coordexp.checkpoints.folder import RESOLVED_CONFIG, read_object
-from coordexp.config import RunConfig
+from coordexp.config import RunConfig, resolved_yaml
 from coordexp.config.resume import ABSENT, FIXED, Change, changes
 from coordexp.config.source import read_document
-from coordexp.data.files import unwritable
+from coordexp.data.files import unwritable, write_atomically
 from coordexp.errors import CheckpointError, ConfigError, RunFinished
 
 logger = logging.getLogger("coordexp")
@@ -39,6 +42,8 @@ CURVES, RECORDS = "runs", "rollout_records"  # folders of TensorBoard's files an
 FIRST_EVALUATION, LAST_EVALUATION = "first_evaluation.jsonl", "last_evaluation.jsonl"
 CHECKPOINT = "checkpoint"  # N steps are in checkpoint-N, as transformers names it
 LOCK = "run.lock"
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "numpy", "scipy")
+"""Whose versions change what is learned; the run's manifest lists them."""
 _MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", STATE)
 _WEIGHT = re.compile(r" x [^ ]+")  # of a file, after its fingerprint
 
@@ -161,6 +166,48 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if (place / MANIFEST).is_file():
             return read_object(place, MANIFEST, "manifest")
     return {}
+
+
+def write_manifest(
+    config: RunConfig,
+    config_path: str | Path | None,
+    overrides: Sequence[str] = (),
+    resumed: tuple[Path, Sequence[Change]] | None = None,
+) -> None:
+    """Write the resolved configuration, and a manifest with versions, commit, seed and fingerprints of model and data,
+    into ``training.output_dir``. ``resumed``: the checkpoint, and the keys that differ from its configuration; the
+    manifest lists every such resume."""
+    output_dir, now = config.training.output_dir, datetime.now(UTC).isoformat(timespec="seconds")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    resumes: list[dict[str, Any]] = []
+    if resumed is not None:
+        checkpoint, applied = resumed
+        run = checkpoint.absolute().parent  # lists starts that saved no checkpoint too
+        earlier = read_manifest(run if (run / MANIFEST).is_file() else checkpoint)
+        changed = {one.key: {"was": one.was, "now": one.now} for one in applied}
+        step = read_object(checkpoint, SEAL, "seal")["step"]
+        this = {"at": now, "checkpoint": str(checkpoint), "step": step, "changes": changed}
+        resumes = [*(earlier.get("resumes") or []), this]
+    write_atomically(output_dir / RESOLVED_CONFIG, resolved_yaml(config))
+    manifest = {
+        "schema_version": 1,
+        "created_at": now,
+        "command": sys.argv,
+        "config_path": None if config_path is None else str(Path(config_path).resolve()),
+        "overrides": list(overrides),
+        "resolved_config": RESOLVED_CONFIG,
+        "inputs": inputs_of(config),
+        "model_source": read_card(config.model.model).source,
+        "resumes": resumes,
+        "seed": config.training.seed,
+        "world_size": distributed.world_size(),
+        "coordexp": __version__,
+        "git": git_state(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: metadata.version(name) for name in PACKAGES},
+    }
+    write_atomically(output_dir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def git_state() -> dict[str, Any] | None:

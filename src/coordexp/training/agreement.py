@@ -13,13 +13,12 @@ from typing import Any
 import coordexp
 from coordexp import distributed
 from coordexp.checkpoints.fingerprints import DATA, MODEL, VALIDATION, fingerprint, inputs_of
+from coordexp.checkpoints.run_folder import PACKAGES
 from coordexp.config import RunConfig
 from coordexp.config.base import dotted
 from coordexp.config.resume import differing
 from coordexp.errors import ConfigError
 
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "numpy", "scipy")
-"""Whose versions change what is learned; the run's manifest lists them."""
 # Paths, which may differ between machines; their files' content may not.
 _PATHS = (MODEL, DATA, VALIDATION)
 

@@ -34,7 +34,7 @@ from coordexp.training.checkpoint import delete_old, read_seal
 from coordexp.training.drift import DriftWatch
 from coordexp.training.ledger import RunLedger
 from coordexp.training.loader_speed import ReadingWatch
-from coordexp.training.loggers import LOG_WRITES_FAILED
+from coordexp.training.progress import LOG_WRITES_FAILED
 from coordexp.training.rows import untrained_note
 from coordexp.training.saving import (
     load_optimizer,

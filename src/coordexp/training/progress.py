@@ -1,98 +1,44 @@
-"""Output of a run: the manifest, a progress bar (lines, if not on a terminal), loggers such as TensorBoard and W&B
-(same metric names, one curve across resumes)."""
+"""What a run shows: a progress bar (lines, if not on a terminal), and loggers such as TensorBoard and W&B, with the
+same metric names and one curve across resumes. One that cannot write does not end a run: what it loses is counted."""
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-import platform
-import sys
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from importlib import metadata
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-import coordexp
 from coordexp import distributed
-from coordexp.checkpoints.card import read_card
-from coordexp.checkpoints.fingerprints import inputs_of
-from coordexp.checkpoints.folder import RESOLVED_CONFIG
-from coordexp.checkpoints.run_folder import CURVES, MANIFEST, git_state, read_manifest
-from coordexp.config import RunConfig, resolved_yaml
-from coordexp.config.resume import Change
-from coordexp.data.files import write_atomically
+from coordexp.checkpoints.run_folder import CURVES
 from coordexp.data.progress_bar import Lines, make_progress
-from coordexp.training.agreement import PACKAGES
 from coordexp.training.checkpoint import read_seal
-from coordexp.training.loggers import FailedWrites
 
-if TYPE_CHECKING:
-    from coordexp.training.loop import CoordExpTrainer
+logger = logging.getLogger("coordexp")
 
-
-def write_manifest(
-    config: RunConfig,
-    config_path: str | Path | None,
-    overrides: Sequence[str] = (),
-    resumed: tuple[Path, Sequence[Change]] | None = None,
-) -> None:
-    """Write the resolved configuration, and a manifest with versions, commit, seed and fingerprints of model and data,
-    into ``training.output_dir``. ``resumed``: the checkpoint, and the keys that differ from its configuration; the
-    manifest lists every such resume."""
-    output_dir, now = config.training.output_dir, datetime.now(UTC).isoformat(timespec="seconds")
-    output_dir.mkdir(parents=True, exist_ok=True)
-    resumes: list[dict[str, Any]] = []
-    if resumed is not None:
-        checkpoint, applied = resumed
-        run = checkpoint.absolute().parent  # lists starts that saved no checkpoint too
-        earlier = read_manifest(run if (run / MANIFEST).is_file() else checkpoint)
-        changed = {one.key: {"was": one.was, "now": one.now} for one in applied}
-        resumes = [
-            *(earlier.get("resumes") or []),
-            {"at": now, "checkpoint": str(checkpoint), "step": read_seal(checkpoint).step, "changes": changed},
-        ]
-    write_atomically(output_dir / RESOLVED_CONFIG, resolved_yaml(config))
-    manifest = {
-        "schema_version": 1,
-        "created_at": now,
-        "command": sys.argv,
-        "config_path": None if config_path is None else str(Path(config_path).resolve()),
-        "overrides": list(overrides),
-        "resolved_config": RESOLVED_CONFIG,
-        "inputs": inputs_of(config),
-        "model_source": read_card(config.model.model).source,
-        "resumes": resumes,
-        "seed": config.training.seed,
-        "world_size": distributed.world_size(),
-        "coordexp": coordexp.__version__,
-        "git": git_state(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: metadata.version(name) for name in PACKAGES},
-    }
-    write_atomically(output_dir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-
-
+LOG_WRITES_FAILED = "train/log_writes_failed"
 _TRAIN = "train/"  # transformers' loggers add it to every name that is not an evaluation's
 
 
 def set_up_loggers(
-    trainer: CoordExpTrainer, logging_dir: Path | None, resume: Path | None, failed: FailedWrites
+    callbacks: Sequence[TrainerCallback],
+    args: TrainingArguments,
+    logging_dir: Path | None,
+    resume: Path | None,
+    failed: FailedWrites,
 ) -> list[TensorBoardCallback]:
-    """Prepare a trainer's loggers, before it trains, and return TensorBoard's: its files of one run are in one folder,
-    ``logging_dir`` or ``runs`` in the output folder, also after a resume, which purges the events after its checkpoint.
-    ``failed`` counts what they cannot write.
-    """
-    names = trainer.args.report_to or []
+    """Prepare the loggers among a trainer's callbacks, before it trains, and return TensorBoard's: its files of one run
+    are in one folder, ``logging_dir`` or ``runs`` in the output folder, also after a resume, which purges the events
+    after its checkpoint. ``failed`` counts what they cannot write."""
+    names = args.report_to or []
     reporting = tuple(get_reporting_integration_callbacks([names] if isinstance(names, str) else names))
-    callbacks = trainer.callback_handler.callbacks
     for one in callbacks:
         if isinstance(one, reporting):
             _keep_our_names(one)
@@ -101,7 +47,7 @@ def set_up_loggers(
     for board in boards:
         # transformers would take the folder from the environment alone, else one by the clock for every start.
         if logging_dir is not None or board.logging_dir is None:
-            board.logging_dir = str(logging_dir or Path(str(trainer.args.output_dir)) / CURVES)
+            board.logging_dir = str(logging_dir or Path(str(args.output_dir)) / CURVES)
         if resume is not None and distributed.is_main():
             from torch.utils.tensorboard import SummaryWriter
 
@@ -118,6 +64,51 @@ def _keep_our_names(logger: TrainerCallback) -> None:
         return original(args, state, control, logs=named, **kwargs)
 
     logger.on_log = on_log  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class FailedWrites:
+    """Counts what loggers could not write, on this rank, since the start."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self.count = 0
+        self._output_dir = output_dir
+        self._warned: set[str] = set()
+
+    def tolerate(self, callback: TrainerCallback, *others: str) -> None:
+        """From now on an error of the system in one of ``callback``'s events, or in a method of ``others``, such as a
+        full disk, is a warning (once) and is counted. TensorBoard then begins another file with the next line that is
+        logged."""
+        for event in dir(callback):
+            if event.startswith("on_") or event in others:
+                setattr(callback, event, self._guarded(callback, getattr(callback, event)))
+
+    def _guarded(self, callback: TrainerCallback, act: Callable[..., Any]) -> Callable[..., Any]:
+        def act_or_count(*arguments: Any, **options: Any) -> Any:
+            try:
+                return act(*arguments, **options)
+            except OSError as error:
+                self._lose(callback, error)
+                return None
+
+        return act_or_count
+
+    def _lose(self, callback: TrainerCallback, error: OSError) -> None:
+        self.count += 1
+        if isinstance(callback, TensorBoardCallback):
+            callback.tb_writer = None  # its thread has ended; the next line opens another file
+        name = type(callback).__name__.removesuffix("Callback")
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        where = next(one for one in (self._output_dir, *self._output_dir.absolute().parents) if one.exists())
+        logger.warning(
+            "%s cannot write its log (%s; %.1f MB are free at %s); the run continues, and %s counts what is lost",
+            name,
+            error,
+            shutil.disk_usage(where).free / 1e6,
+            where,
+            LOG_WRITES_FAILED,
+        )
 
 
 # Metric → label, unit.

@@ -22,7 +22,7 @@ from coordexp.checkpoints.card import card_of_run
 from coordexp.checkpoints.describe import weight_shapes
 from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.checkpoints.memory import advising, recomputed_every
-from coordexp.checkpoints.run_folder import RECORDS, clear_results, only_run_in
+from coordexp.checkpoints.run_folder import RECORDS, clear_results, only_run_in, write_manifest
 from coordexp.config import RunConfig, rollout_contract
 from coordexp.config.resume import changes_figures
 from coordexp.config.rollout import RolloutMatchingConfig
@@ -51,7 +51,6 @@ from coordexp.training.agreement import check_agreement
 from coordexp.training.batches import StepBatches
 from coordexp.training.checked_run import CheckedRun, check_run
 from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
-from coordexp.training.loggers import FailedWrites
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.offload import TrainerOffload, build_offload
 from coordexp.training.optimizer import LearningRates, build_optimizer, build_scheduler
@@ -63,7 +62,7 @@ from coordexp.training.parallel import (
     prepare,
     set_allocator,
 )
-from coordexp.training.progress import RichProgress, set_up_loggers, write_manifest
+from coordexp.training.progress import FailedWrites, RichProgress, set_up_loggers
 from coordexp.training.rows import RowBuilder
 from coordexp.training.saving import build_buffer, restore_answers
 from coordexp.training.state import RunState
@@ -160,7 +159,7 @@ def build_trainer(
         if distributed.is_main():  # after everything is built: a failed start does not change the folder
             clear_results(config, resume)
             write_manifest(config, config_path, overrides, None if resume is None else (resume, start.applied))
-    loggers = set_up_loggers(trainer, training.logging_dir, resume, failed)
+    loggers = set_up_loggers(trainer.callback_handler.callbacks, args, training.logging_dir, resume, failed)
     if rollout.monitor_dump.enabled and distributed.is_main():
         pictures = RolloutPictures(
             rollout.monitor_dump,

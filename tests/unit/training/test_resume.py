@@ -15,6 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from coordexp.checkpoints.folder import RESOLVED_CONFIG
+from coordexp.checkpoints.run_folder import MANIFEST
 from coordexp.config import load_config
 from coordexp.config.resume import changes
 from coordexp.config.schema import TrainingConfig
@@ -37,7 +38,6 @@ from coordexp.training.checkpoint import (
     warn_of_checkpoints_ahead,
 )
 from coordexp.training.loop import CoordExpTrainer
-from coordexp.training.progress import MANIFEST
 from coordexp.training.run import build_trainer
 from coordexp.training.saving import load_carry_buffer, segment_from_json, segment_to_json
 from support.tiny_run import (
