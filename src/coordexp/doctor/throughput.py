@@ -12,7 +12,7 @@ from coordexp.checkpoints.memory import check_memory
 from coordexp.doctor.check import Row, Settings, judged, measured
 from coordexp.doctor.runs import ShippedRun, matrix_flops, train_shipped
 from coordexp.doctor.samples import answering_model, keys_of, model_of
-from coordexp.training.loader_speed import free_cores, loader_advice
+from coordexp.training.watches import free_cores, loader_advice
 
 WARM_UP, TIMED = 2, 4  # steps
 MEMORY_RATIO = (0.75, 1.15)  # of the measured peak to the estimate; below, runs that fit are refused

@@ -31,9 +31,7 @@ from coordexp.rollouts import RolloutBackend, rollout_session
 from coordexp.training.batches import StepBatches
 from coordexp.training.best import BestStep, note_best
 from coordexp.training.checkpoint import delete_old, read_seal
-from coordexp.training.drift import DriftWatch
 from coordexp.training.ledger import RunLedger
-from coordexp.training.loader_speed import ReadingWatch
 from coordexp.training.progress import LOG_WRITES_FAILED
 from coordexp.training.rows import untrained_note
 from coordexp.training.saving import (
@@ -46,6 +44,7 @@ from coordexp.training.saving import (
 )
 from coordexp.training.state import RunState, act_together, callback_states, restore_callbacks
 from coordexp.training.step import TrainStep
+from coordexp.training.watches import DriftWatch, ReadingWatch
 
 logger = logging.getLogger("coordexp")
 
@@ -84,7 +83,7 @@ class CoordExpTrainer:
 
     def __post_init__(self, max_steps: int, callbacks: list[TrainerCallback]) -> None:
         run, step, batches = self.run, self.step, self.batches
-        self._drift: DriftWatch | None = None
+        self._drift = DriftWatch()
         self._ledger = RunLedger(Path(str(self.args.output_dir)), lambda note: self.on_note(note))
         self._last_update: dict[str, Any] = {}
         self._saved: tuple[int, Path] | None = None  # step and folder of this run's last complete checkpoint
@@ -199,6 +198,7 @@ class CoordExpTrainer:
         progress, state = load_progress(checkpoint), self.state
         for name in ("global_step", "epoch", "log_history", "best_metric", "best_model_checkpoint", "best_global_step"):
             setattr(state, name, getattr(progress, name))
+        self._drift.replay(state.log_history)
         restore_callbacks(self.callback_handler.callbacks, progress.stateful_callbacks)
         load_weights(self.run, checkpoint)
         with distributed.raise_on_all_ranks(f"loading {checkpoint}"):
@@ -242,9 +242,6 @@ class CoordExpTrainer:
         if not self.run.sums.steps:
             return
         metrics = self.run.sums.take()
-        if self._drift is None:
-            self._drift = DriftWatch()
-            self._drift.replay(self.state.log_history)
         metrics |= self._drift.observe(metrics, self.state.global_step)
         self._reading.observe(metrics, self.state.global_step)
         payload = MetricsPayload("train", self.state.global_step, metrics).metrics

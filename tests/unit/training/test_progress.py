@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from transformers.utils import logging as hf_logging
 
-from coordexp.training.drift import DriftWatch
 from coordexp.training.progress import RichProgress
+from coordexp.training.watches import DriftWatch
 
 NOTHING: Any = None
 

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from coordexp.training.loader_speed import ReadingWatch, loaders_needed
+from coordexp.training.watches import ReadingWatch, loaders_needed
 
 
 @pytest.mark.parametrize(

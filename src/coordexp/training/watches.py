@@ -1,18 +1,63 @@
-"""Whether loader processes are fast enough, and how many would be. Torch-free."""
+"""Warnings from a run's log lines: rollouts drift, or steps wait for images. Torch-free."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 
 from coordexp import distributed
 
 logger = logging.getLogger("coordexp")
 
+WINDOW_SAMPLES = 128  # answers; a rate of 5 % is then known to ± 2 %
+RISE = 0.10  # of a rate, that is a warning
+_SAMPLES = "rollout/samples_total"
+_RATES = {
+    "truncated": ("rollout/parse_truncated_total", _SAMPLES, "answers are truncated"),
+    "duplicate": ("rollout/duplicates_total", "rollout/valid_pred_objects_total", "objects repeat an earlier one"),
+}
 WAIT_SHARE = 0.05  # of a step that may wait for images
 _STEP = ("time/data_wait_s", "time/window_prepare_s", "time/learner_s", "time/optimizer_s")  # add up to a step
+
+
+class DriftWatch:
+    """Warns when the rates of truncated answers or of repeated objects rise. Call :meth:`observe` with each log
+    line."""
+
+    def __init__(self) -> None:
+        self._first: Counter[str] = Counter()
+        self._latest: deque[Counter[str]] = deque()
+        self._warned: set[str] = set()
+
+    def replay(self, lines: Iterable[Mapping[str, float]]) -> None:
+        """Read the lines that a resumed run logged before it stopped, without warning again."""
+        for line in lines:
+            self.observe(line, None)
+
+    def observe(self, line: Mapping[str, float], step: int | None) -> dict[str, float]:
+        """Return ``safeguard/*`` for a line with rollouts, {} otherwise. Warn once when a rate has risen by 0.10."""
+        if not line.get(_SAMPLES):
+            return {}
+        self._latest.append(Counter({name: int(line.get(name, 0)) for rate in _RATES.values() for name in rate[:2]}))
+        while sum(part[_SAMPLES] for part in self._latest) - self._latest[0][_SAMPLES] >= WINDOW_SAMPLES:
+            self._latest.popleft()
+        if self._first[_SAMPLES] < WINDOW_SAMPLES:
+            self._first += self._latest[-1]
+        latest, metrics = sum(self._latest, Counter()), {}
+        for name, (part, whole, what) in _RATES.items():
+            now, before = (counts[part] / max(1, counts[whole]) for counts in (latest, self._first))
+            metrics[f"safeguard/{name}_rate"] = now
+            if now - before >= RISE and name not in self._warned:
+                self._warned.add(name)
+                if step is not None and distributed.is_main():
+                    logger.warning(
+                        f"step {step}: Rollouts drift: {now:.0%} of the latest {what}, {before:.0%} at first. Look at "
+                        "eval_rollout/f1; lower training.learning_rate or stage2_ab.schedule.b_ratio"
+                    )
+        return metrics
 
 
 def loaders_needed(workers: int, waited_s: float, step_s: float) -> int | None:
@@ -70,6 +115,6 @@ class ReadingWatch:
         if advice is None:
             return
         self._warned = True
-        logger.warning("step %d: %.0f%% of a step waits for images (time/data_wait_s), which %s; %s", step,
-                       100 * waited_s / step_s, f"{self._workers} loader processes read" if self._workers else
-                       "the trainer's own process reads", advice)  # fmt: skip
+        readers = f"{self._workers} loader processes read" if self._workers else "the trainer's own process reads"
+        share = f"{waited_s / step_s:.0%} of a step waits for images (time/data_wait_s)"
+        logger.warning(f"step {step}: {share}, which {readers}; {advice}")
