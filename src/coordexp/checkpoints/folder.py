@@ -6,7 +6,6 @@ transformers takes seconds to import, so commands that only look at a folder rea
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -240,22 +239,6 @@ def part_of(name: str) -> Part:
 def is_named(module: str, ends: Iterable[str]) -> bool:
     """Whether one of ``ends``, as ``tuner.target_modules`` and ``modules_to_save`` have them, means a module."""
     return any(module == end or module.endswith(f".{end}") for end in ends)
-
-
-_ANSWERS_DEPEND_ON = ("*.safetensors", "*config.json", "tokenizer.json", "chat_template.*")
-
-
-def checkpoint_fingerprint(folder: Path) -> str:
-    """The first 16 hex digits of a SHA-256 over the names and contents of weights, tokenizer and configurations. An
-    adapter's base is not read: the adapter's configuration names it. Raises CheckpointError without weights."""
-    files = sorted({path for pattern in _ANSWERS_DEPEND_ON for path in folder.glob(pattern) if path.is_file()})
-    if not any(path.suffix == ".safetensors" for path in files):
-        raise CheckpointError(f"{folder}: has no *.safetensors; name the folder of a checkpoint")
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            digest.update(path.name.encode("utf-8") + b"\0" + hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
 
 
 class _FileTokenizer:

@@ -186,11 +186,11 @@ def run_completion(
     result = None
     with distributed.raise_on_all_ranks("coordexp data complete"):
         if distributed.is_main():
-            from coordexp.checkpoints.folder import checkpoint_fingerprint
+            from coordexp.checkpoints.fingerprints import fingerprint
             from coordexp.modeling.load import load_vocab
 
             model = Path(run.model.model)
-            origin = {"model": str(model), "fingerprint": checkpoint_fingerprint(model)}
+            origin = {"model": str(model), "fingerprint": fingerprint(model)}
             answer_of = {answer.sample_id: answer for answer in read_answers(folder)}
             done, counts = complete_records(read_jsonl(source), answer_of, rules, origin)
             write_jsonl([item.record for item in done], out)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from coordexp import distributed
 from coordexp.checkpoints.card import Card, read_card
-from coordexp.checkpoints.folder import checkpoint_fingerprint
+from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.config.resolved import AnswerConfig
 from coordexp.data.class_list import choose_list
 from coordexp.data.image_sources import FoundImages, find_images
@@ -144,7 +144,7 @@ def _settings(
     calibration = card.calibration if score == "token_probability" else None
     return {
         "model": str(model.resolve()),
-        "fingerprint": checkpoint_fingerprint(model),
+        "fingerprint": fingerprint(model),
         "source": str(sources[0].resolve()) if len(sources) == 1 else [str(one.resolve()) for one in sources],
         "prompt": config.template.prompt,
         "system": config.template.system,
