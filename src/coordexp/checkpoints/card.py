@@ -153,11 +153,10 @@ def training_of(folder: Path) -> Training | None:
     """The settings by which the checkpoint in ``folder`` answers; None, with a warning, if no run trained it."""
     training = read_card(folder).training
     if training is None:
+        why = "its card names none" if (folder / CARD).is_file() else f"it has no {CARD}"
         logger.warning(
-            "%s: no run of CoordExp trained this checkpoint (%s); it answers the default prompt in float32, with "
-            "images as they are and without class ids",
-            folder,
-            "its card names none" if (folder / CARD).is_file() else f"it has no {CARD}",
+            f"{folder}: no run of CoordExp trained this checkpoint ({why}); it answers the default prompt in float32, "
+            "with images as they are and without class ids"
         )
     return training
 

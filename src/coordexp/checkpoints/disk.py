@@ -65,13 +65,8 @@ def checked_disk(config: RunConfig, checkpoint: Checkpoint | None = None) -> Dis
     if space.free < space.most:
         kept = "all are kept" if training.save_total_limit is None else f"{training.save_total_limit} and a new one"
         logger.warning(
-            "training.save_total_limit: %d checkpoints (%s) and the final model need about %s, and %s has %s left; "
-            "lower it, or free some",
-            space.checkpoints,
-            kept,
-            _size(space.most),
-            space.where,
-            _size(space.free),
+            f"training.save_total_limit: {space.checkpoints} checkpoints ({kept}) and the final model need about "
+            f"{_size(space.most)}, and {space.where} has {_size(space.free)} left; lower it, or free some"
         )
     return space
 

@@ -215,10 +215,8 @@ def check_memory(
         raise ConfigError(f"{needs}. It fits with {fitting}")
     if distributed.is_main():
         logger.warning(
-            "%s: tight, because the estimate may be 10 %% wrong and fragmentation takes 5 to 15 %%. If memory runs "
-            "out, it fits with %s",
-            needs,
-            fitting,
+            f"{needs}: tight, because the estimate may be 10 % wrong and fragmentation takes 5 to 15 %. If memory runs "
+            f"out, it fits with {fitting}"
         )
     return estimate
 

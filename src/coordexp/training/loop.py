@@ -398,15 +398,13 @@ class CoordExpTrainer:
                 self.save_checkpoint()
             except Exception as unsaved:  # a further problem: `error` ends the run
                 if distributed.is_main() or not distributed.is_every_ranks(unsaved):
-                    logger.error("%s failed, and the %d steps before it cannot be saved: %s", what, step, unsaved)
+                    logger.error(f"{what} failed, and the {step} steps before it cannot be saved: {unsaved}")
         # The line on memory that ran out says where the checkpoint is.
         if self._saved is not None and distributed.is_main() and not is_out_of_memory(error):
+            saved, folder = self._saved
             logger.error(
-                "%s failed after %d steps; the first %d are saved. To continue, fix the cause and %s",
-                what,
-                step,
-                self._saved[0],
-                self.to_continue(self._saved[1]),
+                f"{what} failed after {step} steps; the first {saved} are saved. To continue, fix the cause and "
+                f"{self.to_continue(folder)}"
             )
 
     def _check_weights(self, what: str, error: Exception | None = None) -> None:

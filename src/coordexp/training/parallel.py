@@ -122,9 +122,8 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         # With several visible GPUs transformers would split a packed row's tensors along their first axis
         # (torch.nn.DataParallel), which has no meaning here.
         logger.warning(
-            "%d GPUs are visible and this one process uses the first; start torchrun --nproc_per_node=%d to use all",
-            args.n_gpu,
-            args.n_gpu,
+            f"{args.n_gpu} GPUs are visible and this one process uses the first; start torchrun "
+            f"--nproc_per_node={args.n_gpu} to use all"
         )
         args._n_gpu = 1
     fsdp: Any = args.fsdp_plugin_args

@@ -101,14 +101,9 @@ class FailedWrites:
             return
         self._warned.add(name)
         where = next(one for one in (self._output_dir, *self._output_dir.absolute().parents) if one.exists())
-        logger.warning(
-            "%s cannot write its log (%s; %.1f MB are free at %s); the run continues, and %s counts what is lost",
-            name,
-            error,
-            shutil.disk_usage(where).free / 1e6,
-            where,
-            LOG_WRITES_FAILED,
-        )
+        free = f"{shutil.disk_usage(where).free / 1e6:.1f} MB are free at {where}"
+        lost = f"the run continues, and {LOG_WRITES_FAILED} counts what is lost"
+        logger.warning(f"{name} cannot write its log ({error}; {free}); {lost}")
 
 
 # Metric → label, unit.

@@ -79,10 +79,9 @@ class RowPlanner:
                 if not (self._warned_of_fill or self.drain):
                     self._warned_of_fill = True
                     logger.warning(
-                        "a packed row is filled to %.2f of global_max_length, below training.packing_min_fill_ratio "
-                        "%s; raise per_device_train_batch_size or lower global_max_length",
-                        taken / self._capacity,
-                        self._min_fill_ratio,
+                        f"a packed row is filled to {taken / self._capacity:.2f} of global_max_length, below "
+                        f"training.packing_min_fill_ratio {self._min_fill_ratio}; raise per_device_train_batch_size "
+                        "or lower global_max_length"
                     )
         return [build_row(one) for one in chosen]
 
@@ -98,12 +97,9 @@ class RowPlanner:
         self._warned_of_overflow = True
         steps = max(1, round((most - waiting) * (step - since) / (waiting - before)))
         logger.warning(
-            "%s segments wait for a row, of %s that training.packing_buffer allows: micro-steps bring more than rows "
-            "take, and training ends in about %s steps; raise global_max_length or training.packing_buffer, or lower "
-            "per_device_train_batch_size",
-            f"{waiting:,}",
-            f"{most:,}",
-            f"{steps:,}",
+            f"{waiting:,} segments wait for a row, of {most:,} that training.packing_buffer allows: micro-steps bring "
+            f"more than rows take, and training ends in about {steps:,} steps; raise global_max_length or "
+            "training.packing_buffer, or lower per_device_train_batch_size"
         )
 
 

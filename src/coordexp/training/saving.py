@@ -370,6 +370,5 @@ def restore_answers(queue: RolloutQueue | None, resume: Path | None) -> None:
         queue.content = answers
     elif answers is not None and distributed.is_main():
         logger.warning(
-            "%s has answers for its next step, which stay unused because rollout_matching.rollouts_ahead is 0 now",
-            resume,
+            f"{resume} has answers for its next step, which stay unused: rollout_matching.rollouts_ahead is 0 now"
         )
