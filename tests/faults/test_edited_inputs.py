@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from coordexp.checkpoints.fingerprints import fingerprint
-from coordexp.checkpoints.run_folder import checked_changes, newest_checkpoint
 from coordexp.config import RunConfig, resolved_yaml
 from coordexp.errors import ConfigError
+from coordexp.runs.start import checked_changes, newest_checkpoint
 from support.cli_runs import run_cli
 from support.tiny_run import run_config, tiny_checkpoint, tiny_scenes, train
 

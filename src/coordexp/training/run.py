@@ -22,7 +22,7 @@ from coordexp.checkpoints.card import card_of_run
 from coordexp.checkpoints.describe import weight_shapes
 from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.checkpoints.memory import advising, recomputed_every
-from coordexp.checkpoints.run_folder import RECORDS, clear_results, only_run_in, write_manifest
+from coordexp.checkpoints.run_folder import RECORDS, only_run_in, write_manifest
 from coordexp.config import RunConfig, rollout_contract
 from coordexp.config.resume import changes_figures
 from coordexp.config.rollout import RolloutMatchingConfig
@@ -46,7 +46,7 @@ from coordexp.recording.rollout_record import Settings
 from coordexp.recording.writer import RolloutLog, RolloutPictures, RolloutRecorder
 from coordexp.rollouts import RolloutBackend, build_backend
 from coordexp.rollouts.backend import TrainerParts
-from coordexp.runs.start import Start
+from coordexp.runs.start import Start, clear_results
 from coordexp.training.agreement import check_agreement
 from coordexp.training.batches import StepBatches
 from coordexp.training.checked_run import CheckedRun, check_run

@@ -112,7 +112,7 @@ def test_a_trainer_state_that_is_cut_off_names_the_file_and_what_there_is_to_con
     config = configured(tmp_path, model, max_steps=2)
     state = finished(config) / "trainer_state.json"
     state.write_text('{"global_step": 2')
-    with pytest.raises(CheckpointError, match=r"trainer_state\.json: cannot be read \(Expecting .*\); put it back$"):
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json cannot be read \(Expecting .*\); put it back$"):
         decide_start(config)
     checkpoint = trained(config, 2, 2, 1.0)
     with pytest.raises(CheckpointError, match=rf"; remove it to continue from {checkpoint}, or put it back$"):
@@ -134,7 +134,6 @@ def test_a_start_from_another_checkpoint_is_decided_again(tmp_path: Path, model:
 def test_the_start_of_a_run_is_decided_and_its_model_and_data_are_opened_once(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    from coordexp.checkpoints import run_folder
     from coordexp.checkpoints.folder import Checkpoint
     from coordexp.data import dataset_cache
     from coordexp.runs import start
@@ -150,7 +149,7 @@ def test_the_start_of_a_run_is_decided_and_its_model_and_data_are_opened_once(
 
     import coordexp.training.checked_run as training
 
-    monkeypatch.setattr(start, "checked_changes", counting("start", run_folder.checked_changes))
+    monkeypatch.setattr(start, "checked_changes", counting("start", start.checked_changes))
     reading = counting("data", dataset_cache.open_records)
     monkeypatch.setattr(dataset_cache, "open_records", reading)
     monkeypatch.setattr(training, "open_records", reading)
