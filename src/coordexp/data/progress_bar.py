@@ -45,6 +45,11 @@ def literal_console(*, stderr: bool, quiet: bool = False) -> Console:
     return _LiteralConsole(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False)
 
 
+def say(console: Console, text: str) -> None:
+    """Print a line literally and whole, on any console."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 @contextmanager
 def reporting(
     console: Console, description: str, unit: str = "images", *, after_s: float = 0.0, stays: bool = False
@@ -89,7 +94,7 @@ class Lines:
             self._last = now
             left = (now - self._started) / max(1, done) * (total - done)
             line = f"{text}, eta {left:.0f} s  {note}".rstrip()
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(self._console, line)
 
 
 def make_progress(console: Console, *, transient: bool = False) -> Progress:

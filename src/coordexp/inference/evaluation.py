@@ -18,6 +18,7 @@ from coordexp.data.class_list import choose_list
 from coordexp.data.dataset_cache import check_images, open_records
 from coordexp.data.files import check_writable
 from coordexp.data.image_sources import broken_images
+from coordexp.data.progress_bar import say
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import METRICS, ImageAnswer, answer_dataset
 from coordexp.evaluation.confidence import calibrated, fit
@@ -190,7 +191,7 @@ def answer_jsonl(
         raise DataError(f"no image that can be read; the first: {broken[0]}", path=jsonl)
     skipped = {records[at].sample_id: problem for at, problem in broken.items()}
     for sample, problem in skipped.items():
-        console.print(f"skipped {sample}: {problem}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"skipped {sample}: {problem}")
     whole = [] if asking.tiling is None else [record for at, record in enumerate(records) if at not in broken]
     samples = records if asking.tiling is None else asking.samples(whole)
     with asking.loaded(samples, answering, model, config.custom.object_ordering, console, description) as asked:

@@ -17,6 +17,7 @@ from coordexp.config.resolved import AnswerConfig
 from coordexp.data.class_list import choose_list
 from coordexp.data.image_sources import FoundImages, find_images
 from coordexp.data.preparation import ImagePreparation
+from coordexp.data.progress_bar import say
 from coordexp.data.tiles import whole_of
 from coordexp.evaluation.answers import CLASS_LIST, ImageAnswer, answer_batches
 from coordexp.evaluation.coco_results import write_coco
@@ -180,7 +181,7 @@ def _note(console: Console, images: FoundImages, asked: Sequence[ImageRecord], p
     lines = [f"note: {note}" for note in (*notes, *images.passed_over)]
     lines += [printable(f"skipped {image}: {reason}") for image, reason in images.skipped]
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(console, line)
 
 
 def _in_order(

@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from coordexp import distributed
 from coordexp.checkpoints.run_folder import CURVES
-from coordexp.data.progress_bar import Lines, make_progress
+from coordexp.data.progress_bar import Lines, make_progress, say
 from coordexp.training.checkpoint import read_seal
 
 logger = logging.getLogger("coordexp")
@@ -223,7 +223,7 @@ class RichProgress(TrainerCallback):
 
     def _print(self, text: str) -> None:
         if distributed.is_main():  # also before the training begins, of what a resumed run goes on from
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            say(self._console, text)
 
     def stop(self) -> None:
         """Release the terminal, also after an error."""

@@ -31,6 +31,7 @@ from coordexp.data.class_list import choose_list
 from coordexp.data.dataset import RecordDataset
 from coordexp.data.epochs import describe_epoch, plan_epochs
 from coordexp.data.preparation import preparation_of
+from coordexp.data.progress_bar import say
 from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.engine.wire.starting import SKIPPING
 from coordexp.errors import ProcessesLost, RunStopped, first_line
@@ -80,8 +81,8 @@ def build_trainer(
     backend: RolloutBackend | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> tuple[CoordExpTrainer, Path | None]:
-    """Load the model and build the trainer. ``backend``: replaces the one that the configuration names. ``callbacks``:
-    besides those of the configuration.
+    """Load the model and build the trainer. ``console``: quiet on all ranks but the first. ``backend``: replaces the
+    one that the configuration names. ``callbacks``: besides those of the configuration.
 
     Returns: the trainer, and the checkpoint folder to resume from (None for a new run).
     """
@@ -175,9 +176,9 @@ def build_trainer(
 def _step_batches(run: CheckedRun, args: Any, train: RecordDataset, console: Console) -> StepBatches:
     data, seed = run.config.data, run.config.training.seed
     plan = plan_epochs(run.train, data.repeat_threshold, seed)
-    if plan is not None and distributed.is_main():
+    if plan is not None:
         for line in describe_epoch(run.train, plan, data.repeat_threshold):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(console, line)
     return StepBatches(
         train,
         batch_size=args.train_batch_size,
@@ -191,11 +192,10 @@ def _step_batches(run: CheckedRun, args: Any, train: RecordDataset, console: Con
 def _print_notes(
     console: Console, config: RunConfig, rollout: RolloutMatchingConfig, applied: Sequence[object]
 ) -> None:
-    notes = [f"applied to the resumed run: {change}" for change in applied]
+    for change in applied:
+        say(console, f"applied to the resumed run: {change}")
     if config.custom.trainer_variant and rollout.rollout_backend == "hf" and rollout.skips_forced_tokens(has_gpu()):
-        notes.append(SKIPPING)  # vLLM's engines print it when they start
-    for note in notes:
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        say(console, SKIPPING)  # vLLM's engines print it when they start
 
 
 def _tuned_model(run: CheckedRun, accelerator: Accelerator, console: Console) -> LoadedModel:
@@ -209,10 +209,9 @@ def _tuned_model(run: CheckedRun, accelerator: Accelerator, console: Console) ->
     tune(loaded.model, config.tuner, loaded.vocab.coord_token_ids)
     if wants_fused(config.model, accelerator.device.type):
         fuse_layers(loaded.model, liger_kernels())
-        if distributed.is_main():
-            console.print(f"fused kernels: liger-kernel {version('liger-kernel')} (model.fused_kernels)")
-    elif distributed.is_main() and (note := unfused_note(config.model, accelerator.device.type)) is not None:
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        say(console, f"fused kernels: liger-kernel {version('liger-kernel')} (model.fused_kernels)")
+    elif (note := unfused_note(config.model, accelerator.device.type)) is not None:
+        say(console, note)
     align_special_tokens(loaded.model, loaded.processor)
     return loaded
 
@@ -229,9 +228,9 @@ def _recomputed_every(run: CheckedRun, console: Console) -> int:
     least = -distributed.all_reduce([-own], "max")[0]  # equal on all ranks, which may wait for each other in layers
     world_size, shapes = distributed.world_size(), weight_shapes(run.model)
     every = recomputed_every(run.config, run.model.config, shapes, world_size, least or None)
-    if run.config.training.gradient_checkpointing_every == "auto" and not on_cpu and distributed.is_main():
+    if run.config.training.gradient_checkpointing_every == "auto" and not on_cpu:
         layers = {0: "no layer", 1: "all layers"}.get(every, f"every {every}. layer")
-        console.print(f"activations of {layers} are recomputed (training.gradient_checkpointing_every)")
+        say(console, f"activations of {layers} are recomputed (training.gradient_checkpointing_every)")
     return every
 
 
@@ -316,7 +315,7 @@ def run_training(
                     checked, console, description, config_path, overrides, callbacks=callbacks
                 )
                 if resume is not None:
-                    console.print(f"resuming from {resume}", highlight=False, markup=False, soft_wrap=True)
+                    say(console, f"resuming from {resume}")
                 _train(trainer, resume, config.training.stop_within_s)
                 trainer.save_model()  # with everything that was logged, for the viewer's curves
     except RuntimeError as error:
