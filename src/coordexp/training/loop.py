@@ -56,10 +56,10 @@ class CoordExpTrainer:
     It calls transformers' callbacks at their usual events, and they may set its control flags. Loggers are callbacks.
     ``rollout_matching_cfg``: the resolved ``rollout_matching`` section, for plugins that read it. ``measured``: the
     figures that an evaluation computes; None: none. ``keep_checkpoints``: as ``training.save_total_limit``; None keeps
-    all. ``on_answer``: gets the number of answers of an evaluation so far, and of all. ``failed_writes``: how often
-    a logger could not write. ``on_note``: gets a sentence
-    about an evaluation's answers. ``measures_anew``: the figures of a resumed run do not compare with earlier ones.
-    ``asked_to_end``: number of a stop signal; ``stopped_by``: of one that ended the run before its last step.
+    all. ``on_answer``: gets the number of answers of an evaluation so far, and of all. ``failed_writes``: how often a
+    logger could not write. ``on_note``: gets a sentence about an evaluation's answers. ``measures_anew``: the figures
+    of a resumed run do not compare with earlier ones. ``asked_to_end``: number of a stop signal; ``stopped_by``: of one
+    that ended the run before its last step.
     """
 
     run: RunState
@@ -84,7 +84,7 @@ class CoordExpTrainer:
     def __post_init__(self, max_steps: int, callbacks: list[TrainerCallback]) -> None:
         run, step, batches = self.run, self.step, self.batches
         self._drift = DriftWatch()
-        self._ledger = RunLedger(Path(str(self.args.output_dir)), lambda note: self.on_note(note))
+        self._ledger = RunLedger(Path(str(self.args.output_dir)), self.on_note)
         self._last_update: dict[str, Any] = {}
         self._saved: tuple[int, Path] | None = None  # step and folder of this run's last complete checkpoint
         self._resumable = True  # that checkpoint
@@ -100,7 +100,7 @@ class CoordExpTrainer:
         self.state.max_steps = max_steps
         self.state.num_train_epochs = math.ceil(max_steps / batches.steps_per_epoch)
         self.state.compute_steps(self.args, max_steps)
-        self._best = BestStep(run, self.args, self.measured, lambda note: self.on_note(note))
+        self._best = BestStep(run, self.args, self.measured, self.on_note)
         step.logging_steps = int(self.state.logging_steps or 1)
         self._notify("on_init_end")
 

@@ -135,6 +135,8 @@ def build_trainer(
     )
     detection = rollout.eval_detection
     with_scores = detection.score_mode == "confidence"
+    progress, failed = RichProgress(console, description), FailedWrites(Path(training.output_dir))
+    failed.tolerate(progress, "answered", "note")
     trainer = CoordExpTrainer(
         run=state,
         step=step,
@@ -144,18 +146,15 @@ def build_trainer(
         max_steps=max_steps,
         eval_dataset=val,
         rollout_matching_cfg=rollout_contract(config),
-        callbacks=[*(one() for one in get_reporting_integration_callbacks(args.report_to)), *callbacks],
+        callbacks=[*(one() for one in get_reporting_integration_callbacks(args.report_to)), *callbacks, progress],
         measured=detection if detection.enabled else None,
         scorer=TokenScorer(loaded.model, loaded.vocab, loaded.image_token_id, trains=True) if with_scores else None,
         keep_checkpoints=training.save_total_limit,
+        on_answer=progress.answered,
+        failed_writes=lambda: failed.count,
+        on_note=progress.note,
         measures_anew=bool(distributed.all_reduce([float(changes_figures(start.applied))], "max")[0]),
     )
-    progress = RichProgress(console, description)
-    trainer.add_callback(progress)
-    failed = FailedWrites(Path(training.output_dir))
-    failed.tolerate(progress, "answered", "note")
-    trainer.failed_writes = lambda: failed.count
-    trainer.on_answer, trainer.on_note = progress.answered, progress.note
     with distributed.raise_on_all_ranks("training.output_dir"):
         if distributed.is_main():  # after everything is built: a failed start does not change the folder
             clear_results(config, resume)
