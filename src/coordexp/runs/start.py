@@ -70,8 +70,15 @@ class Start:
         state = _state_of(self.checkpoint)
         step, planned = int(state.get("global_step") or 0), int(state.get("max_steps") or 0)
         if step >= max_steps and planned not in (0, max_steps):
+            epochs = float(state.get("epoch") or 0.0)
             changed = [one for one in self.applied if not one.harmless or one.key in _SCHEDULE]
-            raise _ended(self.checkpoint, state, changed, f"the run ends after {max_steps} now")
+            listed = "".join(f"\n  {one}" for one in changed) or "\n  the number of processes or samples"
+            raise ConfigError(
+                f"training.resume_from_checkpoint: {self.checkpoint} has trained {step} of {planned} steps "
+                f"({epochs:.4g} epochs), and the run ends after {max_steps} now{listed}\nTo continue, restore these "
+                f"values, on the command line too. To keep the model of step {step} as it is: coordexp model export "
+                f"{self.checkpoint} FOLDER"
+            )
 
 
 def decide_start(
@@ -83,12 +90,16 @@ def decide_start(
 
     Raises:
         RunFinished: all steps are trained and the model is saved.
-        ConfigError: the run may not start so: other settings than the checkpoint's, a schedule that ends before the
-            steps that it has trained, results of another run in its folder, or a folder that cannot be written.
+        ConfigError: the run may not start so: other settings than the checkpoint's, ``training.max_steps`` that it has
+            trained already, results of another run in its folder, or a folder that cannot be written.
     """
     config = with_own_template(config)
     checkpoint = newest_checkpoint(config)
-    return Start(config, checkpoint, checked_changes(config, checkpoint), records or {}, model)
+    start = Start(config, checkpoint, checked_changes(config, checkpoint), records or {}, model)
+    # The steps of epochs follow from the data.
+    if config.training.max_steps > 0 and any(one.key in _SCHEDULE for one in start.applied):
+        start.check_steps(config.training.max_steps)
+    return start
 
 
 def newest_checkpoint(config: RunConfig) -> Path | None:
@@ -125,8 +136,6 @@ def checked_changes(config: RunConfig, checkpoint: Path | None) -> tuple[Change,
         _check_unfinished(config, checkpoint)
     if checkpoint is None or not _is_own(checkpoint, training.output_dir):
         _check_results(config)
-    if checkpoint is not None:
-        _check_schedule(config, checkpoint, applied)
     return applied
 
 
@@ -181,37 +190,11 @@ def _check_results(config: RunConfig) -> None:
         )
 
 
-def _check_schedule(config: RunConfig, checkpoint: Path, applied: Sequence[Change]) -> None:
-    """Raise ConfigError if the schedule was changed and ends at or before the checkpoint's step: nothing would be
-    trained, and a model whose learning rate never decayed would count as finished."""
-    changed = [one for one in applied if one.key in _SCHEDULE]
-    if not changed:
-        return
-    state = _state_of(checkpoint)
-    if not state:
-        return
-    training = config.training
-    step, epoch = int(state.get("global_step") or 0), float(state.get("epoch") or 0.0)
-    ended = step >= training.max_steps if training.max_steps > 0 else epoch >= training.num_train_epochs
-    if ended:
-        raise _ended(checkpoint, state, changed, "this schedule ends before that")
-
-
 def _state_of(folder: Path, fix: str = "resume from an older checkpoint") -> Mapping[str, Any]:
     try:
         return read_object(folder, STATE, "trainer state")
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {STATE} cannot be read ({error.__cause__}); {fix}") from error
-
-
-def _ended(checkpoint: Path, state: Mapping[str, Any], changed: Sequence[Change], now: str) -> ConfigError:
-    step, epoch = int(state.get("global_step") or 0), float(state.get("epoch") or 0.0)
-    listed = "".join(f"\n  {one}" for one in changed) or "\n  the number of processes or samples"
-    return ConfigError(
-        f"training.resume_from_checkpoint: {checkpoint} has trained {step} of {int(state.get('max_steps') or step)} "
-        f"steps ({epoch:.4g} epochs), and {now}{listed}\nTo continue, restore these values, on the command line too. "
-        f"To keep the model of step {step} as it is: coordexp model export {checkpoint} FOLDER"
-    )
 
 
 def _compared(config: RunConfig, source: Path) -> tuple[Change, ...]:

@@ -97,9 +97,7 @@ def build_trainer(
     start = _resume_point(run.start)
     resume = start.checkpoint
     _print_notes(console, config, rollout, start.applied)
-    set_seed(training.seed)
-    loaded = _tuned_model(run, accelerator, console)
-    encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
+    encoder = PromptEncoder(run.inputs.processor, config.template.prompt, config.template.system)
     ordering = config.custom.object_ordering
     train = RecordDataset(run.train, encoder.encode, ordering, training.seed, config.data.augment)
     val = RecordDataset(run.val, encoder.encode, ordering, training.seed) if run.val else None
@@ -107,6 +105,8 @@ def build_trainer(
     by_epochs = math.ceil(round(args.num_train_epochs * batches.steps_per_epoch, 6))
     max_steps = args.max_steps if args.max_steps > 0 else by_epochs
     start.check_steps(max_steps)
+    set_seed(training.seed)
+    loaded = _tuned_model(run, accelerator, console)
 
     # Before the model is wrapped: a wrapper may expose other parameters during a forward.
     build_row = RowBuilder.from_model(loaded, accelerator.device)
