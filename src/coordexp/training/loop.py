@@ -31,7 +31,6 @@ from coordexp.rollouts import RolloutBackend, rollout_session
 from coordexp.training.batches import StepBatches
 from coordexp.training.best import BestStep, note_best
 from coordexp.training.checkpoint import delete_old, read_seal
-from coordexp.training.ledger import RunLedger
 from coordexp.training.progress import LOG_WRITES_FAILED
 from coordexp.training.rows import untrained_note
 from coordexp.training.saving import (
@@ -44,7 +43,7 @@ from coordexp.training.saving import (
 )
 from coordexp.training.state import RunState, act_together, callback_states, restore_callbacks
 from coordexp.training.step import TrainStep
-from coordexp.training.watches import DriftWatch, ReadingWatch
+from coordexp.training.watches import DriftWatch, ReadingWatch, RunLedger
 
 logger = logging.getLogger("coordexp")
 

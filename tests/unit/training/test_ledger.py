@@ -10,7 +10,7 @@ import pytest
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject, read_answers
 from coordexp.evaluation.compare import changed_rates, compare
 from coordexp.records import GTObject
-from coordexp.training.ledger import RunLedger
+from coordexp.training.watches import RunLedger
 from support.answers import CAT, DOG
 
 GHOST = GTObject("ghost", "bbox_2d", (800, 10, 900, 90))
