@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from coordexp import distributed
 from coordexp.errors import ConfigError
-from coordexp.training import agreement
-from coordexp.training.agreement import check_agreement, facts_of_rank
+from coordexp.training import checked_run
+from coordexp.training.checked_run import check_agreement, facts_of_rank
 from faults.runs import run_all
 from support.tiny_run import run_config, tiny_checkpoint, tiny_scenes
 
@@ -103,7 +103,7 @@ def test_a_rank_with_other_packages_is_refused(tmp_path: Path, monkeypatch: pyte
     other["versions"]["torch"] = "2.0.0"
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(distributed, "all_reduce", lambda values, operation: list(values))
-    monkeypatch.setattr(agreement.distributed, "gather_json", lambda value: [value, other])
+    monkeypatch.setattr(checked_run.distributed, "gather_json", lambda value: [value, other])
     both = re.escape(f"torch: {own['versions']['torch']} on rank 0, 2.0.0 on rank 1")
     with pytest.raises(ConfigError, match=both):
         check_agreement(config)
@@ -118,5 +118,5 @@ def test_the_same_content_in_other_folders_is_accepted(tmp_path: Path, monkeypat
     )
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(distributed, "all_reduce", lambda values, operation: list(values))
-    monkeypatch.setattr(agreement.distributed, "gather_json", lambda value: [facts_of_rank(first), value])
+    monkeypatch.setattr(checked_run.distributed, "gather_json", lambda value: [facts_of_rank(first), value])
     check_agreement(second)

@@ -1,23 +1,31 @@
-"""Everything cheap about a run is checked before its model is loaded, and all mistakes are reported at once."""
+"""Everything cheap about a run is checked before its model is loaded, and all mistakes are reported at once; then, that
+all ranks will train the same thing."""
 
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import coordexp
 from coordexp import distributed
 from coordexp.checkpoints.disk import checked_disk
+from coordexp.checkpoints.fingerprints import DATA, MODEL, VALIDATION, fingerprint, inputs_of
 from coordexp.checkpoints.folder import Checkpoint, check_lengths, length_advice
 from coordexp.checkpoints.memory import check_memory
+from coordexp.checkpoints.run_folder import PACKAGES
 from coordexp.config import RunConfig, advice, check_world_size, resolved_rollout
+from coordexp.config.base import dotted
 from coordexp.config.datasets import TrainFile
 from coordexp.config.environment import check_training_environment
+from coordexp.config.resume import differing
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.data.class_list import unseen_note
 from coordexp.data.dataset_cache import check_images, open_records
@@ -35,6 +43,9 @@ from coordexp.training.optimizer import check_optimizer, check_schedule
 from coordexp.training.parallel import check_parallel
 
 logger = logging.getLogger("coordexp")
+
+# Paths, which may differ between machines; their files' content may not.
+_PATHS = (MODEL, DATA, VALIDATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +174,44 @@ def _check_device(config: RunConfig, trainers: int, model: Checkpoint | None) ->
     device = "cpu" if on_cpu else "cuda"
     check_attention(config.model.attn_implementation, device, half)
     wants_fused(config.model, device)
+
+
+def check_agreement(config: RunConfig) -> None:
+    """Compare inputs, configuration and versions over all ranks, before anything is loaded. A collective call.
+
+    Ranks read files of their own machine and take every world_size-th batch of an order that depends on the number of
+    samples. If one has other files, the ranks would train on different epochs of different data without an error.
+
+    Raises: ConfigError on all ranks, with a line for each difference, with its name and both values.
+    """
+    if distributed.world_size() == 1:
+        return
+    with distributed.raise_on_all_ranks("comparing the ranks' inputs"):
+        own = facts_of_rank(config)
+    every = distributed.gather_json(own)
+    problems = []
+    for rank, other in enumerate(every[1:], start=1):
+        for path, first, here in differing(every[0], other):
+            section, *key = path
+            name = dotted(tuple(key)) if section == "configuration" else str(key[0])
+            if section != "configuration" or not name.startswith(_PATHS):
+                problems.append(f"  {name}: {first} on rank 0, {here} on rank {rank}")
+    if problems:
+        shown = [*problems[:10], *([f"  and {len(problems) - 10} more"] if len(problems) > 10 else [])]
+        raise ConfigError(
+            "the ranks of this run would not train the same thing:\n" + "\n".join(shown) + "\nGive every process the "
+            "same files, configuration and packages, and start again; nothing was trained"
+        )
+
+
+def facts_of_rank(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """What :func:`check_agreement` compares: fingerprints of this rank's inputs, its configuration, its versions."""
+    inputs = inputs_of(config)
+    if config.custom.val_jsonl is not None:
+        inputs[VALIDATION] = fingerprint(config.custom.val_jsonl)
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    return {
+        "inputs": inputs,
+        "configuration": config.model_dump(mode="json"),
+        "versions": {"python": platform.python_version(), "coordexp": coordexp.__version__, **versions},
+    }

@@ -48,9 +48,8 @@ from coordexp.recording.writer import RolloutLog, RolloutPictures, RolloutRecord
 from coordexp.rollouts import RolloutBackend, build_backend
 from coordexp.rollouts.backend import TrainerParts
 from coordexp.runs.start import Start, clear_results
-from coordexp.training.agreement import check_agreement
 from coordexp.training.batches import StepBatches
-from coordexp.training.checked_run import CheckedRun, check_run
+from coordexp.training.checked_run import CheckedRun, check_agreement, check_run
 from coordexp.training.checkpoint import check_resume, read_seal, resolve_resume, warn_of_checkpoints_ahead
 from coordexp.training.loop import CoordExpTrainer
 from coordexp.training.offload import TrainerOffload, build_offload
