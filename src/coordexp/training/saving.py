@@ -7,7 +7,6 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,8 +60,7 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
             if answers is not None:
                 save_answers(answers, folder)
             write_atomically(_rank_file(folder, "log_line"), json.dumps(run.sums.state_dict()))
-        # Saving shards is collective, so a rank that failed inside could not report its error to the others here.
-        with nullcontext() if run.shards else distributed.raise_on_all_ranks(f"saving to {folder}"):
+        with run.together(f"saving to {folder}"):
             if args.save_only_model or not run.saves_shards:
                 save_model(run, folder, writes=args.should_save)
             if not args.save_only_model:
@@ -95,9 +93,8 @@ def save_final_model(run: RunState, folder: Path, *, writes: bool, last_saved: s
     """
     model = run.loaded.model
     trained = [one for one in model.parameters() if one.requires_grad or not has_adapter(model)]
-    # As for a checkpoint: gathering shards is collective.
-    together = nullcontext() if run.shards else distributed.raise_on_all_ranks(f"saving the model to {folder}")
-    with together, writing(folder, _bytes_of(trained), last_saved, "the model"):
+    where = f"saving the model to {folder}"
+    with run.together(where), writing(folder, _bytes_of(trained), last_saved, "the model"):
         try:
             save_model(run, folder, writes=writes)
             if writes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -57,6 +58,11 @@ class RunState:
     def is_deepspeed(self) -> bool:
         """Whether the model is a DeepSpeed engine."""
         return getattr(self.accelerator.state, "deepspeed_plugin", None) is not None
+
+    def together(self, where: str) -> AbstractContextManager[Callable[[], None]]:
+        """As :func:`coordexp.distributed.raise_on_all_ranks`, for a forward or a save. Those of a sharded model are
+        collective calls: a rank that fails inside has lost contact, and could not report its error."""
+        return nullcontext(lambda: None) if self.shards else distributed.raise_on_all_ranks(where)
 
     def snapshot(self) -> Callable[[], None]:
         """Copy everything that a step changes before its weight update.

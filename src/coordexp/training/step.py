@@ -182,9 +182,7 @@ class TrainStep:
             # Forward and backward, row by row.
             started, forward_s, on_device = time.perf_counter(), 0.0, DeviceMetrics()
             run.model.train()
-            # Sharded ranks communicate in every forward, so a rank that fails alone has already lost contact.
-            computing = nullcontext(lambda: None) if run.shards else distributed.raise_on_all_ranks(where)
-            with phase("training", f"forward and backward of {where}"), computing as agree:
+            with phase("training", f"forward and backward of {where}"), run.together(where) as agree:
                 for number, row in enumerate(self._on_device(rows, where), start=1):
                     is_last = number == len(prepared.rows)
                     run.accelerator.sync_gradients = is_last
