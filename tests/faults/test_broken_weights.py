@@ -131,9 +131,9 @@ def test_answers_are_not_scored_by_a_model_that_computes_nan(
     ("file", "old", "new", "says"),
     [
         ("config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": NaN',
-         "text_config.rms_norm_eps in its config.json is not a finite number"),
+         "its configuration cannot be read"),
         ("config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e999',
-         "text_config.rms_norm_eps in its config.json is not a finite number"),
+         "its configuration cannot be read"),
         ("processor_config.json", '"patch_size": 8', '"patch_size": 0',
          "its image processor cannot be used (ZeroDivisionError"),
         ("processor_config.json", '"merge_size": 2', '"merge_size": 0', "its image processor cannot be used"),

@@ -7,12 +7,12 @@ transformers takes seconds to import, so commands that only look at a folder rea
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 
 from coordexp import hub
@@ -67,11 +67,7 @@ class Checkpoint:
             return cls(folder, parent, parent.config)
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder}: no config.json; model.model must be a Qwen3-VL checkpoint folder")
-        config = read_object(folder, "config.json", "configuration")
-        if (broken := _not_finite(config)) is not None:
-            raise CheckpointError(
-                f"{folder}: {broken} in its config.json is not a finite number; restore the checkpoint's files"
-            )
+        config = read_object(folder, "config.json", "configuration", finite=True)
         for part in (config, config.get("text_config") or {}):
             if not isinstance(part, dict) or not isinstance(part.get("quantization_config") or {}, dict):
                 raise CheckpointError(
@@ -181,12 +177,14 @@ def base_of(folder: Path) -> Path:
     return place
 
 
-def read_object(folder: Path, name: str, what: str) -> dict[str, Any]:
-    """A JSON object from a checkpoint's folder; empty without such a file. ``what``: its name in a CheckpointError."""
+def read_object(folder: Path, name: str, what: str, *, finite: bool = False) -> dict[str, Any]:
+    """A JSON object from a checkpoint's folder; empty without such a file. ``what``: its name in a CheckpointError.
+    ``finite``: refuse NaN and infinity, which Python's reader takes."""
     if not (folder / name).is_file():
         return {}
     try:
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        read = msgspec.json.decode if finite else json.loads
+        content = read((folder / name).read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("no JSON object")
     except (OSError, ValueError, RecursionError) as error:
@@ -194,15 +192,6 @@ def read_object(folder: Path, name: str, what: str) -> dict[str, Any]:
             f"{folder}: its {what} cannot be read ({error}); restore the checkpoint's files"
         ) from error
     return content
-
-
-def _not_finite(content: Any, path: str = "") -> str | None:
-    # The first key of a JSON value that is NaN or infinite, which JSON cannot hold but Python reads.
-    if isinstance(content, float) and not math.isfinite(content):
-        return path
-    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
-    found = (_not_finite(value, f"{path}.{key}".lstrip(".")) for key, value in items)
-    return next((one for one in found if one is not None), None)
 
 
 def processor_rule(folder: Path) -> ResizeRule:
