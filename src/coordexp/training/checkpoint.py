@@ -267,29 +267,26 @@ def delete_old(output_dir: Path, limit: int | None, *, newest: Path, best: Path 
             try:
                 shutil.rmtree(folder)
             except OSError as error:
-                logger.warning("%s: cannot be deleted as training.save_total_limit wants it: %s", folder, error)
+                logger.warning(f"{folder}: cannot be deleted as training.save_total_limit wants it: {error}")
 
 
 def _newest_whole(output_dir: Path) -> Path | None:
     with distributed.raise_on_all_ranks(f"looking for checkpoints in {output_dir}"):
-        mine = {folder.name: [_problem_with(folder), (folder / SEAL).exists()] for folder in checkpoints_in(output_dir)}
-    reports = distributed.gather_json(mine)
-    absent = ["does not exist here; all processes must see the same training.output_dir", False]
+        mine = [folder.name for folder in checkpoints_in(output_dir)]
+    folders = {output_dir / name for names in distributed.gather_json(mine) for name in names}
     finished: list[str] = []
-    for name in sorted(set().union(*reports), key=lambda name: -_step_of(Path(name))):
-        seen = [report.get(name, absent) for report in reports]
-        if all(problem is None for problem, _ in seen):
-            with distributed.raise_on_all_ranks(f"reading {output_dir / name}"):
-                damage = _problem_with(output_dir / name, distributed.on_this_machine())
-            seen = [(problem, True) for problem in distributed.gather_json(damage)]
+    for folder in sorted(folders, key=_step_of, reverse=True):
+        with distributed.raise_on_all_ranks(f"reading {folder}"):
+            own = [_problem_with(folder, distributed.on_this_machine()), (folder / SEAL).exists()]
+        seen = distributed.gather_json(own)
         rank, problem = next(((rank, problem) for rank, (problem, _) in enumerate(seen) if problem), (0, None))
         if problem is None:
-            return output_dir / name
-        by = f" (seen by rank {rank})" if len(reports) > 1 else ""
+            return folder
+        by = f" (seen by rank {rank}; all need the same training.output_dir)" if len(seen) > 1 else ""
         if distributed.is_main():
-            logger.warning("%s %s; skipping it%s", output_dir / name, problem, by)
+            logger.warning(f"{folder} {problem}; skipping it{by}")
         if any(sealed for _, sealed in seen):
-            finished.append(f"{name} {problem}{by}")
+            finished.append(f"{folder.name} {problem}{by}")
     if finished:
         raise CheckpointError(
             f"training.resume_from_checkpoint: true found no checkpoint to resume from in {output_dir}, and a new run "
