@@ -38,6 +38,11 @@ class LearningRates:
     aligner: float | None = None
     coord: float | None = None
 
+    @classmethod
+    def of(cls, training: TrainingConfig) -> LearningRates:
+        """Those of the section ``training``."""
+        return cls(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr)
+
     def rate_of(self, part: Part) -> float:
         """The rate of one part of the model: its own, or the base rate."""
         own = None if part == "llm" else getattr(self, part)

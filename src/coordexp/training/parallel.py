@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -23,7 +22,8 @@ from coordexp import distributed
 from coordexp.config import RunConfig
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import DeepSpeedConfig
-from coordexp.errors import ConfigError, require
+from coordexp.errors import ConfigError, DataError, require
+from coordexp.reading import read_json
 from coordexp.training.optimizer import LearningRates
 
 logger = logging.getLogger("coordexp")
@@ -49,10 +49,6 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
                 "deepspeed.enabled: DeepSpeed trains on GPUs, and training.use_cpu is true; set deepspeed.enabled: "
                 "false, or use fsdp, which works on CPUs too"
             )
-        if isinstance(config.deepspeed.config, str) and not Path(config.deepspeed.config).is_file():
-            raise ConfigError(
-                f"deepspeed.config: {config.deepspeed.config}: no such file; name a JSON file of DeepSpeed"
-            )
         content = _content_of(config.deepspeed)
         zero = content.get("zero_optimization")
         if isinstance(zero, dict) and zero.get("stage") == 3:
@@ -61,9 +57,7 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
                 "rollout engines and the chunked head would read empty tensors; write stage 2, or use fsdp.enabled: "
                 "true, which shards weights too"
             )
-        training = config.training
-        rates = LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr)
-        if "scheduler" in content and rates.differ:
+        if "scheduler" in content and LearningRates.of(config.training).differ:
             raise ConfigError(
                 "deepspeed.config: its scheduler gives all weights one learning rate, so training.vit_lr, aligner_lr "
                 "and coord_lr would do nothing; remove scheduler and use training.lr_scheduler_type, or remove them"
@@ -75,11 +69,9 @@ def _content_of(deepspeed: DeepSpeedConfig) -> dict[str, Any]:
     content: Any = deepspeed.config
     if isinstance(content, str):
         try:
-            content = json.loads(Path(content).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"deepspeed.config: {content}: not JSON ({error}); name a JSON file of DeepSpeed"
-            ) from error
+            content = read_json(Path(content))
+        except DataError as error:
+            raise ConfigError(f"deepspeed.config: {error}; name a JSON file of DeepSpeed") from error
     return content if isinstance(content, dict) else {}
 
 

@@ -241,7 +241,7 @@ def _prepared_state(
     every: int,
 ) -> RunState:
     recompute_layers(loaded.model, every)
-    rates = LearningRates(training.learning_rate, training.vit_lr, training.aligner_lr, training.coord_lr)
+    rates = LearningRates.of(training)
     master_weights = training.master_weights is not None
     model, optimizer, scheduler = prepare(
         accelerator,

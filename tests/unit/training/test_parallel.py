@@ -76,7 +76,7 @@ def test_deepspeed_configuration_is_passed_unchanged(tmp_path: Path) -> None:
     ("keys", "error", "complaint"),
     [
         ({"training__use_cpu": True}, ConfigError, r"deepspeed\.enabled: DeepSpeed trains on GPUs"),
-        ({"deepspeed__config": "/nowhere/z.json"}, ConfigError, r"deepspeed\.config: /nowhere/z\.json: no such"),
+        ({"deepspeed__config": "/nowhere/z.json"}, ConfigError, r"deepspeed\.config: /nowhere/z\.json: not readable"),
         (
             {"deepspeed__config": {"zero_optimization": {"stage": 3}}},
             ConfigError,
