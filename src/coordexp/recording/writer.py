@@ -175,20 +175,11 @@ class RolloutLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if not self._written and self.path.exists():
                 # This process repeats steps from global_step on: move the lines of earlier processes about them.
-                kept = 0
-                with self.path.open("rb") as file:
-                    for old in file:
-                        try:
-                            if int(json.loads(old)["global_step"]) >= global_step:
-                                break
-                        except (ValueError, TypeError, KeyError):
-                            pass  # a line that a kill left unfinished
-                        kept += len(old)
-                    file.seek(kept)
-                    again = file.read()
-                if again:
+                lines = self.path.read_bytes().splitlines(keepends=True)
+                kept = next((at for at, old in enumerate(lines) if _step_of(old) >= global_step), len(lines))
+                if again := b"".join(lines[kept:]):
                     append_line(self.superseded, again.rstrip(b"\n") + b"\n")
-                    os.truncate(self.path, kept)
+                    os.truncate(self.path, sum(map(len, lines[:kept])))
             self._written = True
             append_line(self.path, line.encode() + b"\n")
         except OSError as error:
@@ -196,6 +187,13 @@ class RolloutLog:
             return
         if self._rank == 0:
             logger.info("rollouts: %s", line)
+
+
+def _step_of(line: bytes) -> int:
+    try:
+        return int(json.loads(line)["global_step"])
+    except (ValueError, TypeError, KeyError):  # a line that a kill left unfinished
+        return -1
 
 
 class RolloutPictures(TrainerCallback):
