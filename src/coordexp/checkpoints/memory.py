@@ -300,7 +300,7 @@ def keys_that_help(config: RunConfig | AnswerConfig, kind: Kind) -> list[str]:
         trains = isinstance(config, RunConfig) and not (config.fsdp.enabled or config.deepspeed.enabled)
         keys = _answering_keys(config.rollout_matching, can_offload=trains)
     elif isinstance(config, RunConfig):
-        keys = _training_keys(config)[kind]
+        keys = _training_keys(config).get(kind, {})
     else:
         keys = {"model.dtype: bfloat16": config.model.dtype != "float32"}
     return [*(key for key, is_so in keys.items() if not is_so), "end other programs that use this memory"]
@@ -330,26 +330,22 @@ def _training_keys(config: RunConfig) -> dict[Kind, dict[str, bool]]:
         sharded = {"fsdp.cpu_offload: true": config.fsdp.cpu_offload}
     else:
         sharded = {"fsdp.enabled: true, with several GPUs": config.deepspeed.enabled}
+    dtype = {"model.dtype: bfloat16": config.model.dtype != "float32"}
     size = training.per_device_train_batch_size
     batch = {f"lower training.per_device_train_batch_size (now {size})": size == 1}
+    recomputing = {
+        "training.gradient_checkpointing: true": config.recomputes,
+        "training.gradient_checkpointing_every: 1": training.gradient_checkpointing_every == 1,
+    }
     row = {f"lower global_max_length (now {config.global_max_length})": False} if training.packing else batch
     gathers = config.fsdp.enabled and config.fsdp.state_dict_type == "FULL_STATE_DICT"
     workers = config.data.num_workers
     return {
-        "start": {"model.dtype: bfloat16": config.model.dtype != "float32", **lora, **sharded},
-        "reading": {f"lower data.num_workers (now {workers})": workers == 0, **batch},
-        "engine": {},
-        "rollouts": {},
-        "evaluation": {},
-        "training": {
-            "training.gradient_checkpointing: true": config.recomputes,
-            "training.gradient_checkpointing_every: 1": training.gradient_checkpointing_every == 1,
-            **row,
-            **lora,
-            **sharded,
-        },
-        "optimizer": {**sharded, **lora},
-        "saving": {"fsdp.state_dict_type: SHARDED_STATE_DICT": not gathers, **lora},
+        "start": dtype | lora | sharded,
+        "reading": {f"lower data.num_workers (now {workers})": workers == 0} | batch,
+        "training": recomputing | row | lora | sharded,
+        "optimizer": sharded | lora,
+        "saving": {"fsdp.state_dict_type: SHARDED_STATE_DICT": not gathers} | lora,
     }
 
 

@@ -30,9 +30,7 @@ logger = logging.getLogger("coordexp")
 
 
 def check_parallel(config: RunConfig, world_size: int) -> None:
-    """Check the sections ``fsdp`` and ``deepspeed`` before anything is loaded. Raises ConfigError for FSDP with one
-    process or with offloading on a CPU, for DeepSpeed on a CPU, with a missing file, with ZeRO-3, or with a scheduler
-    that would replace several learning rates by one; MissingDependency without DeepSpeed."""
+    """Check ``fsdp`` and ``deepspeed`` before anything is loaded. Raises ConfigError, MissingDependency."""
     if config.fsdp.enabled and world_size == 1:
         raise ConfigError(
             "fsdp.enabled: FSDP shards the model over the processes of torchrun, and there is only one; start "
