@@ -178,27 +178,19 @@ def with_own_template(config: Config, checkpoint: str | Path | None = None) -> C
     trained = None if config.template.allow_prompt_change else read_card(checkpoint).training
     if trained is None:
         return config
-    custom, template = config.custom, config.template
-    given_order = custom.object_field_order if "object_field_order" in custom.model_fields_set else None
     taken: dict[str, dict[str, Any]] = {"template": {}, "custom": {}}
     problems = []
-    for section, name, given in (
-        ("template", "prompt", template.prompt),
-        ("template", "system", template.system),
-        ("custom", "object_field_order", given_order),
-    ):
-        key, own = f"{section}.{name}", getattr(trained, name)
-        if given is None:
+    for key in ("template.prompt", "template.system", "custom.object_field_order", "custom.object_ordering"):
+        section, name = key.split(".")
+        values: Any = getattr(config, section)
+        own, given = getattr(trained, name), getattr(values, name)
+        if given is None or name not in values.model_fields_set:
             taken[section][name] = own
             # null everywhere gives the default prompt
-            if own not in (None, DEFAULT_PROMPT) and own != getattr(getattr(config, section), name):
-                _note(key, own, checkpoint)
-        elif given != own:
+            if own not in (None, DEFAULT_PROMPT, given) and distributed.is_main():
+                logger.warning(f"{key}: {own!r}, with which {checkpoint} was trained; the configuration names none")
+        elif given != own and name != "object_ordering":  # training can follow another order of objects
             problems.append(f"{key}: {given!r}, but {checkpoint} was trained with {own!r}")
-    if "object_ordering" not in custom.model_fields_set:  # naming another one is a choice that training can follow
-        taken["custom"]["object_ordering"] = trained.object_ordering
-        if trained.object_ordering != custom.object_ordering:
-            _note("custom.object_ordering", trained.object_ordering, checkpoint)
     if problems:
         raise ConfigError(
             "\n".join(problems)
@@ -208,8 +200,3 @@ def with_own_template(config: Config, checkpoint: str | Path | None = None) -> C
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in taken.items()}
     )
-
-
-def _note(key: str, own: Any, checkpoint: Path) -> None:
-    if distributed.is_main():
-        logger.warning("%s: %r, with which %s was trained; the configuration names none", key, own, checkpoint)
