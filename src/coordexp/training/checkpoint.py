@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 
 from safetensors import SafetensorError
 
@@ -25,7 +24,7 @@ from coordexp.checkpoints.card import CARD
 from coordexp.checkpoints.run_folder import CHECKPOINT, SEAL, checkpoints_in, settings_of_run
 from coordexp.config.schema import TrainingConfig
 from coordexp.data.files import checksums, flush_file, write_atomically
-from coordexp.errors import DISK_FULL, CheckpointError, DataError
+from coordexp.errors import DISK_FULL, CheckpointError, CoordExpError, DataError
 from coordexp.out_of_memory import is_out_of_memory
 from coordexp.records import from_json
 from coordexp.training.parallel import lost_each_other
@@ -226,10 +225,9 @@ def readable(checkpoint: Path, *files: str) -> Iterator[None]:
     """Reads ``files`` of a checkpoint. Raises CheckpointError if one passes its checksum but cannot be loaded."""
     try:
         yield
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, MemoryError,
-            UnpicklingError, SafetensorError) as error:  # fmt: skip
-        if is_out_of_memory(error) or lost_each_other(error):  # nothing is wrong with the file
-            raise
+    except Exception as error:  # of JSON, pickle, torch, safetensors, DeepSpeed
+        if isinstance(error, CoordExpError) or is_out_of_memory(error) or lost_each_other(error):
+            raise  # nothing is wrong with the file
         raise CheckpointError(
             f"{checkpoint}: {' or '.join(files)} cannot be read ({type(error).__name__}: {str(error).strip()[:200]}); "
             "resume from an older checkpoint, or start a new run"
