@@ -66,30 +66,22 @@ class DriftWatch:
         return metrics
 
 
-def loaders_needed(workers: int, waited_s: float, step_s: float) -> int | None:
-    """The ``data.num_workers`` with which a step of ``step_s`` seconds, of which it ``waited_s`` for images, would not
-    wait; None if it hardly does (:data:`WAIT_SHARE`).
-
-    ``workers`` processes read a step's images in the time of a step; with 0, the trainer's own did while it waited. The
-    rest of the step computes, and in that time the images of the next one must be read.
-    """
-    if waited_s <= WAIT_SHARE * step_s:
-        return None
-    reading_s = workers * step_s if workers else waited_s
-    return math.ceil(round(reading_s / max(step_s - waited_s, 0.01 * step_s), 6))  # not 5 for 4.0000001
-
-
 def free_cores(busy: int) -> int:
     """Cores of this process that loader processes can have. ``busy``: those that the trainer itself computes on."""
     return len(os.sched_getaffinity(0)) // distributed.on_this_machine()[1] - busy
 
 
 def loader_advice(workers: int, waited_s: float, step_s: float, cores: int) -> str | None:
-    """What to set if a step waits for images; None if it hardly does, or if more processes would have no core.
-    ``cores``: :func:`free_cores`."""
-    needed = loaders_needed(workers, waited_s, step_s)
-    if needed is None or cores <= workers:
+    """What to set if a step of ``step_s`` seconds waits ``waited_s`` of them for images; None if it hardly does
+    (:data:`WAIT_SHARE`), or if more processes would have no core. ``cores``: :func:`free_cores`.
+
+    ``workers`` processes read a step's images in the time of a step; with 0, the trainer's own did while it waited. The
+    rest of the step computes, and in that time the images of the next one must be read.
+    """
+    if waited_s <= WAIT_SHARE * step_s or cores <= workers:
         return None
+    reading_s = workers * step_s if workers else waited_s
+    needed = math.ceil(round(reading_s / max(step_s - waited_s, 0.01 * step_s), 6))  # not 5 for 4.0000001
     advice = f"set data.num_workers: {min(needed, cores)}"
     if needed > cores:
         advice += (

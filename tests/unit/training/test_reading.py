@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from coordexp.training.watches import ReadingWatch, loaders_needed
+from coordexp.training.watches import ReadingWatch, loader_advice
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,8 @@ from coordexp.training.watches import ReadingWatch, loaders_needed
     ],
 )
 def test_enough_processes_read_while_a_step_computes(workers: int, waited_s: float, needed: int | None) -> None:
-    assert loaders_needed(workers, waited_s, step_s=1.0) == needed
+    advice = None if needed is None else f"set data.num_workers: {needed}"
+    assert loader_advice(workers, waited_s, step_s=1.0, cores=100) == advice
 
 
 def line(waited_s: float) -> dict[str, float]:
