@@ -214,17 +214,12 @@ def _compared(config: RunConfig, source: Path) -> tuple[Change, ...]:
     lines = "\n".join(f"  {one}" for one in refused)
     overrides = manifest.get("overrides") or []
     started = f"\nIt was started with {' '.join(overrides)}" if overrides else ""
-    kind = next((one for one in refused if one.key == "tuner.train_type"), None)
-    if kind is not None and kind.was == "lora":
+    further = "To continue it with these changes on purpose, write training.resume_with_changes: true"
+    if fixed:
         further = (
-            f"Adapters cannot be continued as full training: merge them with coordexp model merge {source} FOLDER, and "
-            "start a new run from model.model: FOLDER"
+            f"{fixed[0]} stays as it is: start a new run from model.model: {source}, or, to train all weights "
+            f"of a LoRA run, from the FOLDER of coordexp model merge {source} FOLDER"
         )
-    elif fixed:
-        what = "All weights cannot be continued as adapters" if kind is not None else f"{fixed[0]} stays as it is"
-        further = f"{what}: start a new run from model.model: {source}"
-    else:
-        further = "To continue it with these changes on purpose, write training.resume_with_changes: true"
     raise ConfigError(
         f"training.resume_from_checkpoint: {source} was trained with another configuration\n{lines}{started}\n"
         "To continue that run, restore these values. To start again, name another training.output_dir, without "
