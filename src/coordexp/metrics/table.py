@@ -235,10 +235,7 @@ def all_metrics() -> Iterator[Metric]:
 @cache
 def find_metric(name: str) -> Metric | None:
     """The line of the table that ``name`` falls under; an exact name comes before a pattern."""
-    exact, patterns = _index()
-    if name in exact:
-        return exact[name]
-    return next((metric for pattern, metric in patterns if pattern.fullmatch(name)), None)
+    return next((metric for pattern, metric in _patterns() if pattern.fullmatch(name)), None)
 
 
 def rule_of(name: str) -> Rule:
@@ -253,17 +250,12 @@ def rule_of(name: str) -> Rule:
 
 
 @cache
-def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
-    exact: dict[str, Metric] = {}
-    patterns: list[tuple[re.Pattern[str], Metric]] = []
-    for metric in all_metrics():
-        if metric.name in exact or any(other.name == metric.name for _, other in patterns):
-            raise ValueError(f"metric {metric.name} is registered twice")
-        if "<" in metric.name:
-            literal = re.split(r"<[a-z_]+>", metric.name)
-            patterns.append((re.compile(r"[^/]+".join(map(re.escape, literal))), metric))
-        else:
-            exact[metric.name] = metric
-    # The longest literal beginning decides: AP_<area> before AP<iou>.
-    patterns.sort(key=lambda entry: -len(entry[1].name.split("<")[0]))
-    return exact, patterns
+def _patterns() -> list[tuple[re.Pattern[str], Metric]]:
+    def order(metric: Metric) -> tuple[bool, int]:
+        literal, placeholder, _ = metric.name.partition("<")
+        return bool(placeholder), -len(literal)  # the longest beginning decides: AP_<area> before AP<iou>
+
+    def pattern(name: str) -> re.Pattern[str]:
+        return re.compile(r"[^/]+".join(map(re.escape, re.split(r"<[a-z_]+>", name))))
+
+    return [(pattern(metric.name), metric) for metric in sorted(all_metrics(), key=order)]

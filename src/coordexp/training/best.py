@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from transformers import TrainerState, TrainingArguments
 
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.errors import ConfigError
-from coordexp.metrics.table import SECTIONS
+from coordexp.metrics.table import SECTIONS, find_metric
 from coordexp.training.checkpoint import checkpoint_folder, is_complete
 from coordexp.training.optimizer import needs_metric
 from coordexp.training.state import RunState
@@ -99,9 +98,8 @@ def _check(args: TrainingArguments, state: TrainerState, measured: EvalDetection
     Intervals may be shares of a run, so its steps must be known."""
     if args.metric_for_best_model is not None and args.eval_strategy != "no":
         name = _figure(args.metric_for_best_model)
-        known = [metric.name for metric in SECTIONS["evaluation"]]
-        if not any(re.fullmatch(re.sub("<[^>]*>", "[^/]+", one), name) for one in known):
-            near = difflib.get_close_matches(name, known, 1)
+        if find_metric(name) not in SECTIONS["evaluation"]:
+            near = difflib.get_close_matches(name, [metric.name for metric in SECTIONS["evaluation"]], 1)
             raise ConfigError(
                 f"training.metric_for_best_model: no evaluation has a figure {name}"
                 + (f"; did you mean {near[0]}?" if near else "; docs/metrics.md lists them")
