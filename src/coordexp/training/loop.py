@@ -152,7 +152,7 @@ class CoordExpTrainer:
             self._notify("on_step_end")
             if self.state.global_step >= self.state.max_steps:
                 self.control.should_log = True  # the last interval may be shorter than the others
-            signal_number = int(distributed.all_reduce([float(self._signal() or 0)], "max")[0])
+            signal_number = int(distributed.all_reduce([self._signal() or 0], "max")[0])
             # On all ranks, if any of them got a signal.
             if signal_number and self.state.global_step < self.state.max_steps:
                 self.stopped_by = signal_number
@@ -408,7 +408,7 @@ class CoordExpTrainer:
 
     def _check_weights(self, what: str, error: Exception | None = None) -> None:
         """Raise TrainingDiverged for weights that are NaN or infinite on any rank. A collective call."""
-        if distributed.all_reduce([float(broken_weight(self.model) is not None)], "max")[0]:
+        if distributed.all_reduce([broken_weight(self.model) is not None], "max")[0]:
             raise TrainingDiverged(
                 f"{what}: the weights are NaN or infinite after {self.state.global_step} steps; "
                 f"{TrainingDiverged.ADVICE}. {self.last_saved()}"

@@ -107,7 +107,7 @@ def untrained_note(buffer: CarryBuffer | None, samples: int) -> str | None:
     """A sentence on the samples that the end of a run leaves in the carry buffers, of ``samples`` that it read; None
     without any. A collective call."""
     waiting = 0 if buffer is None else len(buffer)
-    waiting = int(distributed.all_reduce([float(waiting)], "sum")[0])
+    waiting = int(distributed.all_reduce([waiting], "sum")[0])
     if not waiting:
         return None
     return (

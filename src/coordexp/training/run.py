@@ -152,7 +152,7 @@ def build_trainer(
         on_answer=progress.answered,
         failed_writes=lambda: failed.count,
         on_note=progress.note,
-        measures_anew=bool(distributed.all_reduce([float(changes_figures(start.applied))], "max")[0]),
+        measures_anew=bool(distributed.all_reduce([changes_figures(start.applied)], "max")[0]),
     )
     with distributed.raise_on_all_ranks("training.output_dir"):
         if distributed.is_main():  # after everything is built: a failed start does not change the folder

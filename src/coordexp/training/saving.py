@@ -254,7 +254,7 @@ def _answers_on_all_ranks(run: RunState) -> SavedAnswers | None:
         return None
     run.queue.wait()
     answers = run.queue.saved()
-    none_on_a_rank = distributed.all_reduce([float(answers is None)], "max")[0]
+    none_on_a_rank = distributed.all_reduce([answers is None], "max")[0]
     return None if none_on_a_rank else answers
 
 

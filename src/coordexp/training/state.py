@@ -128,6 +128,6 @@ def restore_callbacks(callbacks: Iterable[object], states: Any) -> None:
 def act_together(control: TrainerControl) -> None:
     """Set each flag that a callback set on any rank on all ranks: their clocks may differ. A collective call."""
     names = [one.name for one in fields(control)]
-    asked = distributed.all_reduce([float(getattr(control, name)) for name in names], "max")
+    asked = distributed.all_reduce([getattr(control, name) for name in names], "max")
     for name, value in zip(names, asked, strict=True):
         setattr(control, name, bool(value))
