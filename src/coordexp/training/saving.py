@@ -139,9 +139,7 @@ def save_model(run: RunState, folder: Path, *, writes: bool) -> None:
 def load_weights(run: RunState, folder: Path) -> None:
     """Load a checkpoint's weights or adapter into the model. Raises CheckpointError if they are unreadable, or of
     another model."""
-    with readable(folder, "config.json", MODEL_WEIGHTS):
-        if (folder / "config.json").is_file():  # not needed here, but a damaged file must fail the resume
-            json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    with readable(folder, MODEL_WEIGHTS):
         if run.is_fsdp:
             plugin = run.accelerator.state.fsdp_plugin
             load_fsdp_model(plugin, run.accelerator, run.model, str(folder), adapter_only=True)
