@@ -7,6 +7,7 @@ through NCCL: a message by NCCL waits until the GPU has finished all that was re
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -20,6 +21,8 @@ from coordexp.out_of_memory import facts_of, is_out_of_memory
 
 if TYPE_CHECKING:
     from torch import device
+
+logger = logging.getLogger("coordexp")
 
 _has_joined = False  # whether this process has been in a process group
 FIRST_PRINTS_S = 2.0  # by which the first rank of a machine may be later than another one
@@ -71,6 +74,12 @@ def _number(variable: str, unset: int) -> int:
 def is_main() -> bool:
     """Whether this process is the one that writes what a run writes once: rank 0."""
     return rank() == 0
+
+
+def warn(text: str) -> None:
+    """Log a warning about what is the same on all ranks: once, on the first one."""
+    if is_main():
+        logger.warning(text)
 
 
 def backend_of(*, on_cpus: bool, chosen: str | None = None) -> str:

@@ -187,8 +187,8 @@ def with_own_template(config: Config, checkpoint: str | Path | None = None) -> C
         if given is None or name not in values.model_fields_set:
             taken[section][name] = own
             # null everywhere gives the default prompt
-            if own not in (None, DEFAULT_PROMPT, given) and distributed.is_main():
-                logger.warning(f"{key}: {own!r}, with which {checkpoint} was trained; the configuration names none")
+            if own not in (None, DEFAULT_PROMPT, given):
+                distributed.warn(f"{key}: {own!r}, with which {checkpoint} was trained; the configuration names none")
         elif given != own and name != "object_ordering":  # training can follow another order of objects
             problems.append(f"{key}: {given!r}, but {checkpoint} was trained with {own!r}")
     if problems:

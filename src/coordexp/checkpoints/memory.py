@@ -11,7 +11,6 @@ engine, or the part that the trainer keeps during rollouts and ``gpu_memory_util
 from __future__ import annotations
 
 import json
-import logging
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +30,6 @@ from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.errors import ConfigError
 from coordexp.out_of_memory import Kind, note_cure
 from coordexp.records import NUM_BINS
-
-logger = logging.getLogger("coordexp")
 
 # bfloat16 numbers per token while one layer's backward pass runs, as factors of H and I.
 _RUNNING = (8, 14)
@@ -213,11 +210,10 @@ def check_memory(
     needs = f"model.model: {Path(config.model.model)} needs about {estimate}, and this GPU has {gpu_bytes / 1e9:.0f} GB"
     if estimate.peak(gpu_bytes, 0.9) > gpu_bytes:
         raise ConfigError(f"{needs}. It fits with {fitting}")
-    if distributed.is_main():
-        logger.warning(
-            f"{needs}: tight, because the estimate may be 10 % wrong and fragmentation takes 5 to 15 %. If memory runs "
-            f"out, it fits with {fitting}"
-        )
+    distributed.warn(
+        f"{needs}: tight, because the estimate may be 10 % wrong and fragmentation takes 5 to 15 %. If memory runs "
+        f"out, it fits with {fitting}"
+    )
     return estimate
 
 

@@ -3,7 +3,6 @@ all ranks will train the same thing."""
 
 from __future__ import annotations
 
-import logging
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,8 +40,6 @@ from coordexp.records import ImageRecord
 from coordexp.runs.start import Start, decide_start
 from coordexp.training.optimizer import check_optimizer, check_schedule
 from coordexp.training.parallel import check_parallel
-
-logger = logging.getLogger("coordexp")
 
 # Paths, which may differ between machines; their files' content may not.
 _PATHS = (MODEL, DATA, VALIDATION)
@@ -93,9 +90,8 @@ def check_run(
     if servers_are_up and not errors:
         check_backend(rollout)
     model = (None if start is None else start.model) or attempt(Checkpoint.open, config.model.model)
-    if distributed.is_main():
-        for sentence in (*advice(config), *(() if model is None else length_advice(config, model))):
-            logger.warning(sentence)
+    for sentence in (*advice(config), *(() if model is None else length_advice(config, model))):
+        distributed.warn(sentence)
     attempt(_check_device, config, trainers, model)
     attempt(check_parallel, config, trainers)
     attempt(check_training_environment, config)
@@ -131,12 +127,11 @@ def check_run(
     if errors:
         raise errors[0]
     assert start is not None and model is not None
-    if distributed.is_main() and (note := several_rules_note(train)) is not None:
-        logger.warning("custom.train_jsonl: %s: %s", paths, note)
-    if distributed.is_main() and (note := unprepared_note(preparation_of(train), val)) is not None:
-        logger.warning("custom.val_jsonl: %s: %s", custom.val_jsonl, note)
-    if distributed.is_main() and (note := unseen_note(train, val)) is not None:
-        logger.warning("custom.val_jsonl: %s: %s", custom.val_jsonl, note)
+    if (note := several_rules_note(train)) is not None:
+        distributed.warn(f"custom.train_jsonl: {paths}: {note}")
+    for note in (unprepared_note(preparation_of(train), val), unseen_note(train, val)):
+        if note is not None:
+            distributed.warn(f"custom.val_jsonl: {custom.val_jsonl}: {note}")
     return CheckedRun(config, start, model, inputs, rollout, train, val)
 
 
@@ -164,8 +159,8 @@ def _check_device(config: RunConfig, trainers: int, model: Checkpoint | None) ->
     on_cpu = training.use_cpu or not torch.cuda.is_available()
     if not training.use_cpu:
         check_driver()
-    if on_cpu and training.bf16 and not training.use_cpu and distributed.is_main():  # as configured for a GPU
-        logger.warning("no GPU is visible: this run trains on the CPU; write training.use_cpu: true if that is meant")
+    if on_cpu and training.bf16 and not training.use_cpu:  # as configured for a GPU
+        distributed.warn("no GPU is visible: this run trains on the CPU; write training.use_cpu: true if that is meant")
     if on_cpu and (key := next((key for key in ("fp16", "tf32") if getattr(training, key)), None)):
         raise ConfigError(f"training.{key}: needs a GPU, and this machine has none; remove it (bf16 works on CPUs)")
     if not on_cpu and model is not None:

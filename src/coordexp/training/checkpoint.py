@@ -209,15 +209,14 @@ def check_resume(checkpoint: Path, training: TrainingConfig) -> None:
             f"{checkpoint}: written by {written} processes, resumed by {now}: each process has segments of its own "
             f"waiting for a packed row. Resume with {written} processes, or start a new run"
         )
-    if distributed.is_main():
-        earlier = settings_of_run(checkpoint).get("training") or {}
-        own = training.model_copy(update={name: earlier[name] for name in _OF_A_STEP if name in earlier})
-        before, after = own.samples_per_step(written), training.samples_per_step(now)
-        others = f", the order of samples changes, and a step has {after} samples instead of {before}"
-        logger.warning(
-            f"{checkpoint} was written by {written} processes and is resumed by {now}: random states and the current "
-            f"log line are reset{'' if before == after else others}"
-        )
+    earlier = settings_of_run(checkpoint).get("training") or {}
+    own = training.model_copy(update={name: earlier[name] for name in _OF_A_STEP if name in earlier})
+    before, after = own.samples_per_step(written), training.samples_per_step(now)
+    others = f", the order of samples changes, and a step has {after} samples instead of {before}"
+    distributed.warn(
+        f"{checkpoint} was written by {written} processes and is resumed by {now}: random states and the current "
+        f"log line are reset{'' if before == after else others}"
+    )
 
 
 @contextmanager
@@ -239,8 +238,8 @@ def warn_of_checkpoints_ahead(output_dir: Path, start: int) -> None:
     names: a later resume would take them for its own."""
     folders = [folder for folder in checkpoints_in(output_dir) if _step_of(folder) > start]
     ahead = [folder.name for folder in folders if _problem_with(folder) is None]
-    if ahead and distributed.is_main():
-        logger.warning(
+    if ahead:
+        distributed.warn(
             f"{output_dir} has {', '.join(ahead)} of an earlier run, ahead of step {start} where this one starts; "
             "training.resume_from_checkpoint: true would resume from the newest. Move them away, or choose another "
             "training.output_dir"
@@ -281,8 +280,7 @@ def _newest_whole(output_dir: Path) -> Path | None:
         if problem is None:
             return folder
         by = f" (seen by rank {rank}; all need the same training.output_dir)" if len(seen) > 1 else ""
-        if distributed.is_main():
-            logger.warning(f"{folder} {problem}; skipping it{by}")
+        distributed.warn(f"{folder} {problem}; skipping it{by}")
         if any(sealed for _, sealed in seen):
             finished.append(f"{folder.name} {problem}{by}")
     if finished:

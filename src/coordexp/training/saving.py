@@ -4,7 +4,6 @@ two steps (carry buffer, answers for the next step, sums of the unfinished log l
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -36,8 +35,6 @@ from coordexp.training.checkpoint import checkpoint_folder, is_complete, read_se
 from coordexp.training.offload import held_by
 from coordexp.training.state import RunState, random_states, set_random_states
 from coordexp.training.step_answers import RolloutQueue, SavedAnswers
-
-logger = logging.getLogger("coordexp")
 
 
 @phase("saving", "saving a checkpoint")
@@ -363,7 +360,7 @@ def restore_answers(queue: RolloutQueue | None, resume: Path | None) -> None:
     answers = load_answers(resume)
     if queue is not None and queue.ahead:
         queue.content = answers
-    elif answers is not None and distributed.is_main():
-        logger.warning(
+    elif answers is not None:
+        distributed.warn(
             f"{resume} has answers for its next step, which stay unused: rollout_matching.rollouts_ahead is 0 now"
         )

@@ -3,7 +3,6 @@ gains, in its evaluations."""
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections import Counter, deque
@@ -15,8 +14,6 @@ from coordexp.checkpoints.run_folder import FIRST_EVALUATION
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer, picture_of, read_answers, write_answers
 from coordexp.evaluation.compare import changed_rates
-
-logger = logging.getLogger("coordexp")
 
 WINDOW_SAMPLES = 128  # answers; a rate of 5 % is then known to ± 2 %
 RISE = 0.10  # of a rate, that is a warning
@@ -58,8 +55,8 @@ class DriftWatch:
             metrics[f"safeguard/{name}_rate"] = now
             if now - before >= RISE and name not in self._warned:
                 self._warned.add(name)
-                if step is not None and distributed.is_main():
-                    logger.warning(
+                if step is not None:
+                    distributed.warn(
                         f"step {step}: Rollouts drift: {now:.0%} of the latest {what}, {before:.0%} at first. Look at "
                         "eval_rollout/f1; lower training.learning_rate or stage2_ab.schedule.b_ratio"
                     )
@@ -106,7 +103,7 @@ class ReadingWatch:
     def observe(self, line: Mapping[str, float], step: int) -> None:
         """``line``: seconds of a step, on average over the steps since the last line."""
         self._lines += 1
-        if self._lines == 1 or self._warned or not distributed.is_main():  # the first contains the start
+        if self._lines == 1 or self._warned:  # the first contains the start
             return
         waited_s, step_s = line.get(_STEP[0], 0.0), sum(line.get(name, 0.0) for name in _STEP)
         advice = loader_advice(self._workers, waited_s, step_s, self._cores)
@@ -115,7 +112,7 @@ class ReadingWatch:
         self._warned = True
         readers = f"{self._workers} loader processes read" if self._workers else "the trainer's own process reads"
         share = f"{waited_s / step_s:.0%} of a step waits for images (time/data_wait_s)"
-        logger.warning(f"step {step}: {share}, which {readers}; {advice}")
+        distributed.warn(f"step {step}: {share}, which {readers}; {advice}")
 
 
 class RunLedger:
