@@ -55,15 +55,15 @@ def set_up_loggers(
     return boards
 
 
-def _keep_our_names(logger: TrainerCallback) -> None:
+def _keep_our_names(callback: TrainerCallback) -> None:
     # `train/samples_total` under that name, not as `train/train/samples_total`.
-    original = logger.on_log
+    original = callback.on_log
 
     def on_log(args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         named = None if logs is None else {name.removeprefix(_TRAIN): value for name, value in logs.items()}
         return original(args, state, control, logs=named, **kwargs)
 
-    logger.on_log = on_log  # pyright: ignore[reportAttributeAccessIssue]
+    callback.on_log = on_log  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class FailedWrites:
