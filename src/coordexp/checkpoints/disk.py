@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordexp import distributed
 from coordexp.checkpoints.describe import weight_shapes
 from coordexp.checkpoints.folder import Checkpoint
 from coordexp.checkpoints.memory import ADAMW, trained_numbers
 from coordexp.checkpoints.run_folder import checkpoints_in
 from coordexp.config import RunConfig
 from coordexp.errors import ConfigError
-
-logger = logging.getLogger("coordexp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ def checked_disk(config: RunConfig, checkpoint: Checkpoint | None = None) -> Dis
         )
     if space.free < space.most:
         kept = "all are kept" if training.save_total_limit is None else f"{training.save_total_limit} and a new one"
-        logger.warning(
+        distributed.warn(
             f"training.save_total_limit: {space.checkpoints} checkpoints ({kept}) and the final model need about "
             f"{_size(space.most)}, and {space.where} has {_size(space.free)} left; lower it, or free some"
         )
