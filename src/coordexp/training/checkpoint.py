@@ -236,8 +236,7 @@ def readable(checkpoint: Path, *files: str) -> Iterator[None]:
 def warn_of_checkpoints_ahead(output_dir: Path, start: int) -> None:
     """Warn of complete checkpoints beyond ``start``, the finished steps of a run that resumes from an older one that it
     names: a later resume would take them for its own."""
-    folders = [folder for folder in checkpoints_in(output_dir) if _step_of(folder) > start]
-    ahead = [folder.name for folder in folders if _problem_with(folder) is None]
+    ahead = [one.name for one in checkpoints_in(output_dir) if _step_of(one) > start and is_complete(one)]
     if ahead:
         distributed.warn(
             f"{output_dir} has {', '.join(ahead)} of an earlier run, ahead of step {start} where this one starts; "
@@ -292,14 +291,13 @@ def _newest_whole(output_dir: Path) -> Path | None:
     return None
 
 
-def _problem_with(folder: Path, share: tuple[int, int] | None = None) -> str | None:
+def _problem_with(folder: Path, share: tuple[int, int]) -> str | None:
     # The reason why training cannot resume from `folder`, written to follow its name; None if it can. `share`: the part
-    # of the contents to check, (0, 1) for all; None checks only names and sizes.
+    # of the contents to check, (0, 1) for all.
     try:
         if not read_seal(folder).resumable:
             return "holds the model alone (training.save_only_model: true)"
-        if share is not None:
-            check_contents(folder, *share)
+        check_contents(folder, *share)
     except CheckpointError as error:
         return str(error)
     return None
