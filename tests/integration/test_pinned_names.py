@@ -112,6 +112,7 @@ PINNED: dict[str, dict[str, list[str]]] = {
         "swift.utils": ["get_device_count"],
     },
     "trainer": {
+        "faster_coco_eval.mask_api_new_cpp": ["toUncompressedRLE"],
         "peft.tuners.lora.layer": [
             *("LoraLayer: self.lora_A", "LoraLayer: self.lora_B", "LoraLayer: self.scaling"),
             *("LoraLayer: self.lora_magnitude_vector", "LoraLayer: self.base_layer"),

@@ -32,7 +32,6 @@ from coordexp.errors import DataError
 from coordexp.reading import read_json
 
 ROBOFLOW = "_annotations.coco.json"
-_SIGNED, _MORE, _LOW = 0x10, 0x20, 0x1F  # of a character of a compressed count, from which 48 is taken first
 _LARGEST = 1 << 28  # pixels
 
 
@@ -288,30 +287,20 @@ def decode_runs(segmentation: dict[str, Any], size: tuple[int, int] | None) -> n
     height, width = shape
     if height * width > _LARGEST or (size is not None and (width, height) != size):
         raise ValueError(f"the mask is {width}x{height}, the image {'of another size' if size is None else size}")
-    runs = _inflated(counts) if isinstance(counts, str) else counts
+    runs = counts
+    if isinstance(counts, str):
+        from faster_coco_eval.mask_api_new_cpp import toUncompressedRLE
+
+        try:
+            runs = toUncompressedRLE([{"size": shape, "counts": counts.encode()}])[0]["counts"]
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"counts are no COCO text: {error}") from error
     if not isinstance(runs, list) or any(type(run) is not int or run < 0 for run in runs):
         raise ValueError("counts are neither a list of numbers nor COCO's text")
-    if sum(runs) != height * width:  # pycocotools trusts them, and reads foreign memory otherwise
+    if sum(runs) != height * width:
         raise ValueError(f"the runs add up to {sum(runs)} pixels, and the mask has {height * width}")
     values = np.arange(len(runs)) % 2 == 1  # the first run is outside
     return np.repeat(values, runs).reshape(width, height).T  # column by column
-
-
-def _inflated(text: str) -> list[int]:
-    # Groups of five bits, the lowest first; from the third count on, differences to the count two before.
-    runs: list[int] = []
-    at = 0
-    while at < len(text):
-        value, shift, group = 0, 0, _MORE
-        while group & _MORE:
-            if at == len(text) or not 0 <= (group := ord(text[at]) - 48) < 64 or shift > 40:
-                raise ValueError("counts are cut off, or no COCO text")
-            value |= (group & _LOW) << shift
-            at, shift = at + 1, shift + 5
-        if group & _SIGNED:
-            value -= 1 << shift
-        runs.append(value + runs[-2] if len(runs) > 2 else value)
-    return runs
 
 
 def outline(mask: np.ndarray) -> tuple[tuple[float, ...], int, int]:
