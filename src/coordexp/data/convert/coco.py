@@ -171,10 +171,9 @@ def _convert(
         desc = category.get("name")
         descs[category_id] = desc if isinstance(desc, str) else ""
     report.note_shared_names(descs, file.name)
-    # File name and declared size by id. Objects find their image by id, so one that is used twice is fatal.
-    listed: dict[str, tuple[str, str, tuple[int, int] | None]] = {}
+    report.images_seen = len(coco["images"])
+    listed: dict[str, tuple[str, dict[str, Any]]] = {}  # by id; one that is used twice is fatal
     for index, image in enumerate(coco["images"]):
-        report.images_seen += 1
         where = f"images[{index}]"
         image_id = _id_of(image, "id")
         if image_id is None:
@@ -183,31 +182,31 @@ def _convert(
         if image_id in listed:
             detail = f"{where}: the id {image_id} is used twice; objects cannot be assigned to images"
             raise DataError(detail, path=file)
-        given = image.get("file_name")
-        if not isinstance(given, str) or not given.strip():
+        if not isinstance(image.get("file_name"), str) or not image["file_name"].strip():
             report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"{where} has no file_name")
             continue
-        listed[image_id] = where, given, declared_size(image.get("width"), image.get("height"))
+        listed[image_id] = where, image
+    images = ImageFolder(images_dir)
+    found = report.find_all(images, [[image["file_name"]] for _, image in listed.values()], file.name)
+    report.note_unnamed(images, found, file.name)
     usable: dict[str | None, SourceImage] = {}
-    seen: set[Path] = set()
-    there = 0
-    wanted = [[given] for _, given, _ in listed.values()]
-    found_images = report.find_all(ImageFolder(images_dir), wanted, file.name)
-    for (image_id, (where, given, size)), found in zip(listed.items(), found_images, strict=True):
-        if found.there and found.path in seen:
+    there: set[Path] = set()
+    for (image_id, (where, image)), source in zip(listed.items(), found, strict=True):
+        given = image["file_name"]
+        if source.problem is None and source.path in there:
             detail = f"{where}: {given!r} is listed twice; kept the first"
             report.skip_image(SkipReason.DUPLICATE_IMAGE, file.name, detail)
-        elif unsafe_file_name(with_slashes(given)) and not found.there:
-            detail = f"{where}: {given!r} leaves the images folder, or is not a file's name"
-            detail += f": {found.problem}" if found.problem else ""
+        elif source.problem is not None and unsafe_file_name(with_slashes(given)):
+            detail = f"{where}: {given!r} leaves the images folder, or is not a file's name: {source.problem}"
             report.skip_image(SkipReason.UNSAFE_FILE_NAME, file.name, detail)
         else:
-            seen.add(found.path)
-            usable[image_id] = SourceImage(found.name, found.name, found.path, size, problem=found.problem)
-            there += found.there
+            source.declared_size = declared_size(image.get("width"), image.get("height"))
+            usable[image_id] = source
+            if source.problem is None:
+                there.add(source.path)
     if there and not coco["annotations"] and not options.keep_emptied:
         cure = "give the file with the objects (image_info_*.json has none); --keep-emptied reads them as such images"
-        refuse_unlabelled(there, "has an annotation", file, cure)
+        refuse_unlabelled(len(there), "has an annotation", file, cure)
     for index, annotation in enumerate(coco["annotations"]):
         entry = annotation if isinstance(annotation, dict) else {}
         source = usable.get(_id_of(entry, "image_id"))

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.columns import SHAPES, read_table
 from coordexp.data.convert.numbers import Meaning
-from coordexp.data.convert.report import ConversionReport, Form, LeftOut, SkipReason, SourceImage
+from coordexp.data.convert.report import ConversionReport, Form, LeftOut, SkipReason
 from coordexp.data.convert.shapes import BoxFields, ShapeGeometry, declared_size, number, shape_of
 from coordexp.data.find_images import ImageFolder, images_folder, with_slashes
 
@@ -51,17 +51,18 @@ def convert_csv(
         {meaning: cells[at].strip() if at < len(cells) else "" for meaning, at in read.column_of.items()}
         for cells in read.rows
     ]
-    declared: dict[str, tuple[int, int] | None] = {}
+    first_rows: dict[str, dict[str, str]] = {}
     for row in rows:
-        size = declared_size(*(number(row.get(side, "")) for side in ("width", "height")))
-        declared.setdefault(_name_in(row), size)
-    found_images = report.find_all(ImageFolder(folder, outside=True), [[named] for named in declared], path.name)
-    sizeless = "width" not in read.column_of
-    sources = {
-        named: SourceImage(found.name, path.name, found.path, size, problem=found.problem, sizeless=sizeless)
-        for (named, size), found in zip(declared.items(), found_images, strict=True)
-    }
+        first_rows.setdefault(_name_in(row), row)
+    images = ImageFolder(folder, outside=True)
+    annotations = [path.name] * len(first_rows)
+    found = report.find_all(images, [[named] for named in first_rows], path.name, annotations=annotations)
+    report.note_unnamed(images, found, path.name)
+    sources = dict(zip(first_rows, found, strict=True))
     report.images_seen = len(sources)
+    for named, source in sources.items():
+        source.sizeless = "width" not in read.column_of
+        source.declared_size = declared_size(*(number(first_rows[named].get(side, "")) for side in ("width", "height")))
     for index, (row, cells) in enumerate(zip(rows, read.rows, strict=True)):
         named = _name_in(row)
         source = sources[named]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning
-from coordexp.data.convert.report import ConversionReport, LeftOut, SkipReason, SourceImage, SourceShape
+from coordexp.data.convert.report import ConversionReport, LeftOut, SkipReason, SourceShape
 from coordexp.data.convert.shapes import ShapeGeometry, number, shape_of
 from coordexp.data.find_images import ImageFolder, check_folder, list_files
 from coordexp.errors import DataError
@@ -41,24 +41,16 @@ def convert_dota(
     check_folder(place, "images folder")
     report = ConversionReport(Path(out_dir) / f"{options.name or root.absolute().name}.jsonl")
     images = ImageFolder(place)
-    report.pass_over(images.listing)
-    label_files = report.pass_over(list_files(labels)).with_suffix(".txt") if labels != place else (
-        images.listing.with_suffix(".txt"))  # fmt: skip
-    found_images = images.find_all([[path.relative_to(labels).with_suffix("").as_posix()] for path in label_files])
-    unlabelled = dict.fromkeys(images.images)
-    sources: list[SourceImage] = []
-    for path, found in zip(label_files, found_images, strict=True):
-        report.images_seen += 1
-        report.note_found(found, path.name)
-        unlabelled.pop(found.path, None)
+    listing = images.listing if labels == place else report.pass_over(list_files(labels))
+    files = {path.relative_to(labels).with_suffix("").as_posix(): path for path in listing.with_suffix(".txt")}
+    report.images_seen = len(files)
+    names = [path.name for path in files.values()]
+    sources = report.find_all(images, [[stem] for stem in files], labels.name, annotations=names)
+    report.skip_unannotated(images, sources, labels, ".txt", files)
+    for path, image in zip(files.values(), sources, strict=True):
+        image.sizeless = True
         lines = [line for line in read_text(path).splitlines() if line.strip() and not line.lower().startswith(_HEAD)]
-        file = found.name if found.there else path.name
-        source = SourceImage(file, path.name, found.path, problem=found.problem, sizeless=True)
-        sources.append(report.read_objects(source, lines, partial(_read_line, skip_difficult)))
-    for image in unlabelled:
-        report.images_seen += 1
-        label = labels / image.relative_to(place).with_suffix(".txt")
-        report.skip_image(SkipReason.MISSING_ANNOTATION, image.name, f"no file {label}")
+        report.read_objects(image, lines, partial(_read_line, skip_difficult))
     return assemble(sources, report, options, meaning)
 
 

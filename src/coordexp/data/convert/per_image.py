@@ -11,7 +11,7 @@ import base64
 import math
 import posixpath
 import xml.etree.ElementTree as ET
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -19,7 +19,7 @@ from typing import Any
 
 from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning, bounds
-from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason, SourceImage, SourceShape
+from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason, SourceShape
 from coordexp.data.convert.shapes import ShapeGeometry, declared_size, degrees, finite_numbers, flat, number, shape_of
 from coordexp.data.find_images import (
     REPORT_SUFFIX,
@@ -36,7 +36,7 @@ from coordexp.errors import DataError
 from coordexp.reading import read_json, read_text, read_xml
 
 ANNOTATIONS, IMAGES = "Annotations", "JPEGImages"
-_ALSO_SPLITS = {"val": ("val", "valid", "validation"), "valid": ("valid", "val", "validation")}
+_VALIDATION = ("val", "valid", "validation")  # names of one split
 
 
 def convert_voc(
@@ -62,17 +62,16 @@ def convert_voc(
     if note:
         report.note(Note.FOLDERS_FOUND, str(root), None, note)
     images = ImageFolder(image_dir)
-    report.pass_over(images.listing)
     listing = images.listing if xml_dir == image_dir else report.pass_over(list_files(xml_dir))
     xmls = {path.relative_to(xml_dir).with_suffix("").as_posix(): path for path in listing.with_suffix(".xml")}
     if split_file is None:
         stems = sorted(xmls)
     else:
         stems = [_stem_of(line.strip(), xmls) for line in read_text(split_file).splitlines() if line.strip()]
+    report.images_seen = len(stems)
     trees: dict[str, ET.Element] = {}
     seen: set[str] = set()
     for stem in stems:
-        report.images_seen += 1
         shown = f"{stem}.xml"
         if stem in seen:
             report.skip_image(SkipReason.DUPLICATE_IMAGE, shown, f"{stem!r} is listed twice in the split; used once")
@@ -89,31 +88,20 @@ def convert_voc(
     # An image with the name of the annotation file is preferred; if there are several, the one in <filename>.
     wanted = []
     for stem, tree in trees.items():
-        named = _text(tree, "filename")
-        last = PurePosixPath(with_slashes(named)).name
-        is_same = PurePosixPath(last).stem == xmls[stem].stem
-        same = [str(PurePosixPath(stem).with_name(last))] if is_same else []
-        wanted.append([*same, stem, *([named] if named else [])])
-    found_images = images.find_all(wanted)
-    used = {found.path for found in found_images}
-    for image in images.images if split_file is None else ():  # images without an annotation are counted too
-        stem = image.relative_to(image_dir).with_suffix("").as_posix()
-        if stem not in xmls and image not in used:
-            report.images_seen += 1
-            report.skip_image(SkipReason.MISSING_ANNOTATION, f"{stem}.xml", f"no file {xml_dir / stem}.xml")
-    sources: list[SourceImage] = []
-    for (stem, tree), names, found in zip(trees.items(), wanted, found_images, strict=True):
-        shown = f"{stem}.xml"
-        report.note_found(found, shown)
-        named = with_slashes(_text(tree, "filename"))
-        if named and xmls[stem].stem not in (PurePosixPath(named).name, PurePosixPath(named).stem):
-            report.note(Note.FILENAME_MISMATCH, shown, None, f"<filename> is {named!r}; used {found.path.name!r}")
-        size = declared_size(*(number(_text(tree, f"size/{side}")) for side in ("width", "height")))
-        problem = found.problem or f"no image of one of the names {', '.join(names)} in {image_dir}"
-        source = SourceImage(found.name, shown, found.path, size, problem=problem)
-        read = partial(_read_object, one_based, skip_difficult)
+        named = PurePosixPath(with_slashes(_text(tree, "filename")))
+        same = [str(PurePosixPath(stem).with_name(named.name))] if named.stem == xmls[stem].stem else []
+        wanted.append([*same, stem, *([str(named)] if named.name else [])])
+    sources = report.find_all(images, wanted, xml_dir.name, annotations=[f"{stem}.xml" for stem in trees])
+    if split_file is None:
+        report.skip_unannotated(images, sources, xml_dir, ".xml", xmls)
+    for (stem, tree), image in zip(trees.items(), sources, strict=True):
+        named = PurePosixPath(with_slashes(_text(tree, "filename")))
+        if named.name and xmls[stem].stem not in (named.name, named.stem):
+            detail = f"<filename> is {str(named)!r}; used {image.path.name!r}"
+            report.note(Note.FILENAME_MISMATCH, image.annotation, None, detail)
+        image.declared_size = declared_size(*(number(_text(tree, f"size/{side}")) for side in ("width", "height")))
         nodes = [one for node in tree.findall("object") for one in _one_box_each(node)]
-        sources.append(report.read_objects(source, nodes, read))
+        report.read_objects(image, nodes, partial(_read_object, one_based, skip_difficult))
     return assemble(sources, report, options, Meaning(xml_dir))
 
 
@@ -122,61 +110,56 @@ def _find_folders(
 ) -> tuple[Path, Path, Path | None, str]:
     # The folder of the XML files, that of the images, the split's file (None: every annotation), and a note that says
     # which folders were found instead of the named ones: the same names in another case or deeper below `root`
-    # (`images` for `JPEGImages` too), else a folder with XML files next to their images, `root` or its part `split`;
-    # without a split also the only two folders of `root` that hold XML files and images.
-    if not root.is_dir():
-        raise DataError("no such folder; check the path", path=root)
-    homes: list[tuple[Path, Path, Path]] = []
+    # (`images` for `JPEGImages` too); without a split the only two folders of `root` that hold XML files and images;
+    # else a folder with XML files next to their images, `root` or its part `split`.
+    check_folder(root, "folder")
     names = [images, *([Path("images")] if str(images) == IMAGES else [])]
-    for level in folder_levels(root):  # the highest folders that contain both
+    homes: list[tuple[Path, Path, Path]] = []
+    for level in folder_levels(root):
         for home in level:
             xml_dir = _below(home, annotations)
             image_dir = next((path for name in names if (path := _below(home, name)) is not None), None)
             if xml_dir is not None and image_dir is not None:
                 homes.append((home, xml_dir, image_dir))
-        if homes:
-            break
-    if len(homes) > 1:
-        shown = ", ".join(str(home) for home, _, _ in homes[:6])
-        raise DataError(f"several folders hold {annotations} and {images}: {shown}; give one of them", path=root)
-    if homes:
-        home, xml_dir, image_dir = homes[0]
-        is_as_named = (xml_dir, image_dir) == (root / annotations, root / images)
-        note = "" if is_as_named else f"annotations in {xml_dir}, images in {image_dir}"
-        if split is None:
-            return xml_dir, image_dir, None, note
-        folder = _below(home, Path("ImageSets/Main")) or home / "ImageSets" / "Main"
-        split_file = folder / f"{split}.txt"
-        if not split_file.is_file():
-            known = ", ".join(sorted(file.stem for file in folder.glob("*.txt")))
-            if not known:
-                raise DataError(
-                    f"has no file {split_file.relative_to(home)}, nor any other split; leave --split out to convert "
-                    "every annotation, and divide the result with: coordexp data split",
-                    path=root,
-                )
-            raise DataError(f"no split {split!r} (no file {split_file}); found: {known}", path=root)
-        return xml_dir, image_dir, split_file, note
+        if homes:  # the highest folders that contain both
+            _check_one([home for home, _, _ in homes], f"hold {annotations} and {images}", root)
+            home, xml_dir, image_dir = homes[0]
+            is_as_named = (xml_dir, image_dir) == (root / annotations, root / images)
+            note = "" if is_as_named else f"annotations in {xml_dir}, images in {image_dir}"
+            return xml_dir, image_dir, None if split is None else _split_file(home, split), note
     if split is None and (pair := _only_pair(root)) is not None:
         return *pair, None, f"annotations in {pair[0]}, images in {pair[1]}"
-    # XML files next to images: Roboflow's ``train``, labelImg's only folder. The part may be deeper.
-    beside = [root] if split is None else []
-    also = () if split is None else _ALSO_SPLITS.get(split, (split,))
-    for level in folder_levels(root) if also else ():
-        parts = [_below(home, Path(name)) for home in level for name in also]
-        beside = list(dict.fromkeys(part for part in parts if part is not None and files_below(part, (".xml",))))
-        if beside:
-            break
-    if len(beside) > 1:
-        raise DataError(f"several folders have XML files for it: {', '.join(map(str, beside))}; give one", path=root)
-    if not beside or not files_below(beside[0], (".xml",)):
-        part = "" if split is None else f" in a folder called {split}"
+    # Roboflow's `train`, which may be deeper, or labelImg's only folder.
+    parts = [Path("" if split is None else split)] if split not in _VALIDATION else [*map(Path, _VALIDATION)]
+    for level in folder_levels(root):
+        folders = dict.fromkeys(_below(home, part) for home in level for part in parts)
+        if beside := [folder for folder in folders if folder is not None and files_below(folder, (".xml",))]:
+            _check_one(beside, "have XML files for it", root)
+            return beside[0], beside[0], None, f"XML files next to their images in {beside[0]}"
+    part = "" if split is None else f" in a folder called {split}"
+    raise DataError(
+        f"no folder {root / annotations} with {images} next to it, here or deeper, and no XML files next to images"
+        f"{part}; name the folders with --annotations and --images",
+        path=root,
+    )
+
+
+def _check_one(folders: Sequence[Path], what: str, root: Path) -> None:
+    if len(folders) > 1:
+        raise DataError(f"several folders {what}: {', '.join(map(str, folders[:6]))}; give one of them", path=root)
+
+
+def _split_file(home: Path, split: str) -> Path:
+    folder = _below(home, Path("ImageSets/Main")) or home / "ImageSets" / "Main"
+    file = folder / f"{split}.txt"
+    if not file.is_file():
+        known = ", ".join(sorted(other.stem for other in folder.glob("*.txt"))) or "none"
         raise DataError(
-            f"no folder {root / annotations} with {images} next to it, here or deeper, and no XML files next "
-            f"to images{part}; name the folders with --annotations and --images",
-            path=root,
+            f"no split {split!r} (no file {file}); found: {known}. Without --split every annotation is converted; "
+            "divide the result with: coordexp data split",
+            path=home,
         )
-    return beside[0], beside[0], None, f"XML files next to their images in {beside[0]}"
+    return file
 
 
 def _only_pair(root: Path) -> tuple[Path, Path] | None:
@@ -273,8 +256,8 @@ def convert_labelme(
     report = ConversionReport(Path(out_dir) / f"{options.name or folder.absolute().name}.jsonl")
     home = folder if images_dir is None else Path(images_dir)
     contents: dict[Path, dict[str, Any]] = {}
+    report.images_seen = len(files)
     for file in files:
-        report.images_seen += 1
         shown = file.relative_to(folder).as_posix()
         try:
             content = read_json(file)
@@ -286,7 +269,6 @@ def convert_labelme(
             report.skip_image(SkipReason.UNREADABLE_ANNOTATION, shown, str(error))
             continue
         contents[file] = content
-    images = ImageFolder(home, outside=True)
     if home != folder:
         report.pass_over(listing)
     wanted, hints = [], []
@@ -296,18 +278,18 @@ def convert_labelme(
         is_absolute = PurePosixPath(named).is_absolute() or PureWindowsPath(named).is_absolute()
         wanted.append([named] if is_absolute else [posixpath.normpath(f"{base}/{named}"), named])
         hints.append([str(base / PurePosixPath(named).name)])
-    found_images = report.find_all(images, wanted, folder.name, hints)
-    sources = []
-    for (file, content), found in zip(contents.items(), found_images, strict=True):
-        shown = file.relative_to(folder).as_posix()
-        size = declared_size(content.get("imageWidth"), content.get("imageHeight"))
+    images = ImageFolder(home, outside=True)
+    annotations = [file.relative_to(folder).as_posix() for file in contents]
+    sources = report.find_all(images, wanted, folder.name, annotations=annotations, hints=hints)
+    report.note_unnamed(images, sources, folder.name)
+    for (file, content), image in zip(contents.items(), sources, strict=True):
+        image.declared_size = declared_size(content.get("imageWidth"), content.get("imageHeight"))
         data = content.get("imageData")
         # A file that is not an image, such as the annotation itself (LabelMe's tutorial), is not the photo either.
-        is_embedded = isinstance(data, str) and bool(data) and size_of_image(found.path) is None
-        # Read again when its turn comes: all images of a folder would not fit into memory.
-        embedded = partial(_embedded_image, file) if is_embedded else None
-        source = SourceImage(found.name, shown, found.path, size, embedded=embedded, problem=found.problem)
-        sources.append(report.read_objects(source, content["shapes"], _read_shape, _group_of))
+        if isinstance(data, str) and data and size_of_image(image.path) is None:
+            # Read again when its turn comes: all images of a folder would not fit into memory.
+            image.embedded = partial(_embedded_image, file)
+        report.read_objects(image, content["shapes"], _read_shape, _group_of)
     return assemble(sources, report, options, meaning)
 
 

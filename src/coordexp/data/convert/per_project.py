@@ -15,7 +15,7 @@ from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason, SourceImage, SourceShape
 from coordexp.data.convert.shapes import ShapeGeometry, declared_size, degrees, flat, number, shape_of
-from coordexp.data.find_images import FoundImage, ImageFolder, files_below, images_folder, with_slashes
+from coordexp.data.find_images import ImageFolder, files_below, images_folder, with_slashes
 from coordexp.data.images import SEEN_SUFFIXES
 from coordexp.errors import ConfigError, DataError
 from coordexp.reading import read_json, read_xml
@@ -50,13 +50,12 @@ def convert_cvat(
          node.get("name", "")]
         for node in nodes
     ]  # fmt: skip
-    sources = []
-    for node, found in zip(nodes, _find(file, images_dir, wanted, report), strict=True):
-        report.images_seen += 1
+    report.images_seen = len(nodes)
+    sources = _find(file, images_dir, wanted, report)
+    for node, image in zip(nodes, sources, strict=True):
+        image.declared_size = declared_size(*(number(node.get(side, "")) for side in ("width", "height")))
         shapes = [child for child in node if child.tag != "tag"]  # a tag is about the whole image
-        size = declared_size(*(number(node.get(side, "")) for side in ("width", "height")))
-        image = SourceImage(found.name, found.name, found.path, size, problem=found.problem)
-        sources.append(report.read_objects(image, shapes, _cvat_shape, _cvat_group))
+        report.read_objects(image, shapes, _cvat_shape, _cvat_group)
     return assemble(sources, report, options, meaning)
 
 
@@ -99,9 +98,9 @@ def convert_labelstudio(
     if not isinstance(tasks, list) or not all(isinstance(task, dict) for task in tasks):
         raise DataError("no list of tasks; export the project as JSON or JSON-MIN", path=file)
     report = ConversionReport(Path(out_dir) / f"{options.name or file.stem}.jsonl")
+    report.images_seen = len(tasks)
     wanted: dict[int, list[str]] = {}
     for at, task in enumerate(tasks):
-        report.images_seen += 1
         link = _image_link(task["data"] if isinstance(task.get("data"), dict) else task)
         if link is None:
             report.skip_image(SkipReason.UNREADABLE_ANNOTATION, file.name, f"task {at} has no image")
@@ -110,9 +109,9 @@ def convert_labelstudio(
         # An upload gets eight characters in front of its name.
         wanted[at] = [link, str(task.get("file_upload") or last), re.sub(r"^[0-9a-f]{8}-", "", last)]
     sources = []
-    for at, found in zip(wanted, _find(file, images_dir, list(wanted.values()), report), strict=True):
-        task, shown = tasks[at], found.name
-        results, num_others = _results_of(task)
+    for at, image in zip(wanted, _find(file, images_dir, list(wanted.values()), report), strict=True):
+        shown = image.file
+        results, num_others = _results_of(tasks[at])
         if num_others:
             detail = f"task {at} has {num_others} other annotations; took the ground truth, or else the first"
             report.note(Note.SEVERAL_ANSWERS, shown, None, detail)
@@ -124,7 +123,6 @@ def convert_labelstudio(
             for result in results
             if result.get("type") == "labels" and isinstance(result["value"].get("labels"), list)
         }
-        image = SourceImage(shown, shown, found.path, problem=found.problem)
         for result in results:
             kind, value = str(result.get("type")), result["value"]
             if kind == "labels" or not ({"x", "points", "rle"} & value.keys()):
@@ -222,17 +220,16 @@ def convert_via(
     attribute = attribute or _class_attribute([region for regions in regions_of for region in regions], file)
     report = ConversionReport(Path(out_dir) / f"{options.name or file.stem}.jsonl")
     wanted = [[str(entry.get("filename") or "")] for entry in entries]
-    sources = []
-    for regions, found in zip(regions_of, _find(file, images_dir, wanted, report), strict=True):
-        report.images_seen += 1
-        image = SourceImage(found.name, found.name, found.path, problem=found.problem, sizeless=True)
+    report.images_seen = len(entries)
+    sources = _find(file, images_dir, wanted, report)
+    for regions, image in zip(regions_of, sources, strict=True):
+        image.sizeless = True
         for index, region in enumerate(regions):
             names = _via_names(region, attribute)
-            report.note_several_classes(found.name, index, names)
+            report.note_several_classes(image.file, index, names)
             for desc in names:
                 with report.reading_object(image, index):
                     image.objects.append([_via_shape(index, region, desc)])
-        sources.append(image)
     return assemble(sources, report, options, meaning)
 
 
@@ -297,5 +294,8 @@ def _only_file(source: Path, suffix: str) -> Path:
 
 def _find(
     file: Path, images_dir: str | Path | None, wanted: Sequence[Sequence[str]], report: ConversionReport
-) -> list[FoundImage]:
-    return report.find_all(ImageFolder(images_folder(images_dir, file)), wanted, file.name)
+) -> list[SourceImage]:
+    images = ImageFolder(images_folder(images_dir, file))
+    sources = report.find_all(images, wanted, file.name)
+    report.note_unnamed(images, sources, file.name)
+    return sources

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -45,9 +45,8 @@ class SourceImage:
 
     ``file`` names it below ``images/`` in the output, ``annotation`` in the report; ``declared_size`` is the
     ``(width, height)`` in its annotation, None without one. ``num_annotated``: objects in its annotation, with those
-    that cannot be used. ``embedded`` returns the bytes of an image that is in no file. ``problem``: why ``path`` does
-    not exist, if there is more to say. ``sizeless``: the format has no place for a size. ``metadata`` is added to the
-    record's."""
+    that cannot be used. ``embedded`` returns the bytes of an image that is in no file. ``problem``: why it was not
+    found. ``sizeless``: the format has no place for a size. ``metadata`` is added to the record's."""
 
     file: str
     annotation: str
@@ -206,9 +205,9 @@ class ConversionReport:
         entries: Iterable[Entry],
         read: Callable[[int, Entry], SourceShape],
         group_of: Callable[[Entry], Hashable] = lambda _: None,
-    ) -> SourceImage:
-        """``source`` with the shapes that ``read(index, entry)`` returns. Entries of one group are parts of one object;
-        an entry of group None is one by itself. An object for which LeftOut is raised is counted."""
+    ) -> None:
+        """Add the shapes that ``read(index, entry)`` returns to ``source``. Entries of one group are parts of one
+        object; an entry of group None is one by itself. An object for which LeftOut is raised is counted."""
         groups: dict[Hashable, list[tuple[int, Entry]]] = {}
         for index, entry in enumerate(entries):
             group = group_of(entry)
@@ -216,7 +215,6 @@ class ConversionReport:
         for parts in groups.values():
             with self.reading_object(source, parts[0][0]):
                 source.objects.append([read(index, entry) for index, entry in parts])
-        return source
 
     def skip_object(self, reason: SkipReason, file: str, index: int, detail: str) -> None:
         self.skipped_objects[reason.value] += 1
@@ -246,22 +244,44 @@ class ConversionReport:
         images: ImageFolder,
         wanted: Sequence[Sequence[str]],
         file: str,
+        *,
+        annotations: Sequence[str] | None = None,
         hints: Sequence[Sequence[str]] | None = None,
-    ) -> list[FoundImage]:
-        """The image of each entry of ``file``. Counts what the search passed over, images that were found by the end of
-        their name, and images in the folder that no entry names."""
+    ) -> list[SourceImage]:
+        """The image of each entry of ``file``, by the names in ``wanted``. ``annotations``: each entry's own file.
+        Counts what the search passed over, and images that were found by the end of their name."""
         self.pass_over(images.listing)
-        found = images.find_all(wanted, hints)
-        for one in found:
-            self.note_found(one, file)
-        absolute = os.path.abspath  # entries may name absolute paths, and the folder be relative
-        named = {absolute(one.path) for one in found}
-        unnamed = [path.relative_to(images.folder).as_posix() for path in images.images if absolute(path) not in named]
-        if unnamed:
-            shown = ", ".join(unnamed[:3]) + (", …" if len(unnamed) > 3 else "")
-            detail = f"{len(unnamed)} images of {images.folder} are named by no entry: {shown}"
+        sources: list[SourceImage] = []
+        for at, found in enumerate(images.find_all(wanted, hints)):
+            self.note_found(found, file if annotations is None else annotations[at])
+            annotation = found.name if annotations is None else annotations[at]
+            problem = None if found.there else found.problem or f"no file {found.path}"
+            sources.append(SourceImage(found.name, annotation, found.path, problem=problem))
+        return sources
+
+    def note_unnamed(self, images: ImageFolder, sources: Sequence[SourceImage], file: str) -> None:
+        """Count images of the folder that no entry of ``file`` names."""
+        if unnamed := _unnamed(images, sources):
+            shown = ", ".join(path.relative_to(images.folder).as_posix() for path in unnamed[:3])
+            more = ", …" if len(unnamed) > 3 else ""
+            detail = f"{len(unnamed)} images of {images.folder} are named by no entry: {shown}{more}"
             self.note(Note.UNNAMED_IMAGE, file, None, detail, len(unnamed))
-        return found
+
+    def skip_unannotated(
+        self,
+        images: ImageFolder,
+        sources: Sequence[SourceImage],
+        folder: Path,
+        suffix: str,
+        annotated: Collection[str],
+    ) -> None:
+        """Leave out images whose annotation file in ``folder`` is not one of ``annotated`` (names without suffix)."""
+        for image in _unnamed(images, sources):
+            stem = image.relative_to(images.folder).with_suffix("").as_posix()
+            if stem not in annotated:
+                self.images_seen += 1
+                shown = f"{stem}{suffix}"
+                self.skip_image(SkipReason.MISSING_ANNOTATION, shown, f"no file {folder / shown}")
 
     def note_found(self, found: FoundImage, file: str) -> None:
         """Note an image that was not found under its own name."""
@@ -316,6 +336,11 @@ class ConversionReport:
             "problems": [asdict(problem) for problem in self.problems],
         }
         return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+
+
+def _unnamed(images: ImageFolder, sources: Sequence[SourceImage]) -> list[Path]:
+    named = {os.path.abspath(source.path) for source in sources}  # some by absolute paths in a relative folder
+    return [path for path in images.images if os.path.abspath(path) not in named]
 
 
 def render_report(report: ConversionReport, examples: int = 3) -> Table:

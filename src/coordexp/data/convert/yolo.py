@@ -113,7 +113,8 @@ def convert_yolo(
             detail = f"no file {missing}; read as an image without objects, --unlabelled skip leaves it out"
             report.note(Note.NO_LABEL_FILE, file, None, detail)
         image = SourceImage(file, file, path, sizeless=True)
-        sources.append(report.read_objects(image, _lines_of(label), partial(_read_line, layout.names)))
+        report.read_objects(image, _lines_of(label), partial(_read_line, layout.names))
+        sources.append(image)
     check_keypoints([shape.numbers for source in sources for shape in source.shapes], layout.file)
     for label in sorted(wholes - set(label_of.values())):
         if label.name not in _NO_LABELS:
