@@ -180,9 +180,10 @@ class ImageHeader:
     opaque: bool
 
 
-def read_header(path: Path) -> ImageHeader:
-    """Read size, format and orientation without decoding pixels. Raises DataError as :func:`open_rgb`."""
-    with _open(path) as image:
+def read_header(path: Path, data: bytes | None = None) -> ImageHeader:
+    """Read size, format and orientation without decoding pixels. Arguments and errors are those of
+    :func:`open_rgb`."""
+    with _open(path, data) as image:
         return _header(image, path)
 
 

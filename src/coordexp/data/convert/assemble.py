@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from coordexp.data.convert.numbers import Meaning, check_numbers, read_object
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason, SourceImage
 from coordexp.data.convert.shapes import quantise
 from coordexp.data.dataset_cache import PREPARED
-from coordexp.data.files import check_new_file, temporary_beside, write_atomically
+from coordexp.data.files import check_new_file, write_atomically
 from coordexp.data.find_images import can_be_file
 from coordexp.data.images import (
     JPEG_SUFFIXES,
@@ -92,22 +92,9 @@ def _prepare_image(
     # Decode an image, and write it to `target` as the model should see it; or return why it cannot be used. `unclear`:
     # how images were annotated whose own sizes do not tell, if others of the set do.
     try:
-        if source.embedded is None:
-            if not source.path.is_file():
-                raise LeftOut(SkipReason.MISSING_IMAGE, source.problem or f"no file {source.path}")
-            return _write_image(source, source.path, target, options, unclear)
-        # As for a file with these bytes; without resizing they become that file.
-        target.parent.mkdir(parents=True, exist_ok=True)
-        written = temporary_beside(target, "embedded")
-        try:
-            written.write_bytes(source.embedded())
-            prepared = _write_image(source, written, target, options, unclear)
-            if prepared.path == written:
-                os.replace(written, target)
-        finally:
-            written.unlink(missing_ok=True)
-        note = (Note.EMBEDDED_IMAGE, f"no file {source.path}; took the annotation's own copy")
-        return replace(prepared, path=target, notes=(*prepared.notes, note))
+        if source.embedded is None and not source.path.is_file():
+            raise LeftOut(SkipReason.MISSING_IMAGE, source.problem or f"no file {source.path}")
+        return _write_image(source, target, options, unclear)
     except DataError as error:
         detail = str(error) if source.embedded is None else f"its imageData: {error}"
         return LeftOut(SkipReason.UNREADABLE_IMAGE, detail)
@@ -115,11 +102,12 @@ def _prepare_image(
         return reason
 
 
-def _write_image(
-    source: SourceImage, path: Path, target: Path, options: ImageOptions, unclear: _Drawn
-) -> _PreparedImage:
-    header = read_header(path)
+def _write_image(source: SourceImage, target: Path, options: ImageOptions, unclear: _Drawn) -> _PreparedImage:
+    data = None if source.embedded is None else source.embedded()
+    header = read_header(source.path, data)
     upright, notes, drawn = _orient(source, header, unclear)
+    if data is not None:
+        notes = (*notes, (Note.EMBEDDED_IMAGE, f"no file {source.path}; took the annotation's own copy"))
     frame = source.declared_size or header.size
     width, height = size = header.size if upright else header.stored_size
     if options.rule is not None:
@@ -127,14 +115,18 @@ def _write_image(
             raise LeftOut(SkipReason.EXTREME_ASPECT_RATIO, f"image is {width}x{height}")
         width, height = options.rule.prepared_size(width, height)
     # Decoded even if the file is kept as it is: a truncated image must not surface in the middle of a training.
-    image = open_rgb(path, apply_orientation=upright)
-    if not options.resize and upright:
-        return _PreparedImage(path, size, frame, notes, drawn)
+    image = open_rgb(source.path, data=data, apply_orientation=upright)
+    is_kept = options.rule is None and upright
+    if is_kept and data is None:
+        return _PreparedImage(source.path, size, frame, notes, drawn)
     target.parent.mkdir(parents=True, exist_ok=True)
     is_format = target.suffix.lower() in _SUFFIXES_BY_FORMAT.get(header.format, ())
     is_plain = header.orientation == 1 and header.mode == "RGB" and is_format
-    if is_plain and (width, height) == size:
-        shutil.copyfile(path, target)  # no pixel changes: no second JPEG generation
+    if is_kept or (is_plain and (width, height) == size):  # no pixel changes: no second JPEG generation
+        if data is None:
+            shutil.copyfile(source.path, target)
+        else:
+            target.write_bytes(data)
     else:
         save_image(image if options.rule is None else options.rule.resize(image), target)
     return _PreparedImage(target, (width, height), frame, notes, drawn)
