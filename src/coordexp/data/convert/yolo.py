@@ -67,8 +67,8 @@ def convert_yolo(
     report.note_shared_names(layout.names, layout.file.name)
     skip_unlabelled = unlabelled == "skip" or (unlabelled is None and layout.skip_unlabelled)
     images: list[tuple[Path, Path]] = []  # each with the folder that its name starts in
-    labels: dict[Path, Path] = {}  # by their names in lower case, as suffixes may be in any
-    wholes: set[Path] = set()
+    label_of: dict[Path, Path | None] = {}
+    wholes: set[Path] = set()  # labels that need an image
     for place in layout.places:
         if not place.is_dir():
             found = _listed_images(place, layout.base, report)
@@ -81,17 +81,17 @@ def convert_yolo(
             folder = layout.labels or _label_folder(place / "any.jpg")
             listings = [listing, *([list_files(folder)] if folder.is_dir() and folder != place else [])]
             wholes |= set(listings[-1].with_suffix(".txt"))
-        labels |= {_key(path): path for listing in listings for path in listing.with_suffix(".txt")}
-        if unlabelled is None and not layout.skip_unlabelled and found:
-            _refuse_without_labels(place, found, labels, layout)
+        labels = {_key(path): path for listing in listings for path in listing.with_suffix(".txt")}
+        found_labels = _labels_of(found, labels, layout.labels)
+        if found and not any(found_labels.values()) and unlabelled is None and not layout.skip_unlabelled:
+            _refuse_without_labels(place, [path for path, _ in found], layout)
+        label_of |= found_labels
         images += found
-    label_of = _labels_of(images, labels, layout.labels)
-    images_of: defaultdict[Path, list[Path]] = defaultdict(list)
+    images_of: defaultdict[Path | None, list[Path]] = defaultdict(list)
     for path, label in label_of.items():
-        if label is not None:
-            images_of[label].append(path)
+        images_of[label].append(path)
     for label, several in images_of.items():
-        if len(several) > 1:
+        if label is not None and len(several) > 1:
             raise DataError(
                 f"is the label of {len(several)} images ({', '.join(map(str, several[:3]))}); leave one of them, or "
                 "put images and labels into the same subfolders",
@@ -100,9 +100,9 @@ def convert_yolo(
     if len({path.relative_to(root) for path, root in images}) < len(images):  # equal names in several folders
         shared = Path(os.path.commonpath([root for _, root in images]))
         images = [(path, shared) for path, _ in images]
+    report.images_seen = len(images)
     sources: list[SourceImage] = []
     for path, root in images:
-        report.images_seen += 1
         file = path.relative_to(root).as_posix()
         label = label_of[path]
         if label is None:
@@ -143,25 +143,15 @@ def _listed_images(file: Path, base: Path, report: ConversionReport) -> list[tup
     return [(path, home if path.is_relative_to(home) else shared) for path in paths]
 
 
-def _refuse_without_labels(
-    place: Path, images: Sequence[tuple[Path, Path]], labels: Mapping[Path, Path], layout: _Layout
-) -> None:
+def _refuse_without_labels(place: Path, images: Sequence[Path], layout: _Layout) -> None:
     # A folder of a split in which no image has a label: most often the labels are elsewhere.
-    if any(label is not None for label in _labels_of(images, labels, layout.labels).values()):
-        return
-    stems = {image.stem for image, _ in images}
-    around = place.parent if place.is_file() or place.name not in ("train", "val", "valid", "test") else (
-        place.parent.parent)  # fmt: skip
-    named = layout.file if layout.file.is_dir() else layout.file.parent
-    if around in named.parents:  # other data of the user
-        around = named
-    near = [path for path in list_files(around).with_suffix(".txt") if path.stem in stems]
-    folders = ", ".join(str(folder) for folder in sorted({path.parent for path in near})[:3])
-    where = f"has a label in {layout.labels or _label_folder(images[0][0])} or next to it"
+    stems = {image.stem for image in images}
+    near = {path.parent for path in list_files(layout.base).with_suffix(".txt") if path.stem in stems}
     cure = "--unlabelled empty reads them so"
     if near:
-        cure += f"; files of the same names are in {folders}: name the folders images and labels"
-        cure += ", or give --images and --labels"
+        cure += f"; files of the same names are in {', '.join(map(str, sorted(near)[:3]))}: name the folders images "
+        cure += "and labels, or give --images and --labels"
+    where = f"has a label in {layout.labels or _label_folder(images[0])} or next to it"
     refuse_unlabelled(len(images), where, place, cure)
 
 
@@ -175,7 +165,7 @@ def _lines_of(label: Path | None) -> list[str]:
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """``file``: the ``data.yaml``, or the folder without one. ``places``: folders and list files of the split;
-    ``base``: where paths of a list may start; ``labels``: the folder of all labels, if it was named."""
+    ``base``: the set's folder, where paths of a list may start; ``labels``: that of all labels, if it was named."""
 
     file: Path
     names: dict[int, str]
