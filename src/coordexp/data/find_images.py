@@ -143,6 +143,25 @@ def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     return list_files(folder).with_suffix(*suffixes)
 
 
+def only_file(source: Path, suffix: str) -> Path:
+    """``source`` if it is a file, or the only file of this suffix below it that is no conversion's report. Raises
+    DataError without one."""
+    if source.is_dir():
+        files = [file for file in files_below(source, (suffix,)) if not file.name.endswith(REPORT_SUFFIX)]
+        if len(files) != 1:
+            names = ", ".join(file.relative_to(source).as_posix() for file in files[:5]) or "none"
+            raise DataError(f"{len(files)} files *{suffix} below this folder ({names}); name one of them", path=source)
+        return files[0]
+    if not source.is_file():
+        raise DataError("annotation file not found; check the path", path=source)
+    return source
+
+
+def stem_of(file: Path) -> str:
+    """What a file of annotations is called, Roboflow's ``train/_annotations.csv`` by its folder."""
+    return file.absolute().parent.name if file.name.startswith("_annotations.") else file.stem
+
+
 # --- names ---
 
 

@@ -25,13 +25,20 @@ from coordexp.data.convert.shapes import (
     finite_numbers,
     shape_of,
 )
-from coordexp.data.find_images import ImageFolder, check_folder, images_folder, unsafe_file_name, with_slashes
+from coordexp.data.find_images import (
+    ImageFolder,
+    check_folder,
+    images_folder,
+    only_file,
+    stem_of,
+    unsafe_file_name,
+    with_slashes,
+)
 from coordexp.data.images import open_rgb
 from coordexp.data.polygons import signed_ring_area
 from coordexp.errors import DataError
 from coordexp.reading import read_json
 
-ROBOFLOW = "_annotations.coco.json"
 _LARGEST = 1 << 28  # pixels
 
 
@@ -51,15 +58,12 @@ def convert_coco(
     ``geometry="poly"`` writes segmentation polygons (of several parts, the largest) and the outlines of run-length
     masks; objects without a segmentation are left out. Groups (``iscrowd``) are counted either way.
     """
-    file = Path(annotations_json)
-    if (file / ROBOFLOW).is_file():
-        file /= ROBOFLOW
+    file = only_file(Path(annotations_json), ".json")
     meaning = Meaning(file, boxes=boxes)
     coco, images = _read(file, images_dir, geometry, crowds)
     if lvis:
         name_as_lvis(coco, images)
-    stem = file.absolute().parent.name if file.name == ROBOFLOW else file.stem
-    report = ConversionReport(Path(out_dir) / f"{options.name or stem}.jsonl")
+    report = ConversionReport(Path(out_dir) / f"{options.name or stem_of(file)}.jsonl")
     return _convert(coco, meaning, images, report, geometry, crowds, options)
 
 
@@ -90,7 +94,7 @@ def convert_panoptic(
 ) -> ConversionReport:
     """Convert a COCO panoptic file as :func:`convert_coco` does a COCO file. Regions without instances (``isthing: 0``)
     are left out, and counted, without ``stuff``."""
-    file = Path(annotations_json)
+    file = only_file(Path(annotations_json), ".json")
     content, images = _read(file, images_dir, geometry, crowds)
     segments = file.with_suffix("") if segments_dir is None else Path(segments_dir)
     if geometry == "poly":
@@ -138,11 +142,6 @@ def _read(file: Path, images_dir: str | Path | None, geometry: str, crowds: str)
     check_choice("geometry", geometry, InstanceGeometry)
     check_choice("crowds", crowds, Crowds)
     images = images_folder(images_dir, file)
-    if file.is_dir():
-        names = ", ".join(sorted(one.name for one in file.glob("*.json"))[:5]) or "none here"
-        raise DataError(f"is a folder; name the JSON file of the annotations ({names})", path=file)
-    if not file.is_file():
-        raise DataError("annotation file not found; check the path", path=file)
     coco = read_json(file)
     for key in ("images", "annotations", "categories"):
         if not isinstance(coco, dict) or not isinstance(coco.get(key), list):

@@ -42,13 +42,12 @@ SHAPES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The lines after the header, the index of each column by its meaning, how a box is written, and the header's
-    number of cells."""
+    """The lines after the header, by the meaning of their cells; how a box is written, one of :data:`SHAPES`; and, by
+    their positions, what is wrong with lines that have more cells than the header."""
 
-    rows: list[list[str]]
-    column_of: Mapping[str, int]
+    rows: list[dict[str, str]]
     shape: str
-    width: int
+    too_long: dict[int, str]
 
 
 def is_formula(text: str) -> bool:
@@ -61,19 +60,16 @@ def read_table(path: Path, columns: str | Mapping[str, str] | None, with_name: b
     or ``meaning=header,…``; ``with_name``: a column of names is needed. Raises DataError if a column is missing, or if
     the header can be read in several ways."""
     text = read_text(path)
-    first = text.split("\n", 1)[0]
-    separator = max(",;\t", key=first.count)
-    cells = [row for _, row in csv_rows(io.StringIO(text, newline=""), path, separator)] if text.strip() else [[]]
-    header, *rows = cells
-    rows = [[_unquoted(cell) for cell in row] for row in rows if any(cell.strip() for cell in row)]
-    found = _Header(path, header, rows)
+    separator = max(",;\t", key=text.split("\n", 1)[0].count)
+    header, *lines = [row for _, row in csv_rows(io.StringIO(text, newline=""), path, separator)] or [[]]
+    lines = [[_unquoted(cell).strip() for cell in line] for line in lines if any(cell.strip() for cell in line)]
+    found = _Header(path, header, lines)
     given = found.given(columns)
     if not with_name and "name" in given:
         raise DataError("--desc names all objects, and --columns name=… a column of names; give one", path=path)
     column_of = {meaning: at for meaning in NAMES if (at := found.column(meaning, given)) is not None}
     if {"x0", "y0", "x1", "y1"} <= found.at.keys() and not {"x1", "y1", "x2", "y2"} & given.keys():
-        for meaning, name in zip(SHAPES["corners"], ("x0", "y0", "x1", "y1"), strict=True):
-            column_of[meaning] = found.at[name]
+        column_of |= {"x1": found.at["x0"], "y1": found.at["y0"], "x2": found.at["x1"], "y2": found.at["y1"]}
     _take_sizes(found, column_of)
     complete = [shape for shape, needed in SHAPES.items() if all(meaning in column_of for meaning in needed)]
     chosen = [shape for shape in complete if any(meaning in given for meaning in SHAPES[shape])]
@@ -93,7 +89,14 @@ def read_table(path: Path, columns: str | Mapping[str, str] | None, with_name: b
     if not shapes and "polygon" not in column_of:
         wanted = "; ".join(", ".join(needed) for needed in SHAPES.values())
         raise found.problem(f"no columns of a box ({wanted})", "; or write --columns x1=…,y1=…,x2=…,y2=…")
-    return Table(rows, column_of, shapes[0] if shapes else "", len(header))
+    rows = [{meaning: _cell(line, at) for meaning, at in column_of.items()} for line in lines]
+    too_long = {
+        index: f"{len(line)} cells, and the header has {len(header)}: put a cell with a comma in quotes, or name all "
+        f"columns: {','.join(line)[:80]!r}"
+        for index, line in enumerate(lines)
+        if any(line[len(header) :])
+    }
+    return Table(rows, shapes[0] if shapes else "", too_long)
 
 
 class _Header:
@@ -157,4 +160,4 @@ def _unquoted(cell: str) -> str:
 
 
 def _cell(row: list[str], at: int) -> str:
-    return row[at].strip() if at < len(row) else ""
+    return row[at] if at < len(row) else ""

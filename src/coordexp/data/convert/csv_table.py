@@ -12,9 +12,8 @@ from coordexp.data.convert.columns import SHAPES, read_table
 from coordexp.data.convert.numbers import Meaning
 from coordexp.data.convert.report import ConversionReport, Form, LeftOut, SkipReason
 from coordexp.data.convert.shapes import BoxFields, ShapeGeometry, declared_size, number, shape_of
-from coordexp.data.find_images import ImageFolder, images_folder, with_slashes
+from coordexp.data.find_images import ImageFolder, images_folder, only_file, stem_of, with_slashes
 
-ROBOFLOW = "_annotations.csv"
 _BETWEEN_BOXES = re.compile(r"\]\s*,?\s*\[|;")
 _NUMBERS = re.compile(r"[\s,()\[\]]+")
 
@@ -40,39 +39,30 @@ def convert_csv(
     Separators are commas, semicolons or tabs. Image names without a suffix are searched at any depth. ``columns``: the
     header by meaning, as a mapping too: ``{"image": "img", "name": "species"}``.
     """
-    path = Path(table) / ROBOFLOW if Path(table).is_dir() else Path(table)
+    path = only_file(Path(table), ".csv")
     unit = "shares" if normalised else "pixels"
     meaning = Meaning(path, unit, geometry, boxes, "add --normalised to read them so")
-    folder = images_folder(images_dir, path)
+    images = ImageFolder(images_folder(images_dir, path), outside=True)
     read = read_table(path, columns, with_name=desc is None)
-    stem = path.absolute().parent.name if path.name == ROBOFLOW else path.stem
-    report = ConversionReport(Path(out_dir) / f"{options.name or stem}.jsonl")
-    rows = [
-        {meaning: cells[at].strip() if at < len(cells) else "" for meaning, at in read.column_of.items()}
-        for cells in read.rows
-    ]
+    report = ConversionReport(Path(out_dir) / f"{options.name or stem_of(path)}.jsonl")
     first_rows: dict[str, dict[str, str]] = {}
-    for row in rows:
+    for row in read.rows:
         first_rows.setdefault(_name_in(row), row)
-    images = ImageFolder(folder, outside=True)
     annotations = [path.name] * len(first_rows)
     found = report.find_all(images, [[named] for named in first_rows], path.name, annotations=annotations)
     report.note_unnamed(images, found, path.name)
     sources = dict(zip(first_rows, found, strict=True))
     report.images_seen = len(sources)
     for named, source in sources.items():
-        source.sizeless = "width" not in read.column_of
-        source.declared_size = declared_size(*(number(first_rows[named].get(side, "")) for side in ("width", "height")))
-    for index, (row, cells) in enumerate(zip(rows, read.rows, strict=True)):
+        row = first_rows[named]
+        source.sizeless = "width" not in row
+        source.declared_size = declared_size(*(number(row.get(side, "")) for side in ("width", "height")))
+    for index, row in enumerate(read.rows):
         named = _name_in(row)
         source = sources[named]
-        if any(cell.strip() for cell in cells[read.width :]):
-            detail = (
-                f"{len(cells)} cells, and the header has {read.width}: put a cell with a comma in quotes, or name all "
-                f"columns: {','.join(cells)[:80]!r}"
-            )
+        if index in read.too_long:
             with report.reading_object(source, index, named):
-                raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
+                raise LeftOut(SkipReason.MALFORMED_GEOMETRY, read.too_long[index])
             continue
         if not any(row.get(part) for part in ("name", "polygon", *SHAPES.get(read.shape, ()))):
             continue
@@ -84,7 +74,7 @@ def convert_csv(
                     detail = f"{row['name'][:80]!r} are not {len(shapes)} names, as there are boxes"
                     raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)
                 source.objects.append([shape_of(index, names[at], form, values, shown)])
-    return assemble(list(sources.values()), report, options, meaning)
+    return assemble(found, report, options, meaning)
 
 
 def _name_in(row: Mapping[str, str]) -> str:

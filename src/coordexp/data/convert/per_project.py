@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Hashable, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote
@@ -15,7 +16,7 @@ from coordexp.data.convert.assemble import ImageOptions, assemble
 from coordexp.data.convert.numbers import Meaning
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason, SourceImage, SourceShape
 from coordexp.data.convert.shapes import ShapeGeometry, declared_size, degrees, flat, number, shape_of
-from coordexp.data.find_images import ImageFolder, files_below, images_folder, with_slashes
+from coordexp.data.find_images import ImageFolder, images_folder, only_file, with_slashes
 from coordexp.data.images import SEEN_SUFFIXES
 from coordexp.errors import ConfigError, DataError
 from coordexp.reading import read_json, read_xml
@@ -32,7 +33,7 @@ def convert_cvat(
 ) -> ConversionReport:
     """Convert a "CVAT for images 1.1" file. With ``geometry="poly"``, boxes are polygons of their corners and ellipses
     of points. A turned box is a polygon, with ``"bbox"`` its bounds."""
-    file = _only_file(Path(source), ".xml")
+    file = only_file(Path(source), ".xml")
     meaning = Meaning(file, geometry=geometry)
     root = read_xml(file)
     nodes = root.findall("image")
@@ -92,7 +93,7 @@ def convert_labelstudio(
     One annotation of a task counts: the one marked as ground truth, else the first that was not cancelled. Tasks
     without one are left out as not annotated. Images are found by the end of their path or URL.
     """
-    file = _only_file(Path(source), ".json")
+    file = only_file(Path(source), ".json")
     meaning = Meaning(file, "percent", geometry)
     tasks = read_json(file)
     if not isinstance(tasks, list) or not all(isinstance(task, dict) for task in tasks):
@@ -131,11 +132,8 @@ def convert_labelstudio(
             width, height = (result.get(side, value.get(side)) for side in ("original_width", "original_height"))
             image.declared_size = image.declared_size or declared_size(width, height)
             labels = labels if isinstance(labels, list) else [labels]
-            report.note_several_classes(shown, image.num_annotated, labels)
-            for label in labels:
-                index = image.num_annotated
-                with report.reading_object(image, index):
-                    image.objects.append([_labelstudio_shape(index, label, kind, value)])
+            index = image.num_annotated
+            report.read_classes(image, index, labels, partial(_labelstudio_shape, index, kind, value))
         sources.append(image)
     return assemble(sources, report, options, meaning)
 
@@ -156,33 +154,30 @@ def _image_link(data: dict[str, Any]) -> str | None:
 
 
 def _results_of(task: dict[str, Any]) -> tuple[list[dict[str, Any]] | None, int]:
-    # The regions of a task, as JSON has them, and the number of other annotations; None without one. JSON-MIN has the
-    # values alone, by field.
+    # The regions of a task, as JSON has them, and the number of other annotations; None without one.
     annotations = task.get("annotations", task.get("completions"))
-    done = []
-    if isinstance(annotations, list):
-        done = [one for one in annotations if isinstance(one, dict) and not one.get("was_cancelled")]
-        done.sort(key=lambda one: not one.get("ground_truth"))
-        found = done[0].get("result") if done else None
-        results = found if isinstance(found, list) else ([] if done else None)
-    else:
-        regions = [item for value in task.values() if isinstance(value, list) for item in value]
+    if not isinstance(annotations, list):  # JSON-MIN has the values alone, by field
         results = [
             {"type": key, "value": region, **region}
+            for regions in task.values()
+            if isinstance(regions, list)
             for region in regions
             if isinstance(region, dict)
             for key in region
             if key.endswith("labels")
         ]
-        if not results and not any(key in task for key in ("annotator", "annotation_id", "lead_time")):
-            return None, 0
-    if results is None:
+        is_done = results or any(key in task for key in ("annotator", "annotation_id", "lead_time"))
+        return (results if is_done else None), 0
+    done = [one for one in annotations if isinstance(one, dict) and not one.get("was_cancelled")]
+    if not done:
         return None, 0
-    sound = [result for result in results if isinstance(result, dict) and isinstance(result.get("value"), dict)]
-    return sound, max(len(done) - 1, 0)
+    results = min(done, key=lambda one: not one.get("ground_truth")).get("result")
+    listed = results if isinstance(results, list) else []
+    sound = [result for result in listed if isinstance(result, dict) and isinstance(result.get("value"), dict)]
+    return sound, len(done) - 1
 
 
-def _labelstudio_shape(index: int, desc: Any, kind: str, value: dict[str, Any]) -> SourceShape:
+def _labelstudio_shape(index: int, kind: str, value: dict[str, Any], desc: Any) -> SourceShape:
     turn = value.get("rotation") or 0.0
     if kind.startswith("rectangle"):
         numbers = [value.get(name) for name in ("x", "y", "width", "height")]
@@ -208,7 +203,7 @@ def convert_via(
     options: ImageOptions = ImageOptions(),  # noqa: B008 - frozen
 ) -> ConversionReport:
     """Convert VIA's JSON: annotations of 1.x and 2.x, or a project."""
-    file = _only_file(Path(source), ".json")
+    file = only_file(Path(source), ".json")
     meaning = Meaning(file, geometry=geometry)
     content = read_json(file)
     if isinstance(content, dict) and isinstance(content.get("_via_img_metadata"), dict):
@@ -225,11 +220,7 @@ def convert_via(
     for regions, image in zip(regions_of, sources, strict=True):
         image.sizeless = True
         for index, region in enumerate(regions):
-            names = _via_names(region, attribute)
-            report.note_several_classes(image.file, index, names)
-            for desc in names:
-                with report.reading_object(image, index):
-                    image.objects.append([_via_shape(index, region, desc)])
+            report.read_classes(image, index, _via_names(region, attribute), partial(_via_shape, index, region))
     return assemble(sources, report, options, meaning)
 
 
@@ -278,18 +269,6 @@ def _via_shape(index: int, region: dict[str, Any], desc: str) -> SourceShape:
         return shape_of(index, desc, "ellipse", [shape.get(name) for name in names], shape, turn=turn)
     detail = f"{desc}: {kind!r} has no area; rect, circle, ellipse and polygon are read"
     raise LeftOut(SkipReason.UNSUPPORTED_SHAPE, detail)
-
-
-def _only_file(source: Path, suffix: str) -> Path:
-    if source.is_dir():
-        files = files_below(source, (suffix,))
-        if len(files) != 1:
-            names = ", ".join(file.relative_to(source).as_posix() for file in files[:5]) or "none"
-            raise DataError(f"{len(files)} files *{suffix} below this folder ({names}); name one of them", path=source)
-        return files[0]
-    if not source.is_file():
-        raise DataError("annotation file not found; check the path", path=source)
-    return source
 
 
 def _find(

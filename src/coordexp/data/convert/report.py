@@ -298,11 +298,16 @@ class ConversionReport:
                 detail = f"{name!r} is the name of the categories {', '.join(ids)}: one class"
                 self.note(Note.SHARED_NAME, file, None, detail)
 
-    def note_several_classes(self, file: str, index: int, names: Sequence[Any]) -> None:
-        """Note a shape that has several classes: it is an object of each."""
+    def read_classes(
+        self, source: SourceImage, index: int, names: Sequence[Any], read: Callable[[Any], SourceShape]
+    ) -> None:
+        """Add the shape that ``read(name)`` returns to ``source``, as an object of each of its classes ``names``."""
         if len(names) > 1:
             detail = f"an object of each: {', '.join(map(str, names))}"
-            self.note(Note.SEVERAL_CLASSES, file, index, detail)
+            self.note(Note.SEVERAL_CLASSES, source.annotation, index, detail)
+        for name in names:
+            with self.reading_object(source, index):
+                source.objects.append([read(name)])
 
     def reasons(self) -> str:
         """Why something was left out, for an error: counts by reason, the first case of each, and what helps."""
