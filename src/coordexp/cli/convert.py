@@ -18,9 +18,9 @@ from coordexp.errors import DataError
 convert_app = App("Convert other annotation formats to JSONL.")
 
 OutDir = Annotated[Path, typer.Option("--out", help="Folder of the JSONL and its images.")]
-SplitName = Annotated[str | None, typer.Option(help="Name of the JSONL; the split's, or data, when left out.")]
-FileName = Annotated[str | None, typer.Option(help="Name of the JSONL; the annotation file's when left out.")]
-FolderName = Annotated[str | None, typer.Option(help="Name of the JSONL; the folder's when left out.")]
+FoundImages = Annotated[
+    Path | None, typer.Option("--images", help="Folder searched for the images [the annotations' own].")
+]
 OfInstances = Annotated[Literal["bbox", "poly"], typer.Option(help="Boxes, or segmentation polygons.")]
 OfShapes = Annotated[
     Literal["as_annotated", "bbox", "poly"], typer.Option(help="Polygons as they are, their bounds, or polygons only.")
@@ -39,6 +39,9 @@ BoxesOption = Annotated[
 class FormatOptions:
     """Options of every format: the fields of :class:`coordexp.data.convert.ImageOptions`, None for its default."""
 
+    name: Annotated[
+        str | None, typer.Option(help="Name of the JSONL; the split's, the annotation file's or the folder's.")
+    ] = None
     resize: Annotated[
         bool, typer.Option(help="Resize images for the model once, now. --no-resize only refers to them.")
     ] = True
@@ -78,7 +81,7 @@ def _command(name: str, *examples: str, form: str = "", help: str | None = None,
             given_options = {name: value for name, value in asdict(options).items() if value is not None}
             unfinished = "no JSONL was written; the same command starts again"
             with counting("converting") as progress, on_interrupt(unfinished):
-                image_options = convert.ImageOptions(**given_options, name=given.pop("name"), progress=progress)
+                image_options = convert.ImageOptions(**given_options, progress=progress)
                 try:
                     report = getattr(convert, f"convert_{form}")(**given, **fixed, options=image_options)
                 except DataError as error:
@@ -91,7 +94,8 @@ def _command(name: str, *examples: str, form: str = "", help: str | None = None,
             console.print(convert.render_report(report))
             console.print(f"wrote {report.jsonl} and {report.path}", soft_wrap=True)
 
-        return convert_app.add(name, *examples, help=help)(with_options(run))
+        convert_app.add(name, *examples, help=help)(with_options(run))
+        return declared
 
     return decorate
 
@@ -99,17 +103,13 @@ def _command(name: str, *examples: str, form: str = "", help: str | None = None,
 @_command("voc", "coordexp data convert voc VOCdevkit/VOC2007 --out data/mine --split train --one-based")
 def voc_command(
     root: Annotated[
-        Path,
-        typer.Argument(
-            help="Folder with Annotations, JPEGImages and ImageSets/Main at any depth; or of XML next to images."
-        ),
+        Path, typer.Argument(help="Folder with Annotations and JPEGImages at any depth, or of XML next to images.")
     ],
     out_dir: OutDir,
     options: FormatOptions,
     split: Annotated[
         str | None, typer.Option(help="A name in ImageSets/Main, or of a part; every annotation when left out.")
     ] = None,
-    name: SplitName = None,
     annotations_dir: Annotated[str, typer.Option("--annotations", help="Folder of the XML files.")] = "Annotations",
     images_dir: Annotated[str, typer.Option("--images", help="Folder of the images.")] = "JPEGImages",
     one_based: Annotated[bool, typer.Option(help="Coordinates count from 1, as in Pascal VOC itself.")] = False,
@@ -118,12 +118,17 @@ def voc_command(
     """Pascal VOC (one XML per image) to JSONL."""
 
 
+@_command(
+    "lvis",
+    "coordexp data convert lvis lvis_v1_val.json coco --out data/lvis",
+    form="coco",
+    help="LVIS to JSONL.",
+    lvis=True,
+)
+@_command("coco", "coordexp data convert coco annotations.json images --out data/mine --name train")
 def instances_command(
     annotations_json: Annotated[
-        Path,
-        typer.Argument(
-            metavar="annotations", help="The JSON file of all annotations; of COCO also a folder of Roboflow's."
-        ),
+        Path, typer.Argument(metavar="annotations", help="The JSON file of all annotations, or a folder with one.")
     ],
     out_dir: OutDir,
     options: PolygonOptions,
@@ -131,36 +136,20 @@ def instances_command(
         Path | None,
         typer.Argument(
             metavar="images",
-            help="Folder that file_name starts in; of LVIS also one with train2017 and val2017.",
-            show_default="the file's own",
+            help="Folder that file_name starts in, or, of LVIS, with train2017 and val2017 [the file's own].",
         ),
     ] = None,
     geometry: OfInstances = "bbox",
     crowds: CrowdsOption = "leave_out",
     boxes: BoxesOption = "auto",
-    name: FileName = None,
-) -> None: ...
-
-
-_command(
-    "coco",
-    "coordexp data convert coco annotations.json images --out data/mine --name train",
-    help="COCO instances to JSONL.",
-)(instances_command)
-_command(
-    "lvis",
-    "coordexp data convert lvis lvis_v1_val.json coco --out data/lvis",
-    form="coco",
-    help="LVIS to JSONL.",
-    lvis=True,
-)(instances_command)
+) -> None:
+    """COCO instances to JSONL."""
 
 
 @_command("yolo", "coordexp data convert yolo data.yaml --out data/mine --split train")
 def yolo_command(
     source: Annotated[
-        Path,
-        typer.Argument(help="data.yaml, darknet's obj.data, or a folder with images, labels and classes.txt."),
+        Path, typer.Argument(help="data.yaml, darknet's obj.data, or a folder with images, labels and classes.txt.")
     ],
     out_dir: OutDir,
     options: PolygonOptions,
@@ -177,7 +166,6 @@ def yolo_command(
     labels_dir: Annotated[
         str | None, typer.Option("--labels", help="Folder of the labels of a folder with classes.txt [labels].")
     ] = None,
-    name: SplitName = None,
 ) -> None:
     """YOLO labels (boxes and polygons) to JSONL."""
 
@@ -187,18 +175,17 @@ def labelme_command(
     folder: Annotated[Path, typer.Argument(help="Folder of LabelMe's JSON files; searched with all below it.")],
     out_dir: OutDir,
     options: PolygonOptions,
-    images_dir: Annotated[
-        Path | None, typer.Option("--images", help="Folder that imagePath starts in; each file's own.")
-    ] = None,
+    images_dir: FoundImages = None,
     geometry: OfShapes = "as_annotated",
-    name: FolderName = None,
 ) -> None:
     """LabelMe (one JSON per image) to JSONL."""
 
 
 @_command("panoptic", "coordexp data convert panoptic panoptic_val2017.json val2017 --out data/coco --geometry poly")
 def panoptic_command(
-    annotations_json: Annotated[Path, typer.Argument(metavar="annotations", help="The JSON file of all annotations.")],
+    annotations_json: Annotated[
+        Path, typer.Argument(metavar="annotations", help="The JSON file of all annotations, or a folder with one.")
+    ],
     images_dir: Annotated[Path, typer.Argument(metavar="images", help="Folder that file_name starts in.")],
     out_dir: OutDir,
     options: PolygonOptions,
@@ -209,7 +196,6 @@ def panoptic_command(
     geometry: OfInstances = "bbox",
     crowds: CrowdsOption = "leave_out",
     stuff: Annotated[bool, typer.Option("--stuff", help="Keep regions without instances, such as sky.")] = False,
-    name: FileName = None,
 ) -> None:
     """COCO panoptic (a JSON, and PNGs of segments) to JSONL."""
 
@@ -223,15 +209,12 @@ def csv_command(
     table: Annotated[
         Path,
         typer.Argument(
-            help="CSV with a header: image, name, and xmin, ymin, xmax, ymax, or x, y, w, h, or bbox; or a folder of "
-            "Roboflow's."
+            help="CSV with a header: image, name, and corners, or x, y, w, h, or bbox; or a folder with one."
         ),
     ],
     out_dir: OutDir,
     options: PolygonOptions,
-    images_dir: Annotated[
-        Path | None, typer.Option("--images", help="Folder that image names start in; the table's own.")
-    ] = None,
+    images_dir: FoundImages = None,
     geometry: OfShapes = "as_annotated",
     columns: Annotated[
         str | None,
@@ -242,7 +225,6 @@ def csv_command(
     normalised: Annotated[
         bool, typer.Option("--normalised", help="Coordinates are shares of the image's sides, 0 to 1.")
     ] = False,
-    name: FileName = None,
 ) -> None:
     """CSV (one box a line), such as Kaggle's, to JSONL."""
 
@@ -255,16 +237,13 @@ def openimages_command(
     table: Annotated[Path, typer.Argument(help="CSV of boxes; only the images that are there are read.")],
     out_dir: OutDir,
     options: FormatOptions,
-    images_dir: Annotated[
-        Path | None, typer.Option("--images", help="Folder searched for ImageID.jpg; the table's own.")
-    ] = None,
+    images_dir: FoundImages = None,
     classes: Annotated[Path | None, typer.Option(help="CSV of class descriptions [the one next to the table].")] = None,
     labels: Annotated[
         Path | None,
         typer.Option(help="CSV of labels of whole images: verified classes go into metadata.image_labels."),
     ] = None,
     crowds: CrowdsOption = "leave_out",
-    name: FileName = None,
 ) -> None:
     """Open Images (CSV of boxes and of labels) to JSONL."""
 
@@ -282,12 +261,8 @@ def dota_command(
     ] = None,
     skip_difficult: Annotated[bool, typer.Option(help="Leave out objects that are marked difficult.")] = False,
     geometry: OfShapes = "as_annotated",
-    name: FolderName = None,
 ) -> None:
     """DOTA (rotated boxes, a text file per image) to JSONL."""
-
-
-FoundImages = Annotated[Path | None, typer.Option("--images", help="Folder searched for the images [the file's own].")]
 
 
 @_command("cvat", "coordexp data convert cvat annotations.xml --images photos --out data/mine")
@@ -298,7 +273,6 @@ def cvat_command(
     images_dir: FoundImages = None,
     split: Annotated[str | None, typer.Option(help="A subset; all images when left out.")] = None,
     geometry: OfShapes = "as_annotated",
-    name: FileName = None,
 ) -> None:
     """CVAT for images 1.1 (one XML) to JSONL."""
 
@@ -310,7 +284,6 @@ def labelstudio_command(
     options: PolygonOptions,
     images_dir: FoundImages = None,
     geometry: OfShapes = "as_annotated",
-    name: FileName = None,
 ) -> None:
     """Label Studio (JSON, JSON-MIN) to JSONL."""
 
@@ -323,6 +296,5 @@ def via_command(
     images_dir: FoundImages = None,
     attribute: Annotated[str | None, typer.Option(help="Region attribute that contains the class.")] = None,
     geometry: OfShapes = "as_annotated",
-    name: FileName = None,
 ) -> None:
     """VGG Image Annotator (JSON) to JSONL."""
