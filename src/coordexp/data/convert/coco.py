@@ -189,23 +189,18 @@ def _convert(
     found = report.find_all(images, [[image["file_name"]] for _, image in listed.values()], file.name)
     report.note_unnamed(images, found, file.name)
     usable: dict[str | None, SourceImage] = {}
-    there: set[Path] = set()
     for (image_id, (where, image)), source in zip(listed.items(), found, strict=True):
         given = image["file_name"]
-        if source.problem is None and source.path in there:
-            detail = f"{where}: {given!r} is listed twice; kept the first"
-            report.skip_image(SkipReason.DUPLICATE_IMAGE, file.name, detail)
-        elif source.problem is not None and unsafe_file_name(with_slashes(given)):
+        if source.problem is not None and unsafe_file_name(with_slashes(given)):
             detail = f"{where}: {given!r} leaves the images folder, or is not a file's name: {source.problem}"
             report.skip_image(SkipReason.UNSAFE_FILE_NAME, file.name, detail)
         else:
             source.declared_size = declared_size(image.get("width"), image.get("height"))
             usable[image_id] = source
-            if source.problem is None:
-                there.add(source.path)
+    there = sum(source.problem is None for source in usable.values())
     if there and not coco["annotations"] and not options.keep_emptied:
         cure = "give the file with the objects (image_info_*.json has none); --keep-emptied reads them as such images"
-        refuse_unlabelled(len(there), "has an annotation", file, cure)
+        refuse_unlabelled(there, "has an annotation", file, cure)
     for index, annotation in enumerate(coco["annotations"]):
         entry = annotation if isinstance(annotation, dict) else {}
         source = usable.get(_id_of(entry, "image_id"))
