@@ -11,7 +11,7 @@ import pytest
 
 from coordexp.config.source import apply_arguments, read_document
 from coordexp.data.class_list import read_class_list
-from coordexp.data.convert.columns import read_table
+from coordexp.data.convert.csv_table import read_table
 from coordexp.errors import ConfigError, CoordExpError, DataError
 from coordexp.reading import read_json, read_text, read_xml, read_yaml
 from coordexp.records import read_lines

@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 
 from coordexp.data.class_list import ClassNumbers
 from coordexp.data.completed import Provenance
-from coordexp.data.convert.columns import is_formula
+from coordexp.data.convert.csv_table import is_formula
 from coordexp.data.files import whole_binary_file, whole_file
 from coordexp.data.find_images import match_names, with_slashes
 from coordexp.data.images import image_bytes, image_exists, open_rgb

@@ -8,9 +8,8 @@ Converters raise DataError if a file is missing or of another format, or if noth
 from coordexp.data.convert.assemble import ImageOptions
 from coordexp.data.convert.coco import convert_coco, convert_panoptic
 from coordexp.data.convert.csv_table import convert_csv
-from coordexp.data.convert.dota import convert_dota
 from coordexp.data.convert.open_images import convert_openimages
-from coordexp.data.convert.per_image import convert_labelme, convert_voc
+from coordexp.data.convert.per_image import convert_dota, convert_labelme, convert_voc
 from coordexp.data.convert.per_project import convert_cvat, convert_labelstudio, convert_via
 from coordexp.data.convert.recognise import recognise
 from coordexp.data.convert.report import ConversionReport, Note, Problem, SkipReason, render_report
