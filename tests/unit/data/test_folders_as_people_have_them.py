@@ -119,7 +119,7 @@ def test_yolo_folders(tmp_path: Path, folder: str) -> None:
         ("data.yaml", b"trian: images\nnames: [cat]\n", "unknown key 'trian'; did you mean 'train'"),
         ("data.yaml", b"train: images\nnames: [cat]\nchannels: 10\n", "channels: images of 3 channels are read"),
         ("data.yaml", b"train: images\nnames: [cat]\nmasks_dir: m\n", "masks_dir: labels are masks"),
-        ("data.yaml", b"train: nowhere\nnames: [cat]\n", "'nowhere' is neither a folder nor a list"),
+        ("data.yaml", b"train: nowhere\nnames: [cat]\n", "nowhere: no such file or folder"),
         (
             "data.yaml",
             b"train: images\nval: images\nnames: [cat]\n",

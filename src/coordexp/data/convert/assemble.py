@@ -187,14 +187,14 @@ def assemble(
         target = images_dir / (relative if kept else f"{relative}.png")
         if not can_be_file(target):
             detail = f"{shortened(source.file)}: this name is too long for a file"
-            report.skip_image(SkipReason.MISSING_IMAGE, source.annotation, detail, len(source.objects))
+            report.skip_image(SkipReason.MISSING_IMAGE, shortened(source.annotation), detail, len(source.objects))
             continue
         if os.path.realpath(target) in originals:
             raise DataError(
                 "is an image to convert, which a converted one would overwrite; choose another out_dir", path=target
             )
         if target in targets:
-            detail = f"{source.file} is annotated by {targets[target].annotation} already"
+            detail = f"{source.file} is the image of an earlier annotation in {targets[target].annotation}"
             report.skip_image(SkipReason.DUPLICATE_IMAGE, source.annotation, detail, len(source.objects))
         else:
             targets[target] = source

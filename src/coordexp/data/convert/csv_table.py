@@ -83,16 +83,14 @@ def convert_csv(
     header by meaning, as a mapping too: ``{"image": "img", "name": "species"}``.
     """
     path = only_file(Path(table), ".csv")
-    unit = "shares" if normalised else "pixels"
-    meaning = Meaning(path, unit, geometry, boxes, "add --normalised to read them so")
+    meaning = Meaning(path, "shares" if normalised else "pixels", geometry, boxes)
     images = ImageFolder(images_folder(images_dir, path), outside=True)
     read = read_table(path, columns, with_name=desc is None)
     report = ConversionReport(Path(out_dir) / f"{options.name or stem_of(path)}.jsonl")
     first_rows: dict[str, dict[str, str]] = {}
     for row in read.rows:
         first_rows.setdefault(_name_in(row), row)
-    annotations = [path.name] * len(first_rows)
-    found = report.find_all(images, [[named] for named in first_rows], path.name, annotations=annotations)
+    found = report.find_all(images, [[named] for named in first_rows], path.name)
     report.note_unnamed(images, found, path.name)
     sources = dict(zip(first_rows, found, strict=True))
     report.images_seen = len(sources)
@@ -101,10 +99,9 @@ def convert_csv(
         source.sizeless = "width" not in row
         source.declared_size = declared_size(*(number(row.get(side, "")) for side in ("width", "height")))
     for index, row in enumerate(read.rows):
-        named = _name_in(row)
-        source = sources[named]
+        source = sources[_name_in(row)]
         if index in read.too_long:
-            with report.reading_object(source, index, named):
+            with report.reading_object(source, index):
                 raise LeftOut(SkipReason.MALFORMED_GEOMETRY, read.too_long[index])
             continue
         if not any(row.get(part) for part in ("name", "polygon", *SHAPES.get(read.shape, ()))):
@@ -112,7 +109,7 @@ def convert_csv(
         shapes = list(_shapes_of(row, read.shape))
         names = _names_of(row["name"], len(shapes), read.shape) if desc is None else [desc] * len(shapes)
         for at, (form, values, shown) in enumerate(shapes):
-            with report.reading_object(source, index, named):
+            with report.reading_object(source, index):
                 if names is None:
                     detail = f"{row['name'][:80]!r} are not {len(shapes)} names, as there are boxes"
                     raise LeftOut(SkipReason.MALFORMED_GEOMETRY, detail)

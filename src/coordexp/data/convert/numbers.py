@@ -33,13 +33,12 @@ _SMALL = 0.25  # share of the image's area
 @dataclass(frozen=True, slots=True)
 class Meaning:
     """How a file's numbers are read. ``boxes``: as the format says ("xywh"), checked ("auto"), or all as corners.
-    ``in_shares``: the option that reads shares of the image's sides. Raises DataError for an unknown choice."""
+    Raises DataError for an unknown choice."""
 
     file: Path
     unit: Unit = "pixels"
     geometry: ShapeGeometry = "as_annotated"
     boxes: BoxFields = "xywh"
-    in_shares: str = "multiply them by the image's width and height"
 
     def __post_init__(self) -> None:
         check_choice("geometry", self.geometry, ShapeGeometry)
@@ -53,7 +52,7 @@ def check_numbers(sources: Sequence[SourceImage], meaning: Meaning) -> None:
     if meaning.unit != "shares" and 0 < largest <= _SHARES:
         raise DataError(
             f"all {len(shapes)} shapes have numbers of at most {largest:g}: shares of the image, not {meaning.unit}; "
-            f"{meaning.in_shares}",
+            "multiply them by the image's width and height (csv: add --normalised)",
             path=meaning.file,
         )
     if shapes and all(max(map(abs, shape.numbers)) > _LARGEST[meaning.unit] for shape in shapes):

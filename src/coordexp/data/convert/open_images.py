@@ -69,7 +69,7 @@ def convert_openimages(
             images[name] = _Image(SourceImage(file, file, files[name], sizeless=True))
         image = images[name]
         image.boxed.add(row["LabelName"])
-        with report.reading_object(image.source, line, files[name].name):
+        with report.reading_object(image.source, line):
             image.source.objects.append([_box(line, row, names, crowds)])
     boxed = {label for image in images.values() for label in image.boxed}
     report.note_shared_names({label: name for label, name in names.items() if label in boxed}, path.name)

@@ -101,8 +101,12 @@ def convert_voc(
             detail = f"<filename> is {str(named)!r}; used {image.path.name!r}"
             report.note(Note.FILENAME_MISMATCH, image.annotation, None, detail)
         image.declared_size = declared_size(*(number(_text(tree, f"size/{side}")) for side in ("width", "height")))
-        nodes = [one for node in tree.findall("object") for one in _one_box_each(node)]
-        report.read_objects(image, nodes, partial(_read_object, one_based, skip_difficult))
+        boxes = [
+            (node, box)
+            for node in tree.findall("object")
+            for box in node.findall("bndbox") or [None]  # several: ybat writes all boxes of a class into one object
+        ]
+        report.read_objects(image, boxes, partial(_read_object, one_based, skip_difficult))
     return assemble(sources, report, options, Meaning(xml_dir))
 
 
@@ -200,19 +204,10 @@ def _stem_of(line: str, xmls: Collection[str]) -> str:
     return without if f"{dot}{suffix.lower()}" in SEEN_SUFFIXES and without in xmls else stem
 
 
-def _one_box_each(node: ET.Element) -> list[ET.Element]:
-    # ybat writes all boxes of a class into one object.
-    boxes = node.findall("bndbox")
-    if len(boxes) < 2:
-        return [node]
-    rest = [child for child in node if child.tag != "bndbox"]
-    nodes = [ET.Element("object") for _ in boxes]
-    for one, box in zip(nodes, boxes, strict=True):
-        one.extend([*rest, box])
-    return nodes
-
-
-def _read_object(one_based: bool, skip_difficult: bool, index: int, node: ET.Element) -> SourceShape:
+def _read_object(
+    one_based: bool, skip_difficult: bool, index: int, entry: tuple[ET.Element, ET.Element | None]
+) -> SourceShape:
+    node, box = entry
     desc = _text(node, "name")
     if _text(node, "deleted") == "1":  # LabelMe's web tool keeps what was deleted
         raise LeftOut(SkipReason.IGNORED, f"{desc} is marked deleted")
@@ -223,10 +218,10 @@ def _read_object(one_based: bool, skip_difficult: bool, index: int, node: ET.Ele
         shown = f"robndbox is {[cx, cy, w, h, angle]}"
         return shape_of(index, desc, "centre", [cx, cy, w, h], shown, turn=degrees(angle))
     points = node.findall("polygon/pt")
-    if points and node.find("bndbox") is None:  # LabelMe's web tool
+    if points and box is None:  # LabelMe's web tool
         values = [number(_text(point, axis)) for point in points for axis in "xy"]
         return shape_of(index, desc, "ring", values)
-    texts = [_text(node, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")]
+    texts = ["" if box is None else _text(box, side) for side in ("xmin", "ymin", "xmax", "ymax")]
     x1, y1, x2, y2 = (number(text) for text in texts)
     # Pixels x1..x2 counted from 1, both included: their edges are x1 - 1 and x2.
     first = [None if value is None else value - one_based for value in (x1, y1)]

@@ -189,15 +189,14 @@ class ConversionReport:
         return self.jsonl.with_name(self.jsonl.stem + REPORT_SUFFIX)
 
     @contextmanager
-    def reading_object(self, source: SourceImage, index: int, file: str | None = None) -> Iterator[None]:
-        """Count an object of ``source`` that is read in this block; LeftOut, raised in it, skips the object. ``file``:
-        the place of the object in the report, if it is not the image's."""
+    def reading_object(self, source: SourceImage, index: int) -> Iterator[None]:
+        """Count an object of ``source`` that is read in this block; LeftOut, raised in it, skips the object."""
         self.objects_seen += 1
         source.num_annotated += 1
         try:
             yield
         except LeftOut as left_out:
-            self.skip_object(left_out.reason, file or source.annotation, index, str(left_out))
+            self.skip_object(left_out.reason, source.annotation, index, str(left_out))
 
     def read_objects(
         self,
@@ -253,10 +252,10 @@ class ConversionReport:
         self.pass_over(images.listing)
         sources: list[SourceImage] = []
         for at, found in enumerate(images.find_all(wanted, hints)):
-            self.note_found(found, file if annotations is None else annotations[at])
-            annotation = found.name if annotations is None else annotations[at]
+            own = None if annotations is None else annotations[at]
+            self.note_found(found, own or file)
             problem = None if found.there else found.problem or f"no file {found.path}"
-            sources.append(SourceImage(found.name, annotation, found.path, problem=problem))
+            sources.append(SourceImage(found.name, own or found.name, found.path, problem=problem))
         return sources
 
     def note_unnamed(self, images: ImageFolder, sources: Sequence[SourceImage], file: str) -> None:

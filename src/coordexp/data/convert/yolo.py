@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -223,11 +223,7 @@ def _read_layout(
         entry = with_slashes(str(entry))
         # Roboflow writes ../train/images, relative to a sibling folder.
         candidates = [base / entry, source.parent / entry, base / entry.removeprefix("../")]
-        existing = next((path for path in candidates if path.exists()), None)
-        if existing is None:
-            detail = f"{entry!r} is neither a folder nor a list of images (looked for {candidates[0]})"
-            raise DataError(detail, path=source)
-        places.append(existing)
+        places.append(_existing(candidates, entry, source))
     return _Layout(source, names, places, base, None, skip, tuple(ignored))
 
 
@@ -259,12 +255,8 @@ def _read_darknet(file: Path, split: str | None) -> _Layout:
     fields = {key.strip(): with_slashes(value.strip()) for key, _, value in pairs}
 
     def path_of(key: str) -> Path:
-        places = [file.parent / name for name in (fields[key], fields[key].removeprefix("data/"))]
-        places.append(file.parent / Path(fields[key]).name)
-        found = next((place for place in places if place.is_file()), None)
-        if found is None:
-            raise DataError(f"{key} = {fields[key]}: no such file (looked for {places[0]})", path=file)
-        return found
+        names = (fields[key], fields[key].removeprefix("data/"), Path(fields[key]).name)
+        return _existing([file.parent / name for name in names], f"{key} = {fields[key]}", file, Path.is_file)
 
     splits = {"val" if key == "valid" else key: key for key in ("train", "valid", "val", "test") if key in fields}
     split = _split_of(splits, split)
@@ -275,6 +267,15 @@ def _read_darknet(file: Path, split: str | None) -> _Layout:
             path=file,
         )
     return _Layout(file, names_of_lines(read_text(path_of("names"))), [path_of(splits[split])], file.parent)
+
+
+def _existing(
+    candidates: Sequence[Path], what: str, file: Path, is_there: Callable[[Path], bool] = Path.exists
+) -> Path:
+    found = next((path for path in candidates if is_there(path)), None)
+    if found is None:
+        raise DataError(f"{what}: no such file or folder (looked for {candidates[0]})", path=file)
+    return found
 
 
 def _split_of(splits: Mapping[str, Any], split: str | None) -> str | None:
