@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
 from coordexp.data.convert.numbers import Meaning, check_numbers, read_object
 from coordexp.data.convert.report import ConversionReport, LeftOut, Note, SkipReason, SourceImage
 from coordexp.data.convert.shapes import quantise
 from coordexp.data.dataset_cache import PREPARED
-from coordexp.data.files import check_new_file, write_atomically
+from coordexp.data.files import check_new_file, check_writable, write_atomically
 from coordexp.data.find_images import can_be_file
 from coordexp.data.images import (
     JPEG_SUFFIXES,
@@ -174,37 +174,25 @@ def assemble(
     overwrite a source, or the dataset exists and ``options`` do not allow to replace it."""
     check_numbers(sources, meaning)
     out_dir = report.jsonl.parent
-    if out_dir.exists() and not out_dir.is_dir():
-        raise DataError("is a file; name a folder with --out", path=out_dir)
+    check_writable(out_dir, "name a folder with --out")
     fix = "--overwrite (overwrite=True) replaces it, --name and --out write another"
     check_new_file(report.jsonl, options.overwrite, fix)
     images_dir = out_dir / "images" / report.jsonl.stem
-    originals = {os.path.realpath(source.path) for source in sources}
-    targets: dict[Path, SourceImage] = {}
-    for source in sources:
-        relative = PurePosixPath(source.file)
-        kept = relative.suffix.lower() in (*JPEG_SUFFIXES, ".png")
-        target = images_dir / (relative if kept else f"{relative}.png")
-        if not can_be_file(target):
-            detail = f"{shortened(source.file)}: this name is too long for a file"
-            report.skip_image(SkipReason.MISSING_IMAGE, shortened(source.annotation), detail, len(source.objects))
-            continue
-        if os.path.realpath(target) in originals:
-            raise DataError(
-                "is an image to convert, which a converted one would overwrite; choose another out_dir", path=target
-            )
-        if target in targets:
-            detail = f"{source.file} is the image of an earlier annotation in {targets[target].annotation}"
-            report.skip_image(SkipReason.DUPLICATE_IMAGE, source.annotation, detail, len(source.objects))
-        else:
-            targets[target] = source
+    targets = _targets(sources, images_dir, report)
     new = [target for target in targets if not target.exists()] if images_dir.exists() else list(targets)
     new_folders = [folder for folder in (out_dir, *out_dir.parents) if not folder.exists()]
     had_report = report.path.exists()
     try:
         if options.resize:  # its images are replaced one by one, so its objects would be no longer theirs
             report.jsonl.unlink(missing_ok=True)
-        records = _prepare_records(targets, report, options, meaning)
+        records: list[ImageRecord] = []
+        for (target, source), image in zip(targets.items(), _prepare_images(targets, options), strict=True):
+            if isinstance(image, LeftOut):
+                report.skip_image(image.reason, source.annotation, str(image), len(source.objects))
+            elif (record := _record(source, image, meaning, report, options)) is not None:
+                records.append(record)
+            elif image.path == target:
+                target.unlink()
         report.images = len(records)
         report.objects = sum(len(record.objects) for record in records)
         report.objects_by_desc.update(obj.desc for record in records for obj in record.objects)
@@ -226,60 +214,78 @@ def assemble(
     return report
 
 
-def _prepare_records(
-    targets: Mapping[Path, SourceImage], report: ConversionReport, options: ImageOptions, meaning: Meaning
-) -> list[ImageRecord]:
-    records: list[ImageRecord] = []
+def _targets(sources: Sequence[SourceImage], folder: Path, report: ConversionReport) -> dict[Path, SourceImage]:
+    # Each image by the file that is made of it.
+    originals = {os.path.realpath(source.path) for source in sources}
+    targets: dict[Path, SourceImage] = {}
+    for source in sources:
+        relative = PurePosixPath(source.file)
+        kept = relative.suffix.lower() in (*JPEG_SUFFIXES, ".png")
+        target = folder / (relative if kept else f"{relative}.png")
+        if not can_be_file(target):
+            detail = f"{shortened(source.file)}: this name is too long for a file"
+            report.skip_image(SkipReason.MISSING_IMAGE, shortened(source.annotation), detail, len(source.objects))
+        elif os.path.realpath(target) in originals:
+            raise DataError(
+                "is an image to convert, which a converted one would overwrite; choose another out_dir", path=target
+            )
+        elif target in targets:
+            detail = f"{source.file} is the image of an earlier annotation in {targets[target].annotation}"
+            report.skip_image(SkipReason.DUPLICATE_IMAGE, source.annotation, detail, len(source.objects))
+        else:
+            targets[target] = source
+    return targets
+
+
+def _prepare_images(targets: Mapping[Path, SourceImage], options: ImageOptions) -> list[_PreparedImage | LeftOut]:
     pool = ThreadPoolExecutor(options.workers)
     try:
-        jobs = pool.map(lambda pair: _prepare_image(pair[1], pair[0], options), targets.items())
-        images: dict[Path, _PreparedImage | LeftOut] = {}
-        for target, image in zip(targets, jobs, strict=True):
-            images[target] = image
+        images: list[_PreparedImage | LeftOut] = []
+        for image in pool.map(lambda pair: _prepare_image(pair[1], pair[0], options), targets.items()):
+            images.append(image)
             if options.progress is not None:
                 options.progress(len(images), len(targets))
-        drawn = Counter(image.drawn for image in images.values() if isinstance(image, _PreparedImage))
-        if drawn["unclear"] and bool(drawn["upright"]) != bool(drawn["as stored"]):  # the others agree
-            agreed: _Drawn = "upright" if drawn["upright"] else "as stored"
-            for target, image in images.items():
-                if isinstance(image, _PreparedImage) and image.drawn == "unclear":
-                    images[target] = _prepare_image(targets[target], target, options, agreed)
-        for (target, source), prepared in zip(targets.items(), images.values(), strict=True):
-            if isinstance(prepared, LeftOut):
-                report.skip_image(prepared.reason, source.annotation, str(prepared), len(source.objects))
-                continue
-            for note, detail in prepared.notes:
-                report.note(note, source.annotation, None, detail)
-            objects: list[GTObject] = []
-            for parts in source.objects:
-                try:
-                    obj = read_object(parts, prepared.frame, meaning, source.annotation, report)
-                    quantised = quantise(obj, prepared.frame, source.annotation, report, options.max_vertices)
-                except LeftOut as reason:
-                    report.skip_object(reason.reason, source.annotation, parts[0].index, str(reason))
-                    continue
-                if quantised in objects:
-                    detail = f"{quantised.desc} {quantised.kind} {list(quantised.bins)} is a duplicate; both are kept"
-                    report.note(Note.DUPLICATE_OBJECT, source.annotation, obj.index, detail)
-                objects.append(quantised)
-            if source.num_annotated and not objects:  # training on it would teach that there is nothing
-                lost = f"all {source.num_annotated} objects were left out"
-                if not options.keep_emptied:
-                    if prepared.path == target:
-                        target.unlink()
-                    report.skip_image(SkipReason.EMPTIED_IMAGE, source.annotation, f"{lost}; --keep-emptied keeps it")
-                    continue
-                report.note(Note.EMPTIED_IMAGE, source.annotation, None, f"{lost}; it is an empty image now")
-            metadata: dict[str, Any] = {
-                **source.metadata,
-                "source": {"file": source.file, "width": prepared.frame[0], "height": prepared.frame[1]},
-            }
-            if options.rule is not None:
-                metadata[PREPARED] = asdict(options.rule)
-            records.append(ImageRecord(source.file, prepared.path, *prepared.size, tuple(objects), metadata))
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for a hundred thousand images
-    return records
+    drawn = Counter(image.drawn for image in images if isinstance(image, _PreparedImage))
+    if drawn["unclear"] and bool(drawn["upright"]) != bool(drawn["as stored"]):  # the others agree
+        agreed: _Drawn = "upright" if drawn["upright"] else "as stored"
+        for at, (target, source) in enumerate(targets.items()):
+            image = images[at]
+            if isinstance(image, _PreparedImage) and image.drawn == "unclear":
+                images[at] = _prepare_image(source, target, options, agreed)
+    return images
+
+
+def _record(
+    source: SourceImage, prepared: _PreparedImage, meaning: Meaning, report: ConversionReport, options: ImageOptions
+) -> ImageRecord | None:
+    # None for an image that lost all its objects.
+    for note, detail in prepared.notes:
+        report.note(note, source.annotation, None, detail)
+    objects: list[GTObject] = []
+    for parts in source.objects:
+        try:
+            obj = read_object(parts, prepared.frame, meaning, source.annotation, report)
+            quantised = quantise(obj, prepared.frame, source.annotation, report, options.max_vertices)
+        except LeftOut as reason:
+            report.skip_object(reason.reason, source.annotation, parts[0].index, str(reason))
+            continue
+        if quantised in objects:
+            detail = f"{quantised.desc} {quantised.kind} {list(quantised.bins)} is a duplicate; both are kept"
+            report.note(Note.DUPLICATE_OBJECT, source.annotation, obj.index, detail)
+        objects.append(quantised)
+    if source.num_annotated and not objects:  # training on it would teach that there is nothing
+        lost = f"all {source.num_annotated} objects were left out"
+        if not options.keep_emptied:
+            report.skip_image(SkipReason.EMPTIED_IMAGE, source.annotation, f"{lost}; --keep-emptied keeps it")
+            return None
+        report.note(Note.EMPTIED_IMAGE, source.annotation, None, f"{lost}; it is an empty image now")
+    width, height = prepared.frame
+    metadata = {**source.metadata, "source": {"file": source.file, "width": width, "height": height}}
+    if options.rule is not None:
+        metadata[PREPARED] = asdict(options.rule)
+    return ImageRecord(source.file, prepared.path, *prepared.size, tuple(objects), metadata)
 
 
 def _remove(images: Sequence[Path], folder: Path, new_folders: Sequence[Path]) -> None:
