@@ -76,11 +76,10 @@ def convert_csv(
     """Convert a CSV with a header.
 
     A line is one object: image, name, and a box in pixels from 0, as corners, as a corner or centre with a size, or as
-    one cell ``[x, y, w, h]`` (:data:`NAMES`). Optional columns are ``width`` and
-    ``height`` of the image and a ``polygon`` of ``x y`` pairs. A line with an image only is an image without objects;
-    one with more cells than the header, such as a name with a comma and without quotes, is left out.
-    Separators are commas, semicolons or tabs. Image names without a suffix are searched at any depth. ``columns``: the
-    header by meaning, as a mapping too: ``{"image": "img", "name": "species"}``.
+    one cell ``[x, y, w, h]`` (:data:`NAMES`). Optional columns are ``width`` and ``height`` of the image and a
+    ``polygon`` of ``x y`` pairs. A line with an image only is an image without objects; one with more cells than the
+    header, such as a name with a comma and without quotes, is left out. Image names without a suffix are searched at
+    any depth. ``columns``: the header by meaning, as a mapping too: ``{"image": "img", "name": "species"}``.
     """
     path = only_file(Path(table), ".csv")
     meaning = Meaning(path, "shares" if normalised else "pixels", geometry, boxes)
@@ -97,7 +96,7 @@ def convert_csv(
     for named, source in sources.items():
         row = first_rows[named]
         source.sizeless = "width" not in row
-        source.declared_size = declared_size(*(number(row.get(side, "")) for side in ("width", "height")))
+        source.declared_size = declared_size(row.get("width"), row.get("height"))
     for index, row in enumerate(read.rows):
         source = sources[_name_in(row)]
         if index in read.too_long:
@@ -160,6 +159,13 @@ def read_table(path: Path, columns: str | Mapping[str, str] | None, with_name: b
     separator = max(",;\t", key=text.split("\n", 1)[0].count)
     header, *lines = [row for _, row in csv_rows(io.StringIO(text, newline=""), path, separator)] or [[]]
     lines = [[_unquoted(cell).strip() for cell in line] for line in lines if any(cell.strip() for cell in line)]
+    too_long = {
+        index: f"{len(line)} cells, and the header has {len(header)}: put a cell with a comma in quotes, or name all "
+        f"columns: {','.join(line)[:80]!r}"
+        for index, line in enumerate(lines)
+        if any(line[len(header) :])
+    }
+    lines = [line + [""] * (len(header) - len(line)) for line in lines]
     found = _Header(path, header, lines)
     given = found.given(columns)
     if not with_name and "name" in given:
@@ -186,13 +192,7 @@ def read_table(path: Path, columns: str | Mapping[str, str] | None, with_name: b
     if not shapes and "polygon" not in column_of:
         wanted = "; ".join(", ".join(needed) for needed in SHAPES.values())
         raise found.problem(f"no columns of a box ({wanted})", "; or write --columns x1=…,y1=…,x2=…,y2=…")
-    rows = [{meaning: _cell(line, at) for meaning, at in column_of.items()} for line in lines]
-    too_long = {
-        index: f"{len(line)} cells, and the header has {len(header)}: put a cell with a comma in quotes, or name all "
-        f"columns: {','.join(line)[:80]!r}"
-        for index, line in enumerate(lines)
-        if any(line[len(header) :])
-    }
+    rows = [{meaning: line[at] for meaning, at in column_of.items()} for line in lines]
     return Table(rows, shapes[0] if shapes else "", too_long)
 
 
@@ -225,7 +225,7 @@ class _Header:
             return given[meaning]
         taken = set(given.values())
         places = [self.at[name] for name in NAMES[meaning] if name in self.at and self.at[name] not in taken]
-        if len(places) > 1 and any(len({_cell(row, at) for at in places}) > 1 for row in self.rows):
+        if len(places) > 1 and any(len({row[at] for at in places}) > 1 for row in self.rows):
             named = ", ".join(repr(self.cells[at]) for at in places)
             raise self.problem(
                 f"several columns may be the {meaning}, and differ: {named}",
@@ -254,7 +254,3 @@ def _plain(cell: str) -> str:
 def _unquoted(cell: str) -> str:
     """A cell without the quote by which ``coordexp export csv`` keeps spreadsheets from computing it."""
     return cell[1:] if cell[:1] == "'" and is_formula(cell.lstrip("'")) else cell
-
-
-def _cell(row: list[str], at: int) -> str:
-    return row[at] if at < len(row) else ""

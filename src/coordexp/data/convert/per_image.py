@@ -100,7 +100,7 @@ def convert_voc(
         if named.name and xmls[stem].stem not in (named.name, named.stem):
             detail = f"<filename> is {str(named)!r}; used {image.path.name!r}"
             report.note(Note.FILENAME_MISMATCH, image.annotation, None, detail)
-        image.declared_size = declared_size(*(number(_text(tree, f"size/{side}")) for side in ("width", "height")))
+        image.declared_size = declared_size(_text(tree, "size/width"), _text(tree, "size/height"))
         boxes = [
             (node, box)
             for node in tree.findall("object")

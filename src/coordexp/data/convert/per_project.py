@@ -54,7 +54,7 @@ def convert_cvat(
     report.images_seen = len(nodes)
     sources = _find(file, images_dir, wanted, report)
     for node, image in zip(nodes, sources, strict=True):
-        image.declared_size = declared_size(*(number(node.get(side, "")) for side in ("width", "height")))
+        image.declared_size = declared_size(node.get("width"), node.get("height"))
         shapes = [child for child in node if child.tag != "tag"]  # a tag is about the whole image
         report.read_objects(image, shapes, _cvat_shape, _cvat_group)
     return assemble(sources, report, options, meaning)

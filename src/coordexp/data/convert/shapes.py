@@ -64,8 +64,8 @@ def check_choice(what: str, given: str, known: Any) -> None:
 
 
 def declared_size(width: Any, height: Any) -> tuple[int, int] | None:
-    """``(width, height)`` in pixels; None unless both are positive whole numbers (640.0 is one)."""
-    numbers = finite_numbers([width, height])
+    """``(width, height)`` in pixels; None unless both are positive whole numbers (640.0 is one), or texts of them."""
+    numbers = finite_numbers([number(side) if isinstance(side, str) else side for side in (width, height)])
     if numbers is None or min(numbers) < 1 or any(not value.is_integer() for value in numbers):
         return None
     return int(numbers[0]), int(numbers[1])

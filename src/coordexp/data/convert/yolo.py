@@ -65,7 +65,7 @@ def convert_yolo(
     for key in layout.ignored:
         report.note(Note.IGNORED_KEY, layout.file.name, None, f"{key!r} has no meaning here and was ignored")
     report.note_shared_names(layout.names, layout.file.name)
-    skip_unlabelled = unlabelled == "skip" or (unlabelled is None and layout.skip_unlabelled)
+    unlabelled = unlabelled or layout.unlabelled
     images: list[tuple[Path, Path]] = []  # each with the folder that its name starts in
     label_of: dict[Path, Path | None] = {}
     wholes: set[Path] = set()  # labels that need an image
@@ -83,7 +83,7 @@ def convert_yolo(
             wholes |= set(listings[-1].with_suffix(".txt"))
         labels = {_key(path): path for listing in listings for path in listing.with_suffix(".txt")}
         found_labels = _labels_of(found, labels, layout.labels)
-        if found and not any(found_labels.values()) and unlabelled is None and not layout.skip_unlabelled:
+        if found and not any(found_labels.values()) and unlabelled is None:
             _refuse_without_labels(place, [path for path, _ in found], layout)
         label_of |= found_labels
         images += found
@@ -107,7 +107,7 @@ def convert_yolo(
         label = label_of[path]
         if label is None:
             missing = (layout.labels or _label_folder(path)) / f"{path.stem}.txt"
-            if skip_unlabelled:
+            if unlabelled == "skip":
                 report.skip_image(SkipReason.UNLABELLED, file, f"no file {missing}")
                 continue
             detail = f"no file {missing}; read as an image without objects, --unlabelled skip leaves it out"
@@ -165,14 +165,15 @@ def _lines_of(label: Path | None) -> list[str]:
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """``file``: the ``data.yaml``, or the folder without one. ``places``: folders and list files of the split;
-    ``base``: the set's folder, where paths of a list may start; ``labels``: that of all labels, if it was named."""
+    ``base``: the set's folder, where paths of a list may start; ``labels``: that of all labels, if it was named;
+    ``unlabelled``: what it says about images without labels."""
 
     file: Path
     names: dict[int, str]
     places: list[Path]
     base: Path
     labels: Path | None = None
-    skip_unlabelled: bool = False
+    unlabelled: Unlabelled | None = None
     ignored: tuple[str, ...] = ()
 
 
@@ -224,7 +225,7 @@ def _read_layout(
         # Roboflow writes ../train/images, relative to a sibling folder.
         candidates = [base / entry, source.parent / entry, base / entry.removeprefix("../")]
         places.append(_existing(candidates, entry, source))
-    return _Layout(source, names, places, base, None, skip, tuple(ignored))
+    return _Layout(source, names, places, base, None, "skip" if skip else None, tuple(ignored))
 
 
 def _read_folder(
