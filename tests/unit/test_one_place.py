@@ -50,8 +50,8 @@ PLACES = (
     ),
     Place(
         "What do an annotation's numbers mean?",
-        ("data/convert/numbers.py",),
-        ("SourceObject", "bounds"),
+        ("data/convert/numbers.py", "data/convert/shapes.py"),
+        ("SourceShape", "bounds"),
         ("data/",),
         (("data/convert/per_image.py", "the corners of a LabelMe rectangle come in any order"),),
     ),

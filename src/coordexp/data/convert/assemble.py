@@ -266,14 +266,14 @@ def _record(
     objects: list[GTObject] = []
     for parts in source.objects:
         try:
-            obj = read_object(parts, prepared.frame, meaning, source.annotation, report)
-            quantised = quantise(obj, prepared.frame, source.annotation, report, options.max_vertices)
+            shape = read_object(parts, prepared.frame, meaning, source.annotation, report)
+            quantised = quantise(parts[0], shape, prepared.frame, source.annotation, report, options.max_vertices)
         except LeftOut as reason:
             report.skip_object(reason.reason, source.annotation, parts[0].index, str(reason))
             continue
         if quantised in objects:
             detail = f"{quantised.desc} {quantised.kind} {list(quantised.bins)} is a duplicate; both are kept"
-            report.note(Note.DUPLICATE_OBJECT, source.annotation, obj.index, detail)
+            report.note(Note.DUPLICATE_OBJECT, source.annotation, parts[0].index, detail)
         objects.append(quantised)
     if source.num_annotated and not objects:  # training on it would teach that there is nothing
         lost = f"all {source.num_annotated} objects were left out"

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 from coordexp.data.convert.report import ConversionReport, Form, LeftOut, Note, SkipReason, SourceImage, SourceShape
-from coordexp.data.convert.shapes import BoxFields, ShapeGeometry, SourceObject, check_choice
+from coordexp.data.convert.shapes import BoxFields, PixelShape, ShapeGeometry, check_choice
 from coordexp.data.images import size_of_image
 from coordexp.data.polygons import Point, shape_area
 from coordexp.errors import DataError
-from coordexp.records import GeometryKind
 
 Unit = Literal["pixels", "shares", "percent"]
-_Shape = tuple[GeometryKind, tuple[float, ...]]  # in pixels
 _SHARES = 1.01  # numbers up to this are shares, with a little rounding
 _LARGEST: dict[Unit, float] = {"pixels": math.inf, "shares": 2, "percent": 200}  # objects may leave the image a little
 _LEAVING = 0.05  # share of a side by which a box reaches over the edge, as no annotator draws it
@@ -138,7 +136,7 @@ def _other_unit(shape: SourceShape, meaning: Meaning) -> str | None:
 
 def read_object(
     parts: Sequence[SourceShape], frame: tuple[int, int], meaning: Meaning, file: str, report: ConversionReport
-) -> SourceObject:
+) -> PixelShape:
     """The shapes of an object in pixels of ``frame`` (width, height), as one: a box around all parts, or the largest
     polygon, with a note. Raises LeftOut for numbers of another unit."""
     for shape in parts:
@@ -147,16 +145,16 @@ def read_object(
             raise LeftOut(SkipReason.OTHER_UNIT, f"{shape.desc}: {shown}: {problem}")
     first, read = parts[0], [_in_pixels(shape, frame, meaning) for shape in parts]
     if len(read) == 1:
-        return SourceObject(first.index, first.desc, *read[0])
+        return read[0]
     if all(kind == "bbox_2d" for kind, _ in read):
         around = bounds([value for _, numbers in read for value in numbers])
         report.note(Note.JOINED_PARTS, file, first.index, f"{first.desc}: one box around {len(read)} parts")
-        return SourceObject(first.index, first.desc, "bbox_2d", around)
+        return "bbox_2d", around
     report.note(Note.MULTIPART_POLYGON, file, first.index, f"{first.desc}: kept the largest of {len(read)} parts")
-    return SourceObject(first.index, first.desc, *max(read, key=lambda part: shape_area(*part)))
+    return max(read, key=lambda part: shape_area(*part))
 
 
-def _in_pixels(shape: SourceShape, frame: tuple[int, int], meaning: Meaning) -> _Shape:
+def _in_pixels(shape: SourceShape, frame: tuple[int, int], meaning: Meaning) -> PixelShape:
     scale: tuple[float, float] = (1.0, 1.0)
     if meaning.unit != "pixels":
         share = 1 if meaning.unit == "shares" else 100
@@ -186,14 +184,14 @@ def _corners(shape: SourceShape, numbers: Sequence[float], meaning: Meaning) -> 
     return x1, y1, x1 + x2, y1 + y2
 
 
-def _polygon(points: tuple[float, ...], meaning: Meaning) -> _Shape:
+def _polygon(points: tuple[float, ...], meaning: Meaning) -> PixelShape:
     return ("bbox_2d", bounds(points)) if meaning.geometry == "bbox" else ("poly", points)
 
 
 _ROUND = 24  # vertices of an ellipse: 99% of its area
 
 
-def _ellipse(shape: SourceShape, numbers: tuple[float, ...], poly: bool) -> _Shape:
+def _ellipse(shape: SourceShape, numbers: tuple[float, ...], poly: bool) -> PixelShape:
     x, y, width, height = numbers
     if poly:
         angles = [2 * math.pi * k / _ROUND for k in range(_ROUND)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
@@ -21,14 +20,6 @@ from coordexp.reading import csv_rows, open_file, read_text
 
 _BOXES = ("ImageID", "LabelName", "XMin", "XMax", "YMin", "YMax")
 _LABELS = ("ImageID", "LabelName", "Confidence")
-
-
-@dataclass
-class _Image:
-    source: SourceImage
-    boxed: set[str] = field(default_factory=set)
-    present: set[str] = field(default_factory=set)
-    absent: set[str] = field(default_factory=set)
 
 
 def convert_openimages(
@@ -56,7 +47,8 @@ def convert_openimages(
     ids = sorted({image.stem for image in searched.images})
     found = dict(zip(ids, searched.find_all([[image_id] for image_id in ids]), strict=True))
     files = {image_id: one.path for image_id, one in found.items() if one.there}
-    images: dict[str, _Image] = {}
+    images: dict[str, SourceImage] = {}
+    boxed: defaultdict[str, set[str]] = defaultdict(set)  # labels by image
     elsewhere: dict[str, int] = defaultdict(int)  # boxes by image that is not in the folder
     for line, row in _rows(path, _BOXES):
         name = row["ImageID"]
@@ -66,14 +58,14 @@ def convert_openimages(
         if name not in images:
             report.note_found(found[name], path.name)
             file = files[name].relative_to(folder).as_posix()
-            images[name] = _Image(SourceImage(file, file, files[name], sizeless=True))
-        image = images[name]
-        image.boxed.add(row["LabelName"])
-        with report.reading_object(image.source, line):
-            image.source.objects.append([_box(line, row, names, crowds)])
-    boxed = {label for image in images.values() for label in image.boxed}
-    report.note_shared_names({label: name for label, name in names.items() if label in boxed}, path.name)
-    only_labelled = _read_labels(Path(labels), names, images, files, report) if labels is not None else set()
+            images[name] = SourceImage(file, file, files[name], sizeless=True)
+        boxed[name].add(row["LabelName"])
+        with report.reading_object(images[name], line):
+            images[name].objects.append([_box(line, row, names, crowds)])
+    used = set().union(*boxed.values())
+    report.note_shared_names({label: name for label, name in names.items() if label in used}, path.name)
+    present, absent = ({}, {}) if labels is None else _read_labels(Path(labels), names, files, report)
+    only_labelled = (present.keys() | absent.keys()) - images.keys()
     report.images_seen = len(images) + len(elsewhere) + len(only_labelled)
     if elsewhere:
         lost = sum(elsewhere.values())
@@ -88,15 +80,15 @@ def convert_openimages(
     labels_of: defaultdict[str, set[str]] = defaultdict(set)
     for label, name in names.items():
         labels_of[name].add(label)
-    for image in images.values() if labels is not None else ():
-        present, boxed = ({names[label] for label in seen & names.keys()} for seen in (image.present, image.boxed))
+    for name, image in images.items() if labels is not None else ():
+        seen = {names[label] for label in present[name]}
         # A class of several labels is absent if people looked for all of them, and saw none.
-        absent = {names[label] for label in image.absent if labels_of[names[label]] <= image.absent}
-        image.source.metadata[IMAGE_LABELS] = {"present": sorted(present), "absent": sorted(absent)}
-        if unboxed := present - boxed:
+        unseen = {names[label] for label in absent[name] if labels_of[names[label]] <= absent[name]}
+        image.metadata[IMAGE_LABELS] = {"present": sorted(seen), "absent": sorted(unseen)}
+        if unboxed := seen - {names.get(label) for label in boxed[name]}:
             detail = f"seen by people, without a box: {', '.join(sorted(unboxed))}"
-            report.note(Note.UNBOXED_CLASS, image.source.file, None, detail)
-    return assemble([image.source for image in images.values()], report, options, Meaning(path, "shares"))
+            report.note(Note.UNBOXED_CLASS, image.file, None, detail)
+    return assemble(list(images.values()), report, options, Meaning(path, "shares"))
 
 
 def _rows(path: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
@@ -147,10 +139,11 @@ def _read_classes(path: Path) -> dict[str, str]:
 
 
 def _read_labels(
-    path: Path, names: dict[str, str], images: dict[str, _Image], files: dict[str, Path], report: ConversionReport
-) -> set[str]:
-    # Adds the classes that people saw or did not see to `images`; returns the images of the folder that have no boxes.
-    without_boxes: set[str] = set()
+    path: Path, names: dict[str, str], files: dict[str, Path], report: ConversionReport
+) -> tuple[defaultdict[str, set[str]], defaultdict[str, set[str]]]:
+    # The labels that people saw, and those that they did not see, by images of the folder.
+    present: defaultdict[str, set[str]] = defaultdict(set)
+    absent: defaultdict[str, set[str]] = defaultdict(set)
     guessed = unknown = 0
     for _, row in _rows(path, _LABELS):
         name, label = row["ImageID"], row["LabelName"]
@@ -161,11 +154,9 @@ def _read_labels(
             guessed += 1
         elif label not in names:
             unknown += 1
-        elif name in images:
-            (images[name].present if confidence == 1.0 else images[name].absent).add(label)
         else:
-            without_boxes.add(name)
+            (present if confidence == 1.0 else absent)[name].add(label)
     if guessed or unknown:
         detail = f"{guessed} guesses of machines and {unknown} labels of classes without a description are not used"
         report.note(Note.IGNORED_LABEL, path.name, None, detail)
-    return without_boxes
+    return present, absent

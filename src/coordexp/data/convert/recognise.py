@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from itertools import islice
 from pathlib import Path
 
 from coordexp.data.find_images import files_below
 
 _HEAD = 1 << 16  # bytes of a file that are read for its format
 _FILES = 200  # looked at in a folder, before the search ends
-# Names by command of coordexp data convert; texts that are all in the head of such a file.
 _UNREAD = "which no converter reads; convert it to COCO first"
+# By suffix: the command of coordexp data convert, the format's name, and texts that are all in the head of such a file.
 _MARKS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     ".xml": [
         ("cvat", "CVAT for images", ("<annotations", "<image ")),
@@ -57,8 +56,10 @@ _LINES = {  # by the first line of a text file
 def recognise(source: Path) -> tuple[str, str] | None:
     """The command of ``coordexp data convert`` and the name of the format; ``""`` for one that no converter reads. None
     if nothing is recognised."""
-    files = files_below(source, tuple(_MARKS)) if source.is_dir() else [source]
-    for path in islice((file for file in files if file.is_file() and file.suffix.lower() in _MARKS), _FILES):
+    files = files_below(source, tuple(_MARKS))[:_FILES] if source.is_dir() else [source]
+    for path in files:
+        if not path.is_file() or path.suffix.lower() not in _MARKS:
+            continue
         try:
             with path.open("rb") as file:
                 head = file.read(_HEAD).decode("utf-8", "replace")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from coordexp.data.convert.report import ConversionReport, Form, LeftOut, Note, SkipReason, SourceShape
@@ -18,6 +18,7 @@ _LARGEST = 1e15  # of a coordinate: an area of larger ones may not be a number
 InstanceGeometry = Literal["bbox", "poly"]  # which shape of an annotation with a box and a segmentation to use
 # Keep boxes and polygons; turn polygons into their bounds; or boxes into polygons of four corners.
 ShapeGeometry = Literal["as_annotated", "bbox", "poly"]
+PixelShape = tuple[GeometryKind, tuple[float, ...]]  # (x1, y1, x2, y2) or a flat ring of points, in pixels
 Crowds = Literal["leave_out", "keep"]  # leave annotations of groups out, or keep each as one object
 # How four numbers of a box are read. "auto": as the format says, and refused if the numbers look like corners.
 BoxFields = Literal["auto", "xywh", "xyxy"]
@@ -46,16 +47,6 @@ def degrees(radians: Any) -> float | None:
     """None unless ``radians`` is a finite number."""
     numbers = finite_numbers([radians])
     return None if numbers is None else math.degrees(numbers[0])
-
-
-@dataclass(frozen=True, slots=True)
-class SourceObject:
-    """A shape in source pixels: ``(x1, y1, x2, y2)`` or a flat ring of points."""
-
-    index: int
-    desc: str
-    kind: GeometryKind
-    points: tuple[float, ...]
 
 
 def check_choice(what: str, given: str, known: Any) -> None:
@@ -97,42 +88,48 @@ def finite_numbers(values: Any) -> tuple[float, ...] | None:
 
 
 def quantise(
-    obj: SourceObject, frame: tuple[int, int], file: str, report: ConversionReport, max_vertices: int | None
+    source: SourceShape,
+    shape: PixelShape,
+    frame: tuple[int, int],
+    file: str,
+    report: ConversionReport,
+    max_vertices: int | None,
 ) -> GTObject:
-    """A shape in pixels of ``frame`` (width, height) → an object. Odd but kept shapes are noted in ``report`` under
-    ``file``. Raises LeftOut if nothing of it can be trained on."""
-    if not obj.desc.strip():
+    """The ``shape`` of ``source`` in pixels of ``frame`` (width, height) → an object. Odd but kept shapes are noted in
+    ``report`` under ``file``. Raises LeftOut if nothing of it can be trained on."""
+    kind, points = shape
+    if not source.desc.strip():
         raise LeftOut(SkipReason.EMPTY_DESC, "the class name is empty")
     try:
-        desc = clean_desc(obj.desc)
+        desc = clean_desc(source.desc)
     except ValueError as error:
         raise LeftOut(SkipReason.REFUSED_DESC, str(error)) from error
-    shown = f"{desc} {obj.kind} {[round(value, 2) for value in obj.points]} on {frame[0]}x{frame[1]}"
-    if obj.kind == "bbox_2d":
-        x1, y1, x2, y2 = obj.points
+    shown = f"{desc} {kind} {[round(value, 2) for value in points]} on {frame[0]}x{frame[1]}"
+    if kind == "bbox_2d":
+        x1, y1, x2, y2 = points
         if x2 < x1 or y2 < y1:
             raise LeftOut(SkipReason.INVERTED, shown)
-    if shape_area(obj.kind, obj.points) == 0:
+    if shape_area(kind, points) == 0:
         raise LeftOut(SkipReason.ZERO_AREA, shown)
     # The image spans 0..W in pixel-edge coordinates; W itself is on the edge, not over it.
-    inside = tuple(min(max(value, 0.0), float(frame[at % 2])) for at, value in enumerate(obj.points))
-    clipped = obj.points
-    if inside != clipped:  # points of a polygon that are moved to the edge enclose another shape than its part inside
-        clipped, _ = clipped_shape(obj.kind, clipped, (0.0, 0.0, *frame))
+    inside = tuple(min(max(value, 0.0), float(frame[at % 2])) for at, value in enumerate(points))
+    clipped = points
+    if inside != points:  # points of a polygon that are moved to the edge enclose another shape than its part inside
+        clipped, _ = clipped_shape(kind, points, (0.0, 0.0, *frame))
     if not clipped:
         raise LeftOut(SkipReason.OUTSIDE_IMAGE, shown)
     bins = tuple(to_bin(value, frame[at % 2]) for at, value in enumerate(clipped))
-    if obj.kind == "poly":
+    if kind == "poly":
         bins = canonical_ring(bins)
         if len(bins) < 6:
             raise LeftOut(SkipReason.COLLAPSED_POLYGON, shown)
     # Closer than a pixel is rounding of floats, or a shape that touches the edge.
-    if max(abs(a - b) for a, b in zip(inside, obj.points, strict=True)) >= 1:
-        report.note(Note.CLIPPED, file, obj.index, shown)
-    if shape_area(obj.kind, bins) == 0:
-        report.note(Note.COLLAPSED_BINS, file, obj.index, shown)
-    quantised = GTObject(desc, obj.kind, bins)
-    if max_vertices is None or obj.kind != "poly" or len(bins) <= 2 * max_vertices:
+    if max(abs(a - b) for a, b in zip(inside, points, strict=True)) >= 1:
+        report.note(Note.CLIPPED, file, source.index, shown)
+    if shape_area(kind, bins) == 0:
+        report.note(Note.COLLAPSED_BINS, file, source.index, shown)
+    quantised = GTObject(desc, kind, bins)
+    if max_vertices is None or kind != "poly" or len(bins) <= 2 * max_vertices:
         return quantised
     fewer = simplify_ring(bins, max_vertices)
     canonical = canonical_ring(fewer)  # the top-most vertex may be gone
@@ -140,5 +137,5 @@ def quantise(
     iou = mask_iou(quantised, simpler, _CANVAS)
     report.simplified_ious.append(iou)
     detail = f"{desc}: {len(bins) // 2} vertices to {max_vertices}, IoU {iou:.4f}"
-    report.note(Note.SIMPLIFIED, file, obj.index, detail)
+    report.note(Note.SIMPLIFIED, file, source.index, detail)
     return simpler
