@@ -18,6 +18,9 @@ from coordexp.errors import DataError
 convert_app = App("Convert other annotation formats to JSONL.")
 
 OutDir = Annotated[Path, typer.Option("--out", help="Folder of the JSONL and its images.")]
+JsonFile = Annotated[
+    Path, typer.Argument(metavar="annotations", help="The JSON file of all annotations, or a folder with one.")
+]
 FoundImages = Annotated[
     Path | None, typer.Option("--images", help="Folder searched for the images [the annotations' own].")
 ]
@@ -127,9 +130,7 @@ def voc_command(
 )
 @_command("coco", "coordexp data convert coco annotations.json images --out data/mine --name train")
 def instances_command(
-    annotations_json: Annotated[
-        Path, typer.Argument(metavar="annotations", help="The JSON file of all annotations, or a folder with one.")
-    ],
+    annotations_json: JsonFile,
     out_dir: OutDir,
     options: PolygonOptions,
     images_dir: Annotated[
@@ -183,9 +184,7 @@ def labelme_command(
 
 @_command("panoptic", "coordexp data convert panoptic panoptic_val2017.json val2017 --out data/coco --geometry poly")
 def panoptic_command(
-    annotations_json: Annotated[
-        Path, typer.Argument(metavar="annotations", help="The JSON file of all annotations, or a folder with one.")
-    ],
+    annotations_json: JsonFile,
     images_dir: Annotated[Path, typer.Argument(metavar="images", help="Folder that file_name starts in.")],
     out_dir: OutDir,
     options: PolygonOptions,

@@ -77,19 +77,17 @@ def _check_sizes(sources: Sequence[SourceImage], meaning: Meaning) -> None:
             alike += width > x and height > y and (x > 0 or y > 0) and width * height <= _SMALL
     fields = "centre, width and height" if any(shape.form == "centre" for s in sources for shape in s.shapes) else (
         "[x, y, width, height]")  # fmt: skip
-    cure = "add --boxes xyxy to read them so, or --boxes xywh if they are right as they are"
     if leaving and leaving >= _SUSPICIOUS * boxes and fitting >= _FITTING * boxes:
-        raise DataError(
-            f"{leaving} of {boxes} boxes leave the image if they are {fields}, and {fitting} fit as [x1, y1, x2, y2]; "
-            f"{cure}",
-            path=meaning.file,
-        )
-    if fitting == boxes and alike >= _ENOUGH and alike == boxes:
-        raise DataError(
-            f"all {boxes} boxes are small and in the upper left corner if they are {fields}, and fit as "
-            f"[x1, y1, x2, y2]; {cure}",
-            path=meaning.file,
-        )
+        seen = f"{leaving} of {boxes} boxes leave the image"
+    elif fitting == boxes and alike >= _ENOUGH and alike == boxes:
+        seen = f"all {boxes} boxes are small and in the upper left corner"
+    else:
+        return
+    raise DataError(
+        f"{seen} if they are {fields}, and {fitting} fit as [x1, y1, x2, y2]; add --boxes xyxy to read them so, or "
+        "--boxes xywh if they are right as they are",
+        path=meaning.file,
+    )
 
 
 def _check_corners(sources: Sequence[SourceImage], meaning: Meaning) -> None:
