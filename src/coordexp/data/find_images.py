@@ -144,10 +144,12 @@ def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def only_file(source: Path, suffix: str) -> Path:
-    """``source`` if it is a file, or the only file of this suffix below it that is no conversion's report. Raises
-    DataError without one."""
+    """``source`` if it is a file; else Roboflow's in it, or the only file of this suffix below it that is no
+    conversion's report. Raises DataError without one."""
     if source.is_dir():
-        files = [file for file in files_below(source, (suffix,)) if not file.name.endswith(REPORT_SUFFIX)]
+        found = files_below(source, (suffix,))
+        files = [file for file in found if file.parent == source and file.name.startswith("_annotations.")]
+        files = files or [file for file in found if not file.name.endswith(REPORT_SUFFIX)]
         if len(files) != 1:
             names = ", ".join(file.relative_to(source).as_posix() for file in files[:5]) or "none"
             raise DataError(f"{len(files)} files *{suffix} below this folder ({names}); name one of them", path=source)

@@ -20,7 +20,7 @@ from coordexp.data.convert import (
     convert_voc,
     convert_yolo,
 )
-from coordexp.data.find_images import ImageFolder, list_files, match_names, unsafe_file_name
+from coordexp.data.find_images import ImageFolder, list_files, match_names, only_file, unsafe_file_name
 from coordexp.data.image_sources import find_images
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer
@@ -303,6 +303,18 @@ def test_formats_that_are_not_read_are_named_next_to_their_labels(tmp_path: Path
     assert (report.images, report.skipped_images) == (2, {"unreadable_image": 3})
     said = " ".join(problem.detail for problem in report.problems)
     assert "coordexp[heif]" in said and said.count("format that is not read") == 2
+
+
+def test_the_only_file_of_a_folder_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "boxes.JSON").touch()
+    (tmp_path / "out.conversion_report.json").touch()
+    assert only_file(tmp_path, ".json").name == "boxes.JSON"
+    (tmp_path / "other.json").touch()
+    with pytest.raises(DataError, match=r"2 files \*\.json below this folder \(a/boxes\.JSON, other\.json\)"):
+        only_file(tmp_path, ".json")
+    (tmp_path / "_annotations.coco.json").touch()  # Roboflow's
+    assert only_file(tmp_path, ".json").name == "_annotations.coco.json"
 
 
 def test_annotations_have_suffixes_in_any_case(tmp_path: Path) -> None:
