@@ -82,17 +82,10 @@ def warn(text: str) -> None:
         logger.warning(text)
 
 
-def backend_of(*, on_cpus: bool, chosen: str | None = None) -> str:
-    """torch's name for the process group's backend. ``chosen``: the library of the device, None for the usual one."""
-    device = chosen or ("gloo" if on_cpus else "nccl")
-    return "cuda:nccl,cpu:gloo" if device == "nccl" else device
-
-
-def join(*, use_cpu: bool, backend: str | None = None, timeout_s: float = 1800.0) -> None:
+def join(*, use_cpu: bool, timeout_s: float = 1800.0) -> None:
     """Initialise the process group of torchrun's processes; those of ``coordexp launch`` meet in a file. Does nothing
-    in a single process, or if there is a group. ``use_cpu``: although there are GPUs. ``backend``: library of the
-    device, None for the usual one. Raises ConfigError without torchrun's variables, or with threads that are no
-    number."""
+    in a single process, or if there is a group. ``use_cpu``: although there are GPUs. Raises ConfigError without
+    torchrun's variables, or with threads that are no number."""
     if world_size() == 1:
         return
     import torch
@@ -115,9 +108,9 @@ def join(*, use_cpu: bool, backend: str | None = None, timeout_s: float = 1800.0
     _has_joined = True
     if not on_cpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    name, timeout = backend_of(on_cpus=on_cpus, chosen=backend), timedelta(seconds=timeout_s)
-    by_nccl = "cuda:nccl" in name
-    for variable, value in NCCL_WATCHDOG.items() if by_nccl else ():
+    # Messages are on the CPU in any case.
+    name, timeout = "gloo" if on_cpus else "cuda:nccl,cpu:gloo", timedelta(seconds=timeout_s)
+    for variable, value in ({} if on_cpus else NCCL_WATCHDOG).items():
         os.environ.setdefault(variable, value)
     rendezvous = os.environ.get(RENDEZVOUS)
     if rendezvous is None:
@@ -126,7 +119,7 @@ def join(*, use_cpu: bool, backend: str | None = None, timeout_s: float = 1800.0
         store = dist.FileStore(rendezvous, world_size())
         store.set_timeout(timeout)
         dist.init_process_group(name, store=store, rank=rank(), world_size=world_size(), timeout=timeout)
-    if by_nccl:
+    if not on_cpus:
         limit_waits("cuda", min(timeout_s, MOST_NCCL_S))
 
 

@@ -300,15 +300,6 @@ def test_an_error_that_may_be_of_one_rank_is_printed_at_once(monkeypatch: pytest
     assert waited == [distributed.FIRST_PRINTS_S]
 
 
-@pytest.mark.parametrize(
-    ("on_cpus", "chosen", "backend"),
-    [(True, None, "gloo"), (False, None, "cuda:nccl,cpu:gloo"), (False, "nccl", "cuda:nccl,cpu:gloo"),
-     (False, "gloo", "gloo")],
-)  # fmt: skip
-def test_messages_have_a_backend_of_the_host(on_cpus: bool, chosen: str | None, backend: str) -> None:
-    assert distributed.backend_of(on_cpus=on_cpus, chosen=chosen) == backend
-
-
 def test_the_tensors_of_one_device_may_have_a_limit_of_their_own(tmp_path: Path) -> None:
     """As those that NCCL exchanges have; here the device is the CPU."""
     waited, _ = results_of_two(tmp_path, wait_for_a_rank_that_does_not_come, tmp_path)

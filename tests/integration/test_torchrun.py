@@ -175,7 +175,7 @@ def test_sharded_bfloat16_trains_like_unsharded_bfloat16(tmp_path: Path) -> None
 def test_sharded_adapters_are_saved_and_recomputed_with_the_same_dropout(tmp_path: Path) -> None:
     keys = {"training__save_strategy": "steps", "training__save_steps": 1, "fsdp__enabled": True,
             "tuner__train_type": "lora", "tuner__lora_dropout": 0.5}  # fmt: skip
-    runs = [run_config(tmp_path, 1, f"{on}", **keys, fsdp__activation_checkpointing=on) for on in (False, True)]
+    runs = [run_config(tmp_path, 1, f"{on}", **keys, training__gradient_checkpointing=on) for on in (False, True)]
     kept, recomputed = (train_by_two(config)[0]["steps"] for config in runs)
     for name in ("loss", "grad_norm"):
         assert [line[name] for line in kept] == [line[name] for line in recomputed]

@@ -52,10 +52,10 @@ def test_validation_data_of_the_card_that_are_not_there_are_named_as_such(
 def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_run(tmp_path, 1, small_checkpoint(tmp_path / "model"))
     watching = Watching()
-    given = {"training.max_steps": 2, "training.logging_steps": 1, "training.run_name": "a #1", "training.tf32": None}
+    given = {"training.max_steps": 2, "training.logging_steps": 1, "training.run_name": "a #1", "training.vit_lr": None}
     run = train(config, given, callbacks=[watching])
     words = json.loads((run.checkpoint / "run_manifest.json").read_text())["overrides"]
-    assert words[2:] == ["training.run_name='a #1'", "training.tf32=null"]
+    assert words[2:] == ["training.run_name='a #1'", "training.vit_lr=null"]
     assert watching.steps == [1, 2]
     losses = [line["loss"] for line in run.history if "loss" in line]
     assert len(losses) == 2 and run.metrics["loss"] == losses[-1]

@@ -38,8 +38,7 @@ def model_folder(model: str | Path, join: Callable[[], None] | None = None) -> P
 def with_model_here(config: RunConfig) -> RunConfig:
     """``config`` with the folder of ``model.model``, as :func:`model_folder`."""
     training = config.training
-    join = partial(distributed.join, use_cpu=training.use_cpu, backend=training.ddp_backend,
-                   timeout_s=training.ddp_timeout)  # fmt: skip
+    join = partial(distributed.join, use_cpu=training.use_cpu, timeout_s=training.ddp_timeout)
     given = config.model.model
     if hub.hub_model(given) is None and not is_adapter_folder(given):
         return config

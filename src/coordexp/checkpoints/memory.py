@@ -125,7 +125,7 @@ def estimate_memory(
     queries, keys = head * int(text["num_attention_heads"]), head * int(text["num_key_value_heads"])
     tower = int(vision["hidden_size"]), int(vision["intermediate_size"]), 0, 0
     every = 1 if training.gradient_checkpointing_every == "auto" else training.gradient_checkpointing_every
-    recomputed = 1 / every if config.recomputes else 0.0  # share of the layers
+    recomputed = 1 / every if training.gradient_checkpointing else 0.0  # share of the layers
     for tokens, sizes_of_layer, attention, kept, dropout, layers in (
         (length, (hidden, intermediate, queries, keys), queries * (every > 1), _KEPT[tuner.train_type, fused],
          _KEPT_DROPOUT[0], int(text["num_hidden_layers"])),
@@ -136,7 +136,7 @@ def estimate_memory(
         if lora and tuner.lora_dropout:
             numbers += sum(map(operator.mul, dropout, sizes_of_layer))
         # A recomputed layer keeps its input and maybe, on a GPU, the output of its attention.
-        own = sizes_of_layer[0] + attention * config.recomputes
+        own = sizes_of_layer[0] + attention * training.gradient_checkpointing
         row += 2 * tokens * layers * (recomputed * own + (1 - recomputed) * numbers)
     row += 2 * length * (_RUNNING[0] * hidden + _RUNNING[1] * intermediate)
     if not lora and not tuner.freeze_llm:
@@ -150,8 +150,6 @@ def estimate_memory(
         layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
         tables = sum(size for name, size in sizes.items() if part_of(name) == "llm" and ".layers." not in name)
         exchange = 2 * (2 * layer + tables)
-        if config.fsdp.cpu_offload:
-            weights = gradients = optimizer = 0.0
     elif config.deepspeed.enabled:
         gradients, optimizer = gradients / world_size, optimizer / world_size
     elif world_size > 1:
@@ -230,8 +228,7 @@ def recomputed_every(
     every = config.training.gradient_checkpointing_every
     if every != "auto":
         return every
-    shards = config.fsdp.enabled and config.fsdp.activation_checkpointing  # in all, without a key for others
-    if gpu_bytes is None or shards or config.custom.trainer_variant == "stage2_two_channel":
+    if gpu_bytes is None or config.custom.trainer_variant == "stage2_two_channel":
         return 1
     for candidate in (0, 4, 3, 2):
         changed = _with(config, "training.gradient_checkpointing", candidate > 0)
@@ -322,15 +319,12 @@ def _answering_keys(rollout: RolloutMatchingConfig, can_offload: bool) -> dict[s
 
 def _training_keys(config: RunConfig) -> dict[Kind, dict[str, bool]]:
     training, lora = config.training, {"tuner.train_type: lora": config.tuner.train_type == "lora"}
-    if config.fsdp.enabled:
-        sharded = {"fsdp.cpu_offload: true": config.fsdp.cpu_offload}
-    else:
-        sharded = {"fsdp.enabled: true, with several GPUs": config.deepspeed.enabled}
+    sharded = {"fsdp.enabled: true, with several GPUs": config.fsdp.enabled or config.deepspeed.enabled}
     dtype = {"model.dtype: bfloat16": config.model.dtype != "float32"}
     size = training.per_device_train_batch_size
     batch = {f"lower training.per_device_train_batch_size (now {size})": size == 1}
     recomputing = {
-        "training.gradient_checkpointing: true": config.recomputes,
+        "training.gradient_checkpointing: true": training.gradient_checkpointing,
         "training.gradient_checkpointing_every: 1": training.gradient_checkpointing_every == 1,
     }
     row = {f"lower global_max_length (now {config.global_max_length})": False} if training.packing else batch

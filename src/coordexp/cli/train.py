@@ -212,11 +212,10 @@ def config_check_command(
     loaded = load_config(config, arguments=tuple(arguments or ()))
     check_training_environment(loaded)
     training = loaded.training
-    if training.optim_args or training.lr_scheduler_kwargs or training.lr_scheduler_type in SCHEDULES_WITH_ARGUMENTS:
+    if training.lr_scheduler_kwargs or training.lr_scheduler_type in SCHEDULES_WITH_ARGUMENTS:
         with heavy_imports():
-            from coordexp.training.optimizer import check_optimizer, check_schedule
+            from coordexp.training.optimizer import check_schedule
 
-        check_optimizer(training)
         check_schedule(training)
     run = print_config(config, arguments or (), plain, only_set)
     if Path(run.model.model).is_dir():

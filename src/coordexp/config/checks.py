@@ -305,12 +305,6 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          "missing; deepspeed.enabled: true needs a JSON file or a mapping"),
     Rule("fsdp.enabled", lambda c, _: c.deepspeed.enabled and c.fsdp.enabled,
          "deepspeed and fsdp exclude each other; enable one of them"),
-    Rule("training.save_on_each_node", lambda c, _: c.fsdp.enabled and c.training.save_on_each_node,
-         "fsdp gathers weights on the first process alone, so other nodes would write empty ones; put "
-         "training.output_dir on a file system that all nodes share, and write false"),
-    Rule("fsdp.activation_checkpointing",
-         lambda c, _: c.fsdp.enabled and c.fsdp.activation_checkpointing and c.training.gradient_checkpointing,
-         "does what training.gradient_checkpointing does; enable one of them"),
     # decoding, the repeat guard, targets
     Rule(f"{_RM}.max_new_tokens", lambda c, r: r.max_new_tokens >= c.global_max_length,
          "{r.max_new_tokens} leaves no room for the prompt in global_max_length ({c.global_max_length}); lower"

@@ -154,6 +154,20 @@ REMOVED_KEYS: dict[str, str] = {
     **_gone(
         "training", "save_delay_steps save_delay_epochs save_last_epoch", "save_steps decides, and the end is saved"
     ),
+    **_gone("training", "ddp_backend ddp_bucket_cap_mb", "NCCL on GPUs and Gloo on CPUs, with torch's own buckets"),
+    **_gone("training", "eval_delay", "evaluations begin with the first interval"),
+    **_gone("training", "full_determinism", "call transformers.enable_full_determinism before coordexp.train"),
+    **_gone("training", "logging_first_step", "logging_steps: 1 logs each"),
+    **_gone(
+        "training", "optim_args", "optimizers have transformers' arguments, and adam_beta1, adam_beta2, adam_epsilon"
+    ),
+    **_gone("training", "save_on_each_node", "checkpoints need an output_dir that all nodes share"),
+    **_gone("training", "tf32", "training.bf16: true is faster; the variable NVIDIA_TF32_OVERRIDE decides in float32"),
+    **_gone("training", "torch_empty_cache_steps", "the allocator grows its segments instead"),
+    **_gone("fsdp", "reshard_after_forward", "always true; DeepSpeed's ZeRO-2 keeps weights whole"),
+    **_gone("fsdp", "cpu_offload", "deepspeed.config can offload"),
+    **_gone("fsdp", "transformer_layer_cls_to_wrap", "the model's own layers are sharded one by one"),
+    **_moved("fsdp", activation_checkpointing="training.gradient_checkpointing"),
     **_moved("template", max_length="global_max_length"),
     **_gone("template", "template", "the checkpoint settles it"),
     **_moved("data", dataset="custom.train_jsonl", val_dataset="custom.val_jsonl"),

@@ -209,14 +209,6 @@ def _count_or_share(value: float) -> float:
     return value
 
 
-def _arguments(value: str) -> str:
-    for argument in value.replace(" ", "").split(","):
-        name, equals, given = argument.partition("=")
-        if not (name and equals and given) or "=" in given:
-            raise ValueError(f"'{argument}' is not name=value; write 'name=value,name=value'")
-    return value
-
-
 def _file_or_mapping(value: object) -> str | dict[str, Any] | None:
     if value is None:
         return None
@@ -282,8 +274,6 @@ class TrainingConfig(StrictModel):
     """gradient norm to clip to; 0 = no clipping"""
     optim: Annotated[str, Field(min_length=1)] = "adamw_torch"
     """optimizer, by transformers' name"""
-    optim_args: Annotated[str, Field(min_length=1), AfterValidator(_arguments)] | None = None
-    """further arguments of the optimizer, as 'name=value,name=value'"""
     master_weights: Literal["float32"] | None = None
     """the optimizer keeps and steps float32 copies of weights that are stored in bfloat16, so that no update is too
     small for them; with full training and model.dtype: bfloat16. null = it steps the weights themselves"""
@@ -298,21 +288,11 @@ class TrainingConfig(StrictModel):
     """autocast to bfloat16"""
     fp16: bool = False
     """autocast to float16 with loss scaling"""
-    tf32: bool | None = None
-    """TensorFloat-32 on NVIDIA GPUs; null leaves it to torch"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     gradient_checkpointing_every: Count | Literal["auto"] = 1
     """recompute those of every N-th layer only, and keep the others': 1 = of all layers, auto = of as few layers as the
     estimate of memory allows on the GPU, maybe none; with gradient_checkpointing"""
-    torch_empty_cache_steps: Count | None = None
-    """return unused device memory every N steps; null = never"""
-    full_determinism: bool = False
-    """deterministic kernels only: slower; the same run twice gives the same weights"""
-    ddp_backend: Literal["nccl", "gloo"] | None = None
-    """library that exchanges gradients; null leaves it to the device"""
-    ddp_bucket_cap_mb: Count | None = None
-    """size of the buckets in which gradients are summed; null leaves it to torch"""
     ddp_timeout: Annotated[int, Field(ge=1, le=10**9)] = 1800
     """seconds after which a collective call of torchrun fails; by NCCL at most 600"""
 
@@ -320,8 +300,6 @@ class TrainingConfig(StrictModel):
     """folder of TensorBoard's files; null = runs in output_dir"""
     logging_steps: Steps = 1.0
     """log every N steps; a number below 1 is a share of all steps"""
-    logging_first_step: bool = False
-    """log the first step too"""
     report_to: Annotated[ListOf[str], BeforeValidator(_one_as_list, json_schema_input_type=str | ListOf[str])] = (
         "tensorboard",
     )
@@ -336,8 +314,6 @@ class TrainingConfig(StrictModel):
     keeps all"""
     save_only_model: bool = False
     """checkpoints without optimizer and scheduler: small, but training cannot resume from them"""
-    save_on_each_node: bool = False
-    """every node writes checkpoints, for nodes without a shared file system"""
     load_best_model_at_end: bool = False
     """end with the checkpoint that has the best metric_for_best_model"""
     metric_for_best_model: Annotated[str, Field(min_length=1)] | None = None
@@ -357,8 +333,6 @@ class TrainingConfig(StrictModel):
     """when to evaluate on val_jsonl: no, steps, epoch"""
     eval_steps: Steps | None = None
     """evaluate every N steps; a number below 1 is a share of all steps; null = logging_steps"""
-    eval_delay: NonNegative = 0.0
-    """steps or epochs before the first evaluation"""
     eval_on_start: bool = False
     """evaluate once before the first step"""
 
@@ -387,7 +361,7 @@ class TrainingConfig(StrictModel):
         values = self.model_dump(mode="python", exclude=OWN_KEYS)
         values["output_dir"] = str(self.output_dir)
         values["run_name"] = self.run_name or values["output_dir"]  # without one, W&B and MLflow draw a name
-        for key in ("warmup_steps", "logging_steps", "save_steps", "eval_steps", "eval_delay"):
+        for key in ("warmup_steps", "logging_steps", "save_steps", "eval_steps"):
             if values[key] is not None and float(values[key]).is_integer():
                 values[key] = int(values[key])  # transformers wants counts as integers, shares as floats
         values["gradient_accumulation_steps"] = self.accumulation_steps(world_size)
@@ -431,14 +405,6 @@ class FSDPConfig(StrictModel):
 
     enabled: bool = False
     """shard over the processes of torchrun"""
-    reshard_after_forward: bool = True
-    """free gathered parameters after the forward pass: less memory, more communication"""
-    cpu_offload: bool = False
-    """keep shards in the host's memory: less memory, much slower"""
-    transformer_layer_cls_to_wrap: ListOf[str] | None = None
-    """class names of the layers that are sharded one by one; null takes the model's own"""
-    activation_checkpointing: bool = False
-    """recompute activations layer by layer; excludes training.gradient_checkpointing"""
     state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = "FULL_STATE_DICT"
     """how checkpoints are written: gathered into one, in the main memory of the first process, or shard by shard, for a
     resume alone. The model at the end of the run is always gathered"""
@@ -486,8 +452,3 @@ class RunConfig(StrictModel):
     """two-channel training"""
     launch: LaunchConfig = LaunchConfig()
     """the processes that coordexp launch starts"""
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether activations are recomputed in the backward pass."""
-        return self.training.gradient_checkpointing or (self.fsdp.enabled and self.fsdp.activation_checkpointing)

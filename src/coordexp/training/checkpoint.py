@@ -55,34 +55,30 @@ class Seal:
     files: Mapping[str, SealedFile]
 
 
-def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool, shared: bool) -> None:
+def seal_checkpoint(folder: Path, step: int, *, resumable: bool, writes: bool) -> None:
     """Mark a checkpoint as complete, after all ranks have written their files and the files are on disk. A collective
-    call. ``writes``: this rank writes the seal; ``shared``: all ranks write to one file system; otherwise a rank that
-    seals sees only the files of its own machine."""
+    call. ``writes``: this rank writes the seal."""
     where = f"sealing {folder}"
     with distributed.raise_on_all_ranks(where):
         sizes = _sizes(folder)
-    mine = sorted(sizes) if writes else []
-    if shared:
-        # On a network file system a rank may see the files of other ranks late.
-        gathered = distributed.gather_json([sizes, distributed.on_this_machine()[1]])
-        seen, (_, local) = [part for part, _ in gathered], gathered[0]
-        sizes = {name: max(part.get(name, 0) for part in seen) for part in seen for name in part}
+    # On a network file system a rank may see the files of other ranks late.
+    gathered = distributed.gather_json([sizes, distributed.on_this_machine()[1]])
+    seen, (_, local) = [part for part, _ in gathered], gathered[0]
+    sizes = {name: max(part.get(name, 0) for part in seen) for part in seen for name in part}
 
-        def near(name: str) -> Sequence[int]:
-            # The page cache of the machine that wrote a file still has it; another would fetch it over the network.
-            # That is the machine of the rank in the file's name, or of the first one, with `local` ranks.
-            whole = [rank for rank, part in enumerate(seen) if part.get(name) == sizes[name]]
-            named = _WRITTEN_BY.search(name)
-            own = [rank for rank in whole if named is not None and rank == int(named[1])]
-            return own or [rank for rank in whole if rank < local] or whole
+    def near(name: str) -> Sequence[int]:
+        # The page cache of the machine that wrote a file still has it; another would fetch it over the network.
+        # That is the machine of the rank in the file's name, or of the first one, with `local` ranks.
+        whole = [rank for rank, part in enumerate(seen) if part.get(name) == sizes[name]]
+        named = _WRITTEN_BY.search(name)
+        own = [rank for rank in whole if named is not None and rank == int(named[1])]
+        return own or [rank for rank in whole if rank < local] or whole
 
-        mine = _share_of(distributed.rank(), sizes, near)
+    mine = _share_of(distributed.rank(), sizes, near)
     with distributed.raise_on_all_ranks(where):
         sums = dict(zip(mine, checksums([folder / name for name in mine], flush=True), strict=True))
-    if shared:
-        for part in distributed.gather_json(sums):
-            sums |= part
+    for part in distributed.gather_json(sums):
+        sums |= part
     with distributed.raise_on_all_ranks(where):
         if writes:
             # Flush folders too: a file whose directory entry is not on disk is lost in a power loss.

@@ -144,9 +144,6 @@ class CoordExpTrainer:
             with self._saving_on_error(f"step {step + 1}"):
                 self.step.accumulate(self.batches, step)
             self._last_update = self.step.update()
-            empty_cache_every = self.args.torch_empty_cache_steps
-            if empty_cache_every is not None and step % empty_cache_every == 0 and torch.cuda.is_available():
-                torch.cuda.empty_cache()
             self.state.global_step = step + 1
             self.state.epoch = self.batches.epoch_after(step + 1)
             self._notify("on_step_end")
@@ -211,11 +208,8 @@ class CoordExpTrainer:
         args, state = self.args, self.state
         if not step or self.eval_dataset is None or args.eval_strategy == "no":
             return False
-        if args.eval_strategy == "epoch":
-            every, done = self.batches.steps_per_epoch, float(state.epoch or 0)
-        else:
-            every, done = int(state.eval_steps or 1), step
-        is_due = (step % every == 0 or step == state.max_steps) and args.eval_delay <= done
+        every = self.batches.steps_per_epoch if args.eval_strategy == "epoch" else int(state.eval_steps or 1)
+        is_due = step % every == 0 or step == state.max_steps
         return is_due and not any("eval_time/runtime_s" in one and one.get("step") == step for one in state.log_history)
 
     def _log_evaluate_save(self) -> None:

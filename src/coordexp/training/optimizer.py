@@ -7,10 +7,9 @@ weight accumulates them, and the weight is the rounded master.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,11 +17,9 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.optimization import GreedyLR
 from transformers.trainer_pt_utils import get_parameter_names
 from transformers.trainer_utils import SchedulerType
-from transformers.training_args import OptimizerNames
 
 from coordexp import distributed
 from coordexp.checkpoints.folder import Part, part_of
-from coordexp.config.environment import OPTIMIZERS
 from coordexp.config.schema import TrainingConfig
 from coordexp.errors import CheckpointError, ConfigError
 
@@ -139,42 +136,6 @@ def check_schedule(training: TrainingConfig) -> None:
             f"training.lr_scheduler_kwargs: {given} does not fit training.lr_scheduler_type: {name} "
             f"({' '.join(str(error).split())}); write the arguments that it needs, or choose another schedule"
         ) from error
-
-
-def check_optimizer(training: TrainingConfig) -> None:
-    """Raise ConfigError, before the model is loaded, if the optimizer refuses an argument of ``optim_args``, or would
-    ignore it. Not for optimizers of other packages."""
-    if training.optim_args is None or OPTIMIZERS.get(training.optim, "") is not None:
-        return
-    arguments = training.optim_args.replace(" ", "").split(",")
-
-    def taken(given: Sequence[str]) -> Mapping[str, Any]:
-        # Not TrainingArguments, which set the device of the whole process.
-        args: Any = SimpleNamespace(
-            optim=OptimizerNames(training.optim),
-            optim_args=",".join(given) or None,
-            learning_rate=training.learning_rate,
-            adam_beta1=training.adam_beta1,
-            adam_beta2=training.adam_beta2,
-            adam_epsilon=training.adam_epsilon,
-        )
-        optimizer_class, found = Trainer.get_optimizer_cls_and_kwargs(args)
-        optimizer_class([torch.nn.Parameter(torch.zeros(1))], **found)
-        return found
-
-    try:
-        whole = taken(arguments)
-        unread = [one for one in arguments if taken([other for other in arguments if other != one]) == whole]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"training.optim_args: {training.optim_args!r} does not fit training.optim: {training.optim} ({error}); "
-            "write arguments that it takes"
-        ) from error
-    if unread:
-        raise ConfigError(
-            f"training.optim_args: training.optim: {training.optim} does not read {', '.join(unread)}; remove it "
-            "(betas, epsilon and weight decay are keys of their own)"
-        )
 
 
 def needs_metric(scheduler: Any) -> bool:

@@ -36,11 +36,6 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
             "fsdp.enabled: FSDP shards the model over the processes of torchrun, and there is only one; start "
             "torchrun --nproc_per_node=N, or set fsdp.enabled: false"
         )
-    if config.fsdp.enabled and config.fsdp.cpu_offload and (config.training.use_cpu or not torch.cuda.is_available()):
-        raise ConfigError(
-            "fsdp.cpu_offload: keeps shards in main memory while a GPU computes, and this run trains on the CPU; set "
-            "fsdp.cpu_offload: false"
-        )
     if config.deepspeed.enabled:
         if config.training.use_cpu:
             raise ConfigError(
@@ -76,11 +71,10 @@ def _content_of(deepspeed: DeepSpeedConfig) -> dict[str, Any]:
 def parallel_arguments(config: RunConfig) -> dict[str, Any]:
     """Keyword arguments of ``TrainingArguments``; empty for DDP."""
     if config.fsdp.enabled:
-        options = config.fsdp.model_dump(mode="json", exclude={"enabled"}, exclude_none=True)
-        options |= {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-        # accelerate's renames weights, and recomputes with other random numbers (dropout); RunConfig.recomputes is ours
-        options["activation_checkpointing"] = False
-        return {"fsdp": True, "fsdp_config": options}
+        kind = config.fsdp.state_dict_type
+        options = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": kind}
+        # accelerate's renames weights, and recomputes with other random numbers (dropout)
+        return {"fsdp": True, "fsdp_config": {**options, "activation_checkpointing": False}}
     if config.deepspeed.enabled:
         assert config.deepspeed.config is not None, "the schema requires deepspeed.config"
         return {"deepspeed": config.deepspeed.config}
@@ -118,12 +112,6 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         args._n_gpu = 1
     fsdp: Any = args.fsdp_plugin_args
     plugin = None if fsdp is None else FullyShardedDataParallelPlugin(**fsdp)
-    ddp: dict[str, Any] = {
-        "find_unused_parameters": False,  # every row reaches every weight: each segment has an image and a target
-        "forward_sync_buffers": False,  # they are constants, and ranks need not wait for each other before a forward
-    }
-    if args.ddp_bucket_cap_mb is not None:
-        ddp["bucket_cap_mb"] = args.ddp_bucket_cap_mb
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
         deepspeed_plugin=args.deepspeed_plugin,
@@ -131,7 +119,10 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         gradient_accumulation_steps=1,
     )
     # An assignment, because Accelerator's arguments accept no other class than its own.
-    accelerator.ddp_handler = _DDPOptions(**ddp)  # pyright: ignore[reportAttributeAccessIssue]
+    accelerator.ddp_handler = _DDPOptions(  # pyright: ignore[reportAttributeAccessIssue]
+        find_unused_parameters=False,  # every row reaches every weight: each segment has an image and a target
+        forward_sync_buffers=False,  # they are constants, and ranks need not wait for each other before a forward
+    )
     if plugin is None:
         return accelerator
     if accelerator.state.distributed_type == DistributedType.MULTI_CPU:
@@ -189,8 +180,7 @@ def prepare(
 
 def join_processes(config: RunConfig) -> None:
     """Join the process group as the section ``training`` says; see :func:`coordexp.distributed.join`."""
-    training = config.training
-    distributed.join(use_cpu=training.use_cpu, backend=training.ddp_backend, timeout_s=training.ddp_timeout)
+    distributed.join(use_cpu=config.training.use_cpu, timeout_s=config.training.ddp_timeout)
 
 
 _LOST = re.compile(

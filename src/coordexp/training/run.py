@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from rich.console import Console
-from transformers import TrainerCallback, TrainerState, TrainingArguments, enable_full_determinism, set_seed
+from transformers import TrainerCallback, TrainerState, TrainingArguments, set_seed
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import align_special_tokens
 
@@ -111,7 +111,7 @@ def build_trainer(
     build_row = RowBuilder.from_model(loaded, accelerator.device)
     offload = build_offload(loaded.model, rollout)
     with phase("start", "placing the model and its optimizer"):
-        every = _recomputed_every(run, console) if config.recomputes else 0
+        every = _recomputed_every(run, console) if config.training.gradient_checkpointing else 0
         state = _prepared_state(training, args, accelerator, loaded, max_steps, every)
     if offload is not None:
         offload.optimizer = lambda: state.optimizer
@@ -167,7 +167,7 @@ def build_trainer(
         )
         failed.tolerate(pictures)
         trainer.add_callback(pictures)
-    (enable_full_determinism if args.full_determinism else set_seed)(training.seed)
+    set_seed(training.seed)
     return trainer, resume
 
 

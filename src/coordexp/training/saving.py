@@ -71,13 +71,7 @@ def save_checkpoint(run: RunState, args: TrainingArguments, last_saved: str) -> 
                         shutil.copyfile(written, folder / name)
         if run.shards:
             distributed.barrier()  # a rank that is not done has files under temporary names, which no seal may list
-        seal_checkpoint(
-            folder,
-            step,
-            resumable=not args.save_only_model,
-            writes=args.should_save,
-            shared=not args.save_on_each_node,
-        )
+        seal_checkpoint(folder, step, resumable=not args.save_only_model, writes=args.should_save)
     return folder
 
 

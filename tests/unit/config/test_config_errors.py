@@ -106,7 +106,6 @@ WRONG = [
     ("training.output_dir", "a\0b", "training.output_dir", "cannot hold the character NUL"),
     ("training.max_steps", 2.5, "training.max_steps", "expected a whole number, got 2.5"),
     ("training.output_dir", ["a"], "training.output_dir", "expected a path as text, got a list"),
-    ("training.optim_args", "betas", "training.optim_args", "'betas' is not name=value"),
     ("training.save_steps", 2.5, "training.save_steps", "neither a number of steps nor a share below 1"),
     # A key of another section.
     ("learning_rate", 1e-4, "learning_rate", "unknown key here; write training.learning_rate"),

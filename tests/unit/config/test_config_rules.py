@@ -103,10 +103,6 @@ RULES = [
     # how the trainer is spread
     (stage1(), {"deepspeed.enabled": True}, "deepspeed.config", "needs a JSON file or a mapping"),
     (stage1(), {"deepspeed": {"enabled": True, "config": {}}, "fsdp.enabled": True}, "fsdp.enabled", "exclude each"),
-    (stage1(), {"fsdp.enabled": True, "training.save_on_each_node": True}, "training.save_on_each_node",
-     "other nodes would write empty ones"),
-    (stage1(), {"fsdp": {"enabled": True, "activation_checkpointing": True}, "training.gradient_checkpointing": True},
-     "fsdp.activation_checkpointing", "enable one of them"),
     (vllm(), {f"{RM}.offload.enabled": True}, f"{RM}.offload.enabled", "moves nothing"),
     (set_keys(vllm(), {f"{RM}.offload": OFFLOAD}), {f"{RM}.eval_detection.score_mode": "confidence"},
      f"{RM}.eval_detection.score_mode", "write score_mode: constant"),

@@ -25,45 +25,22 @@ def test_without_either_section_nothing_is_passed(tmp_path: Path) -> None:
 
 
 def test_fsdp_reaches_accelerate_as_version_2(tmp_path: Path) -> None:
-    keys = {"fsdp__enabled": True, "fsdp__reshard_after_forward": False, "fsdp__cpu_offload": True,
-            "fsdp__activation_checkpointing": True}  # fmt: skip
-    config = run_config(tmp_path, 1, **keys, fsdp__transformer_layer_cls_to_wrap=["Qwen3VLTextDecoderLayer"])
+    config = run_config(tmp_path, 1, fsdp__enabled=True)
     assert parallel_arguments(config) == {
         "fsdp": True,
         "fsdp_config": {
             "version": 2,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "reshard_after_forward": False,
-            "cpu_offload": True,
             "activation_checkpointing": False,
             "state_dict_type": "FULL_STATE_DICT",
-            "transformer_layer_cls_to_wrap": ["Qwen3VLTextDecoderLayer"],
         },
     }
-
-
-@pytest.mark.parametrize(
-    ("keys", "recomputes"),
-    [
-        ({}, False),
-        ({"training__gradient_checkpointing": True}, True),
-        ({"fsdp__enabled": True, "fsdp__activation_checkpointing": True}, True),
-        ({"fsdp__enabled": False, "fsdp__activation_checkpointing": True}, False),
-    ],
-)
-def test_activations_are_recomputed_by_either_key(keys: dict[str, bool], recomputes: bool, tmp_path: Path) -> None:
-    assert run_config(tmp_path, 1, **keys).recomputes is recomputes
 
 
 def test_fsdp_over_one_process_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fsdp\.enabled: .*torchrun --nproc_per_node"):
         check_parallel(run_config(tmp_path, 1, fsdp__enabled=True), 1)
-
-
-def test_fsdp_offloads_nothing_from_a_cpu(tmp_path: Path) -> None:
     check_parallel(run_config(tmp_path, 1, fsdp__enabled=True), 2)
-    with pytest.raises(ConfigError, match=r"fsdp\.cpu_offload: .*trains on the CPU; set fsdp\.cpu_offload: false"):
-        check_parallel(run_config(tmp_path, 1, fsdp__enabled=True, fsdp__cpu_offload=True), 2)
 
 
 def test_deepspeed_configuration_is_passed_unchanged(tmp_path: Path) -> None:

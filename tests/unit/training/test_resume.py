@@ -192,7 +192,7 @@ def test_a_run_killed_while_saving_resumes_from_the_older_checkpoint(
 
 
 def seal(folder: Path, step: int) -> None:
-    seal_checkpoint(folder, step, resumable=True, writes=True, shared=True)
+    seal_checkpoint(folder, step, resumable=True, writes=True)
 
 
 def checkpoint(folder: Path, step: int, *, sealed: bool = True) -> Path:
