@@ -23,7 +23,7 @@ KEYS: dict[str, Any] = {
     "training__save_steps": 1,
     "training__resume_from_checkpoint": True,
     "training__ddp_timeout": TIMEOUT_S,
-    "rollout_matching__monitor_dump": {"enabled": True, "every_steps": 1, "only_world_process_zero": False},
+    "rollout_matching__monitor_dump": {"enabled": True, "every_steps": 1},
 }
 How = Literal["together", "alone"]
 # Phase: the call that fails on rank 1, in the last step or the last save before it; how the ranks end under DDP and
@@ -34,7 +34,6 @@ PHASES: dict[str, tuple[str, int, How, How]] = {
     "rollouts": ("_generate_batch", 4, "together", "alone"),
     "parsing": ("parse_rollout", 5, "together", "together"),
     "targets": ("build_target", 5, "together", "together"),
-    "recorder": ("offer", 3, "together", "together"),
     "the first row": ("to", 3, "together", "together"),
     "forward": ("scores", 3, "together", "alone"),
     "backward": ("backward", 3, "alone", "alone"),

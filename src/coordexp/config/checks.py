@@ -224,10 +224,6 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          " section, or set b_ratio: 0"),
     _variant_has_its_pipeline,
     _both_channels_train,
-    Rule(f"{_RM}.coord_decode_mode",
-         lambda c, r: (c.custom.trainer_variant == "stage2_two_channel" and c.stage2_ab is not None
-             and r.coord_decode_mode not in ("exp", c.stage2_ab.coord_decode_mode)),
-         "stage2_two_channel reads stage2_ab.coord_decode_mode for both channels; write it there"),
     Rule(f"{_RM}.monitor_dump.enabled", lambda c, r: c.custom.trainer_variant is None and r.monitor_dump.enabled,
          "only stage 2 makes rollouts to record; set custom.trainer_variant: stage2_rollout_aligned, or false"),
     Rule(f"{_RM}.target.answer", lambda c, r: c.custom.trainer_variant is None and r.target.answer != "as_written",

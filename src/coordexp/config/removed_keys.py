@@ -55,9 +55,15 @@ REMOVED_KEYS: dict[str, str] = {
     **_gone(_RM, "rollout_buffer", "rollout_buffer has no replacement, every step generates its own rollouts"),
     **_gone(_RM, "num_return_sequences", "exactly one answer per image is used"),
     **_gone(_RM, "desc_monitor", "descriptions are compared in evaluation, not in training"),
+    **_gone(_RM, "coord_decode_mode", "bbox_geo always decodes a coordinate by its expectation"),
     **_gone(f"{_RM}.monitor_dump", "async_write max_pending_writes", "records are written at once"),
+    **_gone(f"{_RM}.monitor_dump", "dump_first_step", "the first step is always recorded"),
+    **_gone(f"{_RM}.monitor_dump", "only_world_process_zero", "the first process records"),
+    **_gone(f"{_RM}.monitor_dump", "min_free_gb", "records are small, and one that cannot be written is counted"),
+    **_gone(f"{_RM}.monitor_dump", "out_dir", "records are in rollout_records of training.output_dir"),
     **_gone(f"{_RM}.monitor_dump", "max_events", "records are written until the end; set every_steps"),
     **_gone(f"{_RM}.monitor_dump", "max_text_chars write_markdown", "records are whole JSON lines"),
+    **_gone(f"{_RM}.eval_detection", "iou_thrs", "average precision is COCO's, over 0.50, 0.55, … 0.95"),
     **_gone(f"{_RM}.eval_detection", "strict_parse", "answers are always parsed strictly"),
     **_gone(f"{_RM}.eval_detection", "f1ish_pred_scope pred_score_version", "every prediction counts"),
     **_gone(
@@ -112,6 +118,7 @@ REMOVED_KEYS: dict[str, str] = {
         "coord_el1_weight coord_ehuber_weight coord_entropy_weight coord_huber_delta",
         "this loss term does not exist here",
     ),
+    **_gone("stage2_ab", "coord_decode_mode", "bbox_geo always decodes a coordinate by its expectation"),
     **_moved("stage2_ab.schedule", pattern="stage2_ab.schedule.b_ratio"),
     "stage2_ab.channel_b": "removed: stage2_ab.pipeline declares what Channel-B trains, and rollout_matching how it "
     f"decodes ({_RM}.decode_batch_size); delete the section",
@@ -170,6 +177,8 @@ REMOVED_KEYS: dict[str, str] = {
     **_moved("fsdp", activation_checkpointing="training.gradient_checkpointing"),
     **_moved("template", max_length="global_max_length"),
     **_gone("template", "template", "the checkpoint settles it"),
+    **_gone("data.augment", "min_visible", "objects with less than 0.3 of their area in view are left out"),
+    **_gone("launch", "log_dir", "logs are in logs of training.output_dir"),
     **_moved("data", dataset="custom.train_jsonl", val_dataset="custom.val_jsonl"),
 }
 

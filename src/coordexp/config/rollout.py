@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from coordexp.addresses import split_url
-from coordexp.config.base import Count, FilePath, ListOf, NonNegative, Positive, Probability, Share, StrictModel
+from coordexp.config.base import Count, ListOf, NonNegative, Positive, Probability, Share, StrictModel
 from coordexp.config.engine_args import EngineArgs
 from coordexp.config.objective import PipelineConfig
 from coordexp.errors import ConfigError
@@ -76,12 +76,6 @@ class TargetPolicy:
 
 
 _MATCHING, _TRANSPORT, _TARGET = MatchingConfig(), TransportConfig(), TargetPolicy()
-_DECODE_MODE = (
-    "how bbox_geo decodes a coordinate: by its expectation, or the most likely bin with the expectation's gradient"
-)
-CoordDecodeMode = Annotated[Literal["exp", "st"], Field(description=_DECODE_MODE)]
-
-
 MOST_SKIPPING = 8  # answers at once; above, an engine on a GPU skips forced tokens only if the YAML has true
 
 
@@ -138,8 +132,6 @@ class EvalDetectionConfig(StrictModel):
     """precision, recall and F1 at the thresholds below, COCO's average precision, or both"""
     use_segm: bool = False
     """COCO figures of polygons' masks too, not of boxes only"""
-    iou_thrs: Annotated[ListOf[Share], Field(min_length=1)] | None = None
-    """IoU thresholds of average precision; null = 0.50, 0.55, … 0.95"""
     f1ish_iou_thrs: Annotated[ListOf[Share], Field(min_length=1)] = (0.5,)
     """IoU thresholds of precision, recall and F1; the first names the plain figures"""
     score_mode: Literal["constant", "confidence"] | None = None
@@ -180,22 +172,15 @@ class TargetConfig(StrictModel):
 
 
 class MonitorDumpConfig(StrictModel):
-    """Records of single samples for looking at and replaying: answer, parse, match and target, one JSON line each."""
+    """Records of single samples for looking at and replaying: answer, parse, match and target, one JSON line each, in
+    rollout_records of training.output_dir."""
 
     enabled: bool = False
-    """write rollouts_rank{r}.jsonl while stage 2 trains"""
+    """write rollouts_rank0.jsonl while stage 2 trains"""
     every_steps: Count | None = None
-    """record every N optimizer steps; null = training.logging_steps"""
-    dump_first_step: bool = True
-    """record the first step of the run too"""
-    only_world_process_zero: bool = True
-    """record on the first process only, not on each"""
+    """record the first step, and every N-th; null = training.logging_steps"""
     max_samples: Count = 16
-    """most samples recorded of a step, on each process"""
-    min_free_gb: NonNegative = 2.0
-    """write nothing while the disk has less room, in 10^9 bytes"""
-    out_dir: FilePath | None = None
-    """folder of the records; null = rollout_records in training.output_dir"""
+    """most samples recorded of a step, all on the first process"""
 
 
 def _with_host(url: str) -> str:
@@ -358,7 +343,6 @@ class RolloutMatchingConfig(StrictModel):
     """sampling"""
     repeat_terminate: RepeatTerminateConfig = RepeatTerminateConfig()
     """the guard against answers that repeat themselves"""
-    coord_decode_mode: CoordDecodeMode = "exp"
     candidate_top_k: Count = _MATCHING.candidate_top_k
     """ground-truth candidates per prediction, nearest first"""
     maskiou_gate: Probability = _MATCHING.maskiou_gate
@@ -437,6 +421,5 @@ class Stage2ABConfig(StrictModel):
     coord_ctx_embed_mode: Literal["st", "soft", "hard"] = "st"
     """input of the next pass at a coordinate: the most likely token with the mean's gradient (st), the mean embedding
     (soft), or the most likely token (hard)"""
-    coord_decode_mode: CoordDecodeMode = "exp"
     pipeline: PipelineConfig
     """the objective of both channels; each module names its own"""

@@ -100,7 +100,8 @@ class TunerConfig(StrictModel):
 
 
 class AugmentConfig(StrictModel):
-    """Random views of training images: stage 1 only. Each follows from (training.seed, epoch, the sample's index)."""
+    """Random views of training images: stage 1 only. Each follows from (training.seed, epoch, the sample's index).
+    Objects with less than 0.3 of their area in view are left out, and counted."""
 
     horizontal_flip: Probability = 0.0
     """probability of a mirror image"""
@@ -113,8 +114,6 @@ class AugmentConfig(StrictModel):
     """least share of each side that a random window keeps; 1 = the whole image"""
     colour: Annotated[float, Field(ge=0, le=0.9)] = 0.0
     """brightness, contrast and saturation change by up to this share"""
-    min_visible: Share = 0.3
-    """objects with less than this share of their area in view are left out, and counted"""
 
 
 class DataConfig(StrictModel):
@@ -421,8 +420,6 @@ class LaunchConfig(StrictModel):
     """devices of the trainer, one process each; [] runs one process on the CPU"""
     wait_s: Seconds = 900.0
     """seconds that servers, and the engines of each, may take to start"""
-    log_dir: FilePath | None = None
-    """folder of one log file per process; null = logs in training.output_dir"""
 
 
 class RunConfig(StrictModel):

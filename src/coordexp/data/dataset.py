@@ -24,6 +24,7 @@ from coordexp.records import NUM_BINS, GTObject, ImageRecord, RolloutRequest
 _ORDERING: ObjectOrdering = default_of(CustomConfig, "object_ordering")
 _EPOCH, _REPEAT = "@epoch", "."  # of a view's sample id, after its record's: s:1@epoch2.1 is the first repeat
 LEFT_OUT = "augment_left_out"  # key of a view's metadata: the number of objects of which too little is left
+MIN_VISIBLE = 0.3  # share of its area that an object needs in view
 _LAST = NUM_BINS - 1
 _GREY = (114, 114, 114)  # beyond the image's edge
 _WHOLE = (0.0, 0.0, 1.0, 1.0)  # window of a view that shows all of its image
@@ -96,7 +97,7 @@ class RecordDataset:
         assert self.augment is not None, "only for augmented datasets"
         record = self.record(index)
         view = draw_view(self.augment, self.seed, epoch, index)
-        objects, left_out = view.objects(record.objects, self.augment.min_visible)
+        objects, left_out = view.objects(record.objects, MIN_VISIBLE)
         image = view.image(open_rgb(record.image, expected_size=(record.width, record.height)))
         ordered = order_objects(objects, self.ordering, self._shuffle(epoch, index))
         repeat = f"{_REPEAT}{index // len(self.records)}" if index >= len(self.records) else ""

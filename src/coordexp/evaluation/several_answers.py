@@ -99,7 +99,7 @@ def side_by_side(
     for name, column in columns.items():
         figures[name] = detection_metrics(sum_counts(count_image(answer, threshold).counts for answer in column))
         if options.metrics != "f1ish":
-            coco = average_precision(column, "bbox", options.iou_thrs, options.fixed_score).figures
+            coco = average_precision(column, "bbox", constant_score=options.fixed_score).figures
             figures[name] |= {key: coco[key] for key in ("AP", "AP50") if key in coco}
     return figures
 

@@ -110,15 +110,15 @@ def summarise(
     ap_of: dict[str, float] = {}
     ap_by_density: dict[str, float | None] = {}
     if options.metrics != "f1ish":
-        thresholds, constant = options.iou_thrs, options.fixed_score
-        coco = average_precision(answers, "bbox", thresholds, constant)
+        constant = options.fixed_score
+        coco = average_precision(answers, "bbox", constant_score=constant)
         figures |= coco.figures
         ap_of = coco.by_class
         for name in {part.density for part in counted}:
             alone = [answer for answer, part in zip(answers, counted, strict=True) if part.density == name]
-            ap_by_density[name] = average_precision(alone, "bbox", thresholds, constant).figures.get("AP")
+            ap_by_density[name] = average_precision(alone, "bbox", constant_score=constant).figures.get("AP")
         if options.use_segm:
-            masks = average_precision(answers, "segm", thresholds, constant)
+            masks = average_precision(answers, "segm", constant_score=constant)
             figures |= {f"segm_{name}": value for name, value in masks.figures.items()}
     by_desc: defaultdict[str, Counter[str]] = defaultdict(Counter)
     by_density: defaultdict[str, list[Mapping[str, float]]] = defaultdict(list)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from coordexp.config import RunConfig, resolved_rollout
+from coordexp.config import RunConfig
 from coordexp.errors import ConfigError, DataError
 from coordexp.recording.rollout_record import RolloutRecord, prompt_sha256, read_records, rebuild, replay
 from coordexp.records import ImageRecord, Segment
@@ -42,7 +42,7 @@ def replay_records(
 
     from coordexp.modeling.inputs import PromptEncoder
     from coordexp.modeling.load import load_model
-    from coordexp.objective import RowObjective
+    from coordexp.objective import RowObjective, build_pipeline
     from coordexp.packing import build_row
     from coordexp.targets import count_terms
     from coordexp.training.rows import RowBuilder
@@ -51,7 +51,7 @@ def replay_records(
     loaded = load_model(model, config.model.dtype, config.model.attn_implementation)
     loaded.model.eval()
     encoder = PromptEncoder(loaded.processor, config.template.prompt, config.template.system)
-    objective = RowObjective(rollout_pipeline(config, resolved_rollout(config)), loaded.vocab.coord_token_ids)
+    objective = RowObjective(build_pipeline(rollout_pipeline(config)), loaded.vocab.coord_token_ids)
     build_row_tensors = RowBuilder.from_model(loaded, torch.device("cpu"))
     for record in records:
         image = ImageRecord(record.sample_id, Path(record.image), record.width, record.height, record.ground_truth)
@@ -75,7 +75,8 @@ def replay_records(
 _READ = ("model",)
 _READ_FOR_LOSSES = (
     "template",
-    *(f"{section}.{key}" for section in ("rollout_matching", "stage2_ab") for key in ("pipeline", "coord_decode_mode")),
+    "rollout_matching.pipeline",
+    "stage2_ab.pipeline",
 )
 
 

@@ -135,7 +135,7 @@ def plan_launch(
                 host = split_url(entry.base_url).hostname or ""
             local.append(listen_host is not None or can_listen(host, 0))
     devices = _devices_of_servers(config, local)
-    logs = launch.log_dir or Path(config.training.output_dir) / "logs"
+    logs = Path(config.training.output_dir) / "logs"
     words = (str(config_path), *arguments)
     grace_s = config.training.stop_within_s + 15.0  # the trainer's own limit, and a moment to end
     servers = []

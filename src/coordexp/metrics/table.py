@@ -125,8 +125,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/server_retries_total", "calls", COUNT, "calls to a rollout server that failed and were repeated; each logs a warning"),
         Metric("rollout/sync_fallbacks_total", "pushes", COUNT, "failed adapter pushes, after which merged weights are pushed; absent while 0"),
         Metric("rollout/sync_bytes_total", "bytes", COUNT, "weights sent to each rollout server"),
-        Metric("rollout/records_written_total", "records", COUNT, "[records of samples](#rollout-records) written; these three only with `monitor_dump.enabled`"),
-        Metric("rollout/records_dropped_total", "records", COUNT, "records not written, because the disk was nearly full"),
+        Metric("rollout/records_written_total", "records", COUNT, "[records of samples](#rollout-records) written; both only with `monitor_dump.enabled`"),
         Metric("rollout/records_failed_total", "records", COUNT, "records that could not be written"),
     ),
     "stage2": (
@@ -148,7 +147,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("train/tokens_total", "tokens", COUNT, "tokens of the trained rows, including prompts"),
         Metric("train/patches_total", "patches", COUNT, "image patches of the trained rows, which the vision tower computes"),
         Metric("train/supervised_total", "positions", COUNT, "positions of the trained rows that the language head computes"),
-        Metric("train/augment_left_out_total", "objects", COUNT, "objects whose visible part in a random view is below `data.augment.min_visible`; only with `data.augment`"),
+        Metric("train/augment_left_out_total", "objects", COUNT, "objects whose visible part in a random view is below 0.3 of their area; only with `data.augment`"),
         Metric("train/micro_steps", "rows", COUNT, "forward passes"),
         Metric("train/nonfinite_positions_total", "positions", COUNT, "supervised positions with NaN or infinity among the logits. They are replaced in the loss; if all are broken, training stops"),
         Metric("train/clamped_positions_total", "positions", COUNT, "supervised positions with a finite logit beyond ±10,000, which the loss clamps"),

@@ -9,11 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
-
-DecodeMode = Literal["exp", "st"]
 
 LOGIT_LIMIT = 1e4
 MAX_COORD_MASS = 1.0 - 1e-6  # caps the text gate at −log(1e-6)
@@ -82,19 +79,6 @@ def expected_position(p_KB: torch.Tensor) -> torch.Tensor:
     """Expectation decode to [0, 1]: ``Σ p_k · k/(B−1)``; (K, B) → (K,)."""
     bins_B = torch.arange(p_KB.shape[-1], device=p_KB.device, dtype=p_KB.dtype)
     return (p_KB * bins_B).sum(dim=-1) / (p_KB.shape[-1] - 1)
-
-
-def decoded_position(z_KB: torch.Tensor, mode: DecodeMode) -> torch.Tensor:
-    """Logits → positions in [0, 1]: (K, B) → (K,).
-
-    ``exp``: the expectation of the softmax. ``st``, straight-through: the likeliest bin's position, with the gradient
-    of the expectation: the loss is that of the box which greedy decoding would write.
-    """
-    expected_K = expected_position(z_KB.softmax(dim=-1))
-    if mode == "exp":
-        return expected_K
-    likeliest_K = z_KB.argmax(dim=-1).to(expected_K.dtype) / (z_KB.shape[-1] - 1)
-    return likeliest_K + (expected_K - expected_K.detach())
 
 
 def canonical_boxes(boxes_M4: torch.Tensor) -> torch.Tensor:

@@ -19,15 +19,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 
-from coordexp.config.base import default_of
 from coordexp.config.objective import Channel, ModuleSpec, PipelineConfig
-from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.config.schema import CoordSoftCEW1Config
 from coordexp.modeling.inputs import for_device
 from coordexp.modeling.self_context import SelfContext, self_context_states
 from coordexp.modeling.trainer_weights import output_head
 from coordexp.objective import coord_math
-from coordexp.objective.coord_math import CoordColumns, DecodeMode
+from coordexp.objective.coord_math import CoordColumns
 from coordexp.objective.head import HeadQuery, HeadScores, SupervisionTensors, factor_dtype, score_head
 from coordexp.records import NUM_BINS, PackedRow
 from coordexp.targets.weights import is_active
@@ -137,20 +135,16 @@ class CoordReg:
         return sums
 
 
-DECODE: DecodeMode = default_of(RolloutMatchingConfig, "coord_decode_mode")
-
-
 @dataclass(frozen=True, slots=True)
 class BBoxGeo:
     """SmoothL1 (β = 1, mean over the four sides) and CIoU on decoded boxes, means over the step's boxes.
 
-    ``decode`` is the run's coordinate decoding, not a key of the module: see :func:`coord_math.decoded_position`.
-    Predicted and true boxes are canonicalised the same way for both losses: an inverted box is not free for one.
+    A coordinate is decoded by its expectation. Predicted and true boxes are canonicalised the same way for both losses:
+    an inverted box is not free for one.
     """
 
     smoothl1_weight: float
     ciou_weight: float
-    decode: DecodeMode = DECODE
 
     means_over: ClassVar[MeansOver] = {"smoothl1": ("box",), "ciou": ("box",)}
 
@@ -162,7 +156,7 @@ class BBoxGeo:
             return {}
         weight_M = supervision.weight_N("box")[supervision.coord_in_N_K[supervision.box_in_K_M4[:, 0]]]
         z_SB = scores.coord_logit_KB[supervision.box_in_K_M4.reshape(-1)]  # the four sides of all boxes
-        decoded_M4 = coord_math.decoded_position(z_SB, self.decode).reshape(-1, 4)
+        decoded_M4 = coord_math.expected_position(z_SB.softmax(dim=-1)).reshape(-1, 4)
         predicted_M4 = coord_math.canonical_boxes(decoded_M4)
         true_M4 = coord_math.canonical_boxes(supervision.box_bin_M4.to(decoded_M4.dtype) / (NUM_BINS - 1))
         sums: Sums = {}
@@ -303,18 +297,18 @@ class ObjectivePipeline:
         return ObjectiveResult(loss, terms)
 
 
-def build_pipeline(config: PipelineConfig, channel: Channel = "B", *, decode: DecodeMode = DECODE) -> ObjectivePipeline:
+def build_pipeline(config: PipelineConfig, channel: Channel = "B") -> ObjectivePipeline:
     """The pipeline that ``config`` declares, for one training channel; inactive modules are left out and cost nothing.
 
     Its targets take their weights from :meth:`coordexp.targets.SupervisionWeights.from_pipeline` of the same ``config``
-    and channel. ``decode``: how ``bbox_geo`` decodes a coordinate.
+    and channel.
     """
 
     def build(spec: ModuleSpec, weight: float) -> WeightedModule:
         module = MODULES[spec.name]
         # A module takes the keys of its formula. Keys that weigh tokens (token_ce's) are in the targets already.
-        keys = {"decode": decode, **spec.config.model_dump()}
-        return WeightedModule(spec.name, weight, module(**{field.name: keys[field.name] for field in fields(module)}))
+        keys = {field.name: getattr(spec.config, field.name) for field in fields(module)}
+        return WeightedModule(spec.name, weight, module(**keys))
 
     return ObjectivePipeline(
         tuple(build(spec, spec.weight) for spec in config.objective if is_active(spec, channel)),

@@ -1,8 +1,8 @@
 """Rollout records, the rollout log and TensorBoard's pictures, written while training runs.
 
 A record is written when its target is built; its token losses are known only after its forward pass, maybe steps later,
-and go into a file of their own. If the disk is nearly full or a write fails, the line is dropped, counted and (once)
-warned about, and training continues. A record of 100 objects takes 2 ms, so no thread writes it.
+and go into a file of their own. If a write fails, the line is dropped, counted and (once) warned about, and training
+continues. A record of 100 objects takes 2 ms, so no thread writes it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -35,9 +34,8 @@ from coordexp.targets import SampleOutcome
 logger = logging.getLogger("coordexp")
 
 WRITTEN = "rollout/records_written_total"
-DROPPED = "rollout/records_dropped_total"  # the disk was nearly full
-RECORDS_FAILED = "rollout/records_failed_total"  # the write itself failed
-COUNTERS = (WRITTEN, DROPPED, RECORDS_FAILED)
+RECORDS_FAILED = "rollout/records_failed_total"
+COUNTERS = (WRITTEN, RECORDS_FAILED)
 
 MAX_PICTURES = 4  # per recorded step, so that their cost is bounded
 SIDE = 384
@@ -45,28 +43,25 @@ FOUND, MISSED, MATCHED, UNMATCHED = "#00a000", "#d9730d", "#2060ff", "#e00000"
 
 
 def is_due(config: MonitorDumpConfig, global_step: int, logging_steps: int) -> bool:
-    """Whether the step after ``global_step`` finished ones is recorded: with every N, steps N, 2N, …
+    """Whether the step after ``global_step`` finished ones is recorded: with every N, steps 1, N, 2N, …
 
     ``logging_steps``: the run's, known only to the trainer, because the YAML may give a share of all steps.
     """
-    if global_step == 0 and config.dump_first_step:
-        return True
     every = logging_steps if config.every_steps is None else config.every_steps
-    return (global_step + 1) % max(1, every) == 0
+    return global_step == 0 or (global_step + 1) % max(1, every) == 0
 
 
 class RolloutRecorder:
-    """The files ``rollouts_rank{rank}.jsonl`` and ``losses_rank{rank}.jsonl`` of one rank."""
+    """The files ``rollouts_rank0.jsonl`` and ``losses_rank0.jsonl``, of the samples of rank 0."""
 
-    def __init__(self, folder: Path, rank: int, settings: Settings, config: MonitorDumpConfig) -> None:
-        self.path = folder / f"rollouts_rank{rank}.jsonl"
-        self._rank = rank
+    def __init__(self, folder: Path, settings: Settings, config: MonitorDumpConfig) -> None:
+        self.path = folder / "rollouts_rank0.jsonl"
         self._settings = settings
         self._config = config
         # Recorded, but the loss is not known yet. By target: a sample may be in a step twice, or wait more than once.
         self._untrained: dict[TrainingTarget, WhereInTraining] = {}
         self._counters = Counter({name: 0 for name in COUNTERS})
-        self._warned: set[str] = set()
+        self._has_warned = False
 
     def offer(
         self,
@@ -82,7 +77,7 @@ class RolloutRecorder:
         for idx, ((micro_step, sample), outcome) in enumerate(zip(samples, outcomes, strict=True)):
             if idx >= self._config.max_samples:
                 return
-            where = WhereInTraining(global_step, micro_step, self._rank, idx, len(samples))
+            where = WhereInTraining(global_step, micro_step, 0, idx, len(samples))
             written = self._write(self.path, partial(make_record, sample.record, outcome, where, self._settings))
             if written and outcome.target.token_ids:  # an answer that cannot be closed is dropped, and never trained on
                 self._untrained[outcome.target] = where
@@ -107,27 +102,17 @@ class RolloutRecorder:
         # Whether it was written: a lost record is counted once, so it gets no losses either.
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            free_gb = shutil.disk_usage(self.path.parent).free / 1e9
-            if free_gb < self._config.min_free_gb:
-                self._lose(
-                    DROPPED,
-                    f"{self.path.parent}: {free_gb:.1f} GB free, less than rollout_matching.monitor_dump.min_free_gb; "
-                    "no rollout records until there is more",
-                )
-                return False
             append_line(path, to_json(make()) + b"\n")
         except (OSError, UnicodeEncodeError) as error:
-            self._lose(RECORDS_FAILED, f"{path}: a rollout record was not written: {error}")
+            self._counters[RECORDS_FAILED] += 1
+            if not self._has_warned:
+                text = "%s: a rollout record was not written: %s (counted in %s from here on)"
+                logger.warning(text, path, error, RECORDS_FAILED)
+            self._has_warned = True
             return False
         if path == self.path:
             self._counters[WRITTEN] += 1
         return True
-
-    def _lose(self, counter: str, message: str) -> None:
-        self._counters[counter] += 1
-        if counter not in self._warned:
-            logger.warning("%s (counted in %s from here on)", message, counter)
-        self._warned.add(counter)
 
 
 def token_losses(

@@ -274,13 +274,11 @@ def _resume_point(start: Start) -> Start:
 
 def _recorder(run: CheckedRun, task: Task | None) -> RolloutRecorder | None:
     dump = run.rollout.monitor_dump
-    on_this_rank = distributed.is_main() or not dump.only_world_process_zero
-    if task is None or task.rollouts is None or not dump.enabled or not on_this_rank:
+    if task is None or task.rollouts is None or not dump.enabled or not distributed.is_main():
         return None
     matching, targets = task.rollouts.read.matching, task.targets
     settings = Settings(matching, targets.transport, targets.field_order, targets.policy, targets.weights)
-    folder = dump.out_dir or run.config.training.output_dir / RECORDS
-    return RolloutRecorder(folder, distributed.rank(), settings, dump)
+    return RolloutRecorder(run.config.training.output_dir / RECORDS, settings, dump)
 
 
 def run_training(

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from coordexp.config import RunConfig
-from coordexp.config.objective import Channel
+from coordexp.config.objective import Channel, PipelineConfig
 from coordexp.config.rollout import RolloutMatchingConfig
 from coordexp.coords import CoordVocab
 from coordexp.errors import ConfigError
 from coordexp.matching import MatchingConfig
 from coordexp.modeling.self_context import SelfContext
-from coordexp.objective import ObjectivePipeline, RowObjective, build_pipeline, sft_pipeline
+from coordexp.objective import RowObjective, build_pipeline, sft_pipeline
 from coordexp.packing import CarryBuffer
 from coordexp.rollouts import RolloutBackend
 from coordexp.targets import SupervisionWeights, TargetPolicy, TransportConfig
@@ -57,10 +56,10 @@ def build_tasks(
         decode_metric=decode_metric,
     )
     two_channels = variant == "stage2_two_channel"
-    pipeline = _rollout_section(config, rollout).pipeline
+    pipeline = rollout_pipeline(config)
     weights = SupervisionWeights.from_pipeline(pipeline, "B", with_matched_prefix=two_channels)
     targets = replace(targets, weights=weights)
-    objective = RowObjective(rollout_pipeline(config, rollout), vocab.coord_token_ids)
+    objective = RowObjective(build_pipeline(pipeline), vocab.coord_token_ids)
     if not two_channels:
         return {None: Task(objective, carrying, targets, queue)}, None
 
@@ -72,7 +71,7 @@ def build_tasks(
         two.n_softctx_iter, two.coord_ctx_embed_mode, two.softctx_grad_mode, two.softctx_temperature
     )
     objective_a = RowObjective(
-        build_pipeline(two.pipeline, "A", decode=two.coord_decode_mode),
+        build_pipeline(two.pipeline, "A"),
         vocab.coord_token_ids,
         None if self_context.iterations == 1 else self_context,  # a single forward has no self-context
     )
@@ -83,18 +82,13 @@ def build_tasks(
     return tasks, ChannelSchedule.from_ratio(two.schedule.b_ratio)
 
 
-def rollout_pipeline(config: RunConfig, rollout: RolloutMatchingConfig) -> ObjectivePipeline:
-    """The objective of rollouts: of rollout matching, or of Channel-B in two-channel training. Raises ConfigError if
-    ``config`` declares none; stage 1 has no rollouts."""
-    section = _rollout_section(config, rollout)
-    return build_pipeline(section.pipeline, "B", decode=section.coord_decode_mode)
-
-
-def _rollout_section(config: RunConfig, rollout: RolloutMatchingConfig) -> Any:
+def rollout_pipeline(config: RunConfig) -> PipelineConfig:
+    """The declared objective of rollouts: of rollout matching, or of two-channel training, in its Channel-B. Raises
+    ConfigError if ``config`` declares none; stage 1 has no rollouts."""
     two_channels = config.custom.trainer_variant == "stage2_two_channel"
-    section = config.stage2_ab if two_channels else rollout
+    section = config.stage2_ab if two_channels else config.rollout_matching
     if section is None or section.pipeline is None:
         raise ConfigError(
             "rollout_matching.pipeline: missing, so rollouts have no objective; give the configuration of a stage-2 run"
         )
-    return section
+    return section.pipeline

@@ -54,7 +54,6 @@ RULES = [
     (stage1(), {"data.augment": {"scale": [2.0, 0.5]}}, "data.augment.scale", "the least factor must be first"),
     (two_channel(), {"custom.coord_soft_ce_w1": {}}, "custom.coord_soft_ce_w1", "stage2_ab.pipeline"),
     (two_channel(), {f"{RM}.pipeline": stage2()[RM]["pipeline"]}, f"{RM}.pipeline", "move it there"),
-    (two_channel(), {f"{RM}.coord_decode_mode": "st"}, f"{RM}.coord_decode_mode", "reads stage2_ab.coord_decode_mode"),
     (drop_key(two_channel(), "stage2_ab"), {}, "stage2_ab", "needs schedule.b_ratio and pipeline"),
     (stage2(), {"stage2_ab": two_channel()["stage2_ab"]}, "stage2_ab", "trainer_variant: stage2_two_channel"),
     (drop_key(two_channel(), RM), {}, RM, "set b_ratio: 0"),

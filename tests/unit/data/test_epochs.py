@@ -205,7 +205,7 @@ def test_a_repeat_has_a_view_of_its_own_that_is_found_by_its_id(tmp_path: Path) 
     def seen(record: ImageRecord, image: object) -> RolloutRequest:
         return RolloutRequest(record.sample_id, record.image, (), record.objects[0].bins)
 
-    dataset = RecordDataset(records, seen, "sorted", 5, AugmentConfig(scale=(0.5, 1.0), min_visible=0.01))
+    dataset = RecordDataset(records, seen, "sorted", 5, AugmentConfig(scale=(0.5, 1.0)))
     dataset.set_epoch(2)
     samples = [dataset[k] for k in range(3)]
     assert [one.record.sample_id for one in samples] == ["a.jsonl:1@epoch2", "a.jsonl:1@epoch2.1", "a.jsonl:1@epoch2.2"]

@@ -17,9 +17,8 @@ from support.tiny_run import finder, run_config, step_lines, tiny_checkpoint, tr
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     config = run_config(
-        tmp_path_factory.mktemp("recorded"), 2, rollout_matching__monitor_dump={"enabled": True, "min_free_gb": 0.0},
+        tmp_path_factory.mktemp("recorded"), 2, rollout_matching__monitor_dump={"enabled": True},
         training__max_steps=1, training__per_device_train_batch_size=1, custom__train_sample_limit=1,
-        rollout_matching__coord_decode_mode="st",  # not the default: the losses must be those of the run's decoding
     )  # fmt: skip
     trainer = train(config, finder())
     trainer.close()

@@ -157,25 +157,18 @@ def test_everything_runs_in_float32_or_wider(dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("logits", "exp", "st"),
+    ("logits", "position"),
     [
-        ({250: 10.0}, 0.26109675, 250 / 999),
-        ({250: 20.0}, 0.25025076, 250 / 999),  # the same at temperature 0.5
-        ({0: 30.0, 999: 30.0}, 0.5, 0.0),  # between two equal peaks; the first of them
+        ({250: 10.0}, 0.26109675),
+        ({250: 20.0}, 0.25025076),  # the same at temperature 0.5
+        ({0: 30.0, 999: 30.0}, 0.5),  # between two equal peaks
     ],
 )
-def test_decoding_by_expectation_and_straight_through(logits: dict[int, float], exp: float, st: float) -> None:
+def test_decoding_by_expectation(logits: dict[int, float], position: float) -> None:
     z = torch.zeros(1, 1000, dtype=F64)
     for at, height in logits.items():
         z[0, at] = height
-    assert coord_math.decoded_position(z, "exp").item() == pytest.approx(exp, abs=1e-6)
-    assert coord_math.decoded_position(z, "st").item() == pytest.approx(st, abs=1e-12)
-
-
-def test_straight_through_has_the_expectations_gradient() -> None:
-    z = torch.randn(3, 1000, dtype=F64, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    exp, st = (torch.autograd.grad(coord_math.decoded_position(z, mode).sum(), z)[0] for mode in ("exp", "st"))
-    assert torch.equal(exp, st) and exp.abs().max() > 1e-6
+    assert coord_math.expected_position(z.softmax(dim=-1)).item() == pytest.approx(position, abs=1e-6)
 
 
 BOX = (100, 100, 200, 200)

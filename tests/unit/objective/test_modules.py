@@ -241,12 +241,11 @@ def peaked(
     return found, scores_from_logits(logits, pipeline.query(found), found.label_N, COORDS)
 
 
-def test_bbox_geo_uses_the_configured_decoding() -> None:
-    """Two thirds of each side's mass on the true bin, the rest at the far end: only the expectation is off."""
-    pipe = {decode: build_pipeline(config(), decode=decode) for decode in ("exp", "st")}
-    row = peaked(pipe["exp"], [(500, 500, 700, 800)], height=math.log(2 * 999))
-    loss = {decode: pipeline.objective[2].module.sums(*row)["smoothl1"].item() for decode, pipeline in pipe.items()}
-    assert loss["st"] == pytest.approx(0.0, abs=1e-12) and loss["exp"] > 1e-3
+def test_bbox_geo_decodes_by_the_expectation() -> None:
+    """Two thirds of each side's mass on the true bin, the rest at the far end: the likeliest bin is right."""
+    pipeline = build_pipeline(config())
+    row = peaked(pipeline, [(500, 500, 700, 800)], height=math.log(2 * 999))
+    assert pipeline.objective[2].module.sums(*row)["smoothl1"].item() > 1e-3
 
 
 def test_values_of_diagnostics() -> None:

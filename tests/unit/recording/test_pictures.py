@@ -30,22 +30,21 @@ def events(folder: Path) -> EventAccumulator:
 
 def test_recorded_rollouts_are_drawn(tmp_path: Path) -> None:
     config = run_config(
-        tmp_path, 2, rollout_matching__monitor_dump={"enabled": True, "every_steps": 2, "dump_first_step": False,
-        "max_samples": 2, "min_free_gb": 0.0}, training__report_to=["tensorboard"],
-        training__gradient_accumulation_steps=2,
+        tmp_path, 2, rollout_matching__monitor_dump={"enabled": True, "every_steps": 2, "max_samples": 2},
+        training__report_to=["tensorboard"], training__gradient_accumulation_steps=2,
     )  # fmt: skip
     train(config, finder()).close()
     found = events(tmp_path / "run")
     assert found.Tags()["images"] == ["rollouts/sample_0", "rollouts/sample_1"]
-    (picture,) = found.Images("rollouts/sample_0")
-    assert picture.step == 2  # the run's second and last
+    first, picture = found.Images("rollouts/sample_0")
+    assert (first.step, picture.step) == (1, 2)
     pixels = np.asarray(Image.open(io.BytesIO(picture.encoded_image_string)).convert("RGB"))
-    drawn = [np.asarray(Image.open(io.BytesIO(found.Images(tag)[0].encoded_image_string)).convert("RGB"))
+    drawn = [np.asarray(Image.open(io.BytesIO(found.Images(tag)[-1].encoded_image_string)).convert("RGB"))
              for tag in found.Tags()["images"]]  # fmt: skip
     matched = tuple(bytes.fromhex(MATCHED[1:]))
     assert max(pixels.shape[:2]) == SIDE  # small images are enlarged, so that labels fit
     assert any((one == matched).all(axis=-1).any() for one in drawn)
-    (lengths,) = found.Histograms("rollouts/answer_tokens")
+    _, lengths = found.Histograms("rollouts/answer_tokens")
     assert lengths.histogram_value.num == 4 and lengths.histogram_value.max > 1
     assert set(found.Tags()["histograms"]) == {
         "rollouts/answer_tokens", "rollouts/objects_per_answer", "rollouts/missed_per_image"
@@ -59,7 +58,7 @@ def test_a_picture_shows_the_objects_in_the_order_that_was_matched(
     drawn: list[Any] = []
     config = run_config(
         tmp_path, 2, training__max_steps=3, training__report_to=["tensorboard"], custom__object_ordering="random",
-        rollout_matching__monitor_dump={"enabled": True, "every_steps": 1, "max_samples": 2, "min_free_gb": 0.0},
+        rollout_matching__monitor_dump={"enabled": True, "every_steps": 1, "max_samples": 2},
     )  # fmt: skip
 
     def on_built(trainer) -> None:

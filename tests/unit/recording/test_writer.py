@@ -14,7 +14,7 @@ from coordexp.data import read_jsonl
 from coordexp.data.dataset import Sample
 from coordexp.matching import MatchingConfig
 from coordexp.recording.rollout_record import RolloutRecord, Settings, read_records, replay
-from coordexp.recording.writer import DROPPED, RECORDS_FAILED, WRITTEN, RolloutRecorder, is_due
+from coordexp.recording.writer import RECORDS_FAILED, WRITTEN, RolloutRecorder, is_due
 from coordexp.records import Segment
 from coordexp.targets import TransportConfig, empty_target
 from coordexp.training.loop import CoordExpTrainer
@@ -36,45 +36,43 @@ def offer(recorder: RolloutRecorder, global_step: int, *batches: list[Sample], l
 
 
 def recorder_in(folder: Path) -> RolloutRecorder:
-    return RolloutRecorder(folder, 0, SETTINGS, MonitorDumpConfig(min_free_gb=0.0))
+    return RolloutRecorder(folder, SETTINGS, MonitorDumpConfig())
 
 
 def segment_of(sample: Sample, target: Any) -> Segment:
     return Segment(sample.record.sample_id, sample.request.prompt_token_ids, target, {})
 
 
-def totals(recorder: RolloutRecorder) -> tuple[int, int, int]:
+def totals(recorder: RolloutRecorder) -> tuple[int, int]:
     counters = recorder.take_counters()
-    return counters[WRITTEN], counters[DROPPED], counters[RECORDS_FAILED]
+    return counters[WRITTEN], counters[RECORDS_FAILED]
 
 
 @pytest.mark.parametrize(
-    ("every", "first", "logging_steps", "due"),
+    ("every", "logging_steps", "due"),
     [
-        (None, True, 5, [0, 4, 9]),
-        (None, False, 5, [4, 9]),
-        (4, True, 5, [0, 3, 7]),
-        (1, False, 5, list(range(10))),
-        (100, True, 1, [0]),
-        (100, False, 1, []),
+        (None, 5, [0, 4, 9]),
+        (4, 5, [0, 3, 7]),
+        (1, 5, list(range(10))),
+        (100, 1, [0]),
     ],
 )
-def test_cadence(every: int | None, first: bool, logging_steps: int, due: list[int]) -> None:
-    config = MonitorDumpConfig(every_steps=every, dump_first_step=first)
+def test_cadence(every: int | None, logging_steps: int, due: list[int]) -> None:
+    config = MonitorDumpConfig(every_steps=every)
     assert [step for step in range(10) if is_due(config, step, logging_steps)] == due
 
 
 def test_records_of_due_steps_are_written_with_their_place(tmp_path: Path) -> None:
-    recorder = RolloutRecorder(tmp_path / "new", 3, SETTINGS, MonitorDumpConfig(max_samples=3, min_free_gb=0.0))
+    recorder = RolloutRecorder(tmp_path / "new", SETTINGS, MonitorDumpConfig(max_samples=3))
     offer(recorder, 0, samples(2), samples(2, start=2), logging_steps=2)
     offer(recorder, 1, samples(1), logging_steps=3)  # not due
     offer(recorder, 2, samples(1), logging_steps=3)
     found = read_records(tmp_path / "new")
-    assert recorder.path.name == "rollouts_rank3.jsonl"
+    assert recorder.path.name == "rollouts_rank0.jsonl"
     places = [(r.where.global_step, r.where.micro_step, r.where.sample_idx, r.sample_id) for r in found]
     assert places == [(0, 0, 0, "sample 0"), (0, 0, 1, "sample 1"), (0, 1, 2, "sample 2"), (2, 0, 0, "sample 0")]
-    assert [(r.where.num_samples, r.where.rank) for r in found] == [(4, 3), (4, 3), (4, 3), (1, 3)]
-    assert totals(recorder) == (4, 0, 0) and totals(recorder) == (0, 0, 0)
+    assert [(r.where.num_samples, r.where.rank) for r in found] == [(4, 0), (4, 0), (4, 0), (1, 0)]
+    assert totals(recorder) == (4, 0) and totals(recorder) == (0, 0)
     assert all(replay(r, tiny_vocab()) == () for r in found)
 
 
@@ -114,26 +112,24 @@ def test_a_dropped_answer_does_not_get_losses_of_a_later_one(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("min_free_gb", "name", "blocked", "lost", "warning"),
+    ("name", "blocked"),
     [
-        (1e9, "a.png", False, (0, 3, 0), "min_free_gb"),
-        (0.0, "\udcff.png", False, (0, 0, 3), "was not written"),  # a file name that is not UTF-8
-        (0.0, "a.png", True, (0, 0, 3), "was not written"),  # a folder cannot be appended to
+        ("\udcff.png", False),  # a file name that is not UTF-8
+        ("a.png", True),  # a folder cannot be appended to
     ],
 )
 def test_lost_records_are_counted_and_warn_once(
-    min_free_gb: float, name: str, blocked: bool, lost: tuple[int, ...], warning: str, tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    name: str, blocked: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     if blocked:
         (tmp_path / "rollouts_rank0.jsonl").mkdir()
-    recorder = RolloutRecorder(tmp_path, 0, SETTINGS, MonitorDumpConfig(min_free_gb=min_free_gb))
+    recorder = recorder_in(tmp_path)
     image = record([CAT], image=Path(name))
     answered = [outcome_of(answer(entry(1)), [CAT, DOG], tiny_vocab()) for _ in range(3)]
     recorder.offer(0, 1, [[Sample(image, request(image))] * 3], answered)
     trained = [Segment(image.sample_id, (7, 8, 9), one.target, {}) for one in answered]
     recorder.offer_losses(0, trained, [((0, 0.5),)] * 3)  # of records that are counted already
-    assert totals(recorder) == lost and caplog.text.count(warning) == 1
+    assert totals(recorder) == (0, 3) and caplog.text.count("was not written") == 1
     assert not recorder.path.is_file()
 
 
@@ -153,7 +149,7 @@ def test_resuming_appends_after_complete_lines(tmp_path: Path) -> None:
 def test_records_of_training_can_be_replayed(tmp_path: Path) -> None:
     loaded = load_tiny()
     config = run_config(
-        tmp_path, 2, rollout_matching__monitor_dump={"enabled": True, "max_samples": 1, "min_free_gb": 0.0},
+        tmp_path, 2, rollout_matching__monitor_dump={"enabled": True, "max_samples": 1},
         training__gradient_accumulation_steps=2,
     )  # fmt: skip
     trainer = train(config, finder())
@@ -164,7 +160,7 @@ def test_records_of_training_can_be_replayed(tmp_path: Path) -> None:
     for line in found:
         assert replay(line, loaded.vocab) == ()
         assert line.ground_truth == in_file[line.sample_id] and line.prompt.num_tokens > 10
-    assert {"rollout/records_written_total", "rollout/records_dropped_total"} <= step_lines(trainer)[-1].keys()
+    assert {"rollout/records_written_total", "rollout/records_failed_total"} <= step_lines(trainer)[-1].keys()
     assert set(found[0].loss_by_role or {}) >= {"MATCHED_COORD", "GT_STRUCT", "GT_COORD", "CLOSE", "EOS"}
     assert dict(found[0].token_loss or ()) == pytest.approx(alone(found[0], trainer), abs=2e-3)
 

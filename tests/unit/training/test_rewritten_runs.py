@@ -31,7 +31,7 @@ from support.tiny_run import (
     train,
 )
 
-RECORDED = {"enabled": True, "min_free_gb": 0.0, "every_steps": 1}
+RECORDED = {"enabled": True, "every_steps": 1}
 
 
 @pytest.mark.parametrize("stage", [2, "two_channel"])

@@ -225,7 +225,7 @@ def test_a_module_acts_only_in_its_channels(own: str, tmp_path: Path) -> None:
 def test_only_rollout_steps_are_recorded(tmp_path: Path) -> None:
     config = run_config(
         tmp_path, "two_channel", training__max_steps=4, training__logging_steps=1,
-        rollout_matching__monitor_dump={"enabled": True, "every_steps": 1, "min_free_gb": 0.0},
+        rollout_matching__monitor_dump={"enabled": True, "every_steps": 1},
     )  # fmt: skip
     trainer = train(config)
     trainer.close()
