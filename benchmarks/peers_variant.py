@@ -172,7 +172,7 @@ def coordexp(spec: dict[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
     if stage_2:
         values |= {
-            "training.metric_for_best_model": None, "training.greater_is_better": None,
+            "training.metric_for_best_model": None,
             "rollout_matching.max_new_tokens": spec["answer_tokens"],
             "rollout_matching.decode_batch_size": spec["batch"] * spec["accumulation"],
             "rollout_matching.decoding.temperature": 1.0, "rollout_matching.monitor_dump.enabled": False,

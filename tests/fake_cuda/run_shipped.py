@@ -65,7 +65,6 @@ def overrides(row: Row, output_dir: Path) -> dict[str, Any]:
         "custom.val_jsonl": str(tiny_scenes()),
         "custom.val_sample_limit": 2,
         "training.output_dir": str(output_dir),
-        "training.logging_dir": None,
         "training.report_to": ["none"],
         "training.max_steps": 2,
         "training.effective_batch_size": 4,

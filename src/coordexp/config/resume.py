@@ -25,7 +25,7 @@ HARMLESS = (
     *("training.max_steps", "training.num_train_epochs"),
     *("training.gradient_checkpointing", "training.gradient_checkpointing_every"),
     "training.ddp_timeout",
-    *("training.logging_dir", "training.logging_steps", "training.report_to"),
+    *("training.logging_steps", "training.report_to"),
     *("training.save_strategy", "training.save_steps", "training.save_total_limit", "training.save_only_model"),
     *("training.load_best_model_at_end", "training.stop_within_s"),
     *("training.resume_from_checkpoint", "training.resume_with_changes", "training.overwrite_output_dir"),
@@ -57,7 +57,7 @@ FIXED = (
 )
 # Keys of what an evaluation measures, and of how it decodes; offload decides what a null score_mode means.
 MEASURING = (
-    *("training.metric_for_best_model", "training.greater_is_better", "rollout_matching.eval_detection"),
+    *("training.metric_for_best_model", "rollout_matching.eval_detection"),
     *("rollout_matching.offload.enabled", "rollout_matching.rollout_backend"),
     *("rollout_matching.decode_mode", "rollout_matching.num_beams", "rollout_matching.max_new_tokens"),
     *("rollout_matching.repetition_penalty", "rollout_matching.decoding", "rollout_matching.repeat_terminate"),

@@ -263,12 +263,8 @@ class TrainingConfig(StrictModel):
     """peak learning rate of the coordinate tokens' own rows (tuner.train_coord_rows); null = learning_rate"""
     weight_decay: NonNegative = 0.0
     """decoupled weight decay"""
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Adam's decay of the first moment"""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Adam's decay of the second moment"""
-    adam_epsilon: Positive = 1e-8
-    """Adam's term for numerical stability"""
     max_grad_norm: NonNegative = 1.0
     """gradient norm to clip to; 0 = no clipping"""
     optim: Annotated[str, Field(min_length=1)] = "adamw_torch"
@@ -295,8 +291,6 @@ class TrainingConfig(StrictModel):
     ddp_timeout: Annotated[int, Field(ge=1, le=10**9)] = 1800
     """seconds after which a collective call of torchrun fails; by NCCL at most 600"""
 
-    logging_dir: FilePath | None = None
-    """folder of TensorBoard's files; null = runs in output_dir"""
     logging_steps: Steps = 1.0
     """log every N steps; a number below 1 is a share of all steps"""
     report_to: Annotated[ListOf[str], BeforeValidator(_one_as_list, json_schema_input_type=str | ListOf[str])] = (
@@ -316,9 +310,8 @@ class TrainingConfig(StrictModel):
     load_best_model_at_end: bool = False
     """end with the checkpoint that has the best metric_for_best_model"""
     metric_for_best_model: Annotated[str, Field(min_length=1)] | None = None
-    """figure of evaluation that decides which checkpoint is best, e.g. rollout/f1"""
-    greater_is_better: bool | None = None
-    """is more of metric_for_best_model better? null: yes, unless it is a loss or a share of faults (lost_rate …)"""
+    """figure of evaluation that decides which checkpoint is best, e.g. rollout/f1. More is better, but for losses and
+    shares of faults (lost_rate …)"""
     resume_from_checkpoint: _Resume = None
     """null starts from model.model; true resumes from the newest checkpoint; or a checkpoint folder"""
     resume_with_changes: bool = False
@@ -371,8 +364,8 @@ class TrainingConfig(StrictModel):
     @property
     def more_is_better(self) -> bool | None:
         """Of ``metric_for_best_model``; None without one."""
-        if self.metric_for_best_model is None or self.greater_is_better is not None:
-            return self.greater_is_better
+        if self.metric_for_best_model is None:
+            return None
         of_interval = self.metric_for_best_model.removesuffix("_low").removesuffix("_high")
         return not of_interval.endswith(LESS_IS_BETTER)
 
@@ -384,7 +377,7 @@ LESS_IS_BETTER = (
 )
 # Keys that transformers does not know. resume_from_checkpoint is one of its fields, but Trainer.train takes it.
 OWN_KEYS = {
-    *("vit_lr", "aligner_lr", "coord_lr", "logging_dir", "master_weights", "effective_batch_size", "packing"),
+    *("vit_lr", "aligner_lr", "coord_lr", "master_weights", "effective_batch_size", "packing"),
     *("packing_buffer", "packing_min_fill_ratio", "packing_drop_last", "resume_from_checkpoint", "stop_within_s"),
     *("gradient_checkpointing_every", "resume_with_changes", "overwrite_output_dir"),
 }

@@ -128,9 +128,8 @@ def checked_changes(config: RunConfig, checkpoint: Path | None) -> tuple[Change,
             be written to.
     """
     training = config.training
-    for key, folder in (("training.output_dir", training.output_dir), ("training.logging_dir", training.logging_dir)):
-        if folder is not None and (reason := unwritable(folder)) is not None:
-            raise ConfigError(f"{key}: {folder}: {reason}; name another folder")
+    if (reason := unwritable(training.output_dir)) is not None:
+        raise ConfigError(f"training.output_dir: {training.output_dir}: {reason}; name another folder")
     applied = () if checkpoint is None else _compared(config, checkpoint)
     if training.resume_from_checkpoint is True:
         _check_unfinished(config, checkpoint)

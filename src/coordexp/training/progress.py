@@ -28,15 +28,11 @@ _TRAIN = "train/"  # transformers' loggers add it to every name that is not an e
 
 
 def set_up_loggers(
-    callbacks: Sequence[TrainerCallback],
-    args: TrainingArguments,
-    logging_dir: Path | None,
-    resume: Path | None,
-    failed: FailedWrites,
+    callbacks: Sequence[TrainerCallback], args: TrainingArguments, resume: Path | None, failed: FailedWrites
 ) -> list[TensorBoardCallback]:
     """Prepare the loggers among a trainer's callbacks, before it trains, and return TensorBoard's: its files of one run
-    are in one folder, ``logging_dir`` or ``runs`` in the output folder, also after a resume, which purges the events
-    after its checkpoint. ``failed`` counts what they cannot write."""
+    are in one folder, ``runs`` in the output folder, also after a resume, which purges the events after its checkpoint.
+    ``failed`` counts what they cannot write."""
     names = args.report_to or []
     reporting = tuple(get_reporting_integration_callbacks([names] if isinstance(names, str) else names))
     for one in callbacks:
@@ -45,9 +41,10 @@ def set_up_loggers(
             failed.tolerate(one)
     boards = [one for one in callbacks if isinstance(one, TensorBoardCallback)]
     for board in boards:
-        # transformers would take the folder from the environment alone, else one by the clock for every start.
-        if logging_dir is not None or board.logging_dir is None:
-            board.logging_dir = str(logging_dir or Path(str(args.output_dir)) / CURVES)
+        # transformers takes the folder from the environment (TENSORBOARD_LOGGING_DIR), else one by the clock for every
+        # start.
+        if board.logging_dir is None:
+            board.logging_dir = str(Path(str(args.output_dir)) / CURVES)
         if resume is not None and distributed.is_main():
             from torch.utils.tensorboard import SummaryWriter
 

@@ -158,7 +158,7 @@ def build_trainer(
         if distributed.is_main():  # after everything is built: a failed start does not change the folder
             clear_results(config, resume)
             write_manifest(config, config_path, overrides, None if resume is None else (resume, start.applied))
-    loggers = set_up_loggers(trainer.callback_handler.callbacks, args, training.logging_dir, resume, failed)
+    loggers = set_up_loggers(trainer.callback_handler.callbacks, args, resume, failed)
     if rollout.monitor_dump.enabled and distributed.is_main():
         pictures = RolloutPictures(
             rollout.monitor_dump,

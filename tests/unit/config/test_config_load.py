@@ -121,17 +121,15 @@ def test_override_of_a_missing_list_entry_is_an_error(path: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("metric", "given", "is_more_better"),
+    ("metric", "is_more_better"),
     [
-        (None, None, None), ("rollout/f1", None, True), ("eval_loss", None, False), ("rollout/lost_rate", None, False),
-        ("rollout/gained_rate", None, True), ("rollout/duplicate_rate", None, False),
-        ("rollout/duplicate_rate", True, True), ("rollout/false_gained_rate", None, False),
-        ("rollout/lost_rate_high", None, False), ("rollout/gained_rate_low", None, True),
+        (None, None), ("rollout/f1", True), ("eval_loss", False), ("rollout/lost_rate", False),
+        ("rollout/gained_rate", True), ("rollout/duplicate_rate", False), ("rollout/false_gained_rate", False),
+        ("rollout/lost_rate_high", False), ("rollout/gained_rate_low", True),
     ],
 )  # fmt: skip
-def test_less_is_better_of_losses_and_faults(metric: str | None, given: bool | None, is_more_better: bool) -> None:
-    raw = set_key(stage1(), "training.metric_for_best_model", metric)
-    training = parse_config(set_key(raw, "training.greater_is_better", given)).training
+def test_less_is_better_of_losses_and_faults(metric: str | None, is_more_better: bool | None) -> None:
+    training = parse_config(set_key(stage1(), "training.metric_for_best_model", metric)).training
     assert training.hf_arguments()["greater_is_better"] is is_more_better
 
 

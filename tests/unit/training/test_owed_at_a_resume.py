@@ -25,7 +25,7 @@ from support.tiny_run import run_config, tiny_scenes, train
 BEST: dict[str, Any] = {
     "training__save_strategy": "steps", "training__save_steps": 1, "training__eval_strategy": "steps",
     "training__eval_steps": 1, "training__load_best_model_at_end": True, "custom__val_sample_limit": 2,
-    "training__metric_for_best_model": "rollout/f1", "training__greater_is_better": True, "training__logging_steps": 1,
+    "training__metric_for_best_model": "rollout/f1", "training__logging_steps": 1,
 }  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def test_a_best_figure_without_a_checkpoint_names_no_other_one(tmp_path: Path) -
 
 def test_an_evaluation_without_the_figure_has_no_best_checkpoint(tmp_path: Path) -> None:
     """Lost objects are counted from the second evaluation on."""
-    keys = BEST | {"training__metric_for_best_model": "rollout/lost_rate", "training__greater_is_better": False}
+    keys = BEST | {"training__metric_for_best_model": "rollout/lost_rate"}
     trainer = train(run_config(tmp_path, 1, "run", **keys))
     assert evaluated(trainer) == [1, 2] and Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
 

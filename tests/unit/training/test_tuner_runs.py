@@ -66,7 +66,7 @@ def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
     keys = LORA | {
         "training__save_strategy": "steps", "training__save_steps": 1, "training__eval_strategy": "steps",
         "training__eval_steps": 1, "training__load_best_model_at_end": True, "custom__val_sample_limit": 1,
-        "training__metric_for_best_model": "rollout/f1", "training__greater_is_better": True,
+        "training__metric_for_best_model": "rollout/f1",
     }  # fmt: skip
     trainer = train(run_config(tmp_path, 1, **keys))
     assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-1"), "a random model's F1 does not grow"
