@@ -400,8 +400,8 @@ def started(
         "rollout_matching": {
             "rollout_backend": "vllm", "decode_batch_size": batch, "max_new_tokens": tokens,
             "decoding": {"skip_forced_tokens": drafts},
-            "vllm": {"mode": "colocate", "tensor_parallel_size": 1, "max_num_seqs": batch, "max_model_len": 2000,
-                     "sleep_level": sleep_level},
+            "vllm": {"mode": "colocate", "tensor_parallel_size": 1, "engine_args": {"max_num_seqs": batch},
+                     "max_model_len": 2000, "sleep_level": sleep_level},
         },
     }  # fmt: skip
     path = folder / f"{'skipped' if drafts else 'plain'}.yaml"  # of its own: several engines may start in one folder

@@ -315,7 +315,8 @@ def run_of(name: str, file: str, size: str, steps: int, *keys: str, on_gpu: Sequ
     if file.startswith("stage1"):
         small = small[:-1]
     if "colocate" in file:
-        small += ["rollout_matching.vllm.enforce_eager=true", "rollout_matching.vllm.max_num_batched_tokens=1024"]
+        small.append("rollout_matching.vllm.enforce_eager=true")
+        small.append("rollout_matching.vllm.engine_args.max_num_batched_tokens=1024")
 
     def command(options: Options) -> list[object]:
         more = small if options.cpu else list(on_gpu)

@@ -139,8 +139,9 @@ class _Bench:
 
         batch = max(self._options.batches)
         vllm: dict[str, Any] = {
-            "mode": "server" if name == "server" else "colocate", "tensor_parallel_size": 1, "max_num_seqs": batch,
-            "gpu_memory_utilization": self._options.gpu_memory, "max_model_len": self._max_length,
+            "mode": "server" if name == "server" else "colocate", "tensor_parallel_size": 1,
+            "engine_args": {"max_num_seqs": batch}, "gpu_memory_utilization": self._options.gpu_memory,
+            "max_model_len": self._max_length,
         }  # fmt: skip
         if name == "server":
             vllm["server"] = {"servers": [server_entry()], "timeout_s": TIMEOUT_S}

@@ -97,7 +97,7 @@ def _config(folder: Path, model: Path, options: argparse.Namespace) -> RunConfig
         "mode": "server",
         "tensor_parallel_size": 1,
         "enforce_eager": True,
-        "max_num_seqs": options.batch,
+        "engine_args": {"max_num_seqs": options.batch},
         "server": {"servers": [server_entry()], "timeout_s": TIMEOUT_S},
         "sync": {"timeout_s": TIMEOUT_S},
     }

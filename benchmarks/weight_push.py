@@ -187,7 +187,7 @@ def server_config(folder: Path, checkpoint: Path) -> Path:
                 "mode": "server",
                 "tensor_parallel_size": 1,
                 "enforce_eager": True,
-                "max_num_seqs": 4,
+                "engine_args": {"max_num_seqs": 4},
                 "server": {"servers": [server_entry()], "timeout_s": TIMEOUT_S},
                 "sync": {"timeout_s": TIMEOUT_S},
             },

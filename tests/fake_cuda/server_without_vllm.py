@@ -53,7 +53,7 @@ class ServerWithoutVLLM(FakePushServer):
 
     def _infer(self, body: Any) -> dict[str, Any]:
         request, report = InferRequest.model_validate(body), self.receiver.report()
-        prompt = PromptBuilder(self.processor, 1).build(request)
+        prompt = PromptBuilder(self.processor).build(request)
         ids = self.processor(text=[prompt["prompt"]], images=prompt["multi_modal_data"]["image"])["input_ids"][0]
         choice = {"finish_reason": "stop", "token_ids": self.answer}
         weights = WeightVersion(report["weight_version"], report["trainer_id"])

@@ -200,7 +200,7 @@ def served_requests() -> Iterator[Requests]:
     for api_key in (TOKEN, None):
         options = serve_options_of("127.0.0.1", group_port=5, push_wait_s=0.2, api_key=api_key)
         engine: Any = Engine(world_size=1, guarded=False, takes_class_names=False, adapted=False)
-        server = RolloutServer(options, engine, PromptBuilder(Processor(), max_images=1))
+        server = RolloutServer(options, engine, PromptBuilder(Processor()))
         applications.append(server.app(body_s=WAIT_S))
     head_s = admission.BoundedProtocol.head_s
     log = Listener()

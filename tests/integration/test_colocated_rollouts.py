@@ -303,7 +303,8 @@ def test_samples_do_not_depend_on_how_prompts_are_divided(
     longest = max(len(request.prompt_token_ids) for request in requests_)
     answers = []
     for number, tokens in enumerate((None, longest + 5)):
-        divided = {"rollout_matching__vllm__max_num_batched_tokens": tokens, "rollout_matching__vllm__max_num_seqs": 8}
+        arguments = {"max_num_batched_tokens": tokens, "max_num_seqs": 8}
+        divided: dict[str, Any] = {"rollout_matching__vllm__engine_args": arguments}
         with (
             closing(colocated(trainer, tmp_path / str(number), **keys, **divided)) as backend,
             rollout_session(backend, 0),

@@ -100,8 +100,7 @@ def server_config(folder: Path, num_servers: int = 1, checkpoint: Path | None = 
             "mode": "server",
             "tensor_parallel_size": 1,
             "enforce_eager": True,
-            "max_num_seqs": 8,
-            "engine_args": {"block_size": 32},  # that a real server of either kind takes some
+            "engine_args": {"block_size": 32, "max_num_seqs": 8},  # that a real server of either kind takes some
             "server": {
                 "servers": [
                     {"base_url": f"http://127.0.0.1:{ports[2 * i]}", "group_port": ports[2 * i + 1]}

@@ -29,7 +29,7 @@ def serve_options_of(host: str, group_port: int, push_wait_s: float, api_key: st
     """Options of a server with one engine, which listens where trainers call it."""
     return ServeOptions(
         model=Path("model"), host=host, advertised_host=host, port=0, group_port=group_port, data_parallel_size=1,
-        tensor_parallel_size=1, max_images=1, engine={}, push_wait_s=push_wait_s, ready_s=600.0, api_key=api_key,
+        tensor_parallel_size=1, engine={}, push_wait_s=push_wait_s, ready_s=600.0, api_key=api_key,
     )  # fmt: skip
 
 

@@ -307,10 +307,11 @@ def _answering_keys(rollout: RolloutMatchingConfig, can_offload: bool) -> dict[s
             f"lower rollout_matching.max_new_tokens (now {rollout.max_new_tokens})": False,
         }
     vllm, elsewhere = rollout.vllm, not rollout.is_colocated
+    sequences = vllm.given_args.get("max_num_seqs", "as vLLM chooses")
     moved = "rollout_matching.offload.enabled and offload_optimizer: true"
     return {
         f"lower rollout_matching.vllm.gpu_memory_utilization (now {vllm.gpu_memory_utilization:g})": False,
-        f"lower rollout_matching.vllm.max_num_seqs (now {vllm.max_num_seqs or 'as vLLM chooses'})": False,
+        f"lower rollout_matching.vllm.engine_args.max_num_seqs (now {sequences})": False,
         "rollout_matching.vllm.sleep_level: 1": elsewhere or vllm.sleep_level > 0,
         moved: elsewhere or rollout.offload.enabled or not can_offload,
         "rollouts on a device of their own: coordexp launch": elsewhere,

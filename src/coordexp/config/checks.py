@@ -364,8 +364,9 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          lambda c, r: r.decoding.skip_forced_tokens and r.decode_mode == "beam",
          "beam search decodes every token; remove this key, or write decode_mode: greedy"),
     Rule(f"{_RM}.decoding.skip_forced_tokens",
-         lambda c, r: r.decoding.skip_forced_tokens and r.vllm.async_scheduling,
-         "the drafted tokens depend on the step before, so vllm.async_scheduling: true is not possible; remove one"),
+         lambda c, r: r.decoding.skip_forced_tokens and r.vllm.given_args.get("async_scheduling"),
+         "the drafted tokens depend on the step before, so async_scheduling: true of vllm.engine_args is not possible; "
+         "remove one"),
     Rule(f"{_VLLM}.server", lambda c, r: r.is_served and r.vllm.server is None,
          "missing; mode: server needs server.servers[] with base_url and group_port of each. Without servers "
          "write vllm.mode: colocate or rollout_backend: hf"),

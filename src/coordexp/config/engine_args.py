@@ -14,10 +14,12 @@ from coordexp.config.base import nearest
 ENGINE_ARGS: dict[str, str] = {
     **dict.fromkeys(("attention_backend", "kv_cache_dtype", "linear_backend", "mm_encoder_attn_backend",
                      "mm_encoder_tp_mode", "performance_mode", "safetensors_load_strategy"), "string"),
-    **dict.fromkeys(("disable_cascade_attn", "disable_chunked_mm_input", "enable_chunked_prefill",
-                     "enable_flashinfer_autotune", "fully_sharded_loras", "numa_bind"), "boolean"),
+    **dict.fromkeys(("async_scheduling", "disable_cascade_attn", "disable_chunked_mm_input",
+                     "disable_custom_all_reduce", "enable_chunked_prefill", "enable_flashinfer_autotune",
+                     "enable_prefix_caching", "fully_sharded_loras", "numa_bind"), "boolean"),
     **dict.fromkeys(("block_size", "long_prefill_token_threshold", "max_cudagraph_capture_size",
-                     "num_gpu_blocks_override", "optimization_level"), "integer"),
+                     "max_num_batched_tokens", "max_num_seqs", "num_gpu_blocks_override", "optimization_level"),
+                    "integer"),
     "cpu_offload_gb": "number",
     "cudagraph_capture_sizes": "array",
     **dict.fromkeys(("attention_config", "compilation_config", "kernel_config"), "object"),
@@ -28,8 +30,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def _known(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    for name, value in (given or {}).items():
+def _known(given: dict[str, Any]) -> dict[str, Any]:
+    for name, value in given.items():
         if name not in ENGINE_ARGS:
             guess = nearest(name, list(ENGINE_ARGS))
             known = f"did you mean '{guess}'?" if guess else f"possible here: {', '.join(sorted(ENGINE_ARGS))}"
@@ -42,8 +44,8 @@ def _known(given: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 _SCHEMA = {
-    "type": ["object", "null"],
+    "type": "object",
     "additionalProperties": False,
     "properties": {name: {"type": [kind, "null"]} for name, kind in ENGINE_ARGS.items()},
 }
-EngineArgs = Annotated[dict[str, Any] | None, AfterValidator(_known), WithJsonSchema(_SCHEMA)]
+EngineArgs = Annotated[dict[str, Any], AfterValidator(_known), WithJsonSchema(_SCHEMA)]

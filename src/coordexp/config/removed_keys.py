@@ -86,9 +86,11 @@ REMOVED_KEYS: dict[str, str] = {
         f"{_RM}.vllm.{name}": f"removed; write it under {_RM}.vllm.engine_args instead"
         for name in (
             *("kv_cache_dtype", "cpu_offload_gb", "mm_encoder_tp_mode"),
-            *("enable_chunked_prefill", "disable_chunked_mm_input"),
+            *("enable_chunked_prefill", "disable_chunked_mm_input", "async_scheduling", "disable_custom_all_reduce"),
+            *("enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs"),
         )
     },
+    **_gone(f"{_RM}.vllm", "limit_mm_per_prompt", "a prompt has one image and no video"),
     # modules
     **_moved(
         _MODULE,

@@ -34,12 +34,12 @@ HARMLESS = (
     *("rollout_matching.decode_batch_size", "rollout_matching.eval_detection", "rollout_matching.monitor_dump"),
     *("rollout_matching.offload", "rollout_matching.vllm.server", "rollout_matching.vllm.sync"),
     *("rollout_matching.vllm.tensor_parallel_size", "rollout_matching.vllm.gpu_memory_utilization"),
-    *("rollout_matching.vllm.max_model_len", "rollout_matching.vllm.max_num_seqs"),
-    *("rollout_matching.vllm.max_num_batched_tokens", "rollout_matching.vllm.async_scheduling"),
-    *("rollout_matching.vllm.sleep_level", "rollout_matching.vllm.enforce_eager"),
-    *("rollout_matching.vllm.enable_prefix_caching", "rollout_matching.vllm.disable_custom_all_reduce"),
-    *("rollout_matching.vllm.enable_lora", "rollout_matching.vllm.max_lora_rank"),
-    "rollout_matching.vllm.limit_mm_per_prompt",
+    *("rollout_matching.vllm.max_model_len", "rollout_matching.vllm.sleep_level"),
+    *("rollout_matching.vllm.enforce_eager", "rollout_matching.vllm.enable_lora"),
+    "rollout_matching.vllm.max_lora_rank",
+    *(f"rollout_matching.vllm.engine_args.{name}" for name in ("async_scheduling", "disable_custom_all_reduce")),
+    *(f"rollout_matching.vllm.engine_args.{name}" for name in ("enable_prefix_caching", "max_num_batched_tokens")),
+    "rollout_matching.vllm.engine_args.max_num_seqs",
     "launch",
 )
 # Harmless ones that belong to a start and not to the run: not reported either.

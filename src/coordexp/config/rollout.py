@@ -256,15 +256,6 @@ class SyncConfig(StrictModel):
         return self.mode
 
 
-class MMLimitConfig(StrictModel):
-    """Images and videos of one prompt that the engine makes room for."""
-
-    image: Count = 1
-    """images of one prompt"""
-    video: Annotated[int, Field(ge=0)] = 0
-    """videos of one prompt; no sample has one"""
-
-
 def _not_level_2(value: object) -> object:
     if value == 2:
         raise ValueError(
@@ -291,24 +282,12 @@ class VLLMConfig(StrictModel):
     """let the engine load adapters"""
     max_lora_rank: Count | None = None
     """largest adapter rank the engine makes room for, one that vLLM allows; null = the smallest for tuner.lora_rank"""
-    enable_prefix_caching: bool = True
-    """keep what was computed for a prompt's beginning; emptied with every push of weights"""
     sleep_level: Annotated[Literal[0, 1], BeforeValidator(_not_level_2, json_schema_input_type=Literal[0, 1])] = 0
     """colocated, between rollouts: 0 keeps everything, 1 frees the cache and moves weights to the host"""
     enforce_eager: bool = False
     """run without CUDA graphs: slower, starts at once"""
-    disable_custom_all_reduce: bool = True
-    """leave tensor-parallel sums to NCCL instead of vLLM's own kernel"""
-    max_num_seqs: Count | None = None
-    """sequences decoded at once; null leaves it to vLLM"""
-    max_num_batched_tokens: Count | None = None
-    """tokens of one engine step; null = 16384 on GPUs, vLLM's choice on a CPU"""
-    async_scheduling: bool | None = None
-    """prepare the next engine step while one computes; null leaves it to vLLM: on with GPUs, never on a CPU"""
-    limit_mm_per_prompt: MMLimitConfig = MMLimitConfig()
-    """images and videos of one prompt that the engine makes room for"""
-    engine_args: EngineArgs = None
-    """further arguments of vLLM's engine by its own names, such as attention_backend, kv_cache_dtype, cpu_offload_gb"""
+    engine_args: EngineArgs = Field(default={})
+    """further arguments of vLLM's engine by its own names, such as max_num_seqs, kv_cache_dtype, cpu_offload_gb"""
     server: ServerConfig | None = None
     """servers of mode 'server'"""
     sync: SyncConfig = SyncConfig()
@@ -320,8 +299,8 @@ class VLLMConfig(StrictModel):
 
     @property
     def given_args(self) -> dict[str, Any]:
-        """``engine_args`` without null ones, which leave the choice to vLLM."""
-        return {name: value for name, value in (self.engine_args or {}).items() if value is not None}
+        """``engine_args`` without null ones, as a file has them to undo those that it extends."""
+        return {name: value for name, value in self.engine_args.items() if value is not None}
 
 
 class RolloutMatchingConfig(StrictModel):
@@ -393,7 +372,7 @@ class RolloutMatchingConfig(StrictModel):
             return self.decoding.skip_forced_tokens
         if self.rollout_backend == "hf":
             return self.num_beams == 1
-        if self.decoding.temperature > 0 or self.vllm.async_scheduling:
+        if self.decoding.temperature > 0 or self.vllm.given_args.get("async_scheduling"):
             return False
         # Engine steps with drafts wait for the host and replay no full CUDA graph. With few answers a step takes as
         # long as reading the weights, so fewer steps are faster all the same.

@@ -193,7 +193,8 @@ def _config(settings: Settings, file: str, **keys: Any) -> RunConfig:
     on_gpu = torch.cuda.is_available()
     dtype = "bfloat16" if on_gpu else "float32"
     if not on_gpu:  # starting takes minutes otherwise
-        keys |= {"rollout_matching__vllm__enforce_eager": True, "rollout_matching__vllm__max_num_batched_tokens": 1024}
+        keys["rollout_matching__vllm__enforce_eager"] = True
+        keys["rollout_matching__vllm__engine_args__max_num_batched_tokens"] = 1024
     return config_of(
         settings, f"stage2_rollout_aligned/{file}", answering_model(settings), "scenes",
         model__dtype=dtype, training__master_weights=None, training__bf16=on_gpu, training__use_cpu=not on_gpu,

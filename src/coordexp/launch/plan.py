@@ -48,7 +48,6 @@ LOOPBACK = "127.0.0.1"
 PLUGIN = Path(__file__).parents[1] / "engine" / "server" / "plugin" / "coordexp_rollout_plugin.py"
 # Settings of servers: if the launcher's shell exports them, they must not reach the trainer.
 SERVER_ONLY = (ENABLE, CONFIG_JSON, CONFIG_JSON_PATH, CLASS_NAMES_ENABLE, SERVER_API_KEY)
-_SWIFT_ENGINE_KEYS = ("max_num_batched_tokens", "async_scheduling", *ENGINE_ARGS)  # by vllm_engine_kwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +237,6 @@ def _server_process(
 
 def _swift_command(options: ServeOptions) -> tuple[str, ...]:
     engine = dict(options.engine)
-    further = {name: engine[name] for name in _SWIFT_ENGINE_KEYS if name in engine}
     flags: dict[str, Any] = {
         "model": options.model,
         "model_type": MODEL_TYPE,  # called the same in transformers and ms-swift
@@ -258,8 +256,9 @@ def _swift_command(options: ServeOptions) -> tuple[str, ...]:
         "vllm_max_num_seqs": engine.get("max_num_seqs"),
         "vllm_enable_lora": True if engine.get("enable_lora") else None,
         "vllm_max_lora_rank": engine.get("max_lora_rank"),
-        "vllm_engine_kwargs": json.dumps(further) if further else None,
     }
+    further = {name: engine[name] for name in ENGINE_ARGS if name in engine and f"vllm_{name}" not in flags}
+    flags["vllm_engine_kwargs"] = json.dumps(further) if further else None
     words = [sys.executable, "-m", "swift.cli.rollout"]  # `swift rollout` itself would start this in a further process
     for name, value in flags.items():
         if value is not None:

@@ -28,7 +28,7 @@ KEY = "rollout_matching.vllm.engine_args"
         ({"atention_backend": "FLASH_ATTN"}, "did you mean 'attention_backend'?"),
         ({"quantization": "fp8"}, "'quantization' is not an argument that a run may set; possible here: "),
         ({"seed": 1}, "'seed' is not an argument that a run may set"),
-        ({"max_num_seqs": 4}, "'max_num_seqs' is not an argument that a run may set"),
+        ({"max_model_len": 4}, "'max_model_len' is not an argument that a run may set"),
     ],
     ids=str,
 )

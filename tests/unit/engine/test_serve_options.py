@@ -43,7 +43,7 @@ def options_of(folder: Path, index: int = 0, replicas: int | None = None, gpus: 
 
 def test_an_entry_becomes_an_address_and_engine_arguments(tmp_path: Path) -> None:
     options = options_of(
-        tmp_path, 1, dtype="float32", max_num_seqs=5, gpu_memory_utilization=0.5, engine_args={"block_size": 32}
+        tmp_path, 1, dtype="float32", gpu_memory_utilization=0.5, engine_args={"block_size": 32, "max_num_seqs": 5}
     )
     assert (options.host, options.port, options.group_port) == ("127.0.0.1", 8001, 51217)
     assert options.engine["dtype"] == "float32" and options.engine["max_num_seqs"] == 5
@@ -58,13 +58,13 @@ def test_an_entry_becomes_an_address_and_engine_arguments(tmp_path: Path) -> Non
 def test_engines_on_gpus_read_many_prompts_in_a_step(
     gpus: int, keys: dict[str, int], tokens: int | None, tmp_path: Path
 ) -> None:
-    engine = options_of(tmp_path, gpus=gpus, tensor_parallel_size=1, **keys).engine
+    engine = options_of(tmp_path, gpus=gpus, tensor_parallel_size=1, engine_args=keys).engine
     assert engine.get("max_num_batched_tokens") == tokens
 
 
 def test_a_server_skips_forced_tokens_unless_its_engine_is_to_schedule_asynchronously(tmp_path: Path) -> None:
     assert options_of(tmp_path).skip_forced_tokens
-    assert not options_of(tmp_path, async_scheduling=True).skip_forced_tokens
+    assert not options_of(tmp_path, engine_args={"async_scheduling": True}).skip_forced_tokens
 
 
 def test_adapters_in_float32_are_refused_on_gpus(tmp_path: Path) -> None:
@@ -79,24 +79,24 @@ def test_adapters_in_float32_are_refused_on_gpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "drafts", "keys", "sequences"),
+    ("gpus", "drafts", "adapters", "args", "sequences"),
     [
-        (0, True, {"enable_lora": True}, 62),  # 62 drafts of 32 tokens, each after a token, are in vLLM's 2048
-        (0, True, {"enable_lora": True, "max_num_seqs": 8}, 8),
-        (0, True, {"enable_lora": True, "max_num_batched_tokens": 100}, 3),
-        (1, True, {"enable_lora": True, "max_num_seqs": 500}, 496),
-        (0, True, {"enable_lora": False}, None),
-        (0, False, {"enable_lora": True}, None),
+        (0, True, True, {}, 62),  # 62 drafts of 32 tokens, each after a token, are in vLLM's 2048
+        (0, True, True, {"max_num_seqs": 8}, 8),
+        (0, True, True, {"max_num_batched_tokens": 100}, 3),
+        (1, True, True, {"max_num_seqs": 500}, 496),
+        (0, True, False, {}, None),
+        (0, False, True, {}, None),
     ],
 )
 def test_an_engine_with_adapters_has_room_for_a_draft_of_each_answer(
-    gpus: int, drafts: bool, keys: dict[str, Any], sequences: int | None, tmp_path: Path,
+    gpus: int, drafts: bool, adapters: bool, args: dict[str, Any], sequences: int | None, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    engine = options_of(tmp_path, gpus=gpus, tensor_parallel_size=1, **keys).engine
+    engine = options_of(tmp_path, gpus=gpus, tensor_parallel_size=1, enable_lora=adapters, engine_args=args).engine
     arguments = with_room_for_drafts({**engine, **own_arguments(tmp_path, guarded=False, drafts=drafts)})
     assert arguments.get("max_num_seqs") == sequences
-    fewer = sequences is not None and keys.get("max_num_seqs") != sequences
+    fewer = sequences is not None and args.get("max_num_seqs") != sequences
     assert (f"the engine answers {sequences} requests at once" in caplog.text) == fewer
 
 

@@ -56,7 +56,8 @@ def test_the_guard_section_reaches_only_the_server(tmp_path: Path, config: dict[
 
 
 def test_swift_is_started_with_only_the_plugin_and_the_yaml(tmp_path: Path, config: dict[str, Any]) -> None:
-    (first, _) = planned(tmp_path, config, rollout_matching__vllm__max_num_batched_tokens=2048).servers
+    engine_args = {"max_num_batched_tokens": 2048, "block_size": 32, "max_num_seqs": 8}
+    (first, _) = planned(tmp_path, config, rollout_matching__vllm__engine_args=engine_args).servers
     assert first.process is not None
     words = first.process.command
     flags = {words[i]: words[i + 1] for i in range(3, len(words), 2)}
@@ -67,6 +68,7 @@ def test_swift_is_started_with_only_the_plugin_and_the_yaml(tmp_path: Path, conf
     assert flags["--vllm_use_async_engine"] == "false" and flags["--torch_dtype"] == "float32"
     assert flags["--vllm_max_model_len"] == "512"
     assert json.loads(flags["--vllm_engine_kwargs"]) == {"max_num_batched_tokens": 2048, "block_size": 32}
+    assert (flags["--vllm_max_num_seqs"], flags["--vllm_enable_prefix_caching"]) == ("8", "true")
     assert json.loads(flags["--vllm_limit_mm_per_prompt"]) == {"image": 1, "video": 0}
 
 

@@ -117,7 +117,7 @@ DEMO, BY_KEY = asset("checkpoints/demo-stage1"), "rollout_matching.rollout_backe
 @needs("vllm")
 @pytest.mark.parametrize("command", ["predict by option", "predict by key", "evaluate"])
 def test_an_engine_per_process_for_a_checkpoint_alone(command: str) -> None:
-    keys = ["global_max_length=512", "rollout_matching.vllm.max_num_seqs=3"]
+    keys = ["global_max_length=512", "rollout_matching.vllm.engine_args.max_num_seqs=3"]
     if command == "evaluate":
         config = AnswerConfig.of_run(evaluation_config(DEMO, Path("val.jsonl"), [*keys, BY_KEY]))
     elif command == "predict by key":
@@ -127,7 +127,7 @@ def test_an_engine_per_process_for_a_checkpoint_alone(command: str) -> None:
     engine = config.rollout_matching.vllm
     check_backend(config.rollout_matching)
     assert (engine.tensor_parallel_size, engine.max_model_len, engine.dtype) == (1, 512, "float32")
-    assert (engine.enforce_eager, engine.max_num_seqs) == (not has_gpu(), 3)
+    assert (engine.enforce_eager, engine.given_args) == (not has_gpu(), {"max_num_seqs": 3})
     assert section_arguments(engine, gpu=False)["max_model_len"] == 512
 
 
@@ -197,8 +197,8 @@ def parts(loaded: LoadedModel) -> TrainerParts:
         # Samples would depend on the cache, so that a seed alone no longer decides them.
         (False, {"decoding": {"temperature": 0.5}}, False),
         (False, {"decoding": {"temperature": 0.5, "skip_forced_tokens": True}}, True),
-        (False, {"vllm": {"async_scheduling": True}}, False),
-        (False, {"vllm": {"async_scheduling": False}}, True),
+        (False, {"vllm": {"engine_args": {"async_scheduling": True}}}, False),
+        (False, {"vllm": {"engine_args": {"async_scheduling": False}}}, True),
         (False, {"rollout_backend": "hf"}, True),
         (False, {"rollout_backend": "hf", "decoding": {"temperature": 0.5}}, True),
         (False, {"rollout_backend": "hf", "decoding": {"skip_forced_tokens": False}}, False),
@@ -250,16 +250,19 @@ def test_colocated_engine_has_the_contracts_defaults(loaded: LoadedModel) -> Non
         ({"max_model_len": 700, "dtype": "bfloat16"}, {"max_model_len": 700, "dtype": "bfloat16"}),
         ({"enable_lora": True}, {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1}),
         ({"enable_lora": True, "max_lora_rank": 64}, {"max_lora_rank": 64}),
-        ({"max_num_seqs": 5}, {"max_num_seqs": 5}),
-        ({"max_num_seqs": 500}, {"max_num_seqs": 12}),
-        ({"max_num_batched_tokens": 4096}, {"max_num_batched_tokens": 4096}),
-        ({"async_scheduling": False}, {"async_scheduling": False}),
-        ({"async_scheduling": True}, {"async_scheduling": True, "logits_processors": [KNOWN_TOKENS_PROCESSOR]}),
+        ({"engine_args": {"max_num_seqs": 5}}, {"max_num_seqs": 5}),
+        ({"engine_args": {"max_num_seqs": 500}}, {"max_num_seqs": 12}),
+        ({"engine_args": {"max_num_batched_tokens": 4096}}, {"max_num_batched_tokens": 4096}),
+        ({"engine_args": {"async_scheduling": False}}, {"async_scheduling": False}),
+        ({"engine_args": {"async_scheduling": True}},
+         {"async_scheduling": True, "logits_processors": [KNOWN_TOKENS_PROCESSOR]}),
+        ({}, {"disable_custom_all_reduce": True, "enable_prefix_caching": True}),
+        ({"engine_args": {"enable_prefix_caching": False}}, {"enable_prefix_caching": False}),
         ({"engine_args": {"kv_cache_dtype": "fp8", "block_size": None}}, {"kv_cache_dtype": "fp8"}),
         ({"sleep_level": 1}, {"enable_sleep_mode": has_gpu()}),  # refused by vLLM on a CPU
         ({"enforce_eager": True, "engine_args": {"cpu_offload_gb": 2}}, {"enforce_eager": True, "cpu_offload_gb": 2}),
-        ({"engine_args": {"mm_encoder_tp_mode": "data"}, "limit_mm_per_prompt": {"image": 2}},
-         {"mm_encoder_tp_mode": "data", "limit_mm_per_prompt": {"image": 2, "video": 0}}),
+        ({"engine_args": {"mm_encoder_tp_mode": "data"}},
+         {"mm_encoder_tp_mode": "data", "limit_mm_per_prompt": {"image": 1, "video": 0}}),
     ],
     ids=str,
 )  # fmt: skip

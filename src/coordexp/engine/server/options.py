@@ -37,7 +37,6 @@ class ServeOptions:
     group_port: int
     data_parallel_size: int
     tensor_parallel_size: int
-    max_images: int
     engine: Mapping[str, Any]
     push_wait_s: float
     ready_s: float
@@ -110,7 +109,6 @@ def serve_options(
         group_port=entry.group_port,
         data_parallel_size=num_engines,
         tensor_parallel_size=tensor_parallel_size,
-        max_images=vllm.limit_mm_per_prompt.image,
         engine=section_arguments(vllm, gpu=num_gpus > 0),
         push_wait_s=vllm.sync.timeout_s,
         ready_s=config.launch.wait_s,

@@ -77,7 +77,7 @@ def run_server(options: ServeOptions, *, gpu: bool) -> None:
     # Adapters arrive with the trainer's first push, which compares the model below them with its own.
     base = checkpoint.base
     options = replace(options, model=base, fingerprint=fingerprint(base) if options.engine.get("enable_lora") else None)
-    prompts = PromptBuilder(load_processor(checkpoint), options.max_images)
+    prompts = PromptBuilder(load_processor(checkpoint))
     with listener, _folder_of_sockets():
         engine = ServedEngine.start(options, gpu)
         try:

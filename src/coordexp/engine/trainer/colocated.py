@@ -276,7 +276,7 @@ class ColocatedBackend(RolloutBackend):
         self._trainer = trainer
         self._class_names = tuple(class_names)
         cap = config.decode_batch_size * vllm.tensor_parallel_size
-        self._cap = cap if vllm.max_num_seqs is None else min(cap, vllm.max_num_seqs)
+        self._cap = min(cap, vllm.given_args.get("max_num_seqs", cap))
         self.engine_arguments = {
             **section_arguments(vllm, gpu=has_gpu()),
             **own_arguments(

@@ -97,7 +97,7 @@ class CommitRequest(BaseModel):
 
 
 def section_arguments(vllm: VLLMConfig, *, gpu: bool) -> dict[str, Any]:
-    """The resolved section ``rollout_matching.vllm`` as vLLM's ``EngineArgs``; null keys take vLLM's defaults. Raises
+    """The resolved section ``rollout_matching.vllm`` as vLLM's ``EngineArgs``. Raises
     ConfigError for adapters in a number type that vLLM's kernels for them do not have."""
     assert vllm.dtype is not None and vllm.max_model_len is not None, "resolved_rollout() replaces every null"
     if gpu and vllm.enable_lora and vllm.dtype == "float32":  # an assertion of vLLM's, without a message
@@ -105,9 +105,13 @@ def section_arguments(vllm: VLLMConfig, *, gpu: bool) -> dict[str, Any]:
             "rollout_matching.vllm.dtype: float32 (null means model.dtype), in which vLLM does not compute adapters on "
             "GPUs; write bfloat16, float16, or enable_lora: false"
         )
-    # All other keys have vLLM's names.
-    ours = {"mode", "sleep_level", "enable_lora", "max_lora_rank", "server", "sync", "engine_args"}
-    arguments = vllm.model_dump(exclude=ours, exclude_none=True) | vllm.given_args
+    ours: dict[str, Any] = {
+        "disable_custom_all_reduce": True,
+        "enable_prefix_caching": True,
+        "limit_mm_per_prompt": {"image": 1, "video": 0},
+    }
+    named = {"tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "dtype", "enforce_eager"}
+    arguments = ours | vllm.model_dump(include=named) | vllm.given_args
     if gpu:  # with vLLM's default of 2,048, 64 prompts of 850 tokens take 27 steps
         arguments.setdefault("max_num_batched_tokens", TOKENS_PER_STEP_ON_GPU)
     if vllm.enable_lora:
@@ -213,7 +217,8 @@ def with_room_for_drafts(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if asked > most:
         logger.warning(
             "the engine answers %d requests at once, not %d: with adapters a step must have room for a draft of each "
-            "(raise rollout_matching.vllm.max_num_batched_tokens, or set decoding.skip_forced_tokens: false)",
+            "(raise max_num_batched_tokens in rollout_matching.vllm.engine_args, or set decoding.skip_forced_tokens: "
+            "false)",
             most, asked,
         )  # fmt: skip
     return {**arguments, "max_num_seqs": min(asked, most)}

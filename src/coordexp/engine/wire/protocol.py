@@ -303,7 +303,6 @@ class PromptBuilder:
     """Renders prompts with the checkpoint's own processor, as the trainer's encoder does."""
 
     processor: Any
-    max_images: int
 
     def build(self, request: InferRequest) -> dict[str, Any]:
         """vLLM's prompt: text and opened images. Raises RequestRefused."""
@@ -314,10 +313,8 @@ class PromptBuilder:
             raise RequestRefused(
                 400, f"the messages have {num_images} images, but {len(request.images)} are in 'images'"
             )
-        if num_images > self.max_images:
-            raise RequestRefused(
-                400, f"{num_images} images in one prompt; vllm.limit_mm_per_prompt allows {self.max_images}"
-            )
+        if num_images > 1:
+            raise RequestRefused(400, f"{num_images} images in one prompt; send one request for each")
         texts = [*(message["role"] for message in messages), *(part.get("text", "") for part in parts)]
         if any(has_half_characters(text) for text in texts):
             raise RequestRefused(

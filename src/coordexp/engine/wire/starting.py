@@ -20,8 +20,8 @@ from coordexp.reading import read_json
 DURATIONS = "engine_starts.json"  # in the cache folder: seconds of the last start of each kind
 SKIPPING = "forced tokens are skipped; rollout_matching.decoding.skip_forced_tokens: false turns this off"
 MEMORY_ADVICE = (
-    "lower rollout_matching.vllm.gpu_memory_utilization or max_num_seqs, set rollout_matching.offload, or write "
-    "rollout_matching.rollout_backend: hf"
+    "lower rollout_matching.vllm.gpu_memory_utilization or engine_args.max_num_seqs, set rollout_matching.offload, or "
+    "write rollout_matching.rollout_backend: hf"
 )
 SHARE_ADVICE = (
     "the engine's share of the device is too small for its weights and one answer: raise "

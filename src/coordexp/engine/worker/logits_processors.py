@@ -36,7 +36,7 @@ _MAX_TRIGGERS = 65_536  # most triggers in memory; those of a client that discon
 # it there before it calls a processor.
 _TOO_EARLY = (
     "vLLM called a logits processor before it knew the newest token; install a tested version of vLLM, or set "
-    "rollout_matching.vllm.async_scheduling: false"
+    "rollout_matching.vllm.engine_args.async_scheduling: false"
 )
 
 
