@@ -17,7 +17,10 @@ from coordexp.addresses import split_url
 from coordexp.config.schema import RunConfig
 from coordexp.errors import ConfigError
 
-# Name -> package that transformers imports for it only after the model is loaded; None: torch suffices.
+# Name -> package that transformers imports for it only after the model is loaded; None: torch suffices. Not among them
+# are those that change weights in each backward pass, before the step's gradient is summed and clipped (lomo, adalomo,
+# galore_*_layerwise, apollo_adamw_layerwise), that train other weights than those that answers and checkpoints are to
+# have (schedule_free_*), and that need transformers' optim_target_modules (galore_*, apollo_adamw).
 OPTIMIZERS: dict[str, str | None] = {
     **dict.fromkeys(("adafactor", "adagrad", "adamw_torch", "adamw_torch_fused", "rmsprop", "sgd")),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_32bit", "lion_8bit"),
@@ -25,30 +28,10 @@ OPTIMIZERS: dict[str, str | None] = {
     **dict.fromkeys(("paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit",
                      "paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit"),
                     "bitsandbytes"),
-    **dict.fromkeys(("galore_adafactor", "galore_adafactor_layerwise", "galore_adamw", "galore_adamw_8bit",
-                     "galore_adamw_8bit_layerwise", "galore_adamw_layerwise"), "galore_torch"),
-    **dict.fromkeys(("apollo_adamw", "apollo_adamw_layerwise"), "apollo_torch"),
-    **dict.fromkeys(("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"), "schedulefree"),
     **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), "torchao"),
-    **dict.fromkeys(("lomo", "adalomo"), "lomo_optim"),
     "adamw_anyprecision": "torchdistx", "adamw_torch_npu_fused": "torch_npu", "adamw_torch_xla": "torch_xla",
     "grokadamw": "grokadamw", "stable_adamw": "optimi",
 }  # fmt: skip
-# Those that the training loop cannot use, and why.
-REFUSED_OPTIMIZERS = {
-    **dict.fromkeys(
-        ("lomo", "adalomo", *(name for name in OPTIMIZERS if name.endswith("_layerwise"))),
-        "changes weights in each backward pass, before the step's gradient is summed over rows and ranks and clipped",
-    ),
-    **dict.fromkeys(
-        ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"),
-        "trains other weights than those that answers, evaluations and checkpoints are to have",
-    ),
-    **dict.fromkeys(
-        ("galore_adafactor", "galore_adamw", "galore_adamw_8bit", "apollo_adamw"),
-        "needs transformers' optim_target_modules, which has no key here",
-    ),
-}
 SCHEDULES = (
     "constant", "constant_with_warmup", "cosine", "cosine_warmup_with_min_lr", "cosine_with_min_lr",
     "cosine_with_restarts", "greedy", "inverse_sqrt", "linear", "polynomial", "reduce_lr_on_plateau",
@@ -73,14 +56,11 @@ _LONGEST_TEMPORARY = _LONGEST_SOCKET - len("/pymp-12345678/listener-12345678")  
 def unknown_names(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(dotted key, message) of each name of ``training`` that transformers does not have, or training cannot use."""
     training = config.training
-    if (why := REFUSED_OPTIMIZERS.get(training.optim)) is not None:
-        yield "training.optim", f"'{training.optim}' {why}; write adamw_torch"
     named = [("optim", training.optim, OPTIMIZERS), ("lr_scheduler_type", training.lr_scheduler_type, SCHEDULES)]
     named += [("report_to", name, ("none", *LOGGERS)) for name in training.report_to]
     for key, name, known in named:
         if name not in known:
-            usable = sorted(set(known) - REFUSED_OPTIMIZERS.keys())
-            yield f"training.{key}", f"'{name}' is unknown; transformers has {', '.join(usable)}"
+            yield f"training.{key}", f"'{name}' cannot be used here; write one of {', '.join(sorted(known))}"
 
 
 def check_training_environment(config: RunConfig) -> None:
@@ -95,15 +75,15 @@ def check_training_environment(config: RunConfig) -> None:
                 f"training.report_to: '{name}' needs a package that is not installed here, {' or '.join(packages)}; "
                 "install it, or write none"
             )
-    if "wandb" in training.report_to and _is_installed("wandb") and not _can_use_wandb():
-        problems.append(
-            "training.report_to: wandb has no login on this machine; run wandb login, set WANDB_API_KEY, set "
-            "WANDB_MODE=offline to log into files, or write none"
-        )
     if "kubeflow" in training.report_to and "KUBEFLOW_TRAINER_SERVER_URL" not in os.environ:
         problems.append(
             "training.report_to: kubeflow needs the environment of a Kubeflow TrainJob (KUBEFLOW_TRAINER_SERVER_URL), "
             "which is not set here; write none"
+        )
+    if "wandb" in training.report_to and _is_installed("wandb") and not _can_use_wandb():
+        problems.append(
+            "training.report_to: wandb has no login on this machine; run wandb login, set WANDB_API_KEY, set "
+            "WANDB_MODE=offline to log into files, or write none"
         )
     package = OPTIMIZERS.get(training.optim)
     if package is not None and not _is_installed(package):

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, create_model
 
 from coordexp.config.base import KeyPath, Problem, StrictModel, dotted, problems_from, section_of
 from coordexp.config.checks import cross_checks
-from coordexp.config.environment import LOGGERS, OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULES
+from coordexp.config.environment import LOGGERS, OPTIMIZERS, SCHEDULES
 from coordexp.config.removed_keys import take_removed
 from coordexp.config.schema import RunConfig
 from coordexp.config.source import (
@@ -281,7 +281,7 @@ def _inside_lists(schema: dict[str, Any], definitions: dict[str, Any]) -> set[st
 
 
 def _name_what_transformers_has(training: dict[str, Any]) -> None:
-    training["optim"]["enum"] = sorted(OPTIMIZERS.keys() - REFUSED_OPTIMIZERS.keys())
+    training["optim"]["enum"] = sorted(OPTIMIZERS)
     training["lr_scheduler_type"]["enum"] = list(SCHEDULES)
     one, several = training["report_to"]["anyOf"]
     one["enum"] = several["items"]["enum"] = ["none", *LOGGERS]
