@@ -7,7 +7,6 @@ A *path* is a tuple of keys and list indices, ``("rollout_matching", "pipeline",
 from __future__ import annotations
 
 import difflib
-import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -156,7 +155,7 @@ def _from_detail(
         return Problem((*path, "name"), text)
     if kind == "value_error":
         return Problem(path, f"{context.get('error', detail['msg'])}{about}")
-    return Problem(path, f"expected {expected}, got {_shown(value)}{_type_hint(kind, value)}{about}")
+    return Problem(path, f"expected {expected}, got {_shown(value)}{about}")
 
 
 def key_paths(section: type[StrictModel], path: KeyPath = ()) -> Iterator[KeyPath]:
@@ -266,27 +265,3 @@ def _shown(value: object) -> str:
         return "a list" if value else "an empty list"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "…"
-
-
-def _type_hint(kind: str, value: object) -> str:
-    """What to write instead of ``value``, if that is clear; it begins with a colon."""
-    if isinstance(value, str):
-        if kind in ("int_type", "float_type"):
-            try:
-                number = float(value)
-            except ValueError:
-                return ""
-            if not math.isfinite(number):
-                return ""
-            return f": this is text; write {int(number) if number.is_integer() else number} without quotes"
-        if kind == "bool_type":
-            return ": write true or false, without quotes"
-        if kind in ("tuple_type", "list_type"):
-            return f": write a list, [{value}]"
-    if kind in ("string_type", "is_instance_of") and isinstance(value, int | float):  # is_instance_of: of Path
-        return ": put it in quotes to make it text"
-    if kind == "int_type" and isinstance(value, float) and value.is_integer():
-        return f": write {int(value)}"
-    if kind in ("model_type", "model_attributes_type", "dict_type") and value is None:
-        return ": an empty section; fill it or remove it"
-    return ""
