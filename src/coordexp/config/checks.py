@@ -91,25 +91,25 @@ def _both_channels_train(config: RunConfig) -> Findings:
             )
 
 
-def _schedule_has_its_metric(config: RunConfig) -> Findings:
+def _masters_are_of_use(config: RunConfig) -> Findings:
     training = config.training
-    name, metric = training.lr_scheduler_type, training.metric_for_best_model
-    if name not in SCHEDULES_BY_METRIC:
+    if training.master_weights is None:
         return
-    if training.eval_strategy == "no" or metric is None:
+    if config.tuner.train_type != "full":
+        yield _MASTERS, "adapters are float32 already; remove this key, or write tuner.train_type: full"
+    if config.model.dtype != "bfloat16":
         yield (
-            "training.lr_scheduler_type",
-            f"{name} lowers the rate by a figure of evaluations; set eval_strategy and metric_for_best_model (such as "
-            "eval_rollout/f1), or choose another schedule",
+            _MASTERS,
+            f"belongs to weights in bfloat16, and model.dtype is {config.model.dtype}; write model.dtype: bfloat16, or "
+            "remove this key",
         )
-        return
-    rises = training.more_is_better
-    mode, given = "max" if rises else "min", (training.lr_scheduler_kwargs or {}).get("mode", "min")
-    if mode != given:
-        yield (
-            "training.lr_scheduler_kwargs",
-            f"mode is {given}, but a better {metric} is {'higher' if rises else 'lower'}; write mode: {mode}",
-        )
+    if config.deepspeed.enabled or config.fsdp.enabled:
+        yield _MASTERS, "deepspeed, and fsdp with training.bf16, keep float32 copies of their own; remove this key"
+    if training.optim not in OPTIMIZERS_WITH_MASTERS:
+        works = ", ".join(OPTIMIZERS_WITH_MASTERS)
+        yield _MASTERS, f"works with training.optim: {works}, and it is {training.optim}; write one, or remove this key"
+    if training.fp16:
+        yield _MASTERS, "loss scaling needs float32 gradients; write bf16: true, or remove this key"
 
 
 def _checkpoints_are_evaluated(config: RunConfig) -> Findings:
@@ -253,8 +253,6 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
              and (c.fsdp.enabled or c.deepspeed.enabled)),
          "load_best_model_at_end loads sharded weights from a whole checkpoint, and these hold the model alone; write "
          "false, or load_best_model_at_end: false"),
-    Rule("training.fp16", lambda c, _: c.training.fp16 and c.training.use_cpu,
-         "float16 needs a GPU; write bf16: true, or use_cpu: false"),
     Rule("training.fp16", lambda c, _: c.training.fp16 and c.training.bf16,
          "bf16 and fp16 exclude each other; set one of them to false"),
     Rule("model.dtype", lambda c, _: c.model.dtype == "float16" and c.training.fp16 and c.tuner.train_type == "full",
@@ -272,7 +270,15 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          lambda c, _: (c.training.effective_batch_size or 0) % c.training.per_device_train_batch_size,
          "must be a multiple of per_device_train_batch_size ({c.training.per_device_train_batch_size})"),
     unknown_names,
-    _schedule_has_its_metric,
+    Rule("training.lr_scheduler_type",
+         lambda c, _: (c.training.lr_scheduler_type in SCHEDULES_BY_METRIC
+             and (c.training.eval_strategy == "no" or c.training.metric_for_best_model is None)),
+         "{c.training.lr_scheduler_type} lowers the rate by a figure of evaluations; set eval_strategy and "
+         "metric_for_best_model (such as eval_rollout/f1), or choose another schedule"),
+    Rule("training.lr_scheduler_kwargs",
+         lambda c, _: (c.training.lr_scheduler_type in SCHEDULES_BY_METRIC
+             and "mode" in (c.training.lr_scheduler_kwargs or {})),
+         "mode follows from metric_for_best_model; remove it"),
     _checkpoints_are_evaluated,
     Rule("training.metric_for_best_model",
          lambda c, _: c.training.load_best_model_at_end and c.training.metric_for_best_model is None,
@@ -280,23 +286,7 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
     Rule("tuner.freeze_llm", lambda c, _: (c.tuner.freeze_vit and c.tuner.freeze_aligner and c.tuner.freeze_llm
              and (c.tuner.train_type == "full" or not c.tuner.train_coord_rows)),
          "the whole model is frozen; leave one of freeze_vit, freeze_aligner, freeze_llm false"),
-    Rule(_MASTERS, lambda c, _: c.training.master_weights is not None and c.tuner.train_type != "full",
-         "tuner.train_type: {c.tuner.train_type} trains adapters, which are float32 already; remove this key, or write "
-         "train_type: full"),
-    Rule(_MASTERS, lambda c, _: c.training.master_weights is not None and c.model.dtype != "bfloat16",
-         "belongs to weights in bfloat16, and model.dtype is {c.model.dtype}; write model.dtype: bfloat16, or remove "
-         "this key"),
-    Rule(_MASTERS, lambda c, _: c.training.master_weights is not None and c.deepspeed.enabled,
-         "deepspeed keeps float32 copies of its own; remove this key, or write deepspeed.enabled: false"),
-    Rule(_MASTERS, lambda c, _: c.training.master_weights is not None and c.fsdp.enabled,
-         "fsdp keeps float32 copies of its own with training.bf16: true; remove this key, or write fsdp.enabled: "
-         "false"),
-    Rule(_MASTERS, lambda c, _: (c.training.master_weights is not None
-             and c.training.optim not in OPTIMIZERS_WITH_MASTERS),
-         f"works with training.optim: {', '.join(OPTIMIZERS_WITH_MASTERS)}, and it is {{c.training.optim}}; write one "
-         "of those, or remove this key"),
-    Rule(_MASTERS, lambda c, _: c.training.master_weights is not None and c.training.fp16,
-         "loss scaling needs float32 gradients; write bf16: true, or remove this key"),
+    _masters_are_of_use,
     Rule("deepspeed.config", lambda c, _: c.deepspeed.enabled and c.deepspeed.config is None,
          "missing; deepspeed.enabled: true needs a JSON file or a mapping"),
     Rule("fsdp.enabled", lambda c, _: c.deepspeed.enabled and c.fsdp.enabled,
@@ -307,10 +297,8 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          " it, or raise global_max_length"),
     Rule(f"{_RM}.decoding.top_k", lambda c, r: r.decoding.top_k == 0,
          "0 keeps no token; write -1 to keep all, or a number from 1 on"),
-    Rule(f"{_RM}.num_beams", lambda c, r: r.decode_mode == "greedy" and r.num_beams > 1,
-         "needs decode_mode: beam; greedy decoding has one beam"),
-    Rule(f"{_RM}.num_beams", lambda c, r: r.decode_mode == "beam" and r.num_beams < 2,
-         "decode_mode: beam needs at least 2"),
+    Rule(f"{_RM}.num_beams", lambda c, r: (r.decode_mode == "beam") != (r.num_beams > 1),
+         "{r.num_beams} does not fit decode_mode: {r.decode_mode}; beam needs at least 2, and greedy has 1"),
     Rule(f"{_RM}.decoding.temperature", lambda c, r: r.decode_mode == "beam" and r.decoding.temperature > 0,
          "decode_mode: beam does not sample; set the temperature to 0"),
     Rule(f"{_RM}.decoding.temperature",
@@ -325,10 +313,9 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          "1 would end every answer; write 0 (not checked) or at least 2"),
     Rule(f"{_GUARD}.ngram_repeats", lambda c, r: r.repeat_terminate.ngram_repeats == 1,
          "1 would end every answer; write 0 (not checked) or at least 2"),
-    Rule(f"{_GUARD}.ngram_size", lambda c, r: r.repeat_terminate.ngram_size == 0 < r.repeat_terminate.ngram_repeats,
-         "is 0 and ngram_repeats is not; patterns are checked by both together: set both, or both to 0"),
-    Rule(f"{_GUARD}.ngram_repeats", lambda c, r: r.repeat_terminate.ngram_repeats == 0 < r.repeat_terminate.ngram_size,
-         "is 0 and ngram_size is not; patterns are checked by both together: set both, or both to 0"),
+    Rule(f"{_GUARD}.ngram_size",
+         lambda c, r: (r.repeat_terminate.ngram_size == 0) != (r.repeat_terminate.ngram_repeats == 0),
+         "and ngram_repeats check patterns together, and one of them is 0; set both, or both to 0"),
     Rule(f"{_GUARD}.enabled", lambda c, r: ((g := r.repeat_terminate).enabled
              and not (g.max_consecutive_token_repeats or g.ngram_size * g.ngram_repeats or g.max_object_keys)),
          "no threshold is set, so nothing would ever be ended; set one, or enabled: false"),
@@ -341,19 +328,14 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
     Rule(f"{_RM}.offload.enabled", lambda c, r: (r.offload.enabled and r.is_colocated
              and not (r.offload.offload_model or r.offload.offload_optimizer)),
          "moves nothing: set offload_model or offload_optimizer to true, or this to false"),
-    Rule(f"{_RM}.offload.enabled", lambda c, r: r.offload.enabled and r.is_colocated and c.deepspeed.enabled,
-         "DeepSpeed owns the model's weights and optimizer, so they cannot be moved; set offload.enabled: "
-         "false, deepspeed.enabled: false, or rollout_backend: hf"),
-    Rule(f"{_RM}.offload.enabled", lambda c, r: r.offload.enabled and r.is_colocated and c.fsdp.enabled,
-         "FSDP owns the model's weights and optimizer, so they cannot be moved; set offload.enabled: false, "
-         "fsdp.enabled: false, or rollout_backend: hf"),
+    Rule(f"{_RM}.offload.enabled",
+         lambda c, r: r.offload.enabled and r.is_colocated and (c.deepspeed.enabled or c.fsdp.enabled),
+         "DeepSpeed and FSDP own the model's weights and optimizer, so they cannot be moved; set offload.enabled: "
+         "false, rollout_backend: hf, or neither deepspeed.enabled nor fsdp.enabled"),
     Rule(f"{_RM}.eval_detection.score_mode",
          lambda c, r: r.offload.enabled and r.is_colocated and r.eval_detection.score_mode == "confidence",
          "confidence needs the model during rollouts, and offload moves it away; write score_mode: constant, "
          "or offload.enabled: false"),
-    Rule(f"{_RM}.eval_detection.constant_score",
-         lambda c, r: r.eval_detection.score_mode == "confidence" and r.eval_detection.constant_score != 1.0,
-         "has no effect with score_mode: confidence; remove it, or write score_mode: constant"),
     Rule(f"{_RM}.rollouts_ahead", lambda c, r: r.rollouts_ahead and not r.is_served,
          "1 needs engines that keep their weights while training changes the model's: vLLM servers "
          "(rollout_backend: vllm with vllm.mode: server); without them write 0"),

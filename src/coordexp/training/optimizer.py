@@ -20,6 +20,7 @@ from transformers.trainer_utils import SchedulerType
 
 from coordexp import distributed
 from coordexp.checkpoints.folder import Part, part_of
+from coordexp.config.environment import SCHEDULES_BY_METRIC
 from coordexp.config.schema import TrainingConfig
 from coordexp.errors import CheckpointError, ConfigError
 
@@ -114,12 +115,15 @@ def build_scheduler(optimizer: Any, args: TrainingArguments, max_steps: int) -> 
     """The learning-rate schedule that ``args.lr_scheduler_type`` names, over ``max_steps`` steps."""
     for group in optimizer.param_groups:  # most schedules note it; with it, a resumed run may have another peak
         group.setdefault("initial_lr", group["lr"])
+    given: Any = args.lr_scheduler_kwargs
+    if args.lr_scheduler_type in SCHEDULES_BY_METRIC:
+        given = {**(given or {}), "mode": "max" if args.greater_is_better else "min"}
     return get_scheduler(
         args.lr_scheduler_type,
         optimizer=optimizer,
         num_warmup_steps=args.get_warmup_steps(max_steps),
         num_training_steps=max_steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # pyright: ignore[reportArgumentType]
+        scheduler_specific_kwargs=given,
     )
 
 

@@ -29,12 +29,12 @@ from support.config_samples import set_key, stage1, stage2, write_yaml
         # rules between keys
         (["rollout_matching.decode_mode=beam", "rollout_matching.num_beams=3", "rollout_matching.rollout_backend=vllm"],
          "rollout_matching.decode_mode (command line): beam search needs"),
-        (["rollout_matching.num_beams=3"], "rollout_matching.num_beams (command line): needs decode_mode: beam"),
+        (["rollout_matching.num_beams=3"], "rollout_matching.num_beams (command line): 3 does not fit"),
         (["rollout_matching.decoding.temperature=2.5", "rollout_matching.rollout_backend=vllm"],
          "rollout_matching.decoding.temperature (command line): vLLM refuses"),
         (["rollout_matching.max_new_tokens=4096"], "max_new_tokens (command line): 4096 leaves no room for the prompt"),
         (["rollout_matching.repeat_terminate={enabled: true, ngram_size: 0}"],
-         "rollout_matching.repeat_terminate.ngram_size (command line): is 0"),
+         "rollout_matching.repeat_terminate.ngram_size (command line): and ngram_repeats check"),
     ],
 )  # fmt: skip
 def test_words_for_a_checkpoint_alone_are_checked_like_those_for_a_file(words: list[str], says: str) -> None:

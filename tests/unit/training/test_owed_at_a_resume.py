@@ -49,11 +49,11 @@ def test_a_longer_run_has_the_rates_of_its_own_schedule(tmp_path: Path) -> None:
 def test_an_allowed_change_of_rate_and_schedule_is_made(schedule: str, tmp_path: Path) -> None:
     by_metric = schedule != "linear"
     keys = BEST | {"training__lr_scheduler_type": schedule, "training__max_steps": 1}
-    train(run_config(tmp_path, 1, "run", **keys, training__lr_scheduler_kwargs={"mode": "max"} if by_metric else None))
+    train(run_config(tmp_path, 1, "run", **keys))
     changed: dict[str, Any] = {"training__max_steps": 2, "training__resume_from_checkpoint": True,
                                "training__resume_with_changes": True, "training__learning_rate": 4e-3}  # fmt: skip
     if by_metric:
-        changed["training__lr_scheduler_kwargs"] = {"mode": "max", "patience": 3}
+        changed["training__lr_scheduler_kwargs"] = {"patience": 3}
     resumed = train(run_config(tmp_path, 1, "run", **keys | changed))
     assert rates(resumed) == pytest.approx([1e-3, 4e-3 if by_metric else 2e-3])
     assert getattr(resumed.run.scheduler, "patience", 3) == 3
@@ -223,7 +223,6 @@ def test_figures_of_other_images_are_not_compared(tmp_path: Path) -> None:
 def test_figures_of_another_measure_are_not_compared(keys: dict[str, Any], best: str, tmp_path: Path) -> None:
     """Without a change, the first of equal ones is the best."""
     plateau = BEST | {"training__lr_scheduler_type": "reduce_lr_on_plateau"}
-    plateau["training__lr_scheduler_kwargs"] = {"mode": "max"}
     train(run_config(tmp_path, 1, "run", **plateau, training__max_steps=1))
     resumed = train(run_config(tmp_path, 1, "run", **plateau | keys, training__resume_from_checkpoint=True))
     assert Path(resumed.state.best_model_checkpoint).name == best
