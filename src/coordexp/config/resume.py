@@ -14,53 +14,45 @@ from coordexp.config.base import KeyPath, StrictModel, dotted, section_of
 from coordexp.config.schema import RunConfig
 from coordexp.config.source import dump_value
 
+
+def _keys(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
 # Keys and whole sections that change nothing of what the remaining steps learn, but how, where and how long they run
 # and what is written. Every other key is refused, so a new one is, until it is listed here.
 HARMLESS = (
-    *("model.attn_implementation", "model.fused_kernels"),
-    "template.allow_prompt_change",
-    "data.num_workers",
-    *("custom.val_jsonl", "custom.val_sample_limit"),
-    *("training.output_dir", "training.run_name", "training.use_cpu"),
-    *("training.max_steps", "training.num_train_epochs"),
-    *("training.gradient_checkpointing", "training.gradient_checkpointing_every"),
-    "training.ddp_timeout",
-    *("training.logging_steps", "training.report_to"),
-    *("training.save_strategy", "training.save_steps", "training.save_total_limit", "training.save_only_model"),
-    *("training.load_best_model_at_end", "training.stop_within_s"),
-    *("training.resume_from_checkpoint", "training.resume_with_changes", "training.overwrite_output_dir"),
-    *("training.eval_strategy", "training.eval_steps", "training.eval_on_start"),
-    *("training.per_device_eval_batch_size", "training.packing_min_fill_ratio"),
-    *("rollout_matching.decode_batch_size", "rollout_matching.eval_detection", "rollout_matching.monitor_dump"),
-    *("rollout_matching.offload", "rollout_matching.vllm.server", "rollout_matching.vllm.sync"),
-    *("rollout_matching.vllm.tensor_parallel_size", "rollout_matching.vllm.gpu_memory_utilization"),
-    *("rollout_matching.vllm.max_model_len", "rollout_matching.vllm.sleep_level"),
-    *("rollout_matching.vllm.enforce_eager", "rollout_matching.vllm.enable_lora"),
-    "rollout_matching.vllm.max_lora_rank",
-    *(f"rollout_matching.vllm.engine_args.{name}" for name in ("async_scheduling", "disable_custom_all_reduce")),
-    *(f"rollout_matching.vllm.engine_args.{name}" for name in ("enable_prefix_caching", "max_num_batched_tokens")),
-    "rollout_matching.vllm.engine_args.max_num_seqs",
+    *_keys("model", "attn_implementation fused_kernels"),
+    *_keys("template", "allow_prompt_change"),
+    *_keys("data", "num_workers"),
+    *_keys("custom", "val_jsonl val_sample_limit"),
+    *_keys("training", "output_dir run_name use_cpu max_steps num_train_epochs ddp_timeout stop_within_s"),
+    *_keys("training", "gradient_checkpointing gradient_checkpointing_every packing_min_fill_ratio"),
+    *_keys("training", "logging_steps report_to eval_strategy eval_steps eval_on_start per_device_eval_batch_size"),
+    *_keys("training", "save_strategy save_steps save_total_limit save_only_model load_best_model_at_end"),
+    *_keys("training", "resume_from_checkpoint resume_with_changes overwrite_output_dir"),
+    *_keys("rollout_matching", "decode_batch_size eval_detection monitor_dump offload"),
+    *_keys("rollout_matching.vllm", "server sync tensor_parallel_size gpu_memory_utilization max_model_len"),
+    *_keys("rollout_matching.vllm", "sleep_level enforce_eager enable_lora max_lora_rank"),
+    *_keys("rollout_matching.vllm.engine_args", "async_scheduling disable_custom_all_reduce enable_prefix_caching"),
+    *_keys("rollout_matching.vllm.engine_args", "max_num_batched_tokens max_num_seqs"),
     "launch",
 )
 # Harmless ones that belong to a start and not to the run: not reported either.
-OF_THE_START = (
-    *("training.output_dir", "training.resume_from_checkpoint", "training.resume_with_changes"),
-    "training.overwrite_output_dir",
-)
+OF_THE_START = _keys("training", "output_dir resume_from_checkpoint resume_with_changes overwrite_output_dir")
 # Keys of what a checkpoint holds, which no permission changes: its weights, their kind, its optimizer and schedule.
 FIXED = (
     *("model.model", "custom.trainer_variant"),
-    *("tuner.train_type", "tuner.lora_rank", "tuner.use_dora", "tuner.target_modules", "tuner.modules_to_save"),
-    *("tuner.freeze_vit", "tuner.freeze_aligner", "tuner.freeze_llm", "tuner.train_coord_rows"),
-    *("training.optim", "training.master_weights", "training.lr_scheduler_type"),
+    *_keys("tuner", "train_type lora_rank use_dora target_modules modules_to_save"),
+    *_keys("tuner", "freeze_vit freeze_aligner freeze_llm train_coord_rows"),
+    *_keys("training", "optim master_weights lr_scheduler_type"),
     *("deepspeed.enabled", "fsdp.enabled", "fsdp.state_dict_type"),
 )
 # Keys of what an evaluation measures, and of how it decodes; offload decides what a null score_mode means.
 MEASURING = (
-    *("training.metric_for_best_model", "rollout_matching.eval_detection"),
-    *("rollout_matching.offload.enabled", "rollout_matching.rollout_backend"),
-    *("rollout_matching.decode_mode", "rollout_matching.num_beams", "rollout_matching.max_new_tokens"),
-    *("rollout_matching.repetition_penalty", "rollout_matching.decoding", "rollout_matching.repeat_terminate"),
+    "training.metric_for_best_model",
+    *_keys("rollout_matching", "eval_detection offload.enabled rollout_backend decode_mode num_beams max_new_tokens"),
+    *_keys("rollout_matching", "repetition_penalty decoding repeat_terminate"),
 )
 ABSENT = "(no such key)"
 
