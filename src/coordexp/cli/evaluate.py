@@ -314,13 +314,14 @@ def _show(
 
 def _compare(runs: tuple[Path, Path], options: EvaluationOptions, rename: Renaming) -> None:
     from coordexp.evaluation.answers import read_answers
+    from coordexp.evaluation.coco_results import with_constant_score
     from coordexp.evaluation.compare import RESAMPLES, compare, comparison_json, comparison_tables, paired
 
     console = open_console(stderr=options.as_json)
     names = str(runs[0]), str(runs[1])
     saved = [read_answers(run) for run in runs]
-    a, b = (rename(run) for run in saved)
-    comparison = compare(a, b, resamples=options.resamples or RESAMPLES, constant_score=options.constant_score)
+    a, b = (with_constant_score(rename(run), options.constant_score) for run in saved)
+    comparison = compare(a, b, resamples=options.resamples or RESAMPLES)
     notes = [note for run, answers in zip(saved, (a, b), strict=True) for note in rename.note(run, answers)]
     if options.as_json:
         echo(json.dumps({**comparison_json(comparison, names), **rename.about, "notes": notes}))

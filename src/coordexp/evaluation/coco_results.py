@@ -58,7 +58,6 @@ class AveragePrecision:
 def to_coco(
     answers: Sequence[ImageAnswer],
     iou_type: IouType | None = "bbox",
-    constant_score: float | None = None,
     numbers: ClassNumbers | None = None,
     image_ids: Sequence[int] | None = None,
 ) -> CocoData:
@@ -69,13 +68,12 @@ def to_coco(
     Args:
         iou_type: of results: "bbox" gives them a ``bbox``, "segm" a mask as run lengths, None all of
             :func:`coco_shape`, but no ``segmentation`` of boxes.
-        constant_score: of every prediction, instead of its own.
         numbers: of the classes; None numbers the descriptions of the ground truth, or of the predictions for images
             without annotations, from 1.
         image_ids: one per answer instead of 1, 2, ….
 
     Raises:
-        DataError: a prediction has no score, and no ``constant_score`` is given.
+        DataError: a prediction has no score.
     """
     if numbers is None:
         sources = [answer.pred if answer.gt is None else answer.gt for answer in answers]
@@ -89,8 +87,7 @@ def to_coco(
             annotation |= {"iscrowd": int(obj.soft is not None), **coco_shape(obj, answer)}
             annotations.append(annotation)
         for detection in answer.pred:
-            score = detection.score if constant_score is None else constant_score
-            if score is None:
+            if detection.score is None:
                 raise DataError(
                     f"{answer.sample_id}: {detection.desc!r} has no score, and average precision needs one; "
                     "score with the model (coordexp predict does), or give all the same score: --constant-score 1.0"
@@ -105,7 +102,7 @@ def to_coco(
                 shape = {"segmentation": {"size": mask["size"], "counts": mask["counts"].decode("ascii")}}
             elif detection.kind == "bbox_2d":
                 del shape["segmentation"]
-            result = {"image_id": image_id, "category_id": numbers[detection.desc], "score": score}
+            result = {"image_id": image_id, "category_id": numbers[detection.desc], "score": detection.score}
             results.append(result | shape)
     used = (obj.desc for answer in answers for obj in (*(answer.gt or ()), *answer.pred))
     categories = [{"id": number, "name": name, "supercategory": ""} for number, name in numbers.names(used).items()]
@@ -119,12 +116,15 @@ def with_scores(answer: ImageAnswer) -> ImageAnswer:
     return replace(answer, pred=tuple(o if o.score is not None else replace(o, score=1.0) for o in answer.pred))
 
 
+def with_constant_score(answers: Sequence[ImageAnswer], score: float | None) -> Sequence[ImageAnswer]:
+    """The answers with ``score`` for every prediction, instead of its own; None: as they are."""
+    if score is None:
+        return answers
+    return [replace(answer, pred=tuple(replace(obj, score=score) for obj in answer.pred)) for answer in answers]
+
+
 def write_coco(
-    answers: Sequence[ImageAnswer],
-    folder: Path,
-    constant_score: float | None,
-    segm: bool = False,
-    classes: Sequence[str] = (),
+    answers: Sequence[ImageAnswer], folder: Path, segm: bool = False, classes: Sequence[str] = ()
 ) -> list[Path]:
     """:data:`COCO_FILES`, as other tools read them; the last one, of masks, only with ``segm``, without which an
     earlier one is removed. ``classes``: the class list; annotated names that it lacks follow it. Empty: as for
@@ -132,10 +132,10 @@ def write_coco(
     annotated = {obj.desc for answer in answers for obj in answer.gt or ()}
     listed = (*classes, *sorted(annotated.difference(classes)))
     numbers = ClassNumbers.of(listed, 1) if classes else None
-    boxes = to_coco(answers, "bbox", constant_score, numbers)
+    boxes = to_coco(answers, "bbox", numbers)
     contents: list[object] = [boxes.ground_truth, boxes.results]
     if segm:
-        contents.append(to_coco(answers, "segm", constant_score, numbers).results)
+        contents.append(to_coco(answers, "segm", numbers).results)
     else:
         (folder / COCO_FILES[-1]).unlink(missing_ok=True)
     paths = [folder / name for name in COCO_FILES[: len(contents)]]
@@ -164,11 +164,10 @@ def average_precision(
     answers: Sequence[ImageAnswer] | CocoData,
     iou_type: IouType = "bbox",
     iou_thrs: Sequence[float] | None = None,
-    constant_score: float | None = None,
 ) -> AveragePrecision:
     """COCO's figures of answers, or of their :func:`to_coco` (whose errors it raises) with the same ``iou_type``.
     ``iou_thrs`` None means 0.50, 0.55, … 0.95."""
-    data = answers if isinstance(answers, CocoData) else to_coco(answers, iou_type, constant_score)
+    data = answers if isinstance(answers, CocoData) else to_coco(answers, iou_type)
     if not data.ground_truth["annotations"]:
         return AveragePrecision()
     from faster_coco_eval import COCO, COCOeval_faster

@@ -113,7 +113,6 @@ def compare(
     *,
     resamples: int = RESAMPLES,
     seed: int = 0,
-    constant_score: float | None = None,
 ) -> Comparison:
     """Every figure of both runs; those made of counts have the percentile interval of their difference.
 
@@ -124,7 +123,7 @@ def compare(
     b = paired(a, b)
     weights_RN = _image_weights(np.random.default_rng(seed), len(a), resamples)
     counted = [[count_image(answer, IOU_THRESHOLD) for answer in run] for run in (a, b)]
-    ap_a, ap_b = (average_precision(run, constant_score=constant_score) for run in (a, b))
+    ap_a, ap_b = (average_precision(run) for run in (a, b))
     figures = [Difference("AP", ap_a.figures.get("AP", 0.0), ap_b.figures.get("AP", 0.0))]
 
     def metrics(counts: Sequence[float]) -> dict[str, float]:

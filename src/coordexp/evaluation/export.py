@@ -179,7 +179,7 @@ def export_coco(
         image_ids[image_id] = None
     if terms.images and num_unknown:
         notes.append(f"{num_unknown} images are not among the given annotations; they get the next numbers")
-    data = to_coco([with_scores(answer) for answer in answers], None, None, numbers, [*image_ids])
+    data = to_coco([with_scores(answer) for answer in answers], None, numbers, [*image_ids])
     for entry in (*data.ground_truth["annotations"], *data.results):
         entry |= {"bbox": [round(value, 3) for value in entry["bbox"]], "area": round(entry["area"], 3)}
         if "segmentation" in entry:

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject, merged_counts
-from coordexp.evaluation.coco_results import average_precision
+from coordexp.evaluation.coco_results import average_precision, with_constant_score
 from coordexp.evaluation.detection import IOU_THRESHOLD, count_image, detection_metrics, match_by_desc, sum_counts
 from coordexp.evaluation.summary import FIGURES, figures_table
 
@@ -99,7 +99,7 @@ def side_by_side(
     for name, column in columns.items():
         figures[name] = detection_metrics(sum_counts(count_image(answer, threshold).counts for answer in column))
         if options.metrics != "f1ish":
-            coco = average_precision(column, "bbox", constant_score=options.fixed_score).figures
+            coco = average_precision(with_constant_score(column, options.fixed_score), "bbox").figures
             figures[name] |= {key: coco[key] for key in ("AP", "AP50") if key in coco}
     return figures
 

@@ -27,6 +27,7 @@ from coordexp.evaluation.coco_results import (
     THRESHOLDS_T,
     average_precision,
     coco_shape,
+    with_constant_score,
     write_coco,
 )
 from coordexp.evaluation.confidence import Reliability, Threshold, best_thresholds, reliability
@@ -110,15 +111,15 @@ def summarise(
     ap_of: dict[str, float] = {}
     ap_by_density: dict[str, float | None] = {}
     if options.metrics != "f1ish":
-        constant = options.fixed_score
-        coco = average_precision(answers, "bbox", constant_score=constant)
+        ranked = with_constant_score(answers, options.fixed_score)
+        coco = average_precision(ranked, "bbox")
         figures |= coco.figures
         ap_of = coco.by_class
         for name in {part.density for part in counted}:
-            alone = [answer for answer, part in zip(answers, counted, strict=True) if part.density == name]
-            ap_by_density[name] = average_precision(alone, "bbox", constant_score=constant).figures.get("AP")
+            alone = [answer for answer, part in zip(ranked, counted, strict=True) if part.density == name]
+            ap_by_density[name] = average_precision(alone, "bbox").figures.get("AP")
         if options.use_segm:
-            masks = average_precision(answers, "segm", constant_score=constant)
+            masks = average_precision(ranked, "segm")
             figures |= {f"segm_{name}": value for name, value in masks.figures.items()}
     by_desc: defaultdict[str, Counter[str]] = defaultdict(Counter)
     by_density: defaultdict[str, list[Mapping[str, float]]] = defaultdict(list)
@@ -261,9 +262,10 @@ def write_summary(
     write_answers(answers, folder / PREDICTIONS)
     paths = [folder / METRICS, folder / BY_CLASS, folder / BY_DENSITY, folder / PREDICTIONS]
     with_coco = options.metrics != "f1ish"
+    ranked = with_constant_score(answers, options.fixed_score)
     if with_coco:
-        paths += write_coco(answers, folder, options.fixed_score, options.use_segm, classes)
-    paths += save_plots(answers, folder, coco=with_coco, constant_score=options.fixed_score)
+        paths += write_coco(ranked, folder, options.use_segm, classes)
+    paths += save_plots(ranked, folder, coco=with_coco)
     for old in {folder / name for name in (*COCO_FILES, CONFUSION, CURVES, SIZES)}.difference(paths):
         old.unlink(missing_ok=True)
     return paths
@@ -397,9 +399,7 @@ def _by_frequency(answers: Sequence[ImageAnswer]) -> list[str]:
     return sorted(count_of, key=lambda name: (-count_of[name], name))
 
 
-def save_plots(
-    answers: Sequence[ImageAnswer], folder: Path, *, coco: bool = True, constant_score: float | None = None
-) -> list[Path]:
+def save_plots(answers: Sequence[ImageAnswer], folder: Path, *, coco: bool = True) -> list[Path]:
     """Write the plots as PNG; those of average precision only with ``coco``, none if nothing is annotated. Raises
     DataError if an image has no annotations, or with ``coco`` a prediction no score."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -407,7 +407,7 @@ def save_plots(
     if any(answer.truth for answer in answers):
         figures[CONFUSION] = _draw_confusion(confusion(answers))
         if coco:
-            precision = average_precision(answers, "bbox", constant_score=constant_score)
+            precision = average_precision(answers)
             areas = [coco_shape(obj, one)["area"] for one in answers for obj in one.truth]
             figures[CURVES] = _draw_curves(precision.precision_of, _by_frequency(answers)[:_NAMED])
             figures[SIZES] = _draw_sizes(precision.figures, areas)

@@ -190,7 +190,7 @@ class Detections:
             DataError: neither the checkpoint nor the caller gives a class list, or the caller an empty one.
         """
         numbers = self._numbers(category_ids, 1, "category_ids={…}")
-        results = to_coco([with_scores(self.answer)], None, None, numbers, [image_id]).results
+        results = to_coco([with_scores(self.answer)], None, numbers, [image_id]).results
         for result, name in zip(results, self.names, strict=True):
             result["category_name"] = name
             del result["area"]

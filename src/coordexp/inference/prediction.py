@@ -131,7 +131,7 @@ def run_prediction(
     files = [folder.join(whole)]
     whole, left_out = (whole, 0) if min_confidence is None else at_least(whole, min_confidence)
     has_polygons = any(obj.kind == "poly" for answer in whole for obj in answer.pred)
-    files += write_coco(whole, output, None, segm=has_polygons, classes=listed)
+    files += write_coco(whole, output, segm=has_polygons, classes=listed)
     if save_images:
         files += save_drawings(whole, output / DRAWINGS)
     return PredictionResult(len(records), resumed, tuple(files), images.skipped, tuple(whole), left_out)

@@ -28,6 +28,7 @@ from coordexp.evaluation.coco_results import (
     average_precision,
     coco_shape,
     to_coco,
+    with_constant_score,
     write_coco,
 )
 from coordexp.records import GTObject
@@ -167,7 +168,7 @@ def test_random_answers_in_all_area_ranges(iou_type: IouType, seed: int) -> None
 @pytest.mark.parametrize("iou_type", ["bbox", "segm"])
 def test_metrics_equal_pycocotools_on_our_files(tmp_path: Path, iou_type: IouType, capsys) -> None:
     answers = random_answers(25, 1)
-    truth_file, *_, results_file = write_coco(answers, tmp_path, None, segm=iou_type == "segm")
+    truth_file, *_, results_file = write_coco(answers, tmp_path, segm=iou_type == "segm")
     truth: Any = COCO(str(truth_file))
     evaluation = evaluated(truth, truth.loadRes(str(results_file)), iou_type, THRESHOLDS_T.tolist())
     evaluation.summarize()
@@ -212,7 +213,7 @@ def test_classes_are_those_of_the_annotations_and_each_has_one_number(tmp_path: 
     answers = [ImageAnswer("a", "a.png", 999, 999, truth, (ScoredObject("ant", "bbox_2d", SQUARE, 0.5, 0.5),))]
     names = [(one["id"], one["name"]) for one in to_coco(answers).ground_truth["categories"]]
     assert names == [(1, "cat"), (2, "dog"), (3, "(not in the class list)")]
-    (file, _) = write_coco(answers, tmp_path, None, classes=("cat", "bee"))
+    (file, _) = write_coco(answers, tmp_path, classes=("cat", "bee"))
     written = [(one["id"], one["name"]) for one in json.loads(file.read_text())["categories"]]
     assert written == [(1, "cat"), (2, "bee"), (3, "dog"), (4, "(not in the class list)")]
 
@@ -220,8 +221,8 @@ def test_classes_are_those_of_the_annotations_and_each_has_one_number(tmp_path: 
 def test_masks_of_earlier_answers_are_removed_where_there_are_none_now(tmp_path: Path) -> None:
     answers = random_answers(3, 1)
     names = ["coco_ground_truth.json", "coco_results_bbox.json", "coco_results_segm.json"]
-    assert [path.name for path in write_coco(answers, tmp_path, None, segm=True)] == names
-    assert [path.name for path in write_coco(answers, tmp_path, None)] == names[:2]
+    assert [path.name for path in write_coco(answers, tmp_path, segm=True)] == names
+    assert [path.name for path in write_coco(answers, tmp_path)] == names[:2]
     assert sorted(path.name for path in tmp_path.iterdir()) == names[:2]
 
 
@@ -261,4 +262,4 @@ def test_no_score_no_average_precision() -> None:
     unscored = answered([("a", SQUARE)], [("a", SQUARE, None)])
     with pytest.raises(DataError, match="--constant-score"):
         average_precision([unscored])
-    assert average_precision([unscored], constant_score=1.0).figures["AP"] == pytest.approx(1)
+    assert average_precision(with_constant_score([unscored], 1.0)).figures["AP"] == pytest.approx(1)

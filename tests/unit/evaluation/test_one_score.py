@@ -12,7 +12,6 @@ import pytest
 from coordexp.config import parse_config, resolved_rollout
 from coordexp.evaluation.answers import write_answers
 from coordexp.evaluation.coco_results import average_precision
-from coordexp.evaluation.compare import compare
 from support.cli_runs import Cli
 from support.config_samples import set_keys, stage1, stage2
 from support.scored_answers import random_answers
@@ -36,12 +35,14 @@ def test_a_constant_score_replaces_those_of_saved_answers(tmp_path: Path, cli: C
     assert constant == pytest.approx(average_precision(equal).figures["AP"]) and constant != pytest.approx(own)
 
 
-def test_a_comparison_uses_the_constant_score() -> None:
+def test_a_comparison_uses_the_constant_score(tmp_path: Path, cli: Cli) -> None:
     answers = random_answers(20, 1)
-    for constant in (None, 1.0):
-        (difference,) = [one for one in compare(answers, answers, resamples=10, constant_score=constant).figures
-                         if one.name == "AP"]  # fmt: skip
-        assert difference.a == pytest.approx(average_precision(answers, constant_score=constant).figures["AP"])
+    equal = [replace(one, pred=tuple(replace(o, score=1.0) for o in one.pred)) for one in answers]
+    write_answers(answers, tmp_path / "predictions.jsonl")
+    for options, ranked in (((), answers), (("--constant-score", 1.0), equal)):
+        done = cli("evaluate", "--compare", tmp_path, tmp_path, "--json", "--resamples", 10, *options)
+        (ap,) = [one["a"] for one in json.loads(done.out)["figures"] if one["name"] == "AP"]
+        assert ap == pytest.approx(average_precision(ranked).figures["AP"])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ GHOST = GTObject("ghost", "bbox_2d", (800, 10, 900, 90))
 
 
 def answers(*found: GTObject, truth: tuple[GTObject, ...] = (CAT, DOG)) -> list[ImageAnswer]:
-    pred = tuple(ScoredObject(obj.desc, obj.kind, obj.bins) for obj in found)
+    pred = tuple(ScoredObject(obj.desc, obj.kind, obj.bins, 1.0) for obj in found)
     return [ImageAnswer("s", "a.png", 640, 480, truth, pred)]
 
 
@@ -63,7 +63,7 @@ def test_intervals_are_those_of_a_comparison() -> None:
     """Of 100 images, whose object the later evaluation misses in every fifth."""
     first = [replace(one, sample_id=f"{n}") for n in range(100) for one in answers(CAT)]
     later = [replace(one, sample_id=f"{n}") for n in range(100) for one in (answers(CAT) if n % 5 else answers(GHOST))]
-    rates, ledger = changed_rates(first, later), compare(first, later, constant_score=1.0).ledger
+    rates, ledger = changed_rates(first, later), compare(first, later).ledger
     assert rates["lost_rate"] == 0.2 and 0.1 < rates["lost_rate_low"] < 0.2 < rates["lost_rate_high"] < 0.3
     assert (rates["lost_rate_low"], rates["lost_rate_high"]) == ledger.lost.interval
     assert (rates["false_gained_rate_low"], rates["false_gained_rate_high"]) == ledger.false_gained.interval
@@ -73,7 +73,7 @@ def test_predictions_that_found_a_soft_object_are_of_no_share() -> None:
     """As in a comparison: they are neither right nor wrong."""
     truth = (CAT, replace(DOG, soft=0.5))
     first, later = answers(CAT, truth=truth), answers(CAT, DOG, GHOST, truth=truth)
-    ledger = compare(first, later, constant_score=1.0).ledger
+    ledger = compare(first, later).ledger
     assert changed_rates(first, later)["false_gained_rate"] == ledger.false_gained.value == 0.5
 
 
