@@ -14,11 +14,9 @@ from pydantic_core import to_jsonable_python
 
 from coordexp.config import load_config
 from coordexp.config.checks import check_paths
-from coordexp.config.resolved import AnswerConfig, in_place_of_validation
+from coordexp.config.resolved import AnswerConfig, EvaluationConfig, in_place_of_validation
 from coordexp.config.schema import RunConfig
 from coordexp.config.source import checked_overrides, dump_value
-from coordexp.data.files import check_new_file, is_same_file
-from coordexp.data.progress_bar import literal_console
 from coordexp.errors import ConfigError, DataError, whole_number
 from coordexp.heavy_imports import heavy_imports
 
@@ -128,20 +126,14 @@ def evaluate(
         CoordExpError: as the command.
     """
     from coordexp.checkpoints.fetch import model_folder, with_model_here
-    from coordexp.inference.session import checked_class_names, evaluation_config, with_several_answers
+    from coordexp.inference.session import checked_class_names, with_several_answers
 
     answers, limit = whole_number("answers", answers), None if limit is None else whole_number("limit", limit)
-    checkpoint, jsonl = (None if path is None else Path(path) for path in (model, data))
-    if config is not None:
-        run = load_config(config, in_place_of_validation(data) | checked_overrides(overrides))
-    elif checkpoint is None:
-        raise ConfigError("name a configuration or model= to evaluate")
-    elif overrides:
+    path, checkpoint, jsonl = (None if given is None else Path(given) for given in (config, model, data))
+    arguments = _arguments(overrides)
+    if config is None and arguments:
         raise ConfigError("overrides belong to a configuration; name one")
-    else:
-        checkpoint = model_folder(checkpoint)
-        run = evaluation_config(checkpoint, jsonl)
-    check_paths({"model": checkpoint or run.model.model}, {"data": jsonl or run.custom.val_jsonl})
+    run, checkpoint = evaluated_run(path, checkpoint, jsonl, arguments)
     if checkpoint is not None:
         checkpoint = model_folder(checkpoint)
     elif isinstance(run, RunConfig):
@@ -153,12 +145,35 @@ def evaluate(
         from coordexp.modeling.load import no_progress_bars
 
     names = checked_class_names(classes, checkpoint or run.model.model)
-    with_several_answers(AnswerConfig.of_run(run), answers, _arguments(overrides))
+    with_several_answers(AnswerConfig.of_run(run), answers, arguments)
     with no_progress_bars():
         return run_evaluation(
             run, _console(quiet), model=checkpoint, data=jsonl, limit=limit, output=None if out is None else Path(out),
             calibrate=calibrate, overwrite=overwrite, asking=Asking(names, answers, Tiling.asked(tiles, overlap)),
         )  # fmt: skip
+
+
+def evaluated_run(
+    config: Path | None, model: Path | None, data: Path | None, arguments: Sequence[str] = (), prefix: str = ""
+) -> tuple[RunConfig | EvaluationConfig, Path | None]:
+    """The run to evaluate, of a YAML, or of the card of ``model``, which is then fetched if it is of the hub; and the
+    checkpoint in place of the run's own. Raises ConfigError if something is not there; ``prefix``: of ``model`` and
+    ``data`` in its text."""
+    models = {} if model is None else {f"{prefix}model": model}
+    if config is not None:
+        run = load_config(config, in_place_of_validation(data), arguments)
+        models = models or {"model.model": run.model.model}
+    elif model is not None:
+        check_paths(models, {f"{prefix}data": data})
+        from coordexp.checkpoints.fetch import model_folder
+        from coordexp.inference.session import evaluation_config
+
+        model = model_folder(model)
+        run = evaluation_config(model, data, arguments)
+    else:
+        raise ConfigError("name a configuration or model= to evaluate")
+    check_paths(models, {"custom.val_jsonl" if data is None else f"{prefix}data": data or run.custom.val_jsonl})
+    return run, model
 
 
 def convert(form: str, source: str | Path, out: str | Path, **options: Any) -> ConversionReport:
@@ -230,6 +245,7 @@ def tile(
         ConfigError: a number outside of its range, no such dataset. DataError: ``out`` exists, or is ``data``; a
             photograph cannot be read.
     """
+    from coordexp.data.files import check_new_file, is_same_file
     from coordexp.data.jsonl import read_jsonl
     from coordexp.data.tiles import Tiling, write_tiles
 
@@ -319,5 +335,6 @@ def _arguments(overrides: Mapping[str, Any] | None) -> list[str]:
 
 def _console(quiet: bool) -> Console:
     from coordexp import distributed
+    from coordexp.data.progress_bar import literal_console
 
     return literal_console(stderr=False, quiet=quiet or not distributed.is_main())

@@ -31,8 +31,6 @@ from coordexp.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from coordexp.config import RunConfig
-    from coordexp.config.resolved import EvaluationConfig
     from coordexp.evaluation.answers import ImageAnswer
     from coordexp.evaluation.renaming import Renaming
     from coordexp.evaluation.summary import Summary
@@ -145,8 +143,7 @@ def evaluate(
     elif options.print:
         _print_run(source, options, arguments)
     else:
-        run, model = _run_of(source, options, arguments)  # before heavy imports: mistakes show at once
-        _evaluate_model(run, model, options, _renaming(options), arguments)
+        _evaluate_model(source, options, arguments)
 
 
 def _check_options(options: EvaluationOptions, kind: str, arguments: Sequence[str]) -> None:
@@ -161,12 +158,6 @@ def _check_options(options: EvaluationOptions, kind: str, arguments: Sequence[st
         refuse_idle([*unused, "KEY=VALUE"][0], True, f"belongs to {' or '.join(users)}")
     if options.data is not None and any(word.startswith("custom.val_jsonl=") for word in arguments):
         raise ConfigError("--data and custom.val_jsonl both name the dataset to evaluate on; give one of them")
-    if options.calibrate and options.tiles is not None:
-        raise ConfigError("--calibrate fits answers for whole images; leave out --tiles")
-    if options.calibrate and options.answers > 1:
-        raise ConfigError("--calibrate fits single answers; leave out --answers")
-    if options.calibrate and options.constant_score is not None:
-        raise ConfigError("--calibrate needs the predictions' own confidences; leave out --constant-score")
     idle = options.embedder is None and options.embedding_threshold is not None
     refuse_idle("--embedding-threshold", idle, "belongs to --embedder")
 
@@ -181,63 +172,35 @@ def _renaming(options: EvaluationOptions) -> Renaming:
 
 
 def _print_run(source: Path | None, options: EvaluationOptions, arguments: Sequence[str]) -> None:
+    from coordexp.api import evaluated_run
     from coordexp.config.from_yaml import resolved_yaml
     from coordexp.config.resolved import in_place_of_validation
 
     if source is None:
-        echo(resolved_yaml(_run_of(source, options, arguments)[0]), nl=False)
+        echo(resolved_yaml(evaluated_run(None, options.model, options.data, arguments, "--")[0]), nl=False)
     else:
         print_config(source, arguments, overrides=in_place_of_validation(options.data))
 
 
-def _run_of(
-    source: Path | None, options: EvaluationOptions, arguments: Sequence[str]
-) -> tuple[RunConfig | EvaluationConfig, Path | None]:
-    # The configuration, and the checkpoint in place of its own. Without a YAML that checkpoint is fetched from the hub
-    # here, because its card has the settings; with one, after all other mistakes have shown.
-    from coordexp.config import load_config
-    from coordexp.config.checks import check_paths
-    from coordexp.config.resolved import in_place_of_validation
+def _evaluate_model(source: Path | None, options: EvaluationOptions, arguments: Sequence[str]) -> None:
+    from coordexp.api import evaluated_run
 
-    if source is None:
-        from coordexp.inference.session import evaluation_config
-
-        assert options.model is not None
-        check_paths({"--model": options.model}, {"--data": options.data})
-        model = check_checkpoint(options.model)
-        config = evaluation_config(model, options.data, arguments)
-        check_paths({}, {"--data": config.custom.val_jsonl})
-        return config, model
-    run = load_config(source, in_place_of_validation(options.data), arguments)
-    check_paths(
-        {"--model": options.model} if options.model is not None else {"model.model": run.model.model},
-        {"--data": options.data} if options.data is not None else {"custom.val_jsonl": run.custom.val_jsonl},
-    )
-    return run, options.model
-
-
-def _evaluate_model(
-    run: RunConfig | EvaluationConfig,
-    model: Path | None,
-    options: EvaluationOptions,
-    rename: Renaming,
-    arguments: Sequence[str],
-) -> None:
+    # Mistakes show at once: in the YAML before numpy is imported, others before torch.
+    run, model = evaluated_run(source, options.model, options.data, arguments, "--")
+    from coordexp import distributed
     from coordexp.checkpoints.fetch import with_model_here
     from coordexp.config import RunConfig
     from coordexp.config.resolved import AnswerConfig
     from coordexp.data.tiles import Tiling
     from coordexp.inference.session import read_class_names, with_several_answers
 
-    tiling = Tiling.asked(options.tiles, options.overlap)
+    rename, tiling = _renaming(options), Tiling.asked(options.tiles, options.overlap)
     if model is not None:
         model = check_checkpoint(model)
     elif isinstance(run, RunConfig):
         run = with_model_here(run)
     classes = read_class_names(options.classes, model or run.model.model)
-    with_several_answers(AnswerConfig.of_run(run), options.answers, arguments)  # mistakes show at once
-    from coordexp import distributed
-
+    with_several_answers(AnswerConfig.of_run(run), options.answers, arguments)
     if distributed.world_size() == 1:
         limit = run.custom.val_sample_limit if options.limit is None else options.limit
         checked_inputs(model or run.model.model, [(options.data or run.custom.val_jsonl, limit)])

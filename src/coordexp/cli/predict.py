@@ -151,11 +151,10 @@ def _configuration(
     config: Path | None, model: Path | None, max_new_tokens: int | None, seed: int | None, arguments: list[str]
 ) -> AnswerConfig:
     if config is None:
-        from coordexp.inference.session import SEED, PredictOptions, inference_config
+        from coordexp.inference.session import inference_config
 
         assert model is not None
-        options = PredictOptions(max_new_tokens=max_new_tokens, seed=SEED if seed is None else seed)
-        return inference_config(model, options, arguments)
+        return inference_config(model, arguments, max_new_tokens=max_new_tokens, seed=seed)
     from coordexp.checkpoints.card import with_own_template
     from coordexp.checkpoints.fetch import with_model_here
     from coordexp.config import load_config

@@ -26,29 +26,27 @@ class UsersTerms:
 
 def _by_name(entries: Sequence[Any], key: str, what: str, path: Path) -> tuple[dict[str, int], list[str]]:
     # The first id of each name, and a note about names that several entries have.
-    ids: dict[str, int] = {}
-    names: dict[int, str] = {}
-    again: dict[str, list[int]] = {}
+    ids_of: dict[str, dict[int, None]] = {}
+    name_of: dict[int, str] = {}
     for index, entry in enumerate(entries):
-        missing = [one for one in (key, "id") if not isinstance(entry, dict) or entry.get(one) is None]
-        if missing:
-            raise DataError(f"{what}[{index}] has no {missing[0]}; add it", path=path)
-        name, given = str(entry[key]), entry["id"]
+        named, given = (entry.get(one) if isinstance(entry, dict) else None for one in (key, "id"))
+        if named is None or given is None:
+            raise DataError(f"{what}[{index}] has no {key if named is None else 'id'}; add it", path=path)
+        name = str(named)
         number: Any = int(given) if isinstance(given, str) and given.isdecimal() else given
         if type(number) not in (int, float) or number < 0 or number != number // 1:
             raise DataError(f"the id of {name!r} in {what} is {given!r}; give whole numbers from 0", path=path)
         number = int(number)
-        if names.setdefault(number, name) != name:
-            raise DataError(
-                f"{what} {names[number]!r} and {name!r} have one id, {number}; give each its own", path=path
-            )
-        if ids.setdefault(name, number) != number:
-            again.setdefault(name, []).append(number)
-    if not again:
-        return ids, []
-    name, others = next(iter(again.items()))
-    more = f" (and {len(again) - 1} more names so)" if len(again) > 1 else ""
-    return ids, [f"{what} {ids[name]}, {', '.join(map(str, others))} have one {key}, {name!r}: the first is used{more}"]
+        if (other := name_of.setdefault(number, name)) != name:
+            raise DataError(f"{what} {other!r} and {name!r} have one id, {number}; give each its own", path=path)
+        ids_of.setdefault(name, {})[number] = None
+    notes = [
+        f"{what} {', '.join(map(str, ids))} have one {key}, {name!r}: the first is used"
+        for name, ids in ids_of.items()
+        if len(ids) > 1
+    ]
+    more = f" (and {len(notes) - 1} more names so)" if len(notes) > 1 else ""
+    return {name: next(iter(ids)) for name, ids in ids_of.items()}, [note + more for note in notes[:1]]
 
 
 def _is_of_lvis(image: Mapping[str, Any]) -> bool:
@@ -56,19 +54,24 @@ def _is_of_lvis(image: Mapping[str, Any]) -> bool:
     return "neg_category_ids" in image or ("coco_url" in image and not image.get("file_name"))
 
 
+def class_list_at(path: Path, first: int = 0) -> ClassList:
+    """The class list of a checkpoint's folder, or of a file as :func:`read_class_list`. Raises DataError without one,
+    CheckpointError for an unreadable card."""
+    if not path.is_dir():
+        return read_class_list(path, first)
+    if not (listed := read_card(path).classes):
+        raise DataError("is a folder without a class list; name a file, or a checkpoint that has one", path=path)
+    return listed
+
+
 def read_terms(annotations: Path | None, classes: Path | None, first: int = 0) -> UsersTerms:
-    """The ids of a COCO or LVIS file's categories and images; or a class list, of a file (:func:`read_class_list`, with
-    ``first``) or of a checkpoint's folder. Raises ConfigError for both, DataError or CheckpointError for a file without
-    any, and DataError for an id that is not a whole number or that two names have."""
+    """The ids of a COCO or LVIS file's categories and images; or a class list, as :func:`class_list_at`. Raises
+    ConfigError for both, DataError for a file without any, and for an id that is not a whole number or that two names
+    have."""
     if annotations is not None and classes is not None:
         raise ConfigError("--annotations has class numbers too; leave out --classes")
-    if classes is not None and classes.is_dir():
-        listed = read_card(classes).classes
-        if not listed:
-            raise DataError("the checkpoint has no class list; name a file with one", path=classes)
-        return UsersTerms(listed)
     if annotations is None:
-        return UsersTerms(None if classes is None else read_class_list(classes, first))
+        return UsersTerms(None if classes is None else class_list_at(classes, first))
     content = read_json(annotations)
     for key in ("images", "categories"):
         if not isinstance(content, dict) or not isinstance(content.get(key), list):

@@ -27,7 +27,7 @@ from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject, is_of, read_answers
 from coordexp.evaluation.drawing import draw_contact_sheet
 from coordexp.geometry import aabb, mask_iou
-from coordexp.inference.session import BATCH_SIZE, PredictOptions, inference_config
+from coordexp.inference.session import inference_config
 from coordexp.matching import MAX_OVERLAP_OF_OTHERS, MatchingConfig, match_objects
 from coordexp.records import NUM_BINS, GTObject, ImageRecord
 
@@ -131,8 +131,7 @@ def completion_config(
         return AnswerConfig.of_run(with_own_template(with_model_here(run)))
     if model is None:
         raise ConfigError("name the checkpoint that answers with --model, or a run's YAML")
-    options = PredictOptions(batch_size=BATCH_SIZE if batch_size is None else batch_size, prompt=prompt)
-    return inference_config(model, options, arguments)
+    return inference_config(model, arguments, batch_size=batch_size, prompt=prompt)
 
 
 def check_files(source: Path, out: Path, sheet: Path | None, sheet_images: int, overwrite: bool) -> None:

@@ -31,7 +31,6 @@ from coordexp.inference.session import (
     SEED,
     Backend,
     InferenceSession,
-    PredictOptions,
     check_device,
     checked_class_names,
     inference_config,
@@ -107,9 +106,12 @@ class Detector:
         if temperature is not None and answers == 1:
             raise ConfigError(f"temperature: {temperature:g}, but a single answer is greedy; give answers= too")
         seed = whole_number("seed", seed)
-        options = PredictOptions(backend, batch_size, longest, prompt, dtype, device, seed, temperature or 0.0)
         model = model_folder(model)
-        config = with_several_answers(inference_config(model, options), answers)
+        config = inference_config(
+            model, backend=backend, batch_size=batch_size, max_new_tokens=longest, prompt=prompt, dtype=dtype,
+            use_cpu=device == "cpu", seed=seed, temperature=temperature,
+        )  # fmt: skip
+        config = with_several_answers(config, answers)
         check_device(device, backend)
         check_backend(config.rollout_matching, bool(classes))
         class_names = checked_class_names(classes, model)

@@ -77,8 +77,11 @@ def run_evaluation(
     ``overwrite``: also replace the evaluation of something else. Raises ConfigError, DataError, CheckpointError or
     VocabError before weights are loaded.
     """
-    if calibrate and (asking.tiling is not None or asking.answers > 1):
-        raise ConfigError("calibrate: it is fitted to one answer for each whole image; leave out tiles and answers")
+    if calibrate and (asking.tiling is not None or asking.answers > 1 or constant_score is not None):
+        raise ConfigError(
+            "calibrate: confidences of single answers to whole images are fitted; leave out tiles, answers and "
+            "--constant-score"
+        )
     if calibrate and (name := name_of(model or config.model.model)) is not None:
         raise ConfigError(
             f"calibrate: a calibration is stored with the model, and {name} is in the hub's cache; copy it first: "

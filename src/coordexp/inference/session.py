@@ -21,6 +21,8 @@ from coordexp.config.from_yaml import parse_section
 from coordexp.config.resolved import AnswerConfig, EvaluationConfig
 from coordexp.config.schema import TrainingConfig
 from coordexp.config.source import Document, apply_arguments
+from coordexp.data.class_list import check_known
+from coordexp.data.jsonl import clean_desc
 from coordexp.errors import ConfigError, DataError
 from coordexp.heavy_imports import heavy_imports
 from coordexp.hub import name_of
@@ -48,55 +50,52 @@ Backend = Literal["hf", "vllm"]
 Settings = TypeVar("Settings", AnswerConfig, EvaluationConfig)
 
 
-@dataclass(frozen=True, slots=True)
-class PredictOptions:
-    """Options of a caller; None takes the value of the checkpoint's own run. ``temperature``: 0 is greedy."""
-
-    backend: Backend = "hf"
-    batch_size: int = BATCH_SIZE
-    max_new_tokens: int | None = None
-    prompt: str | None = None
-    dtype: str | None = None
-    device: str | None = None
-    seed: int = SEED
-    temperature: float = 0.0
-
-
-def inference_config(model: str | Path, options: PredictOptions, arguments: Sequence[str] = ()) -> AnswerConfig:
-    """A configuration for greedy answers of ``model``, with the prompt, number type and limits on its card; its
-    ``model.model`` is a folder. ``arguments`` (``key.path=value``) override the rest. Raises CheckpointError for no
-    such model or no readable card, ConfigError for a value that the schema refuses."""
+def inference_config(
+    model: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    backend: Backend = "hf",
+    batch_size: int | None = None,
+    max_new_tokens: int | None = None,
+    prompt: str | None = None,
+    dtype: str | None = None,
+    use_cpu: bool = False,
+    seed: int | None = None,
+    temperature: float | None = None,
+) -> AnswerConfig:
+    """A configuration for answers of ``model``, greedy without a ``temperature``. What is None has the value of the
+    model's own run, as on its card. ``model.model`` is a folder. ``arguments`` (``key.path=value``) override the rest.
+    Raises CheckpointError for no such model or no readable card, ConfigError for a value that the schema refuses."""
     folder = model_folder(model)
     Checkpoint.open(folder)
     own = training_of(folder)
     template = settings_for_answers(own)
-    if options.prompt is not None:
-        template["prompt"] = options.prompt
+    if prompt is not None:
+        template["prompt"] = prompt
     longest = min(_LONGEST if own is None else own.global_max_length, num_positions(folder) or _LONGEST)
-    answer = options.max_new_tokens
-    if answer is not None and answer >= longest:
-        raise ConfigError(f"max_new_tokens: {answer} leaves no room for the prompt in {longest} tokens; lower it")
-    if answer is None:
-        answer = _ANSWER if own is None else own.max_new_tokens
-    dtype = options.dtype or (_DTYPE if own is None else own.dtype)
-    if options.max_new_tokens is None and (own is None or answer >= longest):  # a run's own limit holds where it fits
-        answer = min(answer, max(1, longest // 2))
+    if max_new_tokens is None:
+        max_new_tokens = _ANSWER if own is None else own.max_new_tokens
+        if own is None or max_new_tokens >= longest:  # a run's own limit holds where it fits
+            max_new_tokens = min(max_new_tokens, max(1, longest // 2))
+    elif max_new_tokens >= longest:
+        raise ConfigError(
+            f"max_new_tokens: {max_new_tokens} leaves no room for the prompt in {longest} tokens; lower it"
+        )
     rollout: dict[str, Any] = {
-        "rollout_backend": options.backend,
-        "decode_batch_size": options.batch_size,
-        "max_new_tokens": answer,
+        "rollout_backend": backend,
+        "decode_batch_size": batch_size or BATCH_SIZE,
+        "max_new_tokens": max_new_tokens,
+        "decoding": {"temperature": temperature or 0.0},
     }
-    if options.temperature:
-        rollout["decoding"] = {"temperature": options.temperature}
     if own is not None:
         rollout["repeat_terminate"] = dict(own.repeat_terminate)
     data = {
-        "model": {"model": str(folder), "dtype": dtype},
+        "model": {"model": str(folder), "dtype": dtype or (_DTYPE if own is None else own.dtype)},
         "template": template,
         "rollout_matching": rollout,
         "global_max_length": longest,
-        "use_cpu": options.device == "cpu",
-        "seed": options.seed,
+        "use_cpu": use_cpu,
+        "seed": SEED if seed is None else seed,
     }
     document = Document(data)
     apply_arguments(document, arguments)
@@ -125,7 +124,7 @@ def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] =
     jsonl = data or (None if own is None else own.val_jsonl)
     if jsonl is None:
         raise ConfigError(f"{model} has no validation data on its card; name a JSONL with --data")
-    answering = inference_config(model, PredictOptions()).model_dump(mode="json")
+    answering = inference_config(model).model_dump(mode="json")
     del answering["rollout_matching"]["vllm"]  # all defaults, which must not look like given ones
     kept = {} if own is None else {key: getattr(own, key) for key in ("object_field_order", "object_ordering")}
     document = Document(
@@ -175,24 +174,15 @@ def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence
 
 
 def read_class_names(given: str | None, model: str | Path) -> tuple[str, ...]:
-    """The class names of ``--classes``: names between commas, a file of :func:`read_class_list`, or the class list of a
-    checkpoint's folder; empty for None. Raises ConfigError as :func:`checked_class_names`, or for no name; DataError
-    for an unreadable file or one without names, as for a folder."""
+    """The class names of ``--classes``: names between commas, or those of a file or folder as :func:`class_list_at`,
+    whose errors it raises; empty for None. Raises ConfigError as :func:`checked_class_names`, or for no name."""
     if given is None:
         return ()
     path = Path(given)
-    if path.is_file():
-        from coordexp.data.class_list import read_class_list
+    if path.exists():
+        from coordexp.evaluation.users_terms import class_list_at
 
-        return checked_class_names(tuple(read_class_list(path)), model)
-    if path.is_dir():
-        if not (listed := read_card(path).classes):
-            raise DataError(
-                "is a folder without a class list; --classes takes names between commas, a file, or the folder of a "
-                f"checkpoint that has one (a class of this name: {given},{given})",
-                path=path,
-            )
-        return checked_class_names(listed, model)
+        return checked_class_names(tuple(class_list_at(path)), model)
     if path.suffix.lower() in (".txt", ".names", ".jsonl", ".yaml", ".yml", ".json", ".csv"):
         raise DataError("not found; --classes takes names between commas, a .txt, .jsonl or data.yaml", path=path)
     return checked_class_names(given.split(","), model)
@@ -201,9 +191,6 @@ def read_class_names(given: str | None, model: str | Path) -> tuple[str, ...]:
 def checked_class_names(names: Sequence[str], model: str | Path) -> tuple[str, ...]:
     """The names as a dataset would contain them, each once. Raises ConfigError for one that no dataset may contain or
     that is not in the class list of ``model``, or for anything else than a list."""
-    from coordexp.data.class_list import check_known
-    from coordexp.data.jsonl import clean_desc
-
     if not isinstance(names, Iterable) or isinstance(names, str | bytes | set | frozenset | Mapping):
         raise ConfigError(f"classes is {names!r}; give a list of names")
     try:
@@ -233,8 +220,12 @@ def check_device(device: str | None, backend: Backend) -> None:
         raise ConfigError(f"device: {device!r}: vLLM uses the first visible GPU; set CUDA_VISIBLE_DEVICES={index}")
 
 
-def size_note(records: Sequence[ImageRecord], preparation: ImagePreparation) -> str | None:
-    """A warning about images that are far from the size of the training images; None if there is nothing to say."""
+_POOR = "answers may be poor. Resize them, or train on data from coordexp data convert: checkpoints contain its rule"
+
+
+def size_note(records: Sequence[ImageRecord], preparation: ImagePreparation, advice: str = _POOR) -> str | None:
+    """A warning about images that are far from the size of the training images; None if there is nothing to say.
+    ``advice`` may name ``{most}``, pixels of a training image."""
     unlike = [record for record in records if preparation.is_unlike_training(record.width, record.height)]
     if not unlike or preparation.seen_pixels is None:
         return None
@@ -242,8 +233,8 @@ def size_note(records: Sequence[ImageRecord], preparation: ImagePreparation) -> 
     first = unlike[0]
     return (
         f"{len(unlike)} of {len(records)} images are far from the size that this model was trained at "
-        f"({least:,} to {most:,} pixels), the first is {first.sample_id} ({first.width}x{first.height}); answers may "
-        "be poor. Resize them, or train on data from coordexp data convert: checkpoints contain its rule"
+        f"({least:,} to {most:,} pixels), the first is {first.sample_id} ({first.width}x{first.height}); "
+        + advice.format(most=most)
     )
 
 

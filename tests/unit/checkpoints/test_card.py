@@ -20,7 +20,7 @@ from coordexp.data.scenes import SPECS, write_scenes
 from coordexp.errors import CheckpointError
 from coordexp.evaluation.answers import ImageAnswer, read_answers
 from coordexp.inference.completion import completion_config
-from coordexp.inference.session import PredictOptions, inference_config
+from coordexp.inference.session import inference_config
 from coordexp.modeling.inputs import build_messages
 from support.cli_runs import Cli, small_checkpoint, write_run
 from support.config_samples import edit_json, set_keys, stage2
@@ -123,7 +123,7 @@ def test_a_trained_checkpoint_names_the_hub_model_that_it_comes_from(tmp_path: P
 def test_a_checkpoint_answers_by_its_card(tmp_path: Path) -> None:
     model = small_checkpoint(tmp_path / "model")
     write_card(FULL, model)
-    config = inference_config(model, PredictOptions())
+    config = inference_config(model)
     assert (config.template.prompt, config.template.system) == ("Find it.", "You detect.")
     assert (config.model.dtype, config.global_max_length) == ("bfloat16", 3000)
     assert config.rollout_matching.max_new_tokens == 77
@@ -139,7 +139,7 @@ def test_answers_of_a_checkpoint_that_no_run_trained_come_with_a_warning(
     assert read_card(model) == UNTRAINED
     (model / CARD).unlink()
     with caplog.at_level(logging.WARNING):
-        inference_config(model, PredictOptions())
+        inference_config(model)
     assert "no run of CoordExp trained this checkpoint" in caplog.text and "it has no coordexp.json" in caplog.text
 
 

@@ -13,7 +13,7 @@ from coordexp.config.from_yaml import explain_config
 from coordexp.config.objective import CoordRegSpec
 from coordexp.data.files import asset
 from coordexp.errors import ConfigError
-from coordexp.inference.session import PredictOptions, evaluation_config, inference_config
+from coordexp.inference.session import evaluation_config, inference_config
 from support.cli_runs import Cli, small_checkpoint, write_run
 from support.config_samples import set_key, stage1, stage2, write_yaml
 
@@ -40,7 +40,7 @@ from support.config_samples import set_key, stage1, stage2, write_yaml
 def test_words_for_a_checkpoint_alone_are_checked_like_those_for_a_file(words: list[str], says: str) -> None:
     demo = asset("checkpoints/demo-stage1")
     for read in (
-        lambda: inference_config(demo, PredictOptions(), words),
+        lambda: inference_config(demo, words),
         lambda: evaluation_config(demo, Path("val.jsonl"), words),
     ):
         with pytest.raises(ConfigError, match=": 1 problem\n") as refused:
@@ -70,7 +70,7 @@ def test_a_number_out_of_range_is_refused_from_every_source(key: str, value: Any
 @pytest.mark.parametrize("seed", [-1, 2147483648, 10**26])
 def test_a_seed_that_generators_refuse_is_refused_before_weights_are_read(seed: int) -> None:
     with pytest.raises(ConfigError, match=rf"seed: (expected a number .*, got {seed}|{seed} has more than 64)"):
-        inference_config(asset("checkpoints/demo-stage1"), PredictOptions(seed=seed))
+        inference_config(asset("checkpoints/demo-stage1"), seed=seed)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from coordexp.engine.wire.arguments import (
 from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.errors import RolloutError
 from coordexp.inference.asking import decoding_settings
-from coordexp.inference.session import PredictOptions, evaluation_config, inference_config
+from coordexp.inference.session import evaluation_config, inference_config
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.trainer_weights import TrainerWeights
 from coordexp.records import Rollout
@@ -121,9 +121,9 @@ def test_an_engine_per_process_for_a_checkpoint_alone(command: str) -> None:
     if command == "evaluate":
         config = AnswerConfig.of_run(evaluation_config(DEMO, Path("val.jsonl"), [*keys, BY_KEY]))
     elif command == "predict by key":
-        config = inference_config(DEMO, PredictOptions(), [*keys, BY_KEY])
+        config = inference_config(DEMO, [*keys, BY_KEY])
     else:
-        config = inference_config(DEMO, PredictOptions("vllm"), keys)
+        config = inference_config(DEMO, keys, backend="vllm")
     engine = config.rollout_matching.vllm
     check_backend(config.rollout_matching)
     assert (engine.tensor_parallel_size, engine.max_model_len, engine.dtype) == (1, 512, "float32")
@@ -136,7 +136,7 @@ def test_answers_depend_on_the_number_types_of_their_engine() -> None:
 
     def settings(*words: str) -> dict[str, Any]:
         keys = [f"rollout_matching.vllm.{word}" for word in words]
-        return decoding_settings(inference_config(DEMO, PredictOptions("vllm"), keys))
+        return decoding_settings(inference_config(DEMO, keys, backend="vllm"))
 
     own = settings()
     assert settings("dtype=float32", "engine_args={kv_cache_dtype: auto}") == own
