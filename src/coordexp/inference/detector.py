@@ -23,6 +23,7 @@ from coordexp.data.tiles import CutTiles, Tiling, tile_records, whole_of
 from coordexp.engine.trainer.backends import check_backend
 from coordexp.errors import ConfigError, DataError, DetectorClosed, whole_number
 from coordexp.evaluation.answers import ImageAnswer, answer_samples, samples_of_batch
+from coordexp.evaluation.confidence import at_least
 from coordexp.evaluation.join_tiles import merge_tiles
 from coordexp.evaluation.several_answers import merge_all
 from coordexp.inference.detections import Detections, as_detections, without_answer
@@ -185,31 +186,25 @@ class Detector:
             if isinstance(images, str | Path):
                 path = as_path(images)
                 single = path.is_file() and path.suffix.lower() != ".jsonl"
-                found = find_images([path], skip_broken=not single)
-                records = {record.sample_id: record for record in found.records}
-                errors, given = dict(found.skipped), {}
-                order = found.names
+                listed = find_images([path], skip_broken=not single)
+                of_name = {record.sample_id: record for record in listed.records} | dict(listed.skipped)
+                given, found = {}, {name: of_name[name] for name in listed.names}
             else:
-                given, records, errors = collect([images] if single else images, Path(folder), raises=single)
-                order = (*records, *errors)
-                order = sorted(order, key=lambda name: int(name.partition(":")[0].removeprefix("image ")))
-            answers = self._answer(session, records, errors, tiling, Path(folder), raises=single)
+                given, found = collect([images] if single else images, Path(folder), raises=single)
+            answers = self._answer(session, found, tiling, Path(folder), raises=single)
         results = []
-        for name in order:
-            if name in errors:
+        for name, answer in answers.items():
+            if isinstance(answer, str):
                 source = name if isinstance(images, str | Path) else name.partition(": ")[2] or name
-                results.append(without_answer(source, errors[name], names))
+                results.append(without_answer(source, answer, names))
                 continue
-            one = as_detections(answers[name], given.get(name), names)
-            if min_confidence is not None:  # by the objects' own numbers: the array's are rounded to float32
-                confidences = enumerate(obj.confidence for obj in one.objects)
-                one = one[[k for k, value in confidences if value is not None and value >= min_confidence]]
-            results.append(one)
-        if errors:
-            first = next(iter(errors.values()))
+            if min_confidence is not None:
+                ((answer,), _) = at_least([answer], min_confidence)
+            results.append(as_detections(answer, given.get(name), names))
+        if errors := [answer for answer in answers.values() if isinstance(answer, str)]:
             warnings.warn(
                 f"{len(errors)} of {len(results)} images could not be read, their results have .error; the first: "
-                f"{first}",
+                f"{errors[0]}",
                 stacklevel=2,
             )
         return results[0] if single else results
@@ -233,20 +228,22 @@ class Detector:
     def _answer(
         self,
         session: InferenceSession,
-        records: Mapping[str, ImageRecord],
-        errors: dict[str, str],
+        found: Mapping[str, ImageRecord | str],
         tiling: Tiling | None,
         folder: Path,
         *,
         raises: bool,
-    ) -> dict[str, ImageAnswer]:
-        todo, size = list(records.values()), samples_of_batch(session.backend, self._answers)
+    ) -> dict[str, ImageAnswer | str]:
+        """The answer to each image, or why it cannot be read."""
+        todo = [one for one in found.values() if isinstance(one, ImageRecord)]
+        size = samples_of_batch(session.backend, self._answers)
         asked = todo if tiling is None else tile_records(todo, tiling)
         note = size_note(asked, session.preparation)
         if note is not None:
             warnings.warn(note, stacklevel=3)
         scorer = session.scorer if self._scores else None
-        answers: dict[str, ImageAnswer] = {}
+        answers: dict[str, ImageAnswer] = {}  # of what is asked: images or tiles
+        errors = {name: one for name, one in found.items() if isinstance(one, str)}
         shown = asked if tiling is None else CutTiles(asked, folder, size)
         for start in range(0, len(asked), size):
             batch = []
@@ -262,11 +259,12 @@ class Detector:
             if batch:
                 answered = answer_samples(batch, session.backend, session.vocab, seeds, scorer, None, self._answers)
                 answers |= {answer.sample_id: answer for answer in merge_all(answered, self._answers)}
-        for record in todo:
-            if tiling is not None and record.sample_id not in errors:
-                tiles = [answers[tile.sample_id] for tile in tile_records([record], tiling)]
-                answers[record.sample_id] = merge_tiles(record, tiling, tiles)
-        return answers
+        if tiling is not None:
+            for record in todo:
+                if record.sample_id not in errors:
+                    tiles = [answers[tile.sample_id] for tile in tile_records([record], tiling)]
+                    answers[record.sample_id] = merge_tiles(record, tiling, tiles)
+        return {name: errors[name] if name in errors else answers[name] for name in found}
 
 
 def is_image(given: object) -> bool:
@@ -274,12 +272,10 @@ def is_image(given: object) -> bool:
     return isinstance(given, Image.Image | np.ndarray | bytes)
 
 
-def collect(
-    images: Any, folder: Path, *, raises: bool
-) -> tuple[dict[str, Image.Image], dict[str, ImageRecord], dict[str, str]]:
-    """The images that are not files, a record per readable image, and why others are not readable; by a name that
-    starts with the image's number. Every backend reads files, even one in another process, so images in memory are
-    written to ``folder``, as PNG, which keeps every pixel. ``raises``: at the first unreadable image."""
+def collect(images: Any, folder: Path, *, raises: bool) -> tuple[dict[str, Image.Image], dict[str, ImageRecord | str]]:
+    """The images that are not files, and of each image its record, or why it cannot be read; by a name with the
+    image's number. Every backend reads files, even one in another process, so images in memory are written to
+    ``folder``, as PNG, which keeps every pixel. ``raises``: at the first unreadable image."""
     # The lines of an open file, and the numbers of a bytearray, are not images.
     no_list = isinstance(images, Mapping | bytearray | memoryview) or hasattr(images, "read")
     if no_list or not isinstance(images, Iterable) or is_tensor(images):
@@ -295,14 +291,13 @@ def collect(
         elif isinstance(image, np.ndarray) and (problem := array_problem(image)) is not None:
             raise DataError(f"image {number}: {problem}")
     given: dict[str, Image.Image] = {}
-    records: dict[str, ImageRecord] = {}
-    errors: dict[str, str] = {}
+    found: dict[str, ImageRecord | str] = {}
     for number, image in enumerate(listed):
         name = f"{number}: {image}" if isinstance(image, str | Path) else f"image {number}"
         try:
             if isinstance(image, str | Path):
                 (record,) = find_images([Path(image)]).records
-                records[name] = replace(record, sample_id=name)
+                found[name] = replace(record, sample_id=name)
                 continue
             pixels = open_rgb(Path(name), data=image) if isinstance(image, bytes) else rgb_of(image, name)
             if (problem := shape_problem(*pixels.size)) is not None:
@@ -310,13 +305,13 @@ def collect(
         except DataError as error:
             if raises:
                 raise
-            errors[name] = str(error)
+            found[name] = str(error)
             continue
         given[name] = pixels
         path = folder / f"{number}.png"
         pixels.save(path, compress_level=1)
-        records[name] = ImageRecord(name, path, *pixels.size, ())
-    return given, records, errors
+        found[name] = ImageRecord(name, path, *pixels.size, ())
+    return given, found
 
 
 def is_tensor(given: object) -> bool:

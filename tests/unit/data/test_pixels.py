@@ -17,6 +17,7 @@ from coordexp.data.images import open_rgb, read_header, rgb_of
 from coordexp.engine.wire.protocol import RequestRefused, open_image
 from coordexp.errors import DataError
 from coordexp.inference.detector import collect
+from coordexp.records import ImageRecord
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 
@@ -54,8 +55,9 @@ def doors(path: Path, folder: Path) -> dict[str, Callable[[], Image.Image]]:
     data = path.read_bytes()
 
     def detector(given: Any) -> Image.Image:
-        pixels, records, _ = collect([given], folder, raises=True)
-        (record,) = records.values()
+        pixels, found = collect([given], folder, raises=True)
+        (record,) = found.values()
+        assert isinstance(record, ImageRecord)
         shown = open_rgb(record.image)
         assert not pixels or pixels["image 0"].tobytes() == shown.tobytes()
         return shown
@@ -115,7 +117,7 @@ def test_arrays_are_shown_like_files(shape: tuple[int, ...], corner: tuple[int, 
     if shape[-1] == 4:
         array[..., 3] = 0
     Image.fromarray(array).save(tmp_path / "a.png")
-    given, _, _ = collect([array], tmp_path, raises=True)
+    given, _ = collect([array], tmp_path, raises=True)
     assert given["image 0"].getpixel((3, 3)) == open_rgb(tmp_path / "a.png").getpixel((3, 3)) == corner
 
 
